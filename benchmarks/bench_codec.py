@@ -1,6 +1,6 @@
-"""What the lossless codec does with pages, by dtype: ratio, ratio in rooms, GB/s of pages of one thread.
+"""What a codec does with pages, by dtype: ratio, ratio in rooms, GB/s of pages of one thread.
 
-    python -m benchmarks.bench_codec kv.npy ...
+    python -m benchmarks.bench_codec [--codec int8] kv.npy ...
 
 A file has the KV of one text as bfloat16 bits: an int16 array [layers, 2, tokens, heads, head dim], as a model of
 transformers gives it in its cache. Other dtypes are made of it.
@@ -17,8 +17,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hicache_ext.page.transforms import planes
-from hicache_ext.page.transforms.lossless import LosslessCodec, LosslessPages
+from hicache_ext.page.transforms import planes, rows
+from hicache_ext.page.transforms.lossless import LosslessCodec
+from hicache_ext.page.transforms.lossy import LossyCodec
+from hicache_ext.page.transforms.rows import Code
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -56,10 +58,11 @@ def seconds_of(work: Callable[[int], object], count: int) -> float:
     return statistics.median(rounds)
 
 
-def row(dtype: str, contents: Sequence[bytes]) -> str:
+def row(name: str, dtype: str, head: int, contents: Sequence[bytes]) -> str:
     size = len(contents[0])
-    codec = LosslessCodec().for_pages({"pool": {"dtype": dtype}}, size)
-    assert isinstance(codec, LosslessPages)
+    pool = {"dtype": dtype, "kind": "MHATokenToKVPoolHost", "geometry": {"head_dim": str(head)}}
+    codec = (LosslessCodec() if name == "lossless" else LossyCodec(Code(name))).for_pages({"pool": pool}, size)
+    assert codec is not None
     memory, page = memoryview(bytearray(codec.rooms[-1])), memoryview(bytearray(size))
     encoded, rooms = [], []
     for content in contents:
@@ -68,7 +71,7 @@ def row(dtype: str, contents: Sequence[bytes]) -> str:
         rooms.append(min((room for room in codec.rooms if length and room >= length), default=size))
         if length:
             codec.decode(memory[:length], page)
-            assert page == content
+            assert page == content or name != "lossless"
     coded = [number for number, one in enumerate(encoded) if len(one) < size]
     some = coded[:16]
     views = [memoryview(contents[number]) for number in some]
@@ -89,18 +92,22 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--layouts", nargs="+", default=["page_first", "page_first_direct", "layer_first"])
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--codec", default="lossless", choices=["lossless", "int8", "fp8"])
     parser.add_argument("--numpy", action="store_true", help="as where nothing is compiled")
     given = parser.parse_args()
     if given.numpy:
-        planes.part.code = lambda: None  # type: ignore[method-assign]
+        for part in (planes.part, rows.part):
+            part.code = lambda: None  # type: ignore[attr-defined]
     else:
         assert planes.part.wait() is not None, planes.part.why_not()
+        assert rows.part.wait() is not None, rows.part.why_not()
     for tokens in given.tokens:
         for layout in given.layouts:
             print(f"\n{tokens} tokens, {layout}\ndtype             bytes pages   raw  ratio stored  enc    dec GB/s")
             for dtype in given.dtypes:
                 found = [page for file in given.files for page in pages_of(file, tokens, layout, dtype)]
-                print(row(dtype, found), flush=True)
+                head = np.load(given.files[0], mmap_mode="r").shape[-1]
+                print(row(given.codec, dtype, head, found), flush=True)
 
 
 if __name__ == "__main__":

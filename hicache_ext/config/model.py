@@ -37,6 +37,7 @@ from hicache_ext.config.tracing import TracingConfig
 from hicache_ext.config.units import LONGEST_DURATION
 from hicache_ext.config.values import NO_LIMIT, directory_relation, number, whole_number
 from hicache_ext.errors import ConfigError
+from hicache_ext.page.transforms.codec import LOSSY_CODECS
 
 BACKEND_NAME = "hicache_ext"
 MODULE_PATH = "hicache_ext.storage.backend"
@@ -270,6 +271,12 @@ class HicacheExtConfig(ConfigModel):
     @classmethod
     def misplaced_key(cls, key: str) -> str | None:
         return "it belongs at the top level of the file" if key in ExtraConfig.model_fields else None
+
+    @property
+    def lossy_codecs(self) -> frozenset[str]:
+        """Those of all tiers, also of tiers that other roles use: what one node of a pair restores, the other goes on
+        with."""
+        return frozenset(tier.codec for tier in self.tiers.values() if tier.codec in LOSSY_CODECS)
 
     def for_role(self, role: ServerRole) -> HicacheExtConfig:
         """The configuration of a server of ``role``: its overrides applied, and only the tiers that it uses.

@@ -23,13 +23,14 @@ from hicache_ext.config.sharing import Sharing, sharing_of_directories
 from hicache_ext.config.values import NO_LIMIT, duration, number, or_auto, or_off, size
 from hicache_ext.errors import ConfigError, MissingPackageError
 from hicache_ext.packages import need
+from hicache_ext.page.transforms.codec import LOSSY_CODECS
 
 if TYPE_CHECKING:
     from hicache_ext.page.transforms.codec import Codec
     from hicache_ext.page.transforms.forms import Transforms
     from hicache_ext.storage.contract.store import PageStore
 
-CODECS = ("off", "lossless", "auto")
+CODECS = ("off", "lossless", "auto", *LOSSY_CODECS)
 ADMISSION = ("all", "learned")
 
 READ_TIMEOUT = 1.0
@@ -59,8 +60,11 @@ class TierConfig(ConfigModel):
     ] = None
     guards: GuardsConfig = GuardsConfig()
     codec: Annotated[
-        Literal["off", "lossless", "auto"],
-        Field(description="lossless: pages take fewer bytes; auto: where that was measured to be faster"),
+        Literal["off", "lossless", "auto", "int8", "fp8"],
+        Field(
+            description="lossless: pages take fewer bytes; auto: where that was measured to be faster; int8, fp8: fewer"
+            " still, and not what was computed"
+        ),
         Allowed(listed(CODECS)),
         one_of(*CODECS),
     ] = "off"
@@ -196,6 +200,11 @@ class TierConfig(ConfigModel):
         from hicache_ext.page.transforms.lossless import LosslessCodec
         from hicache_ext.page.transforms.paying import PayingCodec
 
+        if self.codec in LOSSY_CODECS:
+            from hicache_ext.page.transforms.lossy import LossyCodec
+            from hicache_ext.page.transforms.rows import Code
+
+            return LossyCodec(Code(self.codec))
         return PayingCodec(LosslessCodec()) if self.codec == "auto" else LosslessCodec()
 
     def transformed(self, name: str, store: PageStore) -> PageStore:

@@ -31,6 +31,7 @@ _SOURCES = (
     "page/batch_code.py",
     "page/envelope_code.py",
     "page/transforms/plane_code.py",
+    "page/transforms/row_code.py",
     "storage/tiers/file/eviction.py",
     "storage/tiers/file/slab/slot_code.py",
     "storage/tiers/file/slab/compiled_runs.py",

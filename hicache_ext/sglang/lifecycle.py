@@ -10,14 +10,18 @@ import math
 import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hicache_ext.config import HicacheExtConfig, load_config
+from hicache_ext.config.problems import listed
 from hicache_ext.errors import HicacheExtError, UnsupportedError
 from hicache_ext.kernels.selection import kernel_metrics
+from hicache_ext.page.transforms.codec import LOSSY_CODECS
+from hicache_ext.page.transforms.lossy import lossy_fact
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
 from hicache_ext.sglang import kernel_hooks
@@ -67,8 +71,11 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             refuse_unsafe_offload()
         self._ranks_before_this = int(storage_config.tp_rank or 0) + int(storage_config.pp_rank or 0)
         view = server_view(self._facts.role, int(storage_config.tp_rank or 0), _writers(storage_config))
-        self._config: HicacheExtConfig = view(load_config(storage_config.extra_config or {}))
-        self._pools = ServedPools(storage_config, self._config, self._facts, self._register_identity, self.clear)
+        configured = load_config(storage_config.extra_config or {})
+        self._config: HicacheExtConfig = view(configured)
+        # What a lossy tier gives back, and all that is computed from it, belongs to other identities.
+        facts = replace(self._facts, compute=lossy_fact(self._facts.compute, configured.lossy_codecs))
+        self._pools = ServedPools(storage_config, self._config, facts, self._register_identity, self.clear)
         self._failures = TierMetrics("backend")
         self._failures.declare({"failure": [*guarded_calls(type(self)), "host_indices"]})
         self._reports = TierReports()
@@ -228,6 +235,12 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             logger.warning(
                 "hicache_ext: --hicache-storage-prefetch-policy best_effort: SGLang waits for no page, so that on an "
                 "idle server nothing comes from storage; timeout (its default) and wait_complete wait"
+            )
+        if lossy := {name: tier.codec for name, tier in self._config.tiers.items() if tier.codec in LOSSY_CODECS}:
+            logger.warning(
+                "hicache_ext: what is restored from %s is not what was computed, and no exact server reads this one's "
+                "pages (docs/codecs.md)",
+                listed([f"tier {name} ({codec})" for name, codec in lossy.items()]),
             )
         if not self._ranks_before_this and (sentence := untested(installed_release())) is not None:
             logger.warning("%s", sentence)

@@ -104,6 +104,7 @@ RULES = (
     ),
     Rule("hicache-ext bench compare ", clean=(1,), sglang=(1,), why="the second file of the test is slower than 0.9"),
     Rule("hicache-ext completion "),
+    Rule("hicache-ext codec-check ", How.PARSE, why="it needs a model; tests/bench/test_codec_check.py has a tiny one"),
     Rule(
         r"hicache-ext plan (\S+\.jsonl|/var/lib/hicache-recordings)",
         How.PARSE,
@@ -125,6 +126,7 @@ RULES = (
     Rule("python -m benchmarks.bench_pool ", clean=(1,), why=_RIVALS, in_short=(("$", " --quick"),)),
     Rule("python -m benchmarks.bench_kernels ", How.NOT_RUN, why="20 minutes; tests/bench has a quick run"),
     Rule("python -m benchmarks.bench_codec ", How.NOT_RUN, why="it needs the KV of a model in a file"),
+    Rule("python -m benchmarks.auto_break_even ", How.NOT_RUN, why="it needs root, Redis and the KV of a model"),
     Rule("curl ", needs="curl", why="a stand-in answers"),
     Rule(
         "python benchmarks/bounce.py ",

@@ -13,6 +13,8 @@ import pytest
 
 from hicache_ext.config.tracing import TracingConfig
 from hicache_ext.errors import ConfigError, MissingPackageError
+from hicache_ext.page.transforms.lossy import LossyCodec
+from hicache_ext.page.transforms.rows import Code
 from hicache_ext.sglang import trace_hooks
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiering import tracing
@@ -23,6 +25,7 @@ from hicache_ext.testing.faults import RaisingStore
 from hicache_ext.testing.server import free_port
 from tests.rigs.otlp_collector import OtlpCollector
 from tests.storage.guards.hung import eventually
+from tests.storage.transforms.test_lossy import CONTENTS, opened, read, write
 
 # Its thread goes on for a while where a collector is dead: its lines would be in the logs of the tests that come next.
 logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter").setLevel(logging.CRITICAL)
@@ -308,3 +311,15 @@ def test_bytes_of_a_batch_are_those_that_moved() -> None:
     batch = PageBatch(KEYS, [[memoryview(bytearray(10))]] * 3)
     facts = tracing._facts(batch, [SetResult.STORED, SetResult.EXISTS, SetResult.TIMEOUT])
     assert (facts["hicache.bytes"], facts["hicache.pages_moved"], facts["hicache.outcome"]) == (10, 2, "timeout")
+
+
+def test_the_span_of_a_read_tells_how_many_pages_came_back_inexactly(
+    finished: Finished, tiered: Callable[..., TieredStore]
+) -> None:
+    pytest.importorskip("zstandard")
+    tier = opened(MemoryPageStore("pool"), LossyCodec(Code.INT8))
+    store = tiered(tier)
+    assert write(store, CONTENTS) == [SetResult.STORED] * 6
+    read(store)
+    told_of = {span.name: span.attributes.get("hicache.lossy_pages") for span in finished()}
+    assert told_of == {"set pool": None, "get pool": 6}

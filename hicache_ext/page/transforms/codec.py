@@ -14,6 +14,9 @@ from typing import Any, Protocol
 RAW = 0
 """The code of pages that no codec encoded."""
 
+LOSSY_CODECS = ("int8", "fp8")
+"""Of which pages do not come back as they were (lossy.py). Labels begin with these names."""
+
 
 class PageCodec(Protocol):
     """A codec for the pages of one identity, all of one length. Threads: any."""

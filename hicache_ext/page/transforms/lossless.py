@@ -22,7 +22,7 @@ import numpy as np
 
 from hicache_ext.errors import FormatError
 from hicache_ext.packages import missing_package
-from hicache_ext.page.transforms.planes import SPLITS, Split
+from hicache_ext.page.transforms.planes import SPLITS, Bytes, Split
 
 _HEAD = struct.Struct("<BBHI")
 _VERSION = 1
@@ -105,7 +105,7 @@ class LosslessPages:
         else:
             top = np.empty(self._top, np.uint8)
             self._split.split(page, top, target[_HEAD.size : begin])
-        frame = np.frombuffer(_coders.compressor().compress(top), np.uint8)
+        frame = np.frombuffer(frame_of(top), np.uint8)
         if begin + frame.size > target.size:
             return 0
         np.copyto(target[begin : begin + frame.size], frame)
@@ -127,6 +127,12 @@ class LosslessPages:
             np.copyto(page, top)
         else:
             self._split.join(top, np.frombuffer(encoded, np.uint8)[_HEAD.size : begin], page)
+
+
+def frame_of(plane: Bytes) -> bytes:
+    """``plane`` as one Zstandard frame."""
+    frame: bytes = _coders.compressor().compress(plane)
+    return frame
 
 
 def plane_in(frame: memoryview, size: int) -> bytes:

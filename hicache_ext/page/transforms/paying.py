@@ -114,16 +114,22 @@ class _PayingPages:
         self._inner.decode(encoded, payload)
 
     def _measure(self, payload: memoryview) -> _Measured:
-        """Twice, since the first time pays for memory and contexts."""
+        """As body.py does it, with new memory and copies: they cost a third as much as the codec. Twice, since the
+        first time pays for contexts."""
         clock = self._codec.clock
-        encoded, page = (np.zeros(size, np.uint8).data for size in (self.rooms[-1], payload.nbytes))
+        stored, page = (np.zeros(size, np.uint8).data for size in (self.rooms[-1], payload.nbytes))
         seconds = float("inf")
         for _ in range(2):
             began = clock()
-            length = self._inner.encode(payload, encoded)
+            page[:] = payload
+            encoded = np.empty(self.rooms[-1], np.uint8).data
+            length = self._inner.encode(page, encoded)
             if not length:
                 return _Measured(0, 0.0, clock())
-            self._inner.decode(encoded[:length], page)
+            stored[:length] = encoded[:length]
+            whole = np.empty(payload.nbytes, np.uint8).data
+            self._inner.decode(stored[:length], whole)
+            page[:] = whole
             seconds = min(seconds, clock() - began)
         room = min(room for room in self.rooms if room >= length)
         return _Measured(payload.nbytes - room, seconds, clock())

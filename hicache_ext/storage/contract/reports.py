@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from hicache_ext.page.transforms.codec import LOSSY_CODECS
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.abilities import Gauges, gauges_of
@@ -185,6 +186,10 @@ OF_SEALED_TIERS: Mapping[str, Sequence[str]] = {
 """Series of a tier whose pages are sealed or encoded."""
 
 
+OF_LOSSY_TIERS: Mapping[str, Sequence[str]] = {"lossy": LOSSY_CODECS}
+"""Series of a tier from which pages may come back otherwise than they were."""
+
+
 def _declared(tier: PageStore) -> Mapping[str, Sequence[str]]:
     try:
         return _series_of(tier)
@@ -203,6 +208,9 @@ def _series_of(tier: PageStore) -> dict[str, list[str]]:
         series |= {event: list(reasons) for event, reasons in OF_ADMITTING_TIERS.items()}
     if {"seal", "codec"} & info.details.keys():
         for event, reasons in OF_SEALED_TIERS.items():
+            series.setdefault(event, []).extend(reasons)
+    if str(info.details.get("codec", "")).startswith(LOSSY_CODECS):
+        for event, reasons in OF_LOSSY_TIERS.items():
             series.setdefault(event, []).extend(reasons)
     for path in info.details.get("paths", ()):
         for event in ("path_out_of_service", "path_back_in_service"):

@@ -40,6 +40,7 @@ HELP = {
     "bytes": "Bytes read, written and evicted.",
     "corrupt": "Page objects that were refused, by reason.",
     "unsealed": "Pages that were missing in a sealed tier, and are there without a seal.",
+    "lossy": "Pages that were restored, but not to the bit, by codec.",
     "evicted": "Pages evicted, by reason.",
     "timeout": "Calls that their deadline ended, by call.",
     "late": "Calls that ended after their deadline, by call.",

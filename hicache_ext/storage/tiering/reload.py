@@ -17,6 +17,7 @@ from hicache_ext.config import HicacheExtConfig, TierConfig
 from hicache_ext.config.problems import config_error, listed
 from hicache_ext.config.seal import SealConfig
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
+from hicache_ext.page.transforms.codec import LOSSY_CODECS
 from hicache_ext.page.transforms.sealing import Seal
 from hicache_ext.storage.contract.abilities import Resizable, ability
 from hicache_ext.storage.contract.transforming.store import TransformedStore
@@ -50,6 +51,8 @@ class ReloadableStore(TieredStore):
         """Opens the tiers. Raises StoreSetupError or ConfigError."""
         tier_use(config)  # before anything is opened: it may raise
         self._config = config
+        # Of the start: the identities of pages keep them, also when the last such tier is gone.
+        self._lossy_codecs = config.lossy_codecs
         self._reloading = threading.Lock()
         self._live = open_live_tiers(used_tiers(config), config.role, measured=_is_measured(config))
         with ExitStack() as undo:
@@ -142,6 +145,9 @@ class ReloadableStore(TieredStore):
             if getattr(config, key) != getattr(self._config, key):
                 yield ConfigError(f"hicache_ext.{key}", f"cannot change while the server runs: {reason}")
         for name, tier in used_tiers(config).items():
+            if tier.codec in LOSSY_CODECS and tier.codec not in self._lossy_codecs:
+                problem = f"{tier.codec} cannot begin while the server runs: it is part of every page's identity"
+                yield ConfigError(f"hicache_ext.tiers.{name}.codec", problem, "restart")
             if name in self._live:
                 yield from _problems_of_tier(name, self._live[name], tier)
                 if tier.seal is not None and tier.seal == self._live[name].config.seal:

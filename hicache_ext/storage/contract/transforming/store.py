@@ -15,6 +15,7 @@ import contextvars
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -25,9 +26,11 @@ from hicache_ext.page.transforms import body
 from hicache_ext.page.transforms.codec import Codec
 from hicache_ext.page.transforms.forms import Form, Forms, Transforms, stored_as
 from hicache_ext.page.transforms.header import SALT_LENGTH
+from hicache_ext.page.transforms.lossy import lossy_name
 from hicache_ext.page.transforms.sealing import Seal
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.threads import ThreadPool
+from hicache_ext.storage.contract import lossy_pages
 from hicache_ext.storage.contract.abilities import IdentityKeeper, ability, clear_or_raise
 from hicache_ext.storage.contract.base import error_reason, leading, one_for_each
 from hicache_ext.storage.contract.store import (
@@ -288,6 +291,10 @@ class TransformedStore(DelegatingStore):
                     self._bad.note(names[page], reason)
 
             self._each(len(hits), finish)
+        codecs = [forms[positions[page]].codec for page in hits if answers[page] is GetResult.HIT]
+        if lossy := [name for codec in codecs if (name := lossy_name(codec)) is not None]:
+            self.metrics.add_many("lossy", Counter(lossy))
+            lossy_pages.note(len(lossy))
         return answers
 
     def _chosen_forms(self, known: KnownForms, forms: Forms, keys: PageKeys) -> list[Form]:

@@ -1,0 +1,233 @@
+"""The lossy codecs: bounded, deterministic, an error on whatever is damaged, and only for pools that stand it."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hicache_ext.errors import FormatError
+from hicache_ext.page.transforms import lossy, planes, rows
+from hicache_ext.page.transforms.lossless import LosslessPages
+from hicache_ext.page.transforms.lossy import LossyCodec, LossyPages, lossy_fact
+from hicache_ext.page.transforms.rows import Code
+from tests.page.test_lossless import page_of
+
+pytest.importorskip("zstandard")
+
+SIZE = 64 << 10
+
+
+@pytest.fixture(params=["compiled", "numpy"])
+def way(request, monkeypatch) -> str:
+    if request.param == "numpy":
+        monkeypatch.setattr(rows.part, "code", lambda: None)
+        monkeypatch.setattr(planes.part, "code", lambda: None)
+    else:
+        pytest.importorskip("numba")
+        assert rows.part.wait() is not None and planes.part.wait() is not None
+    return request.param
+
+
+def document(dtype: str = "bfloat16", **geometry: Any) -> dict[str, Any]:
+    heads = {"head_dim": "64", "v_head_dim": "64"}
+    buffer = {"buffer0": f"head_dim=64,v_head_dim=64,dtype=torch.{dtype},layout=nhd"}
+    kind = geometry.pop("kind", "MHATokenToKVPoolHost")
+    return {"pool": {"name": "kv", "kind": kind, "dtype": dtype, "geometry": {**heads, **buffer, **geometry}}}
+
+
+def pages_for(code: Code, size: int = SIZE, **given: Any) -> LossyPages:
+    pages = LossyCodec(code).for_pages(document(**given), size)
+    assert isinstance(pages, LossyPages)
+    return pages
+
+
+def encoded_by(pages: LossyPages, content: bytes) -> bytes:
+    memory = bytearray(pages.rooms[-1])
+    return bytes(memory[: pages.encode(memoryview(content), memoryview(memory))])
+
+
+def decoded_by(pages: LossyPages, encoded: bytes, size: int = SIZE) -> bytes:
+    page = bytearray(size)
+    pages.decode(memoryview(encoded), memoryview(page))
+    return bytes(page)
+
+
+def floats(page: bytes) -> np.ndarray:
+    return (np.frombuffer(page, np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ratio"), [("bfloat16", 1.95), ("float16", 1.95), ("float32", 3.9)], ids=lambda value: str(value)
+)
+@pytest.mark.parametrize("code", Code)
+def test_pages_take_half_of_their_bytes_and_less(code: Code, dtype: str, ratio: float, way: str) -> None:
+    content = page_of(dtype, SIZE)
+    pages = pages_for(code, dtype=dtype)
+    encoded = encoded_by(pages, content)
+    assert SIZE / len(encoded) >= ratio
+    room = min(room for room in pages.rooms if room >= len(encoded))
+    assert decoded_by(pages, encoded.ljust(room, b"\0")) == decoded_by(pages, encoded) != content
+
+
+@pytest.mark.parametrize(("code", "error"), [(Code.INT8, 0.03), (Code.FP8, 0.16)])
+def test_what_comes_back_is_close_to_what_was_computed(code: Code, error: float, way: str) -> None:
+    content = page_of("bfloat16", SIZE)
+    pages = pages_for(code)
+    before, after = floats(content), floats(decoded_by(pages, encoded_by(pages, content)))
+    assert 0 < np.abs(before - after).max() < error
+
+
+@pytest.mark.parametrize("code", Code)
+def test_compiled_code_and_numpy_give_equal_bytes(code: Code, monkeypatch) -> None:
+    pytest.importorskip("numba")
+    assert rows.part.wait() is not None
+    content = page_of("bfloat16", SIZE)
+    pages = pages_for(code)
+    compiled = encoded_by(pages, content)
+    monkeypatch.setattr(rows.part, "code", lambda: None)
+    monkeypatch.setattr(planes.part, "code", lambda: None)
+    assert encoded_by(pages, content) == compiled
+
+
+@pytest.mark.parametrize("code", Code)
+def test_every_page_of_finite_numbers_fits_the_last_room(code: Code, way: str) -> None:
+    """Also one whose codes are noise."""
+    numbers = np.random.default_rng(0).integers(0, 1 << 15, SIZE // 2, np.uint16) % 0x4000
+    numbers |= np.random.default_rng(1).integers(0, 2, SIZE // 2, np.uint16) << 15
+    content = numbers.astype(np.uint16).tobytes()
+    noise = np.random.default_rng(2).uniform(-1, 1, SIZE // 2).astype(np.float32)
+    flat = (noise.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    pages = pages_for(code)
+    for page in (content, flat):
+        encoded = encoded_by(pages, page)
+        assert encoded and len(decoded_by(pages, encoded)) == SIZE
+
+
+@pytest.mark.parametrize("code", Code)
+@pytest.mark.parametrize("word", [0x7F80, 0xFF80, 0x7FC1])
+def test_a_page_with_an_infinity_or_a_nan_is_not_encoded(code: Code, word: int, way: str) -> None:
+    content = bytearray(page_of("bfloat16", SIZE))
+    content[1000:1002] = word.to_bytes(2, "little")
+    assert encoded_by(pages_for(code), bytes(content)) == b""
+
+
+@pytest.mark.parametrize("size", [2048, 32 << 10, 737_280, 4 << 20])
+@pytest.mark.parametrize("code", Code)
+def test_rooms_are_few_and_each_is_less_than_a_page(code: Code, size: int) -> None:
+    rooms = pages_for(code, size).rooms
+    assert 1 <= len(rooms) <= 4 and list(rooms) == sorted(set(rooms)) and rooms[-1] < size
+
+
+def test_the_page_may_lie_at_any_address(way: str) -> None:
+    content = page_of("bfloat16", SIZE)
+    pages = pages_for(Code.INT8)
+    behind, target = memoryview(b"x" + content)[1:], memoryview(bytearray(pages.rooms[-1] + 1))[1:]
+    length = pages.encode(behind, target)
+    decoded = memoryview(bytearray(SIZE + 1))[1:]
+    pages.decode(target[:length], decoded)
+    assert decoded == decoded_by(pages, encoded_by(pages, content))
+
+
+def _damages(encoded: bytes, random_: random.Random) -> bytes:
+    damaged = bytearray(encoded)
+    kind = random_.randrange(6)
+    if kind == 0:
+        damaged[random_.randrange(len(damaged))] ^= 1 << random_.randrange(8)
+    elif kind == 1:
+        del damaged[random_.randrange(len(damaged)) :]
+    elif kind == 2:
+        damaged[random_.randrange(8)] = random_.randrange(256)
+    elif kind == 3:
+        begin = random_.randrange(len(damaged))
+        damaged[begin : begin + 64] = random_.randbytes(len(damaged[begin : begin + 64]))
+    elif kind == 4:
+        damaged[:] = random_.randbytes(len(damaged))
+    else:
+        damaged += random_.randbytes(random_.randrange(1, 100))
+    return bytes(damaged)
+
+
+@pytest.mark.parametrize("code", Code)
+def test_damaged_bytes_are_an_error_or_finite_numbers_and_never_touch_what_is_beside(code: Code, way: str) -> None:
+    size = 16 << 10
+    pages = pages_for(code, size)
+    encoded = encoded_by(pages, page_of("bfloat16", size))
+    random_ = random.Random(0)
+    memory = bytearray(b"\xa5" * (size + 128))
+    page = memoryview(memory)[64:-64]
+    reasons = []
+    for _ in range(2_000):
+        try:
+            pages.decode(memoryview(_damages(encoded, random_)), page)
+            assert np.isfinite(floats(bytes(page))).all()
+        except FormatError as error:
+            reasons.append(error.reason)
+    assert memory[:64] == memory[-64:] == b"\xa5" * 64
+    assert len(reasons) > 400 and set(reasons) == {"encoding", "encoded_length"}
+
+
+@pytest.mark.parametrize(("position", "value"), [(0, 2), (0, 255), (1, 2), (2, 1), (3, 1)])
+def test_another_method_or_version_is_an_error(position: int, value: int) -> None:
+    pages = pages_for(Code.INT8)
+    encoded = bytearray(encoded_by(pages, page_of("bfloat16", SIZE)))
+    encoded[position] = value
+    with pytest.raises(FormatError, match="encoding"):
+        decoded_by(pages, bytes(encoded))
+
+
+STATES = [
+    {"kind": "MambaPoolHost"},
+    {"kind": "MLATokenToKVPoolHost", "kv_lora_rank": "512"},
+    {"kind": "MHATokenToKOnlyPoolHost"},
+    {"kind": "copied:MHATokenToKVPoolHost"},
+    {"buffer1": "head_dim=64,v_head_dim=64,dtype=torch.uint8,layout=nhd"},
+    {"buffer0": "head_dim=64,v_head_dim=64,dtype=torch.bfloat16,layout=vectorized_5d"},
+    {"buffer0": "head_dim=64,v_head_dim=64,dtype=torch.bfloat16,layout=nhd,scales=per_token"},
+    {"buffer0": "head_dim=64,v_head_dim=64,dtype=torch.bfloat16,layout=nhd,packed_fp8=True"},
+    {"head_dim": "9"},
+    {"dtype": "float8_e4m3fn/uint8"},
+    {"dtype": "uint8"},
+]
+
+
+@pytest.mark.parametrize("given", STATES, ids=lambda given: str(next(iter(given.items()))))
+@pytest.mark.parametrize("code", Code)
+def test_what_is_no_plain_pool_of_keys_and_values_is_encoded_without_loss(code: Code, given: dict[str, Any]) -> None:
+    assert isinstance(LossyCodec(code).for_pages(document(**given), SIZE), LosslessPages)
+
+
+@pytest.mark.parametrize("facts", [{}, {"pool": {}}, {"pool": None}, {"pool": {"kind": "MHATokenToKVPoolHost"}}])
+def test_a_document_that_tells_little_is_encoded_without_loss(facts: dict[str, Any]) -> None:
+    assert isinstance(LossyCodec(Code.INT8).for_pages(facts, SIZE), LosslessPages)
+
+
+def test_unlike_heads_of_keys_and_values_share_the_longest_row_that_divides_both() -> None:
+    made = LossyCodec(Code.INT8).for_pages(document(head_dim="192", v_head_dim="128", buffer0="layout=nhd"), SIZE)
+    assert isinstance(made, LossyPages) and made._rows.length == 64
+
+
+def test_packed_drafts_share_the_row_with_the_target() -> None:
+    drafts = "head_dim=96,v_head_dim=96,dtype=torch.bfloat16,layout=nhd"
+    size = 96 * 512
+    assert lossy.rows_of(document(buffer1=drafts), Code.INT8) == rows.Rows("bfloat16", 32, Code.INT8)
+    assert isinstance(LossyCodec(Code.INT8).for_pages(document(buffer1=drafts), size), LossyPages)
+
+
+def test_a_page_that_is_no_whole_number_of_rows_is_encoded_without_loss() -> None:
+    assert isinstance(LossyCodec(Code.INT8).for_pages(document(), SIZE - 64), LosslessPages)
+
+
+def test_the_facts_of_a_lossy_server_are_those_of_no_exact_one_and_of_no_other_codec() -> None:
+    compute = json.dumps({"dtype": "bfloat16"})
+    facts = [lossy_fact(compute, codecs) for codecs in ([], ["int8"], ["fp8"], ["int8", "fp8"])]
+    assert facts[0] == compute and len(set(facts)) == 4
+    assert lossy_fact(compute, ["fp8", "int8", "fp8"]) == facts[3]
+    assert lossy_fact("", []) == "" != lossy_fact("", ["int8"])
+
+
+def test_labels_differ() -> None:
+    assert {LossyCodec(code).label for code in Code} == {b"int8-1", b"fp8-1"}
