@@ -364,6 +364,36 @@ def test_a_forged_page_is_refused_again_once_it_is_no_longer_remembered(
     attacked.assert_refused(other, "seal_tag")
 
 
+def test_a_good_page_that_replaced_a_forged_one_meanwhile_stays(
+    attacked: Attacked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes have met the forged page, and both write it: the one that comes second must not take what the
+    first one has stored."""
+    one, other = page_keys(2)
+    store_pages(attacked.store, [one, other], SIZES)
+    attacked.put(other, attacked.payload(one))
+    first = Attacked(attacked.mode, objects=attacked.objects)
+    for each in (attacked, first):
+        assert read_pages(each.store, [other], SIZES)[0] == [GetResult.CORRUPT]
+    real, met = body.read, []
+
+    def then_replaced(*arguments: Any) -> str | None:
+        reason = real(*arguments)
+        if not met:
+            met.append(reason)
+            assert store_pages(first.store, [other], SIZES) == [SetResult.STORED]
+        return reason
+
+    monkeypatch.setattr(body, "read", then_replaced)
+    assert store_pages(attacked.store, [other], SIZES) == [SetResult.EXISTS]
+    monkeypatch.undo()
+    assert met == ["seal_tag"]
+    stored = attacked.objects[attacked.stored_key(other)]
+    assert_hits(first.store, [other], SIZES)
+    assert_hits(attacked.store, [other], SIZES)
+    assert attacked.objects[attacked.stored_key(other)] is stored
+
+
 @BOTH
 def test_a_cipher_that_cannot_be_had_costs_its_own_page_alone_and_destroys_nothing(
     mode: SealMode, monkeypatch: pytest.MonkeyPatch
