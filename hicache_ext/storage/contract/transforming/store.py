@@ -41,6 +41,7 @@ from hicache_ext.storage.contract.store import (
 from hicache_ext.storage.contract.transforming.bad_seals import BadSeals
 from hicache_ext.storage.contract.transforming.known_forms import KnownForms, by_identity, stored_keys
 from hicache_ext.storage.contract.transforming.page_memory import PageMemory
+from hicache_ext.storage.contract.transforming.unsealed import UnsealedPages
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 
 logger = logging.getLogger(__name__)
@@ -54,10 +55,7 @@ DISK_PORTION = 4 * NEAR_PORTION
 """The same past the page cache: a disk is fast when it is asked for much at once."""
 FAR_PORTION = 64 << 20
 """Of other media: as many as their connections can be busy with."""
-_MOST_REMEMBERED = 1 << 16
 _LEADING_AT_ONCE = 256
-_UNSEALED_AGAIN = 60.0
-"""Seconds between two looks for unsealed pages of an identity that had none."""
 
 
 def _those(batch: PageBatch, positions: Sequence[int]) -> PageBatch:
@@ -81,7 +79,9 @@ class TransformedStore(DelegatingStore):
         self._documents: dict[bytes, Mapping[str, Any]] = {}
         self._known = KnownForms(Transforms(codec, seal, block), self._documents)
         self._bad = BadSeals(inner, self._memory, shared=self._shared)
-        self._look_for_unsealed_at: dict[bytes, float] = {}
+        self._unsealed: UnsealedPages | None = None
+        if seal is not None:
+            self._unsealed = UnsealedPages(inner, KnownForms(Transforms(codec, None, block), self._documents))
         self._log = LimitedLog(logger, 60.0)
 
     @property
@@ -115,6 +115,8 @@ class TransformedStore(DelegatingStore):
         self._documents[digest] = document
         known = self._known
         known.forget(digest)
+        if self._unsealed is not None:
+            self._unsealed.forget(digest)
         # As it is: tools look for the identity of a model under its own digest.
         self.inner.register_identity(digest, document)
         self._register_forms(known, digest, document)
@@ -167,8 +169,12 @@ class TransformedStore(DelegatingStore):
             return self.inner.contains(keys)
         known, found = self._known, [False] * len(keys)
         for positions, some in by_identity(keys):
-            for position, form in zip(positions, self._forms_found(known, some), strict=True):
+            forms = self._forms_found(known, some)
+            for position, form in zip(positions, forms, strict=True):
                 found[position] = form is not None
+            if self._unsealed is not None and None in forms:
+                missing = [page for page, form in enumerate(forms) if form is None]
+                self._unsealed.note(some.chosen(np.array(missing)))
         return found
 
     def _forms_found(self, known: KnownForms, keys: PageKeys) -> list[int | None]:
@@ -193,7 +199,10 @@ class TransformedStore(DelegatingStore):
         known = self._known
         groups = list(by_identity(keys))
         if len(groups) == 1 and len(forms := known.forms(groups[0][1].identity).all) == 1 and not self._bad.some:
-            return self.inner.count_leading(stored_keys(forms[0], groups[0][1]))
+            count = self.inner.count_leading(stored_keys(forms[0], groups[0][1]))
+            if self._unsealed is not None and count < len(keys):
+                self._unsealed.note(groups[0][1][count:])
+            return count
         done, portion = 0, _LEADING_AT_ONCE
         while done < len(keys):
             present = self.contains(keys[done : done + portion])
@@ -243,8 +252,9 @@ class TransformedStore(DelegatingStore):
         self._run(len(portions), read)
         if self._bad.some:
             self._bad.forget([key for key, result in zip(stored, results, strict=True) if result is GetResult.HIT])
-        if known.transforms.seal is not None and GetResult.MISS in results:
-            self._count_unsealed(keys, results)
+        if self._unsealed is not None and GetResult.MISS in results:
+            missing = [page for page, result in enumerate(results) if result is GetResult.MISS]
+            self._unsealed.note(keys.chosen(np.array(missing)))
         return results
 
     def _get_plain(self, known: KnownForms, batch: PageBatch) -> list[GetResult]:
@@ -301,19 +311,6 @@ class TransformedStore(DelegatingStore):
             for page, place in zip(unknown, found, strict=True):
                 places[page] = place
         return [forms.all[place or 0] for place in places]
-
-    def _count_unsealed(self, keys: PageKeys, results: Sequence[GetResult]) -> None:
-        """Count the pages that are missing and there without a seal: somebody has turned seals on, or tries what is
-        served. Where an identity has none, it is not asked again for a while."""
-        if time.monotonic() < self._look_for_unsealed_at.get(keys.identity, 0.0):
-            return
-        missing = [page for page, result in enumerate(results) if result is GetResult.MISS]
-        there = sum(self.inner.contains(keys.chosen(np.array(missing))))
-        self.metrics.add("unsealed", "", there)
-        if not there:
-            if len(self._look_for_unsealed_at) >= _MOST_REMEMBERED:
-                self._look_for_unsealed_at.clear()
-            self._look_for_unsealed_at[keys.identity] = time.monotonic() + _UNSEALED_AGAIN
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -497,5 +494,7 @@ class TransformedStore(DelegatingStore):
             known.transforms.codec.moved(call, stored, time.monotonic() - began)
 
     def close(self) -> None:
+        if self._unsealed is not None:
+            self._unsealed.close()
         self.inner.close()
         self._threads.close()
