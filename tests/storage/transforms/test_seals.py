@@ -272,17 +272,6 @@ def test_a_page_of_a_key_that_is_gone_does_not_come_back_after_a_clear(mode: Sea
     assert read_pages(before, keys, SIZES)[0] == [GetResult.MISS] * 3
 
 
-def test_a_salt_is_never_used_twice() -> None:
-    attacked = Attacked(AUTHENTICATE)
-    salts = set()
-    for _ in range(50):
-        keys = page_keys(20)
-        store_pages(attacked.store, keys, SIZES)
-        salts |= {read_page_object(stored).payload[48:72] for stored in attacked.objects.values()}
-        attacked.store.remove(keys)
-    assert len(salts) == 1000
-
-
 @BOTH
 def test_a_processor_without_aes_and_one_with_it_read_each_others_pages(
     mode: SealMode, monkeypatch: pytest.MonkeyPatch

@@ -25,7 +25,7 @@ from hicache_ext.page.transforms import body
 from hicache_ext.page.transforms.codec import Codec
 from hicache_ext.page.transforms.forms import Form, Forms, Transforms, stored_as
 from hicache_ext.page.transforms.header import SALT_LENGTH
-from hicache_ext.page.transforms.sealing import Seal
+from hicache_ext.page.transforms.sealing import Seal, new_salts
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.abilities import IdentityKeeper, ability, clear_or_raise
@@ -394,7 +394,7 @@ class TransformedStore(DelegatingStore):
         ]
         stored = self._stored_keys(keys, chosen)
         lengths = [self._length(known, form, size) for form, size in zip(chosen, batch.sizes, strict=True)]
-        salts = os.urandom(SALT_LENGTH * len(batch))
+        salts = new_salts(len(batch))
         with self._memory.lent(lengths) as rooms:
 
             def finish(page: int) -> None:
