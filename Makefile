@@ -91,8 +91,8 @@ kills: setup-test
 	.venv/bin/python -m tests.campaigns.kill_slabs --kills 1000 --seed 1 --report docs/reports/kills-slab.md
 	.venv/bin/python -m tests.campaigns.kill_slabs --kills 1000 --seed 2 --namespaces --report docs/reports/kills-slab-namespaces.md
 	.venv/bin/python -m tests.campaigns.kill_slabs --kills 1000 --seed 3 --namespaces --stops --report docs/reports/kills-slab-pods.md
-	.venv/bin/python -m tests.campaigns.kill_writers --kills 200 --seed 4 --transforms --report docs/reports/kills-transforms.md
-	.venv/bin/python -m tests.campaigns.kill_slabs --kills 500 --seed 5 --transforms --report docs/reports/kills-slab-transforms.md
+	.venv/bin/python -m tests.campaigns.kill_writers --kills 200 --seed 7 --transforms --report docs/reports/kills-transforms.md
+	.venv/bin/python -m tests.campaigns.kill_slabs --kills 500 --seed 6 --transforms --report docs/reports/kills-slab-transforms.md
 
 guards-campaign: setup-test
 	.venv/bin/python -m tests.campaigns.guard_schedules --schedules 4000 --seed 1 --report docs/reports/guards.md
