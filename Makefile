@@ -30,14 +30,14 @@ help:
 	@echo "make test-radosgw  the object tier against Ceph's S3 gateway (Debian: ceph-mon ceph-osd ceph-common radosgw)"
 	@echo "make test-gpu   copy engines on a real NVIDIA GPU, races and compute-sanitizer included; says so without one"
 	@echo "make lint       ruff and mypy"
-	@echo "make kills      the long campaigns: processes killed at random moments, also in containers and stopped; 40 minutes"
+	@echo "make kills      the long campaigns: processes killed at random moments, also in containers and stopped; 55 minutes"
 	@echo "make guards-campaign  thousands of schedules of faults over guarded tiers; writes docs/reports/guards.md"
 	@echo "make trouble    pools killed, frozen, full, slow and cut off under two real servers, 8 minutes each (ENGINES=redis); writes docs/reports/"
 	@echo "make conversations  50 at once on a real pair, cut off and retracted: no memory and no page is lost, 5 minutes"
 	@echo "make soak       the file tier under load with a failing disk, 20 minutes, in containers and stopped, 20 more, and on page files, 7"
 	@echo "make damages    files of a tier damaged at random 1,000 times, 15 minutes; writes docs/reports/damages.md"
 	@echo "make dying-devices  devices that die under a tier, ext4 and XFS, as root, 10 minutes; writes docs/reports/dying-devices.md"
-	@echo "make power-loss the power cut 200 times, ext4 and XFS, as root, 15 minutes; writes docs/reports/power-loss.md"
+	@echo "make power-loss the power cut 300 times, ext4 and XFS, as root, 22 minutes; writes docs/reports/power-loss*.md"
 	@echo "make decode-throughput  a real pair: decoding with and without the decode writer, 12 minutes; writes docs/reports/"
 	@echo "make pull-or-recompute  real servers over a tier that slows step by step, 8 minutes; writes docs/reports/"
 	@echo "make docs       the documentation as a site in build/site; every broken link and anchor fails it"
@@ -91,6 +91,8 @@ kills: setup-test
 	.venv/bin/python -m tests.campaigns.kill_slabs --kills 1000 --seed 1 --report docs/reports/kills-slab.md
 	.venv/bin/python -m tests.campaigns.kill_slabs --kills 1000 --seed 2 --namespaces --report docs/reports/kills-slab-namespaces.md
 	.venv/bin/python -m tests.campaigns.kill_slabs --kills 1000 --seed 3 --namespaces --stops --report docs/reports/kills-slab-pods.md
+	.venv/bin/python -m tests.campaigns.kill_writers --kills 200 --seed 7 --transforms --report docs/reports/kills-transforms.md
+	.venv/bin/python -m tests.campaigns.kill_slabs --kills 500 --seed 6 --transforms --report docs/reports/kills-slab-transforms.md
 
 guards-campaign: setup-test
 	.venv/bin/python -m tests.campaigns.guard_schedules --schedules 4000 --seed 1 --report docs/reports/guards.md
@@ -116,6 +118,7 @@ dying-devices: setup-test
 
 power-loss: setup-test
 	.venv/bin/python -m tests.campaigns.power_loss --cuts 50 --seed 1 --report docs/reports/power-loss.md
+	.venv/bin/python -m tests.campaigns.power_loss --cuts 25 --seed 2 --transforms --report docs/reports/power-loss-transforms.md
 
 decode-throughput: setup-test
 	.venv/bin/python -m tests.campaigns.decode_throughput --minutes 10.5 --report docs/reports/decode-throughput.md

@@ -47,7 +47,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command("ls", _DIRECTORY, "what a directory of the file tier holds: models, dtypes, ages, bytes", "configure_ls"),
     Command("stat", _DIRECTORY, "how full a directory of the file tier is", "configure_stat"),
-    Command("verify", _CLEANING, "read and check every page of a directory", "configure_verify"),
+    Command("verify", "hicache_ext.cli.verify_command", "read and check every page of a directory"),
     Command("gc", _CLEANING, "remove what killed processes left in a directory", "configure_gc"),
     Command("clear", _CLEANING, "remove the pages of a model, or all, from a directory", "configure_clear"),
     Command("pin", _PINS, "keep the pages of a prompt from being evicted", "configure_pin"),

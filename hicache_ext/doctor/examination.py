@@ -8,6 +8,7 @@ from typing import Any
 
 from hicache_ext.config import ExtraConfig, TierConfig
 from hicache_ext.doctor.installation import installation_findings
+from hicache_ext.doctor.seals import seal_findings
 from hicache_ext.doctor.settings import setting_findings
 from hicache_ext.doctor.sglang_names import feature_findings, table
 from hicache_ext.errors import ConfigError, StoreError
@@ -56,7 +57,7 @@ def worst(sections: Sequence[Section]) -> Level:
 
 def _tier_findings(name: str, tier: TierConfig) -> Sequence[Finding]:
     try:
-        return [Finding("open", Level.OK, "the tier can be opened"), *examine_tier(name, tier)]
+        return [Finding("open", Level.OK, "the tier can be opened"), *seal_findings(tier), *examine_tier(name, tier)]
     except ConfigError as error:
         return [Finding("open", Level.ERROR, str(error), "servers do not start with it, required or not")]
     except StoreError as error:

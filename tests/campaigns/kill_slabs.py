@@ -14,6 +14,8 @@ headers of the pages, those that come first are killed, too.
 of the host look after left-overs meanwhile. ``--stops``: workers are stopped (SIGSTOP) for 0.1 to 4 seconds, some for
 20, and go on, at the same time as others are killed.
 
+``--transforms``: pages are encoded and encrypted on their way.
+
 What must hold: no wrong byte, nothing CORRUPT (a published page was overwritten) and no ERROR in what any process gets
 or writes; no call of a process that is not stopped itself takes longer than ``LONGEST_CALL``; the index never
 contradicts itself or the files; no slot is lost; the disk holds no more than the capacity; each rebuild finds what was
@@ -173,13 +175,18 @@ def every_key_works(store: PageStore, findings: Findings) -> list[bytes]:
 
 
 def kill_rebuilds(
-    place: Path, chance: random.Random, findings: Findings, published: Sequence[bytes], namespaces: bool
+    place: Path,
+    transforms: bool,
+    chance: random.Random,
+    findings: Findings,
+    published: Sequence[bytes],
+    namespaces: bool,
 ) -> None:
     """Nobody has the directory open. Kill processes that make its index anew, then let one finish what they began:
     it must find the pages ``published``."""
     last: Worker | None = None
     for number in range(3):
-        workers = [Worker(only_open, str(place), namespaces=namespaces) for _ in range(2)]
+        workers = [Worker(only_open, str(place), transforms, namespaces=namespaces) for _ in range(2)]
         for worker in workers:
             worker.answer(LONG)
         if number == 2:
@@ -190,7 +197,7 @@ def kill_rebuilds(
             findings.kills += 1
             findings.rebuilds_killed += 1
     try:
-        with closing(open_store(place)) as store:
+        with closing(open_store(place, transforms)) as store:
             if not wait_until_rebuilt(place, LONG):
                 findings.problems["a rebuild that did not end"] += 1
             findings.pages_rebuilt += sum(store.contains(KEYS))
@@ -209,7 +216,7 @@ def kill_rebuilds(
 # -- the campaign ------------------------------------------------------------------------------------------------------
 
 
-def run(kills: int, seed: int, *, namespaces: bool = False, stops: bool = False) -> Findings:
+def run(kills: int, seed: int, *, namespaces: bool = False, stops: bool = False, transforms: bool = False) -> Findings:
     """Ends early, with a problem, where starts are refused again and again."""
     chance = random.Random(seed)
     findings = Findings()
@@ -217,8 +224,8 @@ def run(kills: int, seed: int, *, namespaces: bool = False, stops: bool = False)
     place = root / "disk"
     try:
         while findings.kills < kills and findings.broken_phases < MOST_BROKEN_PHASES:
-            with closing(open_store(place)) as store:
-                _kill_workers(place, store, kills, chance, findings, namespaces, stops)
+            with closing(open_store(place, transforms)) as store:
+                _kill_workers(place, transforms, store, kills, chance, findings, namespaces, stops)
                 look_at_directory(place, findings, "after kills")
                 quiet = chance.random() < 0.5
                 written = every_key_works(store, findings) if quiet else []
@@ -226,8 +233,8 @@ def run(kills: int, seed: int, *, namespaces: bool = False, stops: bool = False)
                 # Files of slabs that killed processes left are slabs again after a rebuild, and cost pages their room.
                 left = unknown_files(place)
             published = [key for key, known in zip(written, present, strict=True) if known and not left]
-            kill_rebuilds(place, chance, findings, published, namespaces)
-            with closing(open_store(place)) as store:
+            kill_rebuilds(place, transforms, chance, findings, published, namespaces)
+            with closing(open_store(place, transforms)) as store:
                 if not quiet:
                     wait_until_rebuilt(place, LONG)
                     verify(store, KEYS, findings, AFTER_KILLS_AND_REBUILD)
@@ -240,6 +247,7 @@ def run(kills: int, seed: int, *, namespaces: bool = False, stops: bool = False)
 
 def _kill_workers(
     place: Path,
+    transforms: bool,
     store: PageStore,
     kills: int,
     chance: random.Random,
@@ -247,7 +255,7 @@ def _kill_workers(
     namespaces: bool,
     stops: bool,
 ) -> None:
-    crew = Crew(place, chance, findings, namespaces, stops)
+    crew = Crew(place, transforms, chance, findings, namespaces, stops)
     reader = Reader(store, findings, chance.randrange(1 << 30))
     try:
         for _ in range(WORKERS + stops):
@@ -269,9 +277,9 @@ def _kill_workers(
         reader.close()
 
 
-def report(found: Findings, seed: int, seconds: float, namespaces: bool, stops: bool) -> str:
+def report(found: Findings, seed: int, seconds: float, namespaces: bool, stops: bool, transforms: bool) -> str:
     problems = sum(found.problems.values())
-    switches = " --namespaces" * namespaces + " --stops" * stops
+    switches = " --namespaces" * namespaces + " --stops" * stops + " --transforms" * transforms
     rows = [
         ("processes killed with SIGKILL", found.kills),
         ("of them while making the index anew", found.rebuilds_killed),
@@ -296,8 +304,8 @@ def report(found: Findings, seed: int, seconds: float, namespaces: bool, stops: 
             "",
             f"`python -m tests.campaigns.kill_slabs --kills {found.kills} --seed {seed}{switches}`: "
             f"{WORKERS + stops + 1} processes on one directory of {CAPACITY >> 20} MiB"
-            + ", each worker in PID, host name, mount, network and IPC namespaces of its own"
-            * namespaces
+            + ", each worker in PID, host name, mount, network and IPC namespaces of its own" * namespaces
+            + ", pages encoded (lossless) and sealed (encrypt)" * transforms
             + f", {seconds:.0f} s on {os.cpu_count()} cores, "
             f"Linux {platform.release().partition('-')[0]}, Python {platform.python_version()}.",
             "",
@@ -324,12 +332,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--namespaces", action="store_true", help="each worker in namespaces of its own, as root")
     parser.add_argument("--stops", action="store_true", help="workers are stopped for a while, too")
+    parser.add_argument("--transforms", action="store_true", help="pages are encoded and encrypted")
     parser.add_argument("--report", type=Path, help="a file to write the report to, besides standard output")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.CRITICAL)
     begun = time.monotonic()
-    findings = run(options.kills, options.seed, namespaces=options.namespaces, stops=options.stops)
-    text = report(findings, options.seed, time.monotonic() - begun, options.namespaces, options.stops)
+    switches = {name: getattr(options, name) for name in ("namespaces", "stops", "transforms")}
+    findings = run(options.kills, options.seed, **switches)
+    text = report(findings, options.seed, time.monotonic() - begun, **switches)
     publish(text, options.report)
     return 1 if findings.problems else 0
 

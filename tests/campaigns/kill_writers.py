@@ -15,12 +15,14 @@ process can tell a wrong one. After each kill:
 - every key can be written and read.
 
 With ``--contained`` the process that is killed has PID and UTS namespaces of its own. With ``--stops`` it is stopped
-now and then before (SIGSTOP), while this process writes, which must not wait longer than a stated bound.
+now and then before (SIGSTOP), while this process writes, which must not wait longer than a stated bound. With
+``--transforms`` pages are encoded and encrypted on their way.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import os
@@ -36,11 +38,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.contract.abilities import ability
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
-from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key, payload_of
+from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key
 from tests.campaigns.reporting import publish
 from tests.campaigns.tier_process import packs_in, problems_of_packs
+from tests.rigs.both_transforms import both, numbers_of
 from tests.rigs.container import Program
 
 CHAINS = [
@@ -52,6 +56,8 @@ CHAINS = [
 KEYS = [key for chain in CHAINS for key, _ in chain]
 SIZES = {key: cut(size, 5) for chain in CHAINS for key, size in chain}
 BLOCK = 4096
+ENCODED = 16_384
+"""Bytes of the pages that a codec encodes, where there is one."""
 LATEST_KILL = 0.08
 """Seconds after the first finished batch within which the kill comes."""
 
@@ -62,7 +68,7 @@ WORK = """
 import sys
 from pathlib import Path
 from tests.campaigns import kill_writers
-kill_writers.work(Path(sys.argv[1]), kill_writers.MODES[int(sys.argv[2])], int(sys.argv[3]))
+kill_writers.work(Path(sys.argv[1]), kill_writers.MODES[int(sys.argv[2])], int(sys.argv[3]), sys.argv[4] == "True")
 """
 
 
@@ -104,15 +110,14 @@ class Findings:
 # -- the process that is killed ----------------------------------------------------------------------------------------
 
 
-def work(place: Path, mode: Mode, seed: int) -> None:
+def work(place: Path, mode: Mode, seed: int, transforms: bool) -> None:
     chance = random.Random(seed)
-    payloads = {key: payload_of(key, sum(SIZES[key])) for key in KEYS}
-    store = open_store(place, mode)
+    store = open_store(place, mode, transforms)
     for number in range(1_000_000):
         keys = some_of_two_chains(chance)
         pages = HostPages([SIZES[key] for key in keys])
         for position, key in enumerate(keys):
-            pages.write(position, payloads[key])
+            pages.write(position, payload(key))
         store.set(PageBatch(keys, pages.buffers))
         if number == 0:
             print("working", flush=True)
@@ -127,10 +132,21 @@ def some_of_two_chains(chance: random.Random) -> list[bytes]:
     return chance.sample(pages, chance.randint(1, 24))
 
 
-def open_store(place: Path, mode: Mode) -> PageFileStore:
+def open_store(place: Path, mode: Mode, transforms: bool) -> PageStore:
     store = PageFileStore("disk", place, capacity=mode.capacity)
     store._directory._unnamed_files &= mode.unnamed_files
-    return store
+    return both(store, (IDENTITY, OTHER_IDENTITY), ENCODED) if transforms else store
+
+
+def used_bytes(store: PageStore) -> int:
+    files = ability(store, PageFileStore)
+    assert files is not None
+    return files.used_bytes()
+
+
+@functools.cache
+def payload(key: bytes) -> bytes:
+    return numbers_of(key, sum(SIZES[key]))
 
 
 # -- the process that looks on -----------------------------------------------------------------------------------------
@@ -139,8 +155,8 @@ def open_store(place: Path, mode: Mode) -> PageFileStore:
 class Reader:
     """Reads random pages in a thread until it is stopped, and verifies every hit."""
 
-    def __init__(self, place: Path, findings: Findings, seed: int) -> None:
-        self._store = PageFileStore("disk", place, capacity=None)
+    def __init__(self, place: Path, findings: Findings, seed: int, transforms: bool) -> None:
+        self._store = open_store(place, MODES[0], transforms)
         self._findings = findings
         self._chance = random.Random(seed)
         self._stop = threading.Event()
@@ -157,13 +173,13 @@ class Reader:
         self._store.close()
 
 
-def verify(store: PageFileStore, keys: Sequence[bytes], findings: Findings, when: str) -> list[GetResult]:
+def verify(store: PageStore, keys: Sequence[bytes], findings: Findings, when: str) -> list[GetResult]:
     pages = HostPages([SIZES[key] for key in keys])
     results = store.get(PageBatch(keys, pages.buffers))
     for position, (key, result) in enumerate(zip(keys, results, strict=True)):
         if result is GetResult.HIT:
             findings.hits += 1
-            if pages.payload(position) != payload_of(key, sum(SIZES[key])):
+            if pages.payload(position) != payload(key):
                 findings.problems[f"a wrong page, {when}"] += 1
         elif result is GetResult.MISS:
             findings.misses += 1
@@ -191,35 +207,35 @@ def look_after_kill(place: Path, findings: Findings) -> None:
     findings.left_files += len(list((place / "tmp").iterdir()))
 
 
-def look_after_start(place: Path, mode: Mode, findings: Findings) -> None:
+def look_after_start(place: Path, mode: Mode, findings: Findings, transforms: bool) -> None:
     """The next start: left-overs gone, account right, every key works."""
-    store = open_store(place, mode)
+    store = open_store(place, mode, transforms)
     try:
         if list((place / "tmp").iterdir()):
             findings.problems["files left in tmp/, after the next start"] += 1
-        if store.used_bytes() != occupied_by_walk(place):
+        if used_bytes(store) != occupied_by_walk(place):
             findings.problems["the account differs from a walk, after the next start"] += 1
         verify(store, KEYS, findings, "after the next start")
         for key in KEYS:
             pages = HostPages([SIZES[key]])
-            pages.write(0, payload_of(key, sum(SIZES[key])))
+            pages.write(0, payload(key))
             if store.set(PageBatch([key], pages.buffers)) not in ([SetResult.STORED], [SetResult.EXISTS]):
                 findings.problems["a key that cannot be written"] += 1
             if verify(store, [key], findings, "after it was written again") != [GetResult.HIT]:
                 findings.problems["a key that cannot be read"] += 1
-        if store.used_bytes() != occupied_by_walk(place):
+        if used_bytes(store) != occupied_by_walk(place):
             findings.problems["the account differs from a walk, after writing every key"] += 1
         store.remove(KEYS)
     finally:
         store.close()
 
 
-def write_beside(store: PageFileStore, chance: random.Random, findings: Findings) -> None:
+def write_beside(store: PageStore, chance: random.Random, findings: Findings) -> None:
     """Write while the other process is stopped."""
     keys = some_of_two_chains(chance)
     pages = HostPages([SIZES[key] for key in keys])
     for position, key in enumerate(keys):
-        pages.write(position, payload_of(key, sum(SIZES[key])))
+        pages.write(position, payload(key))
     begun = time.monotonic()
     results = store.set(PageBatch(keys, pages.buffers))
     took = time.monotonic() - begun
@@ -231,11 +247,17 @@ def write_beside(store: PageFileStore, chance: random.Random, findings: Findings
 
 
 def kill_once(
-    place: Path, mode: Mode, chance: random.Random, findings: Findings, contained: bool, beside: PageFileStore | None
+    place: Path,
+    mode: Mode,
+    chance: random.Random,
+    findings: Findings,
+    contained: bool,
+    beside: PageStore | None,
+    transforms: bool,
 ) -> None:
     """``beside``: what this process writes to while the other one is stopped."""
     seed = chance.randrange(1 << 30)
-    with Program(WORK, place, MODES.index(mode), seed, contained=contained) as process:
+    with Program(WORK, place, MODES.index(mode), seed, transforms, contained=contained) as process:
         if process.line() != "working":
             raise ChildProcessError("the worker did not start")
         for _ in range(chance.randint(1, 3) if beside is not None else 0):
@@ -246,10 +268,12 @@ def kill_once(
         process.kill()
     findings.kills += 1
     look_after_kill(place, findings)
-    look_after_start(place, mode, findings)
+    look_after_start(place, mode, findings, transforms)
 
 
-def run(kills: int, seed: int, contained: bool = False, stops: bool = False) -> dict[Mode, Findings]:
+def run(
+    kills: int, seed: int, contained: bool = False, stops: bool = False, transforms: bool = False
+) -> dict[Mode, Findings]:
     """``kills`` kills, spread over the modes."""
     chance = random.Random(seed)
     all_findings = {mode: Findings() for mode in MODES}
@@ -257,11 +281,11 @@ def run(kills: int, seed: int, contained: bool = False, stops: bool = False) -> 
     try:
         for number, (mode, findings) in enumerate(all_findings.items()):
             place = root / str(number)
-            reader = Reader(place, findings, seed)
-            beside = open_store(place, mode) if stops else None
+            reader = Reader(place, findings, seed, transforms)
+            beside = open_store(place, mode, transforms) if stops else None
             try:
                 for _ in range(kills // len(MODES) + (number < kills % len(MODES))):
-                    kill_once(place, mode, chance, findings, contained, beside)
+                    kill_once(place, mode, chance, findings, contained, beside, transforms)
             finally:
                 reader.close()
                 if beside is not None:
@@ -308,13 +332,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--contained", action="store_true", help="in namespaces of its own")
     parser.add_argument("--stops", action="store_true", help="stopped now and then before it is killed")
+    parser.add_argument("--transforms", action="store_true", help="pages are encoded and encrypted")
     parser.add_argument("--report", type=Path, help="a file to write the report to, besides standard output")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING)
     begun = time.monotonic()
-    findings = run(options.kills, options.seed, options.contained, options.stops)
+    findings = run(options.kills, options.seed, options.contained, options.stops, options.transforms)
     command = f"--kills {options.kills} --seed {options.seed}"
-    command += " --contained" * options.contained + " --stops" * options.stops
+    command += " --contained" * options.contained + " --stops" * options.stops + " --transforms" * options.transforms
     text = report(findings, command, time.monotonic() - begun)
     publish(text, options.report)
     return 1 if any(found.problems for found in findings.values()) else 0

@@ -9,6 +9,8 @@ options). At a random moment the file system is shut down, without its log and w
 or after it has brought everything to the disk, and the process is killed. The file system is mounted again, which
 recovers its log, and another process opens the tier. Some lives begin in an empty directory and end while it opens.
 
+With ``--transforms`` pages are encoded and encrypted on their way.
+
 The process notes in a journal, elsewhere, what each call is about to do and what it answered. So it is known which
 pages a ``sync`` has brought to the disk, and which were cleared.
 """
@@ -51,6 +53,7 @@ from tests.campaigns.tier_process import (
     store_keys,
     wait_for_pages,
 )
+from tests.rigs.both_transforms import both_configured
 from tests.rigs.loop_file_systems import FILE_SYSTEMS, Flush, LoopFileSystem, StillInUseError
 
 LAYOUTS = ("slab", "pages")
@@ -231,7 +234,13 @@ class Machine:
     """A tier on one file system, through several cuts."""
 
     def __init__(
-        self, disk: LoopFileSystem, layout: str, chance: random.Random, findings: Findings, directory: Path
+        self,
+        disk: LoopFileSystem,
+        layout: str,
+        chance: random.Random,
+        findings: Findings,
+        directory: Path,
+        transforms: bool,
     ) -> None:
         self._disk = disk
         self._layout = layout
@@ -239,6 +248,8 @@ class Machine:
         self._findings = findings
         self._log = directory / "log"
         self._journal = directory / "journal"
+        # Its key lies where no power is lost.
+        self._transforms = both_configured(directory) if transforms else {}
         self._path = disk.path / "tier"
         self._on_disk: set[int] = set()
         self._capacity = ROOMY
@@ -357,6 +368,7 @@ class Machine:
             "capacity": self._capacity,
             "layout": self._layout,
             "io": "direct" if self._layout == "slab" and self._chance.random() < 0.4 else "buffered",
+            **self._transforms,
         }
 
     def _forget(self) -> None:
@@ -366,7 +378,14 @@ class Machine:
         self._on_disk = set()
 
 
-def run(cuts: int, seed: int, file_systems: Sequence[str] = FILE_SYSTEMS, layouts: Sequence[str] = LAYOUTS) -> Findings:
+def run(
+    cuts: int,
+    seed: int,
+    file_systems: Sequence[str] = FILE_SYSTEMS,
+    layouts: Sequence[str] = LAYOUTS,
+    *,
+    transforms: bool = False,
+) -> Findings:
     """``cuts`` of each file system and layout. Prints what is seen."""
     findings = Findings()
     directory = Path(tempfile.mkdtemp(prefix="hicache-power-"))
@@ -375,7 +394,7 @@ def run(cuts: int, seed: int, file_systems: Sequence[str] = FILE_SYSTEMS, layout
             for layout in layouts:
                 chance = random.Random(f"{seed}/{file_system}/{layout}")
                 with LoopFileSystem(file_system, directory) as disk:
-                    machine = Machine(disk, layout, chance, findings, directory)
+                    machine = Machine(disk, layout, chance, findings, directory, transforms)
                     for number in range(cuts):
                         machine.cut(number)
     finally:
@@ -385,7 +404,7 @@ def run(cuts: int, seed: int, file_systems: Sequence[str] = FILE_SYSTEMS, layout
     return findings
 
 
-def report(found: Findings, cuts: int, seed: int, seconds: float) -> str:
+def report(found: Findings, cuts: int, seed: int, seconds: float, transforms: bool) -> str:
     kept = [
         f"| pages on the disk, {what}: found again | {found.on_disk[size]}: {found.on_disk[f'{size}, hits']} |"
         for size, what in (("roomy", "tier not full"), ("tight", "tier full, may be evicted"))
@@ -394,7 +413,9 @@ def report(found: Findings, cuts: int, seed: int, seconds: float) -> str:
         [
             "# Power losses",
             "",
-            f"`python -m tests.campaigns.power_loss --cuts {cuts} --seed {seed}`: {seconds:.0f} s on "
+            f"`python -m tests.campaigns.power_loss --cuts {cuts} --seed {seed}{' --transforms' * transforms}`: "
+            + "pages encoded (lossless) and sealed (encrypt), " * transforms
+            + f"{seconds:.0f} s on "
             f"{os.cpu_count()} cores, Linux {platform.release().partition('-')[0]}, "
             f"Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}. Loop mounts with default options, cut "
             "off by the shutdown ioctl. What a device loses of that which it has acknowledged is not imitated.",
@@ -430,11 +451,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cuts", type=int, default=50, help="of each file system and layout")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--transforms", action="store_true", help="pages are encoded and encrypted")
     parser.add_argument("--report", type=Path, help="a file to write the report to, besides standard output")
     options = parser.parse_args(arguments)
     begun = time.monotonic()
-    findings = run(options.cuts, options.seed)
-    text = report(findings, options.cuts, options.seed, time.monotonic() - begun)
+    findings = run(options.cuts, options.seed, transforms=options.transforms)
+    text = report(findings, options.cuts, options.seed, time.monotonic() - begun, options.transforms)
     publish(text, options.report)
     return 1 if findings.problems else 0
 

@@ -13,15 +13,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
-from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key, payload_of
+from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key
 from tests.campaigns.slab_insides import is_being_changed
 from tests.campaigns.stops import LONGEST_CALL, Diary, Stopper
+from tests.rigs.both_transforms import both, numbers_of
 from tests.rigs.slab_tier import open_slab_tier
 from tests.rigs.workers import Worker
 
 KEYS = [page_key(number, identity) for identity in (IDENTITY, OTHER_IDENTITY) for number in range(96)]
 SIZES = {key: cut(random.Random(key).choice([1000, 12_288, 65_536, 131_072]), 3) for key in KEYS}
 OF_ONE_SIZE = [[key for key in KEYS if sum(SIZES[key]) == size] for size in sorted({sum(SIZES[key]) for key in KEYS})]
+ENCODED = 65_536
+"""Bytes of the pages that a codec encodes, where there is one."""
 CAPACITY = 6 << 20
 """Less than half of what all keys need: every writer evicts."""
 LONG = 60.0
@@ -56,13 +59,14 @@ class Findings:
                 self.problems[f"a call of {kind} that took longer than {LONGEST_CALL:g} s"] += 1
 
 
-def open_store(place: Path) -> PageStore:
-    return open_slab_tier(place, capacity=CAPACITY)
+def open_store(place: Path, transforms: bool) -> PageStore:
+    store = open_slab_tier(place, capacity=CAPACITY)
+    return both(store, (IDENTITY, OTHER_IDENTITY), ENCODED) if transforms else store
 
 
 @functools.cache
 def payload(key: bytes) -> bytes:
-    return payload_of(key, sum(SIZES[key]))
+    return numbers_of(key, sum(SIZES[key]))
 
 
 def some_keys(chance: random.Random, most: int) -> list[bytes]:
@@ -71,13 +75,13 @@ def some_keys(chance: random.Random, most: int) -> list[bytes]:
     return chance.sample(among, min(chance.randint(1, most), len(among)))
 
 
-def work(channel: Connection, place: str, diary: str, seed: int) -> None:
+def work(channel: Connection, place: str, transforms: bool, diary: str, seed: int) -> None:
     """Writes (and so evicts), reads, removes, clears, leaves and comes back, for ever."""
     logging.disable(logging.CRITICAL)
     chance = random.Random(seed)
     notes = Diary(Path(diary))
     with notes.call("open"):
-        store = open_store(Path(place))
+        store = open_store(Path(place), transforms)
     channel.send("working")
     # Nobody is left behind where the campaign itself is killed.
     campaign = multiprocessing.parent_process()
@@ -109,22 +113,25 @@ def work(channel: Connection, place: str, diary: str, seed: int) -> None:
             with notes.call("close"):
                 store.close()
             with notes.call("open"):
-                store = open_store(Path(place))
+                store = open_store(Path(place), transforms)
 
 
-def only_open(channel: Connection, place: str) -> None:
+def only_open(channel: Connection, place: str, transforms: bool) -> None:
     """The process that is killed while it makes the index anew."""
     logging.disable(logging.CRITICAL)
     channel.send("opening")
-    open_store(Path(place))
+    open_store(Path(place), transforms)
     time.sleep(60)
 
 
 class Crew:
     """The workers of one phase, with their diaries."""
 
-    def __init__(self, place: Path, chance: random.Random, findings: Findings, namespaces: bool, stops: bool) -> None:
-        self._place, self._chance, self._findings, self._namespaces = place, chance, findings, namespaces
+    def __init__(
+        self, place: Path, transforms: bool, chance: random.Random, findings: Findings, namespaces: bool, stops: bool
+    ) -> None:
+        self._place, self._transforms = place, transforms
+        self._chance, self._findings, self._namespaces = chance, findings, namespaces
         self._workers: list[tuple[Worker, Path]] = []
         self._stopper: Stopper | None = None
         if stops:
@@ -133,9 +140,8 @@ class Crew:
 
     def start_one(self) -> None:
         diary = self._place.parent / f"diary-{self._chance.getrandbits(60):x}"
-        worker = Worker(
-            work, str(self._place), str(diary), self._chance.randrange(1 << 30), namespaces=self._namespaces
-        )
+        settings = str(self._place), self._transforms, str(diary), self._chance.randrange(1 << 30)
+        worker = Worker(work, *settings, namespaces=self._namespaces)
         self._workers.append((worker, diary))
         if self._stopper is not None:
             self._stopper.add(worker)

@@ -34,10 +34,13 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.storage.tiers.file.modes import PACK_NAME, PAGE_NAME, SLAB_FILE
-from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key, payload_of
+from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key
+from tests.rigs.both_transforms import document_of, numbers_of
 
 SIZES = (16_384, 32_768, 65_536, 20_000)
 """Bytes of a page: three that fill their slots to the brim, one that does not."""
+ENCODED = 32_768
+"""Bytes of the pages that a codec encodes, where there is one."""
 SLACK = 1 << 20
 """What the files of a tier may take beyond its capacity: what a write that is under way takes before it makes room."""
 PATIENCE = 45.0
@@ -78,7 +81,7 @@ def open_tier(tier: Tier, disk: Mapping[str, Any]) -> None:
     keys = {"type": "file", "threads": 2, **disk}
     tier.store = open_tiers(load_config(ExtraConfig.around({"tiers": {"disk": keys}})))
     for identity in (IDENTITY, OTHER_IDENTITY):
-        tier.store.register_identity(identity, {"model": {"id": "example"}, "pool": {"name": identity.hex()}})
+        tier.store.register_identity(identity, document_of(identity, ENCODED))
 
 
 def close_tier(tier: Tier) -> None:
@@ -102,7 +105,7 @@ def size_of(key: bytes) -> int:
 
 @functools.cache
 def payload(key: bytes) -> bytes:
-    return payload_of(key, size_of(key))
+    return numbers_of(key, size_of(key))
 
 
 def store_keys(tier: Tier, keys: Sequence[bytes]) -> list[SetResult]:

@@ -139,8 +139,10 @@ _DECLARED = (
     "keeps_identities",
     "writes_later",
     "clears_at_once",
+    "killed_writes_end_after",
     "copies",
     "largest_page",
+    "start_method",
 )
 
 

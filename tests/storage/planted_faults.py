@@ -709,6 +709,14 @@ class RemovesByName(MemoryPageStore):
         return result
 
 
+@caught_by("test_of_a_page_that_another_store_has_replaced_the_new_copy_stays", _in_place_of_memory)
+class RemovesCopiesByName(MemoryPageStore):
+    """a page that was to be removed as long as it is the copy that was seen is removed whatever copy it is"""
+
+    def _remove_copies(self, copies):
+        return self._remove(list(copies))
+
+
 # -- what a store says of itself ---------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ Pure; any thread. The GIL is not held while pages are copied, sealed and opened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -71,28 +71,13 @@ def read(stored: memoryview, stored_key: bytes, form: Form, segments: Sequence[m
     its page's), ``SEAL_CIPHER``, ``payload_length``, and those of codecs.
     """
     payload = sum([segment.nbytes for segment in segments])
-    try:
-        head = headers.decode(stored)
-    except FormatError as error:
-        # What has no such header is a page as it was before anybody sealed any.
-        return "unsealed" if form.key is not None and error.reason == "transform" else error.reason
-    if head.codec != (RAW if form.codec is None else form.codec.code):
-        return "codec"
+    head = _header(stored, form)
+    if isinstance(head, str):
+        return head
     if head.payload_length != payload:
         return "payload_length"
     body, plain = stored[HEADER_LENGTH : head.body_end], None
-    if form.key is None:
-        if head.seal:
-            return "seal_form"
-    else:
-        if not head.seal:
-            return "unsealed"
-        if head.key_id != form.key.id.encode():
-            return "seal_key"
-        if head.seal != (SealMode.ENCRYPT if form.hides else SealMode.AUTHENTICATE) or head.cipher not in tuple(
-            CipherKind
-        ):
-            return "seal_form"
+    if form.key is not None:
         if form.hides:
             plain = segments[0] if form.codec is None and len(segments) == 1 else room(head.body_length)
         reason = _reason_of_seal(form.key, head, stored_key, stored, plain)
@@ -118,23 +103,47 @@ def read(stored: memoryview, stored_key: bytes, form: Form, segments: Sequence[m
     return None
 
 
-def reason_its_seal_is_bad(stored: memoryview, stored_key: bytes, keys: Mapping[str, SealKey]) -> str | None:
-    """Why a stored page is not as it was sealed; None where it is, or has no seal. ``keys``: by id.
+def reason_it_is_not_sealed(stored: memoryview, stored_key: bytes, form: Form) -> str | None:
+    """Why a stored page is not one in this form as it was sealed; None where it is. For tools: it is not decoded."""
+    head = _header(stored, form)
+    if isinstance(head, str):
+        return head
+    return None if form.key is None else _reason_of_seal(form.key, head, stored_key, stored, _unsealed_body(head))
 
-    For tools, which do not know in which form the page was to be. Raises KeyError for the id of a key that is not
-    among them.
-    """
+
+def is_sealed_with(stored: memoryview, stored_key: bytes, key: SealKey, mode: SealMode) -> bool:
+    """Whether a stored page is as it was sealed with this key in this mode, whatever form its name stands for."""
+    try:
+        head = headers.decode(stored)
+    except FormatError:
+        return False
+    if (head.seal, head.key_id) != (mode, key.id.encode()) or head.cipher not in tuple(CipherKind):
+        return False
+    return _reason_of_seal(key, head, stored_key, stored, _unsealed_body(head)) is None
+
+
+def _header(stored: memoryview, form: Form) -> Header | str:
+    """The header of a stored page, or why the page has not this form."""
     try:
         head = headers.decode(stored)
     except FormatError as error:
-        return error.reason
+        # What has no such header is a page as it was before anybody sealed any.
+        return "unsealed" if form.key is not None and error.reason == "transform" else error.reason
+    if head.codec != (RAW if form.codec is None else form.codec.code):
+        return "codec"
+    if form.key is None:
+        return "seal_form" if head.seal else head
     if not head.seal:
-        return None
-    key = keys[head.key_id.decode("ascii", "replace")]
-    if head.seal not in tuple(SealMode) or head.cipher not in tuple(CipherKind):
-        return "seal_form"
-    plain = np.empty(head.body_length, np.uint8).data if head.seal == SealMode.ENCRYPT else None
-    return _reason_of_seal(key, head, stored_key, stored, plain)
+        return "unsealed"
+    if head.key_id != form.key.id.encode():
+        return "seal_key"
+    mode = SealMode.ENCRYPT if form.hides else SealMode.AUTHENTICATE
+    return head if head.seal == mode and head.cipher in tuple(CipherKind) else "seal_form"
+
+
+def _unsealed_body(head: Header) -> memoryview | None:
+    """Memory for the body of an encrypted page. Its length is not more than what is stored."""
+    return np.empty(head.body_length, np.uint8).data if head.seal == SealMode.ENCRYPT else None
 
 
 def _reason_of_seal(

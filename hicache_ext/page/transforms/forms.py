@@ -118,5 +118,8 @@ def stored_as(document: Mapping[str, Any], identity: bytes) -> bool:
 
 def _payload_of(document: Mapping[str, Any] | None) -> int:
     pool = {} if document is None else document.get("pool", {})
-    segments = pool.get("segments", ()) if isinstance(pool, Mapping) else ()
-    return sum(segments) if all(isinstance(size, int) for size in segments) else 0
+    segments = pool.get("segments") if isinstance(pool, Mapping) else None
+    # Whatever somebody has written there.
+    if not isinstance(segments, list | tuple) or not all(isinstance(size, int) for size in segments):
+        return 0
+    return sum(segments)

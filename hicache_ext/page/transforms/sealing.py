@@ -3,8 +3,8 @@
 Of each configured key, its id and its secret, two things are derived that its holders alone have:
 
 - a key for each page: HMAC-SHA-256 of a random salt of 192 bits and the page's stored key. So a cipher is used with it
-  once, and its nonce may be constant. That two pages share one takes two equal salts for one stored key: no counter is
-  kept that a fork, a restart, another machine or a restored snapshot could set back (docs/decisions/seals.md);
+  once, and its nonce may be constant. That two pages share one takes two equal salts for one stored key, and no counter
+  is relied on that a fork, a restart, another machine or a restored snapshot could set back (``new_salts``);
 - the names under which its pages are stored (``stored_identity``, ``hidden_hashes``). So who has another key, or none,
   does not find them, and takes none of them for damaged.
 
@@ -17,6 +17,10 @@ import enum
 import functools
 import hashlib
 import hmac
+import itertools
+import os
+import struct
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
-from hicache_ext.page.transforms.header import HEADER_LENGTH, TAG_LENGTH
+from hicache_ext.page.transforms.header import HEADER_LENGTH, SALT_LENGTH, TAG_LENGTH
 
 _DOMAIN = b"hicache_ext/seal/1"
 _NONCE = bytes(12)
@@ -45,6 +49,20 @@ class SealMode(enum.IntEnum):
 class CipherKind(enum.IntEnum):
     AES_256_GCM = 1
     CHACHA20_POLY1305 = 2
+
+
+_sealed_before = itertools.count()
+
+
+def new_salts(count: int) -> bytes:
+    """So many salts, joined, that nobody has used before.
+
+    The kernel's random bits alone would do, unless a machine was copied or restored while it ran and its kernel does
+    not notice: both machines then have the same bits for a while. So the moment is mixed in, too, and what differs
+    between processes.
+    """
+    moment = struct.pack("<4Q", time.time_ns(), time.monotonic_ns(), os.getpid(), next(_sealed_before))
+    return hashlib.shake_256(os.urandom(32) + moment).digest(count * SALT_LENGTH)
 
 
 class SealKey:

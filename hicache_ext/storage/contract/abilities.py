@@ -95,6 +95,16 @@ class Resizable(Protocol):
 
 
 @runtime_checkable
+class RemovesCopies(Protocol):
+    """A store that removes a page only as long as it is the copy that somebody has seen: another process may have
+    replaced it since."""
+
+    def remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
+        """Remove pages whose copies have these ``envelope.page_seal``, by their keys; how many were there, as far as it
+        is known here. Compared and removed in one step, as far as the medium can."""
+
+
+@runtime_checkable
 class PageLister(Protocol):
     """A store that can say often, and cheaply, which pages it holds, whoever wrote or removed them."""
 

@@ -104,7 +104,8 @@ class Removal(enum.Enum):
 
 
 class Medium(Protocol):
-    """What a tier provides. Called on the thread of ``BadPages``, never with memory of a batch."""
+    """What a tier provides. Called on the thread of ``BadPages``, and by ``remove_copies`` at the same time; never with
+    memory of a batch."""
 
     def read_again(self, key: bytes, most: int) -> Stored | None:
         """The object, or its first ``most`` bytes, over a connection of its own and into memory of its own.
@@ -274,6 +275,18 @@ class BadPages:
                 suspect.wanted -= 1
             return {suspect.key: suspect.verdict or Verdict.UNCLEAR for suspect in asked}
 
+    def remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
+        """``RemovesCopies``: pages that are whole and all the same not to be served. Asks the medium on this thread."""
+        removed = 0
+        for key, copy in copies.items():
+            try:
+                stored = self._medium.read_again(key, LONGEST_EXAMINED)
+                if stored is not None and _page_seal(stored) == copy:
+                    removed += self._medium.remove(key, stored) is Removal.REMOVED
+            except NotReadError as error:
+                logger.debug("tier %s: page %s could not be removed: %s", self._tier, key.hex(), error)
+        return removed
+
     def wait(self, timeout: float) -> bool:
         """Wait until all suspects are examined; for tools and tests."""
         with self._changed:
@@ -401,6 +414,15 @@ def reason_to_refuse(key: bytes, stored: Stored) -> str | None:
     if page.key != key:
         return "identity" if page.identity != key[: envelope.IDENTITY_LENGTH] else "page_hash"
     return None if page.header_length + page.payload_length == stored.length else "payload_length"
+
+
+def _page_seal(stored: Stored) -> bytes | None:
+    """The ``envelope.page_seal`` of a page by its header; None of what has none."""
+    try:
+        envelope.decode_header(stored.data[: envelope.FIELDS_LENGTH])
+    except FormatError:
+        return None
+    return envelope.seal_of(stored.data)
 
 
 def cut(length: int, at: float) -> Sequence[tuple[int, int]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 import errno
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from hicache_ext.errors import ClearLaterError, StoreClosedError
@@ -65,6 +65,10 @@ class TierStore(abc.ABC):
     def _remove(self, keys: Sequence[bytes]) -> int:
         """As ``remove``; no key comes twice."""
 
+    def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
+        """As ``remove_copies``. For a tier that can compare: this does not, and loses a copy that came meanwhile."""
+        return self._remove(list(copies))
+
     @abc.abstractmethod
     def _clear(self, digests: Sequence[bytes] | None) -> int:
         """As ``clear``; no digest comes twice."""
@@ -102,6 +106,10 @@ class TierStore(abc.ABC):
 
     def remove(self, keys: Sequence[bytes]) -> int:
         return self._answer("remove", self._remove, list(dict.fromkeys(keys)), 0)
+
+    def remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
+        """``RemovesCopies``."""
+        return self._answer("remove", self._remove_copies, copies, 0)
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
         try:
@@ -169,7 +177,7 @@ class TierStore(abc.ABC):
         return "TIMEOUT" if isinstance(error, TimeoutError) else "ERROR"
 
     def _answer(
-        self, call: str, hook: Callable[[Any], _Answer], asked: Sequence[bytes] | None, none: _Answer
+        self, call: str, hook: Callable[[Any], _Answer], asked: Collection[bytes] | None, none: _Answer
     ) -> _Answer:
         """What the hook says of ``asked``; ``none`` where that is empty, or the medium failed."""
         with self._calls:

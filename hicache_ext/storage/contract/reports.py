@@ -179,7 +179,7 @@ OF_SEALED_TIERS: Mapping[str, Sequence[str]] = {
     "unsealed": ("",),
     "corrupt": (
         *("seal_tag", "seal_key", "seal_form", "seal_cipher", "unsealed", "codec"),
-        *("transform", "transform_version", "transform_length"),
+        *("transform", "transform_version", "transform_length", "encoding", "encoded_length"),
     ),
     "rejected": ("suspect",),
 }

@@ -6,11 +6,11 @@ Nothing outlives the process and nobody else sees the pages; every other promise
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from hicache_ext.config import TierConfig
-from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.page.envelope import IDENTITY_LENGTH, seal_of
 from hicache_ext.page.page_object import decode_object, encode_object
 from hicache_ext.storage.contract.base import TierStore
 from hicache_ext.storage.contract.registry import TierType
@@ -82,6 +82,15 @@ class MemoryPageStore(TierStore):
     def _remove(self, keys: Sequence[bytes]) -> int:
         with self._lock:
             return sum(self.objects.pop(key, None) is not None for key in keys)
+
+    # Only the copies that somebody has seen: one that came since stays. The dict has no call that compares.
+    def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
+        with self._lock:
+            stored = {key: self.objects.get(key) for key in copies}
+            same = [key for key, copy in copies.items() if (page := stored[key]) is not None and seal_of(page) == copy]
+            for key in same:
+                del self.objects[key]
+            return len(same)
 
     # How many identities had pages; None means all. A medium that cannot do it at once uses contract/clearing.py.
     def _clear(self, digests: Sequence[bytes] | None) -> int:

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from hicache_ext.page.envelope import page_seal
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.contract.store import GetResult, PageStore, SetResult
+from hicache_ext.storage.contract.abilities import RemovesCopies
+from hicache_ext.storage.contract.base import TierStore
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.testing.conformance.cases import PageStoreCases
 from hicache_ext.testing.conformance.medium import Medium
 from hicache_ext.testing.conformance.pages import (
@@ -142,3 +145,27 @@ class SeveralStoresCases(PageStoreCases):
         settle(other)
         settle(store)
         assert_hits(store, keys)
+
+    def test_of_a_page_that_another_store_has_replaced_the_new_copy_stays(
+        self, store: PageStore, other: PageStore
+    ) -> None:
+        """Where a store can remove a page as long as it is the copy that somebody has seen (``RemovesCopies``)."""
+        if not isinstance(store, RemovesCopies):
+            pytest.skip("declared: no RemovesCopies; another case shows it")
+        if isinstance(store, TierStore) and type(store)._remove_copies is TierStore._remove_copies:
+            pytest.skip("declared: it cannot compare; another case shows it")
+        keys = page_keys(4)
+        seen = {key: page_seal(key, 100, [memoryview(payload_of(key, 100))]) for key in keys}
+        store_pages(store, keys, [100])
+        settle(store)
+        replaced = memoryview(bytearray(b"x" * 100))
+        other.remove(keys[:2])
+        settle(other)
+        other.set(PageBatch(keys[:1], [[replaced]]))
+        settle(other)
+        # More where it does not know yet what the other one took away.
+        assert store.remove_copies(seen) >= 2
+        settle(store)
+        results, payloads = read_pages(store, keys, [100])
+        assert results == [GetResult.HIT] + [GetResult.MISS] * 3
+        assert payloads[0] == replaced

@@ -37,3 +37,10 @@ def test_after_a_power_cut_pages_are_whole_and_what_was_synced_is_there(file_sys
     assert found.problems == {}, "\n\n".join(found.stories)
     assert found.cuts.total() == 3
     assert found.on_disk.total() > 0
+
+
+@pytest.mark.parametrize("layout", power_loss.LAYOUTS)
+def test_after_a_power_cut_encoded_and_sealed_pages_are_whole_and_there(file_system: str, layout: str):
+    found = power_loss.run(cuts=2, seed=9, file_systems=[file_system], layouts=[layout], transforms=True)
+    assert found.problems == {}, "\n\n".join(found.stories)
+    assert found.on_disk.total() > 0

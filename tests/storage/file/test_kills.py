@@ -40,6 +40,18 @@ def test_containers_killed_and_stopped_leave_sound_slabs_and_no_wrong_page():
     assert found.stops > 0
 
 
+@pytest.mark.slow
+def test_killed_writers_of_encoded_and_sealed_pages_leave_the_same():
+    found = kill_writers.run(kills=10, seed=9, transforms=True)
+    assert {mode.name: findings.problems for mode, findings in found.items() if findings.problems} == {}
+    assert all(findings.hits > 0 for findings in found.values())
+
+
+@pytest.mark.slow
+def test_killed_processes_leave_sound_slabs_of_encoded_and_sealed_pages():
+    _assert_sound(kill_slabs.run(kills=30, seed=10, transforms=True))
+
+
 def _assert_sound(found: kill_slabs.Findings) -> None:
     assert found.problems == {}
     assert found.hits_beside_writers >= kill_slabs.HITS_BESIDE_WRITERS

@@ -12,6 +12,7 @@ from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from hicache_ext.testing.conformance.state_machine import page_store_machine
 from tests.storage.mooncake.conftest import PATIENCE, Pool, tier_for
+from tests.storage.transforms.rig import ENCRYPT, Transformed
 
 pytestmark = pytest.mark.slow
 
@@ -20,6 +21,12 @@ class TestMooncakeStore(PageStoreTests):
     @pytest.fixture
     def medium(self, pool):
         return pool
+
+
+class TestEncodedAndEncryptedMooncakeStore(PageStoreTests):
+    @pytest.fixture
+    def medium(self, pool, tmp_path):
+        return Transformed(pool, ENCRYPT, tmp_path / "shelf")
 
 
 def test_any_order_of_calls(servers, library_client, raw_client):

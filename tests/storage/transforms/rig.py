@@ -15,11 +15,12 @@ from hicache_ext.page.transforms import body
 from hicache_ext.page.transforms.forms import Form
 from hicache_ext.page.transforms.sealing import Seal, SealKey, SealMode
 from hicache_ext.storage.contract.abilities import ability
-from hicache_ext.storage.contract.store import PageBatch, PageKeys, PageStore, SetResult
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, PageStore, SetResult
 from hicache_ext.storage.contract.transforming.known_forms import stored_keys
 from hicache_ext.storage.contract.transforming.layers import transformed
 from hicache_ext.storage.contract.transforming.store import TransformedStore
-from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY
+from hicache_ext.storage.tiers.memory import MemoryPageStore
+from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, assert_hits, read_pages, store_pages
 from hicache_ext.testing.conformance.second_reader import read_page_object, write_page_object
 from tests.storage.media import Over
 
@@ -30,6 +31,45 @@ AUTHENTICATE, ENCRYPT = SealMode.AUTHENTICATE, SealMode.ENCRYPT
 def seal(mode: SealMode, *ids: str) -> Seal:
     """The first one writes."""
     return Seal(mode, tuple(SealKey(id, SECRETS[id]) for id in ids))
+
+
+SIZES = [700, 324]
+"""Bytes of the segments of a page."""
+
+
+class Attacked:
+    """A sealed store over memory, and who may write into that memory."""
+
+    def __init__(self, mode: SealMode, *ids: str, objects: dict[bytes, bytes] | None = None) -> None:
+        self.mode = mode
+        self.objects: dict[bytes, bytes] = {} if objects is None else objects
+        self.ids = ids or ("new",)
+        self.store: PageStore = transformed(MemoryPageStore(objects=self.objects), None, seal(mode, *self.ids))
+
+    def stored_key(self, key: bytes) -> bytes:
+        return stored_key_of(pages_of(self.store).forms(key[:IDENTITY_LENGTH])[0], key)
+
+    def payload(self, key: bytes) -> bytes:
+        """What the medium has for a page, without header and checksum of the medium."""
+        return read_page_object(self.objects[self.stored_key(key)]).payload
+
+    def put(self, key: bytes, payload: bytes) -> None:
+        stored = self.stored_key(key)
+        self.objects[stored] = write_page_object(stored, payload, header_length=128)
+
+    def corrupt(self, reason: str | None = None) -> int:
+        metrics = self.store.metrics
+        return metrics.total("corrupt") if reason is None else metrics.snapshot().get(("corrupt", reason), 0)
+
+    def assert_refused(self, key: bytes, reason: str | None = None) -> None:
+        """Not served, counted, absent, and replaced by the next write."""
+        before = self.corrupt(reason)
+        results, _ = read_pages(self.store, [key], SIZES)
+        assert results == [GetResult.CORRUPT]
+        assert self.corrupt(reason) == before + 1
+        assert self.store.contains([key]) == [False] and self.store.count_leading([key]) == 0
+        assert store_pages(self.store, [key], SIZES) == [SetResult.STORED]
+        assert_hits(self.store, [key], SIZES)
 
 
 class Shelf:

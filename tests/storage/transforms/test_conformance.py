@@ -35,6 +35,18 @@ class TestEncodedAndEncryptedMemory(PageStoreTests):
         return Transformed(Memory(), ENCRYPT, tmp_path / "shelf")
 
 
+class TestEncodedSlabs(PageStoreTests):
+    @pytest.fixture
+    def medium(self, tmp_path):
+        return Transformed(Slabs(tmp_path / "disk"), None, tmp_path / "shelf", block=4096)
+
+
+class TestEncodedPageFiles(PageStoreTests):
+    @pytest.fixture
+    def medium(self, tmp_path):
+        return Transformed(PageFiles(tmp_path / "disk"), None, tmp_path / "shelf", block=4096)
+
+
 class TestAuthenticatedSlabs(PageStoreTests):
     @pytest.fixture
     def medium(self, tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hicache_ext.cli import verify_command
 from hicache_ext.cli.main import main
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.page.hashes import page_hashes
@@ -17,7 +18,7 @@ from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.serving.explaining import explain
 from hicache_ext.storage.serving.warming import warm_prompts
 from hicache_ext.storage.tiers.file.inspection import open_inspector
-from hicache_ext.testing.conformance.pages import assert_hits, store_pages
+from hicache_ext.testing.conformance.pages import assert_hits, read_pages, store_pages
 from tests.storage.raw_access import RawFiles
 from tests.storage.transforms.rig import SECRETS, pages_of, stored_key_of
 
@@ -99,6 +100,156 @@ def test_verify_finds_a_page_without_a_seal(
     forge(document, lambda payload: bytes(len(payload)))
     code, out = run(capsys, "verify", tmp_path / "disk")
     assert code == 1 and "bad (transform)" in out
+
+
+def sealed_by(document: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The configuration of a server with another seal over the same directory."""
+    (disk,) = document["hicache_ext"]["tiers"].values()
+    return ExtraConfig.around({"tiers": {"disk": {**disk, "seal": {**disk["seal"], **changes}}}})
+
+
+def with_another_key(document: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "theirs").write_text(SECRETS["theirs"])
+    return sealed_by(document, keys=[{"id": "theirs", "file": str(tmp_path / "theirs")}])
+
+
+def in_the_other_mode(document: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    mode = document["hicache_ext"]["tiers"]["disk"]["seal"]["mode"]
+    return sealed_by(document, mode="encrypt" if mode == "authenticate" else "authenticate")
+
+
+def stored_by(document: dict[str, Any], keys: list[bytes]) -> None:
+    store = open_tiers(load_config(document))
+    store.register_identity(DIGEST, IDENTITY.document())
+    store_pages(store, keys, SIZES)
+    store.close()
+
+
+def first_payload(document: dict[str, Any]) -> bytes:
+    """What the directory has for the first page, as this configuration names and seals it."""
+    from hicache_ext.testing.conformance.second_reader import read_page_object
+
+    tier = load_config(document).tiers["disk"]
+    transforms = tier.transforms("disk")
+    assert transforms is not None
+    key = stored_key_of(transforms.forms(DIGEST, None).all[0], KEYS[0])
+    return read_page_object(RawFiles(Path(tier.directories()[0])).read(key) or b"").payload
+
+
+def said(document: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What ``verify`` says of a configuration."""
+    _, out = run(capsys, "verify", json.dumps(document), "--json")
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_verify_takes_no_page_without_a_seal_for_a_good_one_of_a_sealed_tier(
+    document: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (disk,) = document["hicache_ext"]["tiers"].values()
+    plain = {name: value for name, value in disk.items() if name != "seal"}
+    stored_by(ExtraConfig.around({"tiers": {"disk": plain}}), KEYS[:3])
+    code, out = run(capsys, "verify", json.dumps(document))
+    assert code == 0
+    assert out.splitlines() == [
+        "4 good, 0 bad, 0 evicted meanwhile",
+        "3 are whole and have no seal: this tier does not serve them",
+    ]
+    assert said(document, capsys)["unsealed"] == 3
+
+
+@pytest.mark.parametrize("other", [with_another_key, in_the_other_mode])
+def test_verify_tells_pages_that_are_sealed_otherwise(
+    document: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    other: Callable[[dict[str, Any], Path], dict[str, Any]],
+) -> None:
+    stored_by(other(document, tmp_path), KEYS[:3])
+    found = said(document, capsys)
+    assert (found["good"], found["sealed_otherwise"], found["bad"]) == (4, 3, 0)
+    code, out = run(capsys, "verify", json.dumps(document), "--remove")
+    assert code == 0 and "3 are whole and sealed with another key or in another mode" in out
+    assert said(other(document, tmp_path), capsys)["good"] == 3
+
+
+@pytest.mark.parametrize(("other", "reason"), [(with_another_key, "seal_key"), (in_the_other_mode, "seal_form")])
+def test_verify_does_not_believe_a_page_under_the_name_of_another_seal(
+    document: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    other: Callable[[dict[str, Any], Path], dict[str, Any]],
+    reason: str,
+) -> None:
+    theirs = other(document, tmp_path)
+    stored_by(theirs, KEYS[:1])
+    payload = first_payload(theirs)
+    forge(document, lambda _: payload)
+    found = said(document, capsys)
+    assert (found["good"], [page["reason"] for page in found["bad_pages"]]) == (3, [reason])
+    # Without keys by what the directory says of the name.
+    assert f"bad ({reason})" in run(capsys, "verify", tmp_path / "disk")[1]
+
+
+def test_verify_does_not_believe_a_page_that_says_that_it_has_no_seal(
+    document: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hicache_ext.page.transforms.header import Header
+
+    def unsealed(payload: bytes) -> bytes:
+        return (Header(0, 0, 0, 1024, 1024).encode() + b"x" * 1024).ljust(len(payload), b"\0")
+
+    forge(document, unsealed)
+    for target in (json.dumps(document), tmp_path / "disk"):
+        code, out = run(capsys, "verify", target)
+        assert code == 1 and "3 good, 1 bad" in out and "bad (unsealed)" in out
+
+
+@pytest.mark.parametrize("spoilt", ["none", "says nothing of seals", "of another page", "hostile"])
+def test_what_others_write_into_documents_makes_no_forged_page_good(
+    document: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], spoilt: str
+) -> None:
+    key = forge(document, lambda payload: payload[:200] + bytes([payload[200] ^ 1]) + payload[201:])
+    file = tmp_path / "disk" / "identities" / f"{key[:16].hex()}.json"
+    told = json.loads(file.read_text())
+    if spoilt == "none":
+        file.unlink()
+    elif spoilt == "says nothing of seals":
+        del told["stored_as"]
+    elif spoilt == "of another page":
+        told["stored_as"]["of"] = "00" * 16
+    else:
+        told |= {"stored_as": 5, "pool": {"segments": 7}}
+    if spoilt != "none":
+        file.write_text(json.dumps(told))
+    found = said(document, capsys)
+    assert (found["good"], [page["reason"] for page in found["bad_pages"]]) == (3, ["seal_tag"])
+    # And where nothing at all is known of the name.
+    for each in file.parent.iterdir():
+        each.unlink()
+    found = said(document, capsys)
+    assert (found["good"], found["sealed_otherwise"], found["bad"]) == (3, 1, 0)
+
+
+def test_verify_removes_the_copy_that_it_saw_and_no_other_one(
+    document: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forge(document, lambda payload: payload[:200] + bytes([payload[200] ^ 1]) + payload[201:])
+    opened = verify_command.open_editor
+
+    def then_replaced(path: Path) -> Any:
+        # Between the look and the removal a server replaces the page, as its next write does.
+        store = open_tiers(load_config(document))
+        read_pages(store, KEYS, SIZES)
+        store_pages(store, KEYS, SIZES)
+        assert_hits(store, KEYS, SIZES)
+        store.close()
+        return opened(path)
+
+    monkeypatch.setattr(verify_command, "open_editor", then_replaced)
+    assert run(capsys, "verify", json.dumps(document), "--remove")[1].splitlines()[-1] == "0 removed"
+    monkeypatch.undo()
+    assert said(document, capsys)["good"] == 4
 
 
 def test_explain_and_warm_find_sealed_pages(document: dict[str, Any], tmp_path: Path) -> None:

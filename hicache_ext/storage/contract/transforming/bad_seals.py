@@ -1,8 +1,9 @@
 """Pages that arrived whole and do not fit their seals: who wrote them has not the key, or a machine has a fault.
 
 They are absent for this process, and a write of the same page takes their place: once the copy was read again and is
-still bad, it is removed. From a shared medium so many at most as ``RemovalBudget`` has it, since a reader with a fault
-sees bad pages everywhere; then writes of such pages are refused. Threads: any.
+still bad, that copy is removed, and no other one that came meanwhile (``RemovesCopies``). From a shared medium so many
+at most as ``RemovalBudget`` has it, since a reader with a fault sees bad pages everywhere; then writes of such pages
+are refused. Threads: any.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from hicache_ext.page import envelope
 from hicache_ext.page.transforms import body
 from hicache_ext.page.transforms.forms import Form
 from hicache_ext.runtime.log_limit import LimitedLog
+from hicache_ext.storage.contract.abilities import RemovesCopies, ability
 from hicache_ext.storage.contract.bad_pages import RemovalBudget
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.contract.transforming.page_memory import PageMemory
@@ -24,6 +27,8 @@ from hicache_ext.storage.contract.transforming.page_memory import PageMemory
 logger = logging.getLogger(__name__)
 
 _MOST_KNOWN = 1 << 16
+_LOOKS = 3
+"""At a copy before it is left alone: who forges can do it again."""
 _KEPT_IN_MIND = 30.0
 """Seconds for which such a page is absent: by then another process may have replaced it."""
 
@@ -75,17 +80,29 @@ class BadSeals:
     def _make_way(self, stored_key: bytes, length: int, form: Form, payload: int) -> bool:
         with self._healing:
             stored, page = np.empty(length, np.uint8).data, np.empty(payload, np.uint8).data
-            (result,) = self._inner.get(PageBatch([stored_key], [[stored]]))
-            if result is GetResult.HIT:
-                reason = body.read(stored, stored_key, form, [page], self._memory.of_thread)
-                if reason == body.SEAL_CIPHER:
-                    # It may be good for others.
+            for _ in range(_LOOKS):
+                (result,) = self._inner.get(PageBatch([stored_key], [[stored]]))
+                if result not in (GetResult.HIT, GetResult.MISS):
                     return False
-                if reason is not None:
-                    if self._budget is not None and not self._budget.take():
-                        return False
-                    self._inner.remove([stored_key])
-            elif result is not GetResult.MISS:
-                return False
-            self._seen.pop(stored_key, None)
-            return True
+                reason = None
+                if result is GetResult.HIT:
+                    reason = body.read(stored, stored_key, form, [page], self._memory.of_thread)
+                if reason is None:
+                    self._seen.pop(stored_key, None)
+                    return True
+                # One of a missing cipher may be good for others.
+                if reason == body.SEAL_CIPHER or not self._remove(stored_key, stored):
+                    return False
+            return False
+
+    def _remove(self, stored_key: bytes, stored: memoryview) -> bool:
+        """Remove this copy, and none that another process has put in its place meanwhile; False where none may be
+        removed now."""
+        if self._budget is not None and not self._budget.take():
+            return False
+        copy = envelope.page_seal(stored_key, stored.nbytes, [stored])
+        remover = ability(self._inner, RemovesCopies)
+        removed = self._inner.remove([stored_key]) if remover is None else remover.remove_copies({stored_key: copy})
+        if not removed and self._budget is not None:
+            self._budget.give_back()
+        return True

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.transforms.forms import Form, Forms, Transforms
-from hicache_ext.storage.contract.store import PageKeys, identities_of
+from hicache_ext.storage.contract.store import PageBatch, PageKeys, identities_of
 
 _MOST_REMEMBERED = 1 << 16
 _IDENTITY_WORDS = IDENTITY_LENGTH // 8
@@ -36,6 +37,16 @@ class KnownForms:
         """Its document has come."""
         self._forms.pop(identity, None)
 
+    def length(self, form: Form, payload: int) -> int:
+        """Bytes that are stored of a page in this form."""
+        return form.stored_length(payload, self.transforms.block)
+
+    def note_moved(self, call: str, batch: PageBatch, began: float, moved: int) -> None:
+        """So many pages of a batch of stored pages went to or came from the medium since ``began``."""
+        if self.transforms.codec is not None and moved:
+            stored = sum(batch.sizes) * moved // len(batch)
+            self.transforms.codec.moved(call, stored, time.monotonic() - began)
+
     def remember(self, keys: PageKeys, found: Sequence[int | None]) -> None:
         """In which form, a place among all, each page is there."""
         if len(self._seen) + len(keys) > _MOST_REMEMBERED:
@@ -56,6 +67,19 @@ def stored_keys(form: Form, keys: PageKeys) -> PageKeys:
     words = stored.words.copy()
     words[:, _IDENTITY_WORDS:] = form.key.hidden_hashes(keys.words[:, _IDENTITY_WORDS:])
     return PageKeys(form.identity, words)
+
+
+def stored_keys_of(keys: PageKeys, forms: Sequence[Form]) -> list[bytes]:
+    """The stored key of each page in its form."""
+    different = list(dict.fromkeys(forms))
+    names = {form: stored_keys(form, keys) for form in different}
+    if len(different) == 1:
+        return list(names[different[0]])
+    return [names[form][page] for page, form in enumerate(forms)]
+
+
+def chosen_of(batch: PageBatch, positions: Sequence[int]) -> PageBatch:
+    return batch if len(positions) == len(batch) else batch.select(positions)
 
 
 def by_identity(keys: Sequence[bytes]) -> Iterator[tuple[Sequence[int], PageKeys]]:

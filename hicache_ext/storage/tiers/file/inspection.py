@@ -10,7 +10,7 @@ import abc
 import errno
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol
@@ -133,6 +133,8 @@ class Editor(Protocol):
     """One directory, whatever its layout, to be changed. Not thread-safe; close it."""
 
     def remove(self, keys: list[bytes]) -> int: ...
+
+    def remove_copies(self, copies: Mapping[bytes, bytes]) -> int: ...
 
     def clear(self, digests: list[bytes]) -> int: ...
 

@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -261,6 +261,14 @@ class SpreadStore:
         with self._calls:
             split = self._by_path(keys)
             return sum([self._call(number, "remove", _chosen(keys, at), 0) for number, at in split])
+
+    def remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
+        with self._calls:
+            keys = list(copies)
+            return sum(
+                self._call(number, "remove_copies", {key: copies[key] for key in _chosen(keys, at)}, 0)
+                for number, at in self._by_path(keys)
+            )
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
         """Of paths out of service as soon as they are back."""

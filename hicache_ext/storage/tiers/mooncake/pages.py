@@ -343,6 +343,9 @@ class MooncakeStore(TierStore):
                     self.metrics.add("error", engine.reason_of(code), count)
         return sum(code == engine.OK for code in codes)
 
+    def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
+        return self._bad_pages.remove_copies(copies)
+
     def _clear(self, digests: Sequence[bytes] | None) -> int:
         """None: every page under this tier's prefix; identities this process has not seen count as one."""
         return self._clearing.clear(digests, self._sweep, _CLEAR_WAIT)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hicache_ext.errors import StoreError, StoreSetupError
@@ -231,6 +231,9 @@ class ObjectPageStore(TierStore):
         deadline = self._requests.deadline()
         self._bad_pages.clear(keys)
         return self._removing.remove([key for key in keys if not self._clearing.hides(key)], deadline)
+
+    def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
+        return self._bad_pages.remove_copies(copies)
 
     def _clear(self, digests: Sequence[bytes] | None) -> int:
         """A store has no rename of a prefix: see ``Clearing``. An identity whose pages are not met within a second is

@@ -13,7 +13,7 @@ import os
 import ssl
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -339,6 +339,9 @@ class RedisPageStore(TierStore):
         if failed:
             self.metrics.add_many("error", failed)
         return [call.result for call in calls]
+
+    def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
+        return self._bad_pages.remove_copies(copies)
 
     def _clear(self, digests: Sequence[bytes] | None) -> int:
         """See ``Clearing``. The answer counts the identities whose pages were found within a second."""

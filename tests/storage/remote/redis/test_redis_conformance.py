@@ -46,6 +46,12 @@ class TestSealedRedisServer(PageStoreTests):
         return Transformed(Values(shared_server), SealMode.ENCRYPT)
 
 
+class TestEncodedAndAuthenticatedRedisServer(PageStoreTests):
+    @pytest.fixture
+    def medium(self, shared_server: RedisServer, tmp_path: Path) -> Transformed:
+        return Transformed(Values(shared_server), SealMode.AUTHENTICATE, tmp_path / "shelf")
+
+
 class TestRedisCluster(PageStoreTests):
     @pytest.fixture
     def medium(self, shared_cluster: RedisCluster) -> Values:

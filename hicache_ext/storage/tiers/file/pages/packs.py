@@ -336,6 +336,16 @@ class Packs:
                 removed = self._take_away(identity, place) or removed
         return removed
 
+    def remove_copy(self, key: bytes, page_seal: bytes) -> bool:
+        """Take those copies of a page away that have this ``envelope.page_seal``; whether there was one. Raises
+        OSError."""
+        identity, removed = key[:IDENTITY_LENGTH], False
+        for place in self.catalogue.find_all(key):
+            header = self._header(identity, place)
+            if header is not None and envelope.seal_of(header) == page_seal:
+                removed = self._take_away(identity, place) or removed
+        return removed
+
     def make_way(self, sizes: Mapping[bytes, int], oldest_valid_ms: int) -> None:
         """Of pages that are about to be written, key and bytes, take those away that are there and are not they: a
         reader looks into packs first. Never raises OSError."""
@@ -459,16 +469,20 @@ class Packs:
 
     def _is_of_another_page(self, identity: bytes, place: Place, key: bytes) -> bool:
         """Whether the header says so. Raises no OSError: False then."""
+        header = self._header(identity, place)
+        return header is not None and _is_another_page(header, key)
+
+    def _header(self, identity: bytes, place: Place) -> bytes | None:
+        """What stands in front of the page in this place; None where it cannot be read."""
+        path = self.catalogue.path(identity, place.pack)[0]
         try:
-            fd = os.open(
-                self.catalogue.path(identity, place.pack)[0], os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            )
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
-            return False
+            return None
         try:
-            return _is_another_page(os.pread(fd, HEADER_LENGTH, place.offset), key)
+            return os.pread(fd, HEADER_LENGTH, place.offset)
         except OSError:
-            return False
+            return None
         finally:
             os.close(fd)
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from hicache_ext.page.envelope import seal_of
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, SetResult
@@ -153,6 +154,19 @@ class PageFiles:
             # A damaged file must not take more out of the account than its page once put in.
             removal.freed = occupied(found if size is None else min(found, size))
             removal.uncertain = size is not None and found != size
+
+    def remove_copy(self, key: bytes, page_seal: bytes) -> bool:
+        """Remove a page if it is the one with this ``envelope.page_seal``; whether it was. Raises OSError."""
+        path = self._directory.page_path(key)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            status, header = os.fstat(fd), os.pread(fd, page_io.HEADER_LENGTH, 0)
+        finally:
+            os.close(fd)
+        if seal_of(header) != page_seal:
+            return False
+        self._remove_page(key, path, None, status)
+        return True
 
     # -- presence --------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -277,18 +277,25 @@ class PageFileStore(PathStore):
     # -- removal ---------------------------------------------------------------------------------------------------
 
     def _remove(self, keys: Sequence[bytes]) -> int:
-        removed = 0
-        for key in keys:
-            was_there = False
-            for remove in (self._packs.remove, self._files.remove):
-                try:
-                    was_there = remove(key) or was_there
-                except ABSENT:
-                    continue
-                except OSError as error:
-                    self._count_error(error)
-            removed += was_there
-        return removed
+        return sum(self._removed(partial(self._packs.remove, key), partial(self._files.remove, key)) for key in keys)
+
+    def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
+        return sum(
+            self._removed(partial(self._packs.remove_copy, *copy), partial(self._files.remove_copy, *copy))
+            for copy in copies.items()
+        )
+
+    def _removed(self, *removals: Callable[[], bool]) -> bool:
+        """Whether a page was there, in a pack or by itself."""
+        was_there = False
+        for remove in removals:
+            try:
+                was_there = remove() or was_there
+            except ABSENT:
+                continue
+            except OSError as error:
+                self._count_error(error)
+        return was_there
 
     def remove_expired(self, loop: BackgroundLoop) -> int:
         oldest = oldest_valid_ms(self._ttl)

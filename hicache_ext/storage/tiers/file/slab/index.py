@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hicache_ext.errors import IndexBusyError
-from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.page.envelope import IDENTITY_LENGTH, SEAL_LENGTH
 from hicache_ext.runtime.file_lock import ChangeLock, OfdLock
 from hicache_ext.runtime.jit import is_compiled
 from hicache_ext.runtime.members import Members
@@ -528,11 +528,15 @@ class SlabIndex:
                 self._may_be_free(taken.rows)
         return published.tolist()
 
-    def seize(self, rows: Words, ticket: int) -> Words:
-        """Forget pages whose slots stay this process' until ``give_back``; the rows of those that were there. Raises
-        IndexBusyError."""
+    def seize(self, rows: Words, ticket: int, seals: Sequence[bytes] | None = None) -> Words:
+        """Forget pages whose slots stay this process' until ``give_back``; the rows of those that were there. With
+        ``seals``, one for each row, only of those that have them now. Raises IndexBusyError."""
         rows = np.ascontiguousarray(rows)
         with self._changing():
+            if seals is not None:
+                now = self.memory.rows[rows, slot_code.SEAL : slot_code.SEAL + SEAL_LENGTH // 8]
+                same = [row.tobytes() == seal for row, seal in zip(now, seals, strict=True)]
+                rows = rows[np.array(same, bool)]
             slot_code.seize(*self.memory.table, rows, self._pending, ticket)
         return rows[rows >= 0]
 

@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -210,15 +210,16 @@ class SlabStore(PathStore):
         logger.warning("tier %s: page %s was bad (%s) and is removed", self.name, key.hex(), reason)
         return True
 
-    def _forget(self, keys: Sequence[bytes], only: int | None = None) -> int:
+    def _forget(self, keys: Sequence[bytes], only: int | None = None, seals: Sequence[bytes] | None = None) -> int:
         """Remove pages, their headers included, so that a rebuild does not find them; how many there were. With
-        ``only``, none but the page in that row."""
+        ``only``, none but the page in that row; with ``seals``, one for each key, none but the pages that have them."""
         ticket = self._index.next_ticket()
         found = self._index.locate(keys)
         if only is not None:
             found = found.select(found.rows == only)
+        wanted = None if seals is None else [seals[position] for position in found.positions]
         try:
-            seized = self._index.seize(found.rows, ticket)
+            seized = self._index.seize(found.rows, ticket, wanted)
         except IndexBusyError:
             return 0
         try:
@@ -358,6 +359,9 @@ class SlabStore(PathStore):
 
     def _remove(self, keys: Sequence[bytes]) -> int:
         return self._forget(keys)
+
+    def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
+        return self._forget(list(copies), seals=list(copies.values()))
 
     def _clear(self, digests: Sequence[bytes] | None) -> int:
         """Puts the pages out of reach at once, for everybody; what holds for the next start is written in the
