@@ -31,6 +31,7 @@ _SOURCES = (
     "page/batch_code.py",
     "page/envelope_code.py",
     "storage/tiers/file/eviction.py",
+    "storage/tiers/file/slab/miniature_code.py",
     "storage/tiers/file/slab/slot_code.py",
     "storage/tiers/file/slab/compiled_runs.py",
     "storage/tiers/redis/compiled_talk.py",
