@@ -10,6 +10,7 @@ import pytest
 from benchmarks import replay_trace, workloads
 from benchmarks.policies import Tier
 from hicache_ext.storage.tiers.file import eviction
+from hicache_ext.storage.tiers.file.path_store import Fullness, Served, gauges_of_paths
 from hicache_ext.storage.tiers.file.slab import miniature_code, slot_code
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
 from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
@@ -130,3 +131,15 @@ def test_a_miniature_of_a_large_tier_sees_a_share_of_the_pages(tmp_path: Path) -
     hashes = np.random.default_rng(1).integers(-(1 << 63), 1 << 63, 100_000)
     seen = sum(slot_code.is_sampled(int(hashed), miniature_code.sampled_of(1 << 16)) for hashed in hashes)
     assert seen == pytest.approx(100_000 / 32, rel=0.1)
+
+
+def test_paths_count_by_their_uses_and_one_that_nobody_looks_at_does_not() -> None:
+    paths = [
+        Fullness(100, 1, 1, 1, Served(1000, 100, 200, 300, 400)),
+        Fullness(100, 1, 1, 1, Served(3000, 0, 0, 0, 400)),
+        Fullness(100, 1, 1, 1),
+    ]
+    gauges = gauges_of_paths(paths)
+    assert gauges["hit_share_at_half"] == 0.025
+    assert gauges["hit_share_at_four_times"] == 0.2
+    assert "hit_share_at_half" not in gauges_of_paths(paths[2:])

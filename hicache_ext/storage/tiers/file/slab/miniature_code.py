@@ -41,10 +41,10 @@ _HOLDS = 8
 
 PAGES, SCORES, HITS = 0, 8, 16
 """Words of ``small``, one for each miniature: pages held; hits of late, in 65,536ths; all hits."""
-USES, SERVED, EXPECTED, NEXT, SWITCHES, SETS_USED, SAMPLED, COUNTED, LEADS = range(24, 33)
+USES, SERVED, EXPECTED, NEXT, SWITCHES, SETS_USED, SAMPLED, COUNTED = range(24, 32)
 """All uses seen; those that the candidate followed at that time had; the uses of all pages that fall to the sample,
 times SAMPLE + 1; the clock at which candidates are compared next; how often another one was chosen; what the table was
-made for; up to which use of all pages EXPECTED counts; for how many comparisons another one has been better."""
+made for; up to which use of all pages EXPECTED counts."""
 SMALL_WORDS = 64
 
 _ONE = 1 << 16
@@ -57,9 +57,7 @@ _LOOKS = 16
 _FADING = 44
 """1024ths of its score that a candidate loses from one comparison to the next: half in ``_LOOKS`` of them."""
 _MARGIN_SHIFT = 6
-"""Another candidate has to be better by 1/64 and two hits,"""
-_LEADS_WANTED = 2
-"""that often in a row: a switch costs hits, too."""
+"""Another candidate has to be better by 1/64 and two hits."""
 _SLACK_SHIFT = 5
 """A miniature holds up to 1/32 more than its slots, and is then cut to 1/32 less: on average it is full."""
 _MOST_REUSE_CAPACITIES = 8
@@ -210,11 +208,9 @@ def _choose(header: Words, small: Words, capacity: int, distance: int, rows: int
         if small[SCORES + candidate] > small[SCORES + best]:
             best = candidate
     least = small[SCORES + now] + (small[SCORES + now] >> _MARGIN_SHIFT) + 2 * _ONE
-    small[LEADS] = small[LEADS] + 1 if small[SCORES + best] > least else 0
-    if small[LEADS] >= _LEADS_WANTED:
+    if small[SCORES + best] > least:
         header[_POLICY], header[_TO_RANK] = best, rows
         small[SWITCHES] += 1
-        small[LEADS] = 0
     for miniature in range(MINIATURES):
         small[SCORES + miniature] -= small[SCORES + miniature] * _FADING >> 10
 
