@@ -34,7 +34,7 @@ help:
 	@echo "make guards-campaign  thousands of schedules of faults over guarded tiers; writes docs/reports/guards.md"
 	@echo "make trouble    pools killed, frozen, full, slow and cut off under two real servers, 8 minutes each (ENGINES=redis); writes docs/reports/"
 	@echo "make conversations  50 at once on a real pair, cut off and retracted: no memory and no page is lost, 5 minutes"
-	@echo "make soak       the file tier under load with a failing disk, 20 minutes, then in containers and stopped, 20 more"
+	@echo "make soak       the file tier under load with a failing disk, 20 minutes, in containers and stopped, 20 more, and on page files, 7"
 	@echo "make damages    files of a tier damaged at random 1,000 times, 15 minutes; writes docs/reports/damages.md"
 	@echo "make dying-devices  devices that die under a tier, ext4 and XFS, as root, 10 minutes; writes docs/reports/dying-devices.md"
 	@echo "make power-loss the power cut 200 times, ext4 and XFS, as root, 15 minutes; writes docs/reports/power-loss.md"
@@ -106,6 +106,7 @@ trouble: setup-test
 soak: setup-test
 	.venv/bin/python -m tests.campaigns.soak --seconds 1200 --seed 1 --report docs/reports/soak.md
 	.venv/bin/python -m tests.campaigns.soak --seconds 1200 --seed 2 --namespaces --stops --report docs/reports/soak-pods.md
+	.venv/bin/python -m tests.campaigns.soak --seconds 400 --seed 3 --namespaces --stops --layout pages --report docs/reports/soak-pages.md
 
 damages: setup-test
 	.venv/bin/python -m tests.campaigns.damages --damages 1000 --seed 1 --report docs/reports/damages.md

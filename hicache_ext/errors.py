@@ -7,6 +7,7 @@
     |-- MissingPackageError         a command needs a package that is not installed (packages.py)
     |-- WeightsError                a model's files cannot be identified (page/fingerprint.py)
     |-- FormatError                 bytes that are not a page of ours (page/envelope.py)
+    |-- RecordingError              a file is no recording, or no trace, that can be read
     |-- StoreError                  a tier could not be opened or used
     |   |-- StoreClosedError        a call after close()
     |   |-- StoreSetupError         a tier cannot start (directory, server, credentials)
@@ -107,6 +108,13 @@ class FormatError(HicacheExtError):
     def __init__(self, reason: str, detail: str = "") -> None:
         self.reason = reason
         super().__init__(f"not a stored page ({reason})" + (f": {detail}" if detail else ""))
+
+
+class RecordingError(HicacheExtError):
+    """A file is no recording, or no trace, that can be read; one sentence."""
+
+    def __init__(self, path: object, problem: str) -> None:
+        super().__init__(f"{path} {problem}")
 
 
 class StoreError(HicacheExtError):

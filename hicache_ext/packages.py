@@ -20,8 +20,10 @@ EXTRAS = {
     "redis": "redis",
     "obstore": "object",
     "numba": "compiled",
+    "zstandard": "codec",
     "matplotlib": "bench",
     "opentelemetry": "tracing",
+    "cryptography": "seal",
 }
 """Package as it is imported -> the extra of hicache-ext that installs it, itself or as a dependency."""
 

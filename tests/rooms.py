@@ -33,6 +33,7 @@ ORDER = (
     "testing",
     "doctor",
     "bench",
+    "plan",
     "cli",
 )
 """Lowest first. The rooms of storage.tiers.* do not import each other."""

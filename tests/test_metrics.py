@@ -246,10 +246,12 @@ _PREFIXES = {
     "sglang/pd_hooks": "pd_write_",
     "kernels/": "copy_",
     "sglang/kernel_hooks": "copy_",
+    "sglang/link": "linker_",
     "storage/tiering/pulling/": "pull_",
     "storage/serving/hints/sender": "pd_write_",
     "storage/serving/hints/": "hints_",
     "storage/serving/events/": "events_",
+    "storage/tiering/recording": "record_",
 }
 
 

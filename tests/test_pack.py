@@ -31,6 +31,7 @@ from hicache_ext.page.pack import (
     portions,
     seal_pack,
     short_hash,
+    short_numbers,
 )
 from hicache_ext.page.page_object import decode_object
 
@@ -158,6 +159,7 @@ def test_keys_that_differ_anywhere_in_their_hash_have_different_names() -> None:
     others = [key[:place] + b"\1" + key[place + 1 :] for place in range(16, 48)]
     assert len({short_hash(one) for one in [key, *others]}) == 33
     assert {len(short_hash(one)) for one in others} == {HASH_BYTES}
+    assert short_numbers(others).tolist() == [int.from_bytes(short_hash(one), "big") for one in others]
 
 
 def test_the_documented_pack_is_what_the_code_writes() -> None:

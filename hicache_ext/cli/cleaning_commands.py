@@ -6,19 +6,25 @@ They may be used while servers run.
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hicache_ext.cli.directories import Group, Trouble, groups_of, opened
-from hicache_ext.cli.inputs import add_target, directories_of
+from hicache_ext.cli.inputs import add_target, directories_of, targets
 from hicache_ext.cli.terminal import Progress
 from hicache_ext.cli.usage import describe, show
 from hicache_ext.config import rounded_size
 from hicache_ext.errors import ConfigError
+from hicache_ext.page.envelope import decode_header
+from hicache_ext.page.transforms.body import reason_its_seal_is_bad
+from hicache_ext.page.transforms.forms import STORED_AS
+from hicache_ext.page.transforms.sealing import SealKey
 from hicache_ext.storage.tiers.file.inspection import (
     Inspector,
     StoredPage,
@@ -33,6 +39,7 @@ _REMOVE_BATCH = 256
 _LEAST_DIGITS = 8
 _DIGITS = re.compile(rf"[0-9a-f]{{{_LEAST_DIGITS},32}}")
 _GONE = "gone"
+_NOT_CHECKED = "its key is not known"
 
 
 def configure_verify(parser: argparse.ArgumentParser) -> None:
@@ -88,25 +95,35 @@ class _Verified:
     evicted: int = 0
     not_looked_at: int = 0
     removed: int = 0
+    seals_not_checked: int = 0
+    """Of the good ones: sealed pages whose keys are not known here."""
     bad_pages: list[dict[str, str | None]] = field(default_factory=list)
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     found = _Verified()
     trouble = Trouble()
-    for directory in directories_of(arguments.target):
-        with trouble.noted():
-            bad = _verify_directory(directory, found)
-            if arguments.remove and bad:
-                with closing(open_editor(directory)) as editor:
-                    for first in range(0, len(bad), _REMOVE_BATCH):
-                        found.removed += editor.remove(bad[first : first + _REMOVE_BATCH])
+    for target in targets(arguments.target, keys=True):
+        seal = None if target.transforms is None else target.transforms.seal
+        keys = {} if seal is None else {key.id: key for key in seal.keys}
+        for directory in target.directories:
+            with trouble.noted():
+                bad = _verify_directory(directory, found, keys)
+                if arguments.remove and bad:
+                    with closing(open_editor(directory)) as editor:
+                        for first in range(0, len(bad), _REMOVE_BATCH):
+                            found.removed += editor.remove(bad[first : first + _REMOVE_BATCH])
     code = trouble.told()
     bad_count = len(found.bad_pages)
     told = f"{found.good} good, {bad_count} bad, {found.evicted} evicted meanwhile"
     reasons = Counter(page["reason"] for page in found.bad_pages).most_common()
     lines = [
         told + (f", {found.not_looked_at} not looked at" if found.not_looked_at else ""),
+        *(
+            [f"{found.seals_not_checked} of the good ones are sealed: whole, but their keys are not given"]
+            if found.seals_not_checked
+            else []
+        ),
         *(f"  {count} x {reason}" for reason, count in reasons),
         *([f"{found.removed} removed"] if arguments.remove else []),
     ]
@@ -114,23 +131,25 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 1 if found.not_looked_at or bad_count > found.removed else code
 
 
-def _verify_directory(directory: Path, found: _Verified) -> list[bytes]:
+def _verify_directory(directory: Path, found: _Verified, keys: Mapping[str, SealKey]) -> list[bytes]:
     """Adds to ``found``; the keys of the bad pages."""
     bad = []
+    sealed = functools.cache(functools.partial(_are_transformed, directory))
     with closing(opened(directory)) as inspector, Progress("pages read") as bar:
         pages = list(inspector.pages())
         for number, page in enumerate(pages, start=1):
             bar.show(number, len(pages))
             try:
-                reason = _look_at(inspector, page)
+                reason = _look_at(inspector, page, keys, sealed(page.identity))
             except OSError as error:
                 found.not_looked_at += 1
                 print(f"not looked at ({error.strerror}): page {page.key[16:].hex()}", file=sys.stderr)
                 continue
             if reason == _GONE:
                 found.evicted += 1
-            elif not reason:
+            elif reason in ("", _NOT_CHECKED):
                 found.good += 1
+                found.seals_not_checked += reason == _NOT_CHECKED
             else:
                 bad.append(page.key)
                 found.bad_pages.append(_bad_page(directory, page, reason))
@@ -143,8 +162,13 @@ def _bad_page(directory: Path, page: StoredPage, reason: str) -> dict[str, str |
     return {"hash": page.key[16:].hex(), "identity": page.identity.hex(), "model": model, "reason": reason}
 
 
-def _look_at(inspector: Inspector, page: StoredPage) -> str:
-    """Why a page is bad, ``_GONE``, or nothing. Raises OSError where that is not known."""
+def _are_transformed(directory: Path, identity: bytes) -> bool:
+    """Whether the pages of an identity are encoded or sealed."""
+    return STORED_AS in (load_document(directory, identity) or {})
+
+
+def _look_at(inspector: Inspector, page: StoredPage, keys: Mapping[str, SealKey], transformed: bool) -> str:
+    """Why a page is bad, ``_GONE``, ``_NOT_CHECKED``, or nothing. Raises OSError where that is not known."""
     reason = ""
     # Twice: a server may have written there during the first read.
     for _ in range(2):
@@ -152,6 +176,12 @@ def _look_at(inspector: Inspector, page: StoredPage) -> str:
         if stored is None:
             return _GONE
         reason = reason_it_is_bad(page.key, stored) or ""
+        if not reason and transformed:
+            payload = memoryview(stored.content)[decode_header(stored.content).header_length :]
+            try:
+                reason = reason_its_seal_is_bad(payload, page.key, keys) or ""
+            except KeyError:
+                return _NOT_CHECKED
         if not reason:
             break
     return reason

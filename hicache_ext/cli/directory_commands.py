@@ -16,6 +16,7 @@ from hicache_ext.cli.inputs import Target, add_target, directories_of, targets
 from hicache_ext.cli.terminal import fitted, rough_span
 from hicache_ext.cli.usage import describe, show
 from hicache_ext.config import format_duration, rounded_size
+from hicache_ext.page.transforms.forms import STORED_AS
 from hicache_ext.storage.tiers.file.expiry import recorded_ttl
 from hicache_ext.storage.tiers.file.pins import read_pins
 
@@ -48,7 +49,9 @@ def _ls(arguments: argparse.Namespace) -> int:
     found = groups_of(directories_of(arguments.target), trouble)
     code = trouble.told()
     groups = sorted(found, key=lambda group: (group.model, -group.size))
-    rows = [("identity", "model", "revision", "pool", "dtype", "layout", "page", "shard", *_AMOUNTS)]
+    stored_as = any(STORED_AS in (group.document or {}) for group in groups)
+    facts = ("identity", "model", "revision", "pool", "dtype", "layout", "page", "shard")
+    rows: list[tuple[str, ...]] = [(*facts, *(["stored as"] if stored_as else []), *_AMOUNTS)]
     for group in groups:
         document = group.document or {}
         model, pool = document.get("model", {}), document.get("pool", {})
@@ -62,6 +65,7 @@ def _ls(arguments: argparse.Namespace) -> int:
                 str(pool.get("layout", "?")),
                 str(pool.get("page_size", "?")),
                 _shard(document.get("shard", {})),
+                *([_stored_as(document.get(STORED_AS))] if stored_as else []),
                 str(group.pages),
                 rounded_size(group.size),
                 "-" if group.hits is None else str(group.hits),
@@ -141,6 +145,13 @@ def _shard(shard: dict[str, Any]) -> str:
     places = [(axis, place) for axis, place in shard.items() if isinstance(place, list) and len(place) == 2]
     parts = [f"{axis} {rank}/{size}" for axis, (rank, size) in places if size != 1]
     return ", ".join(parts) or "whole"
+
+
+def _stored_as(facts: object) -> str:
+    """What the pages went through, and with which key."""
+    if not isinstance(facts, dict):
+        return "-"
+    return ", ".join(str(facts[name]) for name in ("seal", "key", "codec", "room") if facts.get(name)) or "-"
 
 
 def _age(moment: float | None) -> str:

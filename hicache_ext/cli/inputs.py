@@ -16,6 +16,7 @@ from hicache_ext.config import load_config, read_document
 from hicache_ext.config.sources import read_text
 from hicache_ext.errors import ConfigError, StoreError
 from hicache_ext.page.hashes import namespace_seed, namespaced_extra_key
+from hicache_ext.page.transforms.forms import Transforms
 from hicache_ext.storage.tiers.file.config import FileTierConfig
 
 FILE_HELP = "a .json, .yaml, .yml or .toml file, '-' for standard input, or inline JSON"
@@ -121,6 +122,8 @@ class Target:
     tier: str | None = None
     """Its name, and ``capacity`` in bytes, where a configuration tells them."""
     capacity: int | None = None
+    transforms: Transforms | None = None
+    """Of its pages; a directory alone does not tell."""
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -129,15 +132,16 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def targets(named: str) -> list[Target]:
-    """The file tiers of a configuration, or the one directory that was named. Raises ConfigError, StoreError."""
+def targets(named: str, *, keys: bool = False) -> list[Target]:
+    """The file tiers of a configuration, or the one directory that was named. ``keys``: with ``transforms``, for which
+    the keys of seals are read. Raises ConfigError, StoreError."""
     if Path(named).is_dir():
         return [Target([Path(named)])]
     if not named.lstrip().startswith("{") and not Path(named.removeprefix("@")).exists():
         raise StoreError(f"{named!r}: there is no such directory or configuration file")
     tiers = load_config(named).tiers
     found = [
-        Target([Path(path) for path in tier.path], name, tier.capacity)
+        Target([Path(path) for path in tier.path], name, tier.capacity, tier.transforms(name) if keys else None)
         for name, tier in tiers.items()
         if isinstance(tier, FileTierConfig)
     ]

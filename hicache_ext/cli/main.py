@@ -61,6 +61,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("warm", "hicache_ext.cli.warm_command", "bring the pages of a prompt from the pool to this node's disk"),
     Command("reload", "hicache_ext.cli.reload_command", "have running servers take over their configuration file"),
     Command("caches", "hicache_ext.cli.caches_command", "what is kept on this machine outside of tiers; --remove it"),
+    Command("plan", "hicache_ext.cli.plan_command", "what disks and a pool would do for your requests, before you buy"),
     Command("bench", "hicache_ext.cli.bench_command", "measure the tiers on this machine against what else there is"),
     Command("completion", "hicache_ext.cli.completion_command", "print what completes these commands in a shell"),
 )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
+
+import numpy as np
 
 from hicache_ext.cli.inputs import (
     add_namespace_arguments,
@@ -16,6 +19,7 @@ from hicache_ext.cli.inputs import (
     parse_tokens,
     read_input,
     seed_of,
+    targets,
 )
 from hicache_ext.cli.terminal import fitted, rough_span
 from hicache_ext.cli.usage import describe, show
@@ -23,6 +27,8 @@ from hicache_ext.config import parse_duration, rounded_size
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page.envelope import PAGE_HASH_LENGTH
 from hicache_ext.page.hashes import page_hashes
+from hicache_ext.page.transforms.forms import STORED_AS
+from hicache_ext.page.transforms.sealing import SealKey, SealMode
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.storage.tiers.file.manifest import layout_in
 from hicache_ext.storage.tiers.file.modes import IDENTITY_NAME
@@ -83,9 +89,10 @@ def _pin(arguments: argparse.Namespace) -> int:
             raise ConfigError("--tokens", str(error)) from None
         if not hashes:
             raise ConfigError("--tokens", f"{len(tokens)} tokens are no whole page of {size}")
+    names = {directory: names_of(hashes) for directory, names_of in _names(arguments.target).items()}
     for directory in directories:
         try:
-            add_pin(directory, arguments.name, hashes, seconds)
+            add_pin(directory, arguments.name, names[directory], seconds)
         except OSError as error:
             raise StoreError(f"{str(directory)!r}: {error.strerror or error}") from error
         except ValueError as error:
@@ -148,6 +155,34 @@ def _directories(target: str) -> list[Path]:
         if layout_in(directory) is None:
             raise StoreError(f"{str(directory)!r} is no directory of a file tier: it has no hicache_ext.json")
     return directories
+
+
+def _names(target: str) -> dict[Path, Callable[[Sequence[bytes]], list[bytes]]]:
+    """For each directory the names under which pages with these hashes are stored. Raises ConfigError."""
+    found: dict[Path, Callable[[Sequence[bytes]], list[bytes]]] = {}
+    for one in targets(target, keys=True):
+        seal = None if one.transforms is None else one.transforms.seal
+        hiding = [] if seal is None or seal.mode is not SealMode.ENCRYPT else seal.keys
+        for directory in one.directories:
+            if one.tier is None and _holds_hidden_names(directory):
+                problem = "pages here are encrypted, and their names hidden"
+                raise ConfigError("CONFIG|DIRECTORY", problem, "the configuration file, which names the keys")
+            found[directory] = functools.partial(_hidden, hiding) if hiding else list
+    return found
+
+
+def _hidden(keys: Sequence[SealKey], hashes: Sequence[bytes]) -> list[bytes]:
+    words = np.frombuffer(b"".join(hashes), np.int64).reshape(len(hashes), -1)
+    return [row.tobytes() for key in keys for row in key.hidden_hashes(words)]
+
+
+def _holds_hidden_names(directory: Path) -> bool:
+    for file in (directory / "identities").glob("*.json"):
+        if IDENTITY_NAME.fullmatch(file.stem):
+            document = load_document(directory, bytes.fromhex(file.stem)) or {}
+            if document.get(STORED_AS, {}).get("seal") == SealMode.ENCRYPT.name.lower():
+                return True
+    return False
 
 
 def _page_size(directories: Sequence[Path]) -> int:

@@ -19,7 +19,16 @@ from hicache_ext.cli.config_notes import notes_on
 from hicache_ext.cli.inputs import FILE_HELP, read_configuration
 from hicache_ext.cli.usage import describe, show
 from hicache_ext.config import check_document, example_config
-from hicache_ext.config.render import as_inline_json, as_yaml, chosen_flags, launch_lines
+from hicache_ext.config.model import SECTION
+from hicache_ext.config.render import (
+    as_inline_json,
+    as_yaml,
+    chosen_flags,
+    chosen_linker_flags,
+    launch_lines,
+    linker_config,
+    linker_lines,
+)
 from hicache_ext.config.sources import read_text
 from hicache_ext.errors import ConfigError
 
@@ -75,6 +84,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="prefill or decode: a node of a disaggregated pair; both: not disaggregated (default both)",
     )
     parser.add_argument("--inline", action="store_true", help="one line of JSON, for SGLang in place of @FILE")
+    parser.add_argument(
+        "--linker",
+        action="store_true",
+        help="for SGLang's external linker: pages move between the GPU and storage, without a host cache",
+    )
     describe(
         parser,
         run=_render,
@@ -83,6 +97,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
             "hicache-ext config render --path /mnt/nvme0/hicache --capacity 512GiB --redis rediss://pool:6379",
             "hicache-ext config render --mooncake 10.0.0.1:50051 --pd decode",
             "hicache-ext config render --s3 s3://bucket/hicache --json",
+            "hicache-ext config render --path /mnt/nvme0/hicache --capacity 512GiB --linker > hicache.yaml",
         ],
         problem="",
     )
@@ -107,12 +122,18 @@ def _render(arguments: argparse.Namespace) -> int:
         document = read_text(text, "the example")
     # Checked as at a start, printed as written: templates are expanded by the node that reads the file.
     checked = check_document(document)
-    launch = launch_lines(file, checked.hicache_ext.role)
+    role = checked.hicache_ext.role
+    if arguments.linker and role == "decode":
+        problem = "a decode node stores what it generates through HiCache, and its linker would read nothing back"
+        raise ConfigError("--linker", problem, "the role prefill or both")
+    launch = linker_lines(file, role) if arguments.linker else launch_lines(file, role)
     for note in notes_on(checked, arguments.inline):
         print(f"note: {note}", file=sys.stderr)
-    if text != example_config():
-        text = "\n".join(_heading(file, checked.hicache_ext.role, launch)) + "\n" + text
-    shown = as_inline_json(document) if arguments.inline else text.rstrip("\n")
+    if arguments.linker or text != example_config():
+        flags = chosen_linker_flags() if arguments.linker else chosen_flags(role)
+        text = "\n".join(_heading(file, flags, launch)) + "\n" + text
+    whole = linker_config({SECTION: document[SECTION]}) if arguments.linker else document
+    shown = as_inline_json(whole) if arguments.inline else text.rstrip("\n")
     show(arguments, {"file": file, "launch": launch, "document": document, "yaml": text}, [shown])
     return 0
 
@@ -122,11 +143,11 @@ def _file_to_name(file: str) -> str:
     return _RENDERED_FILE if file == "-" or file.lstrip().startswith("{") else file.removeprefix("@")
 
 
-def _heading(file: str, role: str, launch: Sequence[str]) -> Iterator[str]:
+def _heading(file: str, flags: Mapping[str, str], launch: Sequence[str]) -> Iterator[str]:
     yield f"# Check it on the node that reads it: hicache-ext config check {file}, hicache-ext doctor {file}"
     yield "# Launch SGLang with:"
     yield "#   " + " \\\n#     ".join(launch)
-    for flag, why in chosen_flags(role).items():
+    for flag, why in flags.items():
         yield f"#   {flag}: {why}"
 
 

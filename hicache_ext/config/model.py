@@ -11,8 +11,10 @@ from pydantic_core.core_schema import ValidationInfo
 
 from hicache_ext.config.events import EventsConfig
 from hicache_ext.config.kernels import KernelsConfig
+from hicache_ext.config.linker import LinkerConfig
 from hicache_ext.config.pd import HintsConfig, PdConfig
 from hicache_ext.config.problems import did_you_mean, key_path, listed, quoted, refuse, shown
+from hicache_ext.config.record import RecordConfig
 from hicache_ext.config.schema import (
     Allowed,
     ConfigModel,
@@ -237,6 +239,9 @@ class HicacheExtConfig(ConfigModel):
     kernels: KernelsConfig = KernelsConfig()
     prefetch: PrefetchConfig = PrefetchConfig()
     background: BackgroundConfig = BackgroundConfig()
+    linker: Annotated[LinkerConfig, Field(description="SGLang's external linker, in place of its host cache")] = (
+        LinkerConfig()
+    )
     events: Annotated[
         EventsConfig | None,
         Field(description="tell KV-aware routers which pages come and go in the tiers; left out: off"),
@@ -246,6 +251,11 @@ class HicacheExtConfig(ConfigModel):
         TracingConfig | None,
         Field(description="a span of OpenTelemetry for each call of a tier; left out: none"),
         Allowed("a mapping with endpoint, such as {endpoint: sglang}"),
+    ] = None
+    record: Annotated[
+        RecordConfig | None,
+        Field(description="write what requests ask for to files, without tokens and text; left out: off"),
+        Allowed("a mapping with path, such as {path: /var/lib/hicache-recordings, size: 256MiB}"),
     ] = None
     roles: Annotated[
         dict[ServerRole, RoleConfig],

@@ -93,6 +93,9 @@ _SERVING = {
     "--hicache-storage-prefetch-policy timeout": "best_effort would read nothing on an idle server",
 }
 _WATCHING = {"--enable-metrics": "what hicache-ext stats, alerts and the dashboard look at"}
+_NOT_WITH_LINKER = {
+    "without --enable-hierarchical-cache, --hicache-storage-backend": "SGLang takes one door of the two",
+}
 _DECODING = {"--hicache-ratio 1": "host memory for pages on their way to the pool"}
 
 
@@ -110,6 +113,30 @@ def launch_lines(file: str, role: str) -> list[str]:
         "--disaggregation-decode-enable-offload-kvcache" if role == "decode" else "--enable-hierarchical-cache"
     )
     return [*parts, *chosen_flags(role), f"{_STORAGE_FLAGS} {shlex.quote('@' + file)}"]
+
+
+LINKER_MODULE, LINKER_CLASS = "hicache_ext.sglang.linker", "HiCacheExtLinker"
+_LINKER_FLAGS = "--enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic"
+_LINKER_CONFIG = "--unified-cache-external-linker-config"
+
+
+def linker_config(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``--unified-cache-external-linker-config`` is given, around our part."""
+    return {"linker": LINKER_CLASS, "linker_module_path": LINKER_MODULE, "linker_extra_config": dict(extra)}
+
+
+def chosen_linker_flags() -> dict[str, str]:
+    """SGLang's own flags for a server with the external linker, and why."""
+    return {"--page-size 64": _PAGES["--page-size 64"], **_WATCHING, **_NOT_WITH_LINKER}
+
+
+def linker_lines(file: str, role: str) -> list[str]:
+    """Like ``launch_lines``, for SGLang's external linker in place of its host cache."""
+    parts = ["python -m sglang.launch_server --model-path MODEL"]
+    if role == "prefill":
+        parts.append(f"--disaggregation-mode {role}")
+    given = shlex.quote(as_inline_json(linker_config({"config_file": file})))
+    return [*parts, "--page-size 64", *_WATCHING, _LINKER_FLAGS, f"{_LINKER_CONFIG} {given}"]
 
 
 def launch_flags(file: str, role: str) -> str:

@@ -70,9 +70,10 @@ class Secret:
         return {self.kind: self.name}
 
     def reveal(self) -> str:
-        """The secret value, read now; one newline at the end of a file is dropped.
+        """The secret value, read now, which UTF-8 can hold; one newline at the end of a file is dropped.
 
-        Raises ``ConfigError`` naming the key path if the variable is not set, the file cannot be read, or it is empty.
+        Raises ``ConfigError`` naming the key path if the variable is not set, the file cannot be read, it is empty, or
+        it is not UTF-8 text.
         """
         value = os.environ.get(self.name) if self.kind == "env" else self._read_file()
         if value is None:
@@ -80,6 +81,12 @@ class Secret:
         if not value:
             place = f"environment variable {self.name}" if self.kind == "env" else f"file {quoted(self.name)}"
             raise ConfigError(self.key, f"the {place} is empty")
+        try:
+            # Bytes of the environment that are no UTF-8 arrive as surrogates.
+            value.encode()
+        except UnicodeEncodeError:
+            # "from None" and no detail: the original error carries the secret.
+            raise ConfigError(self.key, f"the environment variable {self.name} is not UTF-8 text") from None
         return value
 
     def _read_file(self) -> str:

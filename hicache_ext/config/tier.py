@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
 from hicache_ext.config.guards import GuardsConfig
-from hicache_ext.config.schema import DURATION_SCHEMA, Allowed, ConfigModel, checked
+from hicache_ext.config.problems import listed
+from hicache_ext.config.schema import DURATION_SCHEMA, Allowed, ConfigModel, checked, one_of
+from hicache_ext.config.seal import SealConfig
 from hicache_ext.config.sharing import Sharing, sharing_of_directories
 from hicache_ext.config.values import duration, or_auto, or_off
+from hicache_ext.errors import ConfigError, MissingPackageError
+from hicache_ext.packages import need
+
+if TYPE_CHECKING:
+    from hicache_ext.page.transforms.codec import Codec
+    from hicache_ext.page.transforms.forms import Transforms
+    from hicache_ext.storage.contract.store import PageStore
+
+CODECS = ("off", "lossless", "auto")
 
 READ_TIMEOUT = 1.0
 """Seconds, where none are configured, for what a first token may wait for."""
@@ -38,6 +49,16 @@ class TierConfig(ConfigModel):
         DURATION_SCHEMA,
     ] = None
     guards: GuardsConfig = GuardsConfig()
+    codec: Annotated[
+        Literal["off", "lossless", "auto"],
+        Field(description="lossless: pages take fewer bytes; auto: where that was measured to be faster"),
+        Allowed(listed(CODECS)),
+        one_of(*CODECS),
+    ] = "off"
+    seal: Annotated[
+        SealConfig | None,
+        Field(description="left out: who reaches the medium can read and make pages"),
+    ] = None
 
     keeps_timeout: ClassVar[bool] = False
     """Whether the store of this type ends each call within ``timeout`` by itself, on every path, and then leaves the
@@ -55,7 +76,10 @@ class TierConfig(ConfigModel):
     keeps_identities: ClassVar[bool] = False
     """Whether the documents of its identities are kept beside its pages, where tools find them."""
 
-    live_keys: ClassVar[frozenset[str]] = frozenset({"required", "timeout", "guards"})
+    block: ClassVar[int] = 1
+    """Bytes of which the store takes whole ones for each page anyway: sealed pages are padded to them."""
+
+    live_keys: ClassVar[frozenset[str]] = frozenset({"required", "timeout", "guards", "seal"})
     """Keys that a reload may change while the tier is in use. Every other change is refused with a sentence."""
 
     def directories(self) -> tuple[str, ...]:
@@ -67,6 +91,11 @@ class TierConfig(ConfigModel):
         """Whether it may turn out, by ``sharing``, that no other machine has its pages. Looks at nothing."""
         return not self.remote
 
+    @property
+    def tells_pages(self) -> bool:
+        """Whether KV events can say which pages it holds: not where a seal hides their names."""
+        return self.lists_pages and (self.seal is None or self.seal.mode != "encrypt")
+
     def sharing(self) -> Sharing:
         """Whether other machines have its pages, on this node. Asks no server."""
         if directories := self.directories():
@@ -76,6 +105,37 @@ class TierConfig(ConfigModel):
     def for_rank(self, tp_rank: int) -> Self:
         """This tier as the tensor-parallel rank ``tp_rank`` uses it. Raises ConfigError, its key below the tier's."""
         return self
+
+    def transforms(self, name: str) -> Transforms | None:
+        """What is done to the pages of ``tiers.<name>`` on their way; None for nothing. Raises ConfigError."""
+        if self.seal is None and self.codec == "off":
+            return None
+        from hicache_ext.page.transforms.forms import Transforms
+
+        seal = None if self.seal is None else self.seal.opened(f"hicache_ext.tiers.{name}.seal")
+        return Transforms(self._opened_codec(f"hicache_ext.tiers.{name}.codec"), seal, self.block)
+
+    def _opened_codec(self, key: str) -> Codec | None:
+        """``key``: the key path of ``codec``. Raises ConfigError."""
+        if self.codec == "off":
+            return None
+        try:
+            need("zstandard")
+        except MissingPackageError as error:
+            raise ConfigError(key, str(error)) from None
+        from hicache_ext.page.transforms.lossless import LosslessCodec
+        from hicache_ext.page.transforms.paying import PayingCodec
+
+        return PayingCodec(LosslessCodec()) if self.codec == "auto" else LosslessCodec()
+
+    def transformed(self, name: str, store: PageStore) -> PageStore:
+        """The store of ``tiers.<name>`` with what is done to its pages around it. Raises ConfigError."""
+        transforms = self.transforms(name)
+        if transforms is None:
+            return store
+        from hicache_ext.storage.contract.transforming.layers import transformed
+
+        return transformed(store, transforms.codec, transforms.seal, block=transforms.block)
 
     def summary(self) -> str:
         """One line for ``hicache-ext config check``; secrets never appear in it."""

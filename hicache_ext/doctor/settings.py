@@ -61,7 +61,7 @@ def _events(config: HicacheExtConfig) -> Finding:
         seen = "KV-aware routers learn nothing of the tiers, and SGLang's /get_hicache_l3_cache_layout answers disabled"
         return Finding("events", Level.OK, f"off: {seen} (docs/kv-events.md)")
     where = f"at {config.events.endpoint}, replay at {config.events.replay_endpoint}"
-    silent = [name for name in config.retrieve_locations if not config.tiers[name].lists_pages]
+    silent = [name for name in config.retrieve_locations if not config.tiers[name].tells_pages]
     if silent:
         seen = f"{where}; nothing is told of {', '.join(silent)}: they do not say which pages they hold"
         return Finding("events", Level.NOTE, seen, "docs/kv-events.md says what a router does about them")

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from hicache_ext.errors import FormatError
@@ -75,6 +76,12 @@ def milliseconds_of(id: str) -> int:
 def short_hash(key: bytes) -> bytes:
     """What a name says of the page ``key``. A digest: leading bytes would do for SHA-256, and not for other keys."""
     return xxhash.xxh3_64_digest(key[envelope.IDENTITY_LENGTH :])[:HASH_BYTES]
+
+
+def short_numbers(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
+    """The ``short_hash`` of each key, as a number."""
+    digests = b"".join([xxhash.xxh3_64_digest(key[envelope.IDENTITY_LENGTH :]) for key in keys])
+    return (np.frombuffer(digests, ">u8") >> 8 * (8 - HASH_BYTES)).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ _SOURCES = (
     "runtime/native_calls.py",
     "page/batch_code.py",
     "page/envelope_code.py",
+    "page/transforms/plane_code.py",
     "storage/tiers/file/eviction.py",
     "storage/tiers/file/slab/miniature_code.py",
     "storage/tiers/file/slab/slot_code.py",

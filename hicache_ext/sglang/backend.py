@@ -215,6 +215,16 @@ class HiCacheExtBackend(BackendLifecycle):
         pool = self._pools.usable(name)
         if pool is None:
             return [False] * len(keys)
+        return self._moved(pool, keys, host_indices, move, samples)
+
+    def _moved(
+        self,
+        pool: BoundPool,
+        keys: Sequence[str],
+        host_indices: torch.Tensor | None,
+        move: page_moves.Move,
+        samples: TransferSamples,
+    ) -> list[bool]:
         if pool.pages is None:
             return [True] * len(keys)
         asked, moved = self._timed(pool, pool.pages, keys, host_indices, move, samples)
@@ -237,6 +247,25 @@ class HiCacheExtBackend(BackendLifecycle):
         seconds = time.perf_counter() - started
         samples.record(len(keys), moved.bytes_moved(), seconds)
         return asked, moved
+
+    # -- the external linker (linker.py) ---------------------------------------------------------------------------
+
+    def served_pool(self, name: str) -> BoundPool | None:
+        """A registered host pool under the identity of now; None where nothing may be stored or served.
+
+        The linker keeps it from where SGLang hands it pages until they are stored: they are of the weights of then.
+        """
+        return self._pools.usable(name)
+
+    @answering(lambda *_, **__: False)
+    def read_whole(self, pool: BoundPool, keys: Sequence[str], host_indices: torch.Tensor) -> bool:
+        """Read pages into a host pool; whether all of them are there."""
+        return all(self._moved(pool, keys, host_indices, page_moves.read, self._prefetched))
+
+    @answering(lambda *_, **__: False)
+    def write_whole(self, pool: BoundPool, keys: Sequence[str], host_indices: torch.Tensor) -> bool:
+        """Store pages of a host pool; whether all of them can be read from now on."""
+        return all(self._moved(pool, keys, host_indices, page_moves.write, self._backed_up))
 
     # -- a decode node's own writer (pd/) --------------------------------------------------------------------------
 

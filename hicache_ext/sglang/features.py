@@ -26,8 +26,12 @@ DECODE_WRITER = Feature("decode writer", "a decode node writes as SGLang does")
 DRAFTS = Feature("drafts of every rank", "rank 0 alone writes the draft of an MLA model, whose heads differ per rank")
 EVENTS = Feature("KV events", "routers are told nothing")
 PREFILL_COST = Feature("cost of prefill", "pull or recompute does not know what a prefill takes")
-REQUEST_TRACES = Feature("traces of requests", "spans of storage do not say which request they belong to")
+REQUEST_TRACES = Feature(
+    "traces of requests", "spans of storage do not say which request they belong to, and nothing is recorded"
+)
+
+LINKER = Feature("external linker", "pages move through HiCache's host memory alone")
 
 HOOKED = (WEIGHTS_UPDATES, MODEL_WEIGHTS, ADAPTERS, COPIES, DECODE_WRITER, DRAFTS, PREFILL_COST, REQUEST_TRACES)
 """Those that change functions of SGLang, through its plug-ins."""
-FEATURES = (STORAGE, *HOOKED, EVENTS)
+FEATURES = (STORAGE, *HOOKED, EVENTS, LINKER)

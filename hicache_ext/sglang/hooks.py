@@ -67,9 +67,9 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "Scheduler.run_batch": prefill_cost.around_run,
     "Scheduler.process_batch_result": prefill_cost.around_result,
     "Scheduler._prefetch_kvcache": trace_hooks.before_prefetch,
-    "HiCacheController._storage_hit_query": trace_hooks.around_storage,
+    "HiCacheController._storage_hit_query": trace_hooks.around_look_up,
     "HiCacheController._page_transfer": trace_hooks.around_storage,
-    "HybridCacheController._storage_hit_query": trace_hooks.around_storage,
+    "HybridCacheController._storage_hit_query": trace_hooks.around_look_up,
     "HybridCacheController._page_transfer": trace_hooks.around_storage,
 }
 """Class and function of SGLang -> ours."""

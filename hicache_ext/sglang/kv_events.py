@@ -39,7 +39,7 @@ def kv_events(
     from sglang.srt.disaggregation.kv_events import StorageMedium
 
     media = Media(private=StorageMedium.DISK.value, shared=StorageMedium.EXTERNAL.value)
-    silent = [name for name in config.retrieve_locations if not config.tiers[name].lists_pages]
+    silent = [name for name in config.retrieve_locations if not config.tiers[name].tells_pages]
     if silent:
         logger.warning(
             "hicache_ext: KV events tell nothing of %s: they do not say which pages they hold (docs/kv-events.md)",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,6 +28,7 @@ from hicache_ext.sglang.kv_events import kv_events
 from hicache_ext.sglang.launch_facts import read_launch_facts
 from hicache_ext.sglang.never_raise import answering, guarded_calls
 from hicache_ext.sglang.prefill_cost import prefill_cost
+from hicache_ext.sglang.recorded import recording_of
 from hicache_ext.sglang.releases import installed_release, refuse_old_release, refuse_unsafe_offload, untested
 from hicache_ext.sglang.self_check import check_installed, lacking
 from hicache_ext.sglang.served_pools import KV, ServedPools
@@ -36,7 +38,7 @@ from hicache_ext.storage.opening import open_tiers, server_view
 from hicache_ext.storage.serving.config_file import config_file_of
 from hicache_ext.storage.serving.hints.sender import HintSender
 from hicache_ext.storage.serving.metrics_export import export_when_wanted
-from hicache_ext.storage.tiering import tracing
+from hicache_ext.storage.tiering import recording, tracing
 from hicache_ext.storage.tiering.pulling.rule import PullRule
 
 logger = logging.getLogger(__name__)
@@ -69,9 +71,12 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         # SGLang constructs its backend on the scheduler's thread. Outside a server no thread is one that must not wait.
         self._scheduler = threading.get_ident() if self._facts.model_path is not None else None
         self._spans = tracing.begin(self._config.tracing)
+        self._recorder: recording.Recorder | None = None
         try:
+            self._recorder = recording_of(self._config, storage_config, self._pools)
             self._store = open_tiers(self._config)
         except HicacheExtError:
+            recording.end(self._recorder)
             tracing.end(self._spans)
             raise
         self._config_file = config_file_of(self._facts.config_file, self._store, self._config, view)
@@ -84,6 +89,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             if self._config_file is not None:
                 self._config_file.close()
             self._store.close()
+            recording.end(self._recorder)
             tracing.end(self._spans)
             raise
         self._exporter = export_when_wanted(self._facts.metrics, self._export_sources, _process_labels(storage_config))
@@ -108,6 +114,11 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._pools.bind_beside(name_of(host_pool_name), host_pool)
+
+    @property
+    def unserved_pools(self) -> dict[str, str]:
+        """Pools that were registered and cannot be served, with the reason: nothing is, as long as there are any."""
+        return dict(self._pools.unserved)
 
     def _register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         with self._patience():
@@ -176,6 +187,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         if self._config_file is not None:
             self._config_file.close()
         self._store.close()
+        recording.end(self._recorder)
         self._exporter.close()
         tracing.end(self._spans)
 
@@ -194,6 +206,8 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             beside.append(self._pull_rule.metrics)
         if self._events is not None:
             beside.append(self._events.metrics)
+        if self._recorder is not None:
+            beside.append(self._recorder.metrics)
         tiers = self._store.tiers
         return [*beside, *self._reports.sources(tiers), self._store.metrics, *[tier.metrics for tier in tiers]]
 
@@ -212,7 +226,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             DECODE_WRITER: self._config.role != "decode",
             DRAFTS: True,  # told where a pool needs it
             PREFILL_COST: self._pull_rule is None,
-            REQUEST_TRACES: self._spans is None,
+            REQUEST_TRACES: self._spans is None and self._recorder is None,
         }
         for sentence in not_in_force([feature for feature in HOOKED if not unused.get(feature)]).values():
             logger.warning("hicache_ext: %s", sentence)
@@ -220,6 +234,10 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def _patience(self) -> AbstractContextManager[None]:
         """Around a call of the store: on the scheduler's thread, guards answer it from what is known."""
         return answering_at_once() if threading.get_ident() == self._scheduler else _UNHURRIED
+
+    def declare_failures(self, calls: Iterable[str]) -> None:
+        """More calls whose trouble may be reported."""
+        self._failures.declare({"failure": calls})
 
     def report_failure(self, call: str, error: BaseException) -> None:
         """Count trouble that SGLang must not see; log it with its traceback, at most once a second."""

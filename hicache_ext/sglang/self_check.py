@@ -13,12 +13,16 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from hicache_ext.sglang.features import FEATURES, STORAGE, Feature
+from hicache_ext.sglang.features import FEATURES, LINKER, STORAGE, Feature
 from hicache_ext.sglang.releases import comes_with, installed_release
 from hicache_ext.sglang.used_names import LAUNCH_ARGUMENTS, USED, Use
 
 _ARGUMENT_FIELDS = "sglang.srt.arg_groups.fields"
-_DUTIES = "sglang.srt.mem_cache.hicache_storage.HiCacheStorage"
+_DUTIES = {
+    "sglang.srt.mem_cache.hicache_storage.HiCacheStorage": STORAGE,
+    "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinker": LINKER,
+}
+"""Classes of SGLang that ours derive from, and what is lost where they ask for what ours do not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +49,15 @@ def check_installed() -> tuple[Checked, ...]:
 
 
 def check(sources: Sources, release: str, used: Sequence[Use] = USED) -> Iterator[Checked]:
-    """Each of ``used``, then what SGLang asks of a backend beyond that."""
+    """Each of ``used``, then what SGLang asks of a backend or a linker beyond that."""
     for use in used:
         yield Checked(use, not use.since or comes_with(release, use.since), tuple(_missing(sources, use)))
-    answered = {name for use in used if use.owner == _DUTIES for name in use.names}
-    if duties := sorted(sources.abstract_methods(_DUTIES) - answered):
-        unanswered = tuple(f"{name}, which this package does not answer" for name in duties)
-        yield Checked(Use(_DUTIES, tuple(duties), (STORAGE,)), True, unanswered)
+    for owner, feature in _DUTIES.items():
+        ours = [use for use in used if use.owner == owner]
+        answered = {name for use in ours for name in use.names}
+        if ours and (duties := sorted(sources.abstract_methods(owner) - answered)):
+            unanswered = tuple(f"{name}, which this package does not answer" for name in duties)
+            yield Checked(Use(owner, tuple(duties), (feature,)), True, unanswered)
 
 
 def lacking(checked: Collection[Checked], feature: Feature) -> str | None:

@@ -19,6 +19,7 @@ from hicache_ext.sglang.features import (
     DRAFTS,
     EVENTS,
     HOOKED,
+    LINKER,
     MODEL_WEIGHTS,
     PREFILL_COST,
     REQUEST_TRACES,
@@ -82,6 +83,15 @@ _OFFLOAD = "disaggregation.decode_kvcache_offload_manager.DecodeKVCacheOffloadMa
 _CONTROLLER = "managers.cache_controller"
 _HYBRID = "mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 _COPY = "device_pool host_indices device_indices"
+_LINKER = "mem_cache.unified_cache.unified_cache_linker"
+_ASSEMBLER = "mem_cache.hybrid_cache.hybrid_pool_assembler"
+_TRANSFERS = "mem_cache.l2_transfer.L2TransferEngine"
+
+
+def _duty(name: str, takes: str) -> Use:
+    """A call of SGLang's on its external linker."""
+    return _call(f"{_LINKER}.UnifiedCacheLinker", name, takes, LINKER, only=True)
+
 
 USED: tuple[Use, ...] = (
     # What SGLang calls: our methods take these parameters and no others.
@@ -234,7 +244,7 @@ USED: tuple[Use, ...] = (
         for controller in (f"{_CONTROLLER}.HiCacheController", _HYBRID)
         for call in ("_storage_hit_query", "_page_transfer")
     ),
-    _names(f"{_CONTROLLER}.PrefetchOperation", "request_id", REQUEST_TRACES),
+    _names(f"{_CONTROLLER}.PrefetchOperation", "request_id all_hash_values last_hash", REQUEST_TRACES),
     _names(_REQUEST, "rid time_stats", REQUEST_TRACES),
     _names("observability.req_time_stats.SchedulerReqTimeStats", "trace_ctx", REQUEST_TRACES),
     _names("observability.trace.TraceReqContext", "root_span_context", REQUEST_TRACES),
@@ -246,6 +256,63 @@ USED: tuple[Use, ...] = (
         "disaggregation.kv_events.BlockStored",
         "block_hashes parent_block_hash token_ids block_size lora_id medium",
         EVENTS,
+    ),
+    _duty("lookup", "rid transfers"),
+    _duty("load", "rid transfers"),
+    _duty("start_layer_wise_loading", ""),
+    _duty("finish_layer_wise_loading", "counter_index"),
+    _duty("cancel_queued_load", "rid"),
+    _duty("offload", "transfers session_id"),
+    _duty("num_completed_offloads", ""),
+    _duty("pop_completed_offload", ""),
+    _duty("reset", ""),
+    _duty("close", ""),
+    _names(f"{_LINKER}.UnifiedCacheLinker", "record_offload_ready forward_stream layer_done_counter pools", LINKER),
+    _names(_LINKER, "UnifiedCacheLinker LayerWiseLoadCounter", LINKER),
+    _names(f"{_LINKER}.LayerWiseLoadCounter", "num_layers update_producer complete fail finish reset", LINKER),
+    _names(f"{_STORAGE}.PoolTransfer", "device_indices", LINKER),
+    _names(f"{_STORAGE}.HiCacheStorageConfig", "is_storage_writer", LINKER),
+    # SGLang's host pools, a small fraction of their size, are the memory through which pages pass.
+    _names(_ASSEMBLER, "_select_strategy", LINKER),
+    _call(
+        f"{_ASSEMBLER}.StackStrategy", "build", "cache kvcache params server_args load_cache_event model_name", LINKER
+    ),
+    _names(
+        f"{_ASSEMBLER}.StackBuildResult",
+        "host_pool_group cache_controller sidecars register_req_to_token_counter",
+        LINKER,
+    ),
+    _names(f"{_STORAGE}.SidecarPoolSpec", "pool_name indices_from_pool hit_policy", LINKER),
+    _names(f"{_HOST_POOL}.base", "host_memory_budget_scope", LINKER),
+    _names(f"{_HOST_POOL}.base.HostKVCache", "available_size size_per_token", LINKER),
+    _names(f"{_HOST_POOL}.group.HostPoolGroup", "entries entry_map anchor_entry alloc free destroy", LINKER),
+    _names(f"{_HOST_POOL}.group.PoolEntry", "name host_pool", LINKER),
+    _names(
+        _HYBRID,
+        "device transfer_layer_id_max l2_transfer_engine move_hybrid_indices"
+        " _move_write_operation _l2_transfers _l2_load_transfers _generate_storage_config",
+        LINKER,
+    ),
+    _names(_CONTROLLER, "CacheOperation", LINKER),
+    _call(_TRANSFERS, "submit_device_to_host", "transfers", LINKER),
+    _call(_TRANSFERS, "submit_host_to_device", "transfers transfer_layer_id_max on_layer_done", LINKER),
+    _names("mem_cache.l2_transfer.TransferCompletion", "finish_event", LINKER),
+    _names(
+        "mem_cache.cache_init_params.CacheInitParams",
+        "req_to_token_pool token_to_kv_pool_allocator page_size pp_size tp_cache_group attn_cp_cache_group"
+        " attn_tp_cache_group sidecar_draft_device_pools",
+        LINKER,
+    ),
+    _names("runtime_context", "get_memory get_parallel get_serving", LINKER),
+    Use(
+        LAUNCH_ARGUMENTS,
+        (
+            *("enable_unified_cache_external_linker", "unified_cache_external_linker_backend"),
+            *("unified_cache_external_linker_config", "served_model_name", "hicache_mem_layout"),
+            *("hicache_io_backend", "hicache_host_memory_mode", "hicache_size", "hicache_ratio"),
+            "hicache_write_policy",
+        ),
+        (LINKER,),
     ),
     _names("managers.schedule_batch.ScheduleBatch", "reqs forward_mode extend_num_tokens", PREFILL_COST),
     _names("model_executor.forward_batch_info.ForwardMode", "is_extend", PREFILL_COST),

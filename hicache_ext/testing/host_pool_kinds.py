@@ -58,25 +58,31 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes())
 
 
+def mha_device_pool(pages: int, page_size: int, layers: int, *, v_head_dim: int | None = None) -> Any:
+    """SGLang's MHA pool of 2 heads of 32 elements, on the CPU."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    return MHATokenToKVPool(
+        size=pages * page_size,
+        page_size=page_size,
+        dtype=torch.bfloat16,
+        head_num=2,
+        head_dim=32,
+        v_head_dim=v_head_dim,
+        layer_num=layers,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+
+
 def mha_host(
     layout: str, *, page_size: int = 16, layers: int = LAYERS, v_head_dim: int | None = None, drafts: int = 0
 ) -> Any:
     """``drafts`` one-layer drafts are packed into the pages of the target."""
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
 
     def info_of(layer_num: int) -> Any:
-        device = MHATokenToKVPool(
-            size=PAGES * page_size,
-            page_size=page_size,
-            dtype=torch.bfloat16,
-            head_num=2,
-            head_dim=32,
-            v_head_dim=v_head_dim,
-            layer_num=layer_num,
-            device="cpu",
-            enable_memory_saver=False,
-        )
+        device = mha_device_pool(PAGES, page_size, layer_num, v_head_dim=v_head_dim)
         return device.get_device_pool_infos()[0].buffer_info
 
     info = info_of(layers)

@@ -55,6 +55,8 @@ class SglangServer(SglangClient):
         dp: data-parallel size.
         page_size: tokens per page.
         hierarchical_cache: whether HiCache is on; the other cache arguments mean nothing without it.
+        linker_config: ``--unified-cache-external-linker-config``, which names a class: SGLang's other door to storage
+            (docs/linker.md). With it HiCache is off.
         mem_layout: SGLang's ``--hicache-mem-layout``.
         io_backend: ``--hicache-io-backend``.
         hicache_ratio: ``--hicache-ratio``.
@@ -82,6 +84,7 @@ class SglangServer(SglangClient):
         dp: int = 1,
         page_size: int = 16,
         hierarchical_cache: bool = True,
+        linker_config: Mapping[str, Any] | None = None,
         mem_layout: str = "page_first",
         io_backend: str = "kernel",
         hicache_ratio: float = 2,
@@ -108,6 +111,12 @@ class SglangServer(SglangClient):
         if dp == 1:
             # Each replica needs one of its own, which SGLang then chooses.
             self.arguments += ["--nccl-port", str(free_port())]
+        hierarchical_cache = hierarchical_cache and linker_config is None
+        if linker_config is not None:
+            self.arguments += [
+                *("--enable-unified-cache-external-linker", "--unified-cache-external-linker-backend", "dynamic"),
+                *("--unified-cache-external-linker-config", json.dumps(dict(linker_config))),
+            ]
         if hierarchical_cache:
             self.arguments += [
                 *("--enable-hierarchical-cache", "--hicache-ratio", str(hicache_ratio)),

@@ -43,7 +43,10 @@ from tests.campaigns.tier_process import (
     close_tier,
     keys_of,
     open_tier,
+    pack_lines,
+    packs_in,
     problems_of_keys,
+    problems_of_packs,
     read_keys,
     store_keys,
 )
@@ -79,6 +82,8 @@ class Findings:
     whens: Counter[str] = field(default_factory=Counter)
     layouts: Counter[str] = field(default_factory=Counter)
     first_reads: Counter[str] = field(default_factory=Counter)
+    packs: Counter[str] = field(default_factory=Counter)
+    """Before the damage."""
     slowest_round: float = 0.0
     problems: Counter[str] = field(default_factory=Counter)
     stories: list[str] = field(default_factory=list)
@@ -445,6 +450,7 @@ class Round:
             else:
                 before.call(work, self._chance.randrange(1 << 30))
                 time.sleep(self._chance.uniform(0, 0.05))
+            self._findings.packs.update(packs_in(self._directory))
             damage = Damage(self._directory, self._stranger, self._chance)
             several = self._chance.random() < SEVERAL_AT_ONCE
             for _ in range(self._chance.randint(2, 6) if several else 1):
@@ -540,6 +546,8 @@ def run(damages: int, seed: int, only: int | None = None) -> Findings:
             told = len(findings.stories)
     finally:
         shutil.rmtree(root, ignore_errors=True)
+    if only is None:
+        findings.problems.update(problems_of_packs(findings.packs))
     return findings
 
 
@@ -560,6 +568,7 @@ def report(found: Findings, seed: int, seconds: float) -> str:
             *(f"| damages, layout {layout} | {count} |" for layout, count in sorted(found.layouts.items())),
             *(f"| rounds whose process before was: {when} | {count} |" for when, count in found.whens.most_common()),
             *(f"| pages at the first read: {name} | {count} |" for name, count in found.first_reads.most_common()),
+            *pack_lines(found.packs),
             f"| the slowest round, seconds | {found.slowest_round:.1f} |",
             f"| rounds with problems | {len(found.stories)} |",
             "",

@@ -43,7 +43,10 @@ from tests.campaigns.tier_process import (
     describe,
     keys_of,
     open_tier,
+    pack_lines,
+    packs_in,
     problems_of_keys,
+    problems_of_packs,
     read_keys,
     store_keys,
 )
@@ -104,6 +107,8 @@ class Findings:
     synced: int = 0
     synced_hits: int = 0
     """Pages that were synced before the death, and those of them that are hits after it."""
+    packs: Counter[str] = field(default_factory=Counter)
+    """Before the deaths."""
     problems: Counter[str] = field(default_factory=Counter)
     stories: list[str] = field(default_factory=list)
 
@@ -264,6 +269,7 @@ class Run:
             },
         )
         process.call(begin, self._chance.randrange(1 << 30))
+        self._findings.packs.update(packs_in(Path(paths[0])))
         process.call(do, "everything")
         time.sleep(self._chance.uniform(0, 0.3))
         process.call(do, case.doing)
@@ -416,6 +422,7 @@ def run(runs: int, seed: int, file_systems: Sequence[str] = FILE_SYSTEMS) -> Fin
                 told = len(findings.stories)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+    findings.problems.update(problems_of_packs(findings.packs))
     return findings
 
 
@@ -444,6 +451,7 @@ def report(found: Findings, runs: int, seed: int, seconds: float) -> str:
             f"| seconds until out of service, once calls need the device: median, most | {span(found.seconds_out)} |",
             f"| seconds from the mount until in service: median, most | {span(found.seconds_back)} |",
             f"| pages synced before the death, hits after it | {found.synced}, {found.synced_hits} |",
+            *pack_lines(found.packs),
             f"| runs with problems | {len(found.stories)} |",
             "",
             "Checked: no signal, no exception, no wrong byte; no call of more than"

@@ -40,10 +40,17 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key, payload_of
 from tests.campaigns.reporting import publish
+from tests.campaigns.tier_process import packs_in, problems_of_packs
 from tests.rigs.container import Program
 
-KEYS = [page_key(number, identity) for identity in (IDENTITY, OTHER_IDENTITY) for number in range(48)]
-SIZES = {key: cut(random.Random(key).choice([1000, 16_384, 65_536, 262_144]), 5) for key in KEYS}
+CHAINS = [
+    [(page_key(f"{size} {number}", identity), size) for number in range(16)]
+    for identity in (IDENTITY, OTHER_IDENTITY)
+    for size in (1000, 4096, 16_384, 131_072)
+]
+"""Pages of one size and one identity: what is written of a chain at once is a pack."""
+KEYS = [key for chain in CHAINS for key, _ in chain]
+SIZES = {key: cut(size, 5) for chain in CHAINS for key, size in chain}
 BLOCK = 4096
 LATEST_KILL = 0.08
 """Seconds after the first finished batch within which the kill comes."""
@@ -70,8 +77,8 @@ class Mode:
 MODES = [
     Mode("writes", None, True, False),
     Mode("writes, temp names (as on NFS)", None, False, False),
-    Mode("evicts", 2 << 20, True, False),
-    Mode("evicts, temp names", 2 << 20, False, False),
+    Mode("evicts", 3 << 20, True, False),
+    Mode("evicts, temp names", 3 << 20, False, False),
     Mode("removes and clears", None, True, True),
 ]
 
@@ -89,6 +96,8 @@ class Findings:
     """Seconds, of writes beside a process that was stopped."""
     left_files: int = 0
     """Temp files and cleared trees that kills left behind, and the next start had to remove."""
+    packs: Counter[str] = field(default_factory=Counter)
+    """That killed processes left, and pages in them."""
     problems: Counter[str] = field(default_factory=Counter)
 
 
@@ -100,7 +109,7 @@ def work(place: Path, mode: Mode, seed: int) -> None:
     payloads = {key: payload_of(key, sum(SIZES[key])) for key in KEYS}
     store = open_store(place, mode)
     for number in range(1_000_000):
-        keys = chance.sample(KEYS, chance.randint(1, 24))
+        keys = some_of_two_chains(chance)
         pages = HostPages([SIZES[key] for key in keys])
         for position, key in enumerate(keys):
             pages.write(position, payloads[key])
@@ -111,6 +120,11 @@ def work(place: Path, mode: Mode, seed: int) -> None:
             store.clear([chance.choice([IDENTITY, OTHER_IDENTITY])])
         elif mode.capacity is None:
             store.remove(chance.sample(KEYS, 24))
+
+
+def some_of_two_chains(chance: random.Random) -> list[bytes]:
+    pages = [key for chain in chance.sample(CHAINS, 2) for key, _ in chain]
+    return chance.sample(pages, chance.randint(1, 24))
 
 
 def open_store(place: Path, mode: Mode) -> PageFileStore:
@@ -173,6 +187,7 @@ def look_after_kill(place: Path, findings: Findings) -> None:
     if account["stored"] + reserved < occupied_by_walk(place):
         findings.problems["the account is below what is stored, after the kill"] += 1
     findings.killed_under_way += bool(account["under_way"])
+    findings.packs.update(packs_in(place))
     findings.left_files += len(list((place / "tmp").iterdir()))
 
 
@@ -201,7 +216,7 @@ def look_after_start(place: Path, mode: Mode, findings: Findings) -> None:
 
 def write_beside(store: PageFileStore, chance: random.Random, findings: Findings) -> None:
     """Write while the other process is stopped."""
-    keys = chance.sample(KEYS, 8)
+    keys = some_of_two_chains(chance)
     pages = HostPages([SIZES[key] for key in keys])
     for position, key in enumerate(keys):
         pages.write(position, payload_of(key, sum(SIZES[key])))
@@ -251,6 +266,7 @@ def run(kills: int, seed: int, contained: bool = False, stops: bool = False) -> 
                 reader.close()
                 if beside is not None:
                     beside.close()
+            findings.problems.update(problems_of_packs(findings.packs))
     finally:
         shutil.rmtree(root)
     return all_findings
@@ -266,16 +282,14 @@ def report(all_findings: dict[Mode, Findings], command: str, seconds: float) -> 
         f"SIGKILL while they worked on a file tier, in {seconds:.0f} s on {os.cpu_count()} cores, "
         f"Linux {platform.release().partition('-')[0]}, Python {platform.python_version()}.",
         "",
-        "| the killed process | kills | killed amid an operation | left-overs the next start removed | pages verified |"
-        " misses | longest write beside a stopped process | problems |",
-        "|---|---|---|---|---|---|---|---|",
+        "| the killed process | kills | killed amid an operation | left-overs the next start removed | packs left |"
+        " pages in them | pages verified | misses | longest write beside a stopped process | problems |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for mode, found in all_findings.items():
-        lines.append(
-            f"| {mode.name} | {found.kills} | {found.killed_under_way} | {found.left_files} | {found.hits} |"
-            f" {found.misses} | {f'{found.longest_call:.2f} s' if found.longest_call else '-'} |"
-            f" {sum(found.problems.values())} |"
-        )
+        seen = [found.kills, found.killed_under_way, found.left_files, found.packs["packs"], found.packs["pages"]]
+        seen += [found.hits, found.misses, f"{found.longest_call:.2f} s" if found.longest_call else "-"]
+        lines.append(" | ".join([f"| {mode.name}", *map(str, seen), f"{sum(found.problems.values())} |"]))
     lines += [
         "",
         "Checked after every kill: no wrong byte, no CORRUPT and no ERROR in what another process read meanwhile and"

@@ -43,7 +43,10 @@ from tests.campaigns.tier_process import (
     close_tier,
     keys_of,
     open_tier,
+    pack_lines,
+    packs_in,
     problems_of_keys,
+    problems_of_packs,
     read_keys,
     store_keys,
     wait_for_pages,
@@ -77,6 +80,8 @@ class Findings:
     on_disk: Counter[str] = field(default_factory=Counter)
     """Pages that were on the disk when the power went: "roomy" and "tight", and the hits among them."""
     first_reads: Counter[str] = field(default_factory=Counter)
+    packs: Counter[str] = field(default_factory=Counter)
+    """After the cuts."""
     cleared: int = 0
     """Pages whose clear was on the disk."""
     back: int = 0
@@ -263,6 +268,7 @@ class Machine:
             if known.wrong:
                 problems["a wrong page, before the cut"] += known.wrong
             self._disk.remount()
+            findings.packs.update(packs_in(self._path))
             self._start_again(known, problems, details)
         except (ProcessFailedError, StillInUseError) as error:
             problem, _, more = str(error).partition("\n")
@@ -374,6 +380,8 @@ def run(cuts: int, seed: int, file_systems: Sequence[str] = FILE_SYSTEMS, layout
                         machine.cut(number)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+    if "pages" in layouts:
+        findings.problems.update(problems_of_packs(findings.packs))
     return findings
 
 
@@ -401,6 +409,7 @@ def report(found: Findings, cuts: int, seed: int, seconds: float) -> str:
             f"| steps before the cuts | {found.calls} |",
             *kept,
             *(f"| pages at the first read: {name} | {count} |" for name, count in found.first_reads.most_common()),
+            *pack_lines(found.packs),
             f"| pages whose clear was on the disk | {found.cleared} |",
             f"| pages back because the clear was not | {found.back} |",
             f"| seconds of the slowest opening | {found.slowest_open:.2f} |",

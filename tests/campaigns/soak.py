@@ -5,12 +5,13 @@ that grows.
 
     python -m tests.campaigns.soak --seconds 1200 --seed 1 --report docs/reports/soak.md
     python -m tests.campaigns.soak --seconds 1200 --namespaces --stops --report docs/reports/soak-pods.md
+    python -m tests.campaigns.soak --seconds 400 --layout pages --report docs/reports/soak-pages.md
 
-Four processes work on one tier of two paths, slabs, whose capacity is a tenth of what they write. In three of them the
-disk fails by chance: single calls with EIO and ENOSPC, short transfers, slow reads, and from time to time a whole path
-with EIO for a few seconds, so that it goes out of service and comes back. The fourth has no faults and verifies. The
-bytes of a page follow from its key. Every second slots (occupied, free, being written), resident memory and open
-descriptors, without those of slabs, are noted.
+Four processes work on one tier of two paths, slabs or page files and packs, whose capacity is a tenth of what they
+write. In three of them the disk fails by chance: single calls with EIO and ENOSPC, short transfers, slow reads, and
+from time to time a whole path with EIO for a few seconds, so that it goes out of service and comes back. The fourth has
+no faults and verifies. The bytes of a page follow from its key. Every second slots (occupied, free, being written) or
+files (packs, page files, temporary ones), resident memory and open descriptors, without those of slabs, are noted.
 
 ``--namespaces``: each process has PID, host name, /proc, network and IPC of its own, as a pod's container has.
 ``--stops``: processes are stopped (SIGSTOP) for 0.1 to 4 seconds, some for 20, and go on; no call of another one may
@@ -23,6 +24,7 @@ import argparse
 import contextlib
 import errno
 import gc
+import glob
 import json
 import logging
 import os
@@ -41,9 +43,11 @@ from pathlib import Path
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.testing.conformance.pages import HostPages, page_keys, payload_of
+from tests.campaigns.kill_writers import occupied_by_walk
 from tests.campaigns.reporting import problem_lines, publish
 from tests.campaigns.slab_insides import faults, is_being_changed, slots_by_state
 from tests.campaigns.stops import LONGEST_CALL, Diary, Stopper
+from tests.campaigns.tier_process import packs_in, problems_of_packs
 from tests.rigs.disk_faults import DiskFaults, compiled_code_through_python
 from tests.rigs.slab_tier import open_slab_tier
 from tests.rigs.workers import Worker, WorkerError
@@ -60,6 +64,8 @@ OUTAGE_EVERY = 20.0
 OUTAGE_SECONDS = 3.0
 PAUSE_BETWEEN_STOPS = 4.0
 """Seconds, at most: now and then all must be able to say what they take."""
+FILES = {"slab": ("occupied", "free", "pending"), "pages": ("packs", "page files", "temporary")}
+"""What is counted all the time, by layout: slots, or files."""
 LONG = 120.0
 """Seconds in which anything must have come to its end."""
 
@@ -67,9 +73,8 @@ LONG = 120.0
 @dataclass
 class Sample:
     seconds: float
-    occupied: int
-    free: int
-    pending: int
+    files: tuple[int, int, int]
+    """As in ``FILES``."""
     resident: int
     descriptors: int
 
@@ -91,10 +96,12 @@ class Findings:
     problems: Counter[str] = field(default_factory=Counter)
     samples: list[Sample] = field(default_factory=list)
     growth: dict[str, tuple[float, float]] = field(default_factory=dict)
+    packs: Counter[str] = field(default_factory=Counter)
+    """At the end."""
 
 
-def open_tier(root: Path) -> SpreadStore:
-    return open_slab_tier(root / "a", root / "b", capacity=CAPACITY)
+def open_tier(root: Path, layout: str) -> SpreadStore:
+    return open_slab_tier(root / "a", root / "b", capacity=CAPACITY, layout=layout)
 
 
 class Chains:
@@ -148,7 +155,7 @@ def slow_reads(chance: random.Random) -> Iterator[None]:
         os.preadv = real
 
 
-def work(channel: Connection, root: str, diary: str, seed: int, faulty: bool) -> None:
+def work(channel: Connection, root: str, diary: str, seed: int, faulty: bool, layout: str) -> None:
     """One process. Says when it is ready, is told until when to work, reports when it is asked, and at the end."""
     logging.disable(logging.CRITICAL)
     chance = random.Random(seed)
@@ -156,7 +163,7 @@ def work(channel: Connection, root: str, diary: str, seed: int, faulty: bool) ->
     chains = Chains(seed)
     notes = Diary(Path(diary))
     with notes.call("open"):
-        store = open_tier(Path(root))
+        store = open_tier(Path(root), layout)
     faults = DiskFaults(root, seed=seed, rate=FAULT_RATE, errors=(errno.EIO, errno.ENOSPC), calls=("preadv", "pwritev"))
     injected: Counter[str] = Counter()
     channel.send("ready")
@@ -206,24 +213,36 @@ def open_descriptors() -> int:
     return len(targets) - len({target for target in targets if target.endswith((".slab", ".headers"))})
 
 
-def slots(root: Path) -> tuple[int, int, int]:
-    """(occupied, free, being written) over both paths."""
+def files(root: Path, layout: str) -> tuple[int, int, int]:
+    """As in ``FILES``, over both paths."""
+    if layout == "pages":
+        names = ("*/packs/*/*/*.pack", "*/pages/*/*/*.page", "*/tmp/*")
+        packs, alone, temporary = (len(glob.glob(f"{root}/{each}")) for each in names)
+        return packs, alone, temporary
     total: Counter[str] = Counter()
     for path in (root / "a", root / "b"):
         total.update(slots_by_state(path))
     return total["pages"], total["free"], total["pending"]
 
 
-def run(seconds: float, seed: int, interval: float = 1.0, *, namespaces: bool = False, stops: bool = False) -> Findings:
+def run(
+    seconds: float,
+    seed: int,
+    interval: float = 1.0,
+    *,
+    namespaces: bool = False,
+    stops: bool = False,
+    layout: str = "slab",
+) -> Findings:
     findings = Findings()
     root = Path(tempfile.mkdtemp(prefix="hicache-soak-"))
     try:
         # Held open by this process all the time, so that a look costs nothing and nobody is the last to leave.
         with contextlib.ExitStack() as looking:
-            watcher = open_tier(root)
+            watcher = open_tier(root, layout)
             looking.callback(watcher.close)
-            _soak(root, seconds, seed, interval, namespaces, stops, findings)
-            _look_at_the_end(root, findings)
+            _soak(root, seconds, seed, interval, namespaces, stops, layout, findings)
+            _look_at_the_end(root, layout, findings)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     return findings
@@ -232,10 +251,11 @@ def run(seconds: float, seed: int, interval: float = 1.0, *, namespaces: bool = 
 class _Process:
     """One worker, as this process knows it."""
 
-    def __init__(self, root: Path, number: int, seed: int, namespaces: bool) -> None:
+    def __init__(self, root: Path, number: int, seed: int, namespaces: bool, layout: str) -> None:
         self._diary = root / f"diary-{number}"
         faulty = number < WORKERS - 1
-        self.worker = Worker(work, str(root), str(self._diary), seed * 1000 + number, faulty, namespaces=namespaces)
+        what = str(root), str(self._diary), seed * 1000 + number, faulty, layout
+        self.worker = Worker(work, *what, namespaces=namespaces)
         self.ended = False
         self._asked = False
 
@@ -273,9 +293,16 @@ class _Process:
 
 
 def _soak(
-    root: Path, seconds: float, seed: int, interval: float, namespaces: bool, stops: bool, findings: Findings
+    root: Path,
+    seconds: float,
+    seed: int,
+    interval: float,
+    namespaces: bool,
+    stops: bool,
+    layout: str,
+    findings: Findings,
 ) -> None:
-    processes = [_Process(root, number, seed, namespaces) for number in range(WORKERS)]
+    processes = [_Process(root, number, seed, namespaces, layout) for number in range(WORKERS)]
     stopper: Stopper | None = None
     begun = time.monotonic()
     try:
@@ -287,7 +314,9 @@ def _soak(
             process.worker.channel.send(begun + seconds)
         if stops:
             stopper = Stopper(
-                seed, PAUSE_BETWEEN_STOPS, lambda: is_being_changed(root / "a") or is_being_changed(root / "b")
+                seed,
+                PAUSE_BETWEEN_STOPS,
+                lambda: layout == "slab" and (is_being_changed(root / "a") or is_being_changed(root / "b")),
             )
             for process in processes:
                 stopper.add(process.worker)
@@ -307,7 +336,7 @@ def _soak(
             known = [answer for answer in answers if answer is not None]
             if len(known) == WORKERS:
                 resident, descriptors = (sum(each) for each in zip(*known, strict=True))
-                findings.samples.append(Sample(time.monotonic() - begun, *slots(root), resident, descriptors))
+                findings.samples.append(Sample(time.monotonic() - begun, files(root, layout), resident, descriptors))
     finally:
         findings.seconds = time.monotonic() - begun
         if stopper is not None:
@@ -336,16 +365,21 @@ def _add(findings: Findings, counts: Counter[str], injected: Counter[str]) -> No
         findings.problems["a path that did not come back"] += counts["path out at the end"]
 
 
-def _look_at_the_end(root: Path, findings: Findings) -> None:
-    """All have closed in order: the index must be sound, no slot lost, and nothing may have grown."""
+def _look_at_the_end(root: Path, layout: str, findings: Findings) -> None:
+    """All have closed in order: index or account must be sound, no slot lost, and nothing may have grown."""
     used = sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
     if used > CAPACITY + (1 << 20):
         findings.problems[f"{used} bytes used, {CAPACITY} allowed"] += 1
     for path in (root / "a", root / "b"):
+        if layout == "pages":
+            _look_at_page_files(path, findings)
+            continue
         for fault in faults(path):
             findings.problems[fault] += 1
         if slots_by_state(path)["pending"]:
             findings.problems["slots are still pending"] += 1
+    if layout == "pages":
+        findings.problems.update(problems_of_packs(findings.packs))
     if not findings.samples:
         findings.problems["nothing was sampled"] += 1
         return
@@ -357,15 +391,26 @@ def _look_at_the_end(root: Path, findings: Findings) -> None:
         findings.growth[name] = (early, late)
         if late > tolerated * early + 8:
             findings.problems[f"{name} grew from {early:.0f} to {late:.0f}"] += 1
-    totals = {sample.occupied + sample.free + sample.pending for sample in findings.samples[2 * quarter :]}
-    findings.growth["slots"] = (min(totals, default=0), max(totals, default=0))
+    totals = {sum(sample.files) for sample in findings.samples[2 * quarter :]}
+    findings.growth["files"] = (min(totals, default=0), max(totals, default=0))
+
+
+def _look_at_page_files(path: Path, findings: Findings) -> None:
+    account = json.loads((path / "usage").read_bytes().partition(b"\n")[0])
+    if account["under_way"]:
+        findings.problems["operations are still under way"] += 1
+    if not account["recount"] and account["stored"] != occupied_by_walk(path):
+        findings.problems[f"the account says {account['stored']}, a walk {occupied_by_walk(path)}"] += 1
+    if list((path / "tmp").iterdir()):
+        findings.problems["files are left in tmp/"] += 1
+    findings.packs.update(packs_in(path))
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def plot(findings: Findings, file: Path) -> None:
+def plot(findings: Findings, file: Path, layout: str) -> None:
     import matplotlib
 
     matplotlib.use("svg")
@@ -373,9 +418,9 @@ def plot(findings: Findings, file: Path) -> None:
 
     times = [sample.seconds / 60 for sample in findings.samples]
     figure, axes = pyplot.subplots(3, 1, figsize=(8, 7), sharex=True)
-    for name in ("occupied", "free", "pending"):
-        axes[0].plot(times, [getattr(sample, name) for sample in findings.samples], label=name, linewidth=0.8)
-    axes[0].set_ylabel("slots")
+    for number, name in enumerate(FILES[layout]):
+        axes[0].plot(times, [sample.files[number] for sample in findings.samples], label=name, linewidth=0.8)
+    axes[0].set_ylabel("slots" if layout == "slab" else "files")
     axes[0].legend(loc="center right")
     axes[1].plot(times, [sample.resident / 2**20 for sample in findings.samples], linewidth=0.8)
     axes[1].set_ylabel("MiB resident, 4 processes")
@@ -389,7 +434,9 @@ def plot(findings: Findings, file: Path) -> None:
     pyplot.close(figure)
 
 
-def report(found: Findings, command: str, plot_name: str, namespaces: bool) -> str:
+def report(found: Findings, command: str, plot_name: str, namespaces: bool, layout: str) -> str:
+    counted, kept = ("slots", "slabs") if layout == "slab" else ("files", "page files and packs")
+    packs = f"{found.packs['packs']}, {found.packs['pages']}"
     amid = f"{found.stops}, {found.stops_amid_a_change} of them amid a change of an index"
     stops = [("processes stopped for a while", amid)] if found.stops else []
     rows = [
@@ -406,7 +453,11 @@ def report(found: Findings, command: str, plot_name: str, namespaces: bool) -> s
             "longest call of each kind, without the caller's own stops",
             ", ".join(f"{kind} {longest:.1f} s" for kind, longest in sorted(found.longest.items())) or "below 0.25 s",
         ),
-        ("slots, least and most in the second half", "{:.0f}, {:.0f}".format(*found.growth.get("slots", (0, 0)))),
+        (
+            f"{counted}, least and most in the second half",
+            "{:.0f}, {:.0f}".format(*found.growth.get("files", (0, 0))),
+        ),
+        *([("packs at the end, pages written in them", packs)] if layout == "pages" else []),
         (
             "resident memory, second and last quarter",
             "{:.0f}, {:.0f} MiB".format(*(value / 2**20 for value in found.growth.get("resident", (0, 0)))),
@@ -423,14 +474,14 @@ def report(found: Findings, command: str, plot_name: str, namespaces: bool) -> s
             "",
             f"`python -m tests.campaigns.soak {command}`: {WORKERS} processes on one tier"
             + ", each in PID, host name, mount, network and IPC namespaces of its own," * namespaces
-            + f" of two paths, slabs, {CAPACITY >> 20} MiB, {os.cpu_count()} cores, "
+            + f" of two paths, {kept}, {CAPACITY >> 20} MiB, {os.cpu_count()} cores, "
             f"Linux {platform.release().partition('-')[0]}, Python {platform.python_version()}.",
             "",
             "| | |",
             "|---|---|",
             *(f"| {name} | {value} |" for name, value in rows),
             "",
-            f"![Slots, memory and descriptors over time]({plot_name})",
+            f"![{counted.capitalize()}, memory and descriptors over time]({plot_name})",
             "",
             "Results by page: " + ", ".join(f"{amount} {name}" for name, amount in found.results.most_common()) + ".",
             "",
@@ -445,17 +496,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--namespaces", action="store_true", help="each process in namespaces of its own, as root")
     parser.add_argument("--stops", action="store_true", help="processes are stopped for a while")
+    parser.add_argument("--layout", choices=FILES, default="slab")
     parser.add_argument("--report", type=Path, help="a file to write the report to, besides standard output")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.CRITICAL)
-    findings = run(options.seconds, options.seed, namespaces=options.namespaces, stops=options.stops)
+    findings = run(
+        options.seconds, options.seed, namespaces=options.namespaces, stops=options.stops, layout=options.layout
+    )
     command = f"--seconds {options.seconds:.0f} --seed {options.seed}"
+    command += f" --layout {options.layout}" * (options.layout != "slab")
     command += " --namespaces" * options.namespaces + " --stops" * options.stops
     picture = options.report.with_suffix(".svg") if options.report else Path("soak.svg")
-    text = report(findings, command, picture.name, options.namespaces)
+    text = report(findings, command, picture.name, options.namespaces, options.layout)
     publish(text, options.report)
     if options.report:
-        plot(findings, picture)
+        plot(findings, picture, options.layout)
         print(json.dumps(findings.growth))
     return 1 if findings.problems else 0
 

@@ -33,7 +33,7 @@ from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering.reload import ReloadableStore
-from hicache_ext.storage.tiers.file.modes import PAGE_NAME, SLAB_FILE
+from hicache_ext.storage.tiers.file.modes import PACK_NAME, PAGE_NAME, SLAB_FILE
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key, payload_of
 
 SIZES = (16_384, 32_768, 65_536, 20_000)
@@ -277,7 +277,29 @@ def bytes_on_disk(directory: Path) -> int:
     files = {}
     for root, _, names in os.walk(directory):
         for name in names:
-            if PAGE_NAME.fullmatch(name) or SLAB_FILE.fullmatch(name) or Path(root).name == "tmp":
+            ours = any(kind.fullmatch(name) for kind in (PAGE_NAME, PACK_NAME, SLAB_FILE))
+            if ours or Path(root).name == "tmp":
                 status = os.lstat(os.path.join(root, name))
                 files[status.st_ino] = status.st_blocks * 512
     return sum(files.values())
+
+
+def packs_in(directory: Path) -> Counter[str]:
+    """By the names that the documents give: how many "packs" a tier's directory has, and "pages" written in them."""
+    found: Counter[str] = Counter()
+    for file in directory.glob("packs/*/*/*.pack"):
+        count, _, _ = file.name.split("-", 3)[2].partition("x")
+        if count.isdecimal():
+            found.update(packs=1, pages=int(count))
+    return found
+
+
+def pack_lines(seen: Counter[str]) -> list[str]:
+    """Lines of a report's table."""
+    return [f"| packs seen, pages in them | {seen['packs']}, {seen['pages']} |"]
+
+
+def problems_of_packs(seen: Counter[str]) -> Counter[str]:
+    """A campaign whose pages are all files of their own says nothing of packs."""
+    few = seen["pages"] < 2 * seen["packs"] or not seen["packs"]
+    return Counter({"pages: too few packs were seen": 1} if few else {})

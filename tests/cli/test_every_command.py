@@ -104,6 +104,14 @@ RUNS: dict[str, list[tuple[str, int]]] = {
     "warm": [("hicache.yaml --tokens tokens.json", 1)],
     "reload": [("hicache.yaml", 0), ("--check hicache.yaml", 0)],
     "caches": [("", 0)],
+    "plan": [
+        (
+            "--workload rate=1,span=10m --token-bytes 1KiB --nodes 2 --disk 1GB --pool 1GB --dwpd 1 --prefill-rate 100"
+            " --price-disk 1",
+            0,
+        ),
+        ("--workload rate=1,span=10m --token-bytes 1KiB", 0),
+    ],
     "completion": [("bash", 0)],
     "bench compare": [("a.json b.json", 0), ("a.json b.json --fail-below 0.9", 1)],
 }

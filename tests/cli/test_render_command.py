@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from hicache_ext.cli.main import main
-from hicache_ext.config import example_config, load_config
+from hicache_ext.config import example_config, load_config, load_document
 from hicache_ext.runtime import file_systems
 from hicache_ext.runtime.mounts import Mount
 
@@ -197,6 +197,41 @@ def test_a_password_is_rendered_as_a_reference(
 def test_what_would_not_start_is_refused(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "render", *options]) == 2
     assert capsys.readouterr().err.startswith(sentence)
+
+
+def launch_words(text: str) -> list[str]:
+    """The words of the launch line in the head of a configuration."""
+    lines = text[text.index("#   python -m") :].splitlines()
+    last = next(number for number, line in enumerate(lines) if not line.endswith("\\"))
+    return shlex.split("".join(line.removeprefix("#").removesuffix("\\") for line in lines[: last + 1]))
+
+
+@pytest.mark.parametrize("options", [[], DISK])
+def test_the_launch_line_of_the_linker_names_our_class_and_the_file(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = rendered(capsys, *options, "--linker")
+    words = launch_words(text)
+    assert json.loads(words[-1]) == {
+        "linker": "HiCacheExtLinker",
+        "linker_module_path": "hicache_ext.sglang.linker",
+        "linker_extra_config": {"config_file": "hicache.yaml"},
+    }
+    assert "--enable-unified-cache-external-linker" in words
+    assert not any("hierarchical" in word or word.startswith("--hicache") for word in words)
+    assert "without --enable-hierarchical-cache" in text
+    load_document(yaml.safe_load(text))
+
+
+def test_the_linker_inline_is_what_its_flag_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    given = json.loads(rendered(capsys, *DISK, "--linker", "--inline"))
+    assert given["linker_extra_config"]["hicache_ext"]["tiers"]["disk"]["capacity"] == "512GiB"
+    assert set(given) == {"linker", "linker_module_path", "linker_extra_config"}
+
+
+def test_a_decode_node_has_no_linker(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "render", "--mooncake", "10.0.0.1:50051", "--pd", "decode", "--linker"]) == 2
+    assert capsys.readouterr().err.startswith("--linker: a decode node stores what it generates through HiCache")
 
 
 def test_notes_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,8 @@ def test_everything_that_is_left_out_has_its_documented_default() -> None:
             "exists_budget": None,
             "bounce_memory": 256 * 2**20,
         },
+        "codec": "off",
+        "seal": None,
         "path": ("/a",),
         "capacity": 2**30,
         "layout": "auto",

@@ -54,6 +54,12 @@ def test_templates_in_the_address_are_expanded(monkeypatch: pytest.MonkeyPatch) 
         ({"url": "s3://b/p", "session_token": {"env": "A"}}, "cold.access_key: required with session_token"),
         ({"url": "s3://b/p", "secret_key": SECRET}, "a secret is never written here"),
         ({"url": "az://c/p", "account_key": {"env": "A"}}, "cold.account: required with account_key"),
+        ({"url": "az://c/p", "sas_token": {"env": "A"}}, "cold.account: required with sas_token"),
+        (
+            {"url": "az://c/p", "account": "a", "sas_token": {"env": "A"}, "account_key": {"env": "A"}},
+            "cold.sas_token: account_key is given too",
+        ),
+        ({"url": "s3://b/p", "sas_token": {"env": "A"}}, "cold.sas_token: has no meaning for s3://"),
         ({"url": "az://b/p", "sse": "s3"}, "cold.sse: has no meaning for az://"),
         ({"url": "s3://b/p", "sse": "aes"}, "allowed: s3, kms, dsse, customer"),
         ({"url": "s3://b/p", "sse": "customer"}, "cold.sse_key: required with sse: customer"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 import traceback
 from pathlib import Path
@@ -126,6 +127,14 @@ def test_a_file_that_is_not_there_is_an_error_that_names_the_key() -> None:
     assert str(raised.value) == (
         "hicache_ext.tiers.far.password: the file '/nowhere/password' cannot be read (No such file or directory)"
     )
+
+
+def test_a_variable_that_is_not_text_is_an_error_without_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environb, b"POOL_PASSWORD", b"hunter2\xff")
+    with pytest.raises(ConfigError) as raised:
+        Secret.parse({"env": "POOL_PASSWORD"}, "tiers.redis.password").reveal()
+    assert str(raised.value) == "tiers.redis.password: the environment variable POOL_PASSWORD is not UTF-8 text"
+    assert raised.value.__cause__ is None and raised.value.__suppress_context__
 
 
 @pytest.mark.usefixtures("_pool_tiers")

@@ -22,12 +22,12 @@ POOL = "pool: {type: file, path: /mnt/b, capacity: 1GiB}"
 
 TYPES = ", ".join(tier_types())
 TIER_KEYS = (
-    "type, required, timeout, guards, path, capacity, layout, io, threads, open_files, ttl, shared, mode, group, "
-    "require_mount"
+    "type, required, timeout, guards, codec, seal, path, capacity, layout, io, threads, open_files, ttl, shared, mode, "
+    "group, require_mount"
 )
 SECTION_KEYS = (
     "role, tiers, retrieve_locations, store_locations, store_policies, promote_to, model, pd, kv_dtype, watch_config, "
-    "kernels, prefetch, background, events, tracing, roles"
+    "kernels, prefetch, background, linker, events, tracing, record, roles"
 )
 TOP_KEYS = (
     "backend_name, module_path, class_name, interface_v1, hicache_ext, prefetch_threshold, prefetch_timeout_base, "
@@ -227,6 +227,17 @@ WRONG_FILES = [
         "a misspelt key of the section",
         f"tiers: {{{NVME}}}\nretreive_locations: [nvme]",
         f"hicache_ext.retreive_locations: unknown key; did you mean 'retrieve_locations'?; allowed: {SECTION_KEYS}",
+    ),
+    section(
+        "no staging memory for the linker",
+        f"tiers: {{{NVME}}}\nlinker: {{staging: 0}}",
+        "hicache_ext.linker.staging: the number 0 is less than 1MiB; allowed: a size such as 2GiB, at least 1MiB",
+    ),
+    section(
+        "a load that is not waited for",
+        f"tiers: {{{NVME}}}\nlinker: {{load_timeout: 1ms}}",
+        "hicache_ext.linker.load_timeout: the text '1ms' is less than 10ms; "
+        "allowed: a duration from 10ms to 1h, such as 5s",
     ),
     section(
         "an SGLang key inside the section",

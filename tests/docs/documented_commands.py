@@ -104,6 +104,16 @@ RULES = (
     ),
     Rule("hicache-ext bench compare ", clean=(1,), sglang=(1,), why="the second file of the test is slower than 0.9"),
     Rule("hicache-ext completion "),
+    Rule(
+        r"hicache-ext plan (\S+\.jsonl|/var/lib/hicache-recordings)",
+        How.PARSE,
+        why="the traces of others are not here; tests/plan/test_plan_command.py runs it",
+    ),
+    Rule(
+        "hicache-ext plan --workload ",
+        in_short=(("think=90s", "think=9s,span=1m"),),
+        why="an hour of traffic takes minutes without numba",
+    ),
     Rule("hicache-ext bench kernels --calibrate", How.PARSE, why="a minute on a GPU, whose calibration it would write"),
     Rule(
         "hicache-ext bench kernels ",
@@ -114,6 +124,7 @@ RULES = (
     Rule("python -m benchmarks.bench_file ", clean=(2,), why=_RIVALS, in_short=(_SECONDS,)),
     Rule("python -m benchmarks.bench_pool ", clean=(1,), why=_RIVALS, in_short=(("$", " --quick"),)),
     Rule("python -m benchmarks.bench_kernels ", How.NOT_RUN, why="20 minutes; tests/bench has a quick run"),
+    Rule("python -m benchmarks.bench_codec ", How.NOT_RUN, why="it needs the KV of a model in a file"),
     Rule("curl ", needs="curl", why="a stand-in answers"),
     Rule(
         "python benchmarks/bounce.py ",

@@ -19,6 +19,7 @@ from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer
 from tests.e2e.conftest import FIRST_PROMPT, file_tier_config
 from tests.e2e.modes import saw
+from tests.storage.raw_access import RawFiles, stored_keys
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -46,17 +47,16 @@ def config_file(tmp_path: Path, layout: str) -> Path:
     return path
 
 
-def page_files(directory: Path) -> list[Path]:
-    return sorted(directory.rglob("*.page"))
-
-
-def damage(files: list[Path]) -> None:
-    """One flipped bit somewhere in each file."""
+def damage(directory: Path, identity: bytes | None = None) -> int:
+    """One flipped bit somewhere in each page, or in those of one identity; how many those were."""
     generator = random.Random(1)
-    for file in files:
-        data = bytearray(file.read_bytes())
+    raw = RawFiles(directory)
+    keys = [key for key in sorted(stored_keys(directory)) if identity in (None, key[:16])]
+    for key in keys:
+        data = bytearray(raw.read(key) or b"")
         data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
-        file.write_bytes(data)
+        raw.write(key, bytes(data))
+    return len(keys)
 
 
 def damage_slots(directory: Path) -> int:
@@ -104,8 +104,7 @@ def test_a_prompt_is_restored_after_a_flush_a_restart_and_damage(
 
         # The cold result, not a wrong one.
         if layout == "pages":
-            assert len(page_files(tmp_path / "l3")) >= REUSABLE // PAGE_SIZE
-            damage(page_files(tmp_path / "l3"))
+            assert damage(tmp_path / "l3") >= REUSABLE // PAGE_SIZE
         else:
             assert damage_slots(tmp_path / "l3") >= REUSABLE // PAGE_SIZE
         server.flush_cache()
@@ -167,10 +166,10 @@ def test_two_ranks_restore_together_and_never_meet_one_rank(
         assert again.output_ids == first.output_ids
         saw("`--tp 2`", again)
         # One rank's pages damaged: both ranks agree on a miss, and the next run hits again.
-        identities = sorted({file.parts[-3] for file in page_files(tmp_path / "l3")})
+        identities = sorted({key[:16] for key in stored_keys(tmp_path / "l3")})
         assert len(identities) == 3
-        damage([file for file in page_files(tmp_path / "l3") if file.parts[-3] == identities[0]])
-        damage([file for file in page_files(tmp_path / "l3") if file.parts[-3] == identities[1]])
+        damage(tmp_path / "l3", identities[0])
+        damage(tmp_path / "l3", identities[1])
         server.flush_cache()
         assert server.generate(PROMPT).output_ids == first.output_ids
         server.flush_cache()

@@ -22,6 +22,7 @@ from hicache_ext.cli.main import main
 from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.testing.server import SglangServer
 from tests.e2e.conftest import file_tier_config
+from tests.storage.raw_access import stored_keys
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -152,7 +153,7 @@ def test_requests_go_on_while_a_tier_hangs_and_it_comes_back_without_a_restart(
             server.generate(prompt(number))
             server.flush_cache()
             restored = server.generate(prompt(number))
-            return restored.cached.storage == REUSABLE and bool(list((tmp_path / "m").rglob("*.page")))
+            return restored.cached.storage == REUSABLE and bool(stored_keys(tmp_path / "m"))
 
         wait_for(is_written_and_restored)
     assert "is answered as a miss" not in server.log_file.read_text()

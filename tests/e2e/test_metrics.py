@@ -15,6 +15,7 @@ import yaml
 import hicache_ext
 from hicache_ext.cli.main import main
 from hicache_ext.cli.stats_command import Samples, read_samples
+from hicache_ext.page.recording import SUFFIX, Entry, read_file
 from hicache_ext.storage.contract.registry import series_of_type
 from hicache_ext.storage.contract.reports import OF_EVERY_TIER, UNKNOWN
 from hicache_ext.testing.client import Generation
@@ -66,8 +67,13 @@ def collector() -> Iterator[OtlpCollector]:
 
 
 @pytest.fixture(scope="module")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recordings")
+
+
+@pytest.fixture(scope="module")
 def server(
-    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, collector: OtlpCollector
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, collector: OtlpCollector, recordings: Path
 ) -> Iterator[SglangServer]:
     place = tmp_path_factory.mktemp("metrics")
     config = file_tier_config(place / "l3")
@@ -76,6 +82,7 @@ def server(
     # A pool that nobody has ever reached.
     tiers["pool"] = {"type": "redis", "url": f"redis://127.0.0.1:{free_port()}", "required": False, "timeout": "1s"}
     config["hicache_ext"]["tracing"] = {"endpoint": "sglang"}
+    config["hicache_ext"]["record"] = {"path": str(recordings), "size": "1MiB"}
     file = place / "hicache.yaml"
     file.write_text(yaml.safe_dump(config))
     with SglangServer(
@@ -197,6 +204,27 @@ def test_what_storage_did_for_a_request_is_in_its_trace(server: SglangServer, co
     assert {span.attributes["hicache.rid"] for span in spans_of_storage()} == {rid}
     read = [span.attributes for span in spans_of_storage() if span.name == "get disk"]
     assert {facts["hicache.outcome"] for facts in read} == {"hit"} and all(facts["hicache.bytes"] for facts in read)
+
+
+def test_what_a_request_asked_for_and_where_it_was_is_in_the_recording(server: SglangServer, recordings: Path) -> None:
+    server.generate(prompt(30))
+    server.flush_cache()
+    assert server.generate(prompt(30)).cached.storage == REUSABLE
+    pages = REUSABLE // PAGE_SIZE
+
+    def entries() -> list[Entry]:
+        return [entry for path in sorted(recordings.glob(f"*{SUFFIX}")) for entry in read_file(path).entries]
+
+    wait_for(lambda: len(entries()) >= 2 and entries()[-1].answered == pages, "the recording of a request")
+    first, second = entries()[-2:]
+    assert (first.asked, first.answered, second.asked, second.found[0]) == (pages, 0, pages, pages)
+    assert first.chain.tolist() == second.chain.tolist()
+    assert (second.prompt, second.matched) == (LENGTH, 0)
+    counted = "hicache_ext_record_request_total"
+    wait_for(lambda: samples(server).total(counted, reason="written") == len(entries()), "the count of requests")
+    assert samples(server).total(counted, reason="dropped_disk") == 0
+    headers = [read_file(path).header for path in recordings.glob(f"*{SUFFIX}")]
+    assert {(header["page_size"], header["tp_size"]) for header in headers} == {(PAGE_SIZE, 1)}
 
 
 def the_series_are_there_before_the_first_request(server: SglangServer) -> None:

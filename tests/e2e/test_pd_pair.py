@@ -29,6 +29,7 @@ from tests.rigs.mooncake_servers import MooncakeServers, missing_mooncake
 from tests.rigs.network_namespace import NetworkNamespace, missing_for_namespaces
 from tests.rigs.pd_pair import PdPair
 from tests.rigs.redis_servers import RedisServer, redis_program
+from tests.storage.raw_access import stored_keys
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, needs(DECODE_WRITER)]
 
@@ -84,7 +85,7 @@ class RunningPair:
         assert main(["reload", file]) == 0
 
     def pages_near_prefill(self) -> int:
-        return len(list((self.directory / "near" / "pages").rglob("*.page")))
+        return len(stored_keys(self.directory / "near"))
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +289,7 @@ def test_many_conversations_give_all_host_memory_back_and_leave_no_orphans(tiny_
         time.sleep(6)  # what waits for a prompt that was never written is given up after the grace
         # Less than a page: one would still wait for its prompt when the servers stop.
         assert pair.generate([1, 2, 3], 4).output_ids
-        stored = {bytes.fromhex(file.stem) for file in (tmp_path / "pool" / "pages").rglob("*.page")}
+        stored = {key[16:] for key in stored_keys(tmp_path / "pool")}
         conversations = [[*prompt, *answers.get(number, ())] for number, (prompt, _) in enumerate(plans)]
     counters = writer_counters(tmp_path / "decode.log")
     assert counters["host.used_tokens"] == 0

@@ -18,6 +18,7 @@ from hicache_ext.testing.client import Generation
 from hicache_ext.testing.conformance.second_reader import read_page_object
 from hicache_ext.testing.server import SglangServer
 from tests.e2e.test_file_tier import PAGE_SIZE, PROMPT, REUSABLE
+from tests.storage.raw_access import RawFiles, stored_keys
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -52,7 +53,8 @@ def serve(model: Path, directory: Path, name: str, config: Path, *extra: str) ->
 
 def payloads(directory: Path) -> dict[str, bytes]:
     """Page hash -> payload of every page in a directory of the file tier, past the package's own reader."""
-    return {file.stem: read_page_object(file.read_bytes()).payload for file in directory.glob("pages/*/*/*.page")}
+    raw = RawFiles(directory)
+    return {key[16:].hex(): read_page_object(raw.read(key) or b"").payload for key in stored_keys(directory)}
 
 
 def test_after_the_disk_was_lost_the_first_request_comes_from_the_pool_and_the_second_from_the_disk(
@@ -77,8 +79,9 @@ def test_after_the_disk_was_lost_the_first_request_comes_from_the_pool_and_the_s
         assert {page: stored[page] for page in HASHES[: REUSABLE // PAGE_SIZE]}.items() <= promoted.items()
 
         # The pool is emptied under the server: what comes now comes from the disk.
-        for file in (tmp_path / "pool").glob("pages/*/*/*.page"):
-            file.unlink()
+        pool = RawFiles(tmp_path / "pool")
+        for key in stored_keys(tmp_path / "pool"):
+            pool.remove(key)
         from_disk = server.generate(PROMPT)
         assert from_disk.cached.storage == REUSABLE
         assert from_disk.output_ids == cold.output_ids
@@ -109,7 +112,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 
 def wait_for_pages(directory: Path, count: int) -> None:
-    wait_for(lambda: len(list(directory.glob("pages/*/*/*.page"))) >= count, f"{count} pages in {directory}")
+    wait_for(lambda: len(stored_keys(directory)) >= count, f"{count} pages in {directory}")
 
 
 def test_nothing_past_a_gap_is_promoted(tiny_model: Path, tmp_path: Path, cold: Generation) -> None:
@@ -121,8 +124,10 @@ def test_nothing_past_a_gap_is_promoted(tiny_model: Path, tmp_path: Path, cold: 
         server.flush_cache()
         assert not payloads(tmp_path / "nvme")
         stored = payloads(tmp_path / "pool")
-        for file in (tmp_path / "pool").glob(f"pages/*/*/{HASHES[gap]}.page"):
-            file.unlink()
+        pool = RawFiles(tmp_path / "pool")
+        for key in stored_keys(tmp_path / "pool"):
+            if key[16:].hex() == HASHES[gap]:
+                pool.remove(key)
         before_the_gap = server.generate(PROMPT)
         assert before_the_gap.cached.storage == gap * PAGE_SIZE
         assert before_the_gap.output_ids == cold.output_ids

@@ -18,6 +18,7 @@ import sys
 import time
 from email.utils import formatdate
 from pathlib import Path
+from urllib.parse import urlencode
 
 from hicache_ext.testing.server import free_port
 
@@ -80,6 +81,14 @@ class Azurite:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+
+    def signature(self, permissions: str = "racwdl") -> str:
+        """A shared access signature of the container (Azure's service SAS)."""
+        first, last, schemes = "2026-01-01T00:00:00Z", "2126-01-01T00:00:00Z", "https,http"
+        resource = f"/blob/{ACCOUNT}/{self.container}"
+        text = "\n".join([permissions, first, last, resource, "", "", schemes, _VERSION, "c", *[""] * 7])
+        facts = {"sv": _VERSION, "st": first, "se": last, "sr": "c", "sp": permissions, "spr": schemes}
+        return urlencode({**facts, "sig": _signed(text)})
 
     def _make_container(self) -> None:
         headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": _VERSION}

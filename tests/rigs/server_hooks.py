@@ -9,7 +9,7 @@ from pathlib import Path
 from hicache_ext.testing.sglang_cpu import MODULES_VARIABLE
 
 _ROOT = Path(__file__).parents[2]
-_MODULES = ("tests.rigs.tier_faults", "tests.rigs.step_costs", "tests.rigs.turn_times")
+_MODULES = ("tests.rigs.tier_faults", "tests.rigs.step_costs", "tests.rigs.turn_times", "tests.rigs.layer_times")
 
 
 def rig_environment(variables: Mapping[str, str]) -> dict[str, str]:

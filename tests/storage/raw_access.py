@@ -45,7 +45,9 @@ class RawPack(NamedTuple):
         return [number for number in range(len(self.hashes)) if not self.dead >> number & 1]
 
     def page(self, number: int) -> bytes:
-        return self.file.read_bytes()[number * self.page_bytes : (number + 1) * self.page_bytes]
+        with self.file.open("rb") as opened:
+            opened.seek(number * self.page_bytes)
+            return opened.read(self.page_bytes)
 
     def overwrite(self, number: int, stored: bytes) -> None:
         with self.file.open("r+b") as opened:
@@ -110,7 +112,14 @@ class RawFiles:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(stored)
 
+    def remove(self, key: bytes) -> None:
+        for path, file in zip(self._paths, self._files(key), strict=True):
+            file.unlink(missing_ok=True)
+            for pack, number in self.places(path, key):
+                pack.kill(number)
+
     def keys(self) -> list[bytes]:
+        """Of the first path."""
         packed = {
             bytes.fromhex(pack.file.parent.parent.name) + pack.page(number)[32:64]
             for pack in self.packs(self._paths[0])
@@ -118,6 +127,11 @@ class RawFiles:
         }
         files = self._paths[0].glob("pages/*/*/*.page")
         return [*packed] + [bytes.fromhex(file.parent.parent.name) + bytes.fromhex(file.stem) for file in files]
+
+
+def stored_keys(directory: Path) -> list[bytes]:
+    """Of all pages in a directory of layout ``pages``."""
+    return RawFiles(directory).keys()
 
 
 class RawObjects:

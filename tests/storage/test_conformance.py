@@ -9,7 +9,6 @@ import pytest
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
-from hicache_ext.storage.tiers.file.pages.packs import SWITCH
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
@@ -50,13 +49,7 @@ class TestPageFileStoreWithACapacity(PageStoreTests):
         return PageFiles(tmp_path, capacity=128 * MIB)
 
 
-class TestPageFileStoreWithPacks(TestPageFileStore):
-    @pytest.fixture(autouse=True)
-    def _packs(self, monkeypatch):
-        monkeypatch.setenv(SWITCH, "1")
-
-
-class TestPageFileStoreWithoutUnnamedFiles(TestPageFileStoreWithPacks):
+class TestPageFileStoreWithoutUnnamedFiles(TestPageFileStore):
     """As on NFS: temp name and rename instead of O_TMPFILE and linkat."""
 
     @pytest.fixture(autouse=True)

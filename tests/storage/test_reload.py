@@ -24,6 +24,7 @@ from hicache_ext.storage.serving.control import ControlSocket
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, store_pages
 from tests.storage.guards.hung import KEY, eventually
+from tests.storage.raw_access import stored_keys
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +47,7 @@ def config(tiers: dict[str, Section], **section: Any) -> HicacheExtConfig:
 
 
 def pages_of(directory: Path) -> int:
-    return len(list(directory.rglob("*.page")))
+    return len(stored_keys(directory))
 
 
 # -- what is taken over ------------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ def test_a_damaged_page_is_told_and_forgotten_after_a_while(
     good = recording.look()
     stored = bytearray(raw.read(keys[1]) or b"")
     stored[-1] ^= 1
-    raw.path(keys[1]).write_bytes(stored)
+    raw.write(keys[1], bytes(stored))
     assert read_pages(store, keys)[0] == [GetResult.HIT, GetResult.CORRUPT, GetResult.HIT]
     bad = recording.look()
     timeline = Timeline()

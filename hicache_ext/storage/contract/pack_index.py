@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.page.pack import HASH_BYTES, Pack, Tombstone, short_hash
+from hicache_ext.page.pack import HASH_BYTES, Pack, Tombstone, short_numbers
 
 _POSITION_BITS = 6
 _POSITIONS = (1 << _POSITION_BITS) - 1
@@ -98,7 +98,7 @@ class PackIndex:
             self._dead.append(_mask_of(self._tombstones.get(pack.id, ())))
             self._numbers[pack.id] = number
             self._page_count += pack.count
-            for position, found in enumerate(_numbers_of(pack.hashes)):
+            for position, found in enumerate(_array_of(pack.hashes).tolist()):
                 self._recent[found] = (*self._recent.get(found, ()), number << _POSITION_BITS | position)
             if len(self._recent) > max(_FEWEST_MERGED, len(self._hashes) // 8):
                 self._merge()
@@ -197,15 +197,47 @@ class PackIndex:
 
     def find(self, keys: Sequence[bytes]) -> list[Place | None]:
         """Where each page is that lives: the newest one of several."""
-        return [max(places, key=_age, default=None) for places in self.find_all(keys)]
+        wanted = short_numbers(keys)
+        found: list[Place | None] = [None] * len(wanted)
+        with self._lock:
+            if not self._numbers:
+                return found
+            begins = np.searchsorted(self._hashes, wanted)
+            counts = np.searchsorted(self._hashes, wanted, "right") - begins
+            # One more, for what would stand behind the last.
+            first = np.append(self._places, 0)[begins]
+            recent, packs, dead, forgotten = self._recent, self._packs, self._dead, self._forgotten_pages
+            members: Iterable[tuple[int, Sequence[int]]]
+            if recent:
+                members = enumerate(zip(wanted.tolist(), begins.tolist(), counts.tolist(), first.tolist(), strict=True))
+            else:
+                some = np.flatnonzero(counts)
+                columns = np.stack([wanted, begins, counts, first], 1)[some].tolist()
+                members = zip(some.tolist(), columns, strict=True)
+            for member, (number, begin, count, place) in members:
+                added = recent.get(number, ())
+                if count + len(added) != 1:
+                    if count or added:
+                        several = [*added, *self._places[begin : begin + count].tolist()]
+                        found[member] = max(self._living(several), key=_age, default=None)
+                    continue
+                # As nearly always, and so without a call.
+                place = place if count else added[0]
+                pack, position = packs[place >> _POSITION_BITS], place & _POSITIONS
+                if pack is None or dead[place >> _POSITION_BITS] >> position & 1 or place in forgotten:
+                    continue
+                # Place(pack, position), in a third of the time.
+                found[member] = tuple.__new__(Place, (pack, position))
+        return found
 
     def find_all(self, keys: Sequence[bytes]) -> list[list[Place]]:
         """Every place of each page that lives. Not in order of age."""
-        wanted = _numbers_of(b"".join(map(short_hash, keys)))
+        numbers = short_numbers(keys)
+        wanted = numbers.tolist()
         with self._lock:
             if not self._numbers:
                 return [[] for _ in wanted]
-            begins = np.searchsorted(self._hashes, np.array(wanted, np.int64)).tolist()
+            begins = np.searchsorted(self._hashes, numbers).tolist()
             hashes, places, recent = self._hashes, self._places, self._recent
             found: list[list[Place]] = []
             for number, begin in zip(wanted, begins, strict=True):
@@ -276,9 +308,11 @@ def _age(place: Place) -> str:
     return place.pack.id
 
 
-def _numbers_of(hashes: bytes) -> list[int]:
+def _array_of(hashes: bytes) -> npt.NDArray[np.int64]:
     """Short hashes as numbers."""
-    return [int.from_bytes(hashes[at : at + HASH_BYTES], "big") for at in range(0, len(hashes), HASH_BYTES)]
+    wide = np.zeros((len(hashes) // HASH_BYTES, 8), np.uint8)
+    wide[:, -HASH_BYTES:] = np.frombuffer(hashes, np.uint8).reshape(-1, HASH_BYTES)
+    return wide.view(">i8").ravel().astype(np.int64)
 
 
 def _mask_of(tombstones: Iterable[Tombstone]) -> int:

@@ -12,7 +12,7 @@ import logging
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -96,13 +96,19 @@ def tier_type(name: str) -> TierType:
 def open_tier(name: str, tier: Any) -> PageStore:
     """The store of one configured tier. Raises StoreSetupError, TierTypeError or ConfigError with a sentence."""
     kind = tier_type(tier.type)
-    with _missing_packages_named(name, kind):
-        return kind.open(name, tier)
+    with _missing_packages_named(name, kind), ExitStack() as undo:
+        bare = kind.open(name, tier)
+        undo.callback(bare.close)
+        store: PageStore = tier.transformed(name, bare)
+        undo.pop_all()
+        return store
 
 
 def examine_tier(name: str, tier: Any) -> Sequence[Finding]:
     """``TierType.examine`` of one configured tier. Raises as ``open_tier``."""
     kind = tier_type(tier.type)
+    # What is wrong with its keys is said, too.
+    tier.transforms(name)
     with _missing_packages_named(name, kind):
         return kind.examine(name, tier)
 

@@ -173,6 +173,17 @@ OF_EVERY_TIER: Mapping[str, Sequence[str]] = {
 }
 
 
+OF_SEALED_TIERS: Mapping[str, Sequence[str]] = {
+    "unsealed": ("",),
+    "corrupt": (
+        *("seal_tag", "seal_key", "seal_form", "seal_cipher", "unsealed", "codec"),
+        *("transform", "transform_version", "transform_length"),
+    ),
+    "rejected": ("suspect",),
+}
+"""Series of a tier whose pages are sealed or encoded."""
+
+
 def _declared(tier: PageStore) -> Mapping[str, Sequence[str]]:
     try:
         return _series_of(tier)
@@ -187,6 +198,9 @@ def _series_of(tier: PageStore) -> dict[str, list[str]]:
     series = {event: list(reasons) for event, reasons in OF_EVERY_TIER.items()}
     for event, reasons in series_of_type(info.type).items():
         series.setdefault(event, []).extend(reasons)
+    if {"seal", "codec"} & info.details.keys():
+        for event, reasons in OF_SEALED_TIERS.items():
+            series.setdefault(event, []).extend(reasons)
     for path in info.details.get("paths", ()):
         for event in ("path_out_of_service", "path_back_in_service"):
             series.setdefault(event, []).append(path)

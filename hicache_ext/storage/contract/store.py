@@ -203,6 +203,8 @@ class PageBatch:
     buffers: Sequence[Sequence[memoryview]]
     sizes: Sequence[int] = field(default=(), repr=False)
     """Payload bytes of each page; computed if the caller does not pass them."""
+    counted_as: Sequence[int] = field(default=(), repr=False)
+    """Bytes that each page counts for in the metrics, where that is not its size: it is encoded or sealed."""
 
     def __post_init__(self) -> None:
         pages = len(self.buffers)
@@ -229,13 +231,15 @@ class PageBatch:
             [self.keys[i] for i in chosen],
             buffers.select(chosen) if isinstance(buffers, PageMemory) else [buffers[i] for i in chosen],
             [self.sizes[i] for i in chosen],
+            [self.counted_as[i] for i in chosen] if self.counted_as else (),
         )
 
     def bytes_of(self, wanted: GetResult | SetResult | bool, results: Sequence[GetResult | SetResult | bool]) -> int:
         """Payload bytes of the pages with the result ``wanted``."""
+        sizes = self.counted_as or self.sizes
         if results.count(wanted) == len(results):
-            return sum(self.sizes)
-        return sum([size for size, result in zip(self.sizes, results, strict=True) if result is wanted])
+            return sum(sizes)
+        return sum([size for size, result in zip(sizes, results, strict=True) if result is wanted])
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,10 @@ from hicache_ext.config import HicacheExtConfig, TierConfig
 from hicache_ext.errors import StoreError, WarmError
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import KV_POOL
+from hicache_ext.page.transforms.forms import Transforms
 from hicache_ext.storage.contract.registry import open_tier
-from hicache_ext.storage.contract.store import PageStore
+from hicache_ext.storage.contract.store import PageKeys, PageStore
+from hicache_ext.storage.contract.transforming.known_forms import stored_keys
 from hicache_ext.storage.serving.warming import choose_model, known_identities, page_sizes
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 
@@ -156,7 +158,7 @@ def _trouble_of(store: PageStore) -> str:
 def _look(name: str, tier: TierConfig, chains: Sequence[Chain]) -> dict[str, str]:
     """Look into the directories of a file tier; those that cannot be read, and why."""
     unread: dict[str, str] = {}
-    places = {chain.digest + page: (chain, at) for chain in chains for at, page in enumerate(chain.hashes)}
+    places = _stored_places(tier.transforms(name), chains)
     for directory in tier.directories():
         try:
             with closing(open_inspector(Path(directory))) as inspector:
@@ -170,6 +172,18 @@ def _look(name: str, tier: TierConfig, chains: Sequence[Chain]) -> dict[str, str
         except StoreError as error:
             unread[directory] = str(error)
     return unread
+
+
+def _stored_places(transforms: Transforms | None, chains: Sequence[Chain]) -> dict[bytes, tuple[Chain, int]]:
+    """The keys under which the pages of these chains are stored, in each of their forms."""
+    if transforms is None:
+        return {chain.digest + page: (chain, at) for chain in chains for at, page in enumerate(chain.hashes)}
+    return {
+        key: (chain, at)
+        for chain in chains
+        for form in transforms.forms(chain.digest, chain.document).all
+        for at, key in enumerate(stored_keys(form, PageKeys.of_joined(chain.digest, b"".join(chain.hashes))))
+    }
 
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:

@@ -15,8 +15,11 @@ from contextlib import ExitStack
 
 from hicache_ext.config import HicacheExtConfig, TierConfig
 from hicache_ext.config.problems import config_error, listed
+from hicache_ext.config.seal import SealConfig
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
+from hicache_ext.page.transforms.sealing import Seal
 from hicache_ext.storage.contract.abilities import Resizable, ability
+from hicache_ext.storage.contract.transforming.store import TransformedStore
 from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.tiering.live_tiers import Guards, LiveTier, arrange, guard, open_live_tiers, used_tiers
 from hicache_ext.storage.tiering.tier_use import tier_use
@@ -35,7 +38,7 @@ _FIXED = {
 _CAPACITY = "capacity"
 """The live key of a tier that its store is told of (``Resizable``)."""
 
-_LATER = dict.fromkeys(("pd", "events", "tracing"), ", in force from the next start on")
+_LATER = dict.fromkeys(("pd", "linker", "events", "tracing", "record"), ", in force from the next start on")
 """Keys that may change in the file and take effect at the next start."""
 
 
@@ -97,6 +100,7 @@ class ReloadableStore(TieredStore):
                 for name, tier in changed.items():
                     guards[name] = guard(wanted[name], tier.bare, tier.guards)
                     undo.callback(guards[name].let_go)
+                seals = {name: seal for name in changed if (seal := _new_seal(name, before[name], wanted[name]))}
                 for name, tier in changed.items():
                     undo.callback(_end, name, functools.partial(_resize, tier, tier.config))
                     _resize(tier, wanted[name])
@@ -109,6 +113,11 @@ class ReloadableStore(TieredStore):
         except Exception as error:
             raise StoreError(f"the new tiers cannot be used: {error!r}") from error
         self._live = live
+        for name, seal in seals.items():
+            # Pages of a key that is gone are absent from here on.
+            store = ability(before[name].bare, TransformedStore)
+            assert store is not None
+            store.put_seal(seal)
         for name, new_guards in guards.items():
             tier = before[name]
             old_guards, tier.guards, tier.config = tier.guards, new_guards, wanted[name]
@@ -133,6 +142,8 @@ class ReloadableStore(TieredStore):
         for name, tier in used_tiers(config).items():
             if name in self._live:
                 yield from _problems_of_tier(name, self._live[name], tier)
+                if tier.seal is not None and tier.seal == self._live[name].config.seal:
+                    yield from _problems_of_content(f"hicache_ext.tiers.{name}.seal", self._live[name], tier.seal)
         directories = {directory: name for name, live in self._live.items() for directory in live.config.directories()}
         for name, tier in used_tiers(config).items():
             if name in self._live:
@@ -172,8 +183,64 @@ def _problems_of_tier(name: str, live: LiveTier, wanted: TierConfig) -> Iterator
             store = ability(live.bare, Resizable)
             if store is None or not store.can_resize(getattr(wanted, field)):
                 yield ConfigError(f"{key}.{field}", f"cannot change in this layout while the tier is in use; {remedy}")
+        elif field == "seal" and field in wanted.live_keys:
+            yield from _problems_of_seal(f"{key}.seal", live, wanted, remedy)
         elif field not in wanted.live_keys:
             yield ConfigError(f"{key}.{field}", f"cannot change while the tier is in use; {remedy}")
+
+
+def _problems_of_seal(key: str, live: LiveTier, wanted: TierConfig, remedy: str) -> Iterator[ConfigError]:
+    """Keys may change, and what they do to pages may not."""
+    one, other = live.config.seal, wanted.seal
+    if one is None or other is None or one.mode != other.mode:
+        yield ConfigError(key, f"pages cannot be sealed in another way while the tier is in use; {remedy}")
+    elif ability(live.bare, TransformedStore) is None:
+        yield ConfigError(key, "cannot change before the tier could be opened")
+    else:
+        try:
+            _opened_seal(key, live, other)
+        except ConfigError as error:
+            yield error
+
+
+def _problems_of_content(key: str, live: LiveTier, seal: SealConfig) -> Iterator[ConfigError]:
+    """Of a seal that stays: what its references hold may have changed. What cannot be read now is in use already."""
+    try:
+        found = seal.opened(key)
+    except ConfigError:
+        return
+    try:
+        _check_content(key, live, seal, found)
+    except ConfigError as error:
+        yield error
+
+
+def _opened_seal(key: str, live: LiveTier, seal: SealConfig) -> Seal:
+    """Raises ConfigError."""
+    found = seal.opened(key)
+    _check_content(key, live, seal, found)
+    return found
+
+
+def _check_content(key: str, live: LiveTier, seal: SealConfig, found: Seal) -> None:
+    """Raise ConfigError for a key that is another one than that of the same id which is in use: pages of both would
+    have one id, and those of the old one would be gone unnoticed."""
+    store = ability(live.bare, TransformedStore)
+    if store is None or store.seal is None:
+        return
+    in_use = {one.id: one for one in store.seal.keys}
+    for one in found.keys:
+        if one.id in in_use and not one.is_same(in_use[one.id]):
+            number = [reference.id for reference in seal.keys].index(one.id)
+            problem = f"the id {one.id} has another secret than the one in use; give it another id"
+            raise ConfigError(f"{key}.keys[{number}]", problem)
+
+
+def _new_seal(name: str, live: LiveTier, wanted: TierConfig) -> Seal | None:
+    """The seal that is to be put in force, where it is another one. Raises ConfigError."""
+    if wanted.seal is None or wanted.seal == live.config.seal:
+        return None
+    return _opened_seal(f"hicache_ext.tiers.{name}.seal", live, wanted.seal)
 
 
 def _differing_keys(one: TierConfig, other: TierConfig) -> list[str]:

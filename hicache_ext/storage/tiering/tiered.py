@@ -41,7 +41,7 @@ from hicache_ext.storage.contract.store import (
     identities_of,
     identity_of,
 )
-from hicache_ext.storage.tiering import tracing
+from hicache_ext.storage.tiering import recording, tracing
 from hicache_ext.storage.tiering.generations import Generations
 from hicache_ext.storage.tiering.io_priority import IoPriority
 from hicache_ext.storage.tiering.prefetch import PrefetchedPage, Prefetcher, PrefetchSettings
@@ -424,6 +424,8 @@ class TieredStore:
         # Before anybody can read them: a read of a chain counts as used.
         self._chains.add(identity_of(keys))
         self._metrics.add_many("chain_pages", {"asked": asked, "found": asked})
+        if (recorder := recording.recorder) is not None:
+            recorder.note_found({tier.name: found.get(place, 0) for place, tier in enumerate(arrangement.retrieve)})
         for place, tier in enumerate(arrangement.retrieve):
             if not asked:
                 break

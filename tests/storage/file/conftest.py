@@ -8,17 +8,11 @@ from pathlib import Path
 import pytest
 
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
-from hicache_ext.storage.tiers.file.pages.packs import SWITCH
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
 from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
 from tests.storage.file.indexes import CAPACITY, plain_kernels
 from tests.storage.raw_access import RawFiles
-
-
-@pytest.fixture(autouse=True)
-def small_pages_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "1")
 
 
 @pytest.fixture

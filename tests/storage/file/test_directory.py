@@ -330,7 +330,7 @@ def test_clearing_that_a_kill_interrupted_is_finished_by_the_next_start(place, o
     store_pages(store, keys)
     store_one_by_one(store, page_keys(3, "alone"))
     strangers = _put_strangers(place, page_key("alone-0"))
-    trees = store._directory.detach_identity(IDENTITY)
+    trees = list(store._directory.detach_identity(IDENTITY))
     # Gone, as after a kill: nobody has its number locked any more.
     store.close()
     again = open_store()

@@ -255,8 +255,12 @@ def alike(monkeypatch) -> bytes:
     def colliding(key: bytes) -> bytes:
         return short_hash(KEYS[2] if key == other else key)
 
-    for module in (pack_format, pack_index, packs_module):
+    for module in (pack_format, packs_module):
         monkeypatch.setattr(module, "short_hash", colliding)
+    numbers = pack_format.short_numbers
+    monkeypatch.setattr(
+        pack_index, "short_numbers", lambda keys: numbers([KEYS[2] if key == other else key for key in keys])
+    )
     return other
 
 
@@ -308,7 +312,8 @@ def test_a_disk_that_fails_at_random_never_gives_a_wrong_page_or_an_exception(
     monkeypatch.setattr(store_module, "_NO_SPACE_PAUSE", 0.0)
     store._directory._unnamed_files &= unnamed_files
     keys = page_keys(60)
-    with DiskFaults(place, seed=seed, rate=0.2) as faults:
+    calls = (*DiskFaults.CALLS, "rename", "lstat", "listdir", "utime")
+    with DiskFaults(place, seed=seed, rate=0.2, calls=calls) as faults:
         for _ in range(15):
             for result in store_pages(store, keys, [2000, 500]):
                 assert result is not SetResult.TIMEOUT

@@ -21,6 +21,13 @@ def test_half_a_minute_of_faults_in_containers_that_are_stopped_now_and_then_bri
     assert found.stops > 0
 
 
+@pytest.mark.slow
+def test_half_a_minute_of_faults_on_page_files_and_packs_brings_no_wrong_byte_and_no_leak():
+    found = soak.run(seconds=27, seed=13, interval=0.5, layout="pages")
+    _assert_sound(found)
+    assert found.packs["packs"] > 0
+
+
 def _assert_sound(found: soak.Findings) -> None:
     assert dict(found.problems) == {}
     assert found.hits > 0

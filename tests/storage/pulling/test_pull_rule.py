@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from hicache_ext.config.pd import PullConfig
+from hicache_ext.runtime.linear_cost import LinearCost
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch
-from hicache_ext.storage.tiering.pulling.linear_cost import LinearCost
 from hicache_ext.storage.tiering.pulling.measured_store import LookUp, MeasuredStore
 from hicache_ext.storage.tiering.pulling.rule import PullRule
 from hicache_ext.storage.tiering.pulling.sized_cost import SizedCost

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hicache_ext.runtime.linear_cost import LinearCost
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.contract.wrapper import DelegatingStore
-from hicache_ext.storage.tiering.pulling.linear_cost import LinearCost
 
 _COUNTED = (GetResult.HIT, GetResult.TIMEOUT, GetResult.ERROR)
 

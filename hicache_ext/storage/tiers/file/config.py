@@ -184,6 +184,7 @@ class FileTierConfig(TierConfig):
         return group
 
     live_keys: ClassVar[frozenset[str]] = TierConfig.live_keys | {"capacity"}
+    block: ClassVar[int] = 4096
     carries_hints: ClassVar[bool] = True
     lists_pages: ClassVar[bool] = True
     keeps_identities: ClassVar[bool] = True

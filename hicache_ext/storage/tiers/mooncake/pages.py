@@ -269,7 +269,7 @@ class MooncakeStore(TierStore):
         if codes is None:
             self.metrics.add("error", "timeout", len(keys))
             return [False] * len(keys)
-        lost = next((code for code in codes if code < 0), engine.OK)
+        lost = next((code for code in codes if code < 0 and code != engine.NOT_READY), engine.OK)
         if lost != engine.OK:
             self.metrics.add("error", engine.reason_of(lost))
             self._attachment.report(lost)
@@ -338,7 +338,8 @@ class MooncakeStore(TierStore):
                 return 0
             for code, count in Counter(codes).items():
                 self._attachment.report(code)
-                if code not in (engine.OK, engine.NOT_FOUND):
+                # One that is being written is not there yet.
+                if code not in (engine.OK, engine.NOT_FOUND, engine.NOT_READY):
                     self.metrics.add("error", engine.reason_of(code), count)
         return sum(code == engine.OK for code in codes)
 

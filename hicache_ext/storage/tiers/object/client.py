@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -27,7 +27,7 @@ _LONGEST_PAUSE = timedelta(seconds=1)
 _CONNECT_TIMEOUT = 2.0
 """Seconds; a store in reach takes less, and one that is gone must not use up a call's time."""
 KEYS_LAST = timedelta(seconds=30)
-"""How long the keys of an S3 tier are used before their files are read again."""
+"""How long the keys of an S3 or Azure tier are used before their files are read again."""
 _RENEWED_BEFORE = timedelta(minutes=5)
 """obstore asks for other keys so long before those that it has expire."""
 
@@ -80,7 +80,12 @@ def make_client(name: str, tier: ObjectTierConfig, *, deletes_many: bool = True)
             region=tier.region or ("us-east-1" if tier.endpoint else None),
         )
         if tier.access_key is not None:
-            options["credential_provider"] = _S3Keys(name, tier)
+            keys = {
+                "access_key_id": tier.access_key,
+                "secret_access_key": tier.secret_key,
+                "token": tier.session_token,
+            }
+            options["credential_provider"] = _Keys(name, keys)
         options["virtual_hosted_style_request"] = virtual
         options |= _given(
             server_side_encryption=None if tier.sse is None else _SSE[tier.sse],
@@ -95,11 +100,11 @@ def make_client(name: str, tier: ObjectTierConfig, *, deletes_many: bool = True)
         options |= _given(service_account_key=_revealed(tier.service_account), base_url=tier.endpoint)
     else:
         make = stores.AzureStore
-        options |= _given(
-            account_name=tier.account,
-            account_key=_revealed(tier.account_key),
-            endpoint=tier.endpoint,
-        )
+        options |= _given(account_name=tier.account, endpoint=tier.endpoint)
+        if tier.account_key is not None:
+            options["credential_provider"] = _Keys(name, {"access_key": tier.account_key})
+        elif tier.sas_token is not None:
+            options["credential_provider"] = _Keys(name, {"sas_token": tier.sas_token})
     try:
         return make(tier.bucket, **options)
     except Exception as error:  # noqa: BLE001 - whatever the library makes of wrong settings
@@ -109,16 +114,16 @@ def make_client(name: str, tier: ObjectTierConfig, *, deletes_many: bool = True)
         ) from None
 
 
-class _S3Keys:
+class _Keys:
     """The keys of a tier, for obstore to ask for, on threads of its own: those of a file may be others tomorrow.
 
     Keys that cannot be read while a server runs are those that it had: a file may be being exchanged.
     """
 
-    def __init__(self, name: str, tier: ObjectTierConfig) -> None:
-        """Raises ConfigError for a secret that cannot be read."""
+    def __init__(self, name: str, secrets: Mapping[str, Secret | None]) -> None:
+        """``secrets`` by obstore's names. Raises ConfigError for a secret that cannot be read."""
         self._name = name
-        self._tier = tier
+        self._secrets = secrets
         self._keys = self._read()
 
     def __call__(self) -> dict[str, Any]:
@@ -129,10 +134,10 @@ class _S3Keys:
         return {**self._keys, "expires_at": datetime.now(UTC) + _RENEWED_BEFORE + KEYS_LAST}
 
     def _read(self) -> dict[str, str | None]:
+        # A signature is mostly copied with the question mark of the address that it stood in.
         return {
-            "access_key_id": _revealed(self._tier.access_key),
-            "secret_access_key": _revealed(self._tier.secret_key),
-            "token": _revealed(self._tier.session_token),
+            key: value.lstrip("?") if key == "sas_token" and value else value
+            for key, value in ((key, _revealed(secret)) for key, secret in self._secrets.items())
         }
 
 

@@ -32,7 +32,7 @@ _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()=/-]*", re.ASCII)
 _ENDPOINT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*", re.ASCII)
 
 _S3_ONLY = ("region", "addressing", "access_key", "secret_key", "session_token", "sse", "sse_key", "sse_kms_key")
-_AZURE_ONLY = ("account", "account_key")
+_AZURE_ONLY = ("account", "account_key", "sas_token")
 
 
 def parse_url(value: object) -> str:
@@ -145,6 +145,11 @@ class ObjectTierConfig(RemoteTierConfig):
         str | None, Field(description="Azure: the storage account"), Allowed(_TEXT_ALLOWED), checked(_word)
     ] = None
     account_key: Annotated[Secret | None, Field(description="Azure: the account's key"), Allowed(SECRET_ALLOWED)] = None
+    sas_token: Annotated[
+        Secret | None,
+        Field(description="Azure: a shared access signature of the container, in place of account_key"),
+        Allowed(SECRET_ALLOWED),
+    ] = None
     allow_http: Annotated[
         bool,
         Field(description="true: an endpoint without TLS is accepted; pages and names travel unencrypted"),
@@ -212,8 +217,11 @@ def _credentials_are_whole(tier: ObjectTierConfig) -> ConfigError | None:
         return ConfigError(f".{missing}", "required: access_key and secret_key go together", SECRET_ALLOWED)
     if tier.session_token is not None and tier.access_key is None:
         return ConfigError(".access_key", "required with session_token", SECRET_ALLOWED)
-    if tier.account_key is not None and tier.account is None:
-        return ConfigError(".account", "required with account_key", "the name of the storage account")
+    azure = [key for key in ("account_key", "sas_token") if getattr(tier, key) is not None]
+    if len(azure) > 1:
+        return ConfigError(".sas_token", "account_key is given too", "one of the two")
+    if azure and tier.account is None:
+        return ConfigError(".account", f"required with {azure[0]}", "the name of the storage account")
     return None
 
 

@@ -17,9 +17,10 @@ from hicache_ext.storage.contract.bad_pages import BadPages
 from hicache_ext.storage.contract.base import TierStore, leading
 from hicache_ext.storage.contract.clearing import Clearing
 from hicache_ext.storage.contract.diagnosis import Finding
+from hicache_ext.storage.contract.identity_documents import LARGEST_DOCUMENT, document_in
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.object.catalog import PackCatalog
-from hicache_ext.storage.tiers.object.client import Failure
+from hicache_ext.storage.tiers.object.client import Failure, explain
 from hicache_ext.storage.tiers.object.conditional import ConditionalCreate
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 from hicache_ext.storage.tiers.object.examination import ObjectMedium
@@ -41,6 +42,8 @@ DEFAULT_CONCURRENCY = 32
 
 _ADMIN_TIMEOUT = 1.0
 """Seconds for calls on SGLang's scheduler thread (clear, register_identity)."""
+_PASSING = frozenset({"connection", "timeout", "no_bucket", "http_5xx", "slow_down"})
+"""Failures that are not of one object."""
 _CLOSE_TIMEOUT = 30.0
 """Seconds for the deletion of cleared pages at close(), while the store answers."""
 
@@ -168,15 +171,24 @@ class ObjectPageStore(TierStore):
 
     def identities(self) -> dict[bytes, dict[str, Any]]:
         documents: dict[bytes, dict[str, Any]] = {}
+        obstore, client = self._requests.obstore, self._requests.client
 
         def look() -> None:
-            for listed in self._requests.obstore.list(self._requests.client, IDENTITIES):
+            for listed in obstore.list(client, IDENTITIES):
                 for entry in listed:
-                    digest = digest_of_identity(entry["path"])
-                    if digest is not None:
-                        documents[digest] = json.loads(
-                            bytes(self._requests.obstore.get(self._requests.client, entry["path"]).bytes())
-                        )
+                    digest, length = digest_of_identity(entry["path"]), entry["size"]
+                    if digest is None or not 0 < length <= LARGEST_DOCUMENT:
+                        continue
+                    try:
+                        stored = obstore.get_range(client, entry["path"], start=0, length=length)
+                    except Exception as error:
+                        # One that cannot be read, gone or somebody else's, does not hide the others.
+                        if explain(error).reason in _PASSING:
+                            raise
+                        continue
+                    document = document_in(bytes(stored))
+                    if document is not None:
+                        documents[digest] = document
 
         with self._calls:
             done, failure = self.within(look)

@@ -5,7 +5,6 @@ It takes about a second per million keys, whatever they are. Why the keys hold n
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ import redis
 from hicache_ext.errors import ClearLaterError, ConfigError, StoreError
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.clearing import Cleared
+from hicache_ext.storage.contract.identity_documents import LARGEST_DOCUMENT, document_in
 from hicache_ext.storage.tiers.redis.clients import admin_client
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.names import identity_name, is_hex, page_key, page_name, page_prefix
@@ -78,7 +78,7 @@ def stored_identities(name: str, tier: RedisTierConfig, nodes: Sequence[Node]) -
                     for digest in [name.removeprefix(prefix) for name in names]:
                         if not is_hex(digest, _DIGEST_DIGITS):
                             continue
-                        document = _document(client.get(prefix + digest))
+                        document = _document(client, prefix + digest)
                         if document is not None:
                             documents[bytes.fromhex(digest.decode())] = document
         except (redis.RedisError, OSError, ConfigError) as error:
@@ -88,12 +88,14 @@ def stored_identities(name: str, tier: RedisTierConfig, nodes: Sequence[Node]) -
     return documents
 
 
-def _document(text: Any) -> dict[str, Any] | None:
+def _document(client: redis.Redis, name: bytes) -> dict[str, Any] | None:
+    """None where there is none, or something else: whoever may write may leave anything there."""
     try:
-        document = json.loads(text)
-    except (TypeError, ValueError):
-        return None
-    return document if isinstance(document, dict) else None
+        return document_in(client.get(name)) if client.strlen(name) <= LARGEST_DOCUMENT else None
+    except redis.ResponseError as error:
+        if "WRONGTYPE" in str(error):
+            return None
+        raise
 
 
 def _unlink(client: redis.Redis, names: Sequence[bytes]) -> int:

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from hicache_ext.page.transforms.sealing import SealMode
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.state_machine import page_store_machine
 from tests.rigs.s3_server import S3Server
 from tests.storage.remote.object.bucket import Objects, ObjectsInADirectory, ObjectsInMemory, objects_on
+from tests.storage.transforms.rig import Transformed
 
 
 @pytest.mark.slow
@@ -34,6 +36,18 @@ class TestObjectStoreInMemory(PageStoreTests):
     @pytest.fixture
     def medium(self) -> Objects:
         return ObjectsInMemory()
+
+
+class TestSealedObjectStore(PageStoreTests):
+    @pytest.fixture
+    def medium(self) -> Transformed:
+        return Transformed(ObjectsInMemory(), SealMode.ENCRYPT)
+
+
+class TestEncodedObjectStore(PageStoreTests):
+    @pytest.fixture
+    def medium(self, tmp_path: Path) -> Transformed:
+        return Transformed(ObjectsInMemory(), SealMode.AUTHENTICATE, tmp_path / "shelf")
 
 
 class _OwnDirectory(ObjectsInADirectory):

@@ -3,12 +3,15 @@ their users have: endpoints with a path, encryption by the server."""
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import tempfile
+import time
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.storage.contract.bad_pages import Sighting
 from hicache_ext.storage.contract.diagnosis import Level
 from hicache_ext.storage.contract.store import SetResult
+from hicache_ext.storage.tiers.object import client
 from hicache_ext.storage.tiers.object.client import make_client
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 from hicache_ext.storage.tiers.object.store import ObjectPageStore
@@ -69,10 +73,11 @@ def tier_of(**keys: Any) -> ObjectTierConfig:
     return tier
 
 
-def azure(server: Azurite, port: int | None = None, prefix: str = "") -> ObjectTierConfig:
+def azure(server: Azurite, port: int | None = None, prefix: str = "", **keys: Any) -> ObjectTierConfig:
+    """``keys``: other credentials than the account's key."""
     endpoint = server.endpoint.replace(str(server.port), str(port or server.port))
-    reference = secret("TEST_ACCOUNT_KEY")
-    return tier_of(url=f"az://{server.container}/{prefix}", endpoint=endpoint, account=ACCOUNT, account_key=reference)
+    keys = keys or {"account_key": secret("TEST_ACCOUNT_KEY")}
+    return tier_of(url=f"az://{server.container}/{prefix}", endpoint=endpoint, account=ACCOUNT, **keys)
 
 
 def s3(server: MotoServer, port: int | None = None, prefix: str = "", **keys: Any) -> ObjectTierConfig:
@@ -198,6 +203,47 @@ def test_the_doctor_finds_nothing_wrong_with_azure(azurite: Azurite) -> None:
     found = {finding.subject: finding for finding in store.diagnose()}
     assert {finding.level for finding in found.values()} <= {Level.OK, Level.NOTE}
     assert found["first writer"].level is Level.OK
+    store.close()
+
+
+@pytest.mark.parametrize("copied_with", ["", "?"])
+def test_pages_are_stored_and_removed_with_a_shared_access_signature(
+    azurite: Azurite, tmp_path: Path, copied_with: str
+) -> None:
+    token = tmp_path / "token"
+    token.write_text(copied_with + azurite.signature() + "\n")
+    prefix = secrets.token_hex(4)
+    store = round_trip(azure(azurite, prefix=prefix, sas_token={"file": str(token)}))
+    keys = page_keys(3)
+    store_pages(store, keys, [5000])
+    assert store.remove(keys[:1]) == 1
+    assert store.clear(None) == 1
+    assert store.wait_until_cleared(30)
+    assert store.count_leading(keys) == 0
+    store.close()
+
+
+def test_a_signature_that_was_exchanged_is_used_and_neither_is_ever_shown(
+    azurite: Azurite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setattr(client, "KEYS_LAST", timedelta(seconds=0))
+    token = tmp_path / "token"
+    reading, writing = azurite.signature("rl"), azurite.signature()
+    token.write_text(reading)
+    store = ObjectTier().open("cold", azure(azurite, prefix=secrets.token_hex(4), sas_token={"file": str(token)}))
+    keys = page_keys(2)
+    assert SetResult.STORED not in store_pages(store, keys, [5000])
+    assert store.metrics.value("error", "denied")
+    token.write_text(writing)
+    deadline = time.monotonic() + 60
+    while not set(store_pages(store, keys, [5000])) <= {SetResult.STORED, SetResult.EXISTS}:
+        assert time.monotonic() < deadline, "the new signature is never used"
+        time.sleep(0.1)
+    assert_hits(store, keys, [5000])
+    said = caplog.text + repr(store.diagnose())
+    assert "sig=" not in said
+    assert not [token for token in (reading, writing) if token.rpartition("sig=")[2] in said]
     store.close()
 
 

@@ -307,6 +307,16 @@ def test_identity_documents_come_back_after_the_server_has_forgotten_them(server
     assert "a/b" in server.command("GET", name)
 
 
+def test_hostile_identity_documents_hide_no_other_one(server, open_store):
+    store = open_store(server)
+    store.register_identity(IDENTITY, {"model": {"id": "a/b"}})
+    hostile = ["[]", "7", "{", "[" * 100_000, '{"a": "' + "a" * MIB + '"}']
+    for number, text in enumerate(hostile):
+        server.command("SET", f"test:identity:{number:032x}", text)
+    server.command("HSET", f"test:identity:{len(hostile):032x}", "a", "b")
+    assert store.identities() == {IDENTITY: {"model": {"id": "a/b"}}}
+
+
 # -- opening -----------------------------------------------------------------------------------------------------------
 
 

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from hicache_ext.page.transforms.sealing import SealMode
 from hicache_ext.storage.tiers.redis import dispatch
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.state_machine import page_store_machine
 from tests.rigs.redis_servers import RedisCluster, RedisServer
 from tests.storage.remote.redis.conftest import Values
+from tests.storage.transforms.rig import Transformed
 
 # Real servers.
 pytestmark = pytest.mark.slow
@@ -36,6 +38,12 @@ class TestRedisServerWithOneConnectionAndLittleInFlight(PageStoreTests):
     @pytest.fixture
     def medium(self, shared_server: RedisServer) -> Values:
         return Values(shared_server, connections=1, in_flight=65536)
+
+
+class TestSealedRedisServer(PageStoreTests):
+    @pytest.fixture
+    def medium(self, shared_server: RedisServer) -> Transformed:
+        return Transformed(Values(shared_server), SealMode.ENCRYPT)
 
 
 class TestRedisCluster(PageStoreTests):

@@ -36,6 +36,8 @@ _AT_ONCE = 0.2
 _INTERVAL = 30.0
 _COARSE = 5.0
 """Seconds. File systems keep times to 2 seconds at worst, and a server's clock may be apart from ours."""
+_NOT_KEPT = 60.0
+"""Seconds. A directory that has something so much younger than its time of change has none: in FUSE, over buckets."""
 
 
 @dataclass(slots=True)
@@ -63,6 +65,10 @@ class _Known:
     buckets: dict[str, _Listed] = field(default_factory=dict)
     bucket_of: dict[str, str] = field(default_factory=dict)
     """By the id of a pack."""
+    news: object = field(default_factory=object)
+    """Another one since a bucket was listed, or had a pack of this process added."""
+    refused: set[str] = field(default_factory=set)
+    """Buckets that this process may not write to."""
 
 
 class PackCatalogue:
@@ -83,9 +89,12 @@ class PackCatalogue:
         """Where each page is, as far as names tell; the keys are of one identity. ``again``: look at what others have
         changed if a page is missing."""
         known = self._of(keys[0][:IDENTITY_LENGTH])
+        before = known.news
         places = known.index.find(keys)
         if again and None in places:
             self._refresh(known)
+            if known.news is before:
+                return places
             places = known.index.find(keys)
         return places
 
@@ -121,14 +130,19 @@ class PackCatalogue:
     def bucket_for_writing(self, identity: bytes) -> str:
         """The name of the bucket that a new pack goes to. It may not exist."""
         known = self._of(identity)
+        newest_first = sorted(known.buckets, reverse=True)
+        for bucket in newest_first[:_NEWEST]:
+            listed = known.buckets.get(bucket)
+            if listed is not None and len(listed.names) < PACKS_IN_A_BUCKET and bucket not in known.refused:
+                return bucket
         now = f"{int(time.time() * 1000):011x}"
-        # A copy: other threads add to it.
-        newest = max(list(known.buckets), default="")
-        listed = known.buckets.get(newest)
-        if listed is not None and len(listed.names) < PACKS_IN_A_BUCKET:
-            return newest
         # Never before the others: new packs are looked for in the newest buckets.
-        return max(now, f"{int(newest or '0', 16) + 1:011x}")
+        after = f"{int(newest_first[0], 16) + 1:011x}" if newest_first else now
+        return max(now, after) if len(after) == len(now) else now
+
+    def refuse(self, identity: bytes, bucket: str) -> None:
+        """This process may not write to a bucket."""
+        self._of(identity).refused.add(bucket)
 
     def add(self, identity: bytes, pack: Pack, bucket: str) -> None:
         """This process has written a pack."""
@@ -136,6 +150,7 @@ class PackCatalogue:
         known.bucket_of[pack.id] = bucket
         known.buckets.setdefault(bucket, _Listed()).names.add(pack.name)
         known.index.add(pack)
+        known.news = object()
 
     def kill(self, identity: bytes, pack: Pack, dead: int) -> None:
         """This process has renamed a pack so that the pages ``dead`` are gone."""
@@ -182,11 +197,18 @@ class PackCatalogue:
     def _look(self, known: _Known, *, everything: bool, until: float) -> None:
         self._list_buckets(known)
         newest_first = sorted(known.buckets, reverse=True)
+        failed: OSError | None = None
         for position, bucket in enumerate(newest_first if everything else newest_first[:_NEWEST]):
             if position >= _NEWEST and (time.monotonic() > until or self._loop.stopping):
                 self._loop.wake()
-                return
-            self._list(known, bucket)
+                break
+            try:
+                self._list(known, bucket)
+            except OSError as error:
+                # It hides no other.
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def _list_buckets(self, known: _Known) -> None:
         now = _changed(known.path)
@@ -194,7 +216,7 @@ class PackCatalogue:
             return
         begun = time.monotonic()
         names = self._tree.buckets(bytes.fromhex(known.path.rpartition("/")[2]))
-        known.home = _listed(now, begun)
+        known.home = _listed(now, begun, youngest=max(names, default=""))
         for bucket in names:
             known.buckets.setdefault(bucket, _Listed())
         for bucket in known.buckets.keys() - set(names):
@@ -207,11 +229,12 @@ class PackCatalogue:
         if not anyway and not _differs(listed, now):
             return listed.names
         begun = time.monotonic()
+        # What this process writes while the names are read may not be among them.
+        before = listed.names.copy()
         try:
             names = {name for name in os.listdir(path) if PACK_NAME.fullmatch(name)}
         except ABSENT:
             names, now = set(), 0
-        before = listed.names.copy()
         for name in names - before:
             if (found := PackFile.parse(name)) is not None:
                 known.bucket_of[found.pack.id] = bucket
@@ -222,9 +245,10 @@ class PackCatalogue:
         for gone in set(map(pack_id_in, before - names)) - here:
             self._forget(known, gone)
         if now:
-            known.buckets[bucket] = _listed(now, begun, names)
+            known.buckets[bucket] = _listed(now, begun, names, youngest=max(names, default="")[:11])
         else:
             known.buckets.pop(bucket, None)
+        known.news = object()
         return names
 
     def _forget(self, known: _Known, pack_id: str) -> None:
@@ -249,9 +273,10 @@ def _changed(path: str) -> int:
         return 0
 
 
-def _listed(changed: int, begun: float, names: set[str] | None = None) -> _Listed:
+def _listed(changed: int, begun: float, names: set[str] | None = None, youngest: str = "") -> _Listed:
+    """``youngest``: when what is in it was made, as its name says."""
     ended = time.monotonic()
-    settled = time.time() - changed / 1e9 > _COARSE
+    settled = time.time() - changed / 1e9 > _COARSE and int(youngest or "0", 16) / 1e3 - changed / 1e9 < _NOT_KEPT
     return _Listed(changed, settled, ended + _REST * (ended - begun), names or set())
 
 

@@ -171,10 +171,12 @@ class PageDirectory(PageTree):
                 freed += _remove_directory(identity.path)
         return freed
 
-    def detach_identity(self, identity: bytes) -> list[Path]:
+    def detach_identity(self, identity: bytes) -> Iterator[Path]:
         """Take all pages of an identity out of sight: those in files at once, and those in packs at once. The trees to
-        delete."""
-        return [tree for end in _OURS if (tree := self._detach(identity, end)) is not None]
+        delete, as soon as each was moved. Raises OSError."""
+        for end in _OURS:
+            if (tree := self._detach(identity, end)) is not None:
+                yield tree
 
     def _home(self, end: str) -> Path:
         return self.packs.home if end == "packs" else self.pages

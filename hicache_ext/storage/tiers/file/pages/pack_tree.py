@@ -11,6 +11,7 @@ some hundred packs, named by when it was made. A page of a pack is taken away by
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
@@ -32,9 +33,12 @@ MOST_PAGES = packs.HASHES_IN_A_COMPONENT
 """Of a pack in a file: its name is one component of a path."""
 _END = ".pack"
 _NAME = re.compile(r"(.+?)(?:\.([0-9a-f]{1,6}))?\.pack")
+_NAME_WITHOUT_HASHES = len("01234567890-0123456789-24x4194303-.ffffff.pack")
 _COUNT_PARTS = 16
 _LETTERS = HASH_BYTES * 4 // 3
 """Of a name, for a page."""
+_NO_FILE = (errno.ELOOP, errno.ENXIO)
+"""Errors of open() where a link or a socket has the name."""
 _HASH_AT = 32
 """Of the page hash in a header (docs/page-format.md)."""
 
@@ -75,6 +79,15 @@ class PackedPage:
     path: str
     found: PackFile
     position: int
+
+
+def most_pages(directory: str | Path) -> int:
+    """Of a pack whose name has room in this directory: some file systems that encrypt have names of 143 bytes."""
+    try:
+        longest = os.pathconf(directory, "PC_NAME_MAX")
+    except OSError:
+        return MOST_PAGES
+    return max(1, min(MOST_PAGES, (longest - _NAME_WITHOUT_HASHES) // _LETTERS))
 
 
 def file_name(pack: Pack, dead: int) -> str:
@@ -207,20 +220,24 @@ def short_hash_of(page_hash: bytes) -> bytes:
 
 def keys_in(path: str, identity: bytes, pack: Pack) -> list[bytes | None]:
     """The keys of all pages of a pack. None for a page of which neither the footer nor its own header tells the key.
-    Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    Raises OSError where the pack cannot be opened."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            return [None] * pack.count
+        raise
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             return [None] * pack.count
         begin = pack.count * pack.page_bytes
-        footer = os.pread(fd, packs.pack_length(pack.count, pack.page_bytes) - begin, begin)
         try:
-            keys, _ = packs.decode_footer(footer)
+            keys, _ = packs.decode_footer(_read(fd, packs.pack_length(pack.count, pack.page_bytes) - begin, begin))
             if [short_hash(key) for key in keys] == _parts(pack) and keys[0][:IDENTITY_LENGTH] == identity:
                 return list(keys)
         except FormatError:
             pass
-        headers = [os.pread(fd, envelope.FIELDS_LENGTH, n * pack.page_bytes) for n in range(pack.count)]
+        headers = [_read(fd, envelope.FIELDS_LENGTH, n * pack.page_bytes) for n in range(pack.count)]
         # Also of a damaged header: the name says whether these bytes are the hash.
         found = [identity + header[_HASH_AT : _HASH_AT + PAGE_HASH_LENGTH] for header in headers]
         return [
@@ -229,6 +246,14 @@ def keys_in(path: str, identity: bytes, pack: Pack) -> list[bytes | None]:
         ]
     finally:
         os.close(fd)
+
+
+def _read(fd: int, length: int, offset: int) -> bytes:
+    """Nothing, of a bad block."""
+    try:
+        return os.pread(fd, length, offset)
+    except OSError:
+        return b""
 
 
 def _letters_by_name(name: str) -> list[str]:

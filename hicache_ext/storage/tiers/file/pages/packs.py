@@ -28,16 +28,13 @@ from hicache_ext.storage.contract.pack_index import Place, Run, runs
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.tiers.file.pages.catalogue import PackCatalogue
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
-from hicache_ext.storage.tiers.file.pages.pack_tree import MOST_PAGES, PackFile, file_name
+from hicache_ext.storage.tiers.file.pages.pack_tree import PackFile, file_name, most_pages
 from hicache_ext.storage.tiers.file.pages.page_file import HEADER_LENGTH, TOUCH_INTERVAL, UNREADABLE
 from hicache_ext.storage.tiers.file.pages.scanning import ABSENT, occupied
 from hicache_ext.storage.tiers.file.usage import Usage
 
 logger = logging.getLogger(__name__)
 
-SWITCH = "HICACHE_EXT_PACK_PAGE_FILES"
-"""The environment variable that has small pages packed (1). Until the long campaigns of page files were run with packs,
-they are written only where it is set; packs that are there are read in any case."""
 _ATTEMPTS = 4
 """At a pack that others rename or remove meanwhile."""
 _SHARE = 64
@@ -53,6 +50,8 @@ class FoundPack:
     dead: int
     status: os.stat_result
     page_bytes: int
+    pages: int
+    """How many of its pages can be read: less than it has where it is cut or too old, or is no file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ class Packs:
         self._metrics = metrics
         self._note_error = note_error
         self._read_flags, self._write_flags = flags
-        self._packs_small_pages = os.environ.get(SWITCH) == "1"
+        self._most_pages = most_pages(directory.packs.home)
         self.catalogue = PackCatalogue(tier, directory.packs, note_error)
         # Pages that could not be read or taken away: absent to callers until a read succeeds.
         self._unhealed: set[tuple[str, int]] = set()
@@ -107,16 +106,17 @@ class Packs:
             for attempt in range(_ATTEMPTS):
                 moved: list[int] = []
                 places = self.catalogue.find([keys[i] for i in positions], again=attempt == 0)
+                unhealed = self._unhealed
                 for position, place in zip(positions, places, strict=True):
                     if place is None:
                         continue
-                    pack_id = place.pack.id
-                    if pack_id not in statuses:
-                        statuses[pack_id] = self._status(identity, place.pack)
-                    status = statuses[pack_id]
-                    if status is None or status.dead & place.mask:
+                    pack, number = place
+                    if pack.id not in statuses:
+                        statuses[pack.id] = self._status(identity, pack, oldest_valid_ms)
+                    status = statuses[pack.id]
+                    if status is None or status.dead >> number & 1:
                         moved.append(position)
-                    elif self._readable(place, status.status, oldest_valid_ms):
+                    elif number < status.pages and not (unhealed and (pack.id, number) in unhealed):
                         found[position] = status
                 if not moved:
                     break
@@ -125,24 +125,20 @@ class Packs:
                 positions = moved
         return found
 
-    def _status(self, identity: bytes, pack: Pack) -> FoundPack | None:
+    def _status(self, identity: bytes, pack: Pack, oldest_valid_ms: int) -> FoundPack | None:
         """None: it is not there under the name that was known; its bucket was read again."""
         path, dead = self.catalogue.path(identity, pack)
         try:
-            return FoundPack(path, dead, os.lstat(path), pack.page_bytes)
+            status = os.lstat(path)
         except ABSENT:
             self.catalogue.look_for(identity, pack)
         except OSError as error:
             self._note_error(error)
+        else:
+            is_pack = stat.S_ISREG(status.st_mode) and milliseconds_of(pack.id) >= oldest_valid_ms
+            pages = status.st_size // pack.page_bytes if is_pack else 0
+            return FoundPack(path, dead, status, pack.page_bytes, pages)
         return None
-
-    def _readable(self, place: Place, status: os.stat_result, oldest_valid_ms: int) -> bool:
-        return (
-            stat.S_ISREG(status.st_mode)
-            and status.st_size >= place.offset + place.pack.page_bytes
-            and milliseconds_of(place.pack.id) >= oldest_valid_ms
-            and (place.pack.id, place.position) not in self._unhealed
-        )
 
     def runs(self, keys: Sequence[bytes], *, again: bool = True) -> list[PackRun]:
         """The pages that are in packs, as far as names tell: to be read run by run."""
@@ -234,7 +230,10 @@ class Packs:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         elsewhere = [memoryview(bytearray(segment.nbytes)) for segment in segments]
         second = bytearray(HEADER_LENGTH)
-        filled = vectored.read_into(fd, [memoryview(second), *elsewhere], place.offset, self._read_flags)
+        try:
+            filled = vectored.read_into(fd, [memoryview(second), *elsewhere], place.offset, self._read_flags)
+        except OSError as error:
+            return self._failed_read(place, f"pack {place.pack.id}", error)
         if _reason(second, key, elsewhere, filled, place.pack.page_bytes) is None:
             # Damaged on the way here, by a network, a cache or this machine's memory: the page is not ours alone.
             self._metrics.add("suspect", "good")
@@ -254,6 +253,9 @@ class Packs:
         if time.time() - status.st_mtime > TOUCH_INTERVAL:
             try:
                 os.utime(file)
+            except ABSENT:
+                # Others have renamed or removed it.
+                return
             except OSError as error:
                 self._note_error(error)
 
@@ -269,8 +271,9 @@ class Packs:
         found: list[list[int]] = []
         for (_, payload), pages in alike.items():
             page_bytes = HEADER_LENGTH + payload
-            most = MOST_PAGES if capacity is None else min(MOST_PAGES, max(1, capacity // _SHARE // page_bytes))
-            if payload == 0 or page_bytes >= SMALL or not self._packs_small_pages:
+            share = self._most_pages if capacity is None else max(1, capacity // _SHARE // page_bytes)
+            most = min(self._most_pages, share)
+            if payload == 0 or page_bytes >= SMALL:
                 most = 1
             found += [[pages[n] for n in part] for part in pack_format.portions([page_bytes] * len(pages), most)]
         return [part for part in found if len(part) > 1], [part[0] for part in found if len(part) == 1]
@@ -301,7 +304,10 @@ class Packs:
                     return error, added
                 self._directory.clear_the_way(path)
             except OSError as error:
-                return error, added
+                if attempt == _ATTEMPTS or error.errno not in (errno.EACCES, errno.EPERM):
+                    return error, added
+                # Made by another account, perhaps.
+                self.catalogue.refuse(identity, bucket)
             else:
                 self.catalogue.add(identity, pack, bucket)
                 return None, added + occupied(length)
@@ -352,10 +358,14 @@ class Packs:
     def _is_in_the_way(self, identity: bytes, place: Place, size: int, oldest_valid_ms: int) -> bool:
         """Whether a page is there that is not one of ``size`` bytes to be read. Another writer may just have stored it:
         that one stays."""
-        status = self._status(identity, place.pack)
+        status = self._status(identity, place.pack, oldest_valid_ms)
         if status is None or status.dead & place.mask:
             return False
-        return status.page_bytes != size or not self._readable(place, status.status, oldest_valid_ms)
+        return (
+            status.page_bytes != size
+            or place.position >= status.pages
+            or (place.pack.id, place.position) in self._unhealed
+        )
 
     def _heal(self, identity: bytes, place: Place, reason: str) -> None:
         """Take a page away that is not the page its name says."""
@@ -385,7 +395,9 @@ class Packs:
                     self._unlink(PackFile(pack), path)
                     self.catalogue.forget(identity, pack)
                 else:
-                    os.rename(path, f"{path.rpartition('/')[0]}/{file_name(pack, left)}")
+                    # A count that lists the bucket now may miss the pack, or meet it twice.
+                    with self._usage.detaching():
+                        os.rename(path, f"{path.rpartition('/')[0]}/{file_name(pack, left)}")
                     self.catalogue.kill(identity, pack, left)
             except ABSENT:
                 # Others renamed or removed it.
@@ -468,6 +480,9 @@ class Packs:
 
 def _by_identity(keys: Sequence[bytes]) -> Iterator[tuple[bytes, list[int]]]:
     """The positions of the keys of each identity."""
+    if len({key[:IDENTITY_LENGTH] for key in keys}) == 1:
+        yield keys[0][:IDENTITY_LENGTH], list(range(len(keys)))
+        return
     positions: dict[bytes, list[int]] = {}
     for position, key in enumerate(keys):
         positions.setdefault(key[:IDENTITY_LENGTH], []).append(position)

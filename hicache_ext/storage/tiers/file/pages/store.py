@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.errors import StoreSetupError
+from hicache_ext.page.pack import pack_length
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.reports import RecentMean
@@ -216,7 +217,9 @@ class PageFileStore(PathStore):
     def _set_missing(self, batch: PageBatch, sizes: list[int], positions: list[int], results: list[SetResult]) -> None:
         """Write the pages at ``positions`` within the capacity, in portions that the capacity can hold."""
         for portion in self._portions(positions, sizes, _room, _PORTIONS):
-            reserved = sum(_room(sizes[i]) for i in portion)
+            packs, singles = self._packs.portions(batch, portion, self._capacity)
+            lengths = [pack_length(len(pack), sizes[pack[0]]) for pack in packs] + [sizes[i] for i in singles]
+            reserved = sum(map(_room, lengths))
             try:
                 grant = self._usage.reserve(reserved, self._capacity, self._evict)
             except OSError as error:
@@ -229,15 +232,16 @@ class PageFileStore(PathStore):
                 continue
             stored = 0
             try:
-                for position, result, added in self._set_pages(batch, portion):
+                for position, result, added in self._set_pages(batch, packs, singles):
                     results[position] = result
                     stored += added
             finally:
                 self._usage.commit(reserved, stored)
 
-    def _set_pages(self, batch: PageBatch, positions: list[int]) -> Iterator[tuple[int, SetResult, int]]:
+    def _set_pages(
+        self, batch: PageBatch, packs: list[list[int]], singles: list[int]
+    ) -> Iterator[tuple[int, SetResult, int]]:
         """Position, result and bytes of disk of each page; those of a pack are told with its first page."""
-        packs, singles = self._packs.portions(batch, positions, self._capacity)
 
         def write_file(number: int) -> tuple[SetResult, int]:
             if number < len(packs):
@@ -310,13 +314,15 @@ class PageFileStore(PathStore):
         with ExitStack() as operation:
             # Under way before the tree moves: killed from here on, the account is known to be off.
             removal = operation.enter_context(self._usage.detaching())
-            trees = self._directory.detach_identity(digest)
-            self._packs.catalogue.forget_identity(digest)
-            if not trees:
-                return False
-            had_pages = any(self._directory.has_pages(tree) for tree in trees)
-            self._clearing.clear([digest], partial(self._delete, trees, removal, operation.pop_all()))
-            return had_pages
+            trees: list[Path] = []
+            try:
+                for tree in self._directory.detach_identity(digest):
+                    trees.append(tree)  # noqa: PERF402 -- what was moved before an error is deleted, too
+                return any(self._directory.has_pages(tree) for tree in trees)
+            finally:
+                self._packs.catalogue.forget_identity(digest)
+                if trees:
+                    self._clearing.clear([digest], partial(self._delete, trees, removal, operation.pop_all()))
 
     def _delete(self, trees: Sequence[Path], removal: Removal, operation: ExitStack, _: Cleared) -> None:
         try:
@@ -332,7 +338,7 @@ class PageFileStore(PathStore):
 
 
 def _room(size: int) -> int:
-    """Bytes of disk reserved for a page file: with its directories in full, corrected by what was really made."""
+    """Bytes of disk reserved for a file: with its directories in full, corrected by what was really made."""
     return occupied(size) + 2 * BLOCK
 
 

@@ -60,19 +60,33 @@ class LinearCost:
         with self._lock:
             return self._predict(amount)
 
+    def per_unit(self) -> float | None:
+        """Seconds that one more unit costs, at most; None before the first observation. Where observations do not tell
+        the start-up, all of it is taken for the cost of units."""
+        with self._lock:
+            if not self._weight or not self._x:
+                return None
+            slope, mean_x, mean_y = self._slope(), self._x / self._weight, self._y / self._weight
+            return mean_y / mean_x if slope is None or mean_y < slope * mean_x else slope
+
     def _predict(self, amount: float) -> float | None:
         if not self._weight:
             return None
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
-        variance = self._xx / self._weight - mean_x * mean_x
-        covariance = self._xy / self._weight - mean_x * mean_y
-        if variance <= 0.05 * mean_x * mean_x:
+        slope = self._slope()
+        if slope is None:
             return mean_y * max(1.0, amount / mean_x) if mean_x else mean_y
-        slope = max(0.0, covariance / variance)
         start_up = mean_y - slope * mean_x
         if start_up < 0:
             return mean_y / mean_x * amount
         return start_up + slope * amount
+
+    def _slope(self) -> float | None:
+        """None where the amounts are about equal, and determine no line."""
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        variance = self._xx / self._weight - mean_x * mean_x
+        covariance = self._xy / self._weight - mean_x * mean_y
+        return None if variance <= 0.05 * mean_x * mean_x else max(0.0, covariance / variance)
 
     def age(self) -> float:
         """Seconds since the last observation; infinite before the first."""

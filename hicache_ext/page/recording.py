@@ -1,0 +1,221 @@
+"""The file format of recordings: what requests asked storage for, and where it was found. See docs/recordings.md.
+
+A file is ``MAGIC`` and blocks; a block is its length and CRC-32 (little-endian, 32 bits each) and that many bytes. The
+first block is JSON, the *header*; each other one holds whole entries. A file ends where a block is short or damaged:
+what came before it is good, also after kill -9.
+
+Pages are told by 8 bytes of a keyed hash of their page hash. A page hash stands for all tokens up to its page, so pages
+form a tree: an entry names the deepest page that the file had before (its number + 1, or 0) and only those that follow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ext.errors import RecordingError
+
+VERSION: Final = 1
+SUFFIX: Final = ".hxrec"
+MAGIC: Final = b"HXREC\0\0" + bytes([VERSION])
+UNKNOWN: Final = 0xFFFFFFFF
+"""Stands for a length that nobody knew."""
+SALT_BYTES: Final = 16
+_PAGE_BYTES: Final = 8
+_BLOCK = struct.Struct("<II")
+_ENTRY = struct.Struct("<Q7I")
+_LONGEST_BLOCK: Final = 64 << 20
+_REMEMBERED_PAGES: Final = 1 << 16
+"""Pages that an encoder knows the number of; older ones are written again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one request asked for. ``pages``: page hashes in hexadecimal, the asked ones last."""
+
+    seconds: float
+    """Since the recording began."""
+    pages: Sequence[str]
+    asked: int
+    """How many of ``pages`` storage was asked for; what stands before is the page before them, where there is one."""
+    answered: int
+    """How many leading pages storage said it has."""
+    found: Mapping[str, int]
+    """Tier -> how many of them it had, nearest tiers first."""
+    prompt: int | None = None
+    """Tokens of the prompt."""
+    matched: int | None = None
+    """Tokens of it that were on the device or in host memory."""
+
+
+class Encoder:
+    """Entries of one file as bytes. Not thread-safe."""
+
+    def __init__(self, salt: bytes, tiers: Sequence[str]) -> None:
+        self._salt = salt
+        self.tiers = tuple(tiers)
+        self._known: OrderedDict[bytes, int] = OrderedDict()
+        self._pages = 0
+
+    def header(self, started: float, facts: Mapping[str, Any]) -> bytes:
+        """The beginning of a file. ``started``: seconds since 1970."""
+        document = {
+            "version": VERSION,
+            "started": started,
+            "tiers": list(self.tiers),
+            "salt": hashlib.blake2b(self._salt, digest_size=4).hexdigest(),
+            **facts,
+        }
+        return MAGIC + block(json.dumps(document).encode())
+
+    def entry(self, asked: Asked) -> bytes:
+        names = [
+            hashlib.blake2b(page.encode(), key=self._salt, digest_size=_PAGE_BYTES).digest() for page in asked.pages
+        ]
+        known = self._known
+        first = len(names)
+        while first and names[first - 1] not in known:
+            first -= 1
+        parent = known[names[first - 1]] + 1 if first else 0
+        for name in names[first:]:
+            known[name] = self._pages
+            self._pages += 1
+        while len(known) > _REMEMBERED_PAGES:
+            known.popitem(last=False)
+        fixed = _ENTRY.pack(
+            round(max(0.0, asked.seconds) * 1e6),
+            _or_unknown(asked.prompt),
+            _or_unknown(asked.matched),
+            asked.asked,
+            asked.answered,
+            parent,
+            len(names) - first,
+            len(self.tiers),
+        )
+        counts = struct.pack(f"<{len(self.tiers)}I", *(asked.found.get(tier, 0) for tier in self.tiers))
+        return fixed + counts + b"".join(names[first:])
+
+
+def block(payload: bytes) -> bytes:
+    return _BLOCK.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def _or_unknown(tokens: int | None) -> int:
+    return UNKNOWN if tokens is None else min(max(0, tokens), UNKNOWN - 1)
+
+
+@dataclass(slots=True)
+class Entry:
+    """One request of a recording that was read. ``found`` is in the order of the header's tiers."""
+
+    moment: float
+    """Seconds since 1970."""
+    chain: npt.NDArray[np.uint64]
+    """Salted pages from the first that the file knows of to the last."""
+    asked: int
+    answered: int
+    found: tuple[int, ...]
+    prompt: int | None
+    matched: int | None
+
+
+@dataclass(slots=True)
+class RecordingFile:
+    """One file that was read. ``whole``: whether it ends where a block does."""
+
+    header: dict[str, Any]
+    entries: list[Entry] = field(default_factory=list)
+    whole: bool = True
+
+
+def read_file(path: Path) -> RecordingFile:
+    """Raises RecordingError for what is no recording, OSError."""
+    with path.open("rb") as file:
+        if (magic := file.read(len(MAGIC))) != MAGIC:
+            if magic[:-1] == MAGIC[:-1]:
+                raise RecordingError(path, f"is of version {magic[-1]}, and this release reads version {VERSION}")
+            raise RecordingError(path, "is no recording")
+        blocks = _Blocks(file)
+        text = next(blocks, None)
+        if text is None:
+            # Killed before the header was whole.
+            return RecordingFile({"tiers": [], "started": 0.0}, whole=False)
+        try:
+            header = json.loads(text)
+            started, tiers = float(header["started"]), [str(name) for name in header["tiers"]]
+        except (ValueError, TypeError, KeyError):
+            raise RecordingError(path, "has a header that says nothing") from None
+        read = RecordingFile({**header, "tiers": tiers})
+        try:
+            read.entries.extend(_entries(blocks, started, len(tiers)))
+        except (ValueError, IndexError, struct.error):
+            blocks.whole = False
+        read.whole = blocks.whole
+    return read
+
+
+class _Blocks:
+    """Payloads of the good blocks."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.whole = True
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        head = self._file.read(_BLOCK.size)
+        if not head:
+            raise StopIteration
+        if len(head) == _BLOCK.size:
+            length, checksum = _BLOCK.unpack(head)
+            payload = self._file.read(length) if length <= _LONGEST_BLOCK else b""
+            if len(payload) == length and zlib.crc32(payload) == checksum:
+                return payload
+        self.whole = False
+        raise StopIteration
+
+
+def _entries(blocks: Iterator[bytes], started: float, tiers: int) -> Iterator[Entry]:
+    names: list[int] = []
+    parents: list[int] = []
+    for payload in blocks:
+        at = 0
+        while at < len(payload):
+            microseconds, prompt, matched, asked, answered, parent, fresh, counts = _ENTRY.unpack_from(payload, at)
+            at += _ENTRY.size
+            if counts != tiers or parent > len(names):
+                raise ValueError("another file's entry")
+            found = struct.unpack_from(f"<{counts}I", payload, at)
+            at += 4 * counts
+            new = np.frombuffer(payload, "<u8", fresh, at).tolist()
+            at += _PAGE_BYTES * fresh
+            if fresh:
+                parents += [parent - 1, *range(len(names), len(names) + fresh - 1)]
+                names += new
+            page, chain = (len(names) - 1 if fresh else parent - 1), []
+            while page >= 0:
+                chain.append(names[page])
+                page = parents[page]
+            if asked > len(chain):
+                raise ValueError("more asked for than there is")
+            yield Entry(
+                started + microseconds / 1e6,
+                np.array(chain[::-1], np.uint64),
+                asked,
+                answered,
+                found,
+                None if prompt == UNKNOWN else prompt,
+                None if matched == UNKNOWN else matched,
+            )

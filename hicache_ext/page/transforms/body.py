@@ -1,0 +1,156 @@
+"""One page through its transforms: from its segments to the bytes that a medium stores, and back.
+
+Pure; any thread. The GIL is not held while pages are copied, sealed and opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from hicache_ext.errors import FormatError
+from hicache_ext.page.copying import gather, scatter
+from hicache_ext.page.transforms import header as headers
+from hicache_ext.page.transforms.codec import RAW, PageCodec
+from hicache_ext.page.transforms.forms import Form
+from hicache_ext.page.transforms.header import HEADER_LENGTH, Header
+from hicache_ext.page.transforms.sealing import CipherKind, SealKey, SealMode, fastest_cipher
+
+SEAL_CIPHER = "seal_cipher"
+"""Why a page is not served that may be good: its cipher cannot be had here, for whatever reason (FIPS)."""
+
+Room = Callable[[int], memoryview]
+"""Memory of the caller's, of so many bytes, until it asks again."""
+
+
+def encoded(codec: PageCodec, segments: Sequence[memoryview], room: Room) -> memoryview | None:
+    """The page encoded, in memory of its own; None where it is to be stored as it is. ``room``: for its payload."""
+    target = np.empty(codec.rooms[-1], np.uint8).data
+    length = codec.encode(in_one_piece(segments, room), target)
+    return target[:length] if 0 < length <= target.nbytes else None
+
+
+def write(
+    stored: memoryview,
+    stored_key: bytes,
+    form: Form,
+    segments: Sequence[memoryview],
+    body: memoryview | None,
+    salt: bytes,
+    room: Room,
+) -> None:
+    """Fill ``stored`` with a page in this form. ``body``: the encoded page, of a form with a codec."""
+    payload = sum([segment.nbytes for segment in segments])
+    length = payload if body is None else body.nbytes
+    code = RAW if form.codec is None else form.codec.code
+    if form.key is None:
+        head = Header(code, 0, 0, payload, length)
+    else:
+        mode = SealMode.ENCRYPT if form.hides else SealMode.AUTHENTICATE
+        head = Header(code, mode, fastest_cipher(), payload, length, form.key.id.encode(), salt)
+    stored[:HEADER_LENGTH] = head.encode()
+    stored[head.end :] = bytes(stored.nbytes - head.end)
+    pieces = segments if body is None else [body]
+    if form.hides:
+        assert form.key is not None
+        piece = in_one_piece(pieces, room)
+        form.key.seal(head.seal, head.cipher, salt, stored_key, stored[: head.end], piece)
+        return
+    # The seal is of the copy: should the page change meanwhile, what is stored can still be trusted.
+    gather(pieces, stored[HEADER_LENGTH : head.body_end])
+    if form.key is not None:
+        form.key.seal(head.seal, head.cipher, salt, stored_key, stored[: head.end], None)
+
+
+def read(stored: memoryview, stored_key: bytes, form: Form, segments: Sequence[memoryview], room: Room) -> str | None:
+    """Write the page into ``segments`` if ``stored`` is it, in this form; else why it is not, and they may hold
+    anything that has a right seal.
+
+    The reasons are those of ``header.decode``, ``unsealed``, ``seal_form``, ``seal_key``, ``seal_tag`` (one that is not
+    its page's), ``SEAL_CIPHER``, ``payload_length``, and those of codecs.
+    """
+    payload = sum([segment.nbytes for segment in segments])
+    try:
+        head = headers.decode(stored)
+    except FormatError as error:
+        # What has no such header is a page as it was before anybody sealed any.
+        return "unsealed" if form.key is not None and error.reason == "transform" else error.reason
+    if head.codec != (RAW if form.codec is None else form.codec.code):
+        return "codec"
+    if head.payload_length != payload:
+        return "payload_length"
+    body, plain = stored[HEADER_LENGTH : head.body_end], None
+    if form.key is None:
+        if head.seal:
+            return "seal_form"
+    else:
+        if not head.seal:
+            return "unsealed"
+        if head.key_id != form.key.id.encode():
+            return "seal_key"
+        if head.seal != (SealMode.ENCRYPT if form.hides else SealMode.AUTHENTICATE) or head.cipher not in tuple(
+            CipherKind
+        ):
+            return "seal_form"
+        if form.hides:
+            plain = segments[0] if form.codec is None and len(segments) == 1 else room(head.body_length)
+        reason = _reason_of_seal(form.key, head, stored_key, stored, plain)
+        if reason is not None:
+            if plain is not None:
+                # The cipher has written what nobody has vouched for.
+                np.frombuffer(plain, np.uint8).fill(0)
+            return reason
+        body = body if plain is None else plain
+    if form.codec is None:
+        if plain is None or len(segments) != 1:
+            scatter(body, segments)
+        return None
+    try:
+        if len(segments) == 1:
+            form.codec.decode(body, segments[0])
+        else:
+            whole = np.empty(payload, np.uint8).data
+            form.codec.decode(body, whole)
+            scatter(whole, segments)
+    except FormatError as error:
+        return error.reason
+    return None
+
+
+def reason_its_seal_is_bad(stored: memoryview, stored_key: bytes, keys: Mapping[str, SealKey]) -> str | None:
+    """Why a stored page is not as it was sealed; None where it is, or has no seal. ``keys``: by id.
+
+    For tools, which do not know in which form the page was to be. Raises KeyError for the id of a key that is not
+    among them.
+    """
+    try:
+        head = headers.decode(stored)
+    except FormatError as error:
+        return error.reason
+    if not head.seal:
+        return None
+    key = keys[head.key_id.decode("ascii", "replace")]
+    if head.seal not in tuple(SealMode) or head.cipher not in tuple(CipherKind):
+        return "seal_form"
+    plain = np.empty(head.body_length, np.uint8).data if head.seal == SealMode.ENCRYPT else None
+    return _reason_of_seal(key, head, stored_key, stored, plain)
+
+
+def _reason_of_seal(
+    key: SealKey, head: Header, stored_key: bytes, stored: memoryview, plain: memoryview | None
+) -> str | None:
+    try:
+        whole = key.unseal(head.seal, head.cipher, head.salt, stored_key, stored[: head.end], plain)
+    except Exception:  # noqa: BLE001 - a cryptographic library's errors end here: they are of this page alone
+        return SEAL_CIPHER
+    return None if whole else "seal_tag"
+
+
+def in_one_piece(segments: Sequence[memoryview], room: Room) -> memoryview:
+    """The page's payload as it is in memory, or else as a copy."""
+    if len(segments) == 1:
+        return segments[0]
+    whole = room(sum([segment.nbytes for segment in segments]))
+    gather(segments, whole)
+    return whole

@@ -1,0 +1,206 @@
+"""A fleet on paper: nodes with caches of their own, a pool that they share, a router; by the tiers' own policy code.
+
+A request goes to one node. What its cache or the pool has of the leading run is read, the rest is computed and written
+to both. Everything happens in the order of the requests, each at one moment: writes that wait and reads that are late
+are not simulated.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ext.plan import cache_code
+from hicache_ext.plan.traces import Trace
+
+Policy = Literal["tier", "lru"]
+"""One of ``cache_code.POLICIES``."""
+Router = Literal["random", "session", "prefix"]
+ROUTERS: tuple[str, ...] = get_args(Router)
+NEAR, POOL, COMPUTED, WRITTEN_NEAR, WRITTEN_POOL, HINTED = range(6)
+_BALANCE = 1.25
+"""A router by prefix passes a node over that has had this many times its share of blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Capacities in blocks of the trace; None is without limit, 0 is none."""
+
+    nodes: int = 1
+    near: int | None = 0
+    """Of each node."""
+    pool: int | None = 0
+    router: Router = "session"
+    promote: bool = True
+    """What comes from the pool is kept near, too."""
+    decode: bool = False
+    """Decode nodes write what they generate to the pool."""
+    hints: bool = False
+    """And the node that will be asked next brings it near."""
+    near_policy: Policy = "tier"
+    pool_policy: Policy = "lru"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Blocks by request and in sum; columns are NEAR to HINTED."""
+
+    fleet: Fleet
+    per_request: npt.NDArray[np.int64]
+    nodes: npt.NDArray[np.int32]
+    written_by_node: npt.NDArray[np.int64]
+    totals: npt.NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.totals = self.per_request.sum(axis=0)
+
+    @property
+    def uses(self) -> int:
+        return int(self.totals[[NEAR, POOL, COMPUTED]].sum())
+
+    def share(self, *columns: int) -> float:
+        """Of all blocks asked for."""
+        return float(self.totals[list(columns)].sum()) / self.uses if self.uses else 0.0
+
+    @property
+    def hit_share(self) -> float:
+        return self.share(NEAR, POOL)
+
+
+def simulate(trace: Trace, fleet: Fleet, nodes: npt.NDArray[np.int32] | None = None) -> Outcome:
+    """``nodes``: what ``routed`` says, where that is known already.
+
+    Raises ValueError for hints without decode nodes, or without a pool.
+    """
+    if fleet.hints and not (fleet.decode and fleet.pool != 0):
+        raise ValueError("hints tell of what decode nodes write to a pool")
+    cache_code.compile_now()
+    if nodes is None:
+        nodes = routed(trace, fleet.nodes, fleet.router)
+    near, pool = _capacity(fleet.near, trace), _capacity(fleet.pool, trace)
+    caches = cache_code.new_caches(fleet.nodes if near else 1, max(1, near), ghosts=None if near else 0)
+    shared = cache_code.new_caches(1, max(1, pool), ghosts=0 if fleet.pool_policy == "lru" or not pool else None)
+    policies = [cache_code.POLICIES.index(policy) for policy in (fleet.near_policy, fleet.pool_policy)]
+    settings = (near > 0, pool > 0, *policies, fleet.promote, fleet.hints)
+    ahead = _generated(trace) if fleet.decode else np.zeros((len(trace), 3), np.int64)
+    out = np.zeros((len(trace), 6), np.int64)
+    cache_code.replay(
+        trace.offsets,
+        trace.blocks,
+        nodes,
+        caches,
+        shared,
+        np.array(settings, np.int64),
+        ahead,
+        0,
+        len(trace),
+        out,
+    )
+    return Outcome(fleet, out, nodes, caches.state[:, cache_code.WRITTEN].copy())
+
+
+def _capacity(given: int | None, trace: Trace) -> int:
+    """Beyond all blocks of the trace there is nothing more to hold."""
+    return trace.distinct if given is None else min(given, trace.distinct)
+
+
+def hit_shares(trace: Trace, capacities: Sequence[int]) -> list[float]:
+    """Of one cache, by its blocks."""
+    return [simulate(trace, Fleet(near=capacity)).hit_share if capacity else 0.0 for capacity in capacities]
+
+
+def routed(trace: Trace, nodes: int, router: Router) -> npt.NDArray[np.int32]:
+    """The node of each request."""
+    if nodes == 1:
+        return np.zeros(len(trace), np.int32)
+    if router == "random":
+        return np.random.default_rng(1).integers(0, nodes, len(trace)).astype(np.int32)
+    if router == "session":
+        # By chance and for good, as a hash of a name would be.
+        of_session = np.random.default_rng(1).integers(0, nodes, len(trace)).astype(np.int32)
+        return of_session[sessions(trace)]
+    return _by_prefix(trace, nodes)
+
+
+def sessions(trace: Trace) -> npt.NDArray[np.int64]:
+    """The conversation of each request: it goes on with one whose prompt it begins with, by whole blocks."""
+    ends: dict[int, int] = {}
+    """Last whole block of a prompt, where nobody had it before (others share a system prompt) -> its session."""
+    seen: set[int] = set()
+    found = np.zeros(len(trace), np.int64)
+    count = 0
+    for number, (chain, tokens) in enumerate(zip(trace.requests(), trace.prompt.tolist(), strict=True)):
+        session = next((ends[block] for block in reversed(chain) if block in ends), None)
+        if session is None:
+            session, count = count, count + 1
+        found[number] = session
+        whole = min(len(chain), tokens // trace.block_tokens)
+        if whole and chain[whole - 1] not in seen:
+            ends[chain[whole - 1]] = session
+        seen.update(chain)
+    return found
+
+
+def _by_prefix(trace: Trace, nodes: int) -> npt.NDArray[np.int32]:
+    """The node that had the longest prefix last, unless it has had too much; else the one that has had least."""
+    last: dict[int, int] = {}
+    load = [0] * nodes
+    total = 0
+    found = np.zeros(len(trace), np.int32)
+    least = _Least(nodes)
+    for number, chain in enumerate(trace.requests()):
+        node = next((last[block] for block in reversed(chain) if block in last), -1)
+        if node < 0 or load[node] > _BALANCE * (total / nodes) + len(chain):
+            node = least.pop()
+        load[node] += len(chain)
+        least.push(load[node], node)
+        total += len(chain)
+        found[number] = node
+        last.update(dict.fromkeys(chain, node))
+    return found
+
+
+class _Least:
+    """The node with the smallest load; what was pushed before for the same node counts no more."""
+
+    def __init__(self, nodes: int) -> None:
+        self._heap = [(0, node) for node in range(nodes)]
+        self._load = [0] * nodes
+
+    def push(self, load: int, node: int) -> None:
+        heapq.heappush(self._heap, (load, node))
+        self._load[node] = load
+
+    def pop(self) -> int:
+        while True:
+            load, node = self._heap[0]
+            if load == self._load[node]:
+                return node
+            heapq.heappop(self._heap)
+
+
+def _generated(trace: Trace) -> npt.NDArray[np.int64]:
+    """Per request, which blocks of the conversation's next prompt its answer fills: first and last position in
+    ``trace.blocks``, and where that prompt begins."""
+    ahead = np.zeros((len(trace), 3), np.int64)
+    before: dict[int, int] = {}
+    of_session = sessions(trace)
+    lengths = np.diff(trace.offsets)
+    for number in range(len(trace)):
+        earlier = before.get(int(of_session[number]))
+        before[int(of_session[number])] = number
+        if earlier is None:
+            continue
+        tokens = int(trace.prompt[earlier] + trace.output[earlier])
+        begin = int(trace.offsets[number])
+        # Whole blocks alone; the last one of a prompt may be a part, and is another block when it is filled.
+        first = min(int(lengths[number]), int(trace.prompt[earlier]) // trace.block_tokens)
+        last = min(int(lengths[number]), tokens // trace.block_tokens)
+        if last > first:
+            ahead[earlier] = (begin + first, begin + last, begin)
+    return ahead

@@ -1,0 +1,134 @@
+"""What a token of a model takes in storage, from its ``config.json``, as SGLang's host pools lay it out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hicache_ext.errors import ConfigError
+
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""Logical dtypes of the KV cache -> bytes of a number."""
+_DSA_FP8_ROW = 656
+"""Bytes of a token and layer of a DSA model's fp8 latents: 512 numbers, 4 scales of 4 bytes, 64 rotary ones in bfloat16
+(SGLang's override of kv_cache_dim)."""
+_INDEX_BLOCK = 128
+"""Numbers of an index key that share a scale of 4 bytes."""
+_STATES = ("linear_attention", "mamba", "recurrent")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Bytes of one token in storage, all ranks together, and of what a rank writes."""
+
+    name: str
+    kind: str
+    """MHA, GQA, MLA, MLA with DSA."""
+    layers: int
+    token_bytes: int
+    rank_token_bytes: int
+    """On each rank that writes."""
+    writing_ranks: int
+    active_parameters: int
+    """That a token passes through: what a prefill costs; 0 where the file does not say."""
+    remarks: tuple[str, ...] = ()
+
+    def page_bytes(self, page_size: int) -> int:
+        """Of one stored page of a rank."""
+        return self.rank_token_bytes * page_size
+
+
+def read_model(path: Path, *, tp: int = 1, dtype: str | None = None) -> ModelSize:
+    """From a ``config.json`` or the directory of a model. Raises ConfigError with one sentence."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        document = json.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(
+            "--model", f"{file}: {error.strerror}", "a config.json, or the directory of a model"
+        ) from None
+    except ValueError:
+        raise ConfigError("--model", f"{file} is no JSON", "a config.json, or the directory of a model") from None
+    if not isinstance(document, dict):
+        raise ConfigError("--model", f"{file} is no JSON object", "a config.json, or the directory of a model")
+    inner = next((document[key] for key in ("text_config", "llm_config") if isinstance(document.get(key), dict)), None)
+    name = str(document.get("_name_or_path") or "") or file.resolve().parent.name
+    return size_of({**document, **inner} if inner else document, name, tp=tp, dtype=dtype)
+
+
+def size_of(config: Mapping[str, Any], name: str, *, tp: int = 1, dtype: str | None = None) -> ModelSize:
+    """Raises ConfigError where the configuration does not say what a token takes."""
+    layers = _number(config, "num_hidden_layers")
+    kinds = config.get("layer_types") or config.get("layers_block_type") or []
+    states = [kind for kind in kinds if any(word in str(kind) for word in _STATES)]
+    if states or any(key in config for key in ("full_attention_interval", "hybrid_override_pattern", "mamba_d_state")):
+        problem = f"{name} has layers with states (linear attention, Mamba), which a plan does not count"
+        raise ConfigError("--model", problem, "--token-bytes with the bytes that a server's log says")
+    chosen = dtype or str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
+    if chosen not in DTYPES:
+        raise ConfigError("--dtype", f"{chosen!r} is no dtype of a KV cache", ", ".join(DTYPES))
+    size, remarks = DTYPES[chosen], []
+    if "kv_lora_rank" in config:
+        rank, rotary = _number(config, "kv_lora_rank"), _number(config, "qk_rope_head_dim")
+        row, kind = (rank + rotary) * size, "MLA"
+        if "index_topk" in config:
+            index = _number(config, "index_head_dim")
+            row = (_DSA_FP8_ROW if size == 1 else row) + index + -(-index // _INDEX_BLOCK) * 4
+            kind = "MLA with DSA"
+        if tp > 1:
+            remarks.append("all ranks hold the same latents, and rank 0 alone writes them")
+        return ModelSize(name, kind, layers, row * layers, row * layers, 1, _parameters(config, layers), tuple(remarks))
+    heads = _number(config, "num_attention_heads")
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head = int(config.get("head_dim") or _number(config, "hidden_size") // heads)
+    if kv_heads % tp and tp % kv_heads:
+        raise ConfigError("--tp", f"{kv_heads} KV heads cannot be split among {tp} ranks", "a divisor or a multiple")
+    of_rank = max(1, kv_heads // tp)
+    if tp > kv_heads:
+        remarks.append(f"{tp} ranks share {kv_heads} KV heads, so that each head is stored {tp // kv_heads} times")
+    if any("sliding" in str(kind) for kind in kinds):
+        remarks.append("layers with a sliding window are counted whole: SGLang may keep less of them")
+    per_rank = (head + int(config.get("v_head_dim") or head)) * of_rank * layers * size
+    kind = "MHA" if kv_heads == heads else "GQA"
+    return ModelSize(name, kind, layers, per_rank * tp, per_rank, tp, _parameters(config, layers), tuple(remarks))
+
+
+def given_size(token_bytes: int, tp: int) -> ModelSize:
+    """Of a model of which only the bytes of a token are known, on all ranks together."""
+    return ModelSize("a model", "as given", 0, token_bytes, -(-token_bytes // tp), tp, 0)
+
+
+def _number(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        problem = f"{key} is {'missing' if value is None else 'no positive whole number'} in the model's configuration"
+        raise ConfigError("--model", problem, "the config.json of a language model, or --token-bytes")
+    return value
+
+
+def _parameters(config: Mapping[str, Any], layers: int) -> int:
+    """Parameters of the layers that a token passes through; 0 where the file does not say."""
+    try:
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        if "kv_lora_rank" in config:
+            nope, rope, value = (int(config[key]) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+            rank, query = int(config["kv_lora_rank"]), int(config.get("q_lora_rank") or 0)
+            q = query * (hidden + heads * (nope + rope)) if query else hidden * heads * (nope + rope)
+            attention = q + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
+        else:
+            head = int(config.get("head_dim") or hidden // heads)
+            kv_heads = int(config.get("num_key_value_heads") or heads)
+            attention = 2 * hidden * head * (heads + kv_heads)
+        dense = 3 * hidden * int(config["intermediate_size"])
+        experts = int(config.get("num_experts_per_tok") or 0)
+        if not experts:
+            return layers * (attention + dense)
+        of_expert = int(config.get("moe_intermediate_size") or config["intermediate_size"])
+        active = experts + int(config.get("n_shared_experts") or 0)
+        first = int(config.get("first_k_dense_replace") or 0)
+        return layers * attention + first * dense + (layers - first) * active * 3 * hidden * of_expert
+    except (KeyError, TypeError, ValueError):
+        return 0

@@ -1,0 +1,211 @@
+"""A plan: from requests, a model and what hardware and prices there are, to figures. The page is made in page.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hicache_ext.plan.fleet import COMPUTED, NEAR, POOL, WRITTEN_NEAR, WRITTEN_POOL, Fleet, Outcome, simulate
+from hicache_ext.plan.model import ModelSize
+from hicache_ext.plan.prefill import PrefillRate
+from hicache_ext.plan.traces import Trace
+
+CURVE_POINTS = 12
+_HOUR, _DAY, _YEAR = 3600.0, 86400.0, 365.25 * 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Bytes, bytes per second, drive writes per day, and prices in whatever currency the user has in mind. 0: not
+    given."""
+
+    nodes: int = 1
+    disk: int = 0
+    """Of each node."""
+    pool: int = 0
+    """Of all nodes together."""
+    dwpd: float = 0.0
+    warranty_years: float = 5.0
+    """For which ``dwpd`` is promised."""
+    disk_speed: float = 0.0
+    """Reading, of one node."""
+    pool_speed: float = 0.0
+    """Reading, by one node."""
+    busy_hours: float = 24.0
+    """Of a day, as in the trace."""
+    price_node_hour: float = 0.0
+    """Of the GPUs of one node."""
+    price_disk_tb: float = 0.0
+    price_pool_tb: float = 0.0
+    years: float = 3.0
+    """After which disks and pool are written off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a plan is made for."""
+
+    trace: Trace
+    model: ModelSize
+    page_size: int
+    tp: int
+    hardware: Hardware
+    rate: PrefillRate | None
+    fleet: Fleet
+
+
+def plan_of(asked: Asked) -> dict[str, Any]:
+    """All figures, as ``--json`` prints them: bytes, seconds, shares from 0 to 1."""
+    trace, model, hardware = asked.trace, asked.model, asked.hardware
+    block_bytes = model.token_bytes * trace.block_tokens
+    outcome = simulate(trace, asked.fleet)
+    seconds = max(trace.seconds, 1.0)
+    per_hour = _HOUR / seconds
+    tokens = {name: int(outcome.totals[column]) * trace.block_tokens for name, column in _SOURCES.items()}
+    document: dict[str, Any] = {
+        "trace": {
+            "name": trace.name,
+            "requests": len(trace),
+            "seconds": trace.seconds,
+            "blocks": int(trace.offsets[-1]),
+            "distinct_blocks": trace.distinct,
+            "block_tokens": trace.block_tokens,
+            "prompt_tokens": int(trace.prompt.sum()),
+            "remarks": list(trace.remarks),
+        },
+        "model": {
+            "name": model.name,
+            "kind": model.kind,
+            "token_bytes": model.token_bytes,
+            "rank_token_bytes": model.rank_token_bytes,
+            "writing_ranks": model.writing_ranks,
+            "page_size": asked.page_size,
+            "page_bytes": model.page_bytes(asked.page_size),
+            "remarks": list(model.remarks),
+        },
+        "fleet": {
+            "nodes": hardware.nodes,
+            "disk_bytes": hardware.disk,
+            "pool_bytes": hardware.pool,
+            "router": asked.fleet.router,
+            "tokens": tokens,
+            "disk_share": outcome.share(NEAR),
+            "pool_share": outcome.share(POOL),
+            "hit_share": outcome.hit_share,
+            "infinite_share": _infinite(trace),
+        },
+        "curve": curve(trace, block_bytes),
+        "writes": _writes(outcome, hardware, block_bytes, seconds),
+        "pool_network": _network(outcome, trace, hardware, block_bytes),
+    }
+    document["prefill"] = _prefill(asked, tokens, per_hour)
+    document["money"] = _money(hardware, document["prefill"])
+    return document
+
+
+_SOURCES = {"disk": NEAR, "pool": POOL, "computed": COMPUTED}
+
+
+def curve(trace: Trace, block_bytes: int) -> list[dict[str, Any]]:
+    """Share of hits of one cache by its capacity: from a thousandth of what the trace ever writes to all of it."""
+    capacities = np.unique(
+        np.geomspace(max(1, trace.distinct / 1000), max(1, trace.distinct), CURVE_POINTS).astype(int)
+    )
+    return [
+        {
+            "bytes": int(capacity) * block_bytes,
+            "blocks": int(capacity),
+            "hit_share": simulate(trace, Fleet(near=int(capacity))).hit_share,
+        }
+        for capacity in capacities
+    ]
+
+
+def _infinite(trace: Trace) -> float:
+    return simulate(trace, Fleet(near=None)).hit_share
+
+
+def _writes(outcome: Outcome, hardware: Hardware, block_bytes: int, seconds: float) -> dict[str, Any]:
+    """By the node that writes most: its disk wears out first."""
+    of_day = hardware.busy_hours * _HOUR / seconds * block_bytes
+    worst = float(outcome.written_by_node.max()) * of_day if hardware.disk else 0.0
+    mean = float(outcome.totals[WRITTEN_NEAR]) * of_day / hardware.nodes
+    allowed = hardware.dwpd * hardware.disk
+    life = allowed * hardware.warranty_years / worst if worst and allowed else None
+    return {
+        "disk_bytes_per_day": mean,
+        "disk_bytes_per_day_worst_node": worst,
+        "disk_writes_per_day": worst / hardware.disk if hardware.disk else 0.0,
+        "allowed_bytes_per_day": allowed,
+        "years_until_worn_out": life,
+        "pool_bytes_per_day": float(outcome.totals[WRITTEN_POOL]) * of_day,
+    }
+
+
+def _network(outcome: Outcome, trace: Trace, hardware: Hardware, block_bytes: int) -> dict[str, float]:
+    """Bytes per second of all nodes together; the peak is that of the busiest minute."""
+    minutes = (trace.times // 60).astype(np.int64)
+    seconds = max(trace.seconds, 1.0)
+    figures = {}
+    for name, column in (("read", POOL), ("written", WRITTEN_POOL)):
+        blocks = outcome.per_request[:, column]
+        peak = np.bincount(minutes, weights=blocks).max() if len(blocks) else 0.0
+        figures[f"{name}_bytes_per_second"] = float(blocks.sum()) * block_bytes / seconds
+        figures[f"{name}_bytes_per_second_peak_minute"] = float(peak) * block_bytes / min(60.0, seconds)
+    return figures
+
+
+def _prefill(asked: Asked, tokens: dict[str, int], per_hour: float) -> dict[str, Any] | None:
+    """Seconds of prefill that hits save in an hour, less the time to read them where that is known."""
+    if asked.rate is None:
+        return None
+    rate, size, hardware = asked.rate.tokens_per_second, asked.model.token_bytes, asked.hardware
+    saved = (tokens["disk"] + tokens["pool"]) / rate * per_hour
+    reading = 0.0
+    for name, speed in (("disk", hardware.disk_speed), ("pool", hardware.pool_speed)):
+        reading += tokens[name] * size / speed * per_hour if speed else 0.0
+    return {
+        "tokens_per_second": rate,
+        "source": asked.rate.source,
+        "computed_seconds_per_hour": tokens["computed"] / rate * per_hour,
+        "saved_seconds_per_hour": saved,
+        "reading_seconds_per_hour": reading,
+        "break_even_bytes_per_second": rate * size,
+    }
+
+
+def _money(hardware: Hardware, prefill: dict[str, Any] | None) -> dict[str, Any] | None:
+    """By the year."""
+    terabyte = 1e12
+    disks = hardware.nodes * hardware.disk / terabyte * hardware.price_disk_tb / hardware.years
+    pool = hardware.pool / terabyte * hardware.price_pool_tb / hardware.years
+    if not (disks or pool or hardware.price_node_hour):
+        return None
+    saved = 0.0
+    if prefill is not None:
+        hours = (prefill["saved_seconds_per_hour"] - prefill["reading_seconds_per_hour"]) / _HOUR
+        saved = max(0.0, hours) * hardware.busy_hours * 365.25 * hardware.price_node_hour
+    net = saved - disks - pool
+    return {"disks_per_year": disks, "pool_per_year": pool, "saved_per_year": saved, "net_per_year": net}
+
+
+def pictures(path: str, document: dict[str, Any]) -> None:
+    """The curve and where blocks came from as PNG. Raises OSError."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    points: Sequence[dict[str, Any]] = document["curve"]
+    left.plot([point["bytes"] / 1e12 for point in points], [point["hit_share"] for point in points], marker="o")
+    fleet = document["fleet"]
+    if fleet["disk_bytes"]:
+        left.axvline(fleet["disk_bytes"] / 1e12, linestyle="--", color="gray", label="disk of one node")
+        left.legend()
+    left.set(xscale="log", xlabel="capacity of one cache (TB)", ylabel="share of prompt blocks found", ylim=(0, None))
+    names = ["disk", "pool", "computed"]
+    right.bar(names, [fleet["tokens"][name] / 1e6 for name in names], color=["teal", "orange", "lightgray"])
+    right.set(ylabel="million tokens of the trace", title=f"{fleet['nodes']} nodes, router by {fleet['router']}")
+    figure.savefig(path)

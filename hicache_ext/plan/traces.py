@@ -1,0 +1,182 @@
+"""Requests as a plan needs them: when each came, and the chain of blocks of its prompt.
+
+From recordings of a server, and from traces that others publish. See docs/recordings.md."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ext.errors import RecordingError
+from hicache_ext.page.recording import MAGIC, SUFFIX, read_file
+
+MOONCAKE_BLOCK = 512
+"""Tokens of a block of Mooncake's traces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in the order in which they came. A block is a number; equal numbers are equal prefixes."""
+
+    name: str
+    times: npt.NDArray[np.float64]
+    """Seconds since the first request."""
+    offsets: npt.NDArray[np.int64]
+    """Request ``i`` has ``blocks[offsets[i]:offsets[i + 1]]``."""
+    blocks: npt.NDArray[np.int32]
+    prompt: npt.NDArray[np.int64]
+    """Tokens of each prompt."""
+    output: npt.NDArray[np.int64]
+    """Tokens of each answer; 0 where nobody knows."""
+    block_tokens: int
+    found: dict[str, int]
+    """Of a recording: blocks of leading runs that each tier had then."""
+    remarks: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+    @property
+    def distinct(self) -> int:
+        return int(self.blocks.max()) + 1 if len(self.blocks) else 0
+
+    @property
+    def seconds(self) -> float:
+        """From the first request to the last."""
+        return float(self.times[-1]) if len(self.times) else 0.0
+
+    def requests(self) -> list[list[int]]:
+        ends = self.offsets.tolist()
+        blocks = self.blocks.tolist()
+        return [blocks[a:b] for a, b in itertools.pairwise(ends)]
+
+    def first(self, requests: int) -> Trace:
+        """The first so many requests."""
+        count = min(requests, len(self))
+        return replace(
+            self,
+            times=self.times[:count],
+            offsets=self.offsets[: count + 1],
+            blocks=self.blocks[: self.offsets[count]],
+            prompt=self.prompt[:count],
+            output=self.output[:count],
+        )
+
+
+def made_of(
+    name: str,
+    chains: Sequence[Sequence[int]],
+    times: Sequence[float],
+    block_tokens: int,
+    *,
+    prompt: Sequence[int] | None = None,
+    output: Sequence[int] | None = None,
+    found: dict[str, int] | None = None,
+    remarks: Iterable[str] = (),
+) -> Trace:
+    """A trace of these chains, whose blocks may be any whole numbers. Requests are put in the order of their times."""
+    order = np.argsort(np.asarray(times, np.float64), kind="stable")
+    moments = np.asarray(times, np.float64)[order]
+    lengths = np.array([len(chains[i]) for i in order], np.int64)
+    flat = np.fromiter((block for i in order for block in chains[i]), np.uint64, int(lengths.sum()))
+    dense = np.unique(flat, return_inverse=True)[1].astype(np.int32) if len(flat) else np.zeros(0, np.int32)
+    tokens = lengths * block_tokens if prompt is None else np.asarray(prompt, np.int64)[order]
+    answers = np.zeros(len(order), np.int64) if output is None else np.asarray(output, np.int64)[order]
+    return Trace(
+        name,
+        moments - (moments[0] if len(moments) else 0.0),
+        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        dense,
+        tokens,
+        answers,
+        block_tokens,
+        found or {},
+        tuple(remarks),
+    )
+
+
+def read_trace(path: Path, block_tokens: int | None = None) -> Trace:
+    """A directory of recordings, one recording, or JSON lines as Mooncake publishes them. Raises RecordingError,
+    OSError.
+
+    ``block_tokens``: of a block of JSON lines, where it is not 512.
+    """
+    if path.is_dir():
+        files = sorted(path.glob(f"*{SUFFIX}"))
+        if not files:
+            raise RecordingError(path, f"has no recording (*{SUFFIX}) in it")
+        return _of_recordings(path.name, files)
+    with path.open("rb") as file:
+        beginning = file.read(len(MAGIC))
+    if beginning[:-1] == MAGIC[:-1]:
+        return _of_recordings(path.name, [path])
+    return _of_json_lines(path, block_tokens or MOONCAKE_BLOCK)
+
+
+def _of_recordings(name: str, files: Sequence[Path]) -> Trace:
+    chains: list[Sequence[int]] = []
+    times: list[float] = []
+    prompts: list[int] = []
+    found: dict[str, int] = {}
+    salts, sizes, torn = set(), set(), 0
+    for path in files:
+        read = read_file(path)
+        torn += not read.whole
+        if read.entries:
+            salts.add(read.header.get("salt"))
+            sizes.add(int(read.header.get("page_size") or 0))
+        for entry in read.entries:
+            chains.append(entry.chain.tolist())
+            times.append(entry.moment)
+            prompts.append(-1 if entry.prompt is None else entry.prompt)
+            for tier, pages in zip(read.header["tiers"], entry.found, strict=True):
+                found[tier] = found.get(tier, 0) + pages
+    if not chains:
+        raise RecordingError(name, "holds no request")
+    if len(sizes) > 1:
+        raise RecordingError(name, f"has pages of {', '.join(map(str, sorted(sizes)))} tokens: take them one by one")
+    size = sizes.pop() or 1
+    remarks = []
+    if torn:
+        remarks.append(f"{torn} of {len(files)} files end amid a block: what was being written when a process died")
+    if len(salts) > 1:
+        remarks.append(f"files have {len(salts)} different salts: pages of one never equal those of another")
+    tokens = [len(chain) * size if prompt < 0 else prompt for chain, prompt in zip(chains, prompts, strict=True)]
+    return made_of(name, chains, times, size, prompt=tokens, found=found, remarks=remarks)
+
+
+def _of_json_lines(path: Path, block_tokens: int) -> Trace:
+    chains: list[list[int]] = []
+    times: list[float] = []
+    prompts: list[int] = []
+    outputs: list[int] = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                request = json.loads(line)
+                chain = [_whole(block) for block in request["hash_ids"]]
+                times.append(float(request["timestamp"]) / 1000)
+                prompts.append(_whole(request.get("input_length", len(chain) * block_tokens)))
+                outputs.append(_whole(request.get("output_length", 0)))
+                chains.append(chain)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                wanted = "a JSON object with timestamp (ms), input_length, output_length and hash_ids"
+                raise RecordingError(path, f"is no trace: line {number} is not {wanted}") from None
+    if not chains:
+        raise RecordingError(path, "holds no request")
+    return made_of(path.name, chains, times, block_tokens, prompt=prompts, output=outputs)
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 64:
+        raise ValueError(value)
+    return value

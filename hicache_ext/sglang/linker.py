@@ -1,0 +1,272 @@
+"""HiCacheExtLinker: what SGLang loads as its external linker (``--unified-cache-external-linker-backend dynamic``).
+
+SGLang's second door to the same tiers: pages move between the device and storage, without a host cache. What is stored
+is what HiCache stores in the layout page_first, so that servers of both kinds share a pool. Behind the door is the
+backend of the first one (backend.py): identity, weights, tiers, configuration file, metrics.
+
+SGLang calls everything on its scheduler's thread. ``lookup`` answers within the budget of look-ups, ``offload`` at
+once. ``load`` waits until the pages of a request were read and verified, ``load_timeout`` at most: SGLang's forward
+would wait for them on the same thread, and could not compute what is missing any more. docs/decisions/linker.md has
+the reasons.
+
+No call but the constructor raises. Trouble is a miss, or pages that were not stored.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hicache_ext.config import load_config
+from hicache_ext.errors import UnsupportedError
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.sglang.backend import HiCacheExtBackend
+from hicache_ext.sglang.features import LINKER
+from hicache_ext.sglang.launch_facts import configuration_given_as
+from hicache_ext.sglang.linking.launch import launched_with
+from hicache_ext.sglang.linking.loads import Loads
+from hicache_ext.sglang.linking.look_ups import LookUps
+from hicache_ext.sglang.linking.moves import Pages, pages_of
+from hicache_ext.sglang.linking.offloads import Offloads
+from hicache_ext.sglang.linking.ranks import agreed
+from hicache_ext.sglang.linking.staging import Staging
+from hicache_ext.sglang.never_raise import answering, guarded_calls
+from hicache_ext.sglang.releases import end_registration, installed_release, refuse_release_without_linker
+from hicache_ext.sglang.self_check import check_installed, lacking
+from hicache_ext.sglang.served_pools import KV, BoundPool
+
+refuse_release_without_linker()
+from sglang.srt.mem_cache.hicache_storage import PoolTransfer  # noqa: E402
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (  # noqa: E402
+    LayerWiseLoadCounter,
+    UnifiedCacheLinker,
+)
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_WAIT = 10.0
+"""Seconds for threads to end at the close; SGLang waits as long for its own."""
+
+
+class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is untyped here
+    """See the module docstring. Threads: the scheduler's."""
+
+    def __init__(
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: Any,
+        extra_config: dict[str, Any] | None = None,
+        forward_stream: Any = None,
+    ) -> None:
+        """Raises ConfigError, StoreSetupError or UnsupportedError with one sentence: SGLang then does not start."""
+        _refuse_unusable_release()
+        self.forward_stream = forward_stream
+        document, file = launched_with(extra_config)
+        config = load_config(document)
+        settings = config.linker
+        self._drain = config.background.drain
+        self._params = params
+        self._staging = Staging(params, set(components), settings.staging)
+        self._closed = False
+        try:
+            ranks = _storage_config(self._staging, document)
+            with configuration_given_as(None if file is None else f"@{file}"):
+                self._backend = HiCacheExtBackend(ranks, {})
+        except BaseException:
+            self._staging.destroy()
+            raise
+        try:
+            self._register_pools()
+            self._writer = bool(ranks.is_storage_writer)
+            self.pools = {entry.name: entry.host_pool for entry in self._staging.group.entries}
+            self.layer_done_counter = LayerWiseLoadCounter(self._staging.layers)
+            if self._staging.states_beside_the_pools:
+                params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
+            self._metrics = _LinkerMetrics(self._set_levels)
+            self._look_ups = LookUps(self._staging, self._restorable)
+            self._loads = Loads(
+                self._staging, self._backend, self.layer_done_counter, self._metrics, settings.load_timeout
+            )
+            self._offloads = Offloads(self._staging, self._backend, self._metrics, self._bytes_of)
+            self._backend.export_also(self._metrics)
+            self._backend.declare_failures(guarded_calls(type(self)))
+        except BaseException:
+            self._backend.close()
+            self._staging.destroy()
+            raise
+        logger.info(
+            "hicache_ext: external linker of SGLang %s, pools %s, %d layers, %d MiB of staging memory",
+            installed_release(),
+            ", ".join(self._staging.host_pools),
+            self._staging.layers,
+            settings.staging >> 20,
+        )
+
+    # -- look-ups --------------------------------------------------------------------------------------------------
+
+    @answering(lambda *_, **__: [])
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        if self._closed or self._backend.served_pool(KV) is None:
+            return []
+        return self._look_ups.restorable(rid, transfers)
+
+    def _restorable(self, keys: list[str], beside: list[PoolTransfer]) -> list[int]:
+        return list(self._backend.batch_exists_v2(keys, beside).restorable_prefix_pages or [])
+
+    # -- loads -----------------------------------------------------------------------------------------------------
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        """Whether the pages of a request are in host memory, on every rank, and will be on the device."""
+        pages = self._pages(transfers)
+        if not pages:
+            return False
+        self._look_ups.forget(rid)
+        read = self._read(rid, pages)
+        everywhere = self._agreed(read)
+        if read and not everywhere:
+            self._metrics.add("load", "other_rank")
+            self.cancel_queued_load(rid)
+        return everywhere
+
+    @answering(lambda *_, **__: False)
+    def _read(self, rid: str, pages: list[Pages]) -> bool:
+        return self._loads.read(rid, pages, self.record_offload_ready())
+
+    @answering(lambda *_, **__: False)
+    def _agreed(self, read: bool) -> bool:
+        return agreed(self._params, read)
+
+    @answering(lambda *_, **__: -1)
+    def start_layer_wise_loading(self) -> int:
+        return self._loads.start(self.record_offload_ready())
+
+    @answering(lambda *_, **__: False)
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        return self._loads.finish(counter_index)
+
+    @answering(lambda *_, **__: False)
+    def cancel_queued_load(self, rid: str) -> bool:
+        return self._loads.cancel(rid)
+
+    # -- offloads --------------------------------------------------------------------------------------------------
+
+    @answering(lambda *_, **__: False)
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        pages = self._pages(transfers)
+        # All ranks answer alike, whatever happens to their pages: SGLang counts what is under way on each.
+        if not any(some.source == KV for some in pages):
+            return False
+        if not self._offloads.has_room(pages):
+            self._metrics.add("offload", "full")
+            return False
+        # SGLang may change its own indices while the node that holds them is split.
+        pages = [Pages(some.source, some.keys, some.device_indices.clone(), some.page_size) for some in pages]
+        self._offloads.offload(pages, self._pools_written(pages), self.record_offload_ready())
+        return True
+
+    @answering(lambda *_, **__: 0)
+    def num_completed_offloads(self) -> int:
+        return self._offloads.completed()
+
+    @answering(lambda *_, **__: False)
+    def pop_completed_offload(self) -> bool:
+        return self._offloads.pop()
+
+    # -- administration --------------------------------------------------------------------------------------------
+
+    @answering(lambda *_, **__: None)
+    def reset(self) -> None:
+        """Forget what SGLang waits for. What it handed over is stored, as far as it could leave the device within
+        seconds; from the return on the device is neither read nor written."""
+        self._look_ups.forget()
+        self._loads.reset()
+        self._offloads.reset()
+
+    @answering(lambda *_, **__: None)
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        ended = self._loads.close(_CLOSE_WAIT)
+        ended = self._offloads.close(_CLOSE_WAIT, self._drain) and ended
+        self._backend.close()
+        if ended:
+            # A call that hangs may still write into it.
+            self._staging.destroy()
+
+    def report_failure(self, call: str, error: BaseException) -> None:
+        self._backend.report_failure(call, error)
+
+    def _set_levels(self) -> None:
+        self._metrics.set_level("staging_pages", "load", float(self._staging.pages_in_use("load")))
+        self._metrics.set_level("staging_pages", "offload", float(self._staging.pages_in_use("offload")))
+        self._metrics.set_level("waiting", "", float(self._offloads.waiting()))
+
+    # -- helpers ---------------------------------------------------------------------------------------------------
+
+    def _register_pools(self) -> None:
+        """As SGLang does with its host pools. Raises UnsupportedError for one that cannot be served."""
+        group = self._staging.group
+        self._backend.register_mem_pool_host(group.anchor_entry.host_pool)
+        for entry in group.entries:
+            self._backend.register_mem_host_pool_v2(entry.host_pool, entry.name)
+        end_registration(self._backend)
+        for name, reason in self._backend.unserved_pools.items():
+            raise UnsupportedError(f"pool {name!r} of this model", reason)
+
+    @answering(lambda *_, **__: [])
+    def _pages(self, transfers: list[PoolTransfer]) -> list[Pages]:
+        return pages_of(transfers, self._staging.page_sizes)
+
+    def _pools_written(self, pages: Sequence[Pages]) -> dict[str, BoundPool] | None:
+        """The pools that this rank writes, under the identity of now; None where nothing may be stored now."""
+        pools = {}
+        for some in pages:
+            for name in self._staging.pools_on[some.source]:
+                pool = self._backend.served_pool(name)
+                if pool is None:
+                    return None
+                if self._writer or self._backend.writes_on_every_rank(name):
+                    pools[name] = pool
+        return pools
+
+    def _bytes_of(self, pages: Pages) -> int:
+        pools = [self._staging.host_pools[name] for name in self._staging.pools_on[pages.source]]
+        return sum(int(pool.size_per_token) for pool in pools) * pages.page_size * len(pages.keys)
+
+
+class _LinkerMetrics(TierMetrics):
+    """What the linker counts, and how full it is at the moment of asking."""
+
+    def __init__(self, set_levels: Callable[[], None]) -> None:
+        super().__init__("linker", prefix="linker_")
+        self._set_levels = set_levels
+        self.declare(
+            {
+                "load": ("read", "missing", "late", "refused", "error", "copy_failed", "other_rank"),
+                "offload": ("stored", "failed", "full"),
+                "offload_failed": ("copy", "store"),
+            },
+            ("load", "offload"),
+        )
+
+    def levels(self) -> dict[tuple[str, str], float]:
+        self._set_levels()
+        return super().levels()
+
+
+def _refuse_unusable_release() -> None:
+    """Raises UnsupportedError for a release that lacks something that the linker needs."""
+    if (words := lacking(check_installed(), LINKER)) is not None:
+        remedy = "use --enable-hierarchical-cache; hicache-ext doctor shows all that is missing"
+        raise UnsupportedError(f"SGLang {installed_release()}", f"it lacks {words}, which the linker needs", remedy)
+
+
+def _storage_config(staging: Staging, document: dict[str, Any]) -> Any:
+    """What SGLang would give a storage backend: model, ranks, and the configuration."""
+    from sglang.srt.runtime_context import get_serving
+
+    return staging.controller._generate_storage_config(get_serving().served_model_name, dict(document))

@@ -1,0 +1,269 @@
+"""The host memory through which pages pass between the device and the tiers.
+
+It is SGLang's own: the host pools that HiCache would make for this model, in the layout page_first, a small fraction of
+the size. So what is stored is byte for byte what HiCache stores, under the same identity, and pages move between them
+and the device as HiCache moves them, through the copy engines or SGLang's own path.
+
+Each direction has half of it, so that a slow store that nobody reads from holds up no load.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+
+from hicache_ext.errors import HicacheExtError, UnsupportedError
+from hicache_ext.sglang.lifecycle import name_of
+from hicache_ext.sglang.linking.moves import PORTION_PAGES, Pages
+
+logger = logging.getLogger(__name__)
+
+Side = Literal["load", "offload"]
+
+_LEAST_PAGES = 4
+"""Pages of each pool, two for each direction."""
+
+
+@dataclass(slots=True, eq=False)
+class Portion:
+    """Pages of one component in staging memory. ``release`` gives the memory back; again is free."""
+
+    pages: Pages
+    side: Side
+    staging: Staging
+    host_indices: torch.Tensor
+    _held: bool = field(default=True)
+
+    def release(self) -> None:
+        self.staging.give_back(self)
+
+    def indices_of(self, begin: int, end: int) -> torch.Tensor:
+        return self.host_indices[begin * self.pages.page_size : end * self.pages.page_size]
+
+
+class Staging:
+    """See the module docstring. Threads: any; copies go one after the other."""
+
+    def __init__(self, params: Any, components: set[Any], size: int) -> None:
+        """``size`` in bytes, of all pools together. Raises UnsupportedError for a model that HiCache does not serve
+        either, or where ``size`` is too small for it."""
+        kvcache = params.token_to_kv_pool_allocator.get_kvcache()
+        built = _build(params, components, kvcache, size)
+        self.group = built.host_pool_group
+        self.controller = built.cache_controller
+        self.states_beside_the_pools = bool(built.register_req_to_token_counter)
+        """Whether the pool of requests has layers to wait for, too (Mamba)."""
+        self.layers: int = self.controller.transfer_layer_id_max
+        self.host_pools = {name_of(name): entry.host_pool for name, entry in self.group.entry_map.items()}
+        beside = {name_of(spec.pool_name): name_of(spec.indices_from_pool) for spec in built.sidecars}
+        self.policies = {name_of(spec.pool_name): spec.hit_policy for spec in built.sidecars}
+        self.pools_on = {
+            source: [*[name for name, of in beside.items() if of == source and name in self.host_pools], source]
+            for source in self.host_pools
+            if source not in beside
+        }
+        """Component -> the pools that lie on its pages; its own comes last."""
+        self.page_sizes = {source: int(self.host_pools[source].page_size) for source in self.pools_on}
+        self._changed = threading.Condition()
+        self._copying = threading.Lock()
+        self._limits: dict[str, int] = {}
+        self._used: dict[tuple[Side, str], int] = {}
+        for source, page_size in self.page_sizes.items():
+            pages = int(self.host_pools[source].available_size()) // page_size
+            if pages < _LEAST_PAGES:
+                least = f"pool {source!r} gets {pages} pages of it, and needs {_LEAST_PAGES}"
+                raise UnsupportedError("this staging memory", least, "set hicache_ext.linker.staging to more")
+            self._limits[source] = pages // 2
+            self._used["load", source] = self._used["offload", source] = 0
+        self._module = torch.get_device_module(self.controller.device)
+        self._device = self._module.current_device()
+        self._stream = self._module.Stream()
+        self._on_cpu = torch.device(self.controller.device).type == "cpu"
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def portion_pages(self, source: str) -> int:
+        """Pages that pass at once; two portions fit into each direction's half."""
+        return max(1, min(PORTION_PAGES, self._limits[source] // 2))
+
+    def most_pages(self, source: str) -> int:
+        """Of each direction."""
+        return self._limits[source]
+
+    def take(self, side: Side, pages: Pages, seconds: float = 0.0) -> Portion | None:
+        """Memory for these pages, waiting for it; None where none becomes free."""
+        count = len(pages.keys)
+        with self._changed:
+            place = (side, pages.source)
+            if not self._changed.wait_for(lambda: self._used[place] + count <= self._limits[pages.source], seconds):
+                return None
+            indices = self.group.alloc(count * pages.page_size, pool=self.pool_name(pages.source))
+            if indices is None:
+                return None
+            self._used[place] += count
+        return Portion(pages, side, self, indices)
+
+    def give_back(self, portion: Portion) -> None:
+        with self._changed:
+            if not portion._held:
+                return
+            portion._held = False
+            self.group.free(portion.host_indices, pool=self.pool_name(portion.pages.source))
+            self._used[portion.side, portion.pages.source] -= len(portion.pages.keys)
+            self._changed.notify_all()
+
+    def pages_in_use(self, side: Side) -> int:
+        with self._changed:
+            return sum(used for (of, _), used in self._used.items() if of == side)
+
+    def destroy(self) -> None:
+        """Give the memory back to the system; nothing may use it any more."""
+        self.group.destroy()
+
+    def enter_thread(self) -> None:
+        """To be called by a thread before it waits for events or copies: its device is the first one otherwise."""
+        self._module.set_device(self._device)
+
+    # -- copies ----------------------------------------------------------------------------------------------------
+
+    def gather(self, portion: Portion) -> None:
+        """Copy from the device; returns when it is done. Raises what SGLang raises."""
+        with self._submitting():
+            operation = self._operation([portion])
+            moved = self.controller._move_write_operation(operation)
+            completion = self.controller.l2_transfer_engine.submit_device_to_host(self.controller._l2_transfers(*moved))
+        completion.finish_event.synchronize()
+
+    def scatter(self, portions: Sequence[Portion], layer_done: Callable[[int], None] | None = None) -> None:
+        """Copy to the device, layer by layer; ``layer_done`` is told of each in turn, once it is there.
+
+        Returns when all of it is done; also when it raises, nothing is written any more.
+        """
+        events: list[Any] = []
+
+        def submitted(layer: int) -> None:
+            if self._on_cpu:
+                if layer_done is not None:
+                    layer_done(layer)
+                return
+            event = self._module.Event()
+            event.record()
+            events.append(event)
+
+        with self._submitting():
+            moved = self.controller.move_hybrid_indices(self._operation(portions))
+            completion = self.controller.l2_transfer_engine.submit_host_to_device(
+                self.controller._l2_load_transfers(*moved),
+                transfer_layer_id_max=self.layers,
+                on_layer_done=submitted,
+            )
+        try:
+            for layer, event in enumerate(events):
+                event.synchronize()
+                if layer_done is not None:
+                    layer_done(layer)
+        finally:
+            completion.finish_event.synchronize()
+
+    @contextmanager
+    def _submitting(self) -> Iterator[None]:
+        # SGLang's engine, and ours under it, are made for one thread.
+        with self._copying, self._module.stream(self._stream):
+            yield
+
+    def _operation(self, portions: Sequence[Portion]) -> Any:
+        """What SGLang's controller moves: the pages of the anchor, and beside it those of the other pools."""
+        from sglang.srt.managers.cache_controller import CacheOperation
+        from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+
+        host: dict[str, list[torch.Tensor]] = {}
+        device: dict[str, list[torch.Tensor]] = {}
+        for portion in portions:
+            for name in self.pools_on[portion.pages.source]:
+                host.setdefault(name, []).append(portion.host_indices)
+                device.setdefault(name, []).append(portion.pages.device_indices)
+        nothing = torch.empty(0, dtype=torch.int64)
+        anchor = name_of(self.group.anchor_entry.name)
+        on_device = nothing.to(self.controller.device)
+        return CacheOperation(
+            torch.cat(host.get(anchor, [nothing])),
+            torch.cat(device.get(anchor, [on_device])),
+            -1,
+            pool_transfers=[
+                PoolTransfer(self.pool_name(name), torch.cat(host[name]), torch.cat(device[name]))
+                for name in host
+                if name != anchor
+            ],
+        )
+
+    def pool_name(self, name: str) -> Any:
+        from sglang.srt.mem_cache.hicache_storage import PoolName
+
+        return PoolName(name)
+
+
+def _build(params: Any, components: set[Any], kvcache: Any, size: int) -> Any:
+    """SGLang's host pools for this model and what moves them, as HiCache has them, ``size`` bytes together."""
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _select_strategy
+    from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
+    from sglang.srt.runtime_context import get_memory, get_parallel, get_serving
+
+    if params.pp_size > 1:
+        raise UnsupportedError("--pp-size", "the stages of a pipeline do not agree on what a linker loads", "use --tp")
+    if get_parallel().attn_dcp_size > 1:
+        raise UnsupportedError("--dcp-size", "a page is spread over ranks", "use --enable-hierarchical-cache")
+    if params.sidecar_draft_device_pools:
+        # SGLang adds these to its host pools in another place.
+        reason = "it has pools of its own beside the target's"
+        raise UnsupportedError("this draft model", reason, "use --enable-hierarchical-cache")
+    settings = {
+        "hicache_mem_layout": "page_first",
+        "hicache_io_backend": "kernel",
+        "hicache_host_memory_mode": "cache",
+        "hicache_size": size / 1e9,
+        "hicache_ratio": 1.0,
+        "hicache_write_policy": "write_through",
+    }
+    cache = SimpleNamespace(components=dict.fromkeys(components), page_size=params.page_size)
+    try:
+        # Twice: SGLang rounds each pool up by a page, and makes some as large as others.
+        with get_memory().override(**settings), host_memory_budget_scope(2 * size + (1 << 30)), _quiet():
+            return _select_strategy(kvcache, set(components)).build(
+                cache=cache,
+                kvcache=kvcache,
+                params=params,
+                server_args=None,
+                load_cache_event=threading.Event(),
+                model_name=get_serving().served_model_name,
+            )
+    except HicacheExtError:
+        raise
+    except Exception as error:
+        kind = type(kvcache).__name__
+        raise UnsupportedError(f"the KV pool {kind}", f"SGLang makes no host pools for it ({error})") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without SGLang's warning that host pools are smaller than those of the device: these are meant to be."""
+    sentence = "smaller than the device pool"
+    names = ("base", "mamba", "unified")
+    loggers = [logging.getLogger(f"sglang.srt.mem_cache.pool_host.{name}") for name in names]
+
+    def other(record: logging.LogRecord) -> bool:
+        return sentence not in str(record.msg)
+
+    for one in loggers:
+        one.addFilter(other)
+    try:
+        yield
+    finally:
+        for one in loggers:
+            one.removeFilter(other)

@@ -1,0 +1,501 @@
+"""A tier whose pages are encoded or sealed: a wrapper around any store.
+
+The store below keeps opaque pages of another length under other keys (page/transforms), and needs to know nothing of
+it: it checks them, evicts them, packs them and lists them as any others. Here keys are translated, and pages go through
+memory of their own. Without a codec and a seal there is no wrapper, and nothing costs anything.
+
+A page that arrives whole and does not fit its seal is CORRUPT: somebody made it who has not the key. It is absent for
+this process from then on, and replaced by the next write, once it was read again and is still bad.
+Reasons: docs/decisions/seals.md.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hicache_ext.errors import ClearLaterError, StoreClosedError
+from hicache_ext.page.transforms import body
+from hicache_ext.page.transforms.codec import Codec
+from hicache_ext.page.transforms.forms import Form, Forms, Transforms, stored_as
+from hicache_ext.page.transforms.header import SALT_LENGTH
+from hicache_ext.page.transforms.sealing import Seal
+from hicache_ext.runtime.log_limit import LimitedLog
+from hicache_ext.runtime.threads import ThreadPool
+from hicache_ext.storage.contract.abilities import IdentityKeeper, ability, clear_or_raise
+from hicache_ext.storage.contract.base import error_reason, leading, one_for_each
+from hicache_ext.storage.contract.store import (
+    GetResult,
+    PageBatch,
+    PageKeys,
+    PageStore,
+    SetResult,
+    StoreInfo,
+)
+from hicache_ext.storage.contract.transforming.bad_seals import BadSeals
+from hicache_ext.storage.contract.transforming.known_forms import KnownForms, by_identity, stored_keys
+from hicache_ext.storage.contract.transforming.page_memory import PageMemory
+from hicache_ext.storage.contract.wrapper import DelegatingStore
+
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result", GetResult, SetResult)
+
+NEAR_PORTION = (4 << 20) + (64 << 10)
+"""Bytes of stored pages that a thread takes at a time to or from a medium of this machine: they stay in the processor's
+cache until they are copied. A little more than 4 MiB: so much of pages, with what stands around them."""
+DISK_PORTION = 4 * NEAR_PORTION
+"""The same past the page cache: a disk is fast when it is asked for much at once."""
+FAR_PORTION = 64 << 20
+"""Of other media: as many as their connections can be busy with."""
+_MOST_REMEMBERED = 1 << 16
+_LEADING_AT_ONCE = 256
+_UNSEALED_AGAIN = 60.0
+"""Seconds between two looks for unsealed pages of an identity that had none."""
+
+
+def _those(batch: PageBatch, positions: Sequence[int]) -> PageBatch:
+    return batch if len(positions) == len(batch) else batch.select(positions)
+
+
+class TransformedStore(DelegatingStore):
+    """``inner`` with every page encoded, sealed or both. Threads: any."""
+
+    def __init__(self, inner: PageStore, codec: Codec | None, seal: Seal | None, *, block: int = 1) -> None:
+        """``block``: bytes of which ``inner`` stores whole ones anyway."""
+        super().__init__(inner)
+        info = inner.describe()
+        self._shared = info.shared
+        past_the_cache = "direct" in str(info.details.get("io", ""))
+        self._portion = FAR_PORTION if self._shared else DISK_PORTION if past_the_cache else NEAR_PORTION
+        self._threads = ThreadPool(f"hicache-{inner.name}-transform")
+        # What waits for a disk needs no processor.
+        self._at_once = 4 if past_the_cache else min(4, len(os.sched_getaffinity(0)))
+        self._memory = PageMemory()
+        self._documents: dict[bytes, Mapping[str, Any]] = {}
+        self._known = KnownForms(Transforms(codec, seal, block), self._documents)
+        self._bad = BadSeals(inner, self._memory, shared=self._shared)
+        self._look_for_unsealed_at: dict[bytes, float] = {}
+        self._log = LimitedLog(logger, 60.0)
+
+    @property
+    def seal(self) -> Seal | None:
+        """The one in force."""
+        return self._known.transforms.seal
+
+    def put_seal(self, seal: Seal) -> None:
+        """Other keys, from the next call on; the mode stays."""
+        before = self._known.transforms
+        self._known = KnownForms(Transforms(before.codec, seal, before.block), self._documents)
+        for digest, document in list(self._documents.items()):
+            self._register_forms(self._known, digest, document)
+
+    def forms(self, digest: bytes) -> Sequence[Form]:
+        """The forms in which pages of this identity are looked for."""
+        return self._known.forms(digest).all
+
+    def describe(self) -> StoreInfo:
+        info, transforms = self.inner.describe(), self._known.transforms
+        details = dict(info.details)
+        if transforms.seal is not None:
+            details["seal"] = {"mode": transforms.seal.mode.name.lower(), "keys": [k.id for k in transforms.seal.keys]}
+        if transforms.codec is not None:
+            details["codec"] = transforms.codec.label.decode("ascii", "replace")
+        return StoreInfo(info.name, info.type, info.shared, details)
+
+    # -- identities ------------------------------------------------------------------------------------------------
+
+    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+        self._documents[digest] = document
+        known = self._known
+        known.forget(digest)
+        # As it is: tools look for the identity of a model under its own digest.
+        self.inner.register_identity(digest, document)
+        self._register_forms(known, digest, document)
+
+    def _register_forms(self, known: KnownForms, digest: bytes, document: Mapping[str, Any]) -> None:
+        for form in known.forms(digest).written:
+            if form.plain:
+                continue
+            self.inner.register_identity(form.identity, known.transforms.document(form, digest, document))
+
+    def clear(self, digests: Sequence[bytes] | None) -> int:
+        try:
+            return self.clear_or_raise(digests)
+        except ClearLaterError:
+            return 0
+
+    def clear_or_raise(self, digests: Sequence[bytes] | None) -> int:
+        """``clear``, for who tries again (``Clearer``). All forms go, those of keys that are no longer configured, too,
+        where the tier keeps documents, and pages of the time before it had a seal."""
+        if digests is not None and not digests:
+            return clear_or_raise(self.inner, digests)
+        documents = self._documents_of_inner()
+        wanted = list(dict.fromkeys(digests)) if digests is not None else self._of_several_forms()
+        had_pages = 0
+        for digest in wanted:
+            stored = [form.identity for form in self._known.forms(digest).all]
+            stored += [other for other, document in documents.items() if stored_as(document, digest)]
+            had_pages += clear_or_raise(self.inner, list(dict.fromkeys([*stored, digest]))) > 0
+        return had_pages if digests is not None else had_pages + clear_or_raise(self.inner, None)
+
+    def _of_several_forms(self) -> list[bytes]:
+        """The known identities that ``inner`` takes for several."""
+        return [digest for digest in list(self._documents) if len(self._known.forms(digest).all) > 1]
+
+    def _documents_of_inner(self) -> Mapping[bytes, Mapping[str, Any]]:
+        keeper = ability(self.inner, IdentityKeeper)
+        try:
+            documents = {} if keeper is None else keeper.identities()
+            return {digest: document for digest, document in documents.items() if isinstance(document, dict)}
+        except StoreClosedError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of a medium that is away: what is known is cleared
+            self._log.log(logging.WARNING, "identities", "tier %s: its identities: %r", self.name, error)
+            return {}
+
+    # -- presence --------------------------------------------------------------------------------------------------
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        if not len(keys):
+            return self.inner.contains(keys)
+        known, found = self._known, [False] * len(keys)
+        for positions, some in by_identity(keys):
+            for position, form in zip(positions, self._forms_found(known, some), strict=True):
+                found[position] = form is not None
+        return found
+
+    def _forms_found(self, known: KnownForms, keys: PageKeys) -> list[int | None]:
+        """Of each page, all of one identity, the first form that is there: its place among all."""
+        forms = known.forms(keys.identity).all
+        names = [stored_keys(form, keys) for form in forms]
+        asked = names[0] if len(forms) == 1 else [key for of_form in names for key in of_form]
+        present = one_for_each(self.inner.contains(asked), len(asked))
+        if self._bad.some:
+            present = [there and not self._bad.hides(key) for key, there in zip(asked, present, strict=True)]
+        count = len(keys)
+        found = [
+            next((form for form in range(len(forms)) if present[form * count + page]), None) for page in range(count)
+        ]
+        if len(forms) > 1:
+            known.remember(keys, found)
+        return found
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        if not len(keys):
+            return self.inner.count_leading(keys)
+        known = self._known
+        groups = list(by_identity(keys))
+        if len(groups) == 1 and len(forms := known.forms(groups[0][1].identity).all) == 1 and not self._bad.some:
+            return self.inner.count_leading(stored_keys(forms[0], groups[0][1]))
+        done, portion = 0, _LEADING_AT_ONCE
+        while done < len(keys):
+            present = self.contains(keys[done : done + portion])
+            if not all(present):
+                return done + leading(present)
+            done += len(present)
+            portion *= 4
+        return done
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        if not len(keys):
+            return self.inner.remove(keys)
+        known, removed = self._known, 0
+        for _, some in by_identity(list(dict.fromkeys(keys))):
+            forms = known.forms(some.identity).all
+            if len(forms) == 1:
+                removed += self.inner.remove(stored_keys(forms[0], some))
+                continue
+            removed += sum(form is not None for form in self._forms_found(known, some))
+            self.inner.remove([key for form in forms for key in stored_keys(form, some)])
+        return removed
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        return (
+            self._moved("get", batch, self._get_of_identity, GetResult.ERROR) if len(batch) else self.inner.get(batch)
+        )
+
+    def _get_of_identity(self, known: KnownForms, keys: PageKeys, batch: PageBatch) -> list[GetResult]:
+        forms = known.forms(keys.identity)
+        chosen = self._chosen_forms(known, forms, keys)
+        stored = self._stored_keys(keys, chosen)
+        results: list[GetResult] = [GetResult.ERROR] * len(batch)
+        plain = [page for page, form in enumerate(chosen) if form.plain]
+        for position, answer in zip(plain, self._get_plain(known, _those(batch, plain)), strict=True):
+            results[position] = answer
+        coded = [page for page, form in enumerate(chosen) if not form.plain]
+        portions = self._portions(known, batch, chosen, coded)
+
+        def read(number: int) -> None:
+            positions = portions[number]
+            answers = self._read_portion(known, batch, positions, [stored[i] for i in positions], chosen)
+            for position, answer in zip(positions, answers, strict=True):
+                results[position] = answer
+
+        self._run(len(portions), read)
+        if self._bad.some:
+            self._bad.forget([key for key, result in zip(stored, results, strict=True) if result is GetResult.HIT])
+        if known.transforms.seal is not None and GetResult.MISS in results:
+            self._count_unsealed(keys, results)
+        return results
+
+    def _get_plain(self, known: KnownForms, batch: PageBatch) -> list[GetResult]:
+        """Pages that are stored as they are, straight into their places."""
+        if not len(batch):
+            return []
+        began = time.monotonic()
+        answers = one_for_each(self.inner.get(batch), len(batch))
+        self._note_moved(known, "get", batch, began, answers.count(GetResult.HIT))
+        return answers
+
+    def _read_portion(
+        self,
+        known: KnownForms,
+        batch: PageBatch,
+        positions: Sequence[int],
+        names: Sequence[bytes],
+        forms: Sequence[Form],
+    ) -> list[GetResult]:
+        """Read the pages at these positions, which are stored under ``names``; ``forms``: of all pages."""
+        lengths = [self._length(known, forms[i], batch.sizes[i]) for i in positions]
+        with self._memory.lent(lengths) as rooms:
+            asked = PageBatch(names, [[room] for room in rooms], lengths, [batch.sizes[i] for i in positions])
+            began = time.monotonic()
+            answers = one_for_each(self.inner.get(asked), len(positions))
+            self._note_moved(known, "get", asked, began, answers.count(GetResult.HIT))
+            hits = [page for page, answer in enumerate(answers) if answer is GetResult.HIT]
+
+            def finish(number: int) -> None:
+                page = hits[number]
+                form, segments = forms[positions[page]], batch.buffers[positions[page]]
+                try:
+                    reason = body.read(rooms[page], names[page], form, segments, self._memory.of_thread)
+                except Exception as error:  # noqa: BLE001 - of this page alone
+                    answers[page] = GetResult.ERROR
+                    self.metrics.add("error", error_reason(error))
+                    self._log.log(logging.WARNING, "read", "tier %s: a page: %r", self.name, error, exc_info=error)
+                    return
+                if reason is not None:
+                    answers[page] = GetResult.CORRUPT
+                    self._bad.note(names[page], reason)
+
+            self._each(len(hits), finish)
+        return answers
+
+    def _chosen_forms(self, known: KnownForms, forms: Forms, keys: PageKeys) -> list[Form]:
+        """The form in which each page is asked for: as it was seen last, or else as it is there now."""
+        if len(forms.all) == 1:
+            return [forms.all[0]] * len(keys)
+        places = known.remembered(keys)
+        unknown = [page for page, place in enumerate(places) if place is None]
+        if unknown:
+            found = self._forms_found(known, keys.chosen(np.array(unknown)))
+            for page, place in zip(unknown, found, strict=True):
+                places[page] = place
+        return [forms.all[place or 0] for place in places]
+
+    def _count_unsealed(self, keys: PageKeys, results: Sequence[GetResult]) -> None:
+        """Count the pages that are missing and there without a seal: somebody has turned seals on, or tries what is
+        served. Where an identity has none, it is not asked again for a while."""
+        if time.monotonic() < self._look_for_unsealed_at.get(keys.identity, 0.0):
+            return
+        missing = [page for page, result in enumerate(results) if result is GetResult.MISS]
+        there = sum(self.inner.contains(keys.chosen(np.array(missing))))
+        self.metrics.add("unsealed", "", there)
+        if not there:
+            if len(self._look_for_unsealed_at) >= _MOST_REMEMBERED:
+                self._look_for_unsealed_at.clear()
+            self._look_for_unsealed_at[keys.identity] = time.monotonic() + _UNSEALED_AGAIN
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        return (
+            self._moved("set", batch, self._set_of_identity, SetResult.ERROR) if len(batch) else self.inner.set(batch)
+        )
+
+    def _set_of_identity(self, known: KnownForms, keys: PageKeys, batch: PageBatch) -> list[SetResult]:
+        forms = known.forms(keys.identity)
+        results = [SetResult.ERROR] * len(batch)
+        left = list(range(len(batch)))
+        if len(forms.written) > 1:
+            # To encode a page costs more than to ask whether it is there; and it may be there in another form.
+            found = self._forms_found(known, keys)
+            for page in left:
+                if (place := found[page]) is not None and place < len(forms.written):
+                    results[page] = SetResult.EXISTS
+            left = [page for page in left if results[page] is not SetResult.EXISTS]
+        raw = forms.written[0]
+        plain: list[int] = []
+        if raw.plain and not forms.encodes_now():
+            plain, left = left, []
+        portions = self._portions(known, batch, [raw] * len(batch), left)
+
+        def write(number: int) -> None:
+            positions = portions[number]
+            names = keys.chosen(np.array(positions))
+            for position, answer in zip(
+                positions, self._write_portion(known, forms, batch.select(positions), names), strict=True
+            ):
+                if answer is None:
+                    plain.append(position)
+                else:
+                    results[position] = answer
+
+        self._run(len(portions), write)
+        plain.sort()
+        for position, stored in zip(plain, self._set_plain(known, _those(batch, plain)), strict=True):
+            results[position] = stored
+        return results
+
+    def _set_plain(self, known: KnownForms, batch: PageBatch) -> list[SetResult]:
+        """Pages that are stored as they are, from their places."""
+        if not len(batch):
+            return []
+        began = time.monotonic()
+        answers = one_for_each(self.inner.set(batch), len(batch))
+        self._note_moved(known, "set", batch, began, answers.count(SetResult.STORED))
+        return answers
+
+    def _write_portion(
+        self, known: KnownForms, forms: Forms, batch: PageBatch, keys: PageKeys
+    ) -> Sequence[SetResult | None]:
+        """Write pages of one identity; None of those that are to be stored as they are, without a seal."""
+        coded = self._encoded(forms, batch)
+        if forms.written[0].plain:
+            results: list[SetResult | None] = [None] * len(batch)
+            some = [page for page, piece in enumerate(coded) if piece is not None]
+            written = self._write_transformed(
+                known, forms, _those(batch, some), keys.chosen(np.array(some, np.int64)), [coded[page] for page in some]
+            )
+            for page, answer in zip(some, written, strict=True):
+                results[page] = answer
+            return results
+        return self._write_transformed(known, forms, batch, keys, coded)
+
+    def _write_transformed(
+        self,
+        known: KnownForms,
+        forms: Forms,
+        batch: PageBatch,
+        keys: PageKeys,
+        coded: Sequence[memoryview | None],
+    ) -> list[SetResult]:
+        if not len(batch):
+            return []
+        chosen = [
+            forms.written[0] if piece is None else next(form for form in forms.written[1:] if piece.nbytes <= form.room)
+            for piece in coded
+        ]
+        stored = self._stored_keys(keys, chosen)
+        lengths = [self._length(known, form, size) for form, size in zip(chosen, batch.sizes, strict=True)]
+        salts = os.urandom(SALT_LENGTH * len(batch))
+        with self._memory.lent(lengths) as rooms:
+
+            def finish(page: int) -> None:
+                salt = salts[page * SALT_LENGTH : (page + 1) * SALT_LENGTH]
+                segments, of_thread = batch.buffers[page], self._memory.of_thread
+                body.write(rooms[page], stored[page], chosen[page], segments, coded[page], salt, of_thread)
+
+            self._each(len(batch), finish)
+            given = PageBatch(stored, [[room] for room in rooms], lengths, batch.sizes)
+            kept = self._bad.keep(given, list(zip(chosen, batch.sizes, strict=True)))
+            if kept:
+                given = given.select([page for page in range(len(batch)) if page not in kept])
+            began = time.monotonic()
+            answers = iter(one_for_each(self.inner.set(given), len(given)))
+            results = [SetResult.REJECTED if page in kept else next(answers) for page in range(len(batch))]
+            self._note_moved(known, "set", given, began, results.count(SetResult.STORED))
+        return results
+
+    def _encoded(self, forms: Forms, batch: PageBatch) -> list[memoryview | None]:
+        """Each page encoded, None where it is stored as it is."""
+        codec = forms.written[-1].codec
+        if codec is None or not forms.encodes_now():
+            return [None] * len(batch)
+
+        def encode(page: int) -> memoryview | None:
+            if batch.sizes[page] != forms.payload:
+                return None
+            return body.encoded(codec, batch.buffers[page], self._memory.of_thread)
+
+        return self._each(len(batch), encode)
+
+    # -- helpers ---------------------------------------------------------------------------------------------------
+
+    def _moved(
+        self,
+        call: str,
+        batch: PageBatch,
+        move: Callable[[KnownForms, PageKeys, PageBatch], list[_Result]],
+        error: _Result,
+    ) -> list[_Result]:
+        """The results of the pages of each identity, in order."""
+        results, known = [error] * len(batch), self._known
+        for positions, keys in by_identity(batch.keys):
+            some = batch if len(positions) == len(batch) else batch.select(positions)
+            try:
+                of_identity = move(known, keys, some)
+            except StoreClosedError:
+                raise
+            except Exception as raised:  # noqa: BLE001 - no memory, no thread: the pages are not moved
+                self.metrics.add("error", error_reason(raised), len(positions))
+                self._log.log(logging.WARNING, call, "tier %s: %s: %r", self.name, call, raised, exc_info=raised)
+                continue
+            for position, result in zip(positions, of_identity, strict=True):
+                results[position] = result
+        return results
+
+    @staticmethod
+    def _stored_keys(keys: PageKeys, forms: Sequence[Form]) -> list[bytes]:
+        """The stored key of each page in its form."""
+        different = list(dict.fromkeys(forms))
+        names = {form: stored_keys(form, keys) for form in different}
+        if len(different) == 1:
+            return list(names[different[0]])
+        return [names[form][page] for page, form in enumerate(forms)]
+
+    @staticmethod
+    def _length(known: KnownForms, form: Form, payload: int) -> int:
+        return form.stored_length(payload, known.transforms.block)
+
+    def _portions(
+        self, known: KnownForms, batch: PageBatch, forms: Sequence[Form], positions: Sequence[int]
+    ) -> list[list[int]]:
+        portions: list[list[int]] = []
+        filled = 0
+        for position in positions:
+            length = self._length(known, forms[position], batch.sizes[position])
+            if not portions or filled + length > self._portion:
+                portions.append([])
+                filled = 0
+            portions[-1].append(position)
+            filled += length
+        return portions
+
+    def _run(self, count: int, work: Callable[[int], None]) -> None:
+        """All portions, some at once; what one of them raises is raised when all have ended."""
+        # The context carries the limit of this call.
+        contexts = [contextvars.copy_context() for _ in range(count)]
+        self._threads.run(count, lambda number: contexts[number].run(work, number), self._at_once)
+
+    def _each(self, pages: int, work: Callable[[int], Any]) -> list[Any]:
+        """All pages of a portion. Of a near medium portions are many, and done at once."""
+        return self._threads.run(pages, work, self._at_once if self._shared else 1)
+
+    def _note_moved(self, known: KnownForms, call: str, batch: PageBatch, began: float, moved: int) -> None:
+        if known.transforms.codec is not None and moved:
+            stored = sum(batch.sizes) * moved // len(batch)
+            known.transforms.codec.moved(call, stored, time.monotonic() - began)
+
+    def close(self) -> None:
+        self.inner.close()
+        self._threads.close()

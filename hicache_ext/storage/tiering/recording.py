@@ -1,0 +1,305 @@
+"""Writes what requests asked storage for, and where it was found, where ``record`` is configured (docs/recordings.md).
+
+``recorder`` is None where it is not: one look at a name is all that a call pays then. A request is put into a bounded
+queue and written by a thread; what does not fit, or cannot be written, is dropped and counted. Nothing here raises into
+a call, and no call waits for a disk. The format: page/recording.py.
+
+Several processes may share the directory: each has files of its own, and whoever writes removes the oldest of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import secrets
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hicache_ext.config.record import RecordConfig
+from hicache_ext.errors import ConfigError
+from hicache_ext.page.recording import SALT_BYTES, SUFFIX, Asked, Encoder, block
+from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.log_limit import LimitedLog
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.runtime.threads import call_within
+from hicache_ext.runtime.whole_file import create_whole, read_small
+
+logger = logging.getLogger(__name__)
+
+SALT_FILE = "salt"
+_PAUSE = 1.0
+"""Seconds between two blocks."""
+_MOST_REQUESTS = 4096
+_MOST_PAGES = 1 << 18
+"""What may wait to be written: some 30 MB of page hashes, which SGLang holds anyway for most of that time."""
+_SHARE_OF_A_FILE = 8
+"""A file is closed at this part of ``size``, so that removing the oldest one loses little."""
+_LONGEST_FILE = 16 << 20
+_CLOSE_WAIT = 1.0
+_REPEATS = 4096
+"""Requests that are remembered, because SGLang may ask again for one that waits."""
+
+
+class Recorder:
+    """The recording of one process. Threads: any; files belong to the thread of the loop."""
+
+    def __init__(self, settings: RecordConfig, facts: Callable[[], Mapping[str, Any]]) -> None:
+        """``facts`` about the model and the process, for the header of each file: nothing secret, no names of hosts.
+        Raises ConfigError where the directory cannot be made or is not writable."""
+        self.metrics = TierMetrics("record", prefix="record_")
+        self.metrics.declare({"request": ["written", "repeated", "dropped_queue", "dropped_disk"]})
+        self._settings = settings
+        self._directory = Path(settings.path)
+        self._salt = _salt_in(self._directory)
+        self._facts = facts
+        # Wall time is read once: a clock that is set back must not put later requests before earlier ones.
+        self._wall, self._began = time.time(), time.monotonic()
+        self._queue: deque[tuple[str, Asked]] = deque()
+        self._waiting_pages = 0
+        self._lock = threading.Lock()
+        self._seen: OrderedDict[tuple[str, str, int], None] = OrderedDict()
+        self._name = secrets.token_hex(4)
+        self._files = 0
+        self._file: _File | None = None
+        self._log = LimitedLog(logger, 60.0)
+        self._here = threading.local()
+        self._loop = BackgroundLoop("hicache-record", self._step)
+
+    # -- on SGLang's prefetch threads ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def looking_up(self) -> Iterator[dict[str, int]]:
+        """While this thread asks the tiers for one request: what ``note_found`` told meanwhile, by tier."""
+        found = self._here.found = {}
+        try:
+            yield found
+        finally:
+            self._here.found = None
+
+    def note_found(self, found: Mapping[str, int]) -> None:
+        """Tiers and how many pages of a leading run each had; for whatever request this thread is looking up."""
+        mine: dict[str, int] | None = getattr(self._here, "found", None)
+        if mine is not None:
+            for tier, pages in found.items():
+                mine[tier] = mine.get(tier, 0) + pages
+
+    def ask(
+        self,
+        rid: str,
+        pages: Sequence[str],
+        *,
+        before: str | None,
+        answered: int,
+        found: Mapping[str, int],
+        prompt: int | None = None,
+        matched: int | None = None,
+    ) -> None:
+        """One request asked for ``pages`` (page hashes). ``before``: that of the page before them; ``rid`` is not
+        written. Does not wait."""
+        if not pages:
+            return
+        chain = [*([] if before is None else [before]), *pages]
+        seconds = time.monotonic() - self._began
+        asked = Asked(seconds, chain, len(pages), answered, _of_run(found, answered), prompt, matched)
+        with self._lock:
+            if len(self._queue) >= _MOST_REQUESTS or self._waiting_pages + len(chain) > _MOST_PAGES:
+                fits = False
+            else:
+                fits = True
+                self._queue.append((rid, asked))
+                self._waiting_pages += len(chain)
+        if fits:
+            self._loop.wake(_PAUSE)
+        else:
+            self.metrics.add("request", "dropped_queue")
+
+    def close(self) -> None:
+        """Write what waits, for a moment: a disk may hang."""
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            call_within(_CLOSE_WAIT, "hicache-record-end", self._finish)
+
+    def _finish(self) -> None:
+        self._loop.stop()
+        self._step()
+        self._close_file()
+
+    # -- on the thread of the loop -------------------------------------------------------------------------------------
+
+    def _step(self) -> float:
+        """Write what waits as one block."""
+        with self._lock:
+            waiting, self._waiting_pages = list(self._queue), 0
+            self._queue.clear()
+        fresh = [asked for rid, asked in waiting if self._is_first(rid, asked)]
+        if len(fresh) < len(waiting):
+            self.metrics.add("request", "repeated", len(waiting) - len(fresh))
+        if not fresh:
+            return math.inf
+        try:
+            self._write(fresh)
+        except Exception as error:  # noqa: BLE001 - what is lost is counted, whatever it was
+            self.metrics.add("request", "dropped_disk", len(fresh))
+            reason = getattr(error, "strerror", None) or type(error).__name__
+            self._log.log(logging.WARNING, "disk", "hicache_ext: nothing is recorded at present: %s", reason)
+            self._close_file()
+        else:
+            self.metrics.add("request", "written", len(fresh))
+        return math.inf
+
+    def _is_first(self, rid: str, asked: Asked) -> bool:
+        key = (rid, asked.pages[-1], len(asked.pages))
+        if key in self._seen:
+            return False
+        self._seen[key] = None
+        if len(self._seen) > _REPEATS:
+            self._seen.popitem(last=False)
+        return True
+
+    def _write(self, fresh: Sequence[Asked]) -> None:
+        """Raises OSError; then none of them counts as written."""
+        tiers = tuple(dict.fromkeys(tier for asked in fresh for tier in asked.found))
+        file = self._file
+        if file is not None and (file.is_gone() or file.size >= self._file_size or set(tiers) - set(file.tiers)):
+            tiers = tuple(dict.fromkeys((*file.tiers, *tiers)))
+            self._close_file()
+        if self._file is None:
+            self._file = self._new_file(tiers)
+        content = block(b"".join(self._file.encoder.entry(asked) for asked in fresh))
+        self._make_room(len(content))
+        self._file.append(content)
+
+    @property
+    def _file_size(self) -> int:
+        return min(_LONGEST_FILE, self._settings.size // _SHARE_OF_A_FILE)
+
+    def _new_file(self, tiers: Sequence[str]) -> _File:
+        self._files += 1
+        moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(self._wall + time.monotonic() - self._began))
+        path = self._directory / f"{moment}-{self._name}-{self._files:06d}{SUFFIX}"
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = _File(path, Encoder(self._salt, tiers))
+        try:
+            header = file.encoder.header(self._wall, self._facts())
+            self._make_room(len(header))
+            file.append(header)
+        except OSError:
+            file.close()
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
+        return file
+
+    def _make_room(self, wanted: int) -> None:
+        """Remove the oldest files until ``wanted`` bytes fit."""
+        sizes = {path: size for path in sorted(self._directory.glob(f"*{SUFFIX}")) if (size := _size_of(path))}
+        total = sum(sizes.values())
+        for path, size in sizes.items():
+            if total + wanted <= self._settings.size:
+                return
+            if self._file is None or path != self._file.path:
+                path.unlink(missing_ok=True)
+                total -= size
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+class _File:
+    """A file that grows by whole blocks."""
+
+    def __init__(self, path: Path, encoder: Encoder) -> None:
+        self.path = path
+        self.encoder = encoder
+        self.tiers = encoder.tiers
+        self.size = 0
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        os.fchmod(self._fd, 0o600)
+
+    def append(self, content: bytes) -> None:
+        """Raises OSError; then the file ends where it did, or is not to be written to any more."""
+        rest = memoryview(content)
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self.size)
+            raise
+        self.size += len(content)
+
+    def is_gone(self) -> bool:
+        """Whether somebody has removed it."""
+        return os.fstat(self._fd).st_nlink == 0
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+
+
+recorder: Recorder | None = None
+"""None: nothing is recorded. Read without a lock, set by ``begin`` and ``end``."""
+
+
+def begin(settings: RecordConfig | None, facts: Callable[[], Mapping[str, Any]]) -> Recorder | None:
+    """Record the requests of this process from now on, as configured. Raises ConfigError."""
+    global recorder
+    if settings is None:
+        return None
+    recorder = Recorder(settings, facts)
+    return recorder
+
+
+def end(begun: Recorder | None) -> None:
+    """Of what ``begin`` returned."""
+    global recorder
+    if begun is None:
+        return
+    if recorder is begun:
+        recorder = None
+    begun.close()
+
+
+def _salt_in(directory: Path) -> bytes:
+    """What the page hashes of this directory are keyed with; the first process makes it."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        create_whole(directory / SALT_FILE, secrets.token_hex(SALT_BYTES))
+        text = read_small(directory / SALT_FILE).decode("ascii", "replace").strip()
+    except OSError as error:
+        problem = f"{directory} cannot be used: {error.strerror or error}"
+        raise ConfigError("hicache_ext.record.path", problem, "a directory that this account may write to") from None
+    try:
+        salt = bytes.fromhex(text)
+    except ValueError:
+        salt = b""
+    if len(salt) != SALT_BYTES:
+        problem = f"{directory / SALT_FILE} holds no salt"
+        raise ConfigError("hicache_ext.record.path", problem, "that file removed: another one is made")
+    return salt
+
+
+def _of_run(found: Mapping[str, int], answered: int) -> dict[str, int]:
+    """``found`` over the pages that were answered. Where a page has several parts, each of them was found."""
+    whole = sum(found.values())
+    if whole <= answered or not whole:
+        return dict(found)
+    shares, left = {}, answered
+    for tier, pages in found.items():
+        shares[tier] = min(left, -(-pages * answered // whole))
+        left -= shares[tier]
+    return shares
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

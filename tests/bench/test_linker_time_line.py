@@ -1,0 +1,33 @@
+"""The time line of benchmarks/bench_linker.py, from what the rig notes in a server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bench_linker import Layer, draw, time_line
+from hicache_ext.bench.report import can_plot
+from tests.rigs.layer_times import LayerEvent
+
+EVENTS = [
+    LayerEvent("starts", 4, -1, 9.9, 10.0),
+    LayerEvent("waits", 4, 0, 10.01, 10.03),
+    LayerEvent("lands", 4, 0, 10.0299, 10.03),
+    LayerEvent("lands", 4, 1, 10.0399, 10.04),
+    LayerEvent("waits", 4, 0, 10.05, 10.05),
+    LayerEvent("waits", 4, 1, 10.06, 10.06),
+]
+
+
+def test_a_layer_is_waited_for_from_the_first_time_that_the_forward_asks_for_it() -> None:
+    first, second = time_line(EVENTS)
+    assert (first.landed, first.wait_began, first.waited) == pytest.approx((30, 10, 20))
+    assert (second.landed, second.wait_began, second.waited) == pytest.approx((40, 60, 0))
+
+
+def test_the_time_line_is_drawn(tmp_path: Path) -> None:
+    if not can_plot():
+        pytest.skip("missing: matplotlib")
+    draw(tmp_path / "line.png", [Layer(30, 10, 20), Layer(40, 60, 0)], "today")
+    assert (tmp_path / "line.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,144 @@
+"""``hicache-ext plan``: figures that follow from a small trace by hand, one page, one sentence for each mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache_ext.cli.main import main
+from hicache_ext.config import load_config
+from hicache_ext.plan.workload import Chat, generate, parse_workload
+from tests.plan.test_models import LLAMA_8B
+
+TB = 10**12
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two conversations of two turns within an hour: the second turns find what the first ones wrote."""
+    lines = [
+        {"timestamp": 0, "input_length": 1024, "output_length": 10, "hash_ids": [1, 2]},
+        {"timestamp": 1000, "input_length": 1024, "output_length": 10, "hash_ids": [3, 4]},
+        {"timestamp": 1_800_000, "input_length": 2048, "output_length": 10, "hash_ids": [1, 2, 5, 6]},
+        {"timestamp": 3_600_000, "input_length": 2048, "output_length": 10, "hash_ids": [3, 4, 7, 8]},
+    ]
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def plan(capsys: pytest.CaptureFixture[str], words: str) -> dict[str, Any]:
+    assert main(["plan", *words.split(), "--json"]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+BLOCK = 512 * 131_072
+
+
+def test_figures_of_a_disk_are_those_of_a_calculation_by_hand(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = plan(
+        capsys,
+        f"trace.jsonl --model . --disk {8 * BLOCK} --dwpd 1 --prefill-rate 1024 --disk-speed {BLOCK}"
+        " --price-node-hour 3600 --price-disk 1000000 --years 1",
+    )
+    assert made["model"]["page_bytes"] == 64 * 131_072
+    assert made["fleet"]["tokens"] == {"disk": 2048, "pool": 0, "computed": 4096}
+    assert made["fleet"]["hit_share"] == pytest.approx(1 / 3) == made["fleet"]["infinite_share"]
+    assert made["curve"][-1] == {"bytes": 8 * BLOCK, "blocks": 8, "hit_share": pytest.approx(1 / 3)}
+    writes = made["writes"]
+    assert writes["disk_bytes_per_day"] == pytest.approx(8 * BLOCK * 24) == writes["disk_bytes_per_day_worst_node"]
+    assert writes["disk_writes_per_day"] == pytest.approx(24)
+    assert writes["years_until_worn_out"] == pytest.approx(5 / 24)
+    prefill = made["prefill"]
+    assert prefill["saved_seconds_per_hour"] == pytest.approx(2) and prefill["source"] == "as given"
+    assert prefill["reading_seconds_per_hour"] == pytest.approx(4)
+    assert prefill["break_even_bytes_per_second"] == pytest.approx(1024 * 131_072)
+    money = made["money"]
+    assert money["saved_per_year"] == 0, "reading takes longer than computing"
+    assert money["disks_per_year"] == pytest.approx(8 * BLOCK / TB * 1_000_000)
+
+
+def test_a_pool_takes_what_nodes_write_and_its_network_is_counted(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = plan(capsys, f"trace.jsonl --model . --nodes 2 --pool {8 * BLOCK} --prefill-rate 1024 --price-node-hour 1")
+    network = made["pool_network"]
+    assert network["read_bytes_per_second"] == pytest.approx(4 * BLOCK / 3600)
+    assert network["written_bytes_per_second_peak_minute"] == pytest.approx(4 * BLOCK / 60)
+    assert made["writes"]["pool_bytes_per_day"] == pytest.approx(8 * BLOCK * 24)
+    assert made["money"]["saved_per_year"] == pytest.approx(2 / 3600 * 24 * 365.25)
+
+
+def test_the_configuration_that_follows_is_one_that_loads(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = plan(capsys, "trace.jsonl --model . --disk 1TB --pool 2TB")
+    tiers = load_config(made["configuration"]).tiers
+    assert tiers["nvme"].capacity == 10**12 and set(tiers) == {"nvme", "pool"}  # type: ignore[attr-defined]
+    assert any("@hicache.yaml" in line for line in made["launch"])
+    assert plan(capsys, "trace.jsonl --model .")["configuration"] is None
+
+
+def test_the_page_has_everything_and_fits(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "trace.jsonl --model . --disk 1TB --pool 2TB --gpu h100 --dwpd 1 --price-node-hour 2 --price-disk 90"
+    assert main(["plan", *words.split()]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 70 and max(map(len, lines)) <= 130
+    text = "\n".join(lines)
+    for word in ("bytes a token", "Found in one cache", "█", "worn out after", "Gbit/s", "saved in an hour", "A year:"):
+        assert word in text
+    assert "data sheet" in text and "capacity: 1TB" in text
+
+
+def test_the_picture_is_drawn_where_matplotlib_is(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="missing: matplotlib")
+    plan(capsys, "trace.jsonl --model . --disk 1TB --plot plan.png")
+    assert (files / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("", "TRACE: one of TRACE and --workload is needed"),
+        ("trace.jsonl --workload rate=1", "TRACE: one of TRACE and --workload is needed"),
+        ("absent.jsonl", "absent.jsonl: No such file or directory"),
+        ("config.json", "config.json is no trace: line 1 is not a JSON object with timestamp"),
+        ("trace.jsonl --tp 0", "--tp: '0' is not accepted; allowed: a whole number from 1"),
+        ("trace.jsonl --nodes x", "--nodes: 'x' is not accepted"),
+        ("trace.jsonl --disk 4T", "--disk: the unit 'T' is ambiguous; write TB or TiB"),
+        ("trace.jsonl --disk 1MB", "--disk: 1000000 bytes hold no block of 512 tokens; allowed: 67108864 or more"),
+        ("trace.jsonl --prefill-rate nan", "--prefill-rate: 'nan' is not accepted"),
+        ("trace.jsonl --prefill-rate 0", "--prefill-rate: is 0; allowed: tokens per second"),
+        ("trace.jsonl --gpu abacus", "--gpu: 'abacus' is not in the table; allowed: a100"),
+        ("trace.jsonl --gpu h100 --prefill-rate 1", "--gpu: cannot be combined with --prefill-rate"),
+        ("trace.jsonl --plot plan.pdf", "--plot: 'plan.pdf' is not accepted; allowed: a file that ends in .png"),
+        ("trace.jsonl --hints", "--hints: they tell of what decode nodes write; allowed: with --decode-writes"),
+        ("trace.jsonl --decode-writes", "--decode-writes: decode nodes write to a pool, and there is none"),
+        ("trace.jsonl --token-bytes 1KiB", "--model: one of --model and --token-bytes is needed"),
+        ("--workload rate=0", "--workload: rate, span and systems must be above 0"),
+        ("--workload speed=1", "--workload: 'speed=1' is not accepted; allowed: rate=1.0, turns=5.0"),
+        ("--workload rate=x", "--workload: rate is 'x', which is no number"),
+        ("--workload turns=0.5", "--workload: turns cannot be 0.5"),
+        ("--workload rate=100000,span=1d", "--workload: some 43200000000 requests are more than fit here"),
+        ("--workload think=5w", "--workload: think is '5w', which is no number"),
+    ],
+)
+def test_a_mistake_is_one_sentence(words: str, sentence: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--model", "."]
+    assert main(["plan", *given, *words.split()]) in (1, 2)
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith(sentence) and printed.err.count("\n") == 1
+
+
+def test_a_described_workload_has_its_rate_turns_and_shared_prompts() -> None:
+    chat = parse_workload("rate=2,turns=4,think=10s,system=1024,systems=2,first=1024,question=600,answer=600,span=1h")
+    assert chat == Chat(2, 4, 10, 2, 1024, 1024, 600, 600, 3600)
+    trace = generate(chat)
+    assert trace.requests() == generate(chat).requests()
+    assert len(trace) == pytest.approx(2 * 3600 * 4, rel=0.1)
+    heads = {tuple(chain[:2]) for chain in trace.requests()}
+    assert len(heads) == 2 and trace.seconds <= 3600
+    assert trace.times.tolist() == sorted(trace.times.tolist())
