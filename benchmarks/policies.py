@@ -1,19 +1,18 @@
 """Replays generated workloads, or a trace, through the file tier's index, which follows the best of its candidates, and
-through each candidate alone.
+through one that is held to each candidate.
 
 ``python -m benchmarks.policies`` replays the seeds that took no part in any choice (``--tuned``: the others); with a
 TRACE that one instead. Capacities are 1/300, 1/30 and 1/6 of the blocks unless given. ``--change PNG`` draws how the
 index adapts to another workload.
 
-Columns: ``tier`` through the index; then each candidate page by page, as a miniature that sees every page; LRU and
-S3-FIFO as in replay_trace.py; ``of best`` the tier's hits by those of the best candidate. Then the curve: hits at half,
-twice and four times the capacity as the tier's miniatures say, and how far a replay through the index is from them.
+Columns: ``tier`` follows; then the tier held to each candidate, all through the index; LRU and S3-FIFO page by page, as
+in replay_trace.py; ``of best`` the tier's hits by those of the best candidate. With ``--curve --json`` also hits at
+half, once, twice and four times the capacity, as the tier's miniatures say and as replays through the index have them.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import statistics
 import sys
@@ -29,7 +28,7 @@ from benchmarks import replay_trace, workloads
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.path_store import Served
-from hicache_ext.storage.tiers.file.slab import miniature_code, slot_code
+from hicache_ext.storage.tiers.file.slab import miniature_code
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
 
@@ -38,47 +37,15 @@ PARTS = (300, 30, 6)
 _CANDIDATES = miniature_code.CANDIDATES
 
 
-def candidates(requests: Requests, capacity: int) -> Iterator[list[int]]:
-    """Of each request the uses served by each candidate alone: miniatures that see every page."""
-    sets = 1 << max(2, (capacity - 1).bit_length())
-    header, small = np.zeros(slot_code.HEADER_WORDS, np.int64), np.zeros(miniature_code.SMALL_WORDS, np.int64)
-    entries = np.zeros((miniature_code.ENTRY_WORDS, sets, slot_code.WAYS), np.int64)
-    numbers: dict[int, int] = {}
-    for request in requests:
-        for block in request:
-            if block not in numbers:
-                digest = hashlib.blake2b(b"%d" % block, digest_size=8).digest()
-                numbers[block] = int.from_bytes(digest, "little", signed=True)
-    last: dict[int, int] = {}
-    for request in requests:
-        now = int(header[slot_code.INSERTS])
-        events = np.array([[numbers[block], now << 7 | min(place, 127)] for place, block in enumerate(request)])
-        header[slot_code.EVENTS], header[slot_code.LEARNED] = len(events), 0
-        before = small[miniature_code.HITS : miniature_code.HITS + _CANDIDATES].copy()
-        miniature_code.learn(header, small, entries, events, capacity, slot_code.SAMPLE + 1, 0, len(events))
-        # Time and distance as the first candidate has them.
-        header[slot_code.POLICY] = 0
-        hits = small[miniature_code.HITS : miniature_code.HITS + _CANDIDATES] - before
-        yield hits.tolist()
-        header[slot_code.INSERTS] += len(events) - int(hits[0])
-        summed, reuses = int(header[slot_code.DISTANCE_SUM]), int(header[slot_code.REUSES])
-        for block in request:
-            if block in last and now - last[block] > capacity >> eviction.RENEWAL_SHIFT:
-                summed, reuses = eviction.learned(summed, reuses, now - last[block])
-            last[block] = now
-        header[slot_code.DISTANCE_SUM], header[slot_code.REUSES] = summed, reuses
-        small[miniature_code.USES] = 0
-
-
 class Tier:
-    """A replay through the index: what it served, and what it knew at the end."""
+    """A replay through the index: what it served, and what it knew at the end. With ``policy`` it is held to that."""
 
-    def __init__(self, requests: Requests, capacity: int) -> None:
+    def __init__(self, requests: Requests, capacity: int, policy: int | None = None) -> None:
         self.served: Served | None = None
         self.switches = 0
         self.inserts: list[int] = []
         """After each request."""
-        self.by_request = list(replay_trace.served_by_the_index(requests, capacity, self._look))
+        self.by_request = list(replay_trace.served_by_the_index(requests, capacity, self._look, policy))
         self.hits = sum(self.by_request)
 
     def _look(self, index: SlabIndex) -> None:
@@ -90,7 +57,8 @@ class Tier:
 def rows(title: str, requests: Requests, capacities: Sequence[int], *, curve: bool) -> Iterator[dict[str, object]]:
     uses = sum(map(len, requests))
     for capacity in capacities:
-        tier, alone = Tier(requests, capacity), np.sum(list(candidates(requests, capacity)), axis=0).tolist()
+        tier = Tier(requests, capacity)
+        alone = [Tier(requests, capacity, policy).hits for policy in range(_CANDIDATES)]
         others = replay_trace.lru(requests, capacity), replay_trace.s3_fifo(requests, capacity)
         row: dict[str, object] = {"workload": title, "capacity": capacity, "tier": tier.hits / uses}
         row |= {name: hits / uses for name, hits in zip(eviction.POLICIES, alone, strict=True)}
@@ -110,7 +78,8 @@ def draw_change(path: Path, requests: Requests, capacity: int) -> None:
     """What is served before and after the workload changes, half way, by the tier and by each candidate."""
     from matplotlib.figure import Figure
 
-    tier, alone = Tier(requests, capacity), np.array(list(candidates(requests, capacity)))
+    tier = Tier(requests, capacity)
+    alone = np.array([Tier(requests, capacity, policy).by_request for policy in range(_CANDIDATES)])
     uses, moments = np.array([len(request) for request in requests]), np.array(tier.inserts)
     change = moments[len(requests) // 2]
     steps = np.searchsorted(moments, np.arange(0, moments[-1], capacity / 4))
@@ -122,7 +91,7 @@ def draw_change(path: Path, requests: Requests, capacity: int) -> None:
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
-    for name, hits in zip(eviction.POLICIES, alone.T, strict=True):
+    for name, hits in zip(eviction.POLICIES, alone, strict=True):
         axes.plot(middles, shares(hits), label=name, linewidth=1)
     axes.plot(middles, shares(np.array(tier.by_request)), label="tier", color="black", linewidth=2.5)
     axes.axvspan(0, 1, alpha=0.15, label="one capacity of inserts")

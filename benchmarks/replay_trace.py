@@ -42,7 +42,9 @@ import numpy as np
 
 from benchmarks.eviction_policy import Ghost, PageByPage, Rank
 from hicache_ext.cli.main import without_traceback
+from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.eviction import Clock
+from hicache_ext.storage.tiers.file.slab import miniature_code, slot_code
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
 from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
 from hicache_ext.storage.tiers.file.slab.slot_references import SlotReferences
@@ -129,9 +131,13 @@ def ours_in_the_index(requests: Requests, capacity: int) -> int:
 
 
 def served_by_the_index(
-    requests: Requests, capacity: int, look: Callable[[SlabIndex], object] | None = None
+    requests: Requests,
+    capacity: int,
+    look: Callable[[SlabIndex], object] | None = None,
+    policy: int | None = None,
 ) -> Iterator[int]:
-    """Blocks served of each request by a tier with so many slots. ``look`` is called after each."""
+    """Blocks served of each request by a tier with so many slots. ``look`` is called after each. With ``policy`` the
+    tier keeps to this candidate (``eviction.POLICIES``), whatever serves most."""
     wait_for_compiled_code()
     with tempfile.TemporaryDirectory() as directory, new_index_in(Path(directory), capacity * _SLOT_SIZE) as index:
         slab = index.begin_slab(_SLOT_SIZE, lambda _: capacity)
@@ -139,6 +145,9 @@ def served_by_the_index(
         index.finish_slab(slab)
         index.grow_sets()
         index.register([_IDENTITY])
+        if policy is not None:
+            index.memory.header[slot_code.POLICY] = policy
+            index.memory.small[miniature_code.NEXT] = eviction.MAX_PRIORITY
         for request in requests:
             keys = [key_of(block) for block in request]
             found = index.locate(keys)

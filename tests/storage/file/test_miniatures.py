@@ -102,6 +102,43 @@ def test_the_curve_is_within_two_points_of_replays(family: str) -> None:
     assert [hits / served.uses for hits in served[1:]] == pytest.approx(shares(requests, capacity), abs=0.02)
 
 
+def after_comparisons(leads: list[int]) -> int:
+    """The policy followed when the last candidate had so many hits more than the others between two comparisons each,
+    of about a thousand."""
+    header, small = np.zeros(slot_code.HEADER_WORDS, np.int64), np.zeros(miniature_code.SMALL_WORDS, np.int64)
+    for lead in leads:
+        small[miniature_code.LATELY : miniature_code.LATELY + miniature_code.CANDIDATES] = 1000
+        small[miniature_code.LATELY + miniature_code.CANDIDATES - 1] += lead
+        header[slot_code.INSERTS] = small[miniature_code.NEXT]
+        nothing = np.zeros((0, 2), np.int64)
+        entries = np.zeros((miniature_code.ENTRY_WORDS, 4, slot_code.WAYS), np.int64)
+        miniature_code.learn(header, small, entries, nothing, 4096, slot_code.SAMPLE + 1, 0, 0)
+    return int(header[slot_code.POLICY])
+
+
+def test_a_lead_that_chance_explains_is_not_followed_and_one_of_the_same_size_that_is_steady_is() -> None:
+    last = miniature_code.CANDIDATES - 1
+    assert after_comparisons([20] * 20) == last
+    assert after_comparisons([400, -360] * 10) == eviction.LEARNED_DISTANCE
+    assert after_comparisons([400] + [0] * 19) == eviction.LEARNED_DISTANCE
+
+
+def test_a_lead_of_less_than_a_hundredth_is_not_worth_a_change() -> None:
+    assert after_comparisons([5] * 200) == eviction.LEARNED_DISTANCE
+
+
+def test_a_page_behind_one_that_is_missing_is_no_hit_where_the_miniatures_see_all_pages() -> None:
+    for sampled, expected in ((slot_code.SAMPLE + 1, 0), (slot_code.SAMPLE, 5)):
+        header, small = np.zeros(slot_code.HEADER_WORDS, np.int64), np.zeros(miniature_code.SMALL_WORDS, np.int64)
+        entries = np.zeros((miniature_code.ENTRY_WORDS, 64, slot_code.WAYS), np.int64)
+        for head in (-5, -6):
+            chain = [[head, 0], *([-10_000 - place, place] for place in range(1, 6))]
+            header[slot_code.EVENTS], header[slot_code.LEARNED] = len(chain), 0
+            miniature_code.learn(header, small, entries, np.array(chain), 64, sampled, 0, len(chain))
+        hits = small[miniature_code.HITS : miniature_code.HITS + miniature_code.MINIATURES]
+        assert (hits == expected).all()
+
+
 def test_a_page_that_every_request_uses_does_not_bend_the_curve_whether_it_is_in_the_sample_or_not() -> None:
     """It is a quarter of all uses."""
     for hot in (1, 2, 3, 4):
@@ -127,9 +164,10 @@ def test_counts_that_a_kill_left_wrong_are_right_after_some_writes(tmp_path: Pat
 
 def test_a_miniature_of_a_large_tier_sees_a_share_of_the_pages(tmp_path: Path) -> None:
     assert miniature_code.sampled_of(miniature_code.SAMPLED_SLOTS) == slot_code.SAMPLE + 1
-    assert miniature_code.sampled_of(1 << 20) == (slot_code.SAMPLE + 1) >> 9
+    assert miniature_code.sampled_of(miniature_code.SAMPLED_SLOTS << 8) == (slot_code.SAMPLE + 1) >> 8
     hashes = np.random.default_rng(1).integers(-(1 << 63), 1 << 63, 100_000)
-    seen = sum(slot_code.is_sampled(int(hashed), miniature_code.sampled_of(1 << 16)) for hashed in hashes)
+    sampled = miniature_code.sampled_of(miniature_code.SAMPLED_SLOTS << 5)
+    seen = sum(slot_code.is_sampled(int(hashed), sampled) for hashed in hashes)
     assert seen == pytest.approx(100_000 / 32, rel=0.1)
 
 

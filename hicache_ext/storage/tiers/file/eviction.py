@@ -4,11 +4,13 @@ No I/O, no tables. A page of a prefix cache is useful only while all pages befor
 on a clock that counts inserted pages: until then the page is worth its slot. There are several ways to say that moment
 (``POLICIES``), none of which is best everywhere; miniature_code.py tells which one the tier follows. The first is::
 
-    priority = now + D * log2(1 + hits) - min(D, capacity) * min(depth, 64) / 128
+    priority = now + C * D * log2(1 + hits) - min(D, capacity) * min(depth, 64) / 128
     priority = min(priority, priority of the page before it in the chain - 1)
 
 ``hits``      uses after the first one, including those before an earlier eviction (the ghost list remembers them).
 ``D``         the tier's mean reuse distance in inserted pages; measured, see ``Clock``.
+``C``         D / (4 * capacity), at least 1 and at most 4: where most pages return long after they are evicted, only
+              those with hits are worth a slot.
 ``depth``     position in the request's chain: prompts that diverge share their heads, not their tails.
 
 ``now`` alone is LRU. Sources of the rest, figures, and what was tried: docs/decisions/eviction.md.
@@ -48,7 +50,9 @@ _LEARNING_SHIFT: Final = 11
 """D is a mean over about the last 2**11 reuses: the pages of one request return together, and a shorter memory would
 follow single requests."""
 _MAX_DISTANCE_IN_CAPACITIES: Final = 64
-"""Bounds D: a page that was hot is gone after 3 * 64 capacities at the latest."""
+"""Bounds D, and a multiple of it: a page that was hot is gone after 3 * 64 capacities at the latest."""
+_LONGEST_CREDIT: Final = 4
+"""The most reuse distances of credit for the first hit."""
 RENEWAL_SHIFT: Final = 4
 """A use within 1/16 of min(D, capacity) after the last counted one changes nothing: hits in a row cost no writes.
 Rare uses, as in the conversation trace, are mostly further apart and do cost one."""
@@ -86,12 +90,17 @@ def priority_of(policy: int, capacity: int, inserts: int, distance: int, hits: i
     ``distance`` is D, ``own_hits`` counts uses since the page was written last."""
     credit, tail = 0, 2 * depth
     if policy in (LEARNED_DISTANCE, WITHOUT_GHOSTS):
-        credit = distance * _LOG2[hits if policy == LEARNED_DISTANCE else own_hits] // _LOG2[1]
+        if policy == LEARNED_DISTANCE:
+            # In 256ths.
+            times = min(_LONGEST_CREDIT * 256, max(256, 64 * distance // capacity))
+            credit = min(distance * times // 256, _MAX_DISTANCE_IN_CAPACITIES * capacity) * _LOG2[hits] // _LOG2[1]
+        else:
+            credit = distance * _LOG2[own_hits] // _LOG2[1]
         tail = min(distance, capacity) * min(depth, _MAX_DEPTH) // _DEPTH_WEIGHT
     elif policy == TWO_QUEUES:
         credit = 2 * capacity * min(hits, _MOST_ROUNDS)
     elif policy == LONG_CREDIT:
-        credit = min(4 * distance, _MAX_DISTANCE_IN_CAPACITIES * capacity) * _LOG2[hits] // _LOG2[1]
+        credit = min(_LONGEST_CREDIT * distance, _MAX_DISTANCE_IN_CAPACITIES * capacity) * _LOG2[hits] // _LOG2[1]
     return min(ORIGIN + inserts + credit - tail, MAX_PRIORITY)
 
 

@@ -255,7 +255,7 @@ class SlabIndex:
             identity[LAST] = int(time.time())
         if len(found.rows):
             view = self.view()
-            lookup.touch(self.memory, view.capacity, np.ascontiguousarray(found.rows), self._sampled(view))
+            lookup.touch(self.memory, view.capacity, _by_position(found), self._sampled(view))
 
     def _sampled(self, view: View) -> int:
         """As ``View.sampled``; in Python nobody looks at the miniatures, and the first policy stays."""
@@ -1023,6 +1023,16 @@ def new_index_in(directory: Path, capacity: int) -> Iterator[SlabIndex]:
 def slots_in_group(slot_size: int) -> int:
     """Slots of this size that are evicted together; groups begin at multiples of it."""
     return min(max(1, _GROUP // slot_size), _MOST_TOGETHER)
+
+
+def _by_position(found: SlotReferences) -> Words:
+    """The row of each page of a chain up to the last one found, -1 where none was."""
+    behind = int(found.positions.max()) + 1
+    if behind == len(found.rows):
+        return np.ascontiguousarray(found.rows)
+    rows = np.full(behind, -1, np.int64)
+    rows[found.positions] = found.rows
+    return rows
 
 
 def _table(lists: Mapping[int, Sequence[int]]) -> Words:

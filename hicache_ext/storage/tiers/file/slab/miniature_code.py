@@ -2,8 +2,10 @@
 
 A page is in the sample by its hash, whatever its chain (``slot_code.is_sampled``), and a miniature has the same share
 of the slots, so it serves about the share of uses that a tier under this policy would (Waldspurger et al., Cache
-Modeling and Optimization using Miniature Simulations, 2017). That a page is served only with all pages before it makes
-no difference: those are used whenever it is, so they outrank it. docs/decisions/eviction.md says what was measured.
+Modeling and Optimization using Miniature Simulations, 2017). A page is served only with all pages before it. Where all
+pages are in the sample the miniatures count so, too; in a part of them each page counts by itself, which makes no
+difference there: pages before it are used whenever it is, so they outrank it. docs/decisions/eviction.md says what was
+measured.
 
 Uses are noted in a ring (``slot_code.touch``, ``publish``) and looked at under the change lock, by whoever writes.
 A miniature holds no pages: ``entries`` is one table of what is known of the sample, also of pages that none of them
@@ -28,7 +30,7 @@ CANDIDATES = len(eviction.POLICIES)
 SCALES = (1, 4, 8)
 """Halves of the tier's capacity: of the miniatures behind the candidates."""
 MINIATURES = CANDIDATES + len(SCALES)
-SAMPLED_SLOTS = 1 << 11
+SAMPLED_SLOTS = 1 << 12
 """Slots of a miniature at the tier's capacity, at most."""
 
 KEY, MOMENT, HELD = range(3)
@@ -45,21 +47,30 @@ USES, SERVED, EXPECTED, NEXT, SWITCHES, SETS_USED, SAMPLED, COUNTED = range(24, 
 """All uses seen; those that the candidate followed at that time had; the uses of all pages that fall to the sample,
 times SAMPLE + 1; the clock at which candidates are compared next; how often another one was chosen; what the table was
 made for; up to which use of all pages EXPECTED counts."""
-SMALL_WORDS = 64
+LATELY, RUN, PLACE = 32, 40, 41
+"""Of each candidate the hits since the last comparison; whether each miniature held all pages of this chain so far, a
+bit each; the place of the last one in it."""
+NOISE = 64
+"""Of each two candidates: squares of how many hits one had more between two comparisons, added up like scores."""
+SMALL_WORDS = 128
 
 _ONE = 1 << 16
 _MOST_USES = 1 << 19
 """So many uses, and their hits are halved: what was long ago counts less and less."""
 _HORIZON = 4
 """Capacities, or reuse distances where these are longer, after which a hit counts half."""
-_LOOKS = 16
+_LOOKS = 64
 """Comparisons in that time."""
-_FADING = 44
+_LEAST_INSERTS = 256
+"""Between two comparisons, at least: the pages of one request are one event."""
+_FADING = 11
 """1024ths of its score that a candidate loses from one comparison to the next: half in ``_LOOKS`` of them."""
-_MARGIN_SHIFT = 6
-"""Another candidate has to be better by 1/64 and two hits."""
-_SLACK_SHIFT = 5
-"""A miniature holds up to 1/32 more than its slots, and is then cut to 1/32 less: on average it is full."""
+_LEAST_LEAD_SHIFT = 7
+"""Another candidate has to be better by 1/128 and two hits,"""
+_LEAST_SIGNIFICANCE = 3
+"""and by the square root of this many times what chance alone makes of two that are equal."""
+_SLACK_SHIFT = 4
+"""A miniature holds up to 1/16 more than its slots, and is then cut to 1/16 less: on average it is full."""
 _MOST_REUSE_CAPACITIES = 8
 _WAYS = slot_code.WAYS
 _LOW = (1 << 32) - 1
@@ -199,20 +210,34 @@ def _cut(header: Words, small: Words, entries: Words, sets: int, miniature: int,
 
 @helper
 def _choose(header: Words, small: Words, capacity: int, distance: int, rows: int) -> None:
-    """Compare the candidates: follow another one if it is better by more than chance."""
+    """Compare the candidates: follow another one if it is better by more than chance.
+
+    How far two of them differ between two comparisons is taken for their noise: what one request asks for makes one
+    difference, however many pages it has."""
     horizon = _HORIZON * max(capacity, min(distance, _MOST_REUSE_CAPACITIES * capacity))
-    small[NEXT] = header[_INSERTS] + max(1, horizon // _LOOKS)
+    small[NEXT] = header[_INSERTS] + max(_LEAST_INSERTS, horizon // _LOOKS)
+    for miniature in range(MINIATURES):
+        small[SCORES + miniature] -= small[SCORES + miniature] * _FADING >> 10
+    for one in range(CANDIDATES):
+        small[SCORES + one] += small[LATELY + one] * _ONE
+        for other in range(CANDIDATES):
+            pair, more = NOISE + CANDIDATES * one + other, small[LATELY + one] - small[LATELY + other]
+            small[pair] += more * more - (small[pair] * 2 * _FADING >> 10)
+    small[LATELY : LATELY + CANDIDATES] = 0
     now = header[_POLICY] if 0 <= header[_POLICY] < CANDIDATES else 0
     best = now
     for candidate in range(CANDIDATES):
-        if small[SCORES + candidate] > small[SCORES + best]:
+        lead = (small[SCORES + candidate] - small[SCORES + now]) // _ONE
+        chance = _LEAST_SIGNIFICANCE * small[NOISE + CANDIDATES * candidate + now]
+        if (
+            small[SCORES + candidate] > small[SCORES + best]
+            and lead > (small[SCORES + now] // _ONE >> _LEAST_LEAD_SHIFT) + 1
+            and lead * lead > chance
+        ):
             best = candidate
-    least = small[SCORES + now] + (small[SCORES + now] >> _MARGIN_SHIFT) + 2 * _ONE
-    if small[SCORES + best] > least:
+    if best != now:
         header[_POLICY], header[_TO_RANK] = best, rows
         small[SWITCHES] += 1
-    for miniature in range(MINIATURES):
-        small[SCORES + miniature] -= small[SCORES + miniature] * _FADING >> 10
 
 
 @kernel("int64(int64[::1], int64[::1], int64[:, :, ::1], int64[:, ::1], int64, int64, int64, int64)")
@@ -245,13 +270,24 @@ def learn(
             entries[MOMENT, of_set, way] = (moment >> 7) << 7 | (before & _MOST_DEPTH)
         now_held = uses << _USES_SHIFT
         small[USES] += 1
-        if _bits(held, header[_POLICY]) >= _HOLDS:
+        place = moment & _MOST_DEPTH
+        if sampled <= _SAMPLE or place == 0:
+            small[RUN] = -1
+        elif place != min(small[PLACE] + 1, _MOST_DEPTH):
+            # The tier lacks a page before it.
+            small[RUN] = 0
+        small[PLACE] = place
+        if _bits(held, header[_POLICY]) >= _HOLDS and (small[RUN] >> header[_POLICY]) & 1:
             small[SERVED] += 1
         for miniature in range(MINIATURES):
             bits = _bits(held, miniature)
+            if bits < _HOLDS:
+                small[RUN] &= ~(1 << miniature)
             if bits >= _HOLDS:
-                small[HITS + miniature] += 1
-                small[SCORES + miniature] += _ONE
+                if (small[RUN] >> miniature) & 1:
+                    small[HITS + miniature] += 1
+                    if miniature < CANDIDATES:
+                        small[LATELY + miniature] += 1
                 bits = min(bits + counts, 15)
             else:
                 small[PAGES + miniature] += 1
