@@ -102,7 +102,7 @@ def test_the_curve_is_within_two_points_of_replays(family: str) -> None:
     assert [hits / served.uses for hits in served[1:]] == pytest.approx(shares(requests, capacity), abs=0.02)
 
 
-def after_comparisons(leads: list[int]) -> int:
+def after_comparisons(leads: list[int], capacity: int = 4096) -> int:
     """The policy followed when the last candidate had so many hits more than the others between two comparisons each,
     of about a thousand."""
     header, small = np.zeros(slot_code.HEADER_WORDS, np.int64), np.zeros(miniature_code.SMALL_WORDS, np.int64)
@@ -112,7 +112,7 @@ def after_comparisons(leads: list[int]) -> int:
         header[slot_code.INSERTS] = small[miniature_code.NEXT]
         nothing = np.zeros((0, 2), np.int64)
         entries = np.zeros((miniature_code.ENTRY_WORDS, 4, slot_code.WAYS), np.int64)
-        miniature_code.learn(header, small, entries, nothing, 4096, slot_code.SAMPLE + 1, 0, 0)
+        miniature_code.learn(header, small, entries, nothing, capacity, slot_code.SAMPLE + 1, 0, 0)
     return int(header[slot_code.POLICY])
 
 
@@ -125,6 +125,11 @@ def test_a_lead_that_chance_explains_is_not_followed_and_one_of_the_same_size_th
 
 def test_a_lead_of_less_than_a_hundredth_is_not_worth_a_change() -> None:
     assert after_comparisons([5] * 200) == eviction.LEARNED_DISTANCE
+
+
+def test_a_tier_that_hardly_holds_a_chain_keeps_to_its_policy() -> None:
+    assert after_comparisons([500] * 50, capacity=63) == eviction.LEARNED_DISTANCE
+    assert after_comparisons([500] * 50, capacity=64) != eviction.LEARNED_DISTANCE
 
 
 def test_a_page_behind_one_that_is_missing_is_no_hit_where_the_miniatures_see_all_pages() -> None:

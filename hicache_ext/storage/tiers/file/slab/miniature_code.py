@@ -69,6 +69,9 @@ _LEAST_LEAD_SHIFT = 7
 """Another candidate has to be better by 1/128 and two hits,"""
 _LEAST_SIGNIFICANCE = 3
 """and by the square root of this many times what chance alone makes of two that are equal."""
+_LEAST_SLOTS = 64
+"""A tier with fewer keeps to its policy: it hardly holds one chain, and what it evicts depends on the size of batches,
+which miniatures do not know."""
 _SLACK_SHIFT = 4
 """A miniature holds up to 1/16 more than its slots, and is then cut to 1/16 less: on average it is full."""
 _MOST_REUSE_CAPACITIES = 8
@@ -230,7 +233,8 @@ def _choose(header: Words, small: Words, capacity: int, distance: int, rows: int
         lead = (small[SCORES + candidate] - small[SCORES + now]) // _ONE
         chance = _LEAST_SIGNIFICANCE * small[NOISE + CANDIDATES * candidate + now]
         if (
-            small[SCORES + candidate] > small[SCORES + best]
+            capacity >= _LEAST_SLOTS
+            and small[SCORES + candidate] > small[SCORES + best]
             and lead > (small[SCORES + now] // _ONE >> _LEAST_LEAD_SHIFT) + 1
             and lead * lead > chance
         ):
