@@ -1,4 +1,4 @@
-"""The eviction policy of the file tier (tiers/file/eviction.py) page by page, with records that are objects.
+"""The first candidate of the file tier's policies (tiers/file/eviction.py) page by page, with records that are objects.
 
 The tier's own code (slab/slot_code.py) does the same in arrays; tests compare the two. A request goes through its pages
 in chain order: ``renewed`` for a present page, None where nothing is to be written; ``inserted`` for a page that is
@@ -10,7 +10,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hicache_ext.storage.tiers.file.eviction import MAX_HITS, Clock, EvictionPolicy, learned, priority_of
+from hicache_ext.storage.tiers.file.eviction import (
+    LEARNED_DISTANCE,
+    MAX_HITS,
+    Clock,
+    EvictionPolicy,
+    learned,
+    priority_of,
+)
 
 
 class Rank(NamedTuple):
@@ -58,7 +65,8 @@ class PageByPage(EvictionPolicy):
         return clock, Rank(priority, clock.inserts, hits)
 
     def _priority(self, clock: Clock, hits: int, depth: int) -> int:
-        return priority_of(self.capacity, clock.inserts, self.reuse_distance(clock), hits, depth)
+        distance = self.reuse_distance(clock)
+        return priority_of(LEARNED_DISTANCE, self.capacity, clock.inserts, distance, hits, 0, depth)
 
 
 def after_reuse(clock: Clock, distance: int) -> Clock:

@@ -24,6 +24,7 @@ Policies:
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import heapq
 import json
@@ -32,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -41,7 +42,9 @@ import numpy as np
 
 from benchmarks.eviction_policy import Ghost, PageByPage, Rank
 from hicache_ext.cli.main import without_traceback
+from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.eviction import Clock
+from hicache_ext.storage.tiers.file.slab import miniature_code, slot_code
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
 from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
 from hicache_ext.storage.tiers.file.slab.slot_references import SlotReferences
@@ -122,8 +125,19 @@ def ours(requests: Requests, capacity: int) -> int:
 
 
 def ours_in_the_index(requests: Requests, capacity: int) -> int:
-    """The same through the tier's index: slots, groups of neighbours, ghosts forgotten together; everything but I/O."""
-    served = 0
+    """What the tier does, through its index: slots, groups of neighbours, ghosts forgotten together, the policy of now;
+    everything but I/O."""
+    return sum(served_by_the_index(requests, capacity))
+
+
+def served_by_the_index(
+    requests: Requests,
+    capacity: int,
+    look: Callable[[SlabIndex], object] | None = None,
+    policy: int | None = None,
+) -> Iterator[int]:
+    """Blocks served of each request by a tier with so many slots. ``look`` is called after each. With ``policy`` the
+    tier keeps to this candidate (``eviction.POLICIES``), whatever serves most."""
     wait_for_compiled_code()
     with tempfile.TemporaryDirectory() as directory, new_index_in(Path(directory), capacity * _SLOT_SIZE) as index:
         slab = index.begin_slab(_SLOT_SIZE, lambda _: capacity)
@@ -131,17 +145,27 @@ def ours_in_the_index(requests: Requests, capacity: int) -> int:
         index.finish_slab(slab)
         index.grow_sets()
         index.register([_IDENTITY])
+        if policy is not None:
+            index.memory.header[slot_code.POLICY] = policy
+            index.memory.small[miniature_code.NEXT] = eviction.MAX_PRIORITY
         for request in requests:
-            # Evenly spread, as SGLang's page hashes are.
-            keys = [_IDENTITY + hashlib.sha256(str(block).encode()).digest() for block in request]
+            keys = [key_of(block) for block in request]
             found = index.locate(keys)
             present = set(found.positions.tolist())
-            served += leading_run(range(len(keys)), present)
+            served = leading_run(range(len(keys)), present)
             index.note_hits(found, keys, len(found))
             missing = [position for position in range(len(keys)) if position not in present]
             for first in range(0, len(missing), max(1, min(128, capacity // 4))):
                 _store(index, keys, missing[first : first + max(1, min(128, capacity // 4))])
-    return served
+            yield served
+            if look is not None:
+                look(index)
+
+
+@functools.cache
+def key_of(block: int) -> bytes:
+    """Evenly spread, as SGLang's page hashes are."""
+    return _IDENTITY + hashlib.sha256(str(block).encode()).digest()
 
 
 def _store(index: SlabIndex, keys: Sequence[bytes], positions: Sequence[int]) -> None:

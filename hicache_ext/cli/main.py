@@ -56,6 +56,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("config", "hicache_ext.cli.config_command", "check, render or describe a configuration"),
     Command("doctor", "hicache_ext.cli.doctor_command", "look at a configuration and all it stands on; say what to do"),
     Command("stats", "hicache_ext.cli.stats_command", "what the tiers of a running server do: hits, misses, latencies"),
+    Command("curve", "hicache_ext.cli.curve_command", "what share of page uses a smaller or larger tier would serve"),
     Command("explain", "hicache_ext.cli.explain_command", "where the pages of a prompt are, and why there is no hit"),
     Command("warm", "hicache_ext.cli.warm_command", "bring the pages of a prompt from the pool to this node's disk"),
     Command("reload", "hicache_ext.cli.reload_command", "have running servers take over their configuration file"),

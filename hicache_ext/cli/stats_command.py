@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hicache_ext.cli.stats_figures import CACHE_SOURCES, Samples, figures, read_samples
+from hicache_ext.cli.stats_figures import CACHE_SOURCES, CAPACITIES, Samples, figures, read_samples
 from hicache_ext.cli.terminal import fitted
 from hicache_ext.cli.usage import describe, show
 from hicache_ext.config import parse_duration
@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table, with ``--json`` a document in a line, until interrupted."""
-    url = _metrics_url(arguments.url)
+    url = metrics_url(arguments.url)
     interval = parse_duration(arguments.interval, "--interval")
     if not 0.1 <= interval <= 3600:
         raise ConfigError("--interval", f"{arguments.interval!r} is not accepted", "a duration from 100ms to 1h")
@@ -136,6 +136,7 @@ def table(before: Samples | None, now: Samples) -> list[str]:
         if told:
             reasons.append(f"{tier['tier']}: {', '.join(told)}")
     admission = [_told_admission(tier, seconds, unit) for tier in found["tiers"] if tier["admission"]]
+    curves = [_told_curve(tier["tier"], tier["hit_share_at"]) for tier in found["tiers"] if tier["hit_share_at"]]
     beside = [_told_beside(name, counted, seconds, unit) for name, counted in found["beside"].items()]
     return [
         _prompt_tokens(found["prompt_tokens"], since_start=before is None),
@@ -144,6 +145,7 @@ def table(before: Samples | None, now: Samples) -> list[str]:
         *fitted(rows, str.rjust),
         *(["", "not hit because:", *reasons] if reasons else []),
         *(["", "stored of what was offered:", *admission] if admission else []),
+        *(["", "hits by capacity:", *curves] if curves else []),
         *(["", "beside the tiers:", *beside] if beside else []),
     ]
 
@@ -175,6 +177,11 @@ def _told_admission(tier: Mapping[str, Any], seconds: float, unit: str) -> str:
     return f"{tier['tier']}: {', '.join([f'{_share(offered - sum(refused.values()), offered)} %', *told])}"
 
 
+def _told_curve(tier: str, shares: Mapping[str, float]) -> str:
+    """One line of what other capacities would serve."""
+    return f"{tier}: " + ", ".join(f"{100 * share:.1f} % at {CAPACITIES[at]}" for at, share in shares.items())
+
+
 def _told_beside(name: str, counted: Mapping[str, Any], seconds: float, unit: str) -> str:
     """One line of what counts beside the tiers."""
     told = []
@@ -186,7 +193,8 @@ def _told_beside(name: str, counted: Mapping[str, Any], seconds: float, unit: st
     return f"{name}: {', '.join(told)}"
 
 
-def _metrics_url(text: str) -> str:
+def metrics_url(text: str) -> str:
+    """Where the server at this address has its metrics. Raises ConfigError with a sentence."""
     url = text if "://" in text else f"http://{text}"
     try:
         parts = urllib.parse.urlsplit(url)

@@ -20,6 +20,9 @@ CACHED_TOKENS = "sglang:cached_tokens_total"
 CACHE_SOURCES = ("storage", "host", "device", "total")
 """SGLang's label ``cache_source``; "total": SGLang did not find out which."""
 
+CAPACITIES = {"half": "half of it", "capacity": "this one", "twice": "twice", "four_times": "four times"}
+"""Capacities of the gauges ``hit_share_at_...``, in words."""
+
 _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\d+)?")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _ESCAPES = {"\\n": "\n", '\\"': '"', "\\\\": "\\"}
@@ -112,6 +115,7 @@ def _tier(before: Samples | None, now: Samples, tier: str) -> dict[str, Any]:
         "prefetched_pages": grown.of("prefetch", "fetched"),
         "prefetched_useful_pages": grown.of("prefetch", "useful"),
         "prefetched_wasted_pages": grown.of("prefetch", "wasted"),
+        "hit_share_at": _curve(now, tier),
         "not_hit": {reason: count for reason, count in why.items() if count},
     }
 
@@ -149,6 +153,16 @@ def _full(now: Samples, tier: str) -> float:
         used[rank] / most for rank, most in capacity.items() if most > 0 and not math.isnan(used.get(rank, math.nan))
     ]
     return max(known, default=math.nan)
+
+
+def _curve(now: Samples, tier: str) -> dict[str, float]:
+    """The share of page uses that each of ``CAPACITIES`` would serve, the mean of the ranks; empty where none knows."""
+    shares = {}
+    for at in CAPACITIES:
+        known = [share for share in now.each(f"{PREFIX}hit_share_at_{at}", tier=tier) if not math.isnan(share)]
+        if known:
+            shares[at] = sum(known) / len(known)
+    return shares
 
 
 def _difference(values: Sequence[float]) -> float:

@@ -1,7 +1,5 @@
 """Caches of many nodes and a pool, page by page, in arrays that numba compiles. The policy is the tiers' own: the
-numbers come from ``tiers/file/eviction.py``.
-
-Another policy is a number here and what it does in ``insert`` and ``use``.
+priorities come from ``tiers/file/eviction.py``, by any of its candidates. A cache keeps to one of them.
 
 A cache is column ``n`` of the arrays of ``Caches``. Its pages are in slots; a binary heap orders them by (priority,
 block), a hash table finds them. What is remembered of evicted pages (ghosts) is a ring, oldest first, and a table.
@@ -19,9 +17,9 @@ from hicache_ext.storage.tiers.file import eviction
 Words = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.int32]
 
-POLICIES: Final = ("tier", "lru")
-TIER, LRU = range(2)
-"""The file tier's policy; least recently used, as of a pool that goes by it."""
+POLICIES: Final = (*eviction.POLICIES, "lru")
+"""The file tier's candidates; least recently used, as of a pool that goes by it."""
+LRU: Final = len(eviction.POLICIES)
 
 COUNT, INSERTS, DISTANCE_SUM, REUSES, WRITTEN, EVICTED, RING_FIRST, RING_LAST, GHOSTS = range(9)
 """Words of a cache: pages in it; the ``Clock`` of eviction.py; pages ever written and evicted; its ring of ghosts."""
@@ -43,6 +41,8 @@ class Caches(NamedTuple):
     priority: Words
     used: Words
     hits: npt.NDArray[np.int8]
+    own_hits: npt.NDArray[np.int8]
+    """Since the page was written last."""
     heap: Numbers
     place: Numbers
     """Slot -> its place in the heap."""
@@ -66,6 +66,7 @@ def new_caches(count: int, capacity: int, *, ghosts: int | None = None) -> Cache
         np.zeros((count, capacity), np.int32),
         np.zeros((count, capacity), np.int64),
         np.zeros((count, capacity), np.int64),
+        np.zeros((count, capacity), np.int8),
         np.zeros((count, capacity), np.int8),
         np.zeros((count, capacity), np.int32),
         np.zeros((count, capacity), np.int32),
@@ -216,11 +217,11 @@ def _ghost_of(caches: Caches, n: int, block: int) -> int:
     return -1
 
 
-def _rank(caches: Caches, n: int, hits: int, depth: int, before: int) -> int:
+def _rank(caches: Caches, n: int, policy: int, hits: int, own_hits: int, depth: int, before: int) -> int:
     """The priority of a page used now. ``before``: that of the page before it, or -1."""
     state, capacity = caches.state[n], len(caches.block[n])
     distance = _reuse_distance(capacity, state[DISTANCE_SUM], state[REUSES])
-    return int(_bounded(_priority_of(capacity, state[INSERTS], distance, hits, depth), before))
+    return int(_bounded(_priority_of(policy, capacity, state[INSERTS], distance, hits, own_hits, depth), before))
 
 
 def _bounded(priority: int, before: int) -> int:
@@ -238,7 +239,7 @@ def insert(caches: Caches, n: int, policy: int, block: int, depth: int, before: 
     if state[COUNT] >= capacity:
         slot = caches.heap[n, 0]
         _leave(caches.table[n], caches.block[n], 0, caches.block[n, slot], slot)
-        if policy == TIER:
+        if policy != LRU:
             _remember(caches, n, slot)
         state[EVICTED] += 1
         at = 0
@@ -250,19 +251,20 @@ def insert(caches: Caches, n: int, policy: int, block: int, depth: int, before: 
     state[INSERTS] += 1
     state[WRITTEN] += 1
     hits = 0
-    if policy == TIER:
+    if policy != LRU:
         ghost = _ghost_of(caches, n, block)
         if ghost >= 0:
             _learn(caches, n, state[INSERTS] - caches.ghost_used[n, ghost])
             hits = min(caches.ghost_hits[n, ghost] + 1, _MAX_HITS)
             _forget(caches, n, ghost)
-        priority = _rank(caches, n, hits, depth, before)
+        priority = _rank(caches, n, policy, hits, 0, depth, before)
     else:
         priority = state[INSERTS]
     caches.block[n, slot] = block
     caches.priority[n, slot] = priority
     caches.used[n, slot] = state[INSERTS]
     caches.hits[n, slot] = hits
+    caches.own_hits[n, slot] = 0
     _enter(caches.table[n], caches.block[n], 0, block, slot)
     _sift(caches, n, at, state[COUNT])
     return int(priority)
@@ -282,8 +284,10 @@ def use(caches: Caches, n: int, policy: int, slot: int, depth: int, before: int)
         else:
             _learn(caches, n, state[INSERTS] - caches.used[n, slot])
             hits = min(caches.hits[n, slot] + 1, _MAX_HITS)
-            new = _bounded(max(priority, _rank(caches, n, hits, depth, -1)), before)
+            own_hits = min(caches.own_hits[n, slot] + 1, _MAX_HITS)
+            new = _bounded(max(priority, _rank(caches, n, policy, hits, own_hits, depth, -1)), before)
             caches.hits[n, slot] = hits
+            caches.own_hits[n, slot] = own_hits
             caches.used[n, slot] = state[INSERTS]
     if new != priority:
         caches.priority[n, slot] = new

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from hicache_ext.plan import cache_code
 from hicache_ext.plan.traces import Trace
 
-Policy = Literal["tier", "lru"]
-"""One of ``cache_code.POLICIES``."""
+Policy = str
+"""One of ``cache_code.POLICIES``: a candidate of the file tier's, or "lru"."""
 Router = Literal["random", "session", "prefix"]
 ROUTERS: tuple[str, ...] = get_args(Router)
 NEAR, POOL, COMPUTED, WRITTEN_NEAR, WRITTEN_POOL, HINTED = range(6)
@@ -42,7 +42,7 @@ class Fleet:
     """Decode nodes write what they generate to the pool."""
     hints: bool = False
     """And the node that will be asked next brings it near."""
-    near_policy: Policy = "tier"
+    near_policy: Policy = cache_code.POLICIES[0]
     pool_policy: Policy = "lru"
 
 

@@ -3,12 +3,14 @@ by their addresses."""
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.memory import PageMemory, addresses_of
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, SetResult
-from hicache_ext.storage.tiers.file.slab import page_moves, slot_code
+from hicache_ext.storage.tiers.file.slab import page_moves
 from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
@@ -28,7 +30,7 @@ class TestSlabStoreWithoutCompiledCode(TestSlabStore):
         assert code is not None
         monkeypatch.setattr(page_moves, "compiled_code", lambda: None)
         for name, plain in code.plain_kernels.items():
-            monkeypatch.setattr(slot_code, name, plain)
+            monkeypatch.setattr(sys.modules[plain.__module__], name, plain)
 
 
 class ByAddress(SlabStore):

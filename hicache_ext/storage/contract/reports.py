@@ -32,6 +32,10 @@ UNKNOWN: Gauges = {
     "free_bytes": math.nan,
     "pages": math.nan,
     "evicted_age_seconds": math.nan,
+    "hit_share_at_half": math.nan,
+    "hit_share_at_capacity": math.nan,
+    "hit_share_at_twice": math.nan,
+    "hit_share_at_four_times": math.nan,
 }
 """Gauges of a tier that has none of its own; HELP in metrics_export.py explains each."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -119,7 +120,7 @@ def plain_kernels() -> Iterator[None]:
     code = wait_for_compiled_code()
     with pytest.MonkeyPatch.context() as patch:
         for name, plain in code.plain_kernels.items() if code is not None else ():
-            patch.setattr(slot_code, name, plain)
+            patch.setattr(sys.modules[plain.__module__], name, plain)
         yield
 
 

@@ -16,12 +16,12 @@ import pytest
 from benchmarks.eviction_policy import PageByPage, Rank
 from hicache_ext.runtime.jit import Function
 from hicache_ext.storage.tiers.file.eviction import Clock
-from hicache_ext.storage.tiers.file.slab import lookup, slot_code
+from hicache_ext.storage.tiers.file.slab import lookup, miniature_code, slot_code
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
 from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
 from hicache_ext.storage.tiers.file.slab.slot_code import (
+    CLOCK_SHIFT,
     FREE,
-    HITS_BITS,
     PAGE,
     PENDING,
     PRIORITY,
@@ -67,6 +67,9 @@ class World:
     identities: Words = field(default_factory=lambda: np.zeros((IDENTITIES, slot_code.IDENTITY_WORDS), np.int64))
     slabs: Words = field(default_factory=lambda: np.zeros((4, slot_code.SLAB_WORDS), np.int64))
     ghosts: Words = field(default_factory=lambda: np.zeros((3, 16, WAYS), np.int64))
+    events: Words = field(default_factory=lambda: np.zeros((32, 2), np.int64))
+    small: Words = field(default_factory=lambda: np.zeros(miniature_code.SMALL_WORDS, np.int64))
+    entries: Words = field(default_factory=lambda: np.zeros((miniature_code.ENTRY_WORDS, 8, WAYS), np.int64))
 
     def __post_init__(self) -> None:
         if self.header[slot_code.SETS]:
@@ -82,7 +85,7 @@ class World:
 
     @property
     def words(self) -> list[Words]:
-        return [*self.table, self.slabs, self.ghosts]
+        return [*self.table, self.slabs, self.ghosts, self.events, self.small, self.entries]
 
     @property
     def by_first(self) -> Words:
@@ -119,7 +122,7 @@ def random_step(rng: random.Random, now: int) -> Step:
         rows, at = taken[:done][some].copy(), np.sort(np.random.default_rng(seed).permutation(40)[:done])[some].copy()
         published = np.zeros(len(rows), np.int64)
         of_keys = keys, one, at, rows, at + 1000, pending, ticket, now, oldest
-        freed = code["publish"](*world.table, *of_keys, slots, world.ghosts, 100, published)
+        freed = code["publish"](*world.table, *of_keys, slots, world.ghosts, 100, published, world.events, half)
         return [done, taken, freed, published, code["give_back"](world.rows, taken, pending, ticket)]
 
     def leave_pending(code: Mapping[str, Function], world: World) -> list[Any]:
@@ -157,7 +160,19 @@ def random_step(rng: random.Random, now: int) -> Step:
     def use(code: Mapping[str, Function], world: World) -> list[Any]:
         found = np.zeros(len(keys), np.int64)
         code["find"](*world.table, keys, one, 0, found, 0)
-        return [code["touch"](world.rows, world.header, 275, found)]
+        return [code["touch"](world.rows, world.header, 275, found, world.events, half)]
+
+    def learn(code: Mapping[str, Function], world: World) -> list[Any]:
+        capacity = rng_capacity
+        of_small = world.header, world.small, world.entries, world.events
+        return [
+            code["learn"](*of_small, capacity, half, ROWS, 20),
+            code["rank_again"](world.rows, world.header, 275, 90),
+        ]
+
+    def follow(_: Mapping[str, Function], world: World) -> list[Any]:
+        world.header[slot_code.POLICY], world.header[slot_code.TO_RANK] = seed % miniature_code.CANDIDATES, ROWS
+        return []
 
     def evict_beside(code: Mapping[str, Function], world: World) -> list[Any]:
         # As after pages of a second identity have gone.
@@ -199,8 +214,9 @@ def random_step(rng: random.Random, now: int) -> Step:
         counts = np.zeros(4, np.int64)
         return [code["count"](world.rows, world.identities, 0, ROWS, oldest, counts), counts]
 
+    half, rng_capacity = 1 << 19, rng.choice([12, 40, 40, 40])
     rng_most = rng.choice([3, 50, 4096])
-    often = [write, write, write, write, look, use]
+    often = [write, write, write, write, look, use, learn, learn, follow]
     return rng.choice([*often, leave_pending, evict, evict, evict_beside, forget, grow, clear, find_again, count_all])
 
 
@@ -209,7 +225,7 @@ def kernels() -> tuple[Mapping[str, Function], Mapping[str, Function]]:
     code = wait_for_compiled_code()
     if code is None:
         pytest.skip("missing: numba, or what it compiles for")
-    return code.kernels, code.plain_kernels
+    return {**code.kernels, **code.small_kernels}, code.plain_kernels
 
 
 # -- compiled and plain ------------------------------------------------------------------------------------------------
@@ -230,7 +246,7 @@ def test_compiled_and_plain_code_agree_to_the_bit(
         for one, other in zip(left.words, right.words, strict=True):
             assert np.array_equal(one, other), step.__name__
         most = max(most, int((left.rows[:, STATE] & STATES == PAGE).sum()))
-    assert len(names) == 11
+    assert len(names) == 13
     assert most > 100
 
 
@@ -294,7 +310,8 @@ def test_numpy_leaves_out_only_uses_of_pages_that_were_used_just_now(
             with plain_kernels():
                 index.note_hits(found, keys, len(found))
             assert np.array_equal(index.memory.rows, after[0])
-            assert np.array_equal(index.memory.header, after[1])
+            # Nor does numpy note uses for the miniatures, which nobody would look at.
+            assert np.array_equal(index.memory.header[: slot_code.EVENTS], after[1][: slot_code.EVENTS])
         assert not np.array_equal(before[0][:, USED], after[0][:, USED])
 
 
@@ -334,7 +351,7 @@ def test_pages_rank_as_the_policy_says(tmp_path: Path, seed: int) -> None:
 
 def ranks(index: SlabIndex, keys: Any) -> list[Rank]:
     rows = index.memory.rows[index.rows_of(keys)]
-    return [Rank(int(row[PRIORITY]), int(row[USED]) >> HITS_BITS, int(row[USED]) & 7) for row in rows]
+    return [Rank(int(row[PRIORITY]), int(row[USED]) >> CLOCK_SHIFT, int(row[USED]) & 7) for row in rows]
 
 
 # -- an end in the middle ----------------------------------------------------------------------------------------------

@@ -1,20 +1,23 @@
 """Which page is evicted first: the one with the lowest priority, computed at insert and at use from a small record.
 
 No I/O, no tables. A page of a prefix cache is useful only while all pages before it are there. Its priority is a moment
-on a clock that counts inserted pages: until then the page is worth its slot::
+on a clock that counts inserted pages: until then the page is worth its slot. There are several ways to say that moment
+(``POLICIES``), none of which is best everywhere; miniature_code.py tells which one the tier follows. The first is::
 
-    priority = now + D * log2(1 + hits) - min(D, capacity) * min(depth, 64) / 128
+    priority = now + C * D * log2(1 + hits) - min(D, capacity) * min(depth, 64) / 128
     priority = min(priority, priority of the page before it in the chain - 1)
 
 ``hits``      uses after the first one, including those before an earlier eviction (the ghost list remembers them).
 ``D``         the tier's mean reuse distance in inserted pages; measured, see ``Clock``.
+``C``         D / (4 * capacity), at least 1 and at most 4: where most pages return long after they are evicted, only
+              those with hits are worth a slot.
 ``depth``     position in the request's chain: prompts that diverge share their heads, not their tails.
 
 ``now`` alone is LRU. Sources of the rest, figures, and what was tried: docs/decisions/eviction.md.
 
-The bound by the page before keeps heads longer than their tails, in whatever order pages are used. A new page may rank
-below everything cached: it then takes the slot of the page written before it, or is the next victim itself. So one-time
-chains pass through a full cache without displacing it.
+The bound by the page before holds for all. It keeps heads longer than their tails, in whatever order pages are used. A
+new page may rank below everything cached: it then takes the slot of the page written before it, or is the next victim
+itself. So one-time chains pass through a full cache without displacing it.
 
 Integers only: all processes agree to the bit. One policy and one ``Clock`` belong to one directory, whatever the sizes
 of its slots: the pages of a prefix age together (docs/decisions/pools-share-a-fate.md).
@@ -47,12 +50,20 @@ _LEARNING_SHIFT: Final = 11
 """D is a mean over about the last 2**11 reuses: the pages of one request return together, and a shorter memory would
 follow single requests."""
 _MAX_DISTANCE_IN_CAPACITIES: Final = 64
-"""Bounds D: a page that was hot is gone after 3 * 64 capacities at the latest."""
+"""Bounds D, and a multiple of it: a page that was hot is gone after 3 * 64 capacities at the latest."""
+_LONGEST_CREDIT: Final = 4
+"""The most reuse distances of credit for the first hit."""
 RENEWAL_SHIFT: Final = 4
 """A use within 1/16 of min(D, capacity) after the last counted one changes nothing: hits in a row cost no writes.
 Rare uses, as in the conversation trace, are mostly further apart and do cost one."""
 _SMALLEST_GHOST_LIST: Final = 1 << 15
 _LARGEST_GHOST_LIST: Final = 1 << 20
+LEARNED_DISTANCE, WITHOUT_GHOSTS, LAST_USE, TWO_QUEUES, LONG_CREDIT = range(5)
+POLICIES: Final = ("learned-distance", "without-ghosts", "last-use", "two-queues", "long-credit")
+"""The candidates, by number: as above; the same with uses since the page was written last; LRU, tails first; like
+S3-FIFO, where a page that came once goes before all that came again; as above with four times the credit."""
+_MOST_ROUNDS: Final = 3
+"""Uses that ``TWO_QUEUES`` tells apart."""
 _LOG2: Final = (0, 256, 406, 512, 594, 662, 719, 768)
 """round(256 * log2(1 + hits))."""
 
@@ -74,11 +85,23 @@ def learned(distance_sum: int, reuses: int, distance: int) -> tuple[int, int]:
     return distance_sum - forgotten + distance, min(reuses + 1, MAX_REUSES)
 
 
-def priority_of(capacity: int, inserts: int, distance: int, hits: int, depth: int) -> int:
-    """The priority of a page used now, not bounded by the page before it; ``distance`` is D."""
-    protection = distance * _LOG2[hits] // _LOG2[1]
-    tail = min(distance, capacity) * min(depth, _MAX_DEPTH) // _DEPTH_WEIGHT
-    return min(ORIGIN + inserts + protection - tail, MAX_PRIORITY)
+def priority_of(policy: int, capacity: int, inserts: int, distance: int, hits: int, own_hits: int, depth: int) -> int:
+    """The priority by a candidate (``POLICIES``) of a page used at ``inserts``, not bounded by the page before it;
+    ``distance`` is D, ``own_hits`` counts uses since the page was written last."""
+    credit, tail = 0, 2 * depth
+    if policy in (LEARNED_DISTANCE, WITHOUT_GHOSTS):
+        if policy == LEARNED_DISTANCE:
+            # In 256ths.
+            times = min(_LONGEST_CREDIT * 256, max(256, 64 * distance // capacity))
+            credit = min(distance * times // 256, _MAX_DISTANCE_IN_CAPACITIES * capacity) * _LOG2[hits] // _LOG2[1]
+        else:
+            credit = distance * _LOG2[own_hits] // _LOG2[1]
+        tail = min(distance, capacity) * min(depth, _MAX_DEPTH) // _DEPTH_WEIGHT
+    elif policy == TWO_QUEUES:
+        credit = 2 * capacity * min(hits, _MOST_ROUNDS)
+    elif policy == LONG_CREDIT:
+        credit = min(_LONGEST_CREDIT * distance, _MAX_DISTANCE_IN_CAPACITIES * capacity) * _LOG2[hits] // _LOG2[1]
+    return min(ORIGIN + inserts + credit - tail, MAX_PRIORITY)
 
 
 class Clock(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,19 @@ class Fullness:
     free: int
     """What can be written before something is evicted, or the disk is full."""
     pages: int
+    served: Served | None = None
+    """None where nobody looks."""
+
+
+class Served(NamedTuple):
+    """Of the uses that the miniatures of a path saw (slab/miniature_code.py): how many it served, and how many it would
+    have at other capacities."""
+
+    uses: int
+    half: int
+    now: int
+    twice: int
+    four_times: int
 
 
 class PathStore(TierStore):
@@ -180,4 +193,13 @@ def gauges_of_paths(paths: Sequence[Fullness]) -> dict[str, float]:
         "used_bytes": float(sum(path.used for path in paths)),
         "free_bytes": float(sum(path.free for path in paths)),
         "pages": float(sum(path.pages for path in paths)),
+        **_curve_of([path.served for path in paths if path.served is not None]),
     }
+
+
+def _curve_of(paths: Sequence[Served]) -> dict[str, float]:
+    """The share of uses that would be hits, at half to four times the capacity; a path counts by its uses."""
+    uses = sum(path.uses for path in paths)
+    names = [f"hit_share_at_{capacity}" for capacity in ("half", "capacity", "twice", "four_times")]
+    hits = [sum(of_path) for of_path in zip(*(path[1:] for path in paths), strict=True)]
+    return {name: count / uses for name, count in zip(names, hits, strict=True)} if uses else {}

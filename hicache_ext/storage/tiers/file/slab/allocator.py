@@ -118,7 +118,7 @@ class SlotAllocator:
         """Looks at every slot; ``oldest`` as for ``SlabIndex.locate``."""
         pages, used, free = self._index.occupied(oldest)
         left = self._capacity - self._occupied(self._index.all_slabs())
-        return Fullness(self._capacity, used, free + max(0, left), pages)
+        return Fullness(self._capacity, used, free + max(0, left), pages, self._index.served())
 
     def resize(self, capacity: int) -> None:
         """Slabs beyond the capacity are dropped at once; pinned pages may take half of the new capacity."""

@@ -35,7 +35,7 @@ from hicache_ext.storage.contract.store import identities_of, key_words
 from hicache_ext.storage.tiers.file.device_probe import Mode
 from hicache_ext.storage.tiers.file.pages.scanning import BLOCK
 from hicache_ext.storage.tiers.file.pages.tree import PageTree
-from hicache_ext.storage.tiers.file.slab import slot_code
+from hicache_ext.storage.tiers.file.slab import miniature_code, slot_code
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, slot_size_of
 from hicache_ext.storage.tiers.file.slab.slot_code import ROW_WORDS, SEAL, WAYS
 
@@ -104,7 +104,8 @@ class CompiledCode:
         self.plain_kernels: Mapping[str, Function] = {}
         """The Python functions that the kernels replaced."""
         self.kernels = compiled_kernels(slot_code)
-        _check_kernels(self.kernels)
+        self.small_kernels = compiled_kernels(miniature_code)
+        _check_kernels({**self.kernels, **self.small_kernels})
         self.batch_kernels = compiled_kernels(batch_code)
         _check_batch_kernels(self.batch_kernels)
 
@@ -220,7 +221,7 @@ class _Scratch(threading.local):
 
 def _check_kernels(kernels: Mapping[str, Function]) -> None:
     """Raises ImportError when these kernels change a small index differently from slot_code.py."""
-    plain = {name: getattr(slot_code, name) for name in kernels}
+    plain = {name: getattr(slot_code, name, None) or getattr(miniature_code, name) for name in kernels}
     if _after_some_changes(kernels) != _after_some_changes(plain):
         raise ImportError("its index is not that of this version: remove the files hicache_ext-*.compiled")
 
@@ -263,6 +264,8 @@ def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:
     keys = np.arange(6 * 200).reshape(200, 6) * 0x123456789ABCDE7
     numbers, answers, pending = np.zeros(1, np.int64), [], slot_code.PENDING | 55 << 8
     rows[:slots, slot_code.STATE] = slot_code.FREE
+    events, small = np.zeros((16, 2), np.int64), np.zeros(miniature_code.SMALL_WORDS, np.int64)
+    entries = np.zeros((miniature_code.ENTRY_WORDS, 4, WAYS), np.int64)
     located, facts, looked_up = np.zeros((5, 200), np.int64), np.zeros(3, np.int64), np.zeros(200, np.int64)
     for ticket, (first, many) in enumerate(((0, 60), (50, 60), (10, 80))):
         ranks, victims = np.zeros(slots, np.int64), np.zeros(slots + 1, np.int64)
@@ -275,12 +278,15 @@ def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:
         done = kernels["take_free"](rows, slabs, slabs_of_size, pending, ticket, 4096, taken)
         taken, published, at = taken[:done].copy(), np.zeros(done, np.int64), np.arange(first, first + done)
         parts = keys, numbers, at, taken, at + 4096, pending, ticket, 10 + ticket, 5
-        answers.append(kernels["publish"](*table, *parts, slots, ghosts, 1000, published))
+        answers.append(kernels["publish"](*table, *parts, slots, ghosts, 1000, published, events, 1 << 18))
         answers.append(kernels["give_back"](rows, taken, pending, ticket))
         answers.append(kernels["grow_sets"](rows, sets, header, 66 + 5 * ticket))
         answers.append(kernels["locate"](*table, keys, numbers, 11, slabs, located, facts))
         answers.append(kernels["find"](*table, keys, numbers, 0, looked_up, 0))
-        answers.append(kernels["touch"](rows, header, slots, looked_up[first:].copy()))
+        answers.append(kernels["touch"](rows, header, slots, looked_up[first:].copy(), events, 1 << 18))
+        answers.append(kernels["learn"](header, small, entries, events, 20, 1 << 18, slots, 11))
+        header[slot_code.POLICY], header[slot_code.TO_RANK] = ticket, slots
+        answers.append(kernels["rank_again"](rows, header, slots, slots // 2))
         gone = rows[looked_up[::7], slot_code.HASH], np.full(29, slot_code.PAGE | 2 << slot_code.NUMBER_SHIFT)
         answers.append(kernels["evict_beside"](*table, *gone, beside, needed, 5, ghosts, freed))
         answers.append(kernels["seize"](*table, looked_up[::9].copy(), pending, 99))
@@ -289,5 +295,18 @@ def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:
     answers.append(kernels["adopt"](*table, *found, slots, size, 20))
     counts = np.zeros(4, np.int64)
     answers.append(kernels["count"](rows, identities, 0, 2 * slots, 11, counts))
-    words = [*table, slabs, ghosts, freed, located, facts, looked_up, counts, np.array(answers, np.int64)]
+    words = [
+        *table,
+        slabs,
+        ghosts,
+        events,
+        small,
+        entries,
+        freed,
+        located,
+        facts,
+        looked_up,
+        counts,
+        np.array(answers, np.int64),
+    ]
     return b"".join(part.tobytes() for part in words)

@@ -26,7 +26,8 @@ from hicache_ext.runtime.jit import is_compiled
 from hicache_ext.runtime.members import Members
 from hicache_ext.storage.contract.store import PageKeys, key_words
 from hicache_ext.storage.tiers.file.eviction import EvictionPolicy
-from hicache_ext.storage.tiers.file.slab import lookup, slot_code
+from hicache_ext.storage.tiers.file.path_store import Served
+from hicache_ext.storage.tiers.file.slab import lookup, miniature_code, slot_code
 from hicache_ext.storage.tiers.file.slab.index_memory import BYTES_PER_GHOST, MOST_SLABS, IndexMemory, new_index
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab
 from hicache_ext.storage.tiers.file.slab.slot_code import (
@@ -82,6 +83,10 @@ _LOOKS_IN_VAIN = 8
 """Looks for victims that free nothing, before a write gets no slot: at pages that stay, mostly."""
 _MOST_LOOKED_AT = 1 << 15
 """Slots looked at for free ones, or for victims, under the lock at once: less than a millisecond."""
+_MOST_EVENTS = 1 << 8
+"""Uses that the miniatures look at, under the lock at once."""
+_MOST_RANKED = 1 << 12
+"""Rows ranked by another policy, under the lock at once."""
 _AT_ONCE = 1 << 16
 _SMALL_STEP = 256
 """The same for plain Python."""
@@ -124,6 +129,10 @@ class View:
     """Slots of all sizes, at least 1."""
     ghosts: int
     """Evicted pages worth remembering."""
+    sampled: int
+    """How many pages the miniatures see (``slot_code.is_sampled``)."""
+    rows: int
+    """Behind the last row in use."""
 
 
 class Uses(NamedTuple):
@@ -230,7 +239,10 @@ class SlabIndex:
         capacity = max(1, sum(slots.values()))
         ghosts = sum(count * size for size, count in slots.items()) // BYTES_PER_GHOST
         ghosts = min(EvictionPolicy(capacity).ghost_limit, ghosts)
-        return View(changes, slabs, np.ascontiguousarray(table[positions]), positions, of_size, slots, capacity, ghosts)
+        by_first = np.ascontiguousarray(table[positions])
+        rows = int((by_first[:, FIRST] + by_first[:, SLOTS]).max(initial=0))
+        sampled = miniature_code.sampled_of(capacity)
+        return View(changes, slabs, by_first, positions, of_size, slots, capacity, ghosts, sampled, rows)
 
     def note_hits(self, found: SlotReferences, keys: Sequence[bytes], hits: int) -> None:
         """So many of these pages were read. ``found``: pages of a chain that were used and may rank higher for it."""
@@ -242,7 +254,12 @@ class SlabIndex:
             identity[HITS] += hits
             identity[LAST] = int(time.time())
         if len(found.rows):
-            lookup.touch(self.memory, self.view().capacity, np.ascontiguousarray(found.rows))
+            view = self.view()
+            lookup.touch(self.memory, view.capacity, _by_position(found), self._sampled(view))
+
+    def _sampled(self, view: View) -> int:
+        """As ``View.sampled``; in Python nobody looks at the miniatures, and the first policy stays."""
+        return view.sampled if is_compiled(miniature_code.learn) else 0
 
     def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
         """Bytes of slots that the pages under each of these page hashes take, over all identities."""
@@ -263,6 +280,19 @@ class SlabIndex:
             used += found * (slab.slot_size + HEADER)
             free += int(slab.slots - found - counts[PENDING]) * slab.slot_size
         return pages, used, free
+
+    def served(self) -> Served | None:
+        """What the miniatures say; None before they saw a use.
+
+        A page that is used all the time is in the sample or not, whatever its share: what the sample has too few or too
+        many of is taken for hits of such pages (SHARDS-adj, Waldspurger et al. 2015)."""
+        small = self.memory.small
+        at_scales = miniature_code.HITS + miniature_code.CANDIDATES
+        half, twice, four_times = small[at_scales : at_scales + len(miniature_code.SCALES)].tolist()
+        uses = int(small[miniature_code.EXPECTED] // (slot_code.SAMPLE + 1))
+        hot = uses - int(small[miniature_code.USES])
+        hits = (max(0, hits + hot) for hits in (half, int(small[miniature_code.SERVED]), twice, four_times))
+        return Served(uses, *hits) if uses else None
 
     def counts(self) -> dict[str, int]:
         """How many slots there are of each kind, and slabs, for tools and tests. Cleared pages count as free."""
@@ -522,11 +552,26 @@ class SlabIndex:
                 self.memory.ghosts,
                 view.ghosts,
                 published,
+                self.memory.events,
+                sampled := self._sampled(view),
             )
+            if sampled:
+                self._learn(view)
             slot_code.give_back(self.memory.rows, np.ascontiguousarray(taken.rows), pending, ticket)
             if len(written) < len(taken) or (published != 1).any():
                 self._may_be_free(taken.rows)
         return published.tolist()
+
+    def _learn(self, view: View) -> None:
+        """Let the miniatures see what was used, and pages rank by the policy that they have chosen. A little of both at
+        a time, under the lock."""
+        memory = self.memory
+        of_tier = view.capacity, view.sampled, view.rows, _MOST_EVENTS
+        miniature_code.learn(memory.header, memory.small, memory.entries, memory.events, *of_tier)
+        if memory.header[slot_code.TO_RANK]:
+            slot_code.rank_again(memory.rows, memory.header, view.capacity, _MOST_RANKED)
+            # How cold the coldest are is to be measured anew.
+            memory.sizes[:, LEFT] = 0
 
     def seize(self, rows: Words, ticket: int, seals: Sequence[bytes] | None = None) -> Words:
         """Forget pages whose slots stay this process' until ``give_back``; the rows of those that were there. With
@@ -607,7 +652,7 @@ class SlabIndex:
                 freed += kept
         known[LEFT] = known[LEFT] - freed if freed else 0
         used, created = first_page
-        return Evicted(freed, evicted, used >> slot_code.HITS_BITS, created)
+        return Evicted(freed, evicted, used >> slot_code.CLOCK_SHIFT, created)
 
     def _evict_beside(self, hashes: Words, states: Words, oldest: int) -> int:
         """Evict what is of no use without pages that had these HASH and STATE, as far as they are gone; how many. A few
@@ -982,6 +1027,16 @@ def new_index_in(directory: Path, capacity: int) -> Iterator[SlabIndex]:
 def slots_in_group(slot_size: int) -> int:
     """Slots of this size that are evicted together; groups begin at multiples of it."""
     return min(max(1, _GROUP // slot_size), _MOST_TOGETHER)
+
+
+def _by_position(found: SlotReferences) -> Words:
+    """The row of each page of a chain up to the last one found, -1 where none was."""
+    behind = int(found.positions.max()) + 1
+    if behind == len(found.rows):
+        return np.ascontiguousarray(found.rows)
+    rows = np.full(behind, -1, np.int64)
+    rows[found.positions] = found.rows
+    return rows
 
 
 def _table(lists: Mapping[int, Sequence[int]]) -> Words:

@@ -5,7 +5,7 @@ last process has gone, and the next one makes it anew from the headers of the pa
 be damaged, be cut or vanish with a disk: mapped memory of a file of a device that dies ends the process (SIGBUS).
 
 Its parts are as large as the directory may ever need, and take memory only where they were written: 64 bytes a slot in
-``rows``, 18 to 37 in ``sets``. What the words mean: slot_code.py.
+``rows``, 18 to 37 in ``sets``; 1.6 MiB for the miniatures. What the words mean: slot_code.py.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from contextlib import suppress
 
 import numpy as np
 
-from hicache_ext.storage.tiers.file.slab import slot_code
+from hicache_ext.storage.tiers.file.slab import miniature_code, slot_code
 from hicache_ext.storage.tiers.file.slab.slot_code import Words
 
-INDEX_FORMAT = 0x68696361 << 8 | 9
+INDEX_FORMAT = 0x68696361 << 8 | 10
 """Processes of another format cannot share an index; they have a directory of their own then (manifest.py)."""
 
 _BLOCK = 4096
@@ -36,6 +36,8 @@ _ROWS_PER_SET = 7
 BYTES_PER_GHOST = 8192
 _MOST_GHOSTS = 1 << 20
 _LEAST_GHOSTS = 1 << 10
+_EVENTS = 1 << 12
+_SMALL_SETS = 1 << 12
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -75,6 +77,11 @@ class IndexMemory:
         self.slabs = part(MOST_SLABS, slot_code.SLAB_WORDS)
         self.identities = part(_MOST_IDENTITIES, slot_code.IDENTITY_WORDS)
         self.ghosts = part(3, ghost_sets, slot_code.WAYS)
+        self.events = part(_EVENTS, 2)
+        """Uses that the miniatures have yet to look at: a ring."""
+        self.small = part(miniature_code.SMALL_WORDS)
+        self.entries = part(miniature_code.ENTRY_WORDS, _SMALL_SETS, slot_code.WAYS)
+        """What the miniatures know, and of which pages (miniature_code.py)."""
         self.sets = part(_power_of_two(-(-rows_most // _ROWS_PER_SET)), slot_code.WAYS)
         self.rows = part(rows_most, slot_code.ROW_WORDS)
         self._rows_at = _parts(rows_most, ghost_sets)[-1][0] * _WORD
@@ -136,6 +143,9 @@ def _parts(rows_most: int, ghost_sets: int) -> list[tuple[int, int]]:
         MOST_SLABS * slot_code.SLAB_WORDS,
         _MOST_IDENTITIES * slot_code.IDENTITY_WORDS,
         3 * ghost_sets * slot_code.WAYS,
+        2 * _EVENTS,
+        miniature_code.SMALL_WORDS,
+        miniature_code.ENTRY_WORDS * _SMALL_SETS * slot_code.WAYS,
         _power_of_two(-(-rows_most // _ROWS_PER_SET)) * slot_code.WAYS,
         rows_most * slot_code.ROW_WORDS,
     ]

@@ -125,15 +125,16 @@ def _locate(memory: IndexMemory, keys: Words, numbers: Words, oldest: int, slabs
     return np.stack([numbers_of_slabs, slots, lengths, positions, rows]), facts
 
 
-def touch(memory: IndexMemory, capacity: int, rows: Words) -> None:
-    """Note a use of the pages in these rows, a chain. ``capacity``: slots, of all sizes."""
+def touch(memory: IndexMemory, capacity: int, rows: Words, sampled: int) -> None:
+    """Note a use of the pages in these rows, a chain. ``capacity``: slots, of all sizes; ``sampled``: see
+    ``slot_code.is_sampled``."""
     if not is_compiled(slot_code.touch):
         # Mostly there is nothing to change, and a step of Python per page costs more than the rest of a look-up.
         clock = Clock(*memory.header[slot_code.INSERTS : slot_code.REUSES + 1].tolist())
         fresh = EvictionPolicy(capacity).oldest_fresh_use(clock)
-        if not (memory.rows[rows, slot_code.USED] >> slot_code.HITS_BITS < fresh).any():
+        if not (memory.rows[rows, slot_code.USED] >> slot_code.CLOCK_SHIFT < fresh).any():
             return
-    slot_code.touch(memory.rows, memory.header, capacity, rows)
+    slot_code.touch(memory.rows, memory.header, capacity, rows, memory.events, sampled)
 
 
 def hashes_of(keys: Words) -> Words:

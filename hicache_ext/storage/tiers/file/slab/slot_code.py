@@ -30,7 +30,8 @@ Words = npt.NDArray[np.int64]
 KEY_WORDS = 6
 HASH, STATE, LENGTH, CREATED, SEAL, _SECOND_OF_SEAL, PRIORITY, USED = range(8)
 """Words of a row: hash of the page hash (of a pending slot its ticket); state, see below; payload bytes; when written
-(wall-clock milliseconds); two words of seal; rank; clock at the last counted use << HITS_BITS | uses."""
+(wall-clock milliseconds); two words of seal; rank; what the rank is made of: clock at the last counted use <<
+CLOCK_SHIFT | place in the chain, up to MOST_DEPTH, << DEPTH_SHIFT | uses since it was written << HITS_BITS | uses."""
 ROW_WORDS = 8
 UNKNOWN, FREE, PENDING, PAGE = range(4)
 """Low bits of STATE. Not yet looked at by a rebuild; free; being written: member << 8; a page: the generation of its
@@ -55,11 +56,19 @@ GENERATIONS = 0xFFFFFFFF
     INSERTS,
     DISTANCE_SUM,
     REUSES,
-) = range(15)
+    POLICY,
+    TO_RANK,
+    EVENTS,
+    LEARNED,
+    SEEN,
+) = range(20)
 """Words of the header. SETS: in use; LEVEL: the power of two of which there are so many and up to as many more.
 SLAB_CHANGES: counts changes of the slabs. REBUILT: 1 once all slabs were looked at; FOUND: pages found by that.
 ALL_CLEARED: what was written up to then (milliseconds) was cleared, of every identity. IDENTITIES: so many are
-known. INSERTS, DISTANCE_SUM, REUSES: the ``Clock`` of eviction.py."""
+known. INSERTS, DISTANCE_SUM, REUSES: the ``Clock`` of eviction.py. POLICY: the candidate of eviction.py that pages rank
+by now; TO_RANK: rows before this one may rank by another one yet. EVENTS: so many were noted for the
+miniatures (miniature_code.py), LEARNED: and so many of them were looked at; SEEN:
+uses of all pages, in the sample or not."""
 HEADER_WORDS = 64
 
 OF_SIZE, COLD, COOL, LEFT = range(4)
@@ -83,6 +92,13 @@ IDENTITY_WORDS = 8
 WAYS = 16
 HITS_BITS = 3
 MOST_HITS = (1 << HITS_BITS) - 1
+DEPTH_SHIFT, MOST_DEPTH = 2 * HITS_BITS, 127
+CLOCK_SHIFT = DEPTH_SHIFT + 7
+SAMPLE = (1 << 20) - 1
+"""Bits of HASH that say whether the miniatures see a page."""
+_SAMPLE_SHIFT = 24
+HASH_OF_EVENT, MOMENT_OF_EVENT = range(2)
+"""Words of an event: HASH of a page that was used or written; the clock << 7 | its place in the chain."""
 NO_PAGE = eviction.MAX_PRIORITY
 """The rank of a slot that cannot be taken now."""
 AT_ONCE = -1
@@ -376,35 +392,84 @@ def locate(
     return count
 
 
-@kernel("int64(int64[:, ::1], int64[::1], int64, int64[::1])")
-def touch(rows: Words, header: Words, capacity: int, chain: Words) -> int:
+@helper
+def is_sampled(hashed: int, sampled: int) -> bool:
+    """Whether the miniatures see a page with this HASH, where they see so many of SAMPLE + 1."""
+    return bool((hashed >> _SAMPLE_SHIFT) & SAMPLE < sampled)
+
+
+@helper
+def _note(header: Words, events: Words, hashed: int, inserts: int, depth: int) -> None:
+    """Note a use for the miniatures. Of two at the same moment one may be lost, and so is what finds no place."""
+    noted = header[EVENTS]
+    if noted - header[LEARNED] < len(events):
+        events[noted % len(events), HASH_OF_EVENT] = hashed
+        events[noted % len(events), MOMENT_OF_EVENT] = inserts << 7 | min(depth, MOST_DEPTH)
+        header[EVENTS] = noted + 1
+
+
+@helper
+def _used(clock: int, depth: int, own_hits: int, hits: int) -> int:
+    """USED."""
+    return clock << CLOCK_SHIFT | min(depth, MOST_DEPTH) << DEPTH_SHIFT | own_hits << HITS_BITS | hits
+
+
+@kernel("int64(int64[:, ::1], int64[::1], int64, int64[::1], int64[:, ::1], int64)")
+def touch(rows: Words, header: Words, capacity: int, chain: Words, events: Words, sampled: int) -> int:
     """Note a use of the pages of a chain, in its order (``PageByPage.renewed`` of the benchmarks); a row may be -1.
-    Returns how many got another rank. ``capacity``: slots, of all sizes.
+    Returns how many got another rank. ``capacity``: slots, of all sizes; ``events`` and ``sampled``: what is told to
+    the miniatures.
 
     Without the lock: where a row is given to another page meanwhile, that page's rank is a little wrong."""
-    changed = 0
+    changed, seen = 0, 0
     before = -1
-    inserts = header[INSERTS]
+    inserts, policy = header[INSERTS], header[POLICY]
     for depth in range(len(chain)):
         row = chain[depth]
         if row < 0 or row >= len(rows) or rows[row, STATE] & STATES != PAGE:
             before = -1
             continue
+        if is_sampled(rows[row, HASH], sampled):
+            _note(header, events, rows[row, HASH], inserts, depth)
         distance = _reuse_distance(capacity, header[DISTANCE_SUM], header[REUSES])
-        priority, used, hits = rows[row, PRIORITY], rows[row, USED] >> HITS_BITS, rows[row, USED] & MOST_HITS
+        priority, word = rows[row, PRIORITY], rows[row, USED]
+        used, place = word >> CLOCK_SHIFT, (word >> DEPTH_SHIFT) & MOST_DEPTH
+        own_hits, hits = word >> HITS_BITS & MOST_HITS, word & MOST_HITS
         if used < inserts - (min(capacity, distance) >> eviction.RENEWAL_SHIFT):
             summed, reuses = _learned(header[DISTANCE_SUM], header[REUSES], max(0, inserts - used))
             header[DISTANCE_SUM], header[REUSES] = summed, reuses
             distance = _reuse_distance(capacity, summed, reuses)
-            hits, used = min(hits + 1, eviction.MAX_HITS), inserts
-            priority = max(priority, _priority_of(capacity, inserts, distance, hits, depth))
+            hits, own_hits, used = min(hits + 1, eviction.MAX_HITS), min(own_hits + 1, eviction.MAX_HITS), inserts
+            priority = max(priority, _priority_of(policy, capacity, inserts, distance, hits, own_hits, depth))
         if before >= 0:
             priority = max(0, min(priority, before - 1))
-        if priority != rows[row, PRIORITY] or used != rows[row, USED] >> HITS_BITS:
-            rows[row, PRIORITY], rows[row, USED] = priority, used << HITS_BITS | hits
+        word = _used(used, place, own_hits, hits)
+        if priority != rows[row, PRIORITY] or word != rows[row, USED]:
+            rows[row, PRIORITY], rows[row, USED] = priority, word
             changed += 1
         before = priority
+        seen += 1
+    if sampled > 0:
+        header[SEEN] += seen
     return changed
+
+
+@kernel("int64(int64[:, ::1], int64[::1], int64, int64)")
+def rank_again(rows: Words, header: Words, capacity: int, most: int) -> int:
+    """Rank by the policy of now what was ranked by another one, at most so many rows. What a rebuild found keeps its
+    rank, by age. Returns how many rows are left. Where the row is given to another page meanwhile, see ``touch``."""
+    behind = min(header[TO_RANK], len(rows))
+    begin = max(0, behind - most)
+    distance = _reuse_distance(capacity, header[DISTANCE_SUM], header[REUSES])
+    for row in range(begin, behind):
+        word = rows[row, USED]
+        if rows[row, STATE] & STATES == PAGE and word >> CLOCK_SHIFT > 0:
+            clock, depth = word >> CLOCK_SHIFT, (word >> DEPTH_SHIFT) & MOST_DEPTH
+            hits, own_hits = word & MOST_HITS, word >> HITS_BITS & MOST_HITS
+            ranked = _priority_of(header[POLICY], capacity, clock, distance, hits, own_hits, depth)
+            rows[row, PRIORITY] = max(0, ranked)
+    header[TO_RANK] = begin
+    return int(begin)
 
 
 # -- ghosts: facts about pages that were evicted -----------------------------------------------------------------------
@@ -689,7 +754,7 @@ def give_back(rows: Words, taken: Words, pending: int, ticket: int) -> int:
 
 @kernel(
     f"int64({_TABLE}, int64[:, ::1], int64[::1], int64[::1], int64[::1], int64[::1], int64, int64, int64, int64, "
-    "int64, int64[:, :, ::1], int64, int64[::1])"
+    "int64, int64[:, :, ::1], int64, int64[::1], int64[:, ::1], int64)"
 )
 def publish(
     rows: Words,
@@ -709,14 +774,17 @@ def publish(
     ghosts: Words,
     ghost_limit: int,
     published: Words,
+    events: Words,
+    sampled: int,
 ) -> int:
     """Make pages of slots that are written, with their seals: page ``keys[positions[n]]`` is in row ``taken[n]``. Pages
     at consecutive positions are a chain (``PageByPage.inserted``). ``capacity``: slots, of all sizes. ``published[n]``:
-    1; 0 for a page that is there already: its slot becomes free; -1 for a slot that is no longer this writer's. Returns
-    how many slots became free."""
+    1; 0 for a page that is there already: its slot becomes free; -1 for a slot that is no longer this writer's.
+    ``events``, ``sampled``: as for ``touch``. Returns how many slots became free."""
     oldest_ghost = max(0, header[REMEMBERED] - ghost_limit)
     inserts, distance_sum, reuses = header[INSERTS], header[DISTANCE_SUM], header[REUSES]
     distance = _reuse_distance(capacity, distance_sum, reuses)
+    policy, moment = header[POLICY], inserts
     highest = NO_PAGE - 1
     freed = 0
     for of in range(len(taken)):
@@ -748,12 +816,14 @@ def publish(
         hits = 0
         ghost = _recall(hashed, state, ghosts, oldest_ghost)
         if ghost >= 0:
-            distance_sum, reuses = _learned(distance_sum, reuses, max(0, inserts - (ghost >> HITS_BITS)))
+            distance_sum, reuses = _learned(distance_sum, reuses, max(0, inserts - (ghost >> CLOCK_SHIFT)))
             distance = _reuse_distance(capacity, distance_sum, reuses)
             hits = min((ghost & MOST_HITS) + 1, eviction.MAX_HITS)
-        priority = max(0, min(highest, _priority_of(capacity, inserts, distance, hits, key)))
+        if is_sampled(hashed, sampled):
+            _note(header, events, hashed, moment, key)
+        priority = max(0, min(highest, _priority_of(policy, capacity, inserts, distance, hits, 0, key)))
         rows[row, HASH], rows[row, LENGTH], rows[row, CREATED] = hashed, lengths[of], created
-        rows[row, PRIORITY], rows[row, USED] = priority, inserts << HITS_BITS | hits
+        rows[row, PRIORITY], rows[row, USED] = priority, _used(inserts, key, 0, hits)
         rows[row, STATE] = state
         lost = _enter(rows, sets, header, mixed(hashed, number), row)
         if lost >= 0:
@@ -764,6 +834,8 @@ def publish(
         identities[number, PAGES] += 1
         published[of] = 1
         highest = max(0, priority - 1)
+    if sampled > 0:
+        header[SEEN] += inserts - moment
     header[INSERTS], header[DISTANCE_SUM], header[REUSES] = inserts, distance_sum, reuses
     return freed
 

@@ -1,0 +1,181 @@
+"""Replays generated workloads, or a trace, through the file tier's index, which follows the best of its candidates, and
+through one that is held to each candidate.
+
+``python -m benchmarks.policies`` replays the seeds that took no part in any choice (``--tuned``: the others); with a
+TRACE that one instead. Capacities are 1/300, 1/30 and 1/6 of the blocks unless given. ``--change PNG`` draws how the
+index adapts to another workload.
+
+Columns: ``tier`` follows; then the tier held to each candidate, all through the index; LRU and S3-FIFO page by page, as
+in replay_trace.py; ``of best`` the tier's hits by those of the best candidate. With ``--curve --json`` also hits at
+half, once, twice and four times the capacity, as the tier's miniatures say and as replays through the index have them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks import replay_trace, workloads
+from hicache_ext.cli.main import without_traceback
+from hicache_ext.storage.tiers.file import eviction
+from hicache_ext.storage.tiers.file.path_store import Served
+from hicache_ext.storage.tiers.file.slab import miniature_code
+from hicache_ext.storage.tiers.file.slab.index import SlabIndex
+from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
+
+Requests = Sequence[Sequence[int]]
+PARTS = (300, 30, 6)
+_CANDIDATES = miniature_code.CANDIDATES
+
+
+class Tier:
+    """A replay through the index: what it served, and what it knew at the end. With ``policy`` it is held to that."""
+
+    def __init__(self, requests: Requests, capacity: int, policy: int | None = None) -> None:
+        self.served: Served | None = None
+        self.switches = 0
+        self.inserts: list[int] = []
+        """After each request."""
+        self.by_request = list(replay_trace.served_by_the_index(requests, capacity, self._look, policy))
+        self.hits = sum(self.by_request)
+
+    def _look(self, index: SlabIndex) -> None:
+        self.served = index.served()
+        self.switches = int(index.memory.small[miniature_code.SWITCHES])
+        self.inserts.append(index.inserts)
+
+
+def rows(title: str, requests: Requests, capacities: Sequence[int], *, curve: bool) -> Iterator[dict[str, object]]:
+    uses = sum(map(len, requests))
+    for capacity in capacities:
+        tier = Tier(requests, capacity)
+        alone = [Tier(requests, capacity, policy).hits for policy in range(_CANDIDATES)]
+        others = replay_trace.lru(requests, capacity), replay_trace.s3_fifo(requests, capacity)
+        row: dict[str, object] = {"workload": title, "capacity": capacity, "tier": tier.hits / uses}
+        row |= {name: hits / uses for name, hits in zip(eviction.POLICIES, alone, strict=True)}
+        row |= {name: hits / uses for name, hits in zip(("LRU", "S3-FIFO"), others, strict=True)}
+        row |= {"of best": tier.hits / max(1, *alone), "switches": tier.switches}
+        if curve and tier.served is not None:
+            said = [hits / tier.served.uses for hits in tier.served[1:]]
+            real = [
+                tier.hits / uses if part == 2 else Tier(requests, max(1, capacity * part // 2)).hits / uses
+                for part in (1, 2, 4, 8)
+            ]
+            row |= {"curve": said, "replayed": real}
+        yield row
+
+
+def draw_change(path: Path, requests: Requests, capacity: int) -> None:
+    """What is served before and after the workload changes, half way, by the tier and by each candidate."""
+    from matplotlib.figure import Figure
+
+    tier = Tier(requests, capacity)
+    alone = np.array([Tier(requests, capacity, policy).by_request for policy in range(_CANDIDATES)])
+    uses, moments = np.array([len(request) for request in requests]), np.array(tier.inserts)
+    change = moments[len(requests) // 2]
+    steps = np.searchsorted(moments, np.arange(0, moments[-1], capacity / 4))
+    steps = np.unique(np.append(steps, len(requests)))
+    middles = [(moments[min(end, len(moments)) - 1] - change) / capacity for end in steps[1:]]
+
+    def shares(hits: npt.NDArray[np.int64]) -> list[float]:
+        return [hits[a:b].sum() / uses[a:b].sum() for a, b in pairwise(steps)]
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, hits in zip(eviction.POLICIES, alone, strict=True):
+        axes.plot(middles, shares(hits), label=name, linewidth=1)
+    axes.plot(middles, shares(np.array(tier.by_request)), label="tier", color="black", linewidth=2.5)
+    axes.axvspan(0, 1, alpha=0.15, label="one capacity of inserts")
+    axes.set(xlabel="capacities of inserted pages since the change", ylabel="share of uses served")
+    axes.legend()
+    figure.savefig(path)
+
+
+def cost(slots: int, calls: int = 300) -> tuple[float, float]:
+    """Seconds of a write of 128 pages in the index of a full tier, without I/O: with the miniatures, and without."""
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    requests = [[128 * number + place for place in range(128)] for number in range(slots // 128 + 2 * calls)]
+    for request in requests:
+        for block in request:
+            replay_trace.key_of(block)
+    learns = SlabIndex._sampled
+    started, number = time.perf_counter(), 0
+
+    def look(_: SlabIndex) -> None:
+        nonlocal started, number
+        now = time.perf_counter()
+        if number >= len(requests) - 2 * calls:
+            seconds[bool(number % 2)].append(now - started)
+        number += 1
+        # In turns, so that both see the same machine.
+        SlabIndex._sampled = learns if number % 2 else lambda *_: 0  # type: ignore[method-assign]
+        started = time.perf_counter()
+
+    try:
+        for _ in replay_trace.served_by_the_index(requests, slots, look):
+            pass
+    finally:
+        SlabIndex._sampled = learns  # type: ignore[method-assign]
+    return statistics.median(seconds[True]), statistics.median(seconds[False])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Replay workloads through the index and each of its policies.")
+    parser.add_argument("trace", type=Path, nargs="?", help="JSON lines with hash_ids instead of generated workloads")
+    parser.add_argument("--capacity", type=int, nargs="+", help="blocks (default: 1/300, 1/30 and 1/6 of all)")
+    parser.add_argument("--family", nargs="+", choices=list(workloads.FAMILIES), default=list(workloads.FAMILIES))
+    parser.add_argument("--requests", type=int, default=10_000, help="of a workload (default: %(default)s)")
+    parser.add_argument("--tuned", action="store_true", help="the seeds that constants were chosen on")
+    parser.add_argument("--seed", type=int, nargs="+", help="other seeds")
+    parser.add_argument("--curve", action="store_true", help="also replay the other capacities of the curve")
+    parser.add_argument("--json", type=Path, help="add the rows to this file, one in a line")
+    parser.add_argument("--change", type=Path, help="draw how the index adapts to another workload (needs matplotlib)")
+    parser.add_argument("--cost", type=int, nargs="+", metavar="SLOTS", help="time writes into tiers of so many slots")
+    options = parser.parse_args(arguments)
+    if wait_for_compiled_code() is None:
+        print("numba is missing: nothing follows anything", file=sys.stderr)
+        return 1
+    for slots in options.cost or ():
+        with_them, without = cost(slots)
+        print(f"{slots:,} slots: {1e6 * without:.0f} us a write of 128 pages, {1e6 * (with_them - without):+.1f} us")
+    if options.cost:
+        return 0
+    if options.change is not None:
+        requests = workloads.changed(options.requests, (options.seed or workloads.REPORTED)[0])
+        draw_change(options.change, requests, (options.capacity or [2000])[0])
+        return 0
+    if options.trace is not None:
+        chosen = [("trace", lambda: replay_trace.read_trace(options.trace))]
+    else:
+        seeds = options.seed or (workloads.TUNED_ON if options.tuned else workloads.REPORTED)
+        chosen = [
+            (f"{family} {seed}", lambda family=family, seed=seed: workloads.FAMILIES[family](options.requests, seed))
+            for family in options.family
+            for seed in seeds
+        ]
+    heads = ["workload", "capacity", "tier", *eviction.POLICIES, "LRU", "S3-FIFO", "of best", "switches"]
+    print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
+    for title, make in chosen:
+        requests = make()
+        blocks = len({block for request in requests for block in request})
+        capacities = options.capacity or [max(1, blocks // part) for part in PARTS]
+        for row in rows(title, requests, capacities, curve=options.curve):
+            cells = [f"{row[head]:.4f}" if isinstance(row[head], float) else f"{row[head]}" for head in heads]
+            print("| " + " | ".join(cells) + " |", flush=True)
+            if options.json:
+                with options.json.open("a") as lines:
+                    lines.write(json.dumps(row) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(without_traceback(main))

@@ -1,0 +1,188 @@
+"""The miniatures: which policy a tier follows, and what they say of other capacities."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import replay_trace, workloads
+from benchmarks.policies import Tier
+from hicache_ext.storage.tiers.file import eviction
+from hicache_ext.storage.tiers.file.path_store import Fullness, Served, gauges_of_paths
+from hicache_ext.storage.tiers.file.slab import miniature_code, slot_code
+from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
+from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
+from hicache_ext.storage.tiers.file.slab.slot_code import CLOCK_SHIFT, PRIORITY, USED
+from tests.storage.file.indexes import CAPACITY, SMALL, add_slab, keys_of, plain_kernels, store
+
+Requests = list[list[int]]
+
+
+@pytest.fixture(autouse=True)
+def _compiled_code() -> None:
+    if wait_for_compiled_code() is None:
+        pytest.skip("missing: numba, or what it compiles for")
+
+
+def shares(requests: Requests, capacity: int) -> list[float]:
+    """At half, one, two and four times the capacity, each by a replay."""
+    uses = sum(map(len, requests))
+    return [Tier(requests, capacity * halves // 2).hits / uses for halves in (1, 2, 4, 8)]
+
+
+def policy_after(requests: Requests, capacity: int) -> list[int]:
+    policies: list[int] = []
+
+    def look(index: SlabIndex) -> None:
+        policies.append(int(index.memory.header[slot_code.POLICY]))
+
+    list(replay_trace.served_by_the_index(requests, capacity, look))
+    return policies
+
+
+def test_a_tier_follows_the_candidate_that_serves_most() -> None:
+    """Conversations that fit about: plain LRU serves a tenth more than the first candidate."""
+    requests = workloads.conversations(4000, 1)
+    policies = policy_after(requests, 6000)
+    assert policies[0] == eviction.LEARNED_DISTANCE
+    assert policies[-1] == eviction.LAST_USE
+    uses = sum(map(len, requests))
+    tier = Tier(requests, 6000).hits / uses
+    assert tier > 0.98 * replay_trace.lru_tails_first(requests, 6000) / uses
+    assert tier > 1.03 * replay_trace.ours(requests, 6000) / uses
+
+
+def test_without_compiled_code_the_first_policy_stays(tmp_path: Path) -> None:
+    with plain_kernels(), new_index_in(tmp_path, CAPACITY) as index:
+        add_slab(index, SMALL, 40)
+        for begin in range(0, 400, 10):
+            store(index, keys_of(range(begin, begin + 10)))
+        assert index.memory.header[slot_code.POLICY] == eviction.LEARNED_DISTANCE
+        assert index.served() is None
+
+
+def test_a_policy_that_is_followed_from_now_on_ranks_the_pages_that_are_there(tmp_path: Path) -> None:
+    with new_index_in(tmp_path, CAPACITY) as index:
+        add_slab(index, SMALL, 200)
+        keys = keys_of(range(100))
+        store(index, keys)
+        for other in range(1, 4):
+            store(index, keys_of(range(1000 * other, 1000 * other + 20)))
+        found = index.locate(keys)
+        index.note_hits(found, keys, len(found))
+        index.memory.header[[slot_code.POLICY, slot_code.TO_RANK]] = eviction.TWO_QUEUES, 200
+        store(index, keys_of(range(9000, 9001)))
+        assert index.memory.header[slot_code.TO_RANK] == 0
+        rows = index.memory.rows[index.rows_of(keys)]
+        clocks, depths = rows[:, USED] >> CLOCK_SHIFT, np.arange(100)
+        assert (rows[:, USED] & 7 == 1).all()
+        assert (rows[:, PRIORITY] == eviction.ORIGIN + clocks + 2 * 200 - 2 * depths).all()
+
+
+def test_ranking_again_goes_on_where_it_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few rows with every write, and by whichever process writes."""
+    monkeypatch.setattr("hicache_ext.storage.tiers.file.slab.index._MOST_RANKED", 50)
+    with new_index_in(tmp_path, CAPACITY) as index:
+        add_slab(index, SMALL, 200)
+        store(index, keys_of(range(150)))
+        index.memory.header[[slot_code.POLICY, slot_code.TO_RANK]] = eviction.LAST_USE, 200
+        for left in (150, 100, 50, 0, 0):
+            store(index, keys_of(range(9000 + left, 9001 + left)))
+            assert index.memory.header[slot_code.TO_RANK] == left
+
+
+@pytest.mark.parametrize("family", ["conversations", "documents", "mixture"])
+def test_the_curve_is_within_two_points_of_replays(family: str) -> None:
+    requests = workloads.FAMILIES[family](3000, 11)
+    capacity = len({block for request in requests for block in request}) // 12
+    served = Tier(requests, capacity).served
+    assert served is not None
+    assert [hits / served.uses for hits in served[1:]] == pytest.approx(shares(requests, capacity), abs=0.02)
+
+
+def after_comparisons(leads: list[int], capacity: int = 4096) -> int:
+    """The policy followed when the last candidate had so many hits more than the others between two comparisons each,
+    of about a thousand."""
+    header, small = np.zeros(slot_code.HEADER_WORDS, np.int64), np.zeros(miniature_code.SMALL_WORDS, np.int64)
+    for lead in leads:
+        small[miniature_code.LATELY : miniature_code.LATELY + miniature_code.CANDIDATES] = 1000
+        small[miniature_code.LATELY + miniature_code.CANDIDATES - 1] += lead
+        header[slot_code.INSERTS] = small[miniature_code.NEXT]
+        nothing = np.zeros((0, 2), np.int64)
+        entries = np.zeros((miniature_code.ENTRY_WORDS, 4, slot_code.WAYS), np.int64)
+        miniature_code.learn(header, small, entries, nothing, capacity, slot_code.SAMPLE + 1, 0, 0)
+    return int(header[slot_code.POLICY])
+
+
+def test_a_lead_that_chance_explains_is_not_followed_and_one_of_the_same_size_that_is_steady_is() -> None:
+    last = miniature_code.CANDIDATES - 1
+    assert after_comparisons([20] * 20) == last
+    assert after_comparisons([400, -360] * 10) == eviction.LEARNED_DISTANCE
+    assert after_comparisons([400] + [0] * 19) == eviction.LEARNED_DISTANCE
+
+
+def test_a_lead_of_less_than_a_hundredth_is_not_worth_a_change() -> None:
+    assert after_comparisons([5] * 200) == eviction.LEARNED_DISTANCE
+
+
+def test_a_tier_that_hardly_holds_a_chain_keeps_to_its_policy() -> None:
+    assert after_comparisons([500] * 50, capacity=63) == eviction.LEARNED_DISTANCE
+    assert after_comparisons([500] * 50, capacity=64) != eviction.LEARNED_DISTANCE
+
+
+def test_a_page_behind_one_that_is_missing_is_no_hit_where_the_miniatures_see_all_pages() -> None:
+    for sampled, expected in ((slot_code.SAMPLE + 1, 0), (slot_code.SAMPLE, 5)):
+        header, small = np.zeros(slot_code.HEADER_WORDS, np.int64), np.zeros(miniature_code.SMALL_WORDS, np.int64)
+        entries = np.zeros((miniature_code.ENTRY_WORDS, 64, slot_code.WAYS), np.int64)
+        for head in (-5, -6):
+            chain = [[head, 0], *([-10_000 - place, place] for place in range(1, 6))]
+            header[slot_code.EVENTS], header[slot_code.LEARNED] = len(chain), 0
+            miniature_code.learn(header, small, entries, np.array(chain), 64, sampled, 0, len(chain))
+        hits = small[miniature_code.HITS : miniature_code.HITS + miniature_code.MINIATURES]
+        assert (hits == expected).all()
+
+
+def test_a_page_that_every_request_uses_does_not_bend_the_curve_whether_it_is_in_the_sample_or_not() -> None:
+    """It is a quarter of all uses."""
+    for hot in (1, 2, 3, 4):
+        fresh = iter(range(100, 1 << 30))
+        requests = [[-hot, next(fresh), next(fresh), next(fresh)] for _ in range(12_000)]
+        served = Tier(requests, 8192).served
+        assert served is not None
+        assert served.now / served.uses == pytest.approx(0.25, abs=0.02)
+
+
+def test_counts_that_a_kill_left_wrong_are_right_after_some_writes(tmp_path: Path) -> None:
+    with new_index_in(tmp_path, CAPACITY) as index:
+        add_slab(index, SMALL, 64)
+        for begin in range(0, 640, 16):
+            store(index, keys_of(range(begin, begin + 16)))
+        small = index.memory.small
+        small[: miniature_code.MINIATURES] = 10_000
+        for begin in range(5000, 5640, 16):
+            store(index, keys_of(range(begin, begin + 16)))
+        slots = [64] * miniature_code.CANDIDATES + [32, 128, 256]
+        assert (small[: miniature_code.MINIATURES] <= 1.1 * np.array(slots)).all()
+
+
+def test_a_miniature_of_a_large_tier_sees_a_share_of_the_pages(tmp_path: Path) -> None:
+    assert miniature_code.sampled_of(miniature_code.SAMPLED_SLOTS) == slot_code.SAMPLE + 1
+    assert miniature_code.sampled_of(miniature_code.SAMPLED_SLOTS << 8) == (slot_code.SAMPLE + 1) >> 8
+    hashes = np.random.default_rng(1).integers(-(1 << 63), 1 << 63, 100_000)
+    sampled = miniature_code.sampled_of(miniature_code.SAMPLED_SLOTS << 5)
+    seen = sum(slot_code.is_sampled(int(hashed), sampled) for hashed in hashes)
+    assert seen == pytest.approx(100_000 / 32, rel=0.1)
+
+
+def test_paths_count_by_their_uses_and_one_that_nobody_looks_at_does_not() -> None:
+    paths = [
+        Fullness(100, 1, 1, 1, Served(1000, 100, 200, 300, 400)),
+        Fullness(100, 1, 1, 1, Served(3000, 0, 0, 0, 400)),
+        Fullness(100, 1, 1, 1),
+    ]
+    gauges = gauges_of_paths(paths)
+    assert gauges["hit_share_at_half"] == 0.025
+    assert gauges["hit_share_at_four_times"] == 0.2
+    assert "hit_share_at_half" not in gauges_of_paths(paths[2:])
