@@ -130,6 +130,13 @@ def _prefetches(document: Document) -> Iterator[Row]:
             yield _spread(f"{pool['parallel']} at once, {name}, last request", last, "s", more_is_better=False)
 
 
+def _doors(document: Document) -> Iterator[Row]:
+    """``benchmarks/bench_linker.py``: first tokens and the pauses of another request, quartiles over rounds."""
+    for what, found in (("first token", document["seconds"]), ("longest pause of another request", document["pauses"])):
+        for arm, seconds in found.items():
+            yield _spread(f"{arm}, {what}", seconds, "s", more_is_better=False)
+
+
 def _bounces(document: Document) -> Iterator[Row]:
     """``benchmarks/bounce.py``."""
     for row in document["rows"]:
@@ -164,6 +171,7 @@ READERS: Mapping[str, Callable[[Document], Iterator[Row]]] = {
     "kernels": _calibrations,
     "copy engines": _copies,
     "prefetch": _prefetches,
+    "linker": _doors,
     "bounce": _bounces,
     "replay": _shares,
 }

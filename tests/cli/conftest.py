@@ -25,6 +25,8 @@ PAGE_SIZE = 16
 METRICS = """\
 hicache_ext_get_total{tier="nvme",tp_rank="0",reason="hit"} 12
 hicache_ext_get_total{tier="nvme",tp_rank="0",reason="miss"} 3
+hicache_ext_capacity_bytes{tier="nvme",tp_rank="0"} 1073741824
+hicache_ext_hit_share_at_capacity{tier="nvme",tp_rank="0"} 0.25
 hicache_ext_serving{tp_rank="0"} 1
 hicache_ext_pull_total{tier="pull",reason="pulled"} 3
 sglang:prompt_tokens_total{model_name="m"} 100

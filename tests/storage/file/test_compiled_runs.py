@@ -735,7 +735,8 @@ def test_code_that_does_not_say_how_many_pages_it_moved_is_not_used(monkeypatch,
 
 
 def test_kernels_that_do_something_else_than_the_plain_ones_are_not_used():
-    kernels = dict(compiled_code().kernels)
+    kernels = {**compiled_code().kernels, **compiled_code().small_kernels}
+    compiled_code_module._check_kernels(kernels)
     kernels["evict"] = lambda *_: 0
     with pytest.raises(ImportError, match="its index is not that of this version"):
         compiled_code_module._check_kernels(kernels)
