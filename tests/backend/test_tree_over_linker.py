@@ -19,9 +19,13 @@ from typing import Any
 import pytest
 import torch
 
+from hicache_ext.sglang.releases import comes_with, installed_release
 from hicache_ext.testing.host_pool_kinds import mha_device_pool
 
-pytestmark = pytest.mark.sglang
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.skipif(not comes_with(installed_release(), "0.5.23"), reason="SGLang has no linker of others"),
+]
 
 PAGE_SIZE = 16
 LAYERS = 3
