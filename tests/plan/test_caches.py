@@ -14,7 +14,8 @@ from hicache_ext.plan.fleet import COMPUTED, NEAR, POOL, WRITTEN_NEAR, WRITTEN_P
 from hicache_ext.plan.traces import Trace, made_of, read_trace
 from hicache_ext.storage.tiers.file import eviction
 
-TRACE = Path("/work/shared/traces/conversation_trace.jsonl")
+TRACE = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
+"""Beside the checkout; it is no part of this project."""
 
 
 @pytest.fixture(scope="module", autouse=True)
