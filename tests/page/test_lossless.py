@@ -13,6 +13,7 @@ import pytest
 from hicache_ext.errors import FormatError, MissingPackageError
 from hicache_ext.page.transforms import lossless, planes
 from hicache_ext.page.transforms.lossless import LosslessCodec, rooms_of
+from tests.page.damages import damaged_in_one_way
 
 zstandard = pytest.importorskip("zstandard")
 
@@ -135,25 +136,13 @@ def test_the_page_may_lie_at_any_address(way: str) -> None:
 
 def _damages(encoded: bytes, random_: random.Random) -> bytes:
     """One of the ways in which bytes go wrong."""
-    damaged = bytearray(encoded)
-    kind = random_.randrange(6)
-    if kind == 0:
-        damaged[random_.randrange(len(damaged))] ^= 1 << random_.randrange(8)
-    elif kind == 1:
-        del damaged[random_.randrange(len(damaged)) :]
-    elif kind == 2:
-        # Its head, and the head of its frame.
-        frame = len(encoded) - int.from_bytes(encoded[4:8], "little")
-        at = random_.choice([random_.randrange(8), frame + random_.randrange(18)])
-        damaged[at] = random_.randrange(256)
-    elif kind == 3:
-        begin = random_.randrange(len(damaged))
-        damaged[begin : begin + 64] = random_.randbytes(len(damaged[begin : begin + 64]))
-    elif kind == 4:
-        damaged[:] = random_.randbytes(len(damaged))
-    else:
-        damaged += random_.randbytes(random_.randrange(1, 100))
-    return bytes(damaged)
+    frame = len(encoded) - int.from_bytes(encoded[4:8], "little")
+
+    def in_head() -> int:
+        """In its own, or in that of its frame."""
+        return random_.choice([random_.randrange(8), frame + random_.randrange(18)])
+
+    return damaged_in_one_way(encoded, random_, in_head)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn", "uint8"])

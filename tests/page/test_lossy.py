@@ -14,6 +14,7 @@ from hicache_ext.page.transforms import lossy, planes, rows
 from hicache_ext.page.transforms.lossless import LosslessPages
 from hicache_ext.page.transforms.lossy import LossyCodec, LossyPages, lossy_fact
 from hicache_ext.page.transforms.rows import Code
+from tests.page.damages import damaged_in_one_way
 from tests.page.test_lossless import page_of
 
 pytest.importorskip("zstandard")
@@ -132,25 +133,6 @@ def test_the_page_may_lie_at_any_address(way: str) -> None:
     assert decoded == decoded_by(pages, encoded_by(pages, content))
 
 
-def _damages(encoded: bytes, random_: random.Random) -> bytes:
-    damaged = bytearray(encoded)
-    kind = random_.randrange(6)
-    if kind == 0:
-        damaged[random_.randrange(len(damaged))] ^= 1 << random_.randrange(8)
-    elif kind == 1:
-        del damaged[random_.randrange(len(damaged)) :]
-    elif kind == 2:
-        damaged[random_.randrange(8)] = random_.randrange(256)
-    elif kind == 3:
-        begin = random_.randrange(len(damaged))
-        damaged[begin : begin + 64] = random_.randbytes(len(damaged[begin : begin + 64]))
-    elif kind == 4:
-        damaged[:] = random_.randbytes(len(damaged))
-    else:
-        damaged += random_.randbytes(random_.randrange(1, 100))
-    return bytes(damaged)
-
-
 @pytest.mark.parametrize("code", Code)
 def test_damaged_bytes_are_an_error_or_finite_numbers_and_never_touch_what_is_beside(code: Code, way: str) -> None:
     size = 16 << 10
@@ -162,7 +144,7 @@ def test_damaged_bytes_are_an_error_or_finite_numbers_and_never_touch_what_is_be
     reasons = []
     for _ in range(2_000):
         try:
-            pages.decode(memoryview(_damages(encoded, random_)), page)
+            pages.decode(memoryview(damaged_in_one_way(encoded, random_, lambda: random_.randrange(8))), page)
             assert np.isfinite(floats(bytes(page))).all()
         except FormatError as error:
             reasons.append(error.reason)
