@@ -180,7 +180,10 @@ def _agreement(computed: Any, again: Any, begin: int) -> Agreement:
     found = Agreement()
     for at in range(0, computed.shape[0], _ROWS_AT_ONCE):
         first, second = (logits[at : at + _ROWS_AT_ONCE].float().log_softmax(-1) for logits in (computed, again))
-        divergence = (first.exp() * (first - second)).nan_to_num(0.0).sum(-1).clamp(min=0)
+        if any(bool(numbers.isnan().any()) for numbers in (first, second)):
+            raise UnsupportedError("this model", "it predicts NaN")
+        # What is impossible by the first (-inf) adds nothing.
+        divergence = (first.exp() * (first - second)).masked_fill(first == -math.inf, 0.0).sum(-1).clamp(min=0)
         worst = int(divergence.argmax())
         same = int((first.argmax(-1) == second.argmax(-1)).sum())
         part = Agreement(len(first), same, float(divergence.sum(dtype=torch.float64)))

@@ -41,6 +41,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 from hicache_ext.sglang.features import COPIES
 from hicache_ext.sglang.hooks import not_in_force, register
@@ -180,7 +181,13 @@ def declare_torchvision_operators() -> None:
 
 
 def _leave_memory_unpinned() -> None:
-    """LoRA asks for pinned tensors wherever it runs; without CUDA torch refuses to make them."""
+    """LoRA asks for pinned tensors wherever it runs; without CUDA torch refuses to make them.
+
+    torch collects the functions that ``with torch.device(...)`` concerns when it is first used, and keeps them: they
+    have to be torch's own. With these in their place ``meta`` is ignored, and transformers computes with memory that
+    nobody has written.
+    """
+    _device_constructors()
     for name in ("tensor", "empty", "zeros", "arange"):
         original = getattr(torch, name)
         if not hasattr(original, "__wrapped__"):

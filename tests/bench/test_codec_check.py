@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hicache_ext.bench import codec_check
 from hicache_ext.bench.codec_texts import texts
 from hicache_ext.cli.main import main
+from hicache_ext.errors import UnsupportedError
 from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.cli.test_every_command import documented, fields_of, is_documented
 
@@ -116,3 +121,29 @@ def test_prefixes_fit_sliding_windows_and_every_kind_of_text_has_predictions(mod
     for text in texts().values():
         pieces = list(codec_check._pieces(under_test.tokens(text), 64))
         assert pieces and all(len(tokens) <= 896 for _, tokens in pieces)
+
+
+def test_predictions_of_nan_are_refused_and_never_taken_for_equal() -> None:
+    logits = torch.tensor([[1.0, 2.0, -math.inf], [0.0, 1.0, 2.0]])
+    broken = logits.clone()
+    broken[1] = math.nan
+    assert codec_check._agreement(logits, logits, 0).kl == 0
+    for pair in ((logits, broken), (broken, logits), (broken, broken)):
+        with pytest.raises(UnsupportedError, match="NaN"):
+            codec_check._agreement(*pair, 0)
+
+
+def test_a_process_that_was_prepared_for_sglang_measures_the_same(check: Check, model: str) -> None:
+    program = (
+        "import sys\n"
+        "from hicache_ext.testing.sglang_cpu import prepare_process\n"
+        "prepare_process()\n"
+        "from hicache_ext.cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    words = ("--page-size", "16", "--codec", "fp8", "--json")
+    prepared = subprocess.run(
+        [sys.executable, "-c", program, "codec-check", model, *words], capture_output=True, text=True, timeout=300
+    )
+    assert prepared.returncode == 0, prepared.stderr[-2000:]
+    assert json.loads(prepared.stdout)["texts"] == check(*words[2:4])[1]["texts"]
