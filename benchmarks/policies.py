@@ -3,7 +3,8 @@ through one that is held to each candidate.
 
 ``python -m benchmarks.policies`` replays the seeds that took no part in any choice (``--tuned``: the others); with a
 TRACE that one instead. Capacities are 1/300, 1/30 and 1/6 of the blocks unless given. ``--change PNG`` draws how the
-index adapts to another workload.
+index adapts to another workload, and prints its hits by those of the candidate that serves most from then on, in the
+first capacity of inserted pages, in the second one, up to the fourth, up to the eighth, and in all.
 
 Columns: ``tier`` follows; then the tier held to each candidate, all through the index; LRU and S3-FIFO page by page, as
 in replay_trace.py; ``of best`` the tier's hits by those of the best candidate. With ``--curve --json`` also hits at
@@ -20,9 +21,9 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from benchmarks import replay_trace, workloads
 from hicache_ext.cli.main import without_traceback
@@ -35,6 +36,8 @@ from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
 Requests = Sequence[Sequence[int]]
 PARTS = (300, 30, 6)
 _CANDIDATES = miniature_code.CANDIDATES
+_SHOWN = 12
+"""Capacities of inserted pages after a change."""
 
 
 class Tier:
@@ -74,29 +77,46 @@ def rows(title: str, requests: Requests, capacities: Sequence[int], *, curve: bo
         yield row
 
 
-def draw_change(path: Path, requests: Requests, capacity: int) -> None:
-    """What is served before and after the workload changes, half way, by the tier and by each candidate."""
+def after_change(title: str, requests: Requests, capacity: int) -> dict[str, object]:
+    """What is served around a change of workload half way, by the tier, by each candidate alone and by LRU, in half
+    capacities of pages that the tier inserts."""
+    tier = Tier(requests, capacity)
+    served = {"tier": tier.by_request}
+    served |= {name: Tier(requests, capacity, policy).by_request for policy, name in enumerate(eviction.POLICIES)}
+    served["LRU"] = list(replay_trace.served_by_lru(requests, capacity))
+    uses, moments = np.array([len(request) for request in requests]), np.array(tier.inserts)
+    half = len(requests) // 2
+    since = (moments - moments[half - 1]) / capacity
+    steps = np.searchsorted(since, np.arange(-2, min(_SHOWN, since[-1]) + 0.25, 0.5), side="right")
+    shares = {
+        name: [float(np.sum(hits[first:last]) / uses[first:last].sum()) for first, last in pairwise(steps)]
+        for name, hits in served.items()
+    }
+    best = max(eviction.POLICIES, key=lambda name: sum(served[name][half:]))
+    of_best = {}
+    for first, last in ((0, 1), (1, 2), (2, 4), (4, 8), (0, float("inf"))):
+        of = (since > first) & (since <= last) & (np.arange(len(uses)) >= half)
+        of_best[f"{first}-{last}"] = float(np.array(tier.by_request)[of].sum() / np.array(served[best])[of].sum())
+    return {"workload": title, "capacity": capacity, "best since": best, "of best": of_best, "shares": shares}
+
+
+def draw_changes(path: Path, changes: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> None:
+    """``after_change`` of several workloads; of another checkout (``before``) the tier alone."""
     from matplotlib.figure import Figure
 
-    tier = Tier(requests, capacity)
-    alone = np.array([Tier(requests, capacity, policy).by_request for policy in range(_CANDIDATES)])
-    uses, moments = np.array([len(request) for request in requests]), np.array(tier.inserts)
-    change = moments[len(requests) // 2]
-    steps = np.searchsorted(moments, np.arange(0, moments[-1], capacity / 4))
-    steps = np.unique(np.append(steps, len(requests)))
-    middles = [(moments[min(end, len(moments)) - 1] - change) / capacity for end in steps[1:]]
-
-    def shares(hits: npt.NDArray[np.int64]) -> list[float]:
-        return [hits[a:b].sum() / uses[a:b].sum() for a, b in pairwise(steps)]
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, hits in zip(eviction.POLICIES, alone, strict=True):
-        axes.plot(middles, shares(hits), label=name, linewidth=1)
-    axes.plot(middles, shares(np.array(tier.by_request)), label="tier", color="black", linewidth=2.5)
-    axes.axvspan(0, 1, alpha=0.15, label="one capacity of inserts")
-    axes.set(xlabel="capacities of inserted pages since the change", ylabel="share of uses served")
-    axes.legend()
+    figure = Figure(figsize=(12, 3.6 * len(changes) / 2), layout="constrained")
+    for axes, row in zip(figure.subplots(len(changes) // 2, 2, squeeze=False).flat, changes, strict=True):
+        for name, shares in row["shares"].items():
+            look = {"color": "black", "linewidth": 2.5} if name == "tier" else {"linewidth": 1}
+            axes.plot(-1.75 + 0.5 * np.arange(len(shares)), shares, label=name, **look)
+        for other in before:
+            if (other["workload"], other["capacity"]) == (row["workload"], row["capacity"]):
+                shares = other["shares"]["tier"]
+                axes.plot(-1.75 + 0.5 * np.arange(len(shares)), shares, "k:", label="tier, before", linewidth=2)
+        axes.axvspan(0, 1, alpha=0.15)
+        axes.set_title(f"{row['workload']}: {row['capacity']:,} blocks", fontsize=9)
+        axes.set(xlabel="capacities of inserted pages since the change", ylabel="share of uses served")
+    figure.axes[0].legend(fontsize=7)
     figure.savefig(path)
 
 
@@ -139,6 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--curve", action="store_true", help="also replay the other capacities of the curve")
     parser.add_argument("--json", type=Path, help="add the rows to this file, one in a line")
     parser.add_argument("--change", type=Path, help="draw how the index adapts to another workload (needs matplotlib)")
+    parser.add_argument("--before", type=Path, help="what --change --json wrote in another checkout: drawn, too")
     parser.add_argument("--cost", type=int, nargs="+", metavar="SLOTS", help="time writes into tiers of so many slots")
     options = parser.parse_args(arguments)
     if wait_for_compiled_code() is None:
@@ -150,8 +171,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.cost:
         return 0
     if options.change is not None:
-        requests = workloads.changed(options.requests, (options.seed or workloads.REPORTED)[0])
-        draw_change(options.change, requests, (options.capacity or [2000])[0])
+        changes: list[dict[str, Any]] = []
+        for title, made in workloads.CHANGES.items():
+            requests = made(options.requests, (options.seed or workloads.REPORTED)[0])
+            blocks = len({block for request in requests for block in request})
+            changes += [after_change(title, requests, blocks // part) for part in PARTS[1:]]
+        for row in changes:
+            print(f"| {row['workload']} | {row['capacity']:,} | {row['best since']} |", end="")
+            print("".join(f" {share:.3f} |" for share in row["of best"].values()))
+        if options.json:
+            options.json.write_text("".join(json.dumps(row) + "\n" for row in changes))
+        lines = options.before.read_text().splitlines() if options.before else ()
+        draw_changes(options.change, changes, [json.loads(line) for line in lines])
         return 0
     if options.trace is not None:
         chosen = [("trace", lambda: replay_trace.read_trace(options.trace))]

@@ -183,16 +183,19 @@ def ours_without_ghosts(requests: Requests, capacity: int) -> int:
 
 
 def lru(requests: Requests, capacity: int) -> int:
+    return sum(served_by_lru(requests, capacity))
+
+
+def served_by_lru(requests: Requests, capacity: int) -> Iterator[int]:
+    """Blocks served of each request."""
     cached: OrderedDict[int, None] = OrderedDict()
-    served = 0
     for request in requests:
-        served += leading_run(request, cached)
+        yield leading_run(request, cached)
         for block in request:
             cached[block] = None
             cached.move_to_end(block)
             if len(cached) > capacity:
                 cached.popitem(last=False)
-    return served
 
 
 def lru_tails_first(requests: Requests, capacity: int) -> int:

@@ -203,3 +203,15 @@ def changed(count: int, seed: int) -> list[list[int]]:
     before = conversations(count // 2, seed)
     after = mixed([documents(count, seed), scans(count, seed)], [0.6, 0.4], count - count // 2, chance)
     return mixed([before], [1.0], len(before), chance) + [[block + 32 for block in chain] for chain in after]
+
+
+def changed_to_conversations(count: int, seed: int) -> list[list[int]]:
+    """Documents until half way, and then conversations."""
+    before, after = documents(count // 2, seed), conversations(count - count // 2, seed)
+    return [[place + 2 * block for block in chain] for place, part in enumerate((before, after)) for chain in part]
+
+
+CHANGES: dict[str, Callable[[int, int], list[list[int]]]] = {
+    "conversations, then documents among scans": changed,
+    "documents, then conversations": changed_to_conversations,
+}

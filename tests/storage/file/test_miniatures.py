@@ -123,6 +123,19 @@ def test_a_lead_that_chance_explains_is_not_followed_and_one_of_the_same_size_th
     assert after_comparisons([400] + [0] * 19) == eviction.LEARNED_DISTANCE
 
 
+def test_a_lead_of_late_is_followed_within_a_capacity_whatever_was_true_for_long() -> None:
+    last = miniature_code.CANDIDATES - 1
+    assert after_comparisons([20] * 200) == last
+    assert after_comparisons([20] * 200 + [-100] * 12) != last
+    assert after_comparisons([20] * 200 + [400, -440] * 6) == last
+
+
+def test_the_long_run_takes_nobody_back_who_is_behind_of_late() -> None:
+    last = miniature_code.CANDIDATES - 1
+    assert after_comparisons([100] * 200 + [-100] * 20) != last
+    assert after_comparisons([100] * 200 + [-100] * 20 + [-1] * 20) != last
+
+
 def test_a_lead_of_less_than_a_hundredth_is_not_worth_a_change() -> None:
     assert after_comparisons([5] * 200) == eviction.LEARNED_DISTANCE
 

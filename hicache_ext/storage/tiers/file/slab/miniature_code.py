@@ -43,6 +43,8 @@ _HOLDS = 8
 
 PAGES, SCORES, HITS = 0, 8, 16
 """Words of ``small``, one for each miniature: pages held; hits of late, in 65,536ths; all hits."""
+LAST_SCORES = 48
+"""Of each candidate, like SCORES: hits of the last moments alone."""
 USES, SERVED, EXPECTED, NEXT, SWITCHES, SETS_USED, SAMPLED, COUNTED = range(24, 32)
 """All uses seen; those that the candidate followed at that time had; the uses of all pages that fall to the sample,
 times SAMPLE + 1; the clock at which candidates are compared next; how often another one was chosen; what the table was
@@ -50,8 +52,9 @@ made for; up to which use of all pages EXPECTED counts."""
 LATELY, RUN, PLACE = 32, 40, 41
 """Of each candidate the hits since the last comparison; whether each miniature held all pages of this chain so far, a
 bit each; the place of the last one in it."""
-NOISE = 64
-"""Of each two candidates: squares of how many hits one had more between two comparisons, added up like scores."""
+NOISE, LAST_NOISE = 64, 96
+"""Of each two candidates: squares of how many hits one had more between two comparisons, added up like SCORES and
+like LAST_SCORES."""
 SMALL_WORDS = 128
 
 _ONE = 1 << 16
@@ -59,16 +62,23 @@ _MOST_USES = 1 << 19
 """So many uses, and their hits are halved: what was long ago counts less and less."""
 _HORIZON = 4
 """Capacities, or reuse distances where these are longer, after which a hit counts half."""
-_LOOKS = 64
-"""Comparisons in that time."""
+_COMPARISONS = 16
+"""In one capacity;"""
 _LEAST_INSERTS = 256
-"""Between two comparisons, at least: the pages of one request are one event."""
-_FADING = 11
-"""1024ths of its score that a candidate loses from one comparison to the next: half in ``_LOOKS`` of them."""
+"""so many inserted pages apart at least: the pages of one request are one event."""
+_MOST_BETWEEN = 1 << 20
+"""Hits between two comparisons, so that sums of squares fit a word."""
+_LAST = 8
+"""Comparisons after which a hit counts half among the last ones, where they are half a capacity;"""
+_LEAST_LAST = 4
+"""where they are more: so many."""
+_HALF = 45426
+"""65,536ths of log(2)."""
 _LEAST_LEAD_SHIFT = 7
 """Another candidate has to be better by 1/128 and two hits,"""
-_LEAST_SIGNIFICANCE = 3
-"""and by the square root of this many times what chance alone makes of two that are equal."""
+_LEAST_SIGNIFICANCE, _LEAST_LAST_SIGNIFICANCE = 3, 6
+"""and by the square root of this many times what chance alone makes of two that are equal: by all scores; by the last
+ones alone, which are fewer and are asked as often."""
 _LEAST_SLOTS = 64
 """A tier with fewer keeps to its policy: it hardly holds one chain, and what it evicts depends on the size of batches,
 which miniatures do not know."""
@@ -212,33 +222,52 @@ def _cut(header: Words, small: Words, entries: Words, sets: int, miniature: int,
 
 
 @helper
-def _choose(header: Words, small: Words, capacity: int, distance: int, rows: int) -> None:
-    """Compare the candidates: follow another one if it is better by more than chance.
-
-    How far two of them differ between two comparisons is taken for their noise: what one request asks for makes one
-    difference, however many pages it has."""
-    horizon = _HORIZON * max(capacity, min(distance, _MOST_REUSE_CAPACITIES * capacity))
-    small[NEXT] = header[_INSERTS] + max(_LEAST_INSERTS, horizon // _LOOKS)
-    for miniature in range(MINIATURES):
-        small[SCORES + miniature] -= small[SCORES + miniature] * _FADING >> 10
-    for one in range(CANDIDATES):
-        small[SCORES + one] += small[LATELY + one] * _ONE
-        for other in range(CANDIDATES):
-            pair, more = NOISE + CANDIDATES * one + other, small[LATELY + one] - small[LATELY + other]
-            small[pair] += more * more - (small[pair] * 2 * _FADING >> 10)
-    small[LATELY : LATELY + CANDIDATES] = 0
-    now = header[_POLICY] if 0 <= header[_POLICY] < CANDIDATES else 0
+def _leader(small: Words, scores: int, noise: int, least_significance: int, now: int) -> int:
+    """The best candidate whose lead is more than chance, and who is not behind of late; else the one of now."""
     best = now
     for candidate in range(CANDIDATES):
-        lead = (small[SCORES + candidate] - small[SCORES + now]) // _ONE
-        chance = _LEAST_SIGNIFICANCE * small[NOISE + CANDIDATES * candidate + now]
+        lead = (small[scores + candidate] - small[scores + now]) // _ONE
+        chance = least_significance * small[noise + CANDIDATES * candidate + now]
         if (
-            capacity >= _LEAST_SLOTS
-            and small[SCORES + candidate] > small[SCORES + best]
-            and lead > (small[SCORES + now] // _ONE >> _LEAST_LEAD_SHIFT) + 1
+            small[scores + candidate] > small[scores + best]
+            and small[LAST_SCORES + candidate] >= small[LAST_SCORES + now]
+            and lead > (small[scores + now] // _ONE >> _LEAST_LEAD_SHIFT) + 1
             and lead * lead > chance
         ):
             best = candidate
+    return best
+
+
+@helper
+def _choose(header: Words, small: Words, capacity: int, distance: int, rows: int) -> None:
+    """Compare the candidates: follow another one if it is better by more than chance, of late, which tells a change of
+    workload, or else in the long run.
+
+    How far two of them differ between two comparisons is taken for their noise: what one request asks for makes one
+    difference, however many pages it has."""
+    step = max(_LEAST_INSERTS, capacity // _COMPARISONS)
+    small[NEXT] = header[_INSERTS] + step
+    horizon = _HORIZON * max(capacity, min(distance, _MOST_REUSE_CAPACITIES * capacity), _COMPARISONS * step)
+    fading = _HALF * step // horizon
+    last_fading = _HALF * step // max(_LAST * (capacity // _COMPARISONS), _LEAST_LAST * step)
+    for miniature in range(MINIATURES):
+        small[SCORES + miniature] -= small[SCORES + miniature] * fading >> 16
+    for one in range(CANDIDATES):
+        small[LATELY + one] = min(small[LATELY + one], _MOST_BETWEEN)
+    for one in range(CANDIDATES):
+        small[SCORES + one] += small[LATELY + one] * _ONE
+        small[LAST_SCORES + one] += small[LATELY + one] * _ONE - (small[LAST_SCORES + one] * last_fading >> 16)
+        for other in range(CANDIDATES):
+            pair, more = CANDIDATES * one + other, small[LATELY + one] - small[LATELY + other]
+            small[NOISE + pair] += more * more - (small[NOISE + pair] * 2 * fading >> 16)
+            small[LAST_NOISE + pair] += more * more - (small[LAST_NOISE + pair] * 2 * last_fading >> 16)
+    small[LATELY : LATELY + CANDIDATES] = 0
+    now = header[_POLICY] if 0 <= header[_POLICY] < CANDIDATES else 0
+    best = now
+    if capacity >= _LEAST_SLOTS:
+        best = _leader(small, LAST_SCORES, LAST_NOISE, _LEAST_LAST_SIGNIFICANCE, now)
+        if best == now:
+            best = _leader(small, SCORES, NOISE, _LEAST_SIGNIFICANCE, now)
     if best != now:
         header[_POLICY], header[_TO_RANK] = best, rows
         small[SWITCHES] += 1
