@@ -96,7 +96,7 @@ def after_change(title: str, requests: Requests, capacity: int) -> dict[str, obj
     of_best = {}
     for first, last in ((0, 1), (1, 2), (2, 4), (4, 8), (0, float("inf"))):
         of = (since > first) & (since <= last) & (np.arange(len(uses)) >= half)
-        of_best[f"{first}-{last}"] = float(np.array(tier.by_request)[of].sum() / np.array(served[best])[of].sum())
+        of_best[f"{first}-{last}"] = float(np.sum(tier.by_request, where=of) / max(1, np.sum(served[best], where=of)))
     return {"workload": title, "capacity": capacity, "best since": best, "of best": of_best, "shares": shares}
 
 

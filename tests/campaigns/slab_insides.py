@@ -74,6 +74,13 @@ def faults(path: Path) -> list[str]:
     return found
 
 
+def follow(path: Path, policy: int) -> None:
+    """Have the tier follow another policy from now on, as its miniatures do, whoever is writing."""
+    with _opened(path) as directory:
+        index = directory.index
+        index.memory.header[[slot_code.POLICY, slot_code.TO_RANK]] = policy, index.view().rows
+
+
 def unknown_files(path: Path) -> list[str]:
     """Files that belong to no slab of the index."""
     with _opened(path) as directory:

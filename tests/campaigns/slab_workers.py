@@ -13,8 +13,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
+from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key
-from tests.campaigns.slab_insides import is_being_changed
+from tests.campaigns.slab_insides import follow, is_being_changed
 from tests.campaigns.stops import LONGEST_CALL, Diary, Stopper
 from tests.rigs.both_transforms import both, numbers_of
 from tests.rigs.slab_tier import open_slab_tier
@@ -76,7 +77,8 @@ def some_keys(chance: random.Random, most: int) -> list[bytes]:
 
 
 def work(channel: Connection, place: str, transforms: bool, diary: str, seed: int) -> None:
-    """Writes (and so evicts), reads, removes, clears, leaves and comes back, for ever."""
+    """Writes (and so evicts), reads, removes, clears, leaves and comes back, for ever. Now and then the tier is made to
+    follow another policy."""
     logging.disable(logging.CRITICAL)
     chance = random.Random(seed)
     notes = Diary(Path(diary))
@@ -114,6 +116,8 @@ def work(channel: Connection, place: str, transforms: bool, diary: str, seed: in
                 store.close()
             with notes.call("open"):
                 store = open_store(Path(place), transforms)
+        elif choice < 0.55:
+            follow(Path(place), chance.randrange(len(eviction.POLICIES)))
 
 
 def only_open(channel: Connection, place: str, transforms: bool) -> None:
