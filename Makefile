@@ -54,7 +54,7 @@ demo: setup
 
 test: lint
 	$(PYTEST) $(FAST) $(COVERAGE)
-	$(PYTEST) $(BESIDE) -m slow
+	$(PYTEST) $(BESIDE) -m slow --durations=40
 
 test-fast: setup-test
 	$(PYTEST) $(FAST)

@@ -32,7 +32,7 @@ from hicache_ext.storage.serving.metrics_export import (
     export_when_wanted,
     metric_name,
 )
-from tests.rigs.redis_servers import wait_until
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 

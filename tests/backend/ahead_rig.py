@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.backend import linker_rig as rig
+from tests.waiting import wait_until
 
 TIMEOUT = 0.5
 
@@ -54,14 +54,7 @@ class Rig:
 
     def wait_for(self, *queue: Waiting) -> None:
         """Until none of them is held back."""
-        until(lambda: not self.held(*queue))
+        wait_until(lambda: not self.held(*queue))
 
     def ahead(self, outcome: str) -> float:
         return float(self.linker._metrics.value("ahead", outcome))
-
-
-def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

@@ -25,6 +25,7 @@ from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices
 from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.rigs.tiny_adapter import make_tiny_adapter
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.sglang
 
@@ -65,19 +66,10 @@ def serve(open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> 
         if wait and backend._pools.weights is not None:
             for model_fingerprint in backend._pools.weights._all:
                 assert model_fingerprint.done.wait(30)
-            assert wait_until(lambda: backend._pools.identified or backend._pools.weights.problem is not None)
+            wait_until(lambda: backend._pools.identified or backend._pools.weights.problem is not None)
         return backend
 
     return serve_
-
-
-def wait_until(condition: Callable[[], bool]) -> bool:
-    ended = threading.Event()
-    for _ in range(3000):
-        if condition():
-            return True
-        ended.wait(0.01)
-    return False
 
 
 def serving(backend: Any) -> float:
@@ -112,12 +104,12 @@ def test_until_the_weights_are_identified_nothing_is_stored_or_served(
     assert list((tmp_path / "l3" / "identities").glob("*")) == []
     assert serving(backend) == 0
     held.set()
-    assert wait_until(lambda: backend._pools.identified)
+    wait_until(lambda: backend._pools.identified)
     assert backend.batch_exists(KEYS) == 0
     assert backend.batch_set_v1(KEYS, INDICES) == [True, True]
     assert backend.batch_exists(KEYS) == 2
     assert serving(backend) == 1
-    assert wait_until(lambda: len(list((tmp_path / "l3" / "identities").glob("*"))) == 1)
+    wait_until(lambda: len(list((tmp_path / "l3" / "identities").glob("*"))) == 1)
 
 
 def test_servers_of_equal_weights_share_pages_and_those_of_others_do_not(
@@ -204,7 +196,7 @@ def test_a_call_at_the_moment_when_the_weights_become_known_has_the_right_identi
         def get(self, name: str, default: Any = None) -> Any:
             pool = super().get(name, default)
             held.set()
-            assert wait_until(lambda: backend._pools.identified)
+            wait_until(lambda: backend._pools.identified)
             return pool
 
     backend._pools.bound = Pools(backend._pools.bound)
@@ -228,8 +220,8 @@ def test_what_is_cleared_before_the_weights_are_identified_is_cleared_then(
     backend = serve(model, wait=False)
     assert backend.clear()
     go.set()
-    assert wait_until(lambda: backend._pools.identified)
-    assert wait_until(lambda: backend.batch_exists(KEYS) == 0)
+    wait_until(lambda: backend._pools.identified)
+    wait_until(lambda: backend.batch_exists(KEYS) == 0)
 
 
 def test_a_closed_backend_is_not_kept_alive(
@@ -287,7 +279,7 @@ def test_an_epoch_that_comes_before_the_weights_are_identified_is_kept(
     backend.advance_weights_epoch("nonce")
     assert not backend._pools.identified
     held.set()
-    assert wait_until(lambda: backend._pools.identified)
+    wait_until(lambda: backend._pools.identified)
     assert (backend._pools.model.weights_epoch, len(backend._pools.model.fingerprint)) == ("0+nonce", 32)
     assert backend._pools.bound["kv"].identities[0].model == backend._pools.model
 

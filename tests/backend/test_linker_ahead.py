@@ -10,7 +10,8 @@ import pytest
 
 from hicache_ext.sglang.releases import comes_with, installed_release
 from tests.backend import linker_rig as rig
-from tests.backend.ahead_rig import TIMEOUT, Rig, Waiting, until
+from tests.backend.ahead_rig import TIMEOUT, Rig, Waiting
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.sglang,
@@ -64,12 +65,12 @@ def test_the_scheduler_is_never_kept_by_a_store_that_hangs(open_rig: Callable[..
         assert one.linker.lookup(request.rid, [rig.transfer("kv", one.keys)]) == []
     assert one.stores[0].reads == reads
     one.stores[0].mode = "well"
-    until(lambda: not one.linker._threads.left_behind)
+    wait_until(lambda: not one.linker._threads.left_behind)
     again = one.request("again")
     one.wait_for(again)
     assert one.linker.lookup("again", [rig.transfer("kv", one.keys)]) == [1, 2, 3, 4]
     one.held()
-    until(lambda: rig.staging_in_use(one.linker) == 0)
+    wait_until(lambda: rig.staging_in_use(one.linker) == 0)
 
 
 @pytest.mark.parametrize("mode", ["fail", "raise"])
@@ -94,7 +95,7 @@ def test_a_request_that_leaves_the_queue_leaves_no_memory_behind(open_rig: Calla
     one.stores[0].mode = "slow"
     assert one.held(one.request("aborted while it is read")) != set()
     assert one.held() == set()
-    until(lambda: rig.staging_in_use(one.linker) == 0)
+    wait_until(lambda: rig.staging_in_use(one.linker) == 0)
 
 
 def test_a_prompt_larger_than_staging_memory_is_read_ahead_in_part(open_rig: Callable[..., Rig]) -> None:
@@ -117,14 +118,14 @@ def test_two_requests_that_do_not_fit_together_are_both_served(open_rig: Callabl
     most = one.linker._staging.most_pages("kv") - one.linker._staging.reserved_pages("kv")
     one.store(most)
     requests = [one.request("a"), one.request("b", one.keys[: most - 1])]
-    until(lambda: one.held(*requests) != {"a", "b"})
+    wait_until(lambda: one.held(*requests) != {"a", "b"})
     ready = "a" if one.held(*requests) == {"b"} else "b"
     # Its turn comes when the first one's pages have moved on.
     assert one.held(*requests)
     for rid in (ready, "b" if ready == "a" else "a"):
         keys = one.keys if rid == "a" else one.keys[: most - 1]
         left = [request for request in requests if request.rid == rid or rid == ready]
-        until(lambda rid=rid, left=left: rid not in one.held(*left))
+        wait_until(lambda rid=rid, left=left: rid not in one.held(*left))
         assert one.linker.lookup(rid, [rig.transfer("kv", keys)])[-1] == len(keys)
         targets = list(range(50, 50 + len(keys)))
         assert rig.loaded(one.linker, rid, [rig.pages(one.device, "kv", keys, targets)])

@@ -11,7 +11,8 @@ import pytest
 
 from hicache_ext.sglang.releases import comes_with, installed_release
 from tests.backend import linker_rig as rig
-from tests.backend.ahead_rig import Rig, until
+from tests.backend.ahead_rig import Rig
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.sglang,
@@ -40,7 +41,7 @@ def test_a_rank_that_does_not_know_its_weights_yet_holds_back_what_the_others_do
     assert one.held(request) == {"r"}
     assert asked == [1]
     one.linker._ahead._agreed = lambda mine: [True] * len(mine)
-    until(lambda: one.held(request) == set())
+    wait_until(lambda: one.held(request) == set())
     assert one.linker.lookup("r", [rig.transfer("kv", one.keys)]) == []
 
 
@@ -172,10 +173,10 @@ def test_requests_that_leave_while_a_store_hangs_do_not_each_leave_a_thread_behi
     reads = one.stores[0].reads
     for number in range(20):
         one.held(one.request(f"r{number}"))
-        until(lambda begun=number + 1: one.stores[0].reads >= reads + min(begun, 4))
+        wait_until(lambda begun=number + 1: one.stores[0].reads >= reads + min(begun, 4))
     assert len([thread for thread in threading.enumerate() if "hicache-link-load" in thread.name]) == 4
     one.stores[0].mode = "well"
-    until(lambda: not one.linker._ahead._reading)
+    wait_until(lambda: not one.linker._ahead._reading)
     again = one.request("again")
     one.wait_for(again)
     assert one.linker.lookup("again", [rig.transfer("kv", one.keys)]) == [1, 2, 3, 4]

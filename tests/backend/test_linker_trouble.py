@@ -14,7 +14,7 @@ import pytest
 
 from hicache_ext.sglang.releases import comes_with, installed_release
 from tests.backend import linker_rig as rig
-from tests.backend.ahead_rig import until
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.sglang,
@@ -88,9 +88,9 @@ def test_a_store_that_hangs_costs_one_request_its_deadline(open_linker: Open, st
         assert not linker.load(f"r{number}", [rig.pages(device, "kv", keys, [20, 21, 22, 23])])
     assert stores[0].reads == reads
     stores[0].mode = "well"
-    until(lambda: rig.staging_in_use(linker) == 0)
+    wait_until(lambda: rig.staging_in_use(linker) == 0)
     assert device.content("kv", list(range(rig.PAGES))) == before
-    until(lambda: linker.load("again", [rig.pages(device, "kv", keys, [20, 21, 22, 23])]))
+    wait_until(lambda: linker.load("again", [rig.pages(device, "kv", keys, [20, 21, 22, 23])]))
     assert rig.forward(linker, linker.start_layer_wise_loading())
 
 
@@ -155,7 +155,7 @@ def test_a_flush_does_not_wait_for_a_hanging_store(open_linker: Open, stores: li
     assert time.monotonic() - begun < SLACK
     assert linker.num_completed_offloads() == 0
     stores[0].mode = "well"
-    until(lambda: rig.staging_in_use(linker) == 0)
+    wait_until(lambda: rig.staging_in_use(linker) == 0)
     assert linker.num_completed_offloads() == 0
     # What was handed over before answers nothing any more.
     assert linker.offload([rig.pages(device, "kv", rig.hashes(3, 50), [1, 2, 3])])
@@ -195,7 +195,7 @@ def test_a_close_ends_although_the_store_hangs(
     linker = open_linker(device)
     stores[0].mode = "hang"
     assert linker.offload([rig.pages(device, "kv", rig.hashes(4), [1, 2, 3, 4])])
-    until(lambda: rig.staging_in_use(linker) > 0)
+    wait_until(lambda: rig.staging_in_use(linker) > 0)
     # The backend waits for its tiers as it does behind HiCache.
     closing = threading.Thread(target=linker.close)
     closing.start()

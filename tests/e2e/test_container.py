@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from hicache_ext.testing.server import SglangServer
 from tests.e2e.conftest import FIRST_PROMPT
 from tests.rigs.container import namespaces_missing
 from tests.rigs.kubelet import ConfigMapVolume
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -70,13 +70,6 @@ def text_of(volume: Path, *names: str) -> str:
     return yaml.safe_dump(ExtraConfig.around({"tiers": tiers, "watch_config": True}))
 
 
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
-
-
 def test_a_server_without_rights_on_a_read_only_root_restores_and_follows_its_config_map(
     volume: Path, tmp_path: Path, cold_answer: Callable[[Sequence[int]], Generation]
 ) -> None:
@@ -99,12 +92,12 @@ def test_a_server_without_rights_on_a_read_only_root_restores_and_follows_its_co
         def in_force() -> float:
             return read_samples(server.get("/metrics")).total("hicache_ext_config_in_force")
 
-        wait_for(lambda: in_force() == 1, "the configuration is in force")
+        wait_until(lambda: in_force() == 1, "the configuration is in force")
         config.update({NAME: text_of(volume, "nvme", "more").replace("capacity", "capasity")})
-        wait_for(lambda: in_force() == 0, "the typo is in the metrics")
+        wait_until(lambda: in_force() == 0, "the typo is in the metrics")
         assert "is not taken over, what was in force stays" in log.read_text()
         config.update({NAME: text_of(volume, "nvme", "more")})
-        wait_for(lambda: in_force() == 1, "the mended file is taken over")
+        wait_until(lambda: in_force() == 1, "the mended file is taken over")
         assert "tier more is used" in log.read_text()
         # The end of a pod: SIGTERM, and no flush before it.
 

@@ -10,10 +10,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -23,6 +21,7 @@ from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.testing.server import SglangServer
 from tests.e2e.conftest import file_tier_config
 from tests.storage.raw_access import stored_keys
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -54,13 +53,6 @@ class HangingFileTier(FileTier):
 
 def prompt(number: int) -> list[int]:
     return [random.Random(number).randrange(250) for _ in range(LENGTH)]
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.1)
 
 
 def test_requests_go_on_while_a_tier_hangs_and_it_comes_back_without_a_restart(
@@ -105,8 +97,8 @@ def test_requests_go_on_while_a_tier_hangs_and_it_comes_back_without_a_restart(
             return restored.cached.storage == REUSABLE
 
         # A machine that stops for longer than the tier's timeout has it left out for a moment.
-        wait_for(served_from_storage)
-        wait_for(lambda: breaker_state(server) == 0)
+        wait_until(served_from_storage)
+        wait_until(lambda: breaker_state(server) == 0)
         healthy = [server.generate(prompt(number)).time_to_first_token for number in range(1, 9)]
         server.flush_cache()
 
@@ -117,13 +109,13 @@ def test_requests_go_on_while_a_tier_hangs_and_it_comes_back_without_a_restart(
         hung = [server.generate(prompt(number)).time_to_first_token for number in range(11, 19)]
         again = server.generate(prompt(0))
         assert again.output_ids == cold.output_ids
-        wait_for(lambda: breaker_state(server) == 2)
+        wait_until(lambda: breaker_state(server) == 2)
 
         flag.unlink()
-        wait_for(lambda: "tier disk answers again after" in server.log_file.read_text())
-        wait_for(served_from_storage)
+        wait_until(lambda: "tier disk answers again after" in server.log_file.read_text())
+        wait_until(served_from_storage)
         # The slow start ends with a call, so there must be some.
-        wait_for(lambda: served_from_storage() and breaker_state(server) == 0)
+        wait_until(lambda: served_from_storage() and breaker_state(server) == 0)
         assert main(["stats", server.url, "--once"]) == 0
         shown = capsys.readouterr().out
         assert re.search(r"^disk: .*\d rejected breaker.*[1-9]\d* breaker open", shown, re.MULTILINE), shown
@@ -155,7 +147,7 @@ def test_requests_go_on_while_a_tier_hangs_and_it_comes_back_without_a_restart(
             restored = server.generate(prompt(number))
             return restored.cached.storage == REUSABLE and bool(stored_keys(tmp_path / "m"))
 
-        wait_for(is_written_and_restored)
+        wait_until(is_written_and_restored)
     assert "is answered as a miss" not in server.log_file.read_text()
 
 

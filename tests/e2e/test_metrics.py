@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-import time
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from hicache_ext.testing.server import SglangServer, free_port
 from tests.e2e.conftest import file_tier_config
 from tests.rigs.otlp_collector import OtlpCollector, Received
 from tests.rigs.prometheus import Prometheus
+from tests.waiting import wait_until
 from tests.watching.queries import (
     NOT_IN_USE,
     of_the_dashboard,
@@ -42,13 +42,6 @@ REUSABLE = LENGTH - PAGE_SIZE
 def prompt(number: int) -> list[int]:
     tokens = random.Random(number)
     return [tokens.randrange(250) for _ in range(LENGTH)]
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 90
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not there"
-        time.sleep(0.1)
 
 
 def samples(server: SglangServer) -> Samples:
@@ -114,7 +107,7 @@ def test_the_figures_of_a_server_are_those_of_its_answers(
         assert ask(number).cached_tokens == 0
     assert ask(3).cached.device == REUSABLE
     server.flush_cache()  # waits for the writes
-    wait_for(lambda: samples(server).total("hicache_ext_pages", tier="disk") >= 3 * LENGTH / PAGE_SIZE, "pages")
+    wait_until(lambda: samples(server).total("hicache_ext_pages", tier="disk") >= 3 * LENGTH / PAGE_SIZE, "pages")
     for number in (1, 2):
         assert ask(number).cached.storage == REUSABLE
     assert ask(4).cached_tokens == 0
@@ -126,11 +119,11 @@ def test_the_figures_of_a_server_are_those_of_its_answers(
     in_host = sum(answer.cached.host for answer in answers)
     assert (from_storage, on_device, in_host) == (2 * REUSABLE, REUSABLE, 0)
     computed = tokens - from_storage - on_device
-    wait_for(lambda: samples(server).total("sglang:prompt_tokens_total") == tokens, "all prompts")
+    wait_until(lambda: samples(server).total("sglang:prompt_tokens_total") == tokens, "all prompts")
     # Before the flush three prompts that nobody had, after it two that storage had and one that it lacked. What was
     # on the device was not asked for.
     asked, used = 6 * REUSABLE / PAGE_SIZE, 2 * REUSABLE / PAGE_SIZE
-    wait_for(lambda: chain_pages(server, "all") == [asked, used, used], "the pages asked for")
+    wait_until(lambda: chain_pages(server, "all") == [asked, used, used], "the pages asked for")
     assert chain_pages(server, "disk") == [asked, used, used]
     assert chain_pages(server, "pool") == [asked - used, 0, 0]
 
@@ -151,13 +144,13 @@ def test_every_query_of_dashboard_and_alerts_is_answered_by_a_prometheus_that_sc
 ) -> None:
     target = urllib.parse.urlsplit(server.url).netloc
     with Prometheus(tmp_path / "prometheus", target, ALERTS) as prometheus:
-        wait_for(lambda: bool(prometheus.query("hicache_ext_build_info")), "a scrape")
+        wait_until(lambda: bool(prometheus.query("hicache_ext_build_info")), "a scrape")
         for number in (10, 11):
             server.generate(prompt(number))
         server.flush_cache()
         server.generate(prompt(10))
         told = 'increase({__name__=~"sglang[:_]prompt_tokens_total"}[1m])'
-        wait_for(
+        wait_until(
             lambda: any(float(row["value"][1]) > 0 for row in prometheus.query(told)),
             "prompt tokens of a request that has ended",
         )
@@ -199,7 +192,7 @@ def test_what_storage_did_for_a_request_is_in_its_trace(server: SglangServer, co
     def pages_read() -> int:
         return sum(span.attributes["hicache.pages_moved"] for span in spans_of_storage() if span.name == "get disk")
 
-    wait_for(lambda: pages_read() == REUSABLE / PAGE_SIZE, "the spans of a request")
+    wait_until(lambda: pages_read() == REUSABLE / PAGE_SIZE, "the spans of a request")
     assert {"exists disk", "get disk"} <= {span.name for span in spans_of_storage()}
     assert {span.attributes["hicache.rid"] for span in spans_of_storage()} == {rid}
     read = [span.attributes for span in spans_of_storage() if span.name == "get disk"]
@@ -215,22 +208,22 @@ def test_what_a_request_asked_for_and_where_it_was_is_in_the_recording(server: S
     def entries() -> list[Entry]:
         return [entry for path in sorted(recordings.glob(f"*{SUFFIX}")) for entry in read_file(path).entries]
 
-    wait_for(lambda: len(entries()) >= 2 and entries()[-1].answered == pages, "the recording of a request")
+    wait_until(lambda: len(entries()) >= 2 and entries()[-1].answered == pages, "the recording of a request")
     first, second = entries()[-2:]
     assert (first.asked, first.answered, second.asked, second.found[0]) == (pages, 0, pages, pages)
     assert first.chain.tolist() == second.chain.tolist()
     assert (second.prompt, second.matched) == (LENGTH, 0)
     counted = "hicache_ext_record_request_total"
-    wait_for(lambda: samples(server).total(counted, reason="written") == len(entries()), "the count of requests")
+    wait_until(lambda: samples(server).total(counted, reason="written") == len(entries()), "the count of requests")
     assert samples(server).total(counted, reason="dropped_disk") == 0
     headers = [read_file(path).header for path in recordings.glob(f"*{SUFFIX}")]
     assert {(header["page_size"], header["tp_size"]) for header in headers} == {(PAGE_SIZE, 1)}
 
 
 def the_series_are_there_before_the_first_request(server: SglangServer) -> None:
-    wait_for(lambda: samples(server).total("hicache_ext_capacity_bytes", tier="disk") == 256 << 20, "the capacity")
+    wait_until(lambda: samples(server).total("hicache_ext_capacity_bytes", tier="disk") == 256 << 20, "the capacity")
     # Not before every byte of the weights was read.
-    wait_for(lambda: samples(server).total("hicache_ext_serving") == 1, "the identity of the weights")
+    wait_until(lambda: samples(server).total("hicache_ext_serving") == 1, "the identity of the weights")
     now = samples(server)
     assert now.by("version", "hicache_ext_build_info") == {hicache_ext.__version__: 1}
     for tier, kind in (("disk", "file"), ("pool", "redis")):

@@ -30,6 +30,7 @@ from tests.rigs.network_namespace import NetworkNamespace, missing_for_namespace
 from tests.rigs.pd_pair import PdPair
 from tests.rigs.redis_servers import RedisServer, redis_program
 from tests.storage.raw_access import stored_keys
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, needs(DECODE_WRITER)]
 
@@ -149,13 +150,6 @@ def error_lines(log: Path) -> list[str]:
     trouble = "scheduler hit an exception|not enough host memory|hicache_ext: .* failed|will not be written|refusing"
     text = re.split(r"fired up and ready|Uvicorn running", log.read_text(errors="replace"))[-1]
     return [line for line in text.splitlines() if re.search(trouble, line, re.IGNORECASE)]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 90
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def hits_from(pair: PdPair, tier: str) -> float:

@@ -11,10 +11,11 @@ from hicache_ext.cli.stats_command import Samples, read_samples, table
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.testing.server import SglangServer
-from tests.e2e.test_pd_pair import PAGE_SIZE, PROMPT, error_lines, restored, wait_until, whole_pages
+from tests.e2e.test_pd_pair import PAGE_SIZE, PROMPT, error_lines, restored, whole_pages
 from tests.e2e.test_tiers import payloads
 from tests.rigs.network_namespace import missing_for_namespaces
 from tests.rigs.pd_pair import PdPair
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from hicache_ext.testing.conformance.second_reader import read_page_object
 from hicache_ext.testing.server import SglangServer
 from tests.e2e.test_file_tier import PAGE_SIZE, PROMPT, REUSABLE
 from tests.storage.raw_access import RawFiles, stored_keys
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -98,21 +98,14 @@ def assert_metrics_tell_the_story(server: SglangServer) -> None:
             samples.total("hicache_ext_chain_pages_total", tier=tier, reason="used") for tier in ("pool", "nvme")
         ] == [pages] * 2
 
-    wait_for(hits_are_told, "the hits in the metrics")
+    wait_until(hits_are_told, "the hits in the metrics")
     samples = read_samples(server.get("/metrics"))
     assert samples.total("hicache_ext_promotion_total", tier="nvme", reason="stored") >= 1
     assert samples.total("hicache_ext_call_seconds_count", tier="pool", operation="get") >= 1
 
 
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 90
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not there"
-        time.sleep(0.05)
-
-
 def wait_for_pages(directory: Path, count: int) -> None:
-    wait_for(lambda: len(stored_keys(directory)) >= count, f"{count} pages in {directory}")
+    wait_until(lambda: len(stored_keys(directory)) >= count, f"{count} pages in {directory}")
 
 
 def test_nothing_past_a_gap_is_promoted(tiny_model: Path, tmp_path: Path, cold: Generation) -> None:

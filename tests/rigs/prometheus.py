@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from hicache_ext.testing.server import free_port
-from tests.rigs.redis_servers import wait_until
+from tests.waiting import wait_until
 
 HOST = "127.0.0.1"
 

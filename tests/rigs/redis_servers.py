@@ -15,12 +15,12 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Self
 
 from hicache_ext.testing.server import free_port
+from tests.waiting import wait_until
 
 HOST = "127.0.0.1"
 _START_TIMEOUT = 60.0
@@ -354,15 +354,6 @@ def tls_options(ca: Path, certificate: Path, key: Path, *, client_certificates: 
         ("tls-key-file", str(key)),
         ("tls-auth-clients", "yes" if client_certificates else "no"),
     ]
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout: float = _START_TIMEOUT) -> None:
-    """Raises RuntimeError when ``condition`` does not come true in time."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{what}: not ready after {timeout:g} s")
-        time.sleep(0.02)
 
 
 def _expect_ok(answer: str) -> None:

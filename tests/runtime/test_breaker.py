@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState
+from tests.waiting import wait_until
 
 PATIENCE = 30.0
 CLOSED, HALF_OPEN, OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN
-
-
-def eventually(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 class Server:
@@ -55,21 +49,21 @@ def server() -> Iterator[Server]:
 
 def test_it_is_probed_in_the_background_until_it_answers_and_then_in_full_use(server: Server) -> None:
     assert server.breaker.trip("gone") and not server.breaker.up
-    eventually(lambda: len(server.probes) >= 3)
+    wait_until(lambda: len(server.probes) >= 3)
     server.answers = True
-    eventually(lambda: server.breaker.up)
+    wait_until(lambda: server.breaker.up)
     assert server.changes == [(OPEN, "gone"), (CLOSED, "")]
     assert set(server.probes) == {"test-probe"}
-    eventually(lambda: not server.breaker.probing)
+    wait_until(lambda: not server.breaker.probing)
 
 
 def test_a_probe_that_raises_has_no_answer(server: Server) -> None:
     server.raises = OSError("no route")
     server.breaker.trip("gone")
-    eventually(lambda: len(server.probes) >= 2)
+    wait_until(lambda: len(server.probes) >= 2)
     assert not server.breaker.up
     server.raises, server.answers = None, True
-    eventually(lambda: server.breaker.up)
+    wait_until(lambda: server.breaker.up)
 
 
 def test_what_is_open_is_not_tripped_again_nor_by_what_began_before_the_last_change(server: Server) -> None:
@@ -87,7 +81,7 @@ def test_one_that_begins_open_is_probed_from_resume_on() -> None:
     assert not server.breaker.up and not server.breaker.probing
     server.answers = True
     server.breaker.resume(at_once=True)
-    eventually(lambda: server.breaker.up)
+    wait_until(lambda: server.breaker.up)
     assert server.changes == [(CLOSED, "")]
     assert server.breaker.close(PATIENCE)
 
@@ -118,13 +112,13 @@ def test_a_slow_start_ends_by_itself_and_is_cut_by_a_bad_call() -> None:
     server = Server(slow_start=0.05)
     server.answers = True
     server.breaker.trip("gone")
-    eventually(lambda: server.breaker.state is CLOSED)
+    wait_until(lambda: server.breaker.state is CLOSED)
     assert [state for state, _ in server.changes] == [OPEN, HALF_OPEN, CLOSED]
     long = Server(slow_start=3600.0)
     long.answers = True
     for _ in range(2):
         long.breaker.trip("gone")
-        eventually(lambda: long.breaker.state is HALF_OPEN)
+        wait_until(lambda: long.breaker.state is HALF_OPEN)
     assert server.breaker.close(PATIENCE) and long.breaker.close(PATIENCE)
 
 

@@ -15,7 +15,7 @@ from hicache_ext.storage.contract import bad_pages
 from hicache_ext.storage.contract.bad_pages import BadPages, Removal, Sighting, Stored, Verdict, cut
 from hicache_ext.testing.conformance.pages import page_key, page_keys, payload_of
 from hicache_ext.testing.conformance.second_reader import write_page_object
-from tests.storage.guards.hung import eventually
+from tests.waiting import wait_until
 
 PATIENCE = 60.0
 
@@ -145,7 +145,7 @@ def test_close_waits_for_the_read_under_way_and_begins_no_further_one(pool, susp
     arrive(suspects, key)
     closer = threading.Thread(target=suspects.close)
     closer.start()
-    eventually(lambda: suspects._closing)
+    wait_until(lambda: suspects._closing)
     pool.go_on.set()
     closer.join(PATIENCE)
     assert not closer.is_alive()

@@ -16,7 +16,7 @@ from hicache_ext.storage.serving.config_file import ConfigFile, config_file_of
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from tests.rigs.container import REPOSITORY, namespaces_missing
 from tests.rigs.kubelet import ConfigMapVolume
-from tests.storage.guards.hung import eventually
+from tests.waiting import wait_until
 
 NAME = "hicache.yaml"
 
@@ -63,7 +63,7 @@ def test_a_config_map_that_changes_is_taken_over_each_time(
 ) -> None:
     for names in (["disk", "one"], ["disk"], ["disk", "two"]):
         volume.update({NAME: text_of(tmp_path, *names)})
-        eventually(lambda wanted=names: tiers_of(store) == wanted)
+        wait_until(lambda wanted=names: tiers_of(store) == wanted)
 
 
 def test_a_config_map_with_a_typo_changes_nothing_and_is_said_in_log_and_metrics_until_it_is_mended(
@@ -76,20 +76,20 @@ def test_a_config_map_with_a_typo_changes_nothing_and_is_said_in_log_and_metrics
     assert watched.in_force
     good = text_of(tmp_path, "disk", "more")
     volume.update({NAME: good.replace("capacity", "capasity")})
-    eventually(lambda: "unknown key; did you mean 'capacity'?" in caplog.text)
+    wait_until(lambda: "unknown key; did you mean 'capacity'?" in caplog.text)
     assert not watched.in_force
     assert f"{volume.directory / NAME} is not taken over, what was in force stays: " in caplog.text
     assert tiers_of(store) == ["disk"]
     volume.update({NAME: good})
-    eventually(lambda: tiers_of(store) == ["disk", "more"])
-    eventually(lambda: watched.in_force)
+    wait_until(lambda: tiers_of(store) == ["disk", "more"])
+    wait_until(lambda: watched.in_force)
 
 
 def test_a_config_map_that_is_gone_changes_nothing_and_is_said_by_the_metrics(
     volume: ConfigMapVolume, store: ReloadableStore, watched: ConfigFile
 ) -> None:
     (volume.directory / "..data").unlink()
-    eventually(lambda: not watched.in_force)
+    wait_until(lambda: not watched.in_force)
     assert tiers_of(store) == ["disk"]
 
 

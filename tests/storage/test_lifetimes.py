@@ -35,7 +35,7 @@ from hicache_ext.testing.conformance.pages import (
     read_pages,
     store_pages,
 )
-from tests.storage.guards.hung import eventually
+from tests.waiting import wait_until
 
 LONG = 60.0
 
@@ -187,7 +187,7 @@ def test_what_is_cleared_while_a_reload_is_made_does_not_come_back(
     far.holds = {"set"}
     keys = page_keys(200)
     store_pages(store, keys)
-    eventually(lambda: "set" in far.entered)
+    wait_until(lambda: "set" in far.entered)
     changed = config(prefetch={"lifetime": "20s"}, **FAR_ALONE)
     reload = threading.Thread(target=lambda: store.reload(changed))
     reload.start()
@@ -270,7 +270,7 @@ def test_a_page_that_leaves_the_queue_while_it_is_looked_for_is_found(held: Call
     keys = page_keys(3)
     pool.holds = {"set"}
     tier.set_later(PageBatch(keys, [[memoryview(bytes(1000))]] * 3))
-    eventually(lambda: "set" in pool.entered)
+    wait_until(lambda: "set" in pool.entered)
 
     def contains(asked: Sequence[bytes]) -> list[bool]:
         answers = MemoryPageStore.contains(pool, asked)
@@ -325,7 +325,7 @@ def test_a_clear_of_the_scheduler_returns_at_once_and_is_carried_out_although_th
     assert store.wait_until_written(LONG)
     assert not pool.objects
     assert OTHER_IDENTITY in pool.identities()
-    eventually(lambda: store_pages(store, keys) == [SetResult.STORED] * 50)
+    wait_until(lambda: store_pages(store, keys) == [SetResult.STORED] * 50)
     store.close()
 
 
@@ -337,7 +337,7 @@ def test_a_clear_that_fails_is_made_again_and_its_pages_are_hidden_until_then(he
     pool.raises = True
     with answering_at_once():
         store.clear(None)
-    eventually(lambda: "clear" in pool.entered)
+    wait_until(lambda: "clear" in pool.entered)
     pool.raises = False
     assert not any(store.contains(keys))
     assert read_pages(store, keys)[0] == [GetResult.MISS] * 20
@@ -366,7 +366,7 @@ def test_what_was_read_before_a_clear_is_not_promoted_after_it(held: Callable[..
     call = store.bring_inward if begun == "bring_inward" else functools.partial(read_pages, store)
     reader = threading.Thread(target=lambda: call(keys))
     reader.start()
-    eventually(lambda: "got" in far.entered)
+    wait_until(lambda: "got" in far.entered)
     store.clear([IDENTITY])
     far.go_on.set()
     reader.join(LONG)
@@ -399,7 +399,7 @@ def test_a_page_that_was_being_written_when_it_was_cleared_stays_hidden_while_it
     keys = page_keys(5)
     pool.holds = {"set"}
     store_pages(store, keys)
-    eventually(lambda: "set" in pool.entered)
+    wait_until(lambda: "set" in pool.entered)
     store.clear([IDENTITY])
     inner_set = MemoryPageStore.set
     pool.out = False
@@ -407,7 +407,7 @@ def test_a_page_that_was_being_written_when_it_was_cleared_stays_hidden_while_it
     original = pool.set
     pool.set = lambda batch: inner_set(pool, batch)  # type: ignore[method-assign]
     pool.go_on.set()
-    eventually(lambda: len(pool.objects) == 5 or store.wait_until_written(0.0))
+    wait_until(lambda: len(pool.objects) == 5 or store.wait_until_written(0.0))
     pool.out = True
     pool.set = original  # type: ignore[method-assign]
     assert not any(store.contains(keys))
@@ -435,7 +435,7 @@ def test_a_tier_that_opens_late_makes_up_for_clears_before_it_is_used(held: Call
     store = TieredStore([late], [late])
     store.clear([IDENTITY])
     there.set()
-    eventually(lambda: store.count_leading(other) == 10)
+    wait_until(lambda: store.count_leading(other) == 10)
     assert not any(store.contains(keys))
     store.close()
 
@@ -448,7 +448,7 @@ def test_a_promotion_after_a_clear_does_not_wait_for_the_write_under_way(held: C
     store_pages(far, keys)
     near.holds = {"set"}
     assert_hits(store, keys)
-    eventually(lambda: "set" in near.entered)
+    wait_until(lambda: "set" in near.entered)
     store.clear([IDENTITY])
     store_pages(far, keys)
     done = threading.Event()
@@ -476,12 +476,12 @@ def test_what_is_read_while_pages_are_removed_does_not_bring_them_back(held: Cal
     far.holds = {"remove"}
     remover = threading.Thread(target=lambda: store.remove(keys))
     remover.start()
-    eventually(lambda: "remove" in far.entered)
+    wait_until(lambda: "remove" in far.entered)
     if begun == "get":
         assert_hits(store, keys)
     else:
         assert store.count_leading(keys) == 3
-        eventually(lambda: store.prefetcher.inside(keys) == 3)
+        wait_until(lambda: store.prefetcher.inside(keys) == 3)
     far.go_on.set()
     remover.join(LONG)
     assert store.wait_until_written(LONG)
@@ -542,7 +542,7 @@ def test_what_a_look_up_found_before_a_clear_is_not_remembered_after_it(held: Ca
     tier.clear(None)
     go_on.set()
     del pool.contains
-    eventually(lambda: budget._threads.left_behind == 0)
+    wait_until(lambda: budget._threads.left_behind == 0)
     with answering_at_once():
         assert tier.contains(keys) == [False] * 5
     tier.close()
@@ -584,11 +584,11 @@ def test_a_clear_reaches_what_waits_for_a_tier_that_a_reload_takes_out(
     far.holds = {"set"}
     keys = page_keys(200)
     store_pages(store, keys)
-    eventually(lambda: "set" in far.entered)
+    wait_until(lambda: "set" in far.entered)
     near_only = config(retrieve_locations=["near"], store_locations=["near"])
     reload = threading.Thread(target=lambda: store.reload(near_only))
     reload.start()
-    eventually(lambda: len(store.arrangement.tiers) == 1)
+    wait_until(lambda: len(store.arrangement.tiers) == 1)
     store.clear([IDENTITY])
     far.go_on.set()
     reload.join(LONG)
@@ -623,7 +623,7 @@ def test_close_does_not_wait_for_a_call_that_hangs(held: Callable[..., Held]) ->
     pool.holds = {"get"}
     reader = threading.Thread(target=lambda: read_pages(store, page_keys(1)), daemon=True)
     reader.start()
-    eventually(lambda: "get" in pool.entered)
+    wait_until(lambda: "get" in pool.entered)
     closer = threading.Thread(target=store.close)
     closer.start()
     closer.join(LONG / 2)
@@ -654,9 +654,9 @@ def test_a_tier_that_hangs_stops_the_prefetch_of_no_other(held: Callable[..., He
     store_pages(well, further)
     hung.holds = {"get"}
     assert store.count_leading(far) == 200
-    eventually(lambda: "get" in hung.entered)
+    wait_until(lambda: "get" in hung.entered)
     assert store.count_leading(further) == 50
-    eventually(lambda: store.prefetcher.inside(further) == 50)
+    wait_until(lambda: store.prefetcher.inside(further) == 50)
     hung.go_on.set()
     store.close()
 
@@ -683,7 +683,7 @@ def test_a_fetch_that_ends_in_anything_lets_go_who_waits_for_it(
 
     far.get = get  # type: ignore[method-assign]
     assert store.count_leading(keys) == 5
-    eventually(lambda: bool(calls))
+    wait_until(lambda: bool(calls))
     done: list[GetResult] = []
     reader = threading.Thread(target=lambda: done.extend(read_pages(store, keys)[0]))
     reader.start()
@@ -704,9 +704,9 @@ def test_a_tier_that_hangs_leaves_their_part_of_the_buffer_to_others(held: Calla
     store_pages(well, further)
     hung.holds = {"get"}
     store.count_leading(far)
-    eventually(lambda: "get" in hung.entered)
+    wait_until(lambda: "get" in hung.entered)
     assert store.count_leading(further) == 40
-    eventually(lambda: store.prefetcher.inside(further) == 40)
+    wait_until(lambda: store.prefetcher.inside(further) == 40)
     hung.go_on.set()
     store.close()
 
@@ -748,7 +748,7 @@ def test_threads_of_the_prefetch_that_have_nothing_to_do_do_not_wake_each_other(
     keys = page_keys(5)
     store_pages(far, keys)
     assert store.count_leading(keys) == 5
-    eventually(lambda: store.prefetcher.inside(keys) == 5)
+    wait_until(lambda: store.prefetcher.inside(keys) == 5)
     looks: list[None] = []
     real = store.prefetcher._expire
     store.prefetcher._expire = lambda now: (looks.append(None), real(now))[1]  # type: ignore[method-assign]

@@ -20,8 +20,8 @@ from hicache_ext.testing.conformance.pages import (
     read_pages,
     store_pages,
 )
-from tests.storage.guards.hung import eventually as wait_until
 from tests.storage.test_tiered import Recording
+from tests.waiting import wait_until
 
 SIZE = 1000
 

@@ -13,8 +13,8 @@ from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
 from hicache_ext.storage.tiering.write_behind import QueueSettings
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, read_pages, store_pages
-from tests.storage.guards.hung import eventually as wait_until
 from tests.storage.test_tiered import Recording
+from tests.waiting import wait_until
 
 SIZE = 1000
 

@@ -29,7 +29,7 @@ from hicache_ext.storage.tiering.recording import Recorder
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import store_pages
-from tests.storage.guards.hung import eventually
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 IDENTITY = bytes(16)
@@ -74,7 +74,7 @@ def ask(recorder: Recorder, rid: str, pages: list[str], answered: int = 0, **mor
 
 
 def wait_until_written(recorder: Recorder, requests: int) -> None:
-    eventually(lambda: recorder.metrics.value("request", "written") == requests)
+    wait_until(lambda: recorder.metrics.value("request", "written") == requests)
 
 
 # -- what is written ---------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_a_later_turn_writes_its_new_pages_alone_and_is_read_whole(
 ) -> None:
     recorder, pages = record(), hashes(1000)
     ask(recorder, "a", pages)
-    eventually(lambda: recorder.metrics.value("request", "written") == 1)
+    wait_until(lambda: recorder.metrics.value("request", "written") == 1)
     (path,) = files_in(tmp_path / "rec")
     before = path.stat().st_size
     ask(recorder, "b", [*pages, *hashes(2, "turn")])
@@ -247,10 +247,10 @@ def test_a_full_disk_costs_what_was_to_be_written_and_is_over_when_there_is_room
 
     monkeypatch.setattr(recording.os, "write", half)
     ask(recorder, "a", hashes(5))
-    eventually(lambda: recorder.metrics.value("request", "written") == 1)
+    wait_until(lambda: recorder.metrics.value("request", "written") == 1)
     full.set()
     ask(recorder, "b", hashes(6))
-    eventually(lambda: recorder.metrics.value("request", "dropped_disk") == 1)
+    wait_until(lambda: recorder.metrics.value("request", "dropped_disk") == 1)
     full.clear()
     ask(recorder, "c", hashes(7))
     recorder.close()
@@ -261,7 +261,7 @@ def test_a_full_disk_costs_what_was_to_be_written_and_is_over_when_there_is_room
 def test_a_file_that_somebody_removes_costs_itself(record: Callable[..., Recorder], tmp_path: Path) -> None:
     recorder = record()
     ask(recorder, "a", hashes(2))
-    eventually(lambda: recorder.metrics.value("request", "written") == 1)
+    wait_until(lambda: recorder.metrics.value("request", "written") == 1)
     files_in(tmp_path / "rec")[0].unlink()
     ask(recorder, "b", hashes(2))
     recorder.close()
@@ -308,7 +308,7 @@ def test_a_killed_process_leaves_what_it_had_written(tmp_path: Path) -> None:
     process = start(tmp_path, "a", 1_000_000)
     try:
         assert process.stdout is not None and process.stdout.readline() == "going\n"
-        eventually(lambda: sum(path.stat().st_size for path in files_in(tmp_path)) > 50_000)
+        wait_until(lambda: sum(path.stat().st_size for path in files_in(tmp_path)) > 50_000)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()

@@ -23,7 +23,8 @@ from hicache_ext.storage.tiering import live_tiers, reload
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import store_pages
-from tests.storage.guards.hung import KEY, eventually
+from tests.storage.guards.hung import KEY
+from tests.waiting import wait_until
 
 TOO_MUCH = "200TiB"
 
@@ -196,7 +197,7 @@ def test_new_guards_of_a_tier_that_is_down_probe_it_once_they_are_in_force_and_n
 ) -> None:
     store.reload(config(timeout="60s", guards={"probe_interval": "30s"}))
     breaker(store)._breaker.record(0, Outcome.TIMEOUT, "for this test")
-    eventually(lambda: probers() == 1)
+    wait_until(lambda: probers() == 1)
 
     at_that_moment: list[int] = []
 
@@ -210,5 +211,5 @@ def test_new_guards_of_a_tier_that_is_down_probe_it_once_they_are_in_force_and_n
             store.reload(config("more", timeout="50s", guards={"probe_interval": "30s"}))
     assert [*at_that_moment, probers()] == [1, 1]
     store.reload(config(timeout="50s", guards={"probe_interval": "10ms", "slow_start": "0s"}))
-    eventually(lambda: breaker(store).state is BreakerState.CLOSED)
-    eventually(lambda: probers() == 0)
+    wait_until(lambda: breaker(store).state is BreakerState.CLOSED)
+    wait_until(lambda: probers() == 0)

@@ -23,8 +23,9 @@ from hicache_ext.storage.serving.config_file import ConfigFile, config_file_of
 from hicache_ext.storage.serving.control import ControlSocket
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, store_pages
-from tests.storage.guards.hung import KEY, eventually
+from tests.storage.guards.hung import KEY
 from tests.storage.raw_access import stored_keys
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -151,13 +152,13 @@ def test_calls_go_on_while_tiers_come_and_go(tier: Callable[..., Section]) -> No
         thread.start()
     for number in range(40):
         store.reload(arrangements[number % 4])
-    eventually(lambda: min(rounds) >= 2 or problems)
+    wait_until(lambda: min(rounds) >= 2 or problems)
     stop.set()
     for thread in threads:
         thread.join()
     assert problems == []
     store.close()
-    eventually(lambda: set(threading.enumerate()) <= before)
+    wait_until(lambda: set(threading.enumerate()) <= before)
 
 
 def test_a_store_that_closes_during_a_reload_loses_nothing_that_waits_to_be_written(
@@ -179,7 +180,7 @@ def test_a_store_that_closes_during_a_reload_loses_nothing_that_waits_to_be_writ
         target=store.reload, args=(config(both, store_policies={"far": "async"}, promote_to="off"),)
     )
     reloading.start()
-    eventually(lambda: store.arrangement is not before)
+    wait_until(lambda: store.arrangement is not before)
     closing = threading.Thread(target=store.close)
     closing.start()
     closing.join(0.2)
@@ -263,7 +264,7 @@ def test_a_new_tier_that_cannot_start_leaves_everything_as_it_was(tier: Callable
     assert store.config == config({"disk": tier("disk")})
     assert_hits(store, [KEY])
     store.close()
-    eventually(lambda: set(threading.enumerate()) <= before)
+    wait_until(lambda: set(threading.enumerate()) <= before)
 
 
 def test_a_new_tier_that_is_not_required_is_opened_later(tier: Callable[..., Section], tmp_path: Path) -> None:
@@ -272,7 +273,7 @@ def test_a_new_tier_that_is_not_required_is_opened_later(tier: Callable[..., Sec
     store.reload(config({"disk": tier("disk"), "bad": tier("bad", required=False)}))
     store_pages(store, [KEY])
     (tmp_path / "bad").unlink()
-    eventually(lambda: store.tiers[1].describe().details.get("layout") == "pages")
+    wait_until(lambda: store.tiers[1].describe().details.get("layout") == "pages")
     assert store_pages(store, [KEY]) == [SetResult.STORED]  # in the one that came late
     assert pages_of(tmp_path / "bad") == 1
     store.close()
@@ -441,11 +442,11 @@ def test_a_watched_file_is_taken_over_and_a_bad_one_is_not(
     server = serve(file, watch=True)
     file.write_text(file.read_text().replace("64MiB", "64M"))
     # What was read while the file was being written may have been refused for another reason before.
-    eventually(lambda: "the unit 'M' is ambiguous" in caplog.text)
+    wait_until(lambda: "the unit 'M' is ambiguous" in caplog.text)
     assert "is not taken over, what was in force stays" in caplog.text
     assert server.tiers == ["disk"]
     write(file, {"disk": tier("disk"), "more": tier("more")})
-    eventually(lambda: server.tiers == ["disk", "more"])
+    wait_until(lambda: server.tiers == ["disk", "more"])
 
 
 def test_a_file_that_vanishes_and_comes_back_is_no_trouble(
@@ -455,7 +456,7 @@ def test_a_file_that_vanishes_and_comes_back_is_no_trouble(
     file.unlink()
     time.sleep(0.05)
     write(file, {"disk": tier("disk"), "more": tier("more")})
-    eventually(lambda: server.tiers == ["disk", "more"])
+    wait_until(lambda: server.tiers == ["disk", "more"])
 
 
 def test_a_server_that_runs_something_else_than_the_file_says_is_not_reloaded(

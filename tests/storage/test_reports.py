@@ -41,7 +41,7 @@ from hicache_ext.storage.tiers.memory import MemoryPageStore, MemoryTier
 from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages
 from hicache_ext.testing.server import free_port
 from tests.rigs.redis_servers import RedisServer, redis_program
-from tests.storage.guards.hung import eventually
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -130,7 +130,7 @@ class LatePool(LateStore):
 
     def come(self) -> None:
         self._there.set()
-        eventually(lambda: self.inner is not None)
+        wait_until(lambda: self.inner is not None)
 
 
 def test_a_tier_that_is_opened_late_is_up_from_then_on() -> None:
@@ -166,13 +166,13 @@ def test_a_redis_server_tells_how_full_it_is_and_is_not_up_when_it_has_gone(
     monkeypatch.setattr("hicache_ext.storage.tiers.redis.store._LOOK_INTERVAL", 0.0)
     with RedisServer(tmp_path / "redis", [("maxmemory", "64mb")]) as server:
         store, reports = opened({"pool": {"type": "redis", "url": server.url, "required": False}}), TierReports()
-        eventually(lambda: levels(store, "pool", reports)["capacity_bytes"] == 64 << 20)
+        wait_until(lambda: levels(store, "pool", reports)["capacity_bytes"] == 64 << 20)
         told = levels(store, "pool", reports)
         assert told["tier_up"] == 1
         assert 0 < told["used_bytes"] < 64 << 20
         assert told["used_bytes"] + told["free_bytes"] == 64 << 20
     store.contains(page_keys(1))
-    eventually(lambda: levels(store, "pool", reports)["tier_up"] == 0)
+    wait_until(lambda: levels(store, "pool", reports)["tier_up"] == 0)
 
 
 def test_an_object_store_is_up_once_it_has_answered(tmp_path: Path, opened: Callable[..., ReloadableStore]) -> None:
@@ -238,7 +238,7 @@ def test_a_breaker_that_was_taken_over_still_comes_back_by_itself(
     open_breaker(store, "far")
     store.reload(config({"far": {**far, "capacity": "32MiB"}}))
     assert breaker(store, "far") is not before
-    eventually(lambda: breaker(store, "far").state is BreakerState.CLOSED)
+    wait_until(lambda: breaker(store, "far").state is BreakerState.CLOSED)
 
 
 # -- how full ----------------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_a_file_tier_tells_how_full_it_is_and_how_old_what_it_evicts(
     size = 64 * 1024
 
     def pages(count: int) -> dict[str, float]:
-        eventually(lambda: levels(store, "disk")["pages"] == count)
+        wait_until(lambda: levels(store, "disk")["pages"] == count)
         return levels(store, "disk")
 
     empty = pages(0)
@@ -269,7 +269,7 @@ def test_a_file_tier_tells_how_full_it_is_and_how_old_what_it_evicts(
     for number in range(30):
         store_pages(store, page_keys(10, prefix=f"more {number}"), (size,))
     assert store.tiers[0].metrics.total("evicted") > 50
-    eventually(lambda: levels(store, "disk")["free_bytes"] < some["free_bytes"])
+    wait_until(lambda: levels(store, "disk")["free_bytes"] < some["free_bytes"])
     full = levels(store, "disk")
     assert full["used_bytes"] <= 16 << 20
     ages = TierReports().sources(store.tiers)[0].levels()["evicted_age_seconds", ""]
@@ -280,7 +280,7 @@ def test_a_directory_without_a_limit_has_no_capacity_and_the_free_bytes_of_its_d
     tmp_path: Path, opened: Callable[..., ReloadableStore]
 ) -> None:
     store = opened({"disk": file_tier(tmp_path / "l3", capacity="unlimited")})
-    eventually(lambda: levels(store, "disk")["free_bytes"] > 0)
+    wait_until(lambda: levels(store, "disk")["free_bytes"] > 0)
     assert math.isnan(levels(store, "disk")["capacity_bytes"])
     assert levels(store, "disk")["used_bytes"] == 0
 
@@ -301,9 +301,9 @@ def test_a_disk_that_hangs_holds_up_nobody_who_looks_at_the_metrics() -> None:
     asking.start()
     assert started.wait(30), "it waited for the disk"
     assert known[:2] == [{}, {}]
-    eventually(lambda: len(looks) == 1)
+    wait_until(lambda: len(looks) == 1)
     let_go.set()
-    eventually(lambda: last.known() == {"pages": 7.0})
+    wait_until(lambda: last.known() == {"pages": 7.0})
     last.close(10)
 
 
@@ -331,7 +331,7 @@ def test_a_look_that_fails_leaves_what_is_known() -> None:
         return answer
 
     last = LastLook("disk", look, 0.0)
-    eventually(lambda: last.known() == {"pages": 1.0})
+    wait_until(lambda: last.known() == {"pages": 1.0})
     for _ in range(20):
         assert last.known() == {"pages": 1.0}
     last.close(10)

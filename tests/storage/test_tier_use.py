@@ -15,7 +15,7 @@ from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering.tier_use import TierUse, tier_use
 from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages
-from tests.storage.guards.hung import eventually
+from tests.waiting import wait_until
 
 NVME = {"type": "file", "path": "/mnt/nvme", "capacity": "1GiB", "shared": False}
 DISK = {"type": "file", "path": "/mnt/disk", "capacity": "1GiB", "shared": False}
@@ -132,8 +132,8 @@ def test_pages_found_in_a_shared_directory_are_kept_on_the_own_disk_by_default(t
     near, pool = store.tiers
     keys = page_keys(5)
     assert store_pages(store, keys) == [SetResult.STORED] * 5
-    eventually(lambda: pool.contains(keys) == [True] * 5)  # in the background
+    wait_until(lambda: pool.contains(keys) == [True] * 5)  # in the background
     near.remove(keys)
     assert read_pages(store, keys)[0] == [GetResult.HIT] * 5
-    eventually(lambda: near.contains(keys) == [True] * 5)
+    wait_until(lambda: near.contains(keys) == [True] * 5)
     store.close()

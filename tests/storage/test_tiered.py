@@ -20,7 +20,7 @@ from hicache_ext.testing.conformance.pages import (
     store_pages,
 )
 from hicache_ext.testing.faults import FailingStore, PageStoreWrapper, RaisingStore
-from tests.storage.guards.hung import eventually
+from tests.waiting import wait_until
 
 NO_PREFETCH = TieringSettings(prefetch=PrefetchSettings(buffer=0))
 
@@ -337,7 +337,7 @@ class TestAsync:
         closer = threading.Thread(target=store.close)
         closer.start()
         (tier,) = store.arrangement.later
-        eventually(lambda: tier.writes._closing)
+        wait_until(lambda: tier.writes._closing)
         far.hold.set()
         closer.join(30)
         assert not closer.is_alive()

@@ -15,7 +15,7 @@ from hicache_ext.storage.tiering.tier_handle import TierHandle
 from hicache_ext.storage.tiering.write_behind import QueueSettings
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import page_keys, read_pages
-from tests.storage.guards.hung import eventually
+from tests.waiting import wait_until
 
 PAGE = 1000
 
@@ -103,7 +103,7 @@ def test_pages_wait_while_the_tier_takes_none_and_are_written_when_it_is_back(
     tier = TierHandle(store)
     keys = page_keys(200)
     assert later(tier, keys) == [SetResult.STORED] * 200
-    eventually(lambda: len(store.batches) > 5)
+    wait_until(lambda: len(store.batches) > 5)
     assert read(tier, keys) == [GetResult.HIT] * 200
     assert tier.contains(keys) == [True] * 200
     assert tier.count_leading_stored(keys) == 0
@@ -147,7 +147,7 @@ def test_closing_ends_the_wait_for_space(held: HeldStore, monkeypatch: pytest.Mo
     results: list[SetResult] = []
     writer = threading.Thread(target=lambda: results.extend(later(tier, page_keys(4))))
     writer.start()
-    eventually(lambda: len(tier.writes) == 2)
+    wait_until(lambda: len(tier.writes) == 2)
     closer = threading.Thread(target=tier.close)
     closer.start()
     writer.join(60)
@@ -161,7 +161,7 @@ def test_what_a_tier_that_refuses_cannot_hold_is_refused_at_once_and_counted() -
     store.answer = SetResult.REJECTED
     tier = TierHandle(store, queue=QueueSettings(capacity=4 * PAGE))
     later(tier, page_keys(1))
-    eventually(lambda: len(store.batches) > 1)
+    wait_until(lambda: len(store.batches) > 1)
     tier.writes._space_wait = 3600.0
     assert later(tier, page_keys(6)) == [SetResult.EXISTS] + [SetResult.STORED] * 3 + [SetResult.REJECTED] * 2
     assert later(tier, page_keys(1, "large"), 5 * PAGE) == [SetResult.REJECTED]
@@ -180,10 +180,10 @@ def test_a_page_that_the_tier_never_takes_is_not_in_the_way_of_others_and_is_dro
     later(tier, large, 2 * PAGE)
     later(tier, small)
     store.answer = None
-    eventually(lambda: store.count_leading(small) == 500)
+    wait_until(lambda: store.count_leading(small) == 500)
     for number in range(write_behind._MOST_REFUSALS):
         later(tier, page_keys(1, f"more {number}"))
-        eventually(lambda number=number: store.contains(page_keys(1, f"more {number}")) == [True])
+        wait_until(lambda number=number: store.contains(page_keys(1, f"more {number}")) == [True])
     assert tier.wait_until_written(30)
     assert tier.metrics.value("dropped_pages", "async_failed") == 3
     tier.close()

@@ -24,9 +24,10 @@ from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages
 from hicache_ext.testing.server import free_port
 from tests.rigs.redis_servers import RedisServer, redis_program
-from tests.storage.guards.hung import HungStore, eventually
+from tests.storage.guards.hung import HungStore
 from tests.storage.raw_access import RawFiles
 from tests.storage.test_reports import breaker, file_tier, open_breaker
+from tests.waiting import wait_until
 from tests.watching.recording import Recording
 from tests.watching.timeline import Timeline
 
@@ -72,12 +73,12 @@ def test_a_pool_that_goes_down_is_told_once_and_only_until_it_is_back(
         pool = {"type": "redis", "url": server.url, "required": False, "timeout": "300ms"}
         store = opened({"disk": file_tier(tmp_path / "disk"), "pool": pool})
         recording = Recording.of_store(store)
-        eventually(lambda: up(recording, "pool") == 1)
+        wait_until(lambda: up(recording, "pool") == 1)
         store_pages(store, keys)
         healthy = recording.look()
         server.kill()
         store.tiers[1].contains(page_keys(4, prefix="absent"))
-        eventually(lambda: up(recording, "pool") == 0)
+        wait_until(lambda: up(recording, "pool") == 0)
         down = recording.look()
     timeline = Timeline()
     timeline.at_rest(REST, healthy)
@@ -130,7 +131,7 @@ def test_a_path_that_goes_out_is_told_until_it_is_back(
         spread = spread.inner
     spread._take_out(0, OSError(errno.EIO, os.strerror(errno.EIO)))
     out = recording.look()
-    eventually(lambda: not spread.out_of_service())
+    wait_until(lambda: not spread.out_of_service())
     back = recording.look()
     timeline = Timeline()
     timeline.at_rest(REST, healthy)
@@ -236,7 +237,7 @@ def test_writes_that_are_dropped_for_long_are_told_and_a_burst_is_not(
     slow.hang()
     store_pages(store, page_keys(40), (64 << 10,))
     slow.let_go()
-    eventually(lambda: not len(far.writes))
+    wait_until(lambda: not len(far.writes))
     dropping = recording.look()
     timeline = Timeline()
     timeline.at_rest(REST, idle)

@@ -24,8 +24,8 @@ from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_p
 from hicache_ext.testing.faults import RaisingStore
 from hicache_ext.testing.server import free_port
 from tests.rigs.otlp_collector import OtlpCollector
-from tests.storage.guards.hung import eventually
 from tests.storage.transforms.test_lossy import CONTENTS, opened, read, write
+from tests.waiting import wait_until
 
 # Its thread goes on for a while where a collector is dead: its lines would be in the logs of the tests that come next.
 logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter").setLevel(logging.CRITICAL)
@@ -206,7 +206,7 @@ def test_a_collector_that_does_not_take_them_holds_up_no_call_and_not_the_end(
         for number in range(3000):
             assert store_pages(store, page_keys(1, prefix=f"{number}")) == [SetResult.STORED]
         if collector == "hung":
-            eventually(hung.requested.is_set)
+            wait_until(hung.requested.is_set)
             assert store_pages(store, KEYS) == [SetResult.STORED] * 3
         tracing.end(spans)  # while the request under way has had no answer
         assert not hung._closing.is_set()

@@ -62,6 +62,13 @@ class _Request:
     portions: list[Portion] = field(default_factory=list)
     digests: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
 
+    def take(self, *, over: bool) -> list[Portion]:
+        """What was read, which is the caller's from here on. ``over``: what comes later is not wanted."""
+        with self.lock:
+            self.over = self.over or over
+            portions, self.portions = self.portions, []
+        return portions
+
 
 class ReadAhead:
     """See the module docstring. Threads: the scheduler's, but for ``drop_one``."""
@@ -150,9 +157,7 @@ class ReadAhead:
         request = self._requests.pop(rid, None)
         if request is None:
             return []
-        with request.lock:
-            request.over = True
-            portions, request.portions = request.portions, []
+        portions = request.take(over=True)
         pools = {name: self._reader.served_pool(name) for name in request.digests}
         if any(pool is None or pool.digests != request.digests[name] for name, pool in pools.items()):
             # Of other weights.
@@ -170,12 +175,9 @@ class ReadAhead:
     def drop_one(self) -> bool:
         """Give back the memory of the request that came last; its pages are read again when they are wanted."""
         for request in reversed(list(self._requests.values())):
-            with request.lock:
-                if not request.portions:
-                    continue
-                portions, request.portions = request.portions, []
-            _release(portions)
-            return True
+            if portions := request.take(over=False):
+                _release(portions)
+                return True
         return False
 
     # -- helpers -------------------------------------------------------------------------------------------------------
@@ -228,10 +230,7 @@ class ReadAhead:
         self._metrics.add("ahead", request.outcome)
 
     def _drop(self, request: _Request) -> None:
-        with request.lock:
-            request.over = True
-            portions, request.portions = request.portions, []
-        _release(portions)
+        _release(request.take(over=True))
 
     # -- threads -------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from hicache_ext.runtime.mounts import on_root_file_system
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiers.file import opening as file_tier
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
-from tests.storage.file.test_multipath import wait_until
+from tests.waiting import wait_until
 
 
 def configuration(*paths: Path, **keys: Any) -> dict[str, Any]:

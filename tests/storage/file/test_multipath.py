@@ -25,6 +25,7 @@ from hicache_ext.testing.conformance.pages import (
     read_pages,
     store_pages,
 )
+from tests.waiting import wait_until
 
 KEYS = page_keys(64)
 LONG = 60.0
@@ -100,13 +101,6 @@ def rig(tmp_path):
     yield rig
     for store in rig.stores:
         store.close()
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.005)
 
 
 def get(store, keys=KEYS):

@@ -25,7 +25,7 @@ from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import IDENTITY, HostPages, page_keys, payload_of, read_pages, store_pages
 from tests.campaigns.slab_insides import faults
 from tests.rigs.disk_faults import compiled_code_through_python
-from tests.storage.guards.hung import eventually
+from tests.waiting import wait_until
 
 MIB = 1 << 20
 SIZES = (65_536, 65_536)
@@ -306,7 +306,7 @@ def test_no_file_stays_of_a_slab_for_whose_slots_there_is_no_room(
     assert store_pages(store, page_keys(10), SIZES) == [SetResult.REJECTED] * 10
     assert list(slabs_of(tmp_path).iterdir()) == []
     monkeypatch.undo()
-    eventually(lambda: store_pages(store, page_keys(10), SIZES) == [SetResult.STORED] * 10)
+    wait_until(lambda: store_pages(store, page_keys(10), SIZES) == [SetResult.STORED] * 10)
     assert sound(store)
     store.close()
 
@@ -442,7 +442,7 @@ def test_a_full_disk_is_a_refused_write_and_nothing_is_lost(tmp_path: Path, monk
     assert results[:10] == [SetResult.EXISTS] * 10
     assert_right(store, keys)
     assert sound(store)
-    eventually(lambda: SetResult.REJECTED not in store_pages(store, keys, SIZES))
+    wait_until(lambda: SetResult.REJECTED not in store_pages(store, keys, SIZES))
     store.close()
 
 

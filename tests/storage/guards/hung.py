@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
-from typing import Any
 
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, page_key
@@ -79,11 +76,3 @@ class CountingStore(BeforeEachCall):
 
     def before_call(self) -> None:
         self.calls += 1
-
-
-def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> None:
-    """Wait until ``condition()`` is true; the limit only ends a test that would hang."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)

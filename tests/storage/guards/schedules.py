@@ -36,7 +36,7 @@ from hicache_ext.storage.tiering.write_behind import QueueSettings
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, HostPages, page_key
 from hicache_ext.testing.faults import PageStoreWrapper
-from tests.storage.guards.hung import eventually
+from tests.waiting import wait_until
 
 _KEYS = [page_key(number) for number in range(5)]
 _SIZES = (40, 1, 300)
@@ -392,11 +392,11 @@ class TiersMachine(RuleBasedStateMachine):
             store.become(Mode.WELL)
             store.let_go()
         if self.arrangement.guards:
-            eventually(lambda: not any(_deadline(store).stuck_calls for store in self.tiers))
+            wait_until(lambda: not any(_deadline(store).stuck_calls for store in self.tiers))
         self.removing = False
-        eventually(self._reads_exactly)
+        wait_until(self._reads_exactly)
         if self.arrangement.guards:
-            eventually(self._all_closed)
+            wait_until(self._all_closed)
 
     def _reads_exactly(self) -> bool:
         """Whether every page that a store has is read, and no other. Pages on their way to a store arrive first."""
@@ -456,7 +456,7 @@ class TiersMachine(RuleBasedStateMachine):
                 store.let_go()
             self.store.close()
             self.store.close()
-        eventually(lambda: set(threading.enumerate()) <= self.threads_before)
+        wait_until(lambda: set(threading.enumerate()) <= self.threads_before)
         self.memory_that_was_given_back_is_left_alone()
         self.near_is_only_what_was_written_or_read_in_a_leading_run()
         if self.arrangement.guards:

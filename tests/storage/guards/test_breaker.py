@@ -17,7 +17,8 @@ from hicache_ext.storage.guards.tier_breaker import LONGEST_PROBE_INTERVAL, Brea
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import HostPages, assert_hits, page_keys, read_pages, store_pages
 from hicache_ext.testing.faults import FailingStore, PageStoreWrapper, RaisingStore
-from tests.storage.guards.hung import KEY, OTHER, Clock, HungStore, ScribblingStore, eventually
+from tests.storage.guards.hung import KEY, OTHER, Clock, HungStore, ScribblingStore
+from tests.waiting import wait_until
 
 CLOSED, HALF_OPEN, OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN
 
@@ -200,14 +201,14 @@ def test_a_dead_store_costs_one_deadline_and_comes_back_by_itself(
     assert store.metrics.value("rejected", "breaker") == 5000
     hung.let_go()
     deadline._timeout = 60.0
-    eventually(lambda: read_pages(store, [KEY])[0] == [GetResult.HIT] and store.state is CLOSED)
+    wait_until(lambda: read_pages(store, [KEY])[0] == [GetResult.HIT] and store.state is CLOSED)
     assert_hits(store, [KEY])
     assert "tier memory is left out: a call did not end within " in caplog.text
     assert "tier memory answers again after" in caplog.text
     assert "tier memory is in full use again" in caplog.text
     assert store.metrics.value("breaker", "open") >= 1
     store.close()
-    eventually(lambda: set(threading.enumerate()) <= before)
+    wait_until(lambda: set(threading.enumerate()) <= before)
 
 
 def test_probes_touch_neither_host_pages_nor_the_callers_thread() -> None:
@@ -228,7 +229,7 @@ def test_probes_touch_neither_host_pages_nor_the_callers_thread() -> None:
         assert store.get(PageBatch([KEY], pages.buffers)) == [GetResult.ERROR]
     assert store.state is OPEN
     failing.active = False
-    eventually(lambda: store.state is not OPEN)
+    wait_until(lambda: store.state is not OPEN)
     assert seen == {"hicache-memory-probe"}
     assert pages.snapshot() == before
     store.close()
@@ -243,7 +244,7 @@ def test_a_tier_that_nobody_asks_after_its_recovery_is_in_full_use_when_the_slow
             store.get(PageBatch([KEY], HostPages([[100]]).buffers))
         assert store.state is OPEN
         failing.active = False
-        eventually(lambda: store.gauges()["breaker_state"] == 0)
+        wait_until(lambda: store.gauges()["breaker_state"] == 0)
         assert store.state is CLOSED
     assert store.metrics.value("breaker", "closed") == 2
     store.close()
@@ -256,7 +257,7 @@ def test_closing_does_not_sit_out_a_slow_start() -> None:
     for _ in range(3):
         store.get(PageBatch([KEY], HostPages([[100]]).buffers))
     failing.active = False
-    eventually(lambda: store.state is HALF_OPEN)
+    wait_until(lambda: store.state is HALF_OPEN)
     store.close()
     assert not store._breaker.probing
 
@@ -267,7 +268,7 @@ def test_a_probe_without_an_answer_leaves_the_breaker_open(result: GetResult) ->
     store = BreakerStore(inner, QUICK, None)
     read_pages(store, [KEY])
     inner.get_result = result
-    eventually(lambda: store.metrics.value("breaker_probe", "bad") >= 2)
+    wait_until(lambda: store.metrics.value("breaker_probe", "bad") >= 2)
     assert store.state is OPEN
     store.close()
 

@@ -24,7 +24,8 @@ from hicache_ext.testing.conformance.pages import (
     store_pages,
 )
 from hicache_ext.testing.faults import PageStoreWrapper, RaisingStore
-from tests.storage.guards.hung import KEY, HungStore, ScribblingStore, eventually
+from tests.storage.guards.hung import KEY, HungStore, ScribblingStore
+from tests.waiting import wait_until
 
 TIMEOUT = 0.1
 """Of the calls that are meant to run into it."""
@@ -52,7 +53,7 @@ def set_timeout(store: DeadlineStore, timeout: float) -> None:
 
 def wait_for_late_ends(store: DeadlineStore, calls: int) -> None:
     """Wait until the ``calls`` calls left behind have ended: they are counted, then their threads are free."""
-    eventually(lambda: store.metrics.value("late") == calls and store.stuck_calls == 0)
+    wait_until(lambda: store.metrics.value("late") == calls and store.stuck_calls == 0)
 
 
 def test_each_call_of_a_hung_store_ends_and_says_so(hung: HungStore) -> None:
@@ -119,7 +120,7 @@ def test_too_many_calls_left_behind_are_refused_at_once(hung: HungStore) -> None
     set_timeout(store, 0.02)
     for _ in range(MOST_STUCK_CALLS):
         assert read_pages(store, [KEY])[0] == [GetResult.TIMEOUT]
-    eventually(lambda: hung.calls == MOST_STUCK_CALLS)
+    wait_until(lambda: hung.calls == MOST_STUCK_CALLS)
     set_timeout(store, PATIENCE)
     assert read_pages(store, [KEY])[0] == [GetResult.REJECTED]
     assert store_pages(store, [KEY]) == [SetResult.REJECTED]
@@ -138,7 +139,7 @@ def test_calls_left_behind_keep_their_memory_until_they_end(hung: HungStore) -> 
     set_timeout(store, 0.05)
     for key in keys[:2]:
         assert read_pages(store, [key], [400_000])[0] == [GetResult.TIMEOUT]
-    eventually(lambda: hung.waiting == 2)
+    wait_until(lambda: hung.waiting == 2)
     set_timeout(store, PATIENCE)
     # Nobody who is in time will give back enough: no waiting.
     assert read_pages(store, keys[2:], [400_000])[0] == [GetResult.REJECTED]
@@ -209,7 +210,7 @@ def test_close_does_not_wait_for_a_store_that_hangs(hung: HungStore, caplog: pyt
     with pytest.raises(StoreClosedError):
         store.contains([KEY])
     hung.let_go()
-    eventually(lambda: set(threading.enumerate()) <= before)
+    wait_until(lambda: set(threading.enumerate()) <= before)
 
 
 def test_close_closes_a_store_of_which_many_calls_hang(hung: HungStore) -> None:
@@ -226,7 +227,7 @@ def test_close_closes_a_store_of_which_many_calls_hang(hung: HungStore) -> None:
     for _ in range(MOST_STUCK_CALLS + 1):
         store.contains([KEY])
     store.close()
-    eventually(is_closed)
+    wait_until(is_closed)
 
 
 def test_eight_threads_share_little_bounce_memory() -> None:

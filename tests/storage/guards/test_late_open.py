@@ -13,7 +13,8 @@ from hicache_ext.storage.contract.store import GetResult, PageStore, SetResult
 from hicache_ext.storage.guards.late_open import LateStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, assert_hits, read_pages, store_pages
-from tests.storage.guards.hung import KEY, eventually
+from tests.storage.guards.hung import KEY
+from tests.waiting import wait_until
 
 
 class RegisteringStore(MemoryPageStore):
@@ -55,15 +56,15 @@ def test_a_tier_that_comes_up_later_is_used_without_a_restart(caplog: pytest.Log
     assert store.contains([KEY]) == [False]
     assert (store.count_leading([KEY]), store.remove([KEY]), store.clear(None)) == (0, 0, 0)
     assert store.describe().details == {"state": "not open", "problem": "connection refused"}
-    eventually(lambda: place.attempts >= 3)
+    wait_until(lambda: place.attempts >= 3)
     place.there = True
-    eventually(lambda: store.inner is not None)
+    wait_until(lambda: store.inner is not None)
     assert store_pages(store, [KEY]) == [SetResult.STORED]
     assert_hits(store, [KEY])
     assert place.store.registered_before_first_page == 2
     assert place.store.identities() == {IDENTITY: {"model": 1}, OTHER_IDENTITY: {"model": 2}}
     assert "connection refused; going on without it (required: false) and trying again" in caplog.text
-    eventually(lambda: "tier pool is open now and in use" in caplog.text)
+    wait_until(lambda: "tier pool is open now and in use" in caplog.text)
     store.register_identity(bytes(16), {"model": 3})
     assert len(place.store.identities()) == 3
     store.close()
@@ -94,7 +95,7 @@ def test_an_opening_that_hangs_holds_up_neither_the_start_nor_the_end(monkeypatc
     with pytest.raises(StoreClosedError):
         store.contains([KEY])
     go_on.set()
-    eventually(lambda: set(threading.enumerate()) <= before)
+    wait_until(lambda: set(threading.enumerate()) <= before)
     with pytest.raises(StoreClosedError):
         opened.contains([KEY])  # what was opened too late is closed again
 
@@ -110,7 +111,7 @@ def test_an_opener_with_a_bug_is_tried_again() -> None:
         return place.open()
 
     store = late(open_)
-    eventually(lambda: store.inner is not None)
+    wait_until(lambda: store.inner is not None)
     store.close()
 
 

@@ -22,7 +22,8 @@ from hicache_ext.storage.guards.tier_breaker import BreakerSettings
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, payload_of, read_pages, store_pages
 from hicache_ext.testing.faults import PageStoreWrapper
-from tests.storage.guards.hung import KEY, OTHER, Clock, CountingStore, HungStore, eventually
+from tests.storage.guards.hung import KEY, OTHER, Clock, CountingStore, HungStore
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -172,7 +173,7 @@ def test_a_look_up_that_a_write_overtakes_remembers_nothing(hung: HungStore) -> 
     hung.hang()
     looking = threading.Thread(target=store.contains, args=([KEY],))
     looking.start()
-    eventually(lambda: hung.waiting == 1)
+    wait_until(lambda: hung.waiting == 1)
     store_pages(store, [KEY])
     hung.let_go()
     looking.join()
@@ -225,7 +226,7 @@ def test_more_calls_than_the_limit_wait_or_are_refused(hung: HungStore) -> None:
     callers = [threading.Thread(target=lambda: results.append(store.count_leading([KEY]))) for _ in range(2)]
     for caller in callers:
         caller.start()
-    eventually(lambda: hung.waiting == 2)
+    wait_until(lambda: hung.waiting == 2)
     assert read_pages(store, [KEY])[0] == [GetResult.REJECTED]
     assert store_pages(store, [KEY]) == [SetResult.REJECTED]
     assert store.contains([KEY]) == [False]
@@ -246,7 +247,7 @@ def test_a_caller_that_waits_gets_its_turn(hung: HungStore) -> None:
     callers = [threading.Thread(target=lambda: results.append(store.count_leading([KEY]))) for _ in range(5)]
     for caller in callers:
         caller.start()
-    eventually(lambda: hung.waiting == 1)
+    wait_until(lambda: hung.waiting == 1)
     hung.let_go()
     for caller in callers:
         caller.join()
@@ -277,7 +278,7 @@ def test_what_waited_for_its_turn_in_vain_is_no_evidence_against_the_tier(hung: 
     # Not through the breaker: this test is about those that wait.
     first = threading.Thread(target=store.inner.count_leading, args=([KEY],))
     first.start()
-    eventually(lambda: hung.waiting == 1)
+    wait_until(lambda: hung.waiting == 1)
     for _ in range(4):
         with ending_within(0.1, learnt=True):
             assert read_pages(store, [KEY])[0] == [GetResult.REJECTED]
@@ -302,10 +303,10 @@ def test_the_scheduler_gets_what_is_known_and_later_what_was_found(hung: HungSto
     with answering_at_once():
         assert store.count_leading(keys) == 0
         assert store.contains(keys) == [False] * 5
-    eventually(lambda: hung.calls == 2)
+    wait_until(lambda: hung.calls == 2)
     hung.let_go()
-    eventually(lambda: hung.waiting == 0)
-    eventually(lambda: store._present)
+    wait_until(lambda: hung.waiting == 0)
+    wait_until(lambda: store._present)
     hung.hang()
     with answering_at_once():
         assert store.count_leading(keys) == 3
@@ -332,7 +333,7 @@ def test_other_threads_go_straight_through(hung: HungStore) -> None:
     results: list[int] = []
     caller = threading.Thread(target=lambda: results.append(store.count_leading([KEY])))
     caller.start()
-    eventually(lambda: hung.waiting == 1)
+    wait_until(lambda: hung.waiting == 1)
     hung.let_go()
     caller.join()
     assert results == [1]

@@ -24,7 +24,8 @@ from hicache_ext.storage.guards.time_limit import LEAST_READ, LEAST_WRITE, TimeL
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import HostPages, page_keys, read_pages, store_pages
 from hicache_ext.testing.faults import PageStoreWrapper
-from tests.storage.guards.hung import KEY, Clock, HungStore, eventually
+from tests.storage.guards.hung import KEY, Clock, HungStore
+from tests.waiting import wait_until
 
 READS, WRITES = 1.0, 5.0
 QUICK = 0.002
@@ -180,7 +181,7 @@ def test_a_tier_that_hangs_costs_what_its_calls_have_taken_and_not_the_whole_tim
     assert clock.now - began == LEAST_READ
     for _ in range(100):
         assert read_pages(store, KEYS)[0] == [GetResult.REJECTED] * 4
-    eventually(lambda: store.metrics.value("breaker_probe", "bad") >= 3)
+    wait_until(lambda: store.metrics.value("breaker_probe", "bad") >= 3)
     assert state(store) is BreakerState.OPEN
 
 
@@ -215,7 +216,7 @@ def test_a_hiccup_costs_the_misses_that_it_lasts_and_no_slow_start(store: PageSt
     assert read_pages(store, KEYS)[0] == [GetResult.TIMEOUT] * 4
     assert state(store) is BreakerState.OPEN
     pool.seconds = QUICK
-    eventually(lambda: state(store) is BreakerState.CLOSED)
+    wait_until(lambda: state(store) is BreakerState.CLOSED)
     assert store.metrics.value("breaker", "half_open") == 0
     assert read_pages(store, KEYS)[0] == [GetResult.HIT] * 4
 
@@ -224,7 +225,7 @@ def test_a_tier_that_becomes_slower_is_in_use_again_after_one_call(store: PageSt
     settle(store)
     pool.seconds = 0.4
     assert read_pages(store, KEYS)[0] == [GetResult.TIMEOUT] * 4
-    eventually(lambda: state(store) is BreakerState.CLOSED)
+    wait_until(lambda: state(store) is BreakerState.CLOSED)
     for _ in range(50):
         assert read_pages(store, KEYS)[0] == [GetResult.HIT] * 4
     assert pool.limits["get"] == READS
@@ -242,7 +243,7 @@ def test_a_tier_that_becomes_slower_is_cut_once_and_not_once_for_each_size(
         assert read_pages(store, keys)[0] == [GetResult.HIT] * 128
     pool.seconds = 0.4
     assert read_pages(store, keys[:pages])[0] == [GetResult.TIMEOUT] * pages
-    eventually(lambda: state(store) is BreakerState.CLOSED)
+    wait_until(lambda: state(store) is BreakerState.CLOSED)
     for some in (2, 20, 40, 128):
         assert read_pages(store, keys[:some])[0] == [GetResult.HIT] * some
     assert store.metrics.value("breaker", "open") == 1
@@ -255,7 +256,7 @@ def test_a_large_read_that_takes_its_whole_timeout_leaves_small_ones_their_limit
     assert read_pages(store, keys)[0] == [GetResult.TIMEOUT] * 128
     assert pool.limits["get"] == READS
     pool.seconds = QUICK
-    eventually(lambda: state(store) is BreakerState.HALF_OPEN)
+    wait_until(lambda: state(store) is BreakerState.HALF_OPEN)
     assert read_pages(store, KEYS)[0] == [GetResult.HIT] * 4
     assert pool.limits["get"] == LEAST_READ
 
@@ -264,7 +265,7 @@ def test_a_probe_has_the_whole_timeout(store: PageStore, pool: Pool) -> None:
     settle(store)
     pool.seconds = 0.4
     store.count_leading(KEYS)
-    eventually(lambda: "probe" in pool.limits)
+    wait_until(lambda: "probe" in pool.limits)
     assert pool.limits["probe"] == READS
 
 
@@ -274,9 +275,9 @@ def test_a_tier_that_hangs_for_as_long_as_the_first_regular_probe_is_waited_for_
     settle(store)
     pool.seconds = 3600.0
     store.count_leading(KEYS)
-    eventually(lambda: store.metrics.value("breaker_probe", "bad") >= 3)
+    wait_until(lambda: store.metrics.value("breaker_probe", "bad") >= 3)
     pool.seconds = QUICK
-    eventually(lambda: state(store) is BreakerState.HALF_OPEN)
+    wait_until(lambda: state(store) is BreakerState.HALF_OPEN)
 
 
 def test_a_look_up_that_found_pages_until_it_was_cut_is_no_reason_to_give_the_tier_up(clock: Clock) -> None:

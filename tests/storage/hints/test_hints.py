@@ -30,6 +30,7 @@ from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from tests.rigs.redis_servers import RedisServer, redis_program
+from tests.waiting import wait_until
 
 LIMITS = BoardLimits(keep=5, longest=100, lifetime=60)
 SCOPE = b"s" * 16
@@ -56,13 +57,6 @@ class MemoryBoard:
             self.looked_at.set()
             return seen, []
         return seen, self.hints[since:seen]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # -- the boards of real engines ----------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from hicache_ext.testing.conformance.pages import (
 )
 from tests.rigs.mooncake_servers import MooncakeServers
 from tests.storage.mooncake.conftest import PATIENCE, TIMEOUT, tier_for
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -54,14 +55,6 @@ def timed(what: str, call: Callable[[], object], longest: float = LONGEST_CALL) 
     print(f"{what}: {seconds:.2f} s")
     assert seconds < longest
     return answer, seconds
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 90) -> float:
-    started = time.monotonic()
-    while not true():
-        assert time.monotonic() - started < seconds, "it did not come back"
-        time.sleep(0.1)
-    return time.monotonic() - started
 
 
 def all_hits(store: MooncakeStore, keys: list[bytes]) -> bool:

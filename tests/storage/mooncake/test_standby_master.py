@@ -12,7 +12,7 @@ from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, read_pages, store_pages
 from tests.rigs.mooncake_servers import StandbyServers
-from tests.storage.mooncake.test_faults import wait_until
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

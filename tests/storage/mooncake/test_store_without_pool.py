@@ -32,6 +32,7 @@ from hicache_ext.storage.tiers.mooncake.transfers import (
     portions,
 )
 from hicache_ext.testing.conformance.pages import IDENTITY, HostPages, filled, page_keys, read_pages, store_pages
+from tests.waiting import wait_until
 
 
 class RecordingClient:
@@ -172,13 +173,6 @@ def store(tier, engine):
 
 def regions(*sizes: int) -> list[memoryview]:
     return [memoryview(bytearray(size)) for size in sizes]
-
-
-def wait_until(true) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def test_the_library_is_given_memory_of_the_tier_alone_registered_once_and_unregistered_on_close(engine, store):

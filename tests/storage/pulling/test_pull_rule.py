@@ -17,6 +17,7 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.tiering.pulling.measured_store import LookUp, MeasuredStore
 from hicache_ext.storage.tiering.pulling.rule import PullRule
 from hicache_ext.storage.tiering.pulling.sized_cost import SizedCost
+from tests.waiting import wait_until
 
 MIB = 2**20
 
@@ -350,13 +351,6 @@ def test_two_surprises_in_a_row_end_what_was_learnt_and_one_does_not() -> None:
     for amount in (1, 32):
         line.observe(amount, 0.001)
     assert line.predict(100) == pytest.approx(0.001, rel=0.01)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_mode_off_has_no_rule() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -13,15 +13,9 @@ from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages
 from tests.storage.transforms.rig import AUTHENTICATE, ENCRYPT, SIZES, Attacked
+from tests.waiting import wait_until
 
 BOTH = pytest.mark.parametrize("mode", [AUTHENTICATE, ENCRYPT], ids=["authenticate", "encrypt"])
-
-
-def eventually(holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 30
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return holds()
 
 
 @BOTH
@@ -39,7 +33,7 @@ def test_unsealed_pages_are_misses_and_counted_by_reads_and_look_ups(
         assert attacked.store.contains(keys) == [False] * 5
     else:
         assert attacked.store.count_leading(keys) == 0
-    assert eventually(lambda: attacked.store.metrics.total("unsealed") == 3)
+    wait_until(lambda: attacked.store.metrics.total("unsealed") == 3)
 
 
 def test_a_look_up_does_not_wait_for_a_look_for_unsealed_pages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +65,7 @@ def test_where_no_unsealed_pages_are_they_are_not_looked_for_again_and_again(mon
 
     monkeypatch.setattr(MemoryPageStore, "contains", contains)
     attacked.store.contains(keys)
-    assert eventually(lambda: True in asked)
+    wait_until(lambda: True in asked)
     for _ in range(20):
         attacked.store.contains(keys)
     time.sleep(0.05)

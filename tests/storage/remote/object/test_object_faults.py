@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from hicache_ext.testing.conformance.pages import (
 from tests.rigs.s3_server import ACCESS_KEY, S3Server
 from tests.storage.remote.object.bucket import RawBucket, s3_client
 from tests.storage.remote.object.fault_proxy import FaultProxy
+from tests.waiting import wait_until
 
 # Real servers.
 pytestmark = pytest.mark.slow
@@ -110,7 +111,7 @@ def test_a_failing_server_is_an_error_counted_by_reason_and_forgotten(
     # What clear() was told while the store was down is done when it is back.
     assert store.wait_until_cleared(0) is False
     proxy.break_with("")
-    _eventually(lambda: store.wait_until_cleared(1))
+    wait_until(lambda: store.wait_until_cleared(1))
     store_pages(store, keys)
     assert_hits(store, keys)
 
@@ -148,7 +149,7 @@ def test_a_hanging_server_costs_one_deadline_and_leaves_memory_alone(store: Obje
     store._requests.timeout = PATIENCE
     proxy.break_with("")
     proxy.released.set()
-    _eventually(lambda: read_pages(store, keys, [2000])[0] == [GetResult.HIT] * 12)
+    wait_until(lambda: read_pages(store, keys, [2000])[0] == [GetResult.HIT] * 12)
     assert pages.snapshot() == before
 
 
@@ -250,7 +251,7 @@ def test_a_server_that_is_killed_is_used_again_when_it_is_back(tmp_path: Path) -
         assert time.monotonic() - begun < 3 * BOUND
         assert store.metrics.value("error", "connection") > 0
         server.start()
-        _eventually(lambda: read_pages(store, keys)[0] == [GetResult.HIT] * 20)
+        wait_until(lambda: read_pages(store, keys)[0] == [GetResult.HIT] * 20)
         server.freeze()
         store._requests.timeout = TIMEOUT
         begun = time.monotonic()
@@ -258,7 +259,7 @@ def test_a_server_that_is_killed_is_used_again_when_it_is_back(tmp_path: Path) -
         assert time.monotonic() - begun < BOUND
         server.thaw()
         store._requests.timeout = PATIENCE
-        _eventually(lambda: read_pages(store, keys)[0] == [GetResult.HIT] * 20)
+        wait_until(lambda: read_pages(store, keys)[0] == [GetResult.HIT] * 20)
         store.close()
 
 
@@ -270,7 +271,7 @@ def test_a_server_killed_between_writes_leaves_whole_packs_or_none(tmp_path: Pat
         writer = threading.Thread(target=store_pages, args=(store, keys, [20_000]))
         writer.start()
         # More than are under way at once, so that some are whole.
-        _eventually(lambda: len(list(server.directory.rglob("*.pack._S3rver_object"))) > 8)
+        wait_until(lambda: len(list(server.directory.rglob("*.pack._S3rver_object"))) > 8)
         server.kill()
         writer.join()
         server.start()
@@ -283,15 +284,8 @@ def test_a_server_killed_between_writes_leaves_whole_packs_or_none(tmp_path: Pat
                 assert result is not GetResult.HIT or payload == payload_of(key, 20_000)
             return not {GetResult.ERROR, GetResult.TIMEOUT} & set(results)
 
-        _eventually(read)
+        wait_until(read)
         assert GetResult.HIT in results
-        _eventually(lambda: all(result.durable for result in store_pages(store, keys, [20_000])))
-        _eventually(lambda: read() and set(results) == {GetResult.HIT})
+        wait_until(lambda: all(result.durable for result in store_pages(store, keys, [20_000])))
+        wait_until(lambda: read() and set(results) == {GetResult.HIT})
         store.close()
-
-
-def _eventually(condition: Callable[[], object], timeout: float = 90.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "the store did not come back"
-        time.sleep(0.05)

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,20 +17,17 @@ from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.redis import node, topology
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, read_pages, store_pages
-from tests.rigs.redis_servers import HOST, RedisServer, wait_until
+from tests.rigs.redis_servers import HOST, RedisServer
 from tests.storage.remote.redis.conftest import PREFIX, set_timeout, tier_of
 from tests.storage.remote.redis.fake_server import FakeServer
 from tests.storage.remote.redis.test_faults import Bound, wait_for_hits
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
 
 def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
-
-
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    wait_until(condition, "what the test waits for")
 
 
 # -- a server that refuses writes --------------------------------------------------------------------------------------
@@ -40,7 +37,7 @@ def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 def pair(tmp_path: Path) -> Iterator[tuple[RedisServer, RedisServer]]:
     with RedisServer(tmp_path / "one") as one, RedisServer(tmp_path / "other") as other:
         other.command("REPLICAOF", HOST, str(one.port))
-        until(lambda: "master_link_status:up" in other.command("INFO", "replication"))
+        wait_until(lambda: "master_link_status:up" in other.command("INFO", "replication"))
         yield one, other
 
 
@@ -49,7 +46,7 @@ def swap(old: RedisServer, new: RedisServer) -> None:
     assert old.command("WAIT", "1", "10000").startswith(":1")
     new.command("REPLICAOF", "NO", "ONE")
     old.command("REPLICAOF", HOST, str(new.port))
-    until(lambda: "master_link_status:up" in old.command("INFO", "replication"))
+    wait_until(lambda: "master_link_status:up" in old.command("INFO", "replication"))
 
 
 def test_a_server_that_became_a_replica_is_read_and_its_writes_pause_with_one_line(pair, open_store, caplog) -> None:
@@ -91,7 +88,7 @@ def test_the_pauses_of_a_replica_grow_and_end_with_the_first_write_that_is_taken
     assert 3 <= len(tried) <= 7
     one.command("REPLICAOF", "NO", "ONE")
     keys = page_keys(8, "again")
-    until(lambda: set(store_pages(store, keys)) <= {SetResult.STORED, SetResult.EXISTS})
+    wait_until(lambda: set(store_pages(store, keys)) <= {SetResult.STORED, SetResult.EXISTS})
     assert_hits(store, keys)
     assert not store._topology.nodes[0].writes.in_doubt
 
@@ -108,7 +105,7 @@ def test_a_full_server_says_what_it_has_and_is_asked_for_room_now_and_then(serve
             assert_hits(store, keys)
     finally:
         server.command("CONFIG", "SET", "maxmemory", "0")
-    until(lambda: set(store_pages(store, new)) <= {SetResult.STORED, SetResult.EXISTS})
+    wait_until(lambda: set(store_pages(store, new)) <= {SetResult.STORED, SetResult.EXISTS})
 
 
 # -- a server that takes no more connections ---------------------------------------------------------------------------
@@ -139,7 +136,7 @@ def test_a_server_that_takes_no_more_connections_is_served_by_those_that_are_ope
             thread.join()
     finally:
         # The limit of clients holds for whoever lifts it, too.
-        until(lambda: _lifts_the_limit(store, server))
+        wait_until(lambda: _lifts_the_limit(store, server))
     assert results.count(GetResult.HIT) == len(results) == 4 * 5 * 64
     assert store.metrics.value("node", "down") == 0
     said = [line for line in lines_of(caplog) if "maxclients" in line]
@@ -219,7 +216,7 @@ def test_a_name_that_moves_is_followed_while_the_old_server_lives(tmp_path, name
             store_pages(store, page_keys(8))
             names.addresses = [(HOST, new.port)]
             keys = page_keys(1, "moved")
-            until(lambda: store_pages(store, [*keys]) == [SetResult.EXISTS] and _keys_of(new) == 1)
+            wait_until(lambda: store_pages(store, [*keys]) == [SetResult.EXISTS] and _keys_of(new) == 1)
             assert_hits(store, keys)
             before = _keys_of(old)
             store_pages(store, page_keys(8, "after"))
@@ -258,7 +255,7 @@ def test_dead_nodes_are_probed_side_by_side(server) -> None:
         store = RedisPageStore("pool", tier_of(*ports, server.port, required=False))
         try:
             keys = page_keys(4)
-            until(lambda: SetResult.STORED in store_pages(store, keys))
+            wait_until(lambda: SetResult.STORED in store_pages(store, keys))
             # One second for the first, and one for all others together; one after the other they would take ten.
             assert time.monotonic() - began < 6
         finally:
@@ -377,7 +374,7 @@ def test_a_server_that_comes_and_goes_leaves_no_descriptor_no_thread_and_few_lin
         server.start()
         wait_for_hits(store, keys)
         # Threads that probed end a moment later.
-        until(lambda: threading.active_count() <= threads)
+        wait_until(lambda: threading.active_count() <= threads)
         descriptors.append(len(os.listdir("/proc/self/fd")))
     server.stop()
     # The first rounds open what later ones use.

@@ -17,8 +17,9 @@ from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from hicache_ext.storage.tiers.redis.wire import PlainWire
 from hicache_ext.testing.conformance.pages import assert_hits, page_key, page_keys, read_pages, store_pages
-from tests.rigs.redis_servers import SentinelPair, wait_until
+from tests.rigs.redis_servers import SentinelPair
 from tests.storage.remote.redis.conftest import PREFIX, set_timeout
+from tests.waiting import wait_until
 
 # -- nodes that are not to blame -------------------------------------------------------------------------------------
 

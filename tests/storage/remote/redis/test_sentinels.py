@@ -15,9 +15,10 @@ from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, read_pages, store_pages
-from tests.rigs.redis_servers import SentinelPair, wait_until
+from tests.rigs.redis_servers import SentinelPair
 from tests.storage.remote.redis.conftest import PATIENCE, PREFIX, Values
 from tests.storage.remote.redis.test_faults import wait_for_hits
+from tests.waiting import wait_until
 
 # Real servers.
 pytestmark = pytest.mark.slow

@@ -12,9 +12,9 @@ import pytest
 
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
-from tests.rigs.redis_servers import wait_until
 from tests.storage.remote.redis.conftest import PREFIX
 from tests.storage.remote.redis.fake_server import FakeServer
+from tests.waiting import wait_until
 
 # A tier waits for those that answer slowly.
 pytestmark = pytest.mark.slow

@@ -1,0 +1,16 @@
+"""Waiting for what another thread or process brings about."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def wait_until(condition: Callable[[], Any], what: str = "what the test waits for", seconds: float = 60.0) -> float:
+    """How long it took until ``condition()`` was true, in seconds. The limit only ends a test that would hang."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds, f"{what}: not there after {seconds:g} s"
+        time.sleep(0.01)
+    return time.monotonic() - began
