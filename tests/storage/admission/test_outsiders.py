@@ -56,16 +56,17 @@ class Rank:
 def test_ranks_whose_clocks_run_apart_hardly_differ_in_what_a_budget_lets_through(learned: bool) -> None:
     """They are called at other moments, but about as often: a page that one of them lacks is of no use to the other."""
     clocks, chance = [Clock(), Clock()], random.Random(1)
-    settings = AdmissionSettings(learned=learned, budget=40.0 * PAGE, writers=1)
+    settings = AdmissionSettings(learned=learned, budget=5.0 * PAGE, writers=1)
     ranks = [Rank(rank, settings, clock) for rank, clock in enumerate(clocks)]
     moment, offered = 1000.0, 0
     for number in range(6000):
         moment += chance.expovariate(1.5)
         count = chance.randint(1, 128)
         offered += count
+        name = f"{chance.randint(0, number) if number % 2 else number}"
         for rank, clock in zip(ranks, clocks, strict=True):
             clock.now = max(clock.now, moment + chance.uniform(0.0, 0.1))
-            rank.offer(f"{number}", count)
+            rank.offer(name, count)
     one, other = (rank.stored for rank in ranks)
 
     assert len(one) < 0.95 * offered
@@ -119,6 +120,7 @@ def test_threads_that_write_read_and_look_up_at_once_leave_the_counts_right() ->
     for thread in threads:
         thread.join()
 
+    gate._learn_reads()
     counts = {reason: count for (event, reason), count in gate._tier.metrics.snapshot().items() if event == "admission"}
     assert not errors
     assert sum(counts.values()) == 6 * 150 * 40
@@ -132,6 +134,7 @@ def test_a_page_that_is_named_twice_in_one_call_is_one_page() -> None:
     keys = [*run("pages", 64), *run("pages", 64)]
 
     gate.read(keys, [GetResult.HIT] * 128)
+    gate._learn_reads()
 
     experience = gate.policy.experience
     assert len(experience._slots) + len(experience._free) == len(experience._class)
