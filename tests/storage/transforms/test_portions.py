@@ -74,6 +74,21 @@ def test_other_portions_have_the_help_of_the_stores_threads(made: Portions, coun
     of_store.close()
 
 
+def test_where_processors_are_left_the_stores_threads_help_portions_of_the_page_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(portions_module.os, "sched_getaffinity", lambda _: set(range(64)))
+    portions, of_store = Portions(CACHE), ThreadPool("store", 8)
+
+    def move(_: int) -> None:
+        together = threading.Barrier(2)
+        of_store.run(2, lambda _: together.wait(30))
+
+    portions.run(4, move)
+    of_store.close()
+    portions.close()
+
+
 def test_what_runs_alone_leaves_other_contexts_as_they_are() -> None:
     of_store, together = ThreadPool("store", 2), threading.Barrier(2)
     contextvars.copy_context().run(run_alone)

@@ -33,19 +33,22 @@ class Portions:
         past_the_cache = "direct" in str(info.details.get("io", ""))
         self._bytes = FAR_PORTION if info.shared else DISK_PORTION if past_the_cache else NEAR_PORTION
         self._threads = ThreadPool(f"hicache-{info.name}-transform")
-        self._processors_alone = not info.shared and not past_the_cache
+        self._near = not info.shared and not past_the_cache
         """Whether a call of the store below is work of a processor."""
+        processors = len(os.sched_getaffinity(0))
         # What waits for a disk needs no processor.
-        self._at_once = 4 if past_the_cache else min(4, len(os.sched_getaffinity(0)))
+        self._at_once = 4 if past_the_cache else min(4, processors)
+        self._alone = self._near and self._at_once >= processors
+        """Whether the threads of one call are all that there are processors for."""
 
     def of(self, positions: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         """The positions of each portion. ``lengths``: the bytes that are stored of each of these pages."""
         portions: list[list[int]] = []
         filled, most = 0, self._bytes
-        if self._processors_alone:
+        if self._near:
             most = min(most, max(_LEAST_NEAR_PORTION, -(-sum(lengths) // self._at_once)))
         for position, length in zip(positions, lengths, strict=True):
-            if not portions or filled + length > most or (self._processors_alone and length >= _LARGE):
+            if not portions or filled + length > most or (self._near and length >= _LARGE):
                 portions.append([])
                 filled = 0
             portions[-1].append(position)
@@ -56,7 +59,7 @@ class Portions:
         """All portions, some at once; what one of them raises is raised when all have ended."""
         # The context carries the limit of this call.
         contexts = [contextvars.copy_context() for _ in range(count)]
-        if count >= self._at_once and self._processors_alone:
+        if self._alone and count >= self._at_once:
             # The store below has threads of its own for a call: these would be for each portion.
             for context in contexts:
                 context.run(run_alone)
