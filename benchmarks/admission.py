@@ -4,6 +4,7 @@
 ``--generated 11 12`` the families of workloads.py with these seeds. Each request is looked up and its leading run read;
 all pages behind are offered in batches of 128, as SGLang does, to ``AdmissionPolicy``, and what that wants goes into
 the index of a slab directory (replay_trace.py), which evicts as the tier does. "all" writes everything that is offered.
+``--decode-node`` asks instead what the admission of a decode node would do to conversations over a shared pool.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import hashlib
 import sys
 import tempfile
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,13 +107,54 @@ def row(title: str, requests: Requests, capacity: int) -> None:
     )
 
 
+def decode_row(seed: int, part: int) -> None:
+    """Conversations whose answers a decode node offers to the pool (LRU), once each; the prefill node writes all pages
+    of prompts. Half of what a turn adds is the answer before it; conversations that end have an answer, too."""
+    requests = workloads.FAMILIES["conversations"](_REQUESTS, seed)
+    ended: dict[int, int] = {}
+    answers: list[list[int]] = []
+    for number, request in enumerate(requests):
+        before = next((place for place in range(len(request) - 1, -1, -1) if request[place] in ended), None)
+        if before is not None:
+            added = request[before + 1 :]
+            answers[ended.pop(request[before])] = list(added[: (len(added) + 1) // 2])
+        ended[request[-1]] = number
+        answers.append([-8 * number - place for place in range(1, 4)])
+    capacity = len({block for request in requests for block in request}) // part
+    uses = sum(map(len, requests))
+    for decode in ("all", "learned", "nothing"):
+        pool: OrderedDict[int, None] = OrderedDict()
+        policy = AdmissionPolicy(lambda: float(capacity))
+        served = written = 0
+        for request, answer in zip(requests, answers, strict=True):
+            served += leading_run(range(len(request)), {at for at, block in enumerate(request) if block in pool})
+            offered = list(answer) if decode == "all" else []
+            if decode == "learned":
+                wanted, _ = policy.offered(_keys(answer).words)
+                offered = [block for block, is_wanted in zip(answer, wanted, strict=True) if is_wanted]
+            written += sum(block not in pool for block in offered)
+            for block in (*request, *offered):
+                pool[block] = pool.pop(block, None)
+                if len(pool) > capacity:
+                    pool.popitem(last=False)
+        print(f"| conversations, {seed} | {capacity:,} | {decode} | {served / uses:.4f} | {written:,} |", flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Replay requests with and without admission.")
     parser.add_argument("trace", type=Path, nargs="?", help="JSON lines with hash_ids")
     parser.add_argument("--capacity", type=int, nargs="+", default=CAPACITIES, help="blocks, for the trace")
     parser.add_argument("--generated", type=int, nargs="+", default=[], metavar="SEED", help="seeds of workloads.py")
     parser.add_argument("--family", nargs="+", choices=list(workloads.FAMILIES), default=list(workloads.FAMILIES))
+    parser.add_argument("--decode-node", type=int, nargs="+", default=[], metavar="SEED", help="seeds of conversations")
     options = parser.parse_args(arguments)
+    if options.decode_node:
+        print("| workload | capacity | a decode node writes | hits | written by it |")
+        print("|---|---|---|---|---|")
+        for seed in options.decode_node:
+            for part in _PARTS:
+                decode_row(seed, part)
+        return 0
     print("| workload | capacity | hits, all | learned | ratio | writes, all | learned | ratio |")
     print("|---|---|---|---|---|---|---|---|")
     if options.trace is not None:

@@ -19,7 +19,7 @@ import torch
 
 from hicache_ext.page.transforms import planes, rows
 from hicache_ext.page.transforms.lossless import LosslessCodec
-from hicache_ext.page.transforms.lossy import LossyCodec
+from hicache_ext.page.transforms.lossy import LOSSY_MODEL, LossyCodec
 from hicache_ext.page.transforms.rows import Code
 
 DTYPES = {
@@ -61,7 +61,9 @@ def seconds_of(work: Callable[[int], object], count: int) -> float:
 def row(name: str, dtype: str, head: int, contents: Sequence[bytes]) -> str:
     size = len(contents[0])
     pool = {"dtype": dtype, "kind": "MHATokenToKVPoolHost", "geometry": {"head_dim": str(head)}}
-    codec = (LosslessCodec() if name == "lossless" else LossyCodec(Code(name))).for_pages({"pool": pool}, size)
+    codec = (LosslessCodec() if name == "lossless" else LossyCodec(Code(name))).for_pages(
+        {"model": LOSSY_MODEL, "pool": pool}, size
+    )
     assert codec is not None
     memory, page = memoryview(bytearray(codec.rooms[-1])), memoryview(bytearray(size))
     encoded, rooms = [], []

@@ -84,6 +84,13 @@ def _metadata(wheel: Path) -> Message:
         return BytesParser().parsebytes(archive.read(name))
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no checkout: links would have been packed as files")
+def test_the_checkout_holds_no_link() -> None:
+    """It would name a place of the machine that it was made on."""
+    done = subprocess.run(["git", "ls-files", "--stage"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [line for line in done.stdout.splitlines() if line.startswith("120000")] == []
+
+
 def test_the_sdist_is_the_whole_project_and_nothing_else(built: Built) -> None:
     with tarfile.open(built.sdist) as archive:
         packed = {name.partition("/")[2] for name in (member.name for member in archive if member.isfile())}

@@ -19,6 +19,7 @@ from typing import Any
 
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.page.transforms.codec import Codec
+from hicache_ext.page.transforms.lossy import LOSSY_MODEL
 
 PIECE = 896
 """Tokens of a piece at most: its prefix fits the sliding windows of today's models."""
@@ -247,7 +248,7 @@ class _Trip:
     checked: Checked
 
     def there_and_back(self, pool: dict[str, Any], payload: bytes) -> bytes:
-        pages, checked = self.codec.for_pages({"pool": pool}, len(payload)), self.checked
+        pages, checked = self.codec.for_pages({"model": LOSSY_MODEL, "pool": pool}, len(payload)), self.checked
         encoded = memoryview(bytearray(0 if pages is None else pages.rooms[-1]))
         if pages is not None and not checked.page_bytes:
             # Once before anything is timed.

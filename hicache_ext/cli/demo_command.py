@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _demonstrate(arguments: argparse.Namespace) -> int:
-    directory: Path = arguments.directory.resolve()
+    directory: Path = arguments.directory.absolute()
     directory.mkdir(parents=True, exist_ok=True)
     marker = directory / _MARKER
     if not marker.exists() and not (directory / "no-cache.log").exists() and any(directory.iterdir()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
@@ -308,6 +309,18 @@ class HicacheExtConfig(ConfigModel):
                         raise as_pydantic_error(ConfigError(f".{name}.path", problem, "directories of one tier only"))
             owners.extend((name, directory) for directory in tier.directories())
         return tiers
+
+    @field_validator("record", mode="after")
+    @classmethod
+    def _recordings_apart_from_pages(cls, record: RecordConfig | None, info: ValidationInfo) -> RecordConfig | None:
+        if record is None:
+            return None
+        for name, tier in info.data.get("tiers", {}).items():
+            for directory in tier.directories():
+                if relation := directory_relation(os.path.normpath(record.path), directory):
+                    problem = f"{quoted(record.path)} {relation} a directory of tier {name!r}"
+                    raise as_pydantic_error(ConfigError(".path", problem, "a directory for recordings alone"))
+        return record
 
     @field_validator("retrieve_locations", "store_locations", mode="before")
     @classmethod

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
 import urllib.parse
 from collections.abc import Iterator
+from pathlib import Path
 
 from hicache_ext.config import ExtraConfig, HicacheExtConfig
 from hicache_ext.config.tracing import SGLANG
 from hicache_ext.errors import MissingPackageError
+from hicache_ext.page.recording import SUFFIX
 from hicache_ext.storage.contract.diagnosis import Finding, Level
+from hicache_ext.storage.tiering.recording import SALT_FILE
 from hicache_ext.storage.tiering.tier_use import tier_use
 from hicache_ext.storage.tiering.tracing import check_packages
 
@@ -44,6 +49,7 @@ def setting_findings(checked: ExtraConfig, *, inline: bool) -> Iterator[Finding]
         yield Finding("allocator", Level.OK, checked.allocator)
     yield _events(config)
     yield _tracing(config)
+    yield _record(config)
     for line in tier_use(config).lines():
         yield Finding("tiers", Level.OK, line)
     for name in config.tiers:
@@ -89,3 +95,29 @@ def _tracing(config: HicacheExtConfig) -> Finding:
     except OSError as error:
         return Finding("tracing", Level.WARNING, f"{endpoint}: {error}", "start the collector; servers run without it")
     return Finding("tracing", Level.OK, f"to {endpoint}, where somebody listens")
+
+
+def _record(config: HicacheExtConfig) -> Finding:
+    """Whether recordings can be written, and who may read what tells prompts by them."""
+    if config.record is None:
+        return Finding("record", Level.OK, "off (docs/recordings.md)")
+    directory = Path(config.record.path)
+    nearest = next(path for path in (directory, *directory.parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        seen = f"the server will not start: this account may not write to {nearest}"
+        return Finding("record", Level.ERROR, seen, "give it another directory, or leave record out")
+    salt = directory / SALT_FILE
+    try:
+        told = salt.exists() and bool(salt.stat().st_mode & 0o077)
+        files = [path.stat().st_size for path in directory.glob(f"*{SUFFIX}")]
+        free = shutil.disk_usage(nearest).free
+    except OSError as error:
+        return Finding("record", Level.WARNING, f"{directory}: {error.strerror}", "")
+    if told:
+        seen = f"other accounts may read {salt}: with it and a prompt, a recording says whether that was asked"
+        return Finding("record", Level.WARNING, seen, f"chmod 600 {salt}")
+    room = config.record.size - sum(files)
+    if free < room:
+        seen = f"{directory} may grow by {room:,} bytes, and {free:,} are free"
+        return Finding("record", Level.WARNING, seen, "a smaller record.size; what does not fit is not recorded")
+    return Finding("record", Level.OK, f"{len(files)} files of {sum(files):,} bytes in {directory}")

@@ -11,13 +11,17 @@ UTILISATION = 0.4
 """Of the peak: an assumption, and the plan says so."""
 
 PEAK_TFLOPS = {
+    # 624 with sparsity
     "a100": (312.0, "NVIDIA A100 data sheet, dense BF16"),
-    "h100": (989.4, "NVIDIA H100 SXM data sheet, dense BF16"),
-    "h200": (989.4, "NVIDIA H200 SXM data sheet, dense BF16"),
+    # The data sheets of both print 1,979 with sparsity, the white paper 989.4 without.
+    "h100": (989.4, "NVIDIA H100 SXM data sheet and Hopper white paper, dense BF16"),
+    "h200": (989.4, "NVIDIA H200 SXM data sheet and Hopper white paper, dense BF16"),
+    # 733 with sparsity
     "l40s": (362.05, "NVIDIA L40S data sheet, dense BF16"),
+    # 2,614.9 with sparsity
     "mi300x": (1307.4, "AMD Instinct MI300X data sheet, dense BF16"),
 }
-"""GPU -> 10^12 operations per second and where the figure is from."""
+"""GPU -> 10^12 operations per second, and where the figure is from. None is with sparsity: a prefill has none."""
 
 
 @dataclass(frozen=True, slots=True)

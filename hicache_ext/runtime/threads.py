@@ -13,6 +13,7 @@ pages takes 500 (docs/decisions/threads.md has the costs here).
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import itertools
 import logging
 import os
@@ -29,6 +30,14 @@ Result = TypeVar("Result")
 
 _MOST_IDLE = 8
 """Threads of a pool that grows which are kept for the next calls."""
+
+_alone: contextvars.ContextVar[bool] = contextvars.ContextVar("alone", default=False)
+
+
+def run_alone() -> None:
+    """From now on, in this context, ``run`` of any pool asks no other thread for help: this thread is one of as many as
+    there are processors, and more of them would take them from each other."""
+    _alone.set(True)
 
 
 class _Job(Protocol):
@@ -237,7 +246,7 @@ class ThreadPool:
     def run(self, count: int, work: Callable[[int], Any], at_once: int | None = None) -> list[Any]:
         """``work(0..count-1)`` by this thread and the others, ``at_once`` of them at most; returns, or raises, only
         when all of it has ended."""
-        if count <= 1:
+        if count <= 1 or _alone.get():
             return [work(i) for i in range(count)]
         job = _Pieces(count, work)
         if self._grows:

@@ -340,3 +340,26 @@ def test_the_doctor_says_whether_spans_go_anywhere(
         monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
         level, seen = tracing(collector.endpoint)
     assert level == "error" and "hicache-ext[tracing]" in seen
+
+
+def test_what_recordings_need_is_looked_at_and_nothing_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiers = {"disk": {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB"}}
+    file, place = tmp_path / "hicache.yaml", tmp_path / "rec"
+
+    def found(path: Path, size: str = "1MiB") -> dict[str, Any]:
+        record = {"path": str(path), "size": size}
+        file.write_text(yaml.safe_dump(ExtraConfig.around({"tiers": tiers, "record": record})))
+        seen: dict[str, Any] = findings(capsys, [str(file)])[1]["configuration"]["record"]
+        return seen
+
+    assert found(place)["level"] == "ok" and not place.exists()
+    assert "may grow by" in found(place, "100PB")["seen"]
+    assert found(file)["level"] == "error" and "may not write" in found(file)["seen"]
+    place.mkdir()
+    (place / "salt").write_text("0" * 32)
+    (place / "salt").chmod(0o644)
+    assert found(place)["remedy"] == f"chmod 600 {place / 'salt'}"
+    file.write_text(yaml.safe_dump(ExtraConfig.around({"tiers": tiers})))
+    assert "off" in findings(capsys, [str(file)])[1]["configuration"]["record"]["seen"]

@@ -80,6 +80,19 @@ def two(more: str) -> str:
 N = "hicache_ext.tiers.nvme"
 
 WRONG_FILES = [
+    # Recordings
+    section(
+        "recordings in a tier's directory",
+        f"tiers: {{{NVME}}}\nrecord: {{path: /mnt/a/../a/recordings}}",
+        "hicache_ext.record.path: '/mnt/a/../a/recordings' is inside a directory of tier 'nvme'; "
+        "allowed: a directory for recordings alone",
+    ),
+    section(
+        "a tier among recordings",
+        f"tiers: {{{NVME}}}\nrecord: {{path: /mnt}}",
+        "hicache_ext.record.path: '/mnt' contains a directory of tier 'nvme'; "
+        "allowed: a directory for recordings alone",
+    ),
     # The file itself
     Wrong("an empty YAML file", "yaml", "", "FILE: is empty"),
     Wrong("an empty JSON file", "json", " \n", "FILE: is empty"),

@@ -37,7 +37,8 @@ def document(dtype: str = "bfloat16", **geometry: Any) -> dict[str, Any]:
     heads = {"head_dim": "64", "v_head_dim": "64"}
     buffer = {"buffer0": f"head_dim=64,v_head_dim=64,dtype=torch.{dtype},layout=nhd"}
     kind = geometry.pop("kind", "MHATokenToKVPoolHost")
-    return {"pool": {"name": "kv", "kind": kind, "dtype": dtype, "geometry": {**heads, **buffer, **geometry}}}
+    pool = {"name": "kv", "kind": kind, "dtype": dtype, "geometry": {**heads, **buffer, **geometry}}
+    return {"model": lossy.LOSSY_MODEL, "pool": pool}
 
 
 def pages_for(code: Code, size: int = SIZE, **given: Any) -> LossyPages:
@@ -180,6 +181,19 @@ STATES = [
 @pytest.mark.parametrize("code", Code)
 def test_what_is_no_plain_pool_of_keys_and_values_is_encoded_without_loss(code: Code, given: dict[str, Any]) -> None:
     assert isinstance(LossyCodec(code).for_pages(document(**given), SIZE), LosslessPages)
+
+
+@pytest.mark.parametrize("codecs", [[], ["fp8"]], ids=str)
+@pytest.mark.parametrize("compute", ["", '{"dtype": "bfloat16"}'])
+def test_an_identity_that_does_not_name_the_codec_is_encoded_without_loss(codecs: list[str], compute: str) -> None:
+    model = {"id": "model", "compute": lossy.lossy_fact(compute, codecs)}
+    assert isinstance(LossyCodec(Code.INT8).for_pages({**document(), "model": model}, SIZE), LosslessPages)
+
+
+@pytest.mark.parametrize("compute", [None, 7, "{", "[]", '"int8-1"', '{"codecs": "int8-1"}', '{"codecs": null}'])
+def test_a_model_that_says_nonsense_of_its_codecs_is_encoded_without_loss(compute: Any) -> None:
+    facts = {**document(), "model": {"id": "model", "compute": compute}}
+    assert isinstance(LossyCodec(Code.INT8).for_pages(facts, SIZE), LosslessPages)
 
 
 @pytest.mark.parametrize("facts", [{}, {"pool": {}}, {"pool": None}, {"pool": {"kind": "MHATokenToKVPoolHost"}}])

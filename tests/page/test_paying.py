@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from hicache_ext.page.transforms.paying import AGAIN, PayingCodec
@@ -125,6 +127,24 @@ def test_a_fast_medium_costs_one_measurement_in_a_while(clock: Clock, inner: Slo
     clock.now += AGAIN + 1
     _encodes(pages)
     assert inner.calls == 4
+
+
+@pytest.mark.parametrize(("speed", "pays"), [(0.95, True), (1.05, False)])
+def test_copies_count_in_what_the_codec_costs(
+    clock: Clock, inner: Slow, monkeypatch: pytest.MonkeyPatch, speed: float, pays: bool
+) -> None:
+    """Segments into one piece, what is stored, and the page back into its segments: as body.py copies them."""
+    a_byte = 100e-6 / PAGE
+
+    def gather(source: Sequence[memoryview], target: memoryview) -> None:
+        clock.now += sum(piece.nbytes for piece in source) * a_byte
+
+    monkeypatch.setattr("hicache_ext.page.transforms.paying.gather", gather)
+    copied = PAGE + (PAGE - SAVED - 100) + PAGE
+    break_even = 2 * SAVED / (ENCODING + DECODING + copied * a_byte)
+    codec = PayingCodec(inner, threads=1, clock=clock)
+    _seen(codec, speed * break_even, speed * break_even)
+    assert _encodes(codec.for_pages({}, PAGE)) is pays
 
 
 def test_pages_that_do_not_shrink_are_tried_again_later(clock: Clock, inner: Slow) -> None:

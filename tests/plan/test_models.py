@@ -10,7 +10,7 @@ import pytest
 
 from hicache_ext.errors import ConfigError
 from hicache_ext.plan.model import ModelSize, read_model, size_of
-from hicache_ext.plan.prefill import estimated
+from hicache_ext.plan.prefill import PEAK_TFLOPS, estimated
 
 LLAMA_8B = {
     "num_hidden_layers": 32,
@@ -148,3 +148,18 @@ def test_heads_that_cannot_be_split_and_files_that_are_none_are_one_sentence(tmp
 def test_the_language_model_inside_another_one_counts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": LLAMA_8B, "vision_config": {}}))
     assert read_model(tmp_path).token_bytes == 131_072
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cores", "operations", "gigahertz"),
+    [
+        ("a100", 108, 2048, 1.41),
+        ("h100", 132, 4096, 1.83),
+        ("h200", 132, 4096, 1.83),
+        ("l40s", 142, 1024, 2.49),
+        ("mi300x", 304, 2048, 2.1),
+    ],
+)
+def test_peaks_are_those_of_dense_matrices(gpu: str, cores: int, operations: int, gigahertz: float) -> None:
+    """Multiprocessors (compute units), their dense BF16 operations in a clock, and the clock that the peak is for."""
+    assert PEAK_TFLOPS[gpu][0] == pytest.approx(cores * operations * gigahertz / 1000, rel=0.005)

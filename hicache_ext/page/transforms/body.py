@@ -41,6 +41,19 @@ def write(
     room: Room,
 ) -> None:
     """Fill ``stored`` with a page in this form. ``body``: the encoded page, of a form with a codec."""
+    writing(stored, stored_key, form, segments, body, salt, room)()
+
+
+def writing(
+    stored: memoryview,
+    stored_key: bytes,
+    form: Form,
+    segments: Sequence[memoryview],
+    body: memoryview | None,
+    salt: bytes,
+    room: Room,
+) -> Callable[[], None]:
+    """``write`` in two steps: what needs the GIL now, copies and ciphers when the result is called, on any thread."""
     payload = sum([segment.nbytes for segment in segments])
     length = payload if body is None else body.nbytes
     code = RAW if form.codec is None else form.codec.code
@@ -52,15 +65,19 @@ def write(
     stored[:HEADER_LENGTH] = head.encode()
     stored[head.end :] = bytes(stored.nbytes - head.end)
     pieces = segments if body is None else [body]
+    place = stored[HEADER_LENGTH : head.body_end]
+    if form.key is None:
+        return lambda: gather(pieces, place)
+    seal = form.key.sealing(head.seal, head.cipher, salt, stored_key, stored[: head.end])
     if form.hides:
-        assert form.key is not None
-        piece = in_one_piece(pieces, room)
-        form.key.seal(head.seal, head.cipher, salt, stored_key, stored[: head.end], piece)
-        return
-    # The seal is of the copy: should the page change meanwhile, what is stored can still be trusted.
-    gather(pieces, stored[HEADER_LENGTH : head.body_end])
-    if form.key is not None:
-        form.key.seal(head.seal, head.cipher, salt, stored_key, stored[: head.end], None)
+        return lambda: seal(in_one_piece(pieces, room))
+
+    def copy_and_seal() -> None:
+        # The seal is of the copy: should the page change meanwhile, what is stored can still be trusted.
+        gather(pieces, place)
+        seal(None)
+
+    return copy_and_seal
 
 
 def read(stored: memoryview, stored_key: bytes, form: Form, segments: Sequence[memoryview], room: Room) -> str | None:
@@ -70,33 +87,53 @@ def read(stored: memoryview, stored_key: bytes, form: Form, segments: Sequence[m
     The reasons are those of ``header.decode``, ``unsealed``, ``seal_form``, ``seal_key``, ``seal_tag`` (one that is not
     its page's), ``SEAL_CIPHER``, ``payload_length``, and those of codecs.
     """
+    return reading(stored, stored_key, form, segments, room)()
+
+
+def reading(
+    stored: memoryview, stored_key: bytes, form: Form, segments: Sequence[memoryview], room: Room
+) -> Callable[[], str | None]:
+    """``read`` in two steps, as ``writing``."""
     payload = sum([segment.nbytes for segment in segments])
     head = _header(stored, form)
     if isinstance(head, str):
-        return head
+        return lambda: head
     if head.payload_length != payload:
-        return "payload_length"
-    body, plain = stored[HEADER_LENGTH : head.body_end], None
+        return lambda: "payload_length"
+    place = stored[HEADER_LENGTH : head.body_end]
+    reason_of_seal = None
     if form.key is not None:
-        if form.hides:
-            plain = segments[0] if form.codec is None and len(segments) == 1 else room(head.body_length)
-        reason = _reason_of_seal(form.key, head, stored_key, stored, plain)
-        if reason is not None:
-            if plain is not None:
-                # The cipher has written what nobody has vouched for.
-                np.frombuffer(plain, np.uint8).fill(0)
-            return reason
-        body = body if plain is None else plain
-    if form.codec is None:
-        if plain is None or len(segments) != 1:
-            scatter(body, segments)
-        return None
+        reason_of_seal = _looking_at_seal(form.key, head, stored_key, stored)
+
+    def finish() -> str | None:
+        body, plain = place, None
+        if reason_of_seal is not None:
+            if form.hides:
+                plain = segments[0] if form.codec is None and len(segments) == 1 else room(head.body_length)
+            reason = reason_of_seal(plain)
+            if reason is not None:
+                if plain is not None:
+                    # The cipher has written what nobody has vouched for.
+                    np.frombuffer(plain, np.uint8).fill(0)
+                return reason
+            body = body if plain is None else plain
+        if form.codec is None:
+            if plain is None or len(segments) != 1:
+                scatter(body, segments)
+            return None
+        return _decoded(form.codec, body, segments, payload)
+
+    return finish
+
+
+def _decoded(codec: PageCodec, body: memoryview, segments: Sequence[memoryview], payload: int) -> str | None:
+    """Why a body is no page; None where ``segments`` hold it."""
     try:
         if len(segments) == 1:
-            form.codec.decode(body, segments[0])
+            codec.decode(body, segments[0])
         else:
             whole = np.empty(payload, np.uint8).data
-            form.codec.decode(body, whole)
+            codec.decode(body, whole)
             scatter(whole, segments)
     except FormatError as error:
         return error.reason
@@ -149,11 +186,25 @@ def _unsealed_body(head: Header) -> memoryview | None:
 def _reason_of_seal(
     key: SealKey, head: Header, stored_key: bytes, stored: memoryview, plain: memoryview | None
 ) -> str | None:
+    return _looking_at_seal(key, head, stored_key, stored)(plain)
+
+
+def _looking_at_seal(
+    key: SealKey, head: Header, stored_key: bytes, stored: memoryview
+) -> Callable[[memoryview | None], str | None]:
+    """Says why a page is not as it was sealed, and writes the body of an encrypted one into the argument."""
     try:
-        whole = key.unseal(head.seal, head.cipher, head.salt, stored_key, stored[: head.end], plain)
+        is_whole = key.unsealing(head.seal, head.cipher, head.salt, stored_key, stored[: head.end])
     except Exception:  # noqa: BLE001 - a cryptographic library's errors end here: they are of this page alone
-        return SEAL_CIPHER
-    return None if whole else "seal_tag"
+        return lambda plain: SEAL_CIPHER
+
+    def reason(plain: memoryview | None) -> str | None:
+        try:
+            return None if is_whole(plain) else "seal_tag"
+        except Exception:  # noqa: BLE001 - as above
+            return SEAL_CIPHER
+
+    return reason
 
 
 def in_one_piece(segments: Sequence[memoryview], room: Room) -> memoryview:

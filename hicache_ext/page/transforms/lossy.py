@@ -9,7 +9,9 @@ Only pools of keys and values are quantised. States of linear attention, latents
 are encoded without loss; so are pages with an infinity, a NaN or a number of 2**100 or more stored as they are.
 
 What was restored is not what was computed, and all that is computed from it differs a little, too. So a server with a
-lossy tier has identities of its own (``lossy_fact``): no exact server meets its pages, in whatever tier.
+lossy tier has identities of its own (``lossy_fact``): no exact server meets its pages, in whatever tier. And pages of
+identities that do not say so are not quantised, whoever brings them to a lossy tier: a command that copies them there
+and back leaves them exact.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from hicache_ext.errors import FormatError
-from hicache_ext.page.transforms.codec import PageCodec
+from hicache_ext.page.transforms.codec import LOSSY_CODECS, PageCodec
 from hicache_ext.page.transforms.lossless import LosslessCodec, frame_of, plane_in
 from hicache_ext.page.transforms.planes import SPLITS
 from hicache_ext.page.transforms.rows import KINDS, Code, Rows
@@ -64,9 +66,15 @@ class LossyCodec:
         return b"%s-%d" % (self.code.value.encode(), _VERSION)
 
     def for_pages(self, document: Mapping[str, Any], payload: int) -> PageCodec | None:
-        """Without loss for what is not quantised; None for pages that are too small."""
+        """Without loss for what is not quantised, and for identities that do not say that they are lossy: whoever asks
+        for their pages wants them exact, wherever they were in between. None for pages that are too small."""
         rows = rows_of(document, self.code)
-        if isinstance(rows, str) or payload < _SMALLEST or payload % (2 * rows.words * rows.length):
+        if (
+            self.code.value not in _said_codecs(document)
+            or isinstance(rows, str)
+            or payload < _SMALLEST
+            or payload % (2 * rows.words * rows.length)
+        ):
             return LosslessCodec().for_pages(document, payload)
         return LossyPages(payload, rows)
 
@@ -108,8 +116,27 @@ def rows_of(document: Mapping[str, Any], code: Code) -> Rows | str:
 
 def lossy_fact(compute: str, codecs: Iterable[str]) -> str:
     """``ModelIdentity.compute`` of a server with tiers that have these lossy codecs."""
-    names = sorted(f"{name}-{_VERSION}" for name in set(codecs))
+    names = sorted(map(_said, set(codecs)))
     return json.dumps({**(json.loads(compute) if compute else {}), _FACT: names}, sort_keys=True) if names else compute
+
+
+def _said(codec: str) -> str:
+    return f"{codec}-{_VERSION}"
+
+
+def _said_codecs(document: Mapping[str, Any]) -> list[str]:
+    """The lossy codecs that may be in the way of this identity's pages, by ``lossy_fact``."""
+    model = document.get("model")
+    try:
+        compute = json.loads(model["compute"]) if isinstance(model, Mapping) and model.get("compute") else {}
+        said = compute.get(_FACT, [])
+    except (TypeError, ValueError, AttributeError):
+        return []
+    return [name for name in _NAMES.values() if isinstance(said, list) and _said(name) in said]
+
+
+LOSSY_MODEL: Mapping[str, Any] = {"compute": lossy_fact("", LOSSY_CODECS)}
+"""In the document of pages that any lossy codec may encode: for tools that make pages of their own."""
 
 
 class LossyPages:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from hicache_ext.page.copying import gather
 from hicache_ext.page.transforms.codec import Codec, PageCodec
 from hicache_ext.runtime.linear_cost import LinearCost
 
@@ -121,15 +122,15 @@ class _PayingPages:
         seconds = float("inf")
         for _ in range(2):
             began = clock()
-            page[:] = payload
+            gather([payload], page)
             encoded = np.empty(self.rooms[-1], np.uint8).data
             length = self._inner.encode(page, encoded)
             if not length:
                 return _Measured(0, 0.0, clock())
-            stored[:length] = encoded[:length]
+            gather([encoded[:length]], stored[:length])
             whole = np.empty(payload.nbytes, np.uint8).data
             self._inner.decode(stored[:length], whole)
-            page[:] = whole
+            gather([whole], page)
             seconds = min(seconds, clock() - began)
         room = min(room for room in self.rooms if room >= length)
         return _Measured(payload.nbytes - room, seconds, clock())

@@ -122,6 +122,8 @@ class ReloadableStore(TieredStore):
             store = ability(before[name].bare, TransformedStore)
             assert store is not None
             store.put_seal(seal)
+            # Nor what was read ahead with it: who has a key that leaked may have made these pages.
+            self.prefetcher.forget_source(before[name].handle)
         for name, new_guards in guards.items():
             tier = before[name]
             tier.handle.admit_by(AdmissionSettings.of(wanted[name], config.role))

@@ -155,6 +155,20 @@ def test_a_look_up_does_not_wait_for_a_decision(tier: TierHandle) -> None:
     store.close()
 
 
+def test_a_read_waits_for_no_decision_and_what_waits_of_it_is_bounded(tier: TierHandle) -> None:
+    tier.admit_by(LEARNED)
+    assert tier.admission is not None
+    keys = run("pages", 10)
+    store_pages(tier, keys)
+
+    with tier.admission._lock:
+        read_pages(tier, keys, [1000])
+    for _ in range(1000):
+        tier.admission.read(keys, [GetResult.HIT] * 10)
+
+    assert len(tier.admission._reads) < 64
+
+
 def test_reads_tell_what_returns(tier: TierHandle) -> None:
     tier.admit_by(LEARNED)
     assert tier.admission is not None
@@ -163,8 +177,9 @@ def test_reads_tell_what_returns(tier: TierHandle) -> None:
 
     pages = filled(keys, [[1000]] * 100)
     assert tier.get(PageBatch(keys, pages.buffers)) == [GetResult.HIT] * 100
+    store_pages(tier, run("more", 1))
 
-    assert tier.admission.policy.experience.clock == 200
+    assert tier.admission.policy.experience.clock == 201
     assert tier.admission.policy.experience._ended.sum() > 0
 
 

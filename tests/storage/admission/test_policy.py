@@ -144,9 +144,9 @@ def test_curves_say_how_many_pages_have_not_come_back() -> None:
     back: dict[int, int] = {}
     for moment in range(20_000):
         if (name := back.pop(moment, None)) is not None:
-            experience.used((name, 0), 1)
+            experience.used([(name, 0)], np.array([1]))
         # A third returns after 300 pages.
-        experience.used((moment, 0), 0)
+        experience.used([(moment, 0)], np.array([0]))
         if chance.random() < 1 / 3:
             back[moment + 300] = moment
         experience.pass_time(1)
@@ -161,8 +161,8 @@ def test_a_full_sample_follows_fewer_pages_for_longer() -> None:
     experience = Experience(1, sample=256, finest=0)
     for number in range(4000):
         words = run(f"{number}", 1).words
-        for page in experience.sampled(words):
-            experience.used((int(words[page, 2]), int(words[page, 5])), 0)
+        for page in experience.sampled(words).tolist():
+            experience.used([(int(words[page, 2]), int(words[page, 5]))], np.array([0]))
         experience.pass_time(1)
         if number % 500 == 499:
             experience.thin_out(3000)

@@ -86,6 +86,21 @@ def test_states_beside_the_keys_and_values_stay_exact_and_do_not_count(inner: Me
     assert store.metrics.value("lossy", "int8") == 0
 
 
+@pytest.mark.parametrize("code", Code)
+def test_pages_of_an_exact_identity_stay_exact_on_their_way_through_a_lossy_tier(
+    inner: MemoryPageStore, code: Code
+) -> None:
+    """``warm`` copies pages of every identity that it is told of, into a lossy tier and out of it."""
+    lossy_tier, exact_tier = (transformed(inner, codec, None) for codec in (LossyCodec(code), LosslessCodec()))
+    exact = {**document(), "model": {"id": "model", "compute": ""}}
+    exact["pool"]["segments"] = [SIZE // 2, SIZE // 2]
+    for store in (lossy_tier, exact_tier):
+        store.register_identity(KV, exact)
+    write(lossy_tier, CONTENTS)
+    assert read(lossy_tier) == CONTENTS
+    assert lossy_tier.metrics.value("lossy", code.value) == 0
+
+
 @pytest.mark.parametrize("other", [LossyCodec(Code.FP8), LosslessCodec()], ids=lambda codec: codec.label.decode())
 def test_what_one_codec_wrote_another_one_does_not_find(inner: MemoryPageStore, other: Any) -> None:
     write(opened(inner, LossyCodec(Code.INT8)), CONTENTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,16 @@ def configured(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     for name, secret in SECRETS.items():
         (tmp_path / name).write_text(secret)
 
-    def config(*ids: str, mode: str = "encrypt", **settings: Any) -> HicacheExtConfig:
+    def config(*ids: str, mode: str = "encrypt", behind: Any = None, **settings: Any) -> HicacheExtConfig:
+        """``behind``: a tier that stands before it."""
         keys = [{"id": id, "file": str(tmp_path / id)} for id in ids]
         seal = {"seal": {"mode": mode, "keys": keys, "write_with": ids[0]}} if ids else {}
         disk = {"type": "file", "path": str(tmp_path / "disk"), "capacity": "64MiB", "layout": request.param}
-        return load_config(ExtraConfig.around({"tiers": {"disk": {**disk, **seal, **settings}}}))
+        return load_config(
+            ExtraConfig.around(
+                {"tiers": {**({"near": behind} if behind else {}), "disk": {**disk, **seal, **settings}}}
+            )
+        )
 
     return config
 
@@ -57,6 +63,28 @@ def test_keys_rotate_under_a_running_server(store: ReloadableStore, configured: 
     assert tier.metrics.total("corrupt") == 0
     store.reload(configured("new", "old"))
     assert_hits(store, before + during + after, SIZES)
+
+
+def test_pages_of_a_removed_key_are_not_served_from_host_memory(configured: Any, tmp_path: Path) -> None:
+    """They were read ahead with the key: somebody who has it may have made them."""
+    keys = page_keys(3)
+    near = {"type": "file", "path": str(tmp_path / "near"), "capacity": "64MiB"}
+    alone = open_tiers(configured("old"))
+    store_pages(alone, keys, SIZES)
+    alone.close()
+    store = open_tiers(configured("old", "new", behind=near))
+    store.register_identity(IDENTITY, {"model": {"id": "org/model"}, "pool": {"name": "kv", "segments": SIZES}})
+    try:
+        assert store.count_leading(keys) == 3
+        deadline = time.monotonic() + 10
+        while store.prefetcher.inside(keys) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert store.prefetcher.inside(keys) == 3
+        store.reload(configured("new", behind=near))
+        assert store.prefetcher.inside(keys) == 0
+        assert read_pages(store, keys, SIZES)[0] == [GetResult.MISS] * 3
+    finally:
+        store.close()
 
 
 @pytest.mark.parametrize("change", ["another mode", "no seal"])

@@ -9,7 +9,7 @@ import copy
 import pickle
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -363,19 +363,23 @@ def test_a_cipher_that_cannot_be_had_costs_its_own_page_alone_and_destroys_nothi
     assert_hits(attacked.store, keys, SIZES)
 
 
+@pytest.mark.parametrize("at_once", [True, False], ids=["prepared", "opened"])
 def test_a_page_that_cannot_be_opened_for_any_reason_costs_no_other_one(
-    attacked: Attacked, monkeypatch: pytest.MonkeyPatch
+    attacked: Attacked, monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
     keys = page_keys(4)
     store_pages(attacked.store, keys, SIZES)
-    real, bad = body.read, attacked.stored_key(keys[1])
+    real, bad = body.reading, attacked.stored_key(keys[1])
 
-    def read(stored: memoryview, stored_key: bytes, *others: Any) -> str | None:
-        if stored_key == bad:
-            raise MemoryError
-        return real(stored, stored_key, *others)
+    def no_memory() -> str | None:
+        raise MemoryError
 
-    monkeypatch.setattr(body, "read", read)
+    def reading(stored: memoryview, stored_key: bytes, *others: Any) -> Callable[[], str | None]:
+        if stored_key != bad:
+            return real(stored, stored_key, *others)
+        return no_memory() if at_once else no_memory  # type: ignore[return-value]
+
+    monkeypatch.setattr(body, "reading", reading)
     assert read_pages(attacked.store, keys, SIZES)[0] == [
         *(GetResult.HIT, GetResult.ERROR),
         *(GetResult.HIT, GetResult.HIT),

@@ -15,6 +15,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -274,16 +275,24 @@ class TransformedStore(DelegatingStore):
             known.note_moved("get", asked, began, answers.count(GetResult.HIT))
             hits = [page for page, answer in enumerate(answers) if answer is GetResult.HIT]
 
-            def finish(number: int) -> None:
-                page = hits[number]
+            def begun(page: int) -> Callable[[], str | None]:
                 form, segments = forms[positions[page]], batch.buffers[positions[page]]
+                return body.reading(rooms[page], names[page], form, segments, self._memory.of_thread)
+
+            def of_this_page(page: int, work: Callable[[], Any]) -> Any:
                 try:
-                    reason = body.read(rooms[page], names[page], form, segments, self._memory.of_thread)
+                    return work()
                 except Exception as error:  # noqa: BLE001 - of this page alone
                     answers[page] = GetResult.ERROR
                     self.metrics.add("error", error_reason(error))
                     self._log.log(logging.WARNING, "read", "tier %s: a page: %r", self.name, error, exc_info=error)
-                    return
+                    return None
+
+            finishes = [of_this_page(page, partial(begun, page)) for page in hits]
+
+            def finish(number: int) -> None:
+                page, work = hits[number], finishes[number]
+                reason = None if work is None else of_this_page(page, work)
                 if reason is not None:
                     answers[page] = GetResult.CORRUPT
                     self._bad.note(names[page], reason)

@@ -119,13 +119,20 @@ class Writing:
         lengths = [known.length(form, size) for form, size in zip(chosen, batch.sizes, strict=True)]
         salts = new_salts(len(batch))
         with self._memory.lent(lengths) as rooms:
-
-            def finish(page: int) -> None:
-                salt = salts[page * SALT_LENGTH : (page + 1) * SALT_LENGTH]
-                segments, of_thread = batch.buffers[page], self._memory.of_thread
-                body.write(rooms[page], stored[page], chosen[page], segments, coded[page], salt, of_thread)
-
-            self._portions.each(len(batch), finish)
+            of_thread = self._memory.of_thread
+            finish = [
+                body.writing(
+                    rooms[page],
+                    stored[page],
+                    chosen[page],
+                    batch.buffers[page],
+                    coded[page],
+                    salts[page * SALT_LENGTH : (page + 1) * SALT_LENGTH],
+                    of_thread,
+                )
+                for page in range(len(batch))
+            ]
+            self._portions.each(len(batch), lambda page: finish[page]())
             given = PageBatch(stored, [[room] for room in rooms], lengths, batch.sizes)
             kept = self._bad.keep(given, list(zip(chosen, batch.sizes, strict=True)))
             if kept:

@@ -24,7 +24,7 @@ class WriteBudget:
     def left(self) -> float:
         """Bytes that may be written now. Less than none while writes that were queued before are still counted."""
         now = self._now()
-        self._left = min(self._most, self._left + (now - self._looked) * self._rate)
+        self._left = min(self._most, self._left + max(0.0, now - self._looked) * self._rate)
         self._looked = now
         return self._left
 

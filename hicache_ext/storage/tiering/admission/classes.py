@@ -49,9 +49,9 @@ def classes_of_run(length: int, first: int, count: int, kind: int, *, ends: bool
     return found
 
 
-def seen_again(before: int) -> int:
-    """The class of a page that was asked for again; ``before``: the one that it was of, -1 where that is not known."""
-    return FIRSTS if before < FIRSTS else min(before + 1, CLASSES - 1)
+def seen_again(before: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The classes of pages that were asked for again; ``before``: those that they were of, -1: not known."""
+    return np.clip(before + 1, FIRSTS, CLASSES - 1)
 
 
 class Continuations:

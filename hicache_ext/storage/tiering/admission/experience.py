@@ -9,13 +9,15 @@ lately of intervals of each age, as life tables do, so that those that have not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+Name = tuple[int, int]
+"""Of a page: words of its identity and its hash."""
 
 BUCKETS = 64
 """Two for each doubling."""
@@ -41,7 +43,7 @@ class Experience:
     def __init__(self, classes: int, sample: int = _SAMPLE, finest: int = _FINEST) -> None:
         self.clock = 0
         self._sparse = finest
-        self._slots: dict[tuple[int, int], int] = {}
+        self._slots: dict[Name, int] = {}
         self._free = list(range(sample))
         self._began = np.zeros(sample, np.int64)
         self._class = np.full(sample, -1, np.int16)
@@ -55,40 +57,43 @@ class Experience:
         self._watched = 0.0
         """Pages used for which ``_begun`` counts."""
 
-    def sampled(self, words: npt.NDArray[np.int64]) -> list[int]:
+    def sampled(self, words: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
         """The positions of the pages that are followed."""
-        mask = np.int64((1 << self._sparse) - 1)
-        return np.flatnonzero((words[:, 5] & mask) == 0).tolist()
+        return np.flatnonzero((words[:, 5] & ((1 << self._sparse) - 1)) == 0)
 
     def pass_time(self, pages: int) -> None:
         """So many pages were used."""
         self.clock += pages
         self._watched += pages
 
-    def class_of(self, name: tuple[int, int]) -> int:
-        """Of the interval that a page is in; -1 where it is not followed."""
-        slot = self._slots.get(name)
-        return -1 if slot is None else int(self._class[slot])
+    def classes_of(self, names: Sequence[Name]) -> npt.NDArray[np.int64]:
+        """Of the intervals that pages are in; -1 where one is not followed."""
+        slots = np.array([self._slots.get(name, -1) for name in names], np.int64)
+        return np.where(slots < 0, -1, self._class[slots])
 
-    def used(self, name: tuple[int, int], new_class: int) -> None:
-        """A page is used now, and is of ``new_class`` from now on."""
-        slot = self._slots.pop(name, None)
-        if slot is None:
-            if not self._free:
-                self._give_up(list(self._slots)[: max(1, len(self._slots) // 8)])
-            slot = self._free.pop()
-        else:
-            ended_in = bucket(self.clock - self._began[slot])
-            of = self._class[slot]
-            self._ended[of, ended_in] += 1
-            self._exposed[of, self._passed[slot]] += 1
-            self._exposed[of, ended_in + 1] -= 1
+    def used(self, names: Sequence[Name], new_classes: npt.NDArray[np.int64]) -> None:
+        """Pages are used now, and are of ``new_classes`` from now on. ``names``: no page twice."""
+        most = max(1, len(self._class) // 8)
+        for first in range(0, len(names), most):
+            self._used(names[first : first + most], new_classes[first : first + most])
+
+    def _used(self, names: Sequence[Name], new_classes: npt.NDArray[np.int64]) -> None:
+        found = [self._slots.pop(name, -1) for name in names]
+        while len(self._free) < found.count(-1):
+            self._give_up(list(self._slots)[: max(1, len(self._slots) // 8)])
+        slots = np.array(found)
+        followed = slots[slots >= 0]
+        ended_in, of = bucket(self.clock - self._began[followed]), self._class[followed]
+        np.add.at(self._ended, (of, ended_in), 1)
+        np.add.at(self._exposed, (of, self._passed[followed]), 1)
+        np.add.at(self._exposed, (of, ended_in + 1), -1)
+        slots[slots < 0] = [self._free.pop() for _ in range(len(slots) - len(followed))]
         # Put last: the first in the table is the one that was used longest ago.
-        self._slots[name] = slot
-        self._began[slot], self._class[slot], self._passed[slot] = self.clock, new_class, 0
-        self._begun[new_class] += 1 << self._sparse
+        self._slots.update(zip(names, slots.tolist(), strict=True))
+        self._began[slots], self._class[slots], self._passed[slots] = self.clock, new_classes, 0
+        np.add.at(self._begun, new_classes, 1 << self._sparse)
 
-    def _give_up(self, names: list[tuple[int, int]]) -> None:
+    def _give_up(self, names: list[Name]) -> None:
         self._count_waiting()
         for name in names:
             slot = self._slots.pop(name)

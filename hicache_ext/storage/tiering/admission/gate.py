@@ -10,6 +10,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _FEWEST_PAGES = 1000
 """Pages in a tier before their mean size is taken from it."""
+_MOST_READS = 64
+"""Reads that wait to be learnt from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class Admission:
         self._lock = threading.Lock()
         self._log = LimitedLog(logger, 60.0)
         self._budget = None if settings.budget is None else WriteBudget(settings.budget, now)
+        self._reads: deque[Words] = deque()
         self._pages = self._parts = self._bytes = 0.0
         """Of what was offered: for the mean page."""
         self._used_before = 0
@@ -90,14 +94,16 @@ class Admission:
         return list(results)
 
     def read(self, keys: Sequence[bytes], results: Sequence[GetResult]) -> None:
-        """What a read of the tier has found."""
+        """What a read of the tier has found. Learnt from when a page is offered next: a reader waits for nothing."""
         try:
             words = key_words(keys)
             if results.count(GetResult.HIT) < len(results):
                 words = words[[result is GetResult.HIT for result in results]]
             if len(words):
+                self._reads.append(words)
+            if len(self._reads) >= _MOST_READS:
                 with self._lock:
-                    self.policy.read(words[_first_parts(words)])
+                    self._learn_reads()
         except Exception:  # noqa: BLE001 - a page that is stored in vain costs less than a call that fails
             self._failed()
 
@@ -107,6 +113,12 @@ class Admission:
             self.policy.continuations.looked_up(keys, leading)
         except Exception:  # noqa: BLE001 - a page that is stored in vain costs less than a call that fails
             self._failed()
+
+    def _learn_reads(self) -> None:
+        """Of what was read until now. The caller locks."""
+        while self._reads:
+            words = self._reads.popleft()
+            self.policy.read(words[_first_parts(words)])
 
     def _wanted(self, batch: PageBatch) -> list[int] | None:
         """The positions of the pages to write; None for all of them."""
@@ -118,6 +130,7 @@ class Admission:
             self._pages += len(firsts)
             self._parts += len(batch)
             self._bytes += sum(batch.sizes)
+            self._learn_reads()
             wanted, known = self.policy.offered(words[firsts])
             affordable = wanted & self._affordable(batch, firsts, wanted)
             if affordable.sum() < wanted.sum():

@@ -115,10 +115,12 @@ class AdmissionPolicy:
 
     def _learn(self, words: Words, classes: Words) -> None:
         experience = self.experience
-        for page in experience.sampled(words):
-            name = (int(words[page, 0] ^ words[page, 2]), int(words[page, 5]))
-            new = int(classes[page])
-            experience.used(name, seen_again(experience.class_of(name)) if new >= FIRSTS else new)
+        sampled = experience.sampled(words)
+        of = words[sampled]
+        pages = dict(zip(zip((of[:, 0] ^ of[:, 2]).tolist(), of[:, 5].tolist(), strict=True), sampled, strict=True))
+        if pages:
+            new = classes[list(pages.values())]
+            experience.used([*pages], np.where(new < FIRSTS, new, seen_again(experience.classes_of([*pages]))))
         experience.pass_time(len(words))
         if experience.clock >= self._next_choice:
             self._choose()
