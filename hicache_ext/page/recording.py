@@ -144,7 +144,8 @@ def read_file(path: Path) -> RecordingFile:
         if (magic := file.read(len(MAGIC))) != MAGIC:
             if magic[:-1] == MAGIC[:-1]:
                 raise RecordingError(path, f"is of version {magic[-1]}, and this release reads version {VERSION}")
-            raise RecordingError(path, "is no recording")
+            if not MAGIC.startswith(magic):
+                raise RecordingError(path, "is no recording")
         blocks = _Blocks(file)
         text = next(blocks, None)
         if text is None:

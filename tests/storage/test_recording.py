@@ -347,8 +347,9 @@ def test_whatever_byte_is_damaged_or_cut_off_what_came_before_is_read(
     whole, content = read_file(path), path.read_bytes()
     names = [entry.chain.tolist() for entry in whole.entries]
     damaged = tmp_path / f"damaged{SUFFIX}"
-    for at in range(len(MAGIC), len(content)):
-        for text in (content[:at], content[:at] + bytes([content[at] ^ 0x40]) + content[at + 1 :]):
+    for at in range(len(content)):
+        damages = (content[:at], content[:at] + bytes([content[at] ^ 0x40]) + content[at + 1 :])
+        for text in damages if at >= len(MAGIC) else damages[:1]:
             damaged.write_bytes(text)
             read = read_file(damaged)
             assert [entry.chain.tolist() for entry in read.entries] == names[: len(read.entries)]
