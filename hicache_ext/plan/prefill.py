@@ -14,8 +14,8 @@ PEAK_TFLOPS = {
     # 624 with sparsity
     "a100": (312.0, "NVIDIA A100 data sheet, dense BF16"),
     # The data sheets of both print 1,979 with sparsity, the white paper 989.4 without.
-    "h100": (989.4, "NVIDIA Hopper white paper, dense BF16"),
-    "h200": (989.4, "NVIDIA Hopper white paper, dense BF16"),
+    "h100": (989.4, "NVIDIA H100 SXM data sheet, dense BF16"),
+    "h200": (989.4, "NVIDIA H200 SXM data sheet, dense BF16"),
     # 733 with sparsity
     "l40s": (362.05, "NVIDIA L40S data sheet, dense BF16"),
     # 2,614.9 with sparsity
