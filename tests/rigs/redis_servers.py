@@ -23,7 +23,6 @@ from hicache_ext.testing.server import free_port
 from tests.waiting import wait_until
 
 HOST = "127.0.0.1"
-_START_TIMEOUT = 60.0
 
 
 def redis_program() -> str | None:

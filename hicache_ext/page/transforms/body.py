@@ -31,19 +31,6 @@ def encoded(codec: PageCodec, segments: Sequence[memoryview], room: Room) -> mem
     return target[:length] if 0 < length <= target.nbytes else None
 
 
-def write(
-    stored: memoryview,
-    stored_key: bytes,
-    form: Form,
-    segments: Sequence[memoryview],
-    body: memoryview | None,
-    salt: bytes,
-    room: Room,
-) -> None:
-    """Fill ``stored`` with a page in this form. ``body``: the encoded page, of a form with a codec."""
-    writing(stored, stored_key, form, segments, body, salt, room)()
-
-
 def writing(
     stored: memoryview,
     stored_key: bytes,
@@ -53,7 +40,8 @@ def writing(
     salt: bytes,
     room: Room,
 ) -> Callable[[], None]:
-    """``write`` in two steps: what needs the GIL now, copies and ciphers when the result is called, on any thread."""
+    """Fill ``stored`` with a page in this form, in two steps: what needs the GIL now, copies and ciphers when the
+    result is called, on any thread. ``body``: the encoded page, of a form with a codec."""
     payload = sum([segment.nbytes for segment in segments])
     length = payload if body is None else body.nbytes
     code = RAW if form.codec is None else form.codec.code
