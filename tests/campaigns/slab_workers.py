@@ -8,10 +8,12 @@ import multiprocessing
 import random
 import time
 from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from hicache_ext.errors import StoreSetupError
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key
@@ -117,7 +119,9 @@ def work(channel: Connection, place: str, transforms: bool, diary: str, seed: in
             with notes.call("open"):
                 store = open_store(Path(place), transforms)
         elif choice < 0.55:
-            follow(Path(place), chance.randrange(len(eviction.POLICIES)))
+            # The path may be out of service, if this process was started beside one that was stopped.
+            with suppress(StoreSetupError):
+                follow(Path(place), chance.randrange(len(eviction.POLICIES)))
 
 
 def only_open(channel: Connection, place: str, transforms: bool) -> None:
