@@ -6,8 +6,8 @@ backend of the first one (backend.py): identity, weights, tiers, configuration f
 
 SGLang calls everything on its scheduler's thread. Pages of a request that waits in its queue are read and verified by
 other threads before it is admitted (linking/ahead.py), so that ``lookup`` and ``load`` find them in memory; ``offload``
-answers at once. For what was not read by then (a prompt that is larger than staging memory) ``lookup`` asks the store
-within the budget of look-ups, and ``load`` waits, ``load_timeout`` at most: SGLang's forward would wait on the same
+answers at once. For a request that nobody asked about before (SGLang's hooks are off) ``lookup`` asks the store within
+the budget of look-ups, and ``load`` waits, ``load_timeout`` at most: SGLang's forward would wait on the same
 thread, and could not compute what is missing any more. docs/decisions/linker.md has the reasons.
 
 No call but the constructor raises. Trouble is a miss, or pages that were not stored.

@@ -98,18 +98,49 @@ def test_a_request_that_leaves_the_queue_leaves_no_memory_behind(open_rig: Calla
     wait_until(lambda: rig.staging_in_use(one.linker) == 0)
 
 
-def test_a_prompt_larger_than_staging_memory_is_read_ahead_in_part(open_rig: Callable[..., Rig]) -> None:
+def test_of_a_prompt_larger_than_staging_memory_the_beginning_is_restored_and_the_scheduler_waits_for_nothing(
+    open_rig: Callable[..., Rig], caplog: pytest.LogCaptureFixture
+) -> None:
     one = open_rig()
-    most = one.linker._staging.most_pages("kv")
-    count = most + 6
-    one.store(count)
+    staging = one.linker._staging
+    room = staging.most_pages("kv") - staging.reserved_pages("kv")
+    one.store(staging.most_pages("kv") + 6)
     request = one.request("r")
     one.wait_for(request)
     assert one.ahead("partly") == 1
-    assert one.linker.lookup("r", [rig.transfer("kv", one.keys)])[-1] == count
-    targets = list(range(50, 50 + count))
-    assert rig.loaded(one.linker, "r", [rig.pages(one.device, "kv", one.keys, targets)])
-    assert one.device.content("kv", targets) == one.device.content("kv", one.numbers)
+    assert f"{room} of {len(one.keys)} pages" in caplog.text
+    one.stores[0].mode = "hang"
+    begun = time.monotonic()
+    assert one.linker.lookup("r", [rig.transfer("kv", one.keys)]) == list(range(1, room + 1))
+    targets = list(range(50, 50 + room))
+    assert rig.loaded(one.linker, "r", [rig.pages(one.device, "kv", one.keys[:room], targets)])
+    assert time.monotonic() - begun < SLACK
+    assert one.device.content("kv", targets) == one.device.content("kv", one.numbers[:room])
+    assert rig.staging_in_use(one.linker) == 0
+
+
+@pytest.mark.parametrize("beside", ["swa", "mamba"])
+def test_of_a_hybrid_prompt_larger_than_staging_memory_an_earlier_boundary_is_restored(
+    beside: str, open_rig: Callable[..., Rig]
+) -> None:
+    one = open_rig(beside)
+    one.store(one.linker._staging.most_pages("kv") + 6)
+    states = one.device.content(beside, [8])
+    for boundary, state in ((3, 8), (len(one.keys), 9)):
+        pages = [rig.pages(one.device, "kv", one.keys[:boundary], one.numbers[:boundary])]
+        assert one.linker.offload([*pages, rig.pages(one.device, beside, [one.keys[boundary - 1]], [state])])
+        assert rig.stored(one.linker)
+    last = rig.transfer(beside, one.keys[-1:], trailing=True)
+    one.wait_for(one.request("r", None, last))
+    one.stores[0].mode = "hang"
+    assert one.linker.lookup("r", [rig.transfer("kv", one.keys), last]) == [3]
+    targets = [
+        rig.pages(one.device, "kv", one.keys[:3], [60, 61, 62]),
+        rig.pages(one.device, beside, one.keys[2:3], [30]),
+    ]
+    assert rig.loaded(one.linker, "r", targets)
+    assert one.device.content("kv", [60, 61, 62]) == one.device.content("kv", [1, 2, 3])
+    assert one.device.content(beside, [30]) == states
     assert rig.staging_in_use(one.linker) == 0
 
 

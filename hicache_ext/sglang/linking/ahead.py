@@ -262,38 +262,62 @@ class ReadAhead:
                 if pool is None:
                     return "missing", [], {}
                 digests[name] = pool.digests
-        whole = self._memory(request, max(restorable), portions)
+        fitting = [length for length in restorable if self._fits(request, length)]
+        if fitting and not self._memory(request, fitting[-1], portions):
+            fitting = [length for length in fitting if _is_covered(request, length, fitting[-1], portions)]
         for portion in portions:
             if request.over or not portion.read(self._reader):
                 return "missing", [], {}
-        return ("read" if whole else "partly"), restorable, digests
+        if len(fitting) == len(restorable):
+            return "read", fitting, digests
+        self._log.log(
+            logging.WARNING,
+            "partly",
+            "hicache_ext: %d of %d pages of a prompt that are stored found room in staging memory, the rest is "
+            "computed: set hicache_ext.linker.staging to more",
+            fitting[-1] if fitting else 0,
+            restorable[-1],
+        )
+        return "partly", fitting, digests
+
+    def _fits(self, request: _Request, length: int) -> bool:
+        """Whether staging memory that waits for nobody has room for a prefix, and for what lies beside its end."""
+        return all(
+            (length if source == KV else min(length, pages))
+            <= self._staging.most_pages(source) - self._staging.reserved_pages(source)
+            for source, pages in request.asked.items()
+        )
 
     def _memory(self, request: _Request, length: int, portions: list[Portion]) -> bool:
-        """Append memory for the first ``length`` pages and what lies beside them; whether that is all of it."""
+        """Append memory for the first ``length`` pages and what lies beside their end; whether that is all of it."""
         # Half of the time that is left: some is needed to read in, and who waits for memory is no store that hangs.
         until = (time.monotonic() + request.deadline) / 2
         if not self._taking.acquire(timeout=max(0.0, until - time.monotonic())):
             return False
         try:
-            # KV last: what does not fit is then the end of a prompt, which is read when it is loaded.
+            # KV last: what lies beside is needed for any of it.
             for source, pages in sorted(request.asked.items(), key=lambda item: item[0] == KV):
-                keys = request.keys[:length] if source == KV else request.keys[max(0, length - pages) : length]
+                keys = request.keys[0 if source == KV else max(0, length - pages) : length]
                 size = self._staging.page_sizes[source]
-                reserved = self._staging.reserved_pages(source)
-                room = self._staging.most_pages(source) - reserved
-                for some in Pages(source, keys[:room], _nowhere(len(keys[:room]) * size), size).portions(
+                for some in Pages(source, keys, _nowhere(len(keys) * size), size).portions(
                     self._staging.portion_pages(source)
                 ):
                     seconds = max(0.0, until - time.monotonic())
-                    portion = None if request.over else self._staging.take("load", some, seconds, reserved)
+                    left = self._staging.reserved_pages(source)
+                    portion = None if request.over else self._staging.take("load", some, seconds, left)
                     if portion is None:
                         return False
                     portions.append(portion)
-                if len(keys) > room:
-                    return False
         finally:
             self._taking.release()
         return True
+
+
+def _is_covered(request: _Request, length: int, longest: int, portions: Sequence[Portion]) -> bool:
+    """Whether the memory that a prefix needs was taken, of what was to be taken for ``longest``."""
+    return length <= sum(len(portion.pages.keys) for portion in portions if portion.pages.source == KV) and all(
+        length == longest or longest <= pages for source, pages in request.asked.items() if source != KV
+    )
 
 
 def _nowhere(tokens: int) -> torch.Tensor:
