@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pickle
+import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,9 +24,18 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
+LENGTH = 640
+
+
+def random_prompt(number: int) -> list[int]:
+    """``LENGTH`` tokens. Two of these share no page."""
+    tokens = random.Random(number)
+    return [tokens.randrange(250) for _ in range(LENGTH)]
+
+
 def prompt_of(square: int, linear: int) -> list[int]:
-    """640 tokens. Two of these share no page."""
-    return [(square * position * position + linear * position) % 250 for position in range(640)]
+    """``LENGTH`` tokens. Two of these share no page."""
+    return [(square * position * position + linear * position) % 250 for position in range(LENGTH)]
 
 
 FIRST_PROMPT, SECOND_PROMPT, THIRD_PROMPT = prompt_of(11, 5), prompt_of(7, 3), prompt_of(13, 7)

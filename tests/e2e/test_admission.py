@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import tempfile
 import time
@@ -17,20 +16,14 @@ from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer
 from hicache_ext.testing.sglang_cpu import MODULES_VARIABLE
-from tests.e2e.conftest import file_tier_config
+from tests.e2e.conftest import LENGTH, file_tier_config, random_prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PAGE_SIZE = 16
-LENGTH = 640
 PAGES = LENGTH // PAGE_SIZE
 REUSABLE = LENGTH - PAGE_SIZE
 REPOSITORY = Path(__file__).parents[2]
-
-
-def prompt(number: int) -> list[int]:
-    tokens = random.Random(number)
-    return [tokens.randrange(250) for _ in range(LENGTH)]
 
 
 RANKS = 2
@@ -76,7 +69,7 @@ def test_a_first_request_is_refused_a_second_one_written_and_a_third_one_restore
 
         def asked_anew(number: int) -> Generation:
             """The answer of a server that has nothing but its storage; what it stores of it is stored on return."""
-            answer = server.generate(prompt(number), max_new_tokens=4)
+            answer = server.generate(random_prompt(number), max_new_tokens=4)
             server.flush_cache()
             return answer
 

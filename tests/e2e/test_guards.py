@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import re
 import statistics
 import subprocess
@@ -19,14 +18,13 @@ import yaml
 from hicache_ext.cli.main import main
 from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.testing.server import SglangServer
-from tests.e2e.conftest import file_tier_config
+from tests.e2e.conftest import LENGTH, file_tier_config, random_prompt
 from tests.storage.raw_access import stored_keys
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PAGE_SIZE = 16
-LENGTH = 640
 REUSABLE = LENGTH - PAGE_SIZE
 REPOSITORY = Path(__file__).parents[2]
 
@@ -49,10 +47,6 @@ class HangingFileTier(FileTier):
     def open(self, name, tier):
         return Hanging(super().open(name, tier))
 """
-
-
-def prompt(number: int) -> list[int]:
-    return [random.Random(number).randrange(250) for _ in range(LENGTH)]
 
 
 def test_requests_go_on_while_a_tier_hangs_and_it_comes_back_without_a_restart(
@@ -87,27 +81,27 @@ def test_requests_go_on_while_a_tier_hangs_and_it_comes_back_without_a_restart(
             },
         ) as server,
     ):
-        cold = server.generate(prompt(0))
+        cold = server.generate(random_prompt(0))
         assert cold.cached_tokens == 0
 
         def served_from_storage() -> bool:
             server.flush_cache()
-            restored = server.generate(prompt(0))
+            restored = server.generate(random_prompt(0))
             assert restored.output_ids == cold.output_ids
             return restored.cached.storage == REUSABLE
 
         # A machine that stops for longer than the tier's timeout has it left out for a moment.
         wait_until(served_from_storage)
         wait_until(lambda: breaker_state(server) == 0)
-        healthy = [server.generate(prompt(number)).time_to_first_token for number in range(1, 9)]
+        healthy = [server.generate(random_prompt(number)).time_to_first_token for number in range(1, 9)]
         server.flush_cache()
 
         flag.touch()
-        first = server.generate(prompt(0))  # pays the deadline
+        first = server.generate(random_prompt(0))  # pays the deadline
         assert first.cached.storage == 0 and first.output_ids == cold.output_ids
         assert "tier disk is left out: " in server.log_file.read_text()
-        hung = [server.generate(prompt(number)).time_to_first_token for number in range(11, 19)]
-        again = server.generate(prompt(0))
+        hung = [server.generate(random_prompt(number)).time_to_first_token for number in range(11, 19)]
+        again = server.generate(random_prompt(0))
         assert again.output_ids == cold.output_ids
         wait_until(lambda: breaker_state(server) == 2)
 
@@ -142,9 +136,9 @@ def test_requests_go_on_while_a_tier_hangs_and_it_comes_back_without_a_restart(
 
         def is_written_and_restored() -> bool:
             number = next(numbers)
-            server.generate(prompt(number))
+            server.generate(random_prompt(number))
             server.flush_cache()
-            restored = server.generate(prompt(number))
+            restored = server.generate(random_prompt(number))
             return restored.cached.storage == REUSABLE and bool(stored_keys(tmp_path / "m"))
 
         wait_until(is_written_and_restored)

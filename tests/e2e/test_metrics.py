@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import urllib.parse
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from hicache_ext.storage.contract.registry import series_of_type
 from hicache_ext.storage.contract.reports import OF_EVERY_TIER, UNKNOWN
 from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer, free_port
-from tests.e2e.conftest import file_tier_config
+from tests.e2e.conftest import LENGTH, file_tier_config, random_prompt
 from tests.rigs.otlp_collector import OtlpCollector, Received
 from tests.rigs.prometheus import Prometheus
 from tests.waiting import wait_until
@@ -35,13 +34,7 @@ from tests.watching.timeline import ALERTS, rules
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PAGE_SIZE = 16
-LENGTH = 640
 REUSABLE = LENGTH - PAGE_SIZE
-
-
-def prompt(number: int) -> list[int]:
-    tokens = random.Random(number)
-    return [tokens.randrange(250) for _ in range(LENGTH)]
 
 
 def samples(server: SglangServer) -> Samples:
@@ -100,7 +93,7 @@ def test_the_figures_of_a_server_are_those_of_its_answers(
     answers: list[Generation] = []
 
     def ask(number: int) -> Generation:
-        answers.append(server.generate(prompt(number)))
+        answers.append(server.generate(random_prompt(number)))
         return answers[-1]
 
     for number in (1, 2, 3):
@@ -146,9 +139,9 @@ def test_every_query_of_dashboard_and_alerts_is_answered_by_a_prometheus_that_sc
     with Prometheus(tmp_path / "prometheus", target, ALERTS) as prometheus:
         wait_until(lambda: bool(prometheus.query("hicache_ext_build_info")), "a scrape")
         for number in (10, 11):
-            server.generate(prompt(number))
+            server.generate(random_prompt(number))
         server.flush_cache()
-        server.generate(prompt(10))
+        server.generate(random_prompt(10))
         told = 'increase({__name__=~"sglang[:_]prompt_tokens_total"}[1m])'
         wait_until(
             lambda: any(float(row["value"][1]) > 0 for row in prometheus.query(told)),
@@ -179,9 +172,9 @@ def test_every_query_of_dashboard_and_alerts_is_answered_by_a_prometheus_that_sc
 
 def test_what_storage_did_for_a_request_is_in_its_trace(server: SglangServer, collector: OtlpCollector) -> None:
     rid = "restored-from-storage"
-    server.generate(prompt(20))
+    server.generate(random_prompt(20))
     server.flush_cache()
-    assert server.generate(prompt(20), rid=rid).cached.storage == REUSABLE
+    assert server.generate(random_prompt(20), rid=rid).cached.storage == REUSABLE
 
     def spans_of_storage() -> list[Received]:
         """Those right below the span that SGLang made of the request."""
@@ -200,9 +193,9 @@ def test_what_storage_did_for_a_request_is_in_its_trace(server: SglangServer, co
 
 
 def test_what_a_request_asked_for_and_where_it_was_is_in_the_recording(server: SglangServer, recordings: Path) -> None:
-    server.generate(prompt(30))
+    server.generate(random_prompt(30))
     server.flush_cache()
-    assert server.generate(prompt(30)).cached.storage == REUSABLE
+    assert server.generate(random_prompt(30)).cached.storage == REUSABLE
     pages = REUSABLE // PAGE_SIZE
 
     def entries() -> list[Entry]:
