@@ -228,3 +228,19 @@ def test_a_policy_that_asks_for_more_or_less_of_a_prompt_is_answered_from_memory
     one.wait_for(request)
     monkeypatch.setattr(one.linker._look_ups, "_find", lambda keys, beside: pytest.fail("the store was asked"))
     assert one.linker.lookup("r", [rig.transfer("kv", one.keys[slice(*asked)])]) == answer
+
+
+def test_what_lies_beside_a_prompt_that_finds_no_memory_takes_none(open_rig: Callable[..., Rig]) -> None:
+    one = open_rig("mamba", load_timeout="2s")
+    staging = one.linker._staging
+    count = staging.most_pages("kv") - staging.reserved_pages("kv")
+    keys = rig.hashes(count)
+    one.store(count, rig.pages(one.device, "mamba", keys[-1:], [9]))
+    asked = rig.transfer("mamba", keys[-1:], trailing=True)
+    first, second = one.request("first", None, asked), one.request("second", None, asked)
+    one.wait_for(first)
+    in_use = rig.staging_in_use(one.linker)
+    one.wait_for(first, second)
+    assert (one.ahead("read"), one.ahead("partly")) == (1, 1)
+    assert rig.staging_in_use(one.linker) == in_use
+    assert one.linker.lookup("second", [rig.transfer("kv", one.keys), asked]) == []

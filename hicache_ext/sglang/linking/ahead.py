@@ -265,11 +265,16 @@ class ReadAhead:
         fitting = [length for length in restorable if self._fits(request, length)]
         if fitting and not self._memory(request, fitting[-1], portions):
             fitting = [length for length in fitting if _is_covered(request, length, fitting[-1], portions)]
+        if not fitting:
+            _release(portions)
+            portions.clear()
         for portion in portions:
             if request.over or not portion.read(self._reader):
                 return "missing", [], {}
         if len(fitting) == len(restorable):
             return "read", fitting, digests
+        if request.over:
+            return "missing", [], {}
         self._log.log(
             logging.WARNING,
             "partly",
