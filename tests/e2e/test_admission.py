@@ -23,10 +23,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 PAGE_SIZE = 16
 PAGES = LENGTH // PAGE_SIZE
 REUSABLE = LENGTH - PAGE_SIZE
-REPOSITORY = Path(__file__).parents[2]
-
-
 RANKS = 2
+REPOSITORY = Path(__file__).parents[2]
 
 
 def decisions(server: SglangServer) -> dict[str, float]:

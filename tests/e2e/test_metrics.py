@@ -193,23 +193,26 @@ def test_what_storage_did_for_a_request_is_in_its_trace(server: SglangServer, co
 
 
 def test_what_a_request_asked_for_and_where_it_was_is_in_the_recording(server: SglangServer, recordings: Path) -> None:
-    server.generate(random_prompt(30))
+    # Of a length of its own: what was asked before may be written as late as this.
+    prompt = random_prompt(30)[:-PAGE_SIZE]
+    reusable = len(prompt) - PAGE_SIZE
+    server.generate(prompt)
     server.flush_cache()
-    assert server.generate(random_prompt(30)).cached.storage == REUSABLE
-    pages = REUSABLE // PAGE_SIZE
+    assert server.generate(prompt).cached.storage == reusable
+    pages = reusable // PAGE_SIZE
 
     def entries() -> list[Entry]:
         return [entry for path in sorted(recordings.glob(f"*{SUFFIX}")) for entry in read_file(path).entries]
 
-    def of_one_prompt() -> bool:
-        """What was asked before may be written as late as this."""
-        last = [entry.chain.tolist() for entry in entries()[-2:]]
-        return len(last) == 2 and last[0] == last[1]
+    def of_this_prompt() -> list[Entry]:
+        return [entry for entry in entries() if entry.prompt == len(prompt)]
 
-    wait_until(of_one_prompt, "the recording of two requests")
-    first, second = entries()[-2:]
-    assert (first.asked, first.answered, second.asked, second.found[0]) == (pages, 0, pages, pages)
-    assert (second.prompt, second.matched) == (LENGTH, 0)
+    wait_until(lambda: len(of_this_prompt()) == 2, "the recording of two requests")
+    first, second = of_this_prompt()
+    assert (first.asked, first.answered, second.asked, second.answered) == (pages, 0, pages, pages)
+    assert second.found[0] == pages
+    assert first.chain.tolist() == second.chain.tolist()
+    assert second.matched == 0
     counted = "hicache_ext_record_request_total"
     wait_until(lambda: samples(server).total(counted, reason="written") == len(entries()), "the count of requests")
     assert samples(server).total(counted, reason="dropped_disk") == 0
