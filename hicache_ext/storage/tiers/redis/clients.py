@@ -21,6 +21,8 @@ Address = tuple[int, tuple[str, int] | str]
 SHORT_CALL = 1.0
 """Seconds one administrative request may take (topology, probes of a node that is down), or the tier's timeout."""
 
+MOST_RECEIVED = 8 << 20
+"""Bytes of the answers to one request or pipeline: the map of 16,384 slots in pieces takes less."""
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +110,7 @@ def admin_client(
         "retry": Retry(NoBackoff(), 0),
     }
     if endpoint.is_path:
-        return redis.Redis(unix_socket_path=endpoint.host, **options)
+        return _bounded(redis.Redis(unix_socket_path=endpoint.host, **options))
     if tier.tls:
         options.update(
             ssl=True,
@@ -118,7 +120,49 @@ def admin_client(
             ssl_cert_reqs="none" if tier.tls_verify == "none" else "required",
             ssl_check_hostname=tier.tls_verify == "full",
         )
-    return redis.Redis(host=endpoint.host, port=endpoint.port, **options)
+    return _bounded(redis.Redis(host=endpoint.host, port=endpoint.port, **options))
+
+
+def _bounded(client: redis.Redis) -> redis.Redis:
+    """A client that takes ``MOST_RECEIVED`` bytes between two requests: redis-py reads whatever lengths it is told."""
+    pool = client.connection_pool
+    pool.connection_class = type("BoundedConnection", (_Bounded, pool.connection_class), {})
+    return client
+
+
+class _Bounded:
+    """Of redis-py's connections of each kind; its errors are redis-py's, whatever the server says."""
+
+    def _connect(self) -> Any:
+        return _BoundedSocket(super()._connect())  # type: ignore[misc]
+
+    def read_response(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            return super().read_response(*arguments, **options)  # type: ignore[misc]
+        except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
+            raise redis.InvalidResponse(type(error).__name__) from None
+
+
+class _BoundedSocket:
+    """A socket that counts what it receives."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._received = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+    def sendall(self, request: bytes) -> None:
+        self._received = 0
+        self._socket.sendall(request)
+
+    def recv(self, most: int) -> bytes:
+        received = self._socket.recv(most)
+        self._received += len(received)
+        if self._received > MOST_RECEIVED:
+            raise redis.ConnectionError("an answer without end")
+        return received
 
 
 def resolve(endpoint: Endpoint) -> list[Address]:

@@ -49,11 +49,23 @@ _PREFIX = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{LONGEST_PREFIX}}}", re.ASCII)
 _CLIENT_NAME = re.compile(r"[!-~]{1,64}", re.ASCII)
 
 
+_NAMED_HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}")
+
+
 class Endpoint(NamedTuple):
     """Where one server listens: host and port, or the path of a Unix socket."""
 
     host: str
     port: int = 0
+
+    @classmethod
+    def named(cls, host: object, port: object) -> Endpoint:
+        """What a server names. Never a path: a socket of this machine would get the password without TLS. Raises
+        ValueError."""
+        text, number = (str(word, "ascii") if isinstance(word, bytes) else str(word) for word in (host, port))
+        if not _NAMED_HOST.fullmatch(text) or not 0 < int(number) < 65536:
+            raise ValueError("no host and port")
+        return cls(text, int(number))
 
     @property
     def is_path(self) -> bool:

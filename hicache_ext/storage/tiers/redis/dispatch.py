@@ -111,7 +111,7 @@ class Dispatch:
             self._threads.run(len(shares), lambda n: self._talk(*shares[n], talk, deadline, timed_out, failed))  # noqa: B023
             if not self._topology.is_cluster:
                 break
-            waiting = self._redirected([call for pages in waiting.values() for call in pages], deadline)
+            waiting = self._redirected([call for pages in waiting.values() for call in pages], deadline, failed)
             if not waiting:
                 return
         # Sent on without end, or by a server that was no cluster when it was last looked at.
@@ -271,8 +271,8 @@ class Dispatch:
             self._metrics.add("connection", "lost")
         _finish(calls, failed, reason)
 
-    def _redirected(self, calls: list[PageCall], deadline: float) -> dict[Node, list[PageCall]]:
-        """The calls that another node was named for, by that node."""
+    def _redirected(self, calls: list[PageCall], deadline: float, failed: Any) -> dict[Node, list[PageCall]]:
+        """The calls that another node was named for, by that node; ``failed`` where too many strangers were named."""
         waiting: dict[Node, list[PageCall]] = {}
         for call in calls:
             if call.redirect is None:
@@ -286,6 +286,9 @@ class Dispatch:
                 # "The same host as the one that was asked."
                 endpoint = endpoint._replace(host=known.endpoint.host)
             node = self._topology.asked(endpoint) if call.asking else self._topology.redirected(slot, endpoint)
+            if node is None:
+                call.finish(failed, "redirected")
+                continue
             node.wait_until_tried(min(short_call(self._tier), max(0.0, deadline - time.monotonic())))
             waiting.setdefault(node, []).append(call)
         return waiting

@@ -32,7 +32,7 @@ _MOST_PIPELINED = 256
 _SENT_AT_ONCE = 256 * 1024
 """Bytes of small pages gathered for one system call."""
 _ASKING = command(b"ASKING")
-_REDIRECT = re.compile(r"(MOVED|ASK) ([0-9]{1,5}) ([A-Za-z0-9._:-]{0,253}):([0-9]{1,5})", re.ASCII)
+_REDIRECT = re.compile(r"(MOVED|ASK) ([0-9]{1,5}) (.*):([0-9]{1,5})", re.ASCII)
 
 _REMOVE_IF_SAME = b"""
 local length = redis.pcall('STRLEN', KEYS[1])
@@ -385,7 +385,12 @@ def _integer(reply: Reply) -> int:
 
 def _is_redirect(call: PageCall, error: ErrorReply) -> bool:
     found = _REDIRECT.fullmatch(error.line)
-    if found is None or not 0 < int(found[4]) < 65536:
+    try:
+        # Without a host: that of the server that was asked.
+        named = None if found is None else Endpoint.named(found[3] or "-", found[4])
+    except ValueError:
+        named = None
+    if found is None or named is None:
         return False
-    call.redirect = (found[1], int(found[2]), Endpoint(found[3], int(found[4])))
+    call.redirect = (found[1], int(found[2]), named._replace(host=found[3]))
     return True

@@ -32,6 +32,11 @@ logger = logging.getLogger(__name__)
 
 SLOTS = 16384
 
+MOST_NODES = 2000
+"""That a map may name: Redis advises 1,000 at most, Valkey 2,000."""
+MOST_STRANGERS = 16
+"""Nodes outside the map that redirections may name until the map is looked at again."""
+
 _REFRESH_INTERVAL = 30.0
 """Seconds between two reads of the map when nothing seems wrong."""
 _SENTINEL_INTERVAL = 5.0
@@ -73,6 +78,8 @@ class Topology:
         self._metrics = metrics
         self._lock = threading.Lock()
         self._nodes: dict[Endpoint, Node] = {}
+        self._mapped = 0
+        """How many of them the map named."""
         self._slots: list[Node | None] | None = None
         self._single: Node | None = None
         self._replicas: dict[Endpoint, tuple[Node, ...]] = {}
@@ -141,17 +148,21 @@ class Topology:
         """Slots of the cluster whose pages are misses."""
         return 0 if self._slots is None else sum(node is None for node in self._slots)
 
-    def redirected(self, slot: int, endpoint: Endpoint) -> Node:
+    def redirected(self, slot: int, endpoint: Endpoint) -> Node | None:
         """A node said that ``slot`` is at ``endpoint``: use that from now on, and look at the whole map soon."""
-        node = self._node(endpoint)
+        node = self.asked(endpoint)
         with self._lock:
-            if self._slots is not None and 0 <= slot < SLOTS:
+            if node is not None and self._slots is not None and 0 <= slot < SLOTS:
                 self._slots[slot] = node
         self.refresh_soon()
         return node
 
-    def asked(self, endpoint: Endpoint) -> Node:
-        """The node to ask once, while a slot is on its way there."""
+    def asked(self, endpoint: Endpoint) -> Node | None:
+        """The node to ask once, while a slot is on its way there. None where redirections have named too many nodes
+        that the map does not: each costs a thread and connections."""
+        with self._lock:
+            if endpoint not in self._nodes and len(self._nodes) >= self._mapped + MOST_STRANGERS:
+                return None
         return self._node(endpoint)
 
     def refresh_soon(self) -> None:
@@ -282,6 +293,7 @@ class Topology:
             gone = [node for endpoint, node in self._nodes.items() if endpoint not in kept]
             for node in gone:
                 del self._nodes[node.endpoint]
+            self._mapped = len(self._nodes)
         for node in gone:
             node.close(0)
 
@@ -332,7 +344,7 @@ class Topology:
                 problem = f"redis at {endpoint} is not a cluster, and cluster is true"
                 raise StoreSetupError(self._name, problem, ["leave cluster out, or set it to false"]) from None
             raise
-        return [_slot_range(entry, endpoint) for entry in answer]
+        return _slot_ranges(answer, endpoint)
 
     def _use_single(self, endpoint: Endpoint) -> BaseException | None:
         node = self._node(endpoint)
@@ -366,11 +378,24 @@ def _covered(ranges: _Ranges) -> int:
     return sum(last + 1 - first for first, last, *_ in ranges)
 
 
-def _slot_range(entry: Any, asked: Endpoint) -> tuple[int, int, Endpoint, tuple[Endpoint, ...]]:
-    first, last, *nodes = entry
-    # A node that does not know its own address leaves it empty: it is the one that was asked.
-    primary, *replicas = [Endpoint(host.decode() if host else asked.host, int(port)) for host, port, *_ in nodes]
-    return int(first), int(last), primary, tuple(replicas)
+def _slot_ranges(answer: Any, asked: Endpoint) -> _Ranges:
+    """Of CLUSTER SLOTS. Raises ValueError or TypeError for what no cluster says."""
+    ranges: _Ranges = []
+    named: set[Endpoint] = set()
+    free = bytearray(b"\1") * SLOTS
+    for first, last, *nodes in answer:
+        if not 0 <= int(first) <= int(last) < SLOTS or 0 in free[first : last + 1]:
+            raise ValueError("slots that are none, or twice there")
+        free[first : last + 1] = bytes(last + 1 - first)
+        # A node that does not know its own address leaves it empty: it is the one that was asked.
+        primary, *replicas = [
+            Endpoint.named(host, port) if host else asked._replace(port=int(port)) for host, port, *_ in nodes
+        ]
+        ranges.append((first, last, primary, tuple(replicas)))
+        named.update((primary, *replicas))
+        if len(named) > MOST_NODES:
+            raise ValueError("more nodes than a cluster has")
+    return ranges
 
 
 def primary_of(tier: RedisTierConfig, sentinel: Endpoint, service: str) -> tuple[Endpoint, tuple[Endpoint, ...]]:
@@ -389,9 +414,11 @@ def primary_of(tier: RedisTierConfig, sentinel: Endpoint, service: str) -> tuple
                 facts = entry if isinstance(entry, dict) else dict(zip(entry[::2], entry[1::2], strict=True))
                 named = {_text(name): _text(value) for name, value in facts.items()}
                 if not _OUT_OF_ORDER & set(named.get("flags", "").split(",")):
-                    replicas.append(Endpoint(named["ip"], int(named["port"])))
+                    replicas.append(Endpoint.named(named["ip"], named["port"]))
+    if len(replicas) > MOST_NODES:
+        raise ValueError("more replicas than there are")
     host, port = address
-    return Endpoint(_text(host), int(port)), tuple(replicas)
+    return Endpoint.named(host, port), tuple(replicas)
 
 
 def _text(word: object) -> str:

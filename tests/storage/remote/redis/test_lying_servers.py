@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import Counter
+from contextlib import ExitStack
 
 import pytest
 
+from hicache_ext.config import Secret
 from hicache_ext.errors import ProtocolError, StoreSetupError
 from hicache_ext.runtime.call_deadline import ending_within
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
@@ -17,8 +20,10 @@ from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import open_connection
 from hicache_ext.storage.tiers.redis.page_calls import PageCall, write_pages
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
+from hicache_ext.storage.tiers.redis.topology import MOST_STRANGERS
 from hicache_ext.testing.conformance.pages import HostPages, filled, page_key, page_keys, payload_of
 from hicache_ext.testing.conformance.second_reader import write_page_object
+from tests.rigs.small_memory import run_in_small_memory
 from tests.storage.remote.redis.conftest import PATIENCE, set_timeout
 from tests.storage.remote.redis.fake_server import FakeServer
 
@@ -282,3 +287,101 @@ def test_a_reply_too_many_of_a_node_that_is_asked_during_a_move_makes_no_page_ex
             write_pages(connection, [call], None, 1 << 20)
         assert call.result is None
         connection.close()
+
+
+# -- numbers, lists and names without a bound ----------------------------------------------------------------------------
+
+OPENED = """
+import sys
+from hicache_ext.errors import StoreSetupError
+from hicache_ext.storage.tiers.redis.config import RedisTierConfig
+from hicache_ext.storage.tiers.redis.store import RedisPageStore
+limit(1024)
+for address in sys.argv[1:]:
+    try:
+        RedisPageStore("pool", RedisTierConfig(url=f"redis://{address}", timeout=20.0)).close()
+    except StoreSetupError as error:
+        print(error)
+    else:
+        print("taken")
+"""
+
+
+def cluster_of(answer_to_slots: bytes):
+    """Answers for a server that says this to CLUSTER SLOTS."""
+
+    def answer(words: list[bytes]) -> bytes:
+        if words[0] == b"HELLO":
+            return b"%1\r\n$5\r\nproto\r\n:3\r\n"
+        return answer_to_slots if words[:2] == [b"CLUSTER", b"SLOTS"] else b"+OK\r\n"
+
+    return answer
+
+
+def slots(first: int, last: int, host: bytes, port: int) -> bytes:
+    return b"*3\r\n:%d\r\n:%d\r\n*2\r\n%b:%d\r\n" % (first, last, bulk(host), port)
+
+
+NO_MAPS = {
+    "a range without end": b"*1\r\n" + slots(0, 10**9, b"127.0.0.1", 1),
+    "below 0": b"*1\r\n" + slots(-10, 5, b"127.0.0.1", 1),
+    "backwards": b"*1\r\n" + slots(5, 0, b"127.0.0.1", 1),
+    "no port": b"*1\r\n" + slots(0, 16383, b"127.0.0.1", 10**9),
+    "a path, to which nothing goes by TLS": b"*1\r\n" + slots(0, 16383, b"/run/redis.sock", 1),
+    "a long name": b"*1\r\n" + slots(0, 16383, b"a" * 60000, 1),
+    "twice": b"*2\r\n" + slots(0, 16383, b"127.0.0.1", 1) * 2,
+    "nested": b"*1\r\n" * 20000 + slots(0, 16383, b"127.0.0.1", 1),
+    "a list without end": b"*%d\r\n" % 10**9 + bulk(bytes(60000)) * 300,
+    "a text without end": b"$%d\r\n" % 10**12 + bytes(64 << 20),
+    "a line without end": b"*1\r\n" + b":1" + bytes(64 << 20),
+    "many nodes": b"*2500\r\n" + b"".join(slots(n, n, b"node%d" % n, 1) for n in range(2500)),
+}
+
+
+def test_maps_that_no_cluster_has_are_refused_in_a_sentence_and_in_little_memory():
+    """Seen: slots up to 10^9 were a list of 8 GB."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(FakeServer(cluster_of(answer))) for answer in NO_MAPS.values()]
+        said = run_in_small_memory(OPENED, *(server.endpoint for server in servers)).splitlines()
+    refused = re.compile("tier 'pool' cannot start: redis at 127.0.0.1:[0-9]+: [a-zA-Z ()]+")
+    assert {what: line for what, line in zip(NO_MAPS, said, strict=True) if not refused.fullmatch(line)} == {}
+
+
+def test_pages_that_are_moved_each_to_another_host_do_not_cost_a_node_each():
+    """Seen: 408 threads and 394 descriptors."""
+    moved = iter(range(10**9))
+
+    def answer(words: list[bytes]) -> bytes:
+        if words[0] == b"GET":
+            number = next(moved)
+            return b"-MOVED %d 127.%d.%d.1:1\r\n" % (number % 16384, number // 250 % 250, number % 250)
+        return cluster_of(b"*1\r\n" + slots(0, 16383, *server_of))(words)
+
+    with FakeServer(answer) as server:
+        host, port = server.endpoint
+        server_of = (host.encode(), port)
+        tier = RedisTierConfig(url=f"redis://{server.endpoint}", connections=1, timeout=PATIENCE)
+        store = RedisPageStore("pool", tier)
+        before, most = threading.active_count(), 0
+        for _ in range(5):
+            results, _ = get(store, page_keys(64))
+            assert set(results) == {GetResult.ERROR}
+            most = max(most, threading.active_count())
+        assert most < before + 40
+        assert len(store._topology._nodes) <= 1 + MOST_STRANGERS
+        store.close()
+
+
+def test_a_password_goes_to_no_server_that_one_outside_a_cluster_names():
+    with FakeServer(lambda words: b"+OK\r\n") as stranger:
+
+        def answer(words: list[bytes]) -> bytes:
+            return b"-MOVED 1 %b:%d\r\n" % (stranger.endpoint.host.encode(), stranger.endpoint.port) * (
+                words[0] == b"GET"
+            ) or b"+OK\r\n"
+
+        with FakeServer(answer) as server:
+            store = open_store(server, password=Secret("env", "PATH"))
+            assert get(store, [KEY])[0] == [GetResult.ERROR]
+            store.close()
+        assert stranger.connections == 0
