@@ -7,6 +7,8 @@ from typing import Any
 
 LARGEST_DOCUMENT = 1 << 20
 """Bytes; ours have a few hundred."""
+LARGEST_SUM = 16 << 20
+"""Bytes of all documents that are read from one medium."""
 
 
 def document_in(stored: Any) -> dict[str, Any] | None:

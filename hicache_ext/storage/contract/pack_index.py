@@ -22,6 +22,11 @@ from hicache_ext.page.pack import HASH_BYTES, Pack, Tombstone, short_numbers
 _POSITION_BITS = 6
 _POSITIONS = (1 << _POSITION_BITS) - 1
 _FEWEST_MERGED = 4096
+_PACK_BYTES, _PAGE_BYTES = 400, 22
+_MOST_TOMBSTONES = 4 * (_POSITIONS + 1)
+"""Of a pack: of each page one, and some by others who removed it simultaneously."""
+MOST_BYTES = 1 << 30
+"""Of memory, by those two: whatever a medium lists, an index grows no further. 600,000 packs of 64 pages."""
 """Pages that are added before they are sorted in."""
 
 
@@ -85,13 +90,20 @@ class PackIndex:
         self._stale = 0
         """Pages in the arrays whose packs are forgotten."""
         self._page_count = 0
+        self._tombstone_count = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing more is added."""
+        items = len(self._packs) + self._tombstone_count
+        return items * _PACK_BYTES + self._page_count * _PAGE_BYTES >= MOST_BYTES
 
     # -- what there is ---------------------------------------------------------------------------------------------
 
     def add(self, pack: Pack) -> bool:
-        """Whether the pack was not known yet."""
+        """Whether the pack was not known yet, and is now."""
         with self._lock:
-            if pack.id in self._numbers:
+            if pack.id in self._numbers or self.full:
                 return False
             number = len(self._packs)
             self._packs.append(pack)
@@ -111,8 +123,9 @@ class PackIndex:
         """
         with self._lock:
             known = self._tombstones.setdefault(tombstone.pack, [])
-            if tombstone not in known:
+            if tombstone not in known and len(known) < _MOST_TOMBSTONES and not self.full:
                 known.append(tombstone)
+                self._tombstone_count += 1
             number = self._numbers.get(tombstone.pack)
             if number is None:
                 return None
@@ -134,7 +147,7 @@ class PackIndex:
     def forget(self, pack_id: str) -> None:
         """The pack is gone. Its tombstones go with it."""
         with self._lock:
-            self._tombstones.pop(pack_id, None)
+            self._tombstone_count -= len(self._tombstones.pop(pack_id, ()))
             number = self._numbers.pop(pack_id, None)
             if number is None:
                 return
@@ -152,6 +165,7 @@ class PackIndex:
             known = self._tombstones.get(tombstone.pack)
             if known and tombstone in known:
                 known.remove(tombstone)
+                self._tombstone_count -= 1
                 if not known:
                     del self._tombstones[tombstone.pack]
 

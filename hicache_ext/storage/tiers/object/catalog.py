@@ -23,6 +23,8 @@ from hicache_ext.storage.tiers.object.requests import Requests
 logger = logging.getLogger(__name__)
 
 _LISTED_AT_ONCE = 1000
+_MOST_LISTED = 10_000_000
+"""Names of one listing: a store may list without end."""
 _CLOCKS_APART = 10.0
 """Seconds by which writers' clocks may differ where the store's clock is not known. A listing goes back by these and by
 the time that a write may take."""
@@ -30,6 +32,7 @@ _WHOLE_EVERY = 300.0
 """Seconds between listings of a whole identity."""
 _IN_USE = 1800.0
 """Seconds for which an identity that nobody asks for is listed."""
+_TOO_MANY = "tier %s: the store lists %s"
 _MOST_UNITS = 4
 """Listings of a unit of time each, where a listing cannot begin in the middle; for more time all is listed."""
 
@@ -138,6 +141,8 @@ class PackCatalog:
         seen: dict[str, int] = {}
         for items in self._listed_since(digest, since):
             seen |= self._learn(known, items, generation)
+            if known.index.full:
+                break
         with self._changed:
             if known.generation == generation:
                 known.listed_at = max(known.listed_at, begun)
@@ -159,6 +164,11 @@ class PackCatalog:
             seen: dict[str, int] = {}
             for items in self._listed(packs_of(digest)):
                 seen |= self._learn(known, items, generation)
+                if known.index.full:
+                    words = "as many packs as are remembered; pages of others are misses"
+                    self._log.log(logging.WARNING, "full", _TOO_MANY, self._requests.name, words)
+                    before = set()
+                    break
             with self._changed:
                 if known.generation != generation:
                     return seen
@@ -195,9 +205,12 @@ class PackCatalog:
             yield from self._listed(prefix)
 
     def _listed(self, prefix: str, offset: str | None = None) -> Iterator[list[_Listed]]:
-        requests = self._requests
+        requests, names = self._requests, 0
         for listed in requests.obstore.list(requests.client, prefix, offset=offset, chunk_size=_LISTED_AT_ONCE):
             yield [(found[1], entry["size"]) for entry in listed if (found := packed(entry["path"])) is not None]
+            if (names := names + len(listed)) >= _MOST_LISTED:
+                self._log.log(logging.WARNING, "endless", _TOO_MANY, requests.name, "more names than are read")
+                break
         requests.reached = True
 
     # -- in the background -----------------------------------------------------------------------------------------

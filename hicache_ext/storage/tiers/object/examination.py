@@ -81,7 +81,7 @@ class ObjectMedium:
         for begin, end in cut(len(data), random.random()) if data else ():
             options = {} if end - begin == size else {"range": (offset + begin, offset + end)}
             reply = self._obstore.get(client, name, options=options)
-            piece = memoryview(reply.bytes())
+            piece = self._requests.body(reply, end - begin)
             if piece.nbytes != end - begin or (reply.meta.get("e_tag"), reply.meta["size"]) != (version, size):
                 raise NotReadError("cut")
             data[begin:end] = piece
@@ -93,7 +93,7 @@ class ObjectMedium:
         """Whether the store says so when it is asked for what is there: who is on the way may be wrong about a size."""
         try:
             options = {"range": (offset, offset + envelope.FIELDS_LENGTH)} if offset else {}
-            return len(self._obstore.get(client, name, options=options).bytes()) == 0
+            return self._requests.body(self._obstore.get(client, name, options=options), 0).nbytes == 0
         except FileNotFoundError:
             raise
         except Exception as error:

@@ -46,7 +46,7 @@ class PageObjects:
             requests.reached = True
             # A body of the wrong size is not worth receiving.
             found = int(reply.meta["size"])
-            body = memoryview(reply.bytes()) if found == expected else memoryview(b"")
+            body = requests.body(reply, expected) if found == expected else memoryview(b"")
         except FileNotFoundError as error:
             return GetResult.MISS if requests.is_absent(error) else GetResult.ERROR
         except Exception as error:  # noqa: BLE001 - a client library's errors end here

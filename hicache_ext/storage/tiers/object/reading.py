@@ -177,7 +177,7 @@ class _Read:
                 reply = requests.obstore.get(requests.client, name, options={"range": (run.offset, run.end)})
                 requests.reached = True
                 length = int(reply.meta["size"])
-                body = memoryview(reply.bytes())
+                body = requests.body(reply, run.end - run.offset)
             except FileNotFoundError as error:
                 if requests.is_absent(error):
                     self._reading._catalog.of(digest).index.forget(run.pack.id)

@@ -71,8 +71,7 @@ class Removing:
         name = packed_name(key[:IDENTITY_LENGTH], place.pack)
         try:
             end = place.offset + HEADER_LENGTH
-            header = requests.obstore.get_range(requests.client, name, start=place.offset, end=end)
-            return envelope.decode_header(bytes(header)).key == key
+            return envelope.decode_header(requests.part(name, place.offset, end)).key == key
         except FormatError:
             return True
         except FileNotFoundError as error:

@@ -17,7 +17,7 @@ from hicache_ext.storage.contract.bad_pages import BadPages
 from hicache_ext.storage.contract.base import TierStore, leading
 from hicache_ext.storage.contract.clearing import Clearing
 from hicache_ext.storage.contract.diagnosis import Finding
-from hicache_ext.storage.contract.identity_documents import LARGEST_DOCUMENT, document_in
+from hicache_ext.storage.contract.identity_documents import LARGEST_DOCUMENT, LARGEST_SUM, document_in
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.object.catalog import PackCatalog
 from hicache_ext.storage.tiers.object.client import Failure, explain
@@ -174,13 +174,16 @@ class ObjectPageStore(TierStore):
         obstore, client = self._requests.obstore, self._requests.client
 
         def look() -> None:
+            room = LARGEST_SUM
             for listed in obstore.list(client, IDENTITIES):
                 for entry in listed:
                     digest, length = digest_of_identity(entry["path"]), entry["size"]
                     if digest is None or not 0 < length <= LARGEST_DOCUMENT:
                         continue
+                    if (room := room - length) < 0:
+                        return
                     try:
-                        stored = obstore.get_range(client, entry["path"], start=0, length=length)
+                        stored = self._requests.part(entry["path"], 0, length)
                     except Exception as error:
                         # One that cannot be read, gone or somebody else's, does not hide the others.
                         if explain(error).reason in _PASSING:

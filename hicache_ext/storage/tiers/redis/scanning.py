@@ -14,13 +14,15 @@ import redis
 from hicache_ext.errors import ClearLaterError, ConfigError, StoreError
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.clearing import Cleared
-from hicache_ext.storage.contract.identity_documents import LARGEST_DOCUMENT, document_in
+from hicache_ext.storage.contract.identity_documents import LARGEST_DOCUMENT, LARGEST_SUM, document_in
 from hicache_ext.storage.tiers.redis.clients import admin_client
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.names import identity_name, is_hex, page_key, page_name, page_prefix
 from hicache_ext.storage.tiers.redis.node import Node
 
 _SCAN_COUNT = 2000
+_MOST_SCANS = 1_000_000
+"""Requests of one walk, for two billion keys: a server may never say that it has come to an end."""
 _DIGEST_DIGITS = 32
 _GLOB_SPECIAL = re.compile(rb"[\\*?\[\]]")
 
@@ -74,13 +76,18 @@ def stored_identities(name: str, tier: RedisTierConfig, nodes: Sequence[Node]) -
     for node in nodes:
         try:
             with admin_client(tier, node.endpoint, tier.longest_call) as client:
+                room = LARGEST_SUM
                 for names in scan(client, prefix, b""):
                     for digest in [name.removeprefix(prefix) for name in names]:
                         if not is_hex(digest, _DIGEST_DIGITS):
                             continue
-                        document = _document(client, prefix + digest)
-                        if document is not None:
+                        stored = _document(client, prefix + digest)
+                        if (room := room - len(stored)) < 0:
+                            break
+                        if (document := document_in(stored)) is not None:
                             documents[bytes.fromhex(digest.decode())] = document
+                    if room < 0:
+                        break
         except (redis.RedisError, OSError, ConfigError) as error:
             raise StoreError(
                 f"tier {name!r}: {node.endpoint} cannot be asked which identities it has ({type(error).__name__})"
@@ -88,13 +95,13 @@ def stored_identities(name: str, tier: RedisTierConfig, nodes: Sequence[Node]) -
     return documents
 
 
-def _document(client: redis.Redis, name: bytes) -> dict[str, Any] | None:
-    """None where there is none, or something else: whoever may write may leave anything there."""
+def _document(client: Any, name: bytes) -> bytes:
+    """Empty where there is none, or something else: whoever may write may leave anything there."""
     try:
-        return document_in(client.get(name)) if client.strlen(name) <= LARGEST_DOCUMENT else None
+        return client.get(name) or b"" if client.strlen(name) <= LARGEST_DOCUMENT else b""
     except redis.ResponseError as error:
         if "WRONGTYPE" in str(error):
-            return None
+            return b""
         raise
 
 
@@ -113,8 +120,9 @@ def scan(client: redis.Redis, prefix: bytes, more: bytes) -> Iterator[list[bytes
     pattern = _GLOB_SPECIAL.sub(rb"\\\g<0>", prefix) + more + b"*"
     scan: Callable[..., Any] = client.scan
     cursor = 0
-    while True:
+    for _ in range(_MOST_SCANS):
         cursor, names = scan(cursor, match=pattern, count=_SCAN_COUNT)
         yield list(names)
         if cursor == 0:
             return
+    raise redis.InvalidResponse("a scan without end")
