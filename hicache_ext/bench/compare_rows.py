@@ -5,7 +5,6 @@ A benchmark is added by a function in ``READERS``: from its document to rows.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 from hicache_ext.bench.harness import Quartiles
 from hicache_ext.config.units import format_size
 from hicache_ext.errors import ConfigError
+from hicache_ext.runtime.whole_file import json_in
 
 Document = Mapping[str, Any]
 
@@ -44,10 +44,10 @@ class Measured:
 def read_measured(file: Path) -> Measured:
     """Raises ConfigError where it is no file of a benchmark, or of one that is not known."""
     try:
-        document = json.loads(file.read_text("utf-8"))
+        document = json_in(file.read_bytes())
     except OSError as error:
         raise ConfigError(str(file), f"cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise ConfigError(str(file), "is not JSON") from None
     name = document.get("benchmark") if isinstance(document, dict) else None
     if not isinstance(name, str) or name not in READERS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +13,7 @@ from hicache_ext.cli.usage import describe, show
 from hicache_ext.errors import ConfigError, HicacheExtError
 from hicache_ext.packages import need
 from hicache_ext.page.transforms.codec import LOSSY_CODECS
+from hicache_ext.runtime.whole_file import json_in
 
 FEWEST = 2000
 """Predictions that are needed to say something about one in a thousand."""
@@ -201,7 +201,7 @@ def _prompts(file: str) -> dict[str, str]:
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
+            value = json_in(line)
         except ValueError:
             value = None
         content = value.get("text") if isinstance(value, dict) else value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from hicache_ext.config.sources import read_text
 from hicache_ext.errors import ConfigError, StoreError
 from hicache_ext.page.hashes import namespace_seed, namespaced_extra_key
 from hicache_ext.page.transforms.forms import Transforms
+from hicache_ext.runtime.whole_file import json_in
 from hicache_ext.storage.tiers.file.config import FileTierConfig
 
 FILE_HELP = "a .json, .yaml, .yml or .toml file, '-' for standard input, or inline JSON"
@@ -174,7 +174,7 @@ def parse_tokens(text: str, key: str) -> list[list[int]]:
     try:
         if not stripped.startswith("["):
             return [[int(word) for word in stripped.replace(",", " ").split()]]
-        value = json.loads(stripped)
+        value = json_in(stripped)
     except ValueError:
         raise ConfigError(key, "not a list of token ids", allowed) from None
     prompts: list[Any] = value if value and all(isinstance(item, list) for item in value) else [value]

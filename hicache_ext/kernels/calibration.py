@@ -23,6 +23,7 @@ from hicache_ext.config import KernelsConfig
 from hicache_ext.errors import CalibrationError, ConfigError
 from hicache_ext.kernels.engine import Direction, Operation
 from hicache_ext.runtime.user_cache import user_cache
+from hicache_ext.runtime.whole_file import json_in
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ def calibration_file(gpu: str) -> Path:
 def read_calibration(path: Path) -> Calibration:
     """Raises :class:`CalibrationError` with one sentence if the file is missing or is not a calibration."""
     try:
-        document = json.loads(path.read_text())
+        document = json_in(path.read_bytes())
         version = document["version"]
         if version != FORMAT_VERSION:
             raise CalibrationError(f"{path} has calibration format {version}; this version reads {FORMAT_VERSION}")
@@ -121,7 +122,7 @@ def read_calibration(path: Path) -> Calibration:
         return Calibration(str(document["gpu"]), str(document["driver"]), str(document["date"]), measurements)
     except OSError as error:
         raise CalibrationError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CalibrationError(f"{path} is not a calibration: {type(error).__name__}: {error}") from error
 
 

@@ -14,6 +14,7 @@ import hashlib
 import json
 import struct
 import zlib
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +25,13 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.errors import RecordingError
+from hicache_ext.runtime.whole_file import json_in
 
 VERSION: Final = 1
 SUFFIX: Final = ".hxrec"
 MAGIC: Final = b"HXREC\0\0" + bytes([VERSION])
+MOST_TOKENS: Final = 1 << 31
+"""Of a page or a prompt."""
 UNKNOWN: Final = 0xFFFFFFFF
 """Stands for a length that nobody knew."""
 SALT_BYTES: Final = 16
@@ -114,19 +118,75 @@ def _or_unknown(tokens: int | None) -> int:
     return UNKNOWN if tokens is None else min(max(0, tokens), UNKNOWN - 1)
 
 
+class PageTree:
+    """The salted pages of one file, numbered in its order, in runs of those that follow each other. A chain is made
+    when it is asked for: together they may be far larger than the file."""
+
+    def __init__(self) -> None:
+        self.names: list[npt.NDArray[np.uint64]] = []
+        """Of each run."""
+        self.begins: list[int] = []
+        """The number of its first page."""
+        self._before: list[tuple[int, int]] = []
+        """The page before it, or -1, and how many there are up to that one."""
+        self.pages = 0
+
+    def add(self, before: int, names: npt.NDArray[np.uint64]) -> None:
+        self._before.append((before, self.length(before)))
+        self.names.append(names)
+        self.begins.append(self.pages)
+        self.pages += len(names)
+
+    def run_of(self, page: int) -> int:
+        return bisect_right(self.begins, page) - 1
+
+    def before(self, run: int) -> int:
+        """The page before a run, or -1."""
+        return self._before[run][0]
+
+    def length(self, last: int) -> int:
+        """Pages from the first to ``last``; none for -1."""
+        if last < 0:
+            return 0
+        run = self.run_of(last)
+        return self._before[run][1] + last - self.begins[run] + 1
+
+    def chain(self, last: int) -> npt.NDArray[np.uint64]:
+        """Those pages."""
+        pieces = [np.empty(0, np.uint64)]
+        while last >= 0:
+            run = self.run_of(last)
+            pieces.append(self.names[run][: last - self.begins[run] + 1])
+            last = self.before(run)
+        return np.concatenate(pieces[::-1])
+
+
 @dataclass(slots=True)
 class Entry:
     """One request of a recording that was read. ``found`` is in the order of the header's tiers."""
 
     moment: float
     """Seconds since 1970."""
-    chain: npt.NDArray[np.uint64]
-    """Salted pages from the first that the file knows of to the last."""
+    tree: PageTree
+    last: int
+    """Its last page in the tree; -1 without any."""
+    fresh: int
+    """How many of its last pages make a run of their own in the tree."""
     asked: int
     answered: int
     found: tuple[int, ...]
     prompt: int | None
     matched: int | None
+
+    @property
+    def chain(self) -> npt.NDArray[np.uint64]:
+        """Salted pages from the first that the file knows of to the last."""
+        return self.tree.chain(self.last)
+
+    @property
+    def length(self) -> int:
+        """Of the chain."""
+        return self.tree.length(self.last)
 
 
 @dataclass(slots=True)
@@ -134,6 +194,7 @@ class RecordingFile:
     """One file that was read. ``whole``: whether it ends where a block does."""
 
     header: dict[str, Any]
+    """As it was written, with ``started``, ``tiers``, ``salt`` and ``page_size`` as ``_header`` checked them."""
     entries: list[Entry] = field(default_factory=list)
     whole: bool = True
 
@@ -150,13 +211,9 @@ def read_file(path: Path) -> RecordingFile:
         text = next(blocks, None)
         if text is None:
             # Killed before the header was whole.
-            return RecordingFile({"tiers": [], "started": 0.0}, whole=False)
-        try:
-            header = json.loads(text)
-            started, tiers = float(header["started"]), [str(name) for name in header["tiers"]]
-        except (ValueError, TypeError, KeyError):
-            raise RecordingError(path, "has a header that says nothing") from None
-        read = RecordingFile({**header, "tiers": tiers})
+            return RecordingFile({"tiers": [], "started": 0.0, "salt": "", "page_size": 0}, whole=False)
+        read = RecordingFile(_header(text, path))
+        started, tiers = read.header["started"], read.header["tiers"]
         try:
             read.entries.extend(_entries(blocks, started, len(tiers)))
         except (ValueError, IndexError, struct.error):
@@ -188,32 +245,46 @@ class _Blocks:
         raise StopIteration
 
 
+def _header(text: bytes, path: Path) -> dict[str, Any]:
+    """Raises RecordingError for one with a field that is none."""
+    try:
+        header = json_in(text)
+        started, tiers = float(header["started"]), header["tiers"]
+    except (ArithmeticError, ValueError, TypeError, KeyError):
+        raise RecordingError(path, "has a header that says nothing") from None
+    if not isinstance(tiers, list) or not all(isinstance(name, str) for name in tiers):
+        raise RecordingError(path, "has a header whose tiers are no list of names")
+    salt, page_size = header.setdefault("salt", ""), header.setdefault("page_size", 0) or 0
+    if not isinstance(salt, str):
+        raise RecordingError(path, "has a header whose salt is no text")
+    if not isinstance(page_size, int) or not 0 <= page_size <= MOST_TOKENS:
+        problem = f"has a header whose page_size is no whole number from 1 to {MOST_TOKENS}"
+        raise RecordingError(path, problem)
+    return {**header, "started": started, "page_size": page_size}
+
+
 def _entries(blocks: Iterator[bytes], started: float, tiers: int) -> Iterator[Entry]:
-    names: list[int] = []
-    parents: list[int] = []
+    tree = PageTree()
     for payload in blocks:
         at = 0
         while at < len(payload):
             microseconds, prompt, matched, asked, answered, parent, fresh, counts = _ENTRY.unpack_from(payload, at)
             at += _ENTRY.size
-            if counts != tiers or parent > len(names):
+            if counts != tiers or parent > tree.pages:
                 raise ValueError("another file's entry")
             found = struct.unpack_from(f"<{counts}I", payload, at)
             at += 4 * counts
-            new = np.frombuffer(payload, "<u8", fresh, at).tolist()
+            names = np.frombuffer(payload, "<u8", fresh, at)
             at += _PAGE_BYTES * fresh
-            if fresh:
-                parents += [parent - 1, *range(len(names), len(names) + fresh - 1)]
-                names += new
-            page, chain = (len(names) - 1 if fresh else parent - 1), []
-            while page >= 0:
-                chain.append(names[page])
-                page = parents[page]
-            if asked > len(chain):
+            if asked > tree.length(parent - 1) + fresh:
                 raise ValueError("more asked for than there is")
+            if fresh:
+                tree.add(parent - 1, names)
             yield Entry(
                 started + microseconds / 1e6,
-                np.array(chain[::-1], np.uint64),
+                tree,
+                tree.pages - 1 if fresh else parent - 1,
+                fresh,
                 asked,
                 answered,
                 found,

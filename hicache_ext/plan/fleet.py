@@ -134,7 +134,7 @@ def sessions(trace: Trace) -> npt.NDArray[np.int64]:
     seen: set[int] = set()
     found = np.zeros(len(trace), np.int64)
     count = 0
-    for number, (chain, tokens) in enumerate(zip(trace.requests(), trace.prompt.tolist(), strict=True)):
+    for number, (chain, tokens) in enumerate(zip(trace.chains(), trace.prompt.tolist(), strict=True)):
         session = next((ends[block] for block in reversed(chain) if block in ends), None)
         if session is None:
             session, count = count, count + 1
@@ -153,7 +153,7 @@ def _by_prefix(trace: Trace, nodes: int) -> npt.NDArray[np.int32]:
     total = 0
     found = np.zeros(len(trace), np.int32)
     least = _Least(nodes)
-    for number, chain in enumerate(trace.requests()):
+    for number, chain in enumerate(trace.chains()):
         node = next((last[block] for block in reversed(chain) if block in last), -1)
         if node < 0 or load[node] > _BALANCE * (total / nodes) + len(chain):
             node = least.pop()

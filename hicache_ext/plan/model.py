@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hicache_ext.errors import ConfigError
+from hicache_ext.runtime.whole_file import json_in
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """Logical dtypes of the KV cache -> bytes of a number."""
@@ -17,6 +17,9 @@ _DSA_FP8_ROW = 656
 (SGLang's override of kv_cache_dim)."""
 _INDEX_BLOCK = 128
 """Numbers of an index key that share a scale of 4 bytes."""
+_LARGEST = 1 << 24
+"""More than any number of a model's configuration that is used here."""
+_MODEL_ALLOWED = "the config.json of a language model, or --token-bytes"
 _STATES = ("linear_attention", "mamba", "recurrent")
 
 
@@ -45,7 +48,7 @@ def read_model(path: Path, *, tp: int = 1, dtype: str | None = None) -> ModelSiz
     """From a ``config.json`` or the directory of a model. Raises ConfigError with one sentence."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        document = json.loads(file.read_text())
+        document = json_in(file.read_bytes())
     except OSError as error:
         raise ConfigError(
             "--model", f"{file}: {error.strerror}", "a config.json, or the directory of a model"
@@ -63,6 +66,8 @@ def size_of(config: Mapping[str, Any], name: str, *, tp: int = 1, dtype: str | N
     """Raises ConfigError where the configuration does not say what a token takes."""
     layers = _number(config, "num_hidden_layers")
     kinds = config.get("layer_types") or config.get("layers_block_type") or []
+    if not isinstance(kinds, list):
+        raise ConfigError("--model", "layer_types is no list in the model's configuration", _MODEL_ALLOWED)
     states = [kind for kind in kinds if any(word in str(kind) for word in _STATES)]
     if states or any(key in config for key in ("full_attention_interval", "hybrid_override_pattern", "mamba_d_state")):
         problem = f"{name} has layers with states (linear attention, Mamba), which a plan does not count"
@@ -82,8 +87,10 @@ def size_of(config: Mapping[str, Any], name: str, *, tp: int = 1, dtype: str | N
             remarks.append("all ranks hold the same latents, and rank 0 alone writes them")
         return ModelSize(name, kind, layers, row * layers, row * layers, 1, _parameters(config, layers), tuple(remarks))
     heads = _number(config, "num_attention_heads")
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    head = int(config.get("head_dim") or _number(config, "hidden_size") // heads)
+    kv_heads = _number(config, "num_key_value_heads", heads)
+    head = _number(config, "head_dim", 0) or _number(config, "hidden_size") // heads
+    if not head:
+        raise ConfigError("--model", "hidden_size is less than num_attention_heads", _MODEL_ALLOWED)
     if kv_heads % tp and tp % kv_heads:
         raise ConfigError("--tp", f"{kv_heads} KV heads cannot be split among {tp} ranks", "a divisor or a multiple")
     of_rank = max(1, kv_heads // tp)
@@ -91,7 +98,7 @@ def size_of(config: Mapping[str, Any], name: str, *, tp: int = 1, dtype: str | N
         remarks.append(f"{tp} ranks share {kv_heads} KV heads, so that each head is stored {tp // kv_heads} times")
     if any("sliding" in str(kind) for kind in kinds):
         remarks.append("layers with a sliding window are counted whole: SGLang may keep less of them")
-    per_rank = (head + int(config.get("v_head_dim") or head)) * of_rank * layers * size
+    per_rank = (head + _number(config, "v_head_dim", head)) * of_rank * layers * size
     kind = "MHA" if kv_heads == heads else "GQA"
     return ModelSize(name, kind, layers, per_rank * tp, per_rank, tp, _parameters(config, layers), tuple(remarks))
 
@@ -101,34 +108,37 @@ def given_size(token_bytes: int, tp: int) -> ModelSize:
     return ModelSize("a model", "as given", 0, token_bytes, -(-token_bytes // tp), tp, 0)
 
 
-def _number(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        problem = f"{key} is {'missing' if value is None else 'no positive whole number'} in the model's configuration"
-        raise ConfigError("--model", problem, "the config.json of a language model, or --token-bytes")
+def _number(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """``default`` where the key is missing, null or 0."""
+    value = config.get(key) or default
+    if default is not None and value == default:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
+        found = "missing" if value is None else f"no whole number from 1 to {_LARGEST}"
+        raise ConfigError("--model", f"{key} is {found} in the model's configuration", _MODEL_ALLOWED)
     return value
 
 
 def _parameters(config: Mapping[str, Any], layers: int) -> int:
     """Parameters of the layers that a token passes through; 0 where the file does not say."""
     try:
-        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        hidden, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
         if "kv_lora_rank" in config:
-            nope, rope, value = (int(config[key]) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-            rank, query = int(config["kv_lora_rank"]), int(config.get("q_lora_rank") or 0)
+            parts = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+            nope, rope, value = (_number(config, key) for key in parts)
+            rank, query = _number(config, "kv_lora_rank"), _number(config, "q_lora_rank", 0)
             q = query * (hidden + heads * (nope + rope)) if query else hidden * heads * (nope + rope)
             attention = q + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
         else:
-            head = int(config.get("head_dim") or hidden // heads)
-            kv_heads = int(config.get("num_key_value_heads") or heads)
+            head, kv_heads = _number(config, "head_dim", hidden // heads), _number(config, "num_key_value_heads", heads)
             attention = 2 * hidden * head * (heads + kv_heads)
-        dense = 3 * hidden * int(config["intermediate_size"])
-        experts = int(config.get("num_experts_per_tok") or 0)
+        dense = 3 * hidden * _number(config, "intermediate_size")
+        experts = _number(config, "num_experts_per_tok", 0)
         if not experts:
             return layers * (attention + dense)
-        of_expert = int(config.get("moe_intermediate_size") or config["intermediate_size"])
-        active = experts + int(config.get("n_shared_experts") or 0)
-        first = int(config.get("first_k_dense_replace") or 0)
+        of_expert = _number(config, "moe_intermediate_size", _number(config, "intermediate_size"))
+        active = experts + _number(config, "n_shared_experts", 0)
+        first = min(layers, _number(config, "first_k_dense_replace", 0))
         return layers * attention + first * dense + (layers - first) * active * 3 * hidden * of_expert
-    except (KeyError, TypeError, ValueError):
+    except ConfigError:
         return 0

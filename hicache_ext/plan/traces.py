@@ -5,8 +5,7 @@ From recordings of a server, and from traces that others publish. See docs/recor
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.errors import RecordingError
-from hicache_ext.page.recording import MAGIC, SUFFIX, read_file
+from hicache_ext.page.recording import MAGIC, MOST_TOKENS, SUFFIX, Entry, read_file
+from hicache_ext.runtime.whole_file import json_in
 
 MOONCAKE_BLOCK = 512
 """Tokens of a block of Mooncake's traces."""
+MOST_BLOCKS = 200_000_000
+"""Of all requests together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,13 @@ class Trace:
         """From the first request to the last."""
         return float(self.times[-1]) if len(self.times) else 0.0
 
+    def chains(self) -> Iterator[list[int]]:
+        """The blocks of each request, one by one: all together may be many times what their file has."""
+        for a, b in itertools.pairwise(self.offsets.tolist()):
+            yield self.blocks[a:b].tolist()
+
     def requests(self) -> list[list[int]]:
-        ends = self.offsets.tolist()
-        blocks = self.blocks.tolist()
-        return [blocks[a:b] for a, b in itertools.pairwise(ends)]
+        return list(self.chains())
 
     def first(self, requests: int) -> Trace:
         """The first so many requests."""
@@ -78,28 +83,32 @@ def made_of(
     *,
     prompt: Sequence[int] | None = None,
     output: Sequence[int] | None = None,
-    found: dict[str, int] | None = None,
-    remarks: Iterable[str] = (),
 ) -> Trace:
     """A trace of these chains, whose blocks may be any whole numbers. Requests are put in the order of their times."""
     order = np.argsort(np.asarray(times, np.float64), kind="stable")
-    moments = np.asarray(times, np.float64)[order]
     lengths = np.array([len(chains[i]) for i in order], np.int64)
     flat = np.fromiter((block for i in order for block in chains[i]), np.uint64, int(lengths.sum()))
     dense = np.unique(flat, return_inverse=True)[1].astype(np.int32) if len(flat) else np.zeros(0, np.int32)
     tokens = lengths * block_tokens if prompt is None else np.asarray(prompt, np.int64)[order]
     answers = np.zeros(len(order), np.int64) if output is None else np.asarray(output, np.int64)[order]
-    return Trace(
-        name,
-        moments - (moments[0] if len(moments) else 0.0),
-        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        dense,
-        tokens,
-        answers,
-        block_tokens,
-        found or {},
-        tuple(remarks),
-    )
+    return _trace(name, np.asarray(times, np.float64)[order], lengths, dense, tokens, answers, block_tokens)
+
+
+def _trace(
+    name: str,
+    moments: npt.NDArray[np.float64],
+    lengths: npt.NDArray[np.int64],
+    blocks: npt.NDArray[np.int32],
+    prompt: npt.NDArray[np.int64],
+    output: npt.NDArray[np.int64],
+    block_tokens: int,
+    found: dict[str, int] | None = None,
+    remarks: Iterable[str] = (),
+) -> Trace:
+    """Of requests in their order."""
+    times = moments - (moments[0] if len(moments) else 0.0)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return Trace(name, times, offsets, blocks, prompt, output, block_tokens, found or {}, tuple(remarks))
 
 
 def read_trace(path: Path, block_tokens: int | None = None) -> Trace:
@@ -121,24 +130,20 @@ def read_trace(path: Path, block_tokens: int | None = None) -> Trace:
 
 
 def _of_recordings(name: str, files: Sequence[Path]) -> Trace:
-    chains: list[Sequence[int]] = []
-    times: list[float] = []
-    prompts: list[int] = []
+    entries: list[Entry] = []
     found: dict[str, int] = {}
     salts, sizes, torn = set(), set(), 0
     for path in files:
         read = read_file(path)
         torn += not read.whole
         if read.entries:
-            salts.add(read.header.get("salt"))
-            sizes.add(int(read.header.get("page_size") or 0))
+            salts.add(read.header["salt"])
+            sizes.add(read.header["page_size"])
         for entry in read.entries:
-            chains.append(entry.chain.tolist())
-            times.append(entry.moment)
-            prompts.append(-1 if entry.prompt is None else entry.prompt)
             for tier, pages in zip(read.header["tiers"], entry.found, strict=True):
                 found[tier] = found.get(tier, 0) + pages
-    if not chains:
+        entries += read.entries
+    if not entries:
         raise RecordingError(name, "holds no request")
     if len(sizes) > 1:
         raise RecordingError(name, f"has pages of {', '.join(map(str, sorted(sizes)))} tokens: take them one by one")
@@ -148,8 +153,52 @@ def _of_recordings(name: str, files: Sequence[Path]) -> Trace:
         remarks.append(f"{torn} of {len(files)} files end amid a block: what was being written when a process died")
     if len(salts) > 1:
         remarks.append(f"files have {len(salts)} different salts: pages of one never equal those of another")
-    tokens = [len(chain) * size if prompt < 0 else prompt for chain, prompt in zip(chains, prompts, strict=True)]
-    return made_of(name, chains, times, size, prompt=tokens, found=found, remarks=remarks)
+    moments = np.array([entry.moment for entry in entries])
+    order = np.argsort(moments, kind="stable")
+    lengths = np.array([entry.length for entry in entries], np.int64)
+    if (total := sum(lengths.tolist())) > MOST_BLOCKS:
+        problem = f"asks for {total} pages in {len(entries)} requests, and a plan takes {MOST_BLOCKS}: take fewer files"
+        raise RecordingError(name, problem)
+    tokens = np.array([-1 if entry.prompt is None else entry.prompt for entry in entries], np.int64)
+    tokens = np.where(tokens < 0, lengths * size, tokens)
+    return _trace(
+        name,
+        moments[order],
+        lengths[order],
+        _blocks_of(entries, lengths, order),
+        tokens[order],
+        np.zeros(len(entries), np.int64),
+        size,
+        found,
+        remarks,
+    )
+
+
+def _blocks_of(
+    entries: Sequence[Entry], lengths: npt.NDArray[np.int64], order: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int32]:
+    """The chains in this order, as dense numbers. A chain is a copy of one that was there and what is new."""
+    trees = list({id(entry.tree): entry.tree for entry in entries}.values())
+    names = [names for tree in trees for names in tree.names]
+    dense = np.unique(np.concatenate([np.empty(0, np.uint64), *names]), return_inverse=True)[1].astype(np.int32)
+    firsts = dict(zip(map(id, trees), np.cumsum([0, *(tree.pages for tree in trees)]).tolist(), strict=False))
+    begins = np.empty(len(entries), np.int64)
+    begins[order] = np.cumsum(lengths[order]) - lengths[order]
+    blocks = np.empty(int(lengths.sum()), np.int32)
+    made: dict[tuple[int, int], int] = {}
+    """Tree and run -> where the chain of the entry that made it begins."""
+    for entry, begin, length in zip(entries, begins.tolist(), lengths.tolist(), strict=True):
+        tree, last = entry.tree, entry.last
+        known = length - entry.fresh
+        if known:
+            before = tree.before(tree.run_of(last)) if entry.fresh else last
+            source = made[id(tree), tree.run_of(before)]
+            blocks[begin : begin + known] = blocks[source : source + known]
+        if entry.fresh:
+            page = firsts[id(tree)] + last + 1 - entry.fresh
+            blocks[begin + known : begin + length] = dense[page : page + entry.fresh]
+            made[id(tree), tree.run_of(last)] = begin
+    return blocks
 
 
 def _of_json_lines(path: Path, block_tokens: int) -> Trace:
@@ -162,13 +211,13 @@ def _of_json_lines(path: Path, block_tokens: int) -> Trace:
             if not line.strip():
                 continue
             try:
-                request = json.loads(line)
-                chain = [_whole(block) for block in request["hash_ids"]]
+                request = json_in(line)
+                chain = [_whole(block, 1 << 64) for block in request["hash_ids"]]
                 times.append(float(request["timestamp"]) / 1000)
                 prompts.append(_whole(request.get("input_length", len(chain) * block_tokens)))
                 outputs.append(_whole(request.get("output_length", 0)))
                 chains.append(chain)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError):
                 wanted = "a JSON object with timestamp (ms), input_length, output_length and hash_ids"
                 raise RecordingError(path, f"is no trace: line {number} is not {wanted}") from None
     if not chains:
@@ -176,7 +225,7 @@ def _of_json_lines(path: Path, block_tokens: int) -> Trace:
     return made_of(path.name, chains, times, block_tokens, prompt=prompts, output=outputs)
 
 
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 64:
+def _whole(value: Any, below: int = MOST_TOKENS + 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < below:
         raise ValueError(value)
     return value

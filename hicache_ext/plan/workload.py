@@ -9,11 +9,10 @@ from dataclasses import dataclass, fields
 
 from hicache_ext.config import parse_duration
 from hicache_ext.errors import ConfigError
-from hicache_ext.plan.traces import Trace, made_of
+from hicache_ext.plan.traces import MOST_BLOCKS, Trace, made_of
 
 BLOCK_TOKENS = 512
 _DURATIONS = ("think", "span")
-_MOST_BLOCKS = 200_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ def parse_workload(text: str) -> Chat:
     if not chat.rate or not chat.span or not chat.systems:
         raise ConfigError("--workload", "rate, span and systems must be above 0", allowed)
     requests = chat.rate * chat.span * chat.turns
-    if requests * (chat.system + chat.first + chat.turns * (chat.question + chat.answer)) / BLOCK_TOKENS > _MOST_BLOCKS:
+    if requests * (chat.system + chat.first + chat.turns * (chat.question + chat.answer)) / BLOCK_TOKENS > MOST_BLOCKS:
         raise ConfigError("--workload", f"some {requests:.0f} requests are more than fit here", "a shorter span")
     return chat
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import secrets
 import stat
@@ -113,10 +114,25 @@ def read_document(path: Path) -> dict[str, Any] | None:
 def parsed(content: bytes) -> dict[str, Any] | None:
     """The JSON object in the bytes of a file; None for anything else."""
     try:
-        document = json.loads(content)
-    except (ValueError, RecursionError):
+        document = json_in(content)
+    except ValueError:
         return None
     return document if isinstance(document, dict) else None
+
+
+def json_in(text: str | bytes) -> Any:
+    """The JSON value in a text that anybody may have written; its numbers are finite. Raises ValueError, whatever is
+    wrong."""
+    try:
+        return json.loads(text, parse_constant=_finite, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _finite(word: str) -> float:
+    if not math.isfinite(number := float(word)):
+        raise ValueError(f"{word} is no number")
+    return number
 
 
 def _write_beside(path: Path, text: str, sync: bool) -> Path:

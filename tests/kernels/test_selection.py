@@ -72,7 +72,18 @@ def test_a_calibration_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{}", "[]", '{"version": 2}', '{"version": 1, "gpu": "x", "driver": "y", "date": "z", "measurements": [{}]}'],
+    [
+        *(
+            "",
+            "{}",
+            "[]",
+            '{"version": 2}',
+            "[" * 200_000,
+            '{"version": Infinity}',
+            '{"version": 1, "measurements": 5}',
+        ),
+        '{"version": 1, "gpu": "x", "driver": "y", "date": "z", "measurements": [{}]}',
+    ],
 )
 def test_a_file_that_is_no_calibration_is_refused_in_one_sentence(tmp_path: Path, text: str) -> None:
     path = tmp_path / "gpu.json"

@@ -122,7 +122,13 @@ def test_the_estimate_of_a_prefill_goes_by_the_parameters_that_a_token_passes_th
     ("config", "sentence"),
     [
         ({}, "--model: num_hidden_layers is missing in the model's configuration; allowed: the config.json"),
-        ({**LLAMA_8B, "num_hidden_layers": "x"}, "--model: num_hidden_layers is no positive whole number"),
+        ({**LLAMA_8B, "num_hidden_layers": "x"}, "--model: num_hidden_layers is no whole number from 1 to 16777216"),
+        *(
+            ({**LLAMA_8B, key: value}, f"--model: {key} is no ")
+            for key in ("num_hidden_layers", "num_key_value_heads", "head_dim", "v_head_dim", "layer_types")
+            for value in ("abc", [1] if key != "layer_types" else 5, {"a": 1}, 1.5, float("inf"), -64, 2**63, True)
+        ),
+        ({**LLAMA_8B, "num_attention_heads": 8192}, "--model: hidden_size is less than num_attention_heads"),
         ({**LLAMA_8B, "torch_dtype": "int3"}, "--dtype: 'int3' is no dtype of a KV cache; allowed: bfloat16"),
         ({**LLAMA_8B, "layer_types": ["linear_attention"]}, "--model: m has layers with states"),
         ({**LLAMA_8B, "full_attention_interval": 4}, "--model: m has layers with states"),
@@ -139,7 +145,12 @@ def test_heads_that_cannot_be_split_and_files_that_are_none_are_one_sentence(tmp
         size_of(LLAMA_8B, "m", tp=3)
     with pytest.raises(ConfigError, match=r"--model: .*config\.json: No such file"):
         read_model(tmp_path)
-    for text, problem in (("[]", "is no JSON object"), ("{", "is no JSON;")):
+    for text, problem in (
+        ("[]", "is no JSON object"),
+        ("{", "is no JSON;"),
+        ("[" * 200_000, "is no JSON;"),
+        ('{"hidden_size": Infinity}', "is no JSON;"),
+    ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ConfigError, match=problem):
             read_model(tmp_path)

@@ -20,7 +20,7 @@ import pytest
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.config.record import RecordConfig
 from hicache_ext.errors import ConfigError, RecordingError
-from hicache_ext.page.recording import MAGIC, SUFFIX, Entry, read_file
+from hicache_ext.page.recording import MAGIC, SUFFIX, Asked, Encoder, Entry, block, read_file
 from hicache_ext.plan.traces import read_trace
 from hicache_ext.sglang import trace_hooks
 from hicache_ext.storage.opening import open_tiers
@@ -29,6 +29,7 @@ from hicache_ext.storage.tiering.recording import Recorder
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import store_pages
+from tests.rigs.small_memory import run_in_small_memory
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -425,6 +426,11 @@ def test_mooncakes_traces_are_read_and_what_is_none_is_one_sentence(tmp_path: Pa
         "no",
         '{"timestamp": 1, "hash_ids": ["a"]}',
         '{"timestamp": 1, "hash_ids": 4}',
+        '{"timestamp": Infinity, "hash_ids": [4]}',
+        '{"timestamp": 1e999, "hash_ids": [4]}',
+        json.dumps({"timestamp": 1, "hash_ids": [4], "input_length": 2**63}),
+        '{"timestamp": 1, "hash_ids": [4], "output_length": -1}',
+        "[" * 200_000,
     ):
         path.write_text(json.dumps(lines[0]) + "\n" + text)
         with pytest.raises(
@@ -470,3 +476,98 @@ def test_a_recording_of_more_pages_than_the_writer_remembers_is_whole(
         ask(recorder, f"{number}", hashes(5000, f"{number}"))
     recorder.close()
     assert recorder.metrics.value("request", "written") == len(entries_in(tmp_path / "rec")) == 40
+
+
+# -- files that somebody made ------------------------------------------------------------------------------------------
+
+
+def made(path: Path, chains: list[list[str]], **header: Any) -> Path:
+    """A recording of these chains; ``header`` in place of what a recorder writes there."""
+    encoder = Encoder(bytes(16), ())
+    entries = (encoder.entry(Asked(number, chain, 1, 0, {})) for number, chain in enumerate(chains))
+    path.write_bytes(encoder.header(0.0, {"page_size": 64, **header}) + block(b"".join(entries)))
+    return path
+
+
+READ = """
+import sys
+from pathlib import Path
+from hicache_ext.plan.traces import read_trace
+limit(400)
+trace = read_trace(Path(sys.argv[1]))
+print(len(trace), trace.distinct, len(trace.blocks), sum(map(len, trace.chains())), trace.prompt.tolist()[:2])
+"""
+
+
+def test_requests_behind_one_long_prefix_take_about_what_their_blocks_take(tmp_path: Path) -> None:
+    """Seen: 2.1 GB for a file of 211 KiB, each chain being unrolled."""
+    prefix = hashes(20_000)
+    path = made(tmp_path / f"a{SUFFIX}", [prefix, *([prefix[-1], *hashes(1, f"{n} ")] for n in range(1000))])
+    assert path.stat().st_size < 250_000
+    assert run_in_small_memory(READ, path) == "1001 21000 20021000 20021000 [1280000, 1280064]\n"
+
+
+def test_chains_that_are_more_than_fit_together_are_one_sentence(tmp_path: Path) -> None:
+    """Seen: a file of 8 MB, each request a page longer than the one before, was never read to its end."""
+    encoder, chain = Encoder(bytes(16), ()), hashes(1)
+    entries = [encoder.entry(Asked(0.0, chain, 1, 0, {}))]
+    for number in range(30_000):
+        chain = [chain[-1], hashes(1, f"{number} ")[0]]
+        entries.append(encoder.entry(Asked(float(number), chain, 1, 0, {})))
+    path = tmp_path / f"a{SUFFIX}"
+    path.write_bytes(encoder.header(0.0, {}) + block(b"".join(entries)))
+    with pytest.raises(RecordingError, match=r"asks for 450045001 pages in 30001 requests, and a plan takes 200000000"):
+        read_trace(path)
+
+
+def test_chains_of_several_files_that_branch_are_those_that_were_recorded(tmp_path: Path) -> None:
+    chains = [
+        hashes(8),
+        hashes(3),
+        [*hashes(5), *hashes(4, "b")],
+        [*hashes(5), *hashes(2, "b")],
+        hashes(2, "c"),
+        hashes(10),
+    ]
+    for part, name in ((chains[:4], "a"), (chains[4:], "b")):
+        made(tmp_path / f"{name}{SUFFIX}", part)
+    found = sorted(read_trace(tmp_path).requests(), key=len)
+    names: dict[str, int] = {}
+    wanted = sorted(([names.setdefault(page, len(names)) for page in chain] for chain in chains), key=len)
+    assert [len(chain) for chain in found] == [len(chain) for chain in wanted]
+    # Numbers differ, and which of them are equal does not.
+    pairs = {pair for one, other in zip(found, wanted, strict=True) for pair in zip(one, other, strict=True)}
+    assert len(pairs) == len({number for number, _ in pairs}) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("header", "problem"),
+    [
+        ({"page_size": "abc"}, "has a header whose page_size is no whole number from 1 to 2147483648"),
+        ({"page_size": -64}, "has a header whose page_size is no whole number"),
+        ({"page_size": 2**63}, "has a header whose page_size is no whole number"),
+        ({"page_size": []}, None),
+        ({"salt": []}, "has a header whose salt is no text"),
+        ({"tiers": "disk"}, "has a header whose tiers are no list of names"),
+        ({"tiers": [[]]}, "has a header whose tiers are no list of names"),
+        ({"started": float("inf")}, "has a header that says nothing"),
+        ({"started": 2**2000}, "has a header that says nothing"),
+        ({"more": eval("[" * 90 + "]" * 90)}, None),
+    ],
+)
+def test_a_header_with_a_field_that_is_none_is_one_sentence(
+    header: dict[str, Any], problem: str | None, tmp_path: Path
+) -> None:
+    path = made(tmp_path / f"a{SUFFIX}", [hashes(3)], **header)
+    if problem is None:
+        assert len(read_trace(path)) == 1
+        return
+    with pytest.raises(RecordingError, match=problem):
+        read_trace(path)
+
+
+def test_a_header_that_is_nested_without_end_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / f"a{SUFFIX}"
+    path.write_bytes(MAGIC + block(b"[" * 200_000))
+    with pytest.raises(RecordingError, match="has a header that says nothing"):
+        read_trace(path)

@@ -15,7 +15,7 @@ from hicache_ext.errors import ConfigError, WarmError
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
 from hicache_ext.storage.contract.registry import open_tier
-from hicache_ext.storage.serving.warming import warm_prompts
+from hicache_ext.storage.serving.warming import read_identities, warm_prompts
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.testing.conformance.pages import assert_hits, store_pages
 from hicache_ext.testing.server import free_port
@@ -267,7 +267,10 @@ def test_a_mistake_is_one_sentence(config_file, tmp_path, monkeypatch, capsys, a
     assert error.startswith(sentence) and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("text", ["", "  ", "[]", "[1, true]", '["a"]', "[[1], []]", "[1, [2]]", "{}", "1.5", "[1"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "  ", "[]", "[1, true]", '["a"]', "[[1], []]", "[1, [2]]", "{}", "1.5", "[1", "[" * 200_000, "[Infinity]"],
+)
 def test_what_is_no_list_of_tokens_is_refused(text):
     with pytest.raises(ConfigError):
         parse_tokens(text, "--tokens")
@@ -276,3 +279,14 @@ def test_what_is_no_list_of_tokens_is_refused(text):
 def test_tokens_may_be_written_in_three_ways():
     assert parse_tokens("1 2,3\n4", "t") == parse_tokens("[1, 2, 3, 4]", "t") == [[1, 2, 3, 4]]
     assert parse_tokens("[[1], [2, 3]]", "t") == [[1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "segment"),
+    [(64, 2**63), (64, []), (2**63, 64), (-64, 64), ("abc", 64), (float("inf"), 64), (64, None)],
+)
+def test_a_document_that_anybody_wrote_is_refused_in_one_sentence(page_size, segment, tmp_path):
+    document = {"model": {"id": "m"}, "pool": {"name": "kv", "page_size": page_size, "segments": [segment]}}
+    (tmp_path / "a.json").write_text("[" * 200_000 if segment is None else json.dumps(document))
+    with pytest.raises(ConfigError, match=r"--identity: '.*a\.json' does not describe the pages of a pool"):
+        read_identities([str(tmp_path / "a.json")], "--identity")

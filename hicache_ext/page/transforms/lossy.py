@@ -31,6 +31,7 @@ from hicache_ext.page.transforms.codec import LOSSY_CODECS, PageCodec
 from hicache_ext.page.transforms.lossless import LosslessCodec, frame_of, plane_in
 from hicache_ext.page.transforms.planes import SPLITS
 from hicache_ext.page.transforms.rows import KINDS, Code, Rows
+from hicache_ext.runtime.whole_file import json_in
 
 _HEAD = struct.Struct("<BBHI")
 _VERSION = 1
@@ -128,7 +129,7 @@ def _said_codecs(document: Mapping[str, Any]) -> list[str]:
     """The lossy codecs that may be in the way of this identity's pages, by ``lossy_fact``."""
     model = document.get("model")
     try:
-        compute = json.loads(model["compute"]) if isinstance(model, Mapping) and model.get("compute") else {}
+        compute = json_in(model["compute"]) if isinstance(model, Mapping) and model.get("compute") else {}
         said = compute.get(_FACT, [])
     except (TypeError, ValueError, AttributeError):
         return []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+from hicache_ext.runtime.whole_file import parsed
 
 LARGEST_DOCUMENT = 1 << 20
 """Bytes; ours have a few hundred."""
@@ -11,10 +12,6 @@ LARGEST_SUM = 16 << 20
 """Bytes of all documents that are read from one medium."""
 
 
-def document_in(stored: Any) -> dict[str, Any] | None:
+def document_in(stored: bytes) -> dict[str, Any] | None:
     """The document; None where this is none."""
-    try:
-        document = json.loads(stored) if len(stored) <= LARGEST_DOCUMENT else None
-    except (TypeError, ValueError, RecursionError):
-        return None
-    return document if isinstance(document, dict) else None
+    return parsed(stored) if len(stored) <= LARGEST_DOCUMENT else None

@@ -19,6 +19,7 @@ from typing import Any
 
 from hicache_ext.errors import ControlError
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
+from hicache_ext.runtime.whole_file import json_in
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +178,7 @@ def _receive(connection: socket.socket) -> dict[str, Any]:
         received += piece
         if len(received) > _LONGEST_LINE:
             raise ValueError("the line is too long")
-    document = json.loads(received)
+    document = json_in(received)
     if not isinstance(document, dict):
         raise ValueError("not a mapping")
     return document

@@ -6,7 +6,6 @@ keep beside their pages; a server writes those of its pools when it starts. A Mo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,8 @@ from hicache_ext.config import HicacheExtConfig, TierConfig
 from hicache_ext.errors import ConfigError, WarmError
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import KV_POOL, digest_of_document
+from hicache_ext.page.recording import MOST_TOKENS
+from hicache_ext.runtime.whole_file import json_in
 from hicache_ext.storage.contract.abilities import IdentityKeeper, ability
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
@@ -26,6 +27,9 @@ from hicache_ext.storage.tiers.file.manifest import holds_former_slabs, holds_sl
 from hicache_ext.storage.tiers.file.pages.tree import load_document
 
 _PAGES_AT_ONCE = 64
+_BYTES_AT_ONCE = 256 << 20
+_LARGEST_PAGE = 512 << 20
+"""Bytes; Redis' own limit of a value."""
 
 Progress = Callable[[int, int], None]
 """Called with the number of pages done, and of all pages."""
@@ -110,9 +114,10 @@ def warm(
     report = WarmReport()
     for pool, keys in keys_of_chains:
         done = report.pages
-        for first in range(0, len(keys), _PAGES_AT_ONCE):
-            portion = keys[first : first + _PAGES_AT_ONCE]
-            complete = _warm_portion(source, target, portion, sum(pool["segments"]), report)
+        page_bytes = sum(pool["segments"])
+        at_once = max(1, min(_PAGES_AT_ONCE, _BYTES_AT_ONCE // page_bytes))
+        for first in range(0, len(keys), at_once):
+            complete = _warm_portion(source, target, keys[first : first + at_once], page_bytes, report)
             progress(report.pages, total)
             if not complete and pool["name"] == KV_POOL:
                 break
@@ -194,7 +199,7 @@ def read_identities(places: Sequence[str], key: str) -> dict[bytes, dict[str, An
             raise ConfigError(key, f"the directory {place!r} has no file *.json", allowed)
         for file in files:
             try:
-                document = json.loads(file.read_text())
+                document = json_in(file.read_bytes())
             except OSError as error:
                 raise ConfigError(key, f"{str(file)!r} cannot be read: {error.strerror or error}", allowed) from None
             except ValueError:
@@ -246,8 +251,9 @@ def _is_usable(document: Mapping[str, Any]) -> bool:
     if not isinstance(pool, dict) or not isinstance(model, dict) or "id" not in model or "name" not in pool:
         return False
     segments, page_size = pool.get("segments"), pool.get("page_size")
-    sizes_are_numbers = isinstance(segments, list) and all(isinstance(size, int) and size > 0 for size in segments)
-    return bool(sizes_are_numbers and segments and isinstance(page_size, int) and page_size > 0)
+    if not isinstance(segments, list) or not all(isinstance(size, int) and size > 0 for size in segments):
+        return False
+    return 0 < sum(segments) <= _LARGEST_PAGE and isinstance(page_size, int) and 0 < page_size <= MOST_TOKENS
 
 
 def _route(config: HicacheExtConfig, to: str | None) -> tuple[str, list[str]]:

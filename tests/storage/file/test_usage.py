@@ -346,6 +346,10 @@ def test_a_tree_that_was_taken_away_amid_a_count_makes_it_be_repeated(open_usage
             [
                 b'{"stored": 1e999, "under_way": {}, "recount": false}\n',
                 b'{"stored": NaN, "under_way": {}, "recount": false}\n',
+                b'{"stored": %d, "under_way": {}, "recount": false}\n' % 2**63,
+                b'{"stored": "5", "under_way": {}, "recount": false}\n',
+                b'{"stored": 5, "under_way": {"a": [1, -5, 0.0]}, "recount": false}\n',
+                b'{"stored": 5, "under_way": {"a": [1, 5, 1e999]}, "recount": false}\n',
                 b'{"stored": 5, "under_way": {"a": 3}, "recount": false}\n',
                 b'{"stored": 5, "under_way": [], "recount": false}\n',
                 b'{"stored": 5, "reserved": {}, "recount": false}\n',

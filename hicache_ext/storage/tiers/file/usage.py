@@ -23,14 +23,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, FlockLock, OfdLock, free_lock
 from hicache_ext.runtime.members import Members
+from hicache_ext.runtime.whole_file import json_in
 from hicache_ext.storage.tiers.file.former_slabs import FormerSlabs
 from hicache_ext.storage.tiers.file.manifest import slab_home
 from hicache_ext.storage.tiers.file.writers import Writers
 
 _RECORD_LIMIT = 1 << 20
+_MOST_BYTES = 1 << 60
 _CHECKSUM = b', "checksum": '
 """Its last field: of everything before it."""
 _EVICTION_BYTE = 0
@@ -403,11 +406,11 @@ def _record_in(raw: bytes) -> UsageRecord | None:
         body, separator, checksum = line.rpartition(_CHECKSUM)
         if separator and checksum != _checksum(body):
             return None
-        document = json.loads(line)
+        document = json_in(line)
         return UsageRecord(
-            stored=int(document["stored"]),
+            stored=_bytes(document["stored"], -_MOST_BYTES),
             under_way={
-                str(writer): UnderWay(int(operations), int(reserved), float(last_change))
+                str(writer): UnderWay(_bytes(operations), _bytes(reserved), float(last_change))
                 for writer, (operations, reserved, last_change) in document["under_way"].items()
             },
             recount=bool(document["recount"]),
@@ -415,5 +418,11 @@ def _record_in(raw: bytes) -> UsageRecord | None:
             counts=int(document.get("counts", 0)),
             users=[int(user) for user in document.get("users", [])],
         )
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _bytes(value: Any, least: int = 0) -> int:
+    if not isinstance(value, int) or not least <= value <= _MOST_BYTES:
+        raise ValueError(value)
+    return value

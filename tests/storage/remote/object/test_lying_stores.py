@@ -108,7 +108,8 @@ from hicache_ext.storage.tiers.object.store import ObjectPageStore
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 from tests.storage.remote.object.test_lying_stores import KEYS, PAGE_BYTES, through
 limit(1024)
-store = ObjectPageStore("objects", ObjectTierConfig(url="s3://test", timeout=30.0, required=False), lambda: through(int(sys.argv[1]), "test", "x"))
+tier = ObjectTierConfig(url="s3://test", timeout=30.0, required=False)
+store = ObjectPageStore("objects", tier, lambda: through(int(sys.argv[1]), "test", "x"))
 buffers = [[memoryview(bytearray(PAGE_BYTES - 128))] for _ in KEYS]
 print([result.name for result in store.get(PageBatch(KEYS, buffers))], store.identities())
 print(store.metrics.value("error", "cut"))
@@ -145,7 +146,9 @@ def test_a_listing_without_end_ends(names_without_end: int, bound: str, monkeypa
     else:
         monkeypatch.setattr(catalog, "_MOST_LISTED", 5000)
     store = ObjectPageStore(
-        "objects", ObjectTierConfig(url="s3://test", timeout=30.0, required=False), lambda: through(names_without_end, "test", "x")
+        "objects",
+        ObjectTierConfig(url="s3://test", timeout=30.0, required=False),
+        lambda: through(names_without_end, "test", "x"),
     )
     results, _ = read_pages(store, KEYS, [PAGE_BYTES - 128])
     assert set(results) <= {GetResult.MISS}

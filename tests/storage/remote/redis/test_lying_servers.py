@@ -289,7 +289,7 @@ def test_a_reply_too_many_of_a_node_that_is_asked_during_a_move_makes_no_page_ex
         connection.close()
 
 
-# -- numbers, lists and names without a bound ----------------------------------------------------------------------------
+# -- numbers, lists and names without a bound --------------------------------------------------------------------------
 
 OPENED = """
 import sys
@@ -376,9 +376,10 @@ def test_a_password_goes_to_no_server_that_one_outside_a_cluster_names():
     with FakeServer(lambda words: b"+OK\r\n") as stranger:
 
         def answer(words: list[bytes]) -> bytes:
-            return b"-MOVED 1 %b:%d\r\n" % (stranger.endpoint.host.encode(), stranger.endpoint.port) * (
-                words[0] == b"GET"
-            ) or b"+OK\r\n"
+            return (
+                b"-MOVED 1 %b:%d\r\n" % (stranger.endpoint.host.encode(), stranger.endpoint.port) * (words[0] == b"GET")
+                or b"+OK\r\n"
+            )
 
         with FakeServer(answer) as server:
             store = open_store(server, password=Secret("env", "PATH"))
