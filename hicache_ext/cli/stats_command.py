@@ -28,6 +28,8 @@ from hicache_ext.runtime.shown import shown_address
 from hicache_ext.storage.serving.metrics_export import PREFIX
 
 _TIMEOUT = 10.0
+_LONGEST = 64 << 20
+"""Bytes of metrics that are read."""
 _CLEAR = "\x1b[H\x1b[2J"
 _SOURCES = dict(
     zip(CACHE_SOURCES, ("from storage", "from host memory", "on the device", "cached somewhere"), strict=True)
@@ -73,7 +75,7 @@ def fetch(url: str) -> Samples:
         # An operator's own servers are not behind the proxies of the environment.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(url, timeout=_TIMEOUT) as response:
-            text = str(response.read(), "utf-8", "replace")
+            text = str(response.read(_LONGEST), "utf-8", "replace")
     except urllib.error.HTTPError as error:
         hint = "; was the server started with --enable-metrics?" if error.code == 404 else ""
         raise StatsError(f"{shown_address(url)} answered {error.code}{hint}") from None

@@ -19,6 +19,7 @@ from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_config
 from hicache_ext.errors import ConfigError, ControlError, StoreClosedError, StoreSetupError
 from hicache_ext.storage.contract.store import PageBatch, SetResult
 from hicache_ext.storage.opening import open_tiers
+from hicache_ext.storage.serving import control
 from hicache_ext.storage.serving.config_file import ConfigFile, config_file_of
 from hicache_ext.storage.serving.control import ControlSocket
 from hicache_ext.storage.tiering.reload import ReloadableStore
@@ -528,6 +529,21 @@ def test_nonsense_on_the_socket_is_answered_or_dropped(file: Path, runtime: Path
             connection.sendall(nonsense)
     assert ask(path, {"call": "stop"})["messages"] == ["unknown call 'stop'"]
     assert ask(path, {"call": "facts"})["file"] == str(file)
+
+
+@pytest.mark.parametrize("answer", [b"[" * 200_000 + b"\n", b"[1]\n", b"{\n", b"\xff\n", b"x" * (2 << 20)])
+def test_nonsense_in_place_of_an_answer_is_one_sentence(answer: bytes, runtime: Path) -> None:
+    def nonsense(request: dict[str, Any]) -> dict[str, Any]:
+        return {}
+
+    server = ControlSocket(nonsense)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            control, "_send", lambda connection, document: connection.sendall(answer if not document else b"{}\n")
+        )
+        with pytest.raises(ControlError, match=r"^process [0-9]+ does not answer: "):
+            control.ask(server.path, {"call": "facts"})
+    server.close()
 
 
 def test_admission_and_a_budget_come_and_go_by_a_reload(tier: Callable[..., Section]) -> None:

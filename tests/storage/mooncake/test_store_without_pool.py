@@ -18,6 +18,7 @@ from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.runtime.call_deadline import ending_within
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.mooncake import attachment as attachment_module
+from hicache_ext.storage.tiers.mooncake import holders as holders_module
 from hicache_ext.storage.tiers.mooncake import pages as pages_module
 from hicache_ext.storage.tiers.mooncake import writing as writing_module
 from hicache_ext.storage.tiers.mooncake.attachment import Attachment, address_of
@@ -552,6 +553,20 @@ def test_a_holder_that_stays_away_is_a_line_in_the_log_and_leaves_no_thread_when
     engine.client.out.clear()
     wait_until(lambda: not any("holder" in thread.name for thread in threading.enumerate()))
     assert read_pages(store, first + second)[0] == [GetResult.HIT] * 6
+
+
+def test_a_master_that_names_another_holder_for_each_page_does_not_cost_a_thread_each(engine, store, monkeypatch):
+    monkeypatch.setattr(holders_module, "_MOST_OUT", 4)
+    keys = page_keys(40)
+    store_pages(store, keys)
+    holders = [f"holder {number}" for number in range(40)]
+    engine.client.holder_of = dict(zip(engine.client.objects, holders, strict=True))
+    engine.client.out = set(holders)
+    engine.client.batch_get_into_multi_buffers = lambda names, addresses, sizes: [-800] * len(names)
+    for _ in range(3):
+        read_pages(store, keys)
+        assert sum("holder" in thread.name for thread in threading.enumerate()) <= 4
+    assert len(store.details()["holders_out"]) <= 4
 
 
 def test_a_pool_in_trouble_logs_each_kind_of_it_once(engine, store, caplog):

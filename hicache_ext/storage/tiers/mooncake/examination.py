@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import math
 import mmap
 import re
 import secrets
@@ -123,7 +124,7 @@ def _capacity(tier: MooncakeTierConfig) -> Iterator[Finding]:
         return
     values = {name: float(value) for name, value in _METRIC.findall(text)}
     used, total = values.get("master_allocated_bytes"), values.get("master_total_capacity_bytes")
-    if used is None or not total:
+    if used is None or not total or not math.isfinite(used + total):
         yield Finding("capacity", Level.WARNING, "the pool has no memory", "start holders that contribute segments")
         return
     seen = f"{rounded_size(used)} of {rounded_size(total)} used ({used / total:.0%})"

@@ -31,6 +31,8 @@ _SLOW_START = 1.0
 """Seconds over which a holder's pages are asked for again that was out for longer than a moment."""
 _PROBED_NAMES = 8
 """Names of pages of a holder that are kept to probe it with: some are evicted meanwhile."""
+_MOST_OUT = 256
+"""Holders that are probed, each by a thread: the master may name any number."""
 _PROBED_BYTES = 64
 _MEMORY_BYTES = 4096
 
@@ -121,11 +123,15 @@ class Holders:
         with self._lock:
             if self._stopped:
                 return
+            suspects = set()
             for name, place in places.items():
                 if place.holder not in self._holders:
+                    if len(self._holders) >= _MOST_OUT:
+                        continue
                     self._holders[place.holder] = self._new(place.holder)
                 self._holders[place.holder].names.append(name)
-            for endpoint in {place.holder for place in places.values()}:
+                suspects.add(place.holder)
+            for endpoint in suspects:
                 self._holders[endpoint].breaker.trip("a transfer failed or was late", in_doubt=True)
 
     # -- probes ----------------------------------------------------------------------------------------------------
