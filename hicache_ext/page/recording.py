@@ -14,7 +14,7 @@ import hashlib
 import json
 import struct
 import zlib
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -118,60 +118,19 @@ def _or_unknown(tokens: int | None) -> int:
     return UNKNOWN if tokens is None else min(max(0, tokens), UNKNOWN - 1)
 
 
-class PageTree:
-    """The salted pages of one file, numbered in its order, in runs of those that follow each other. A chain is made
-    when it is asked for: together they may be far larger than the file."""
-
-    def __init__(self) -> None:
-        self.names: list[npt.NDArray[np.uint64]] = []
-        """Of each run."""
-        self.begins: list[int] = []
-        """The number of its first page."""
-        self._before: list[tuple[int, int]] = []
-        """The page before it, or -1, and how many there are up to that one."""
-        self.pages = 0
-
-    def add(self, before: int, names: npt.NDArray[np.uint64]) -> None:
-        self._before.append((before, self.length(before)))
-        self.names.append(names)
-        self.begins.append(self.pages)
-        self.pages += len(names)
-
-    def run_of(self, page: int) -> int:
-        return bisect_right(self.begins, page) - 1
-
-    def before(self, run: int) -> int:
-        """The page before a run, or -1."""
-        return self._before[run][0]
-
-    def length(self, last: int) -> int:
-        """Pages from the first to ``last``; none for -1."""
-        if last < 0:
-            return 0
-        run = self.run_of(last)
-        return self._before[run][1] + last - self.begins[run] + 1
-
-    def chain(self, last: int) -> npt.NDArray[np.uint64]:
-        """Those pages."""
-        pieces = [np.empty(0, np.uint64)]
-        while last >= 0:
-            run = self.run_of(last)
-            pieces.append(self.names[run][: last - self.begins[run] + 1])
-            last = self.before(run)
-        return np.concatenate(pieces[::-1])
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Entry:
-    """One request of a recording that was read. ``found`` is in the order of the header's tiers."""
+    """One request of a recording that was read. ``found`` is in the order of the header's tiers. Its chain is made when
+    it is asked for: all together may be far larger than their file."""
 
     moment: float
     """Seconds since 1970."""
-    tree: PageTree
-    last: int
-    """Its last page in the tree; -1 without any."""
-    fresh: int
-    """How many of its last pages make a run of their own in the tree."""
+    before: Entry | None = field(repr=False)
+    """An earlier one, whose chain begins as this one does."""
+    known: int
+    """By so many pages."""
+    names: npt.NDArray[np.uint64]
+    """The salted pages that follow."""
     asked: int
     answered: int
     found: tuple[int, ...]
@@ -179,14 +138,21 @@ class Entry:
     matched: int | None
 
     @property
-    def chain(self) -> npt.NDArray[np.uint64]:
-        """Salted pages from the first that the file knows of to the last."""
-        return self.tree.chain(self.last)
-
-    @property
     def length(self) -> int:
         """Of the chain."""
-        return self.tree.length(self.last)
+        return self.known + len(self.names)
+
+    @property
+    def chain(self) -> npt.NDArray[np.uint64]:
+        """Salted pages from the first that the file knows of to the last."""
+        pieces: list[npt.NDArray[np.uint64]] = []
+        entry, left = self, self.length
+        while True:
+            pieces.append(entry.names[: max(0, left - entry.known)])
+            left = min(left, entry.known)
+            if entry.before is None:
+                return np.concatenate(pieces[::-1])
+            entry = entry.before
 
 
 @dataclass(slots=True)
@@ -264,30 +230,40 @@ def _header(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def _entries(blocks: Iterator[bytes], started: float, tiers: int) -> Iterator[Entry]:
-    tree = PageTree()
+    makers: list[Entry] = []
+    """Those with new pages, and the numbers of their first ones."""
+    firsts: list[int] = []
+    pages = 0
     for payload in blocks:
         at = 0
         while at < len(payload):
             microseconds, prompt, matched, asked, answered, parent, fresh, counts = _ENTRY.unpack_from(payload, at)
             at += _ENTRY.size
-            if counts != tiers or parent > tree.pages:
+            if counts != tiers or parent > pages:
                 raise ValueError("another file's entry")
             found = struct.unpack_from(f"<{counts}I", payload, at)
             at += 4 * counts
             names = np.frombuffer(payload, "<u8", fresh, at)
             at += _PAGE_BYTES * fresh
-            if asked > tree.length(parent - 1) + fresh:
+            before, known = None, 0
+            if parent:
+                maker = bisect_left(firsts, parent) - 1
+                before, known = makers[maker], makers[maker].known + parent - firsts[maker]
+            if asked > known + fresh:
                 raise ValueError("more asked for than there is")
-            if fresh:
-                tree.add(parent - 1, names)
-            yield Entry(
+            entry = Entry(
                 started + microseconds / 1e6,
-                tree,
-                tree.pages - 1 if fresh else parent - 1,
-                fresh,
+                before,
+                known,
+                names,
                 asked,
                 answered,
                 found,
                 None if prompt == UNKNOWN else prompt,
                 None if matched == UNKNOWN else matched,
             )
+            if fresh:
+                makers.append(entry)
+                firsts.append(pages)
+                pages += fresh
+            yield entry

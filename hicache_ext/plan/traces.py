@@ -5,7 +5,7 @@ From recordings of a server, and from traces that others publish. See docs/recor
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -91,24 +91,13 @@ def made_of(
     dense = np.unique(flat, return_inverse=True)[1].astype(np.int32) if len(flat) else np.zeros(0, np.int32)
     tokens = lengths * block_tokens if prompt is None else np.asarray(prompt, np.int64)[order]
     answers = np.zeros(len(order), np.int64) if output is None else np.asarray(output, np.int64)[order]
-    return _trace(name, np.asarray(times, np.float64)[order], lengths, dense, tokens, answers, block_tokens)
+    moments = np.asarray(times, np.float64)[order]
+    since = moments - (moments[0] if len(moments) else 0.0)
+    return Trace(name, since, _offsets(lengths), dense, tokens, answers, block_tokens, {})
 
 
-def _trace(
-    name: str,
-    moments: npt.NDArray[np.float64],
-    lengths: npt.NDArray[np.int64],
-    blocks: npt.NDArray[np.int32],
-    prompt: npt.NDArray[np.int64],
-    output: npt.NDArray[np.int64],
-    block_tokens: int,
-    found: dict[str, int] | None = None,
-    remarks: Iterable[str] = (),
-) -> Trace:
-    """Of requests in their order."""
-    times = moments - (moments[0] if len(moments) else 0.0)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return Trace(name, times, offsets, blocks, prompt, output, block_tokens, found or {}, tuple(remarks))
+def _offsets(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
 def read_trace(path: Path, block_tokens: int | None = None) -> Trace:
@@ -156,48 +145,42 @@ def _of_recordings(name: str, files: Sequence[Path]) -> Trace:
     moments = np.array([entry.moment for entry in entries])
     order = np.argsort(moments, kind="stable")
     lengths = np.array([entry.length for entry in entries], np.int64)
-    if (total := sum(lengths.tolist())) > MOST_BLOCKS:
+    if (total := int(lengths.sum())) > MOST_BLOCKS:
         problem = f"asks for {total} pages in {len(entries)} requests, and a plan takes {MOST_BLOCKS}: take fewer files"
         raise RecordingError(name, problem)
-    tokens = np.array([-1 if entry.prompt is None else entry.prompt for entry in entries], np.int64)
-    tokens = np.where(tokens < 0, lengths * size, tokens)
-    return _trace(
+    prompt = [entry.length * size if entry.prompt is None else entry.prompt for entry in entries]
+    return Trace(
         name,
-        moments[order],
-        lengths[order],
+        moments[order] - moments[order[0]],
+        _offsets(lengths[order]),
         _blocks_of(entries, lengths, order),
-        tokens[order],
+        np.array(prompt, np.int64)[order],
         np.zeros(len(entries), np.int64),
         size,
         found,
-        remarks,
+        tuple(remarks),
     )
 
 
 def _blocks_of(
     entries: Sequence[Entry], lengths: npt.NDArray[np.int64], order: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int32]:
-    """The chains in this order, as dense numbers. A chain is a copy of one that was there and what is new."""
-    trees = list({id(entry.tree): entry.tree for entry in entries}.values())
-    names = [names for tree in trees for names in tree.names]
-    dense = np.unique(np.concatenate([np.empty(0, np.uint64), *names]), return_inverse=True)[1].astype(np.int32)
-    firsts = dict(zip(map(id, trees), np.cumsum([0, *(tree.pages for tree in trees)]).tolist(), strict=False))
+    """The chains in this order, as dense numbers. A chain is a copy of what an earlier one begins with, and what is
+    new."""
+    names = np.concatenate([entry.names for entry in entries])
+    dense = np.unique(names, return_inverse=True)[1].astype(np.int32)
     begins = np.empty(len(entries), np.int64)
     begins[order] = np.cumsum(lengths[order]) - lengths[order]
+    begin_of = dict(zip(map(id, entries), begins.tolist(), strict=True))
     blocks = np.empty(int(lengths.sum()), np.int32)
-    made: dict[tuple[int, int], int] = {}
-    """Tree and run -> where the chain of the entry that made it begins."""
-    for entry, begin, length in zip(entries, begins.tolist(), lengths.tolist(), strict=True):
-        tree, last = entry.tree, entry.last
-        known = length - entry.fresh
-        if known:
-            before = tree.before(tree.run_of(last)) if entry.fresh else last
-            source = made[id(tree), tree.run_of(before)]
-            blocks[begin : begin + known] = blocks[source : source + known]
-        if entry.fresh:
-            page = firsts[id(tree)] + last + 1 - entry.fresh
-            blocks[begin + known : begin + length] = dense[page : page + entry.fresh]
-            made[id(tree), tree.run_of(last)] = begin
+    taken = 0
+    for entry in entries:
+        begin, new = begin_of[id(entry)], len(entry.names)
+        middle = begin + entry.known
+        source = 0 if entry.before is None else begin_of[id(entry.before)]
+        blocks[begin:middle] = blocks[source : source + entry.known]
+        blocks[middle : middle + new] = dense[taken : taken + new]
+        taken += new
     return blocks
 
 

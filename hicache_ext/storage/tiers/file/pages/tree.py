@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.page.transforms.forms import STORED_AS
 from hicache_ext.runtime.whole_file import read_document, write_whole
 from hicache_ext.storage.tiers.file.modes import FANOUT_NAME, IDENTITY_NAME, PAGE_NAME, TEMPORARY_FILE
 from hicache_ext.storage.tiers.file.pages.pack_tree import PackTree
@@ -22,7 +23,7 @@ from hicache_ext.storage.tiers.file.writers import Writers
 FAN_OUTS = 256
 """Directories that the pages of one identity are spread over."""
 
-_PARTS = ("model", "pool", "shard")
+_PARTS = ("model", "pool", "shard", STORED_AS)
 """Keys of an identity's document."""
 
 
