@@ -182,7 +182,7 @@ class OfdLock(FileLock):
 
 
 class FlockLock(FileLock):
-    """flock on a whole file, as older releases take it."""
+    """flock on a whole file."""
 
     def _try(self, fd: int) -> bool:
         return try_lock(fd, fcntl.LOCK_EX)

@@ -31,7 +31,6 @@ from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pins import add_pin
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, store_pages
-from tests.rigs.former_release import make_former_slabs
 
 pytestmark = pytest.mark.slow  # many starts of tiers and tools, a second each
 
@@ -136,37 +135,6 @@ def test_the_doctor_on_a_tier_in_use_leaves_its_pages(tmp_path: Path, capsys: py
     assert doctor(capsys, configuration(tmp_path, tmp_path / "l3", capacity="4MiB"))[0] == 0
     assert_hits(store, kept)
     store.close()
-
-
-def test_slabs_of_a_former_release_are_reported_and_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "l3"
-    make_former_slabs(path)
-    before = seen(path, times=False)
-    code, found = doctor(capsys, configuration(tmp_path, path))
-    assert (code, found["former release"]["level"]) == (0, "note")
-    words = "of slabs of a former release (format 2), which this release cannot read, and which a server removes"
-    assert words in found["former release"]["seen"]
-    assert found["capacity"]["seen"].startswith("64MiB, of which 460KiB are taken")
-    for command in ("ls", "stat", "verify", "gc", "gc --dry-run", "clear --all", "pins"):
-        name, *options = command.split()
-        assert main([name, str(path), *options]) == 1
-        told = capsys.readouterr()
-        assert (told.out, words in told.err, len(told.err.splitlines())) == ("", True, 1), command
-    assert seen(path, times=False) == before
-
-
-def test_slabs_of_a_former_release_beside_ours_are_named_with_what_is_listed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "l3"
-    make_former_slabs(path)
-    filled(path, "slab")
-    before = seen(path)
-    assert main(["ls", str(path)]) == 0
-    told = capsys.readouterr()
-    assert "40" in told.out.split()
-    assert "there are also" in told.err and "of slabs of a former release (format 2)" in told.err
-    assert seen(path) == before
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -107,17 +107,6 @@ def test_a_state_is_brought_under_the_hash_of_its_kv_page(config, pool, tmp_path
     near.close()
 
 
-def test_slabs_of_a_former_release_are_left_to_a_server(config, pool, tmp_path):
-    fill(pool, identity())
-    (tmp_path / "nvme" / "slabs").mkdir(parents=True)
-    (tmp_path / "nvme" / "hicache_ext.json").write_text('{"format": 2, "layout": "slab"}')
-    slab = tmp_path / "nvme" / "slabs" / "00000000-4096.slab"
-    slab.write_bytes(bytes(4096))
-    with pytest.raises(WarmError, match="holds slabs of a former release; start a server on it first"):
-        warm_prompts(config, [TOKENS])
-    assert slab.exists()
-
-
 def test_kv_behind_a_gap_is_left_where_it_is(config, pool, tmp_path, monkeypatch):
     monkeypatch.setattr("hicache_ext.storage.serving.warming._PAGES_AT_ONCE", 4)
     fill(pool, identity(), skip=(5,))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.config import HicacheExtConfig, TierConfig
+from hicache_ext.config import HicacheExtConfig
 from hicache_ext.errors import ConfigError, WarmError
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import KV_POOL, digest_of_document
@@ -23,7 +23,6 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.tiering.prefetch import PrefetchSettings
 from hicache_ext.storage.tiering.tier_use import tier_use
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
-from hicache_ext.storage.tiers.file.manifest import holds_former_slabs, holds_slabs
 from hicache_ext.storage.tiers.file.pages.tree import load_document
 
 _PAGES_AT_ONCE = 64
@@ -68,8 +67,6 @@ def warm_prompts(
     Raises WarmError, StoreError or ConfigError with a sentence.
     """
     target_name, source_names = _route(config, to)
-    for name in (target_name, *source_names):
-        _refuse_former_slabs(name, config.tiers[name])
     opened: list[PageStore] = []
     try:
         opened += [open_tier(name, config.tiers[name]) for name in source_names]
@@ -231,14 +228,6 @@ def choose_model(documents: Mapping[bytes, dict[str, Any]], model: str | None) -
         raise WarmError(f"no tier knows the model {model!r}; known: {', '.join(models)}")
     chosen = model or models[0]
     return {digest: document for digest, document in documents.items() if document["model"]["id"] == chosen}
-
-
-def _refuse_former_slabs(name: str, tier: TierConfig) -> None:
-    """Only a server may begin beside slabs of a former release: their room is needed then, and their pages go."""
-    for directory in tier.directories():
-        path = Path(directory)
-        if holds_former_slabs(path) and not holds_slabs(path):
-            raise WarmError(f"tier {name}: {directory!r} holds slabs of a former release; start a server on it first")
 
 
 def _describes(document: Mapping[str, Any], digest: bytes) -> bool:

@@ -189,18 +189,18 @@ def test_a_writer_that_lives_is_not_taken_for_dead(open_usage):
 
 
 @pytest.mark.parametrize(("silent", "counts"), [(500, True), (700, False)])
-def test_a_writer_of_an_earlier_version_counts_until_it_was_silent_for_ten_minutes(open_usage, silent, counts):
-    """Its name, host:pid:start, says nothing between containers."""
+def test_a_writer_that_is_no_member_counts_until_it_was_silent_for_ten_minutes(open_usage, silent, counts):
+    """Somebody with access to the directory wrote that name, and nothing tells who."""
     usage = open_usage(100)
-    former = UnderWay(1, 500, time.time() - silent)
-    _change(usage, lambda record: record.under_way.update({"elsewhere:17:4711": former}))
+    stranger = UnderWay(1, 500, time.time() - silent)
+    _change(usage, lambda record: record.under_way.update({"elsewhere:17:4711": stranger}))
     assert usage.in_doubt() is not counts
     assert usage.reserve(950, 1000, _no_room) is Grant.NO_ROOM
     assert usage.used() == 600
-    assert bool(_former_writers(usage)) is counts
+    assert bool(_strangers(usage)) is counts
 
 
-def _former_writers(usage: Account) -> list[str]:
+def _strangers(usage: Account) -> list[str]:
     with usage.locked() as record:
         assert record is not None
         return [name for name in record.under_way if ":" in name]
@@ -428,35 +428,6 @@ def test_a_removed_account_is_made_anew_for_all(tmp_path, open_usage):
     second.commit(0, 10)
     assert first.walk(700)
     assert second.used() == first.used() == 700
-
-
-# -- processes of the former version -----------------------------------------------------------------------------------
-
-
-def test_an_account_of_the_former_version_is_taken_over_and_counted(tmp_path, open_usage):
-    former = {"stored": 500, "under_way": {"host:1:2": (1, 100, time.time())}, "recount": False}
-    (tmp_path / "usage").write_bytes(json.dumps(former).encode() + b"\n")
-    usage = open_usage()
-    assert usage.used() == 600 and usage.in_doubt()
-    on_disk = _record_on_disk(tmp_path)
-    assert on_disk["under_way"]["host:1:2"] == list(former["under_way"]["host:1:2"])
-    assert usage.walk(450)
-    assert usage.used() == 550
-
-
-def test_the_former_version_can_write_in_between(tmp_path, open_usage):
-    """It keeps only the fields that it knows."""
-    usage = open_usage(500)
-    assert usage.reserve(50, 1000, _no_room) is Grant.GRANTED
-    with (tmp_path / "usage").open("r+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        known = {name: value for name, value in _record_on_disk(tmp_path).items() if name in FORMER_FIELDS}
-        file.write(json.dumps({**known, "stored": 520}).encode() + b"\n")
-    usage.commit(50, 40)
-    assert usage.used() == 560
-
-
-FORMER_FIELDS = ("stored", "under_way", "recount")
 
 
 # -- a process that is stopped -----------------------------------------------------------------------------------------

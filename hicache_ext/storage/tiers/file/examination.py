@@ -15,7 +15,6 @@ from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.trial import trial_directory, try_store
 from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.storage.tiers.file.diagnosis import of_paths, trial_page
-from hicache_ext.storage.tiers.file.former_slabs import FormerSlabs
 from hicache_ext.storage.tiers.file.layout_choice import LayoutChoice
 from hicache_ext.storage.tiers.file.manifest import check_before_start, format_and_layout, newer_versions, slab_home
 from hicache_ext.storage.tiers.file.modes import MANIFEST
@@ -91,10 +90,6 @@ def _as_found(path: Path, layout: str, tier: FileTierConfig) -> list[Finding]:
     if (home / MANIFEST).exists() and format_and_layout(home) is None:
         seen = f"{home / MANIFEST} cannot be read, after a power loss perhaps; a server makes it anew at its start"
         findings.append(Finding("format", Level.WARNING, seen, "nothing: its pages are kept"))
-    former = FormerSlabs(path).in_words()
-    if former:
-        seen = f"{path} holds {former}; until then they count in the capacity"
-        findings.append(Finding("former release", Level.NOTE, seen, "name another path to keep them for that release"))
     for newer in newer_versions(path):
         seen = f"{newer} is of a newer release; it stays as it is, and does not count in the capacity"
         findings.append(Finding("newer release", Level.WARNING, seen, "remove it if no such release will come back"))

@@ -20,12 +20,10 @@ from hicache_ext.page import envelope
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.pack import milliseconds_of
 from hicache_ext.runtime.members import living_members
-from hicache_ext.storage.tiers.file.former_slabs import FATE, FormerSlabs
 from hicache_ext.storage.tiers.file.io_plan import IoPlan
 from hicache_ext.storage.tiers.file.manifest import (
     check_before_start,
     format_and_layout,
-    holds_slabs,
     layout_in,
     slab_home,
 )
@@ -167,11 +165,6 @@ def _layout(path: Path) -> str:
         layout = layout_in(path)
         if layout is not None:
             check_before_start(path, layout if layout in ("pages", "slab") else "slab", str(path))
-        if layout == "slab" and not holds_slabs(path):
-            # Only a server begins beside them, not a tool.
-            raise StoreError(
-                f"{str(path)!r} holds {FormerSlabs(path).in_words() or f'slabs of a former release, {FATE}'}"
-            )
         home = slab_home(path) if layout == "slab" else path
         if layout is not None and format_and_layout(home) is not None:
             return layout
@@ -256,16 +249,12 @@ class SlabInspector(Inspector):
 
     @property
     def remark(self) -> str:
-        remarks: list[str] = []
-        if self._listing.servers_out_of_reach:
-            remarks.append(
-                "servers use it, and do not tell what is there (they are stopped, or this account may not ask them): "
-                "this is what the headers of the pages tell; some of these pages may be gone"
-            )
-        former = FormerSlabs(self.path).in_words()
-        if former:
-            remarks.append(f"there are also {former}")
-        return "; ".join(remarks)
+        if not self._listing.servers_out_of_reach:
+            return ""
+        return (
+            "servers use it, and do not tell what is there (they are stopped, or this account may not ask them): "
+            "this is what the headers of the pages tell; some of these pages may be gone"
+        )
 
     def pages(self) -> Iterator[StoredPage]:
         for page in self._listing.pages():

@@ -1,11 +1,10 @@
 """PATH/hicache_ext.json and PATH/v3/hicache_ext.json: the layout and the format of a directory of the file tier.
 
-Page files (format 1) and slabs of former releases (formats 1 and 2) are in PATH itself, with the manifest in PATH.
-Slabs of this version are in PATH/v3, with a manifest there and none in PATH: a former release, which refuses formats
-that it does not know, starts empty beside them. Versions to come have directories of their own (``v4``).
+Page files (format 1) are in PATH itself, with the manifest in PATH. Slabs are in PATH/v3, with a manifest there and
+none in PATH. Versions to come have directories of their own (``v4``).
 
-Older releases did not sync the manifest, so a power loss may have left it empty. It is then made anew from the names of
-the files beside it. Reasons: docs/decisions/versions-beside-each-other.md, docs/decisions/power-loss-of-small-files.md.
+A manifest that cannot be read, because of a flipped bit say, is made anew from the names of the files next to it.
+Reasons: docs/decisions/versions-beside-each-other.md, docs/decisions/power-loss-of-small-files.md.
 """
 
 from __future__ import annotations
@@ -34,15 +33,8 @@ logger = logging.getLogger(__name__)
 
 FORMATS = {"pages": 1, "slab": SLAB_VERSION}
 """Layout -> format of its files."""
-FORMER_SLAB_FORMATS = (1, 2)
-"""Of slabs in PATH itself (former_slabs.py). Those of format 1 had the header of each page in its slot."""
-_WITHOUT_CHECKSUM = ((1, "pages"), (1, "slab"), (2, "slab"))
-"""What releases wrote that put no checksum in their manifests."""
 
 _SLABS = "slabs"
-_FILES_OF = {"pages": (("pages", "packs"), IDENTITY_NAME), "slab": ((_SLABS,), SLAB_FILE)}
-"""Layout -> the directories in PATH with its pages, and the names in them."""
-_DIRECTORIES_OF = {"pages": ("pages", "identities", "tmp"), "slab": (_SLABS, "identities")}
 
 
 def slab_home(path: Path) -> Path:
@@ -60,11 +52,7 @@ def format_and_layout(directory: Path) -> tuple[int, str] | None:
     number, layout = document.get("format"), document.get("layout")
     if isinstance(number, bool) or not isinstance(number, int) or not isinstance(layout, str):
         return None
-    if "checksum" in document:
-        is_whole = document["checksum"] == _checksum(number, layout)
-    else:
-        is_whole = (number, layout) in _WITHOUT_CHECKSUM
-    return (number, layout) if is_whole else None
+    return (number, layout) if document.get("checksum") == _checksum(number, layout) else None
 
 
 def manifest_text(number: int, layout: str) -> str:
@@ -77,14 +65,14 @@ def _checksum(number: int, layout: str) -> int:
 
 
 def layout_in(path: Path) -> str | None:
-    """The layout of the directory ``path``, by its manifests or, where those cannot be read, by its files.
-
-    Slabs of former releases are layout slab, too. None where that is not known, or the files in ``path`` are of both
-    layouts. Raises OSError.
-    """
+    """Return the layout of the directory ``path``, by its manifests or, where those cannot be read, by its files; None
+    where that is not known. Raises OSError."""
     recorded = format_and_layout(path)
-    found = _layout_by_files(path) if recorded is None else recorded[1]
-    return "slab" if found is None and holds_slabs(path) else found
+    if recorded is not None:
+        return recorded[1]
+    if _holds_pages(path):
+        return "pages"
+    return "slab" if holds_slabs(path) else None
 
 
 def holds_slabs(path: Path) -> bool:
@@ -95,14 +83,6 @@ def holds_slabs(path: Path) -> bool:
         return recorded[1] == "slab"
     # With a manifest that cannot be read, the empty directory of a first start is enough.
     return _has(home / _SLABS, SLAB_FILE) or (_is_there(home / MANIFEST) and (home / _SLABS).is_dir())
-
-
-def holds_former_slabs(path: Path) -> bool:
-    """Whether ``path`` itself is a directory of slabs of a former release, empty perhaps. Raises OSError."""
-    recorded = format_and_layout(path)
-    if recorded is None:
-        return _layout_by_files(path) == "slab"
-    return recorded[0] in FORMER_SLAB_FORMATS and recorded[1] == "slab"
 
 
 def newer_versions(path: Path) -> list[Path]:
@@ -128,13 +108,11 @@ def check_before_start(path: Path, layout: str, tier: str) -> None:
     was_there = {directory: _is_there(directory / MANIFEST) for directory in (path, home)}
     recorded = format_and_layout(path)
     if recorded is None:
-        found = _layout_by_files(path)
-        if found is not None:
-            recorded = (FORMATS["pages"] if found == "pages" else max(FORMER_SLAB_FORMATS)), found
+        if _holds_pages(path):
+            recorded = FORMATS["pages"], "pages"
         elif was_there[path] and not holds_only_ours(path):
             raise _not_ours(path, tier)
-    known = FORMER_SLAB_FORMATS if layout == "slab" else (FORMATS["pages"],)
-    if recorded is not None and (recorded[0] not in known or recorded[1] != layout):
+    if recorded is not None and (layout == "slab" or recorded != (FORMATS["pages"], "pages")):
         raise _mismatch(path, recorded, layout, tier)
     slabs, recorded = holds_slabs(path), format_and_layout(home)
     if layout != "slab":
@@ -218,13 +196,12 @@ def _not_ours(directory: Path, tier: str) -> StoreSetupError:
     return StoreSetupError(tier, f"{str(directory / MANIFEST)!r} is not a manifest of this package")
 
 
-def _layout_by_files(path: Path) -> str | None:
-    """The layout of the files in PATH itself, without a look into its manifest."""
-    holds = [layout for layout, (homes, name) in _FILES_OF.items() if any(_has(path / home, name) for home in homes)]
-    if not holds and _is_there(path / MANIFEST):
-        # Nothing was stored yet. Without any manifest, empty directories prove nothing.
-        holds = [layout for layout, names in _DIRECTORIES_OF.items() if all((path / name).is_dir() for name in names)]
-    return holds[0] if len(holds) == 1 else None
+def _holds_pages(path: Path) -> bool:
+    """Return whether page files are in PATH itself, without a look into its manifest."""
+    if any(_has(path / home, IDENTITY_NAME) for home in ("pages", "packs")):
+        return True
+    # Nothing was stored yet, perhaps. Without any manifest, empty directories prove nothing.
+    return _is_there(path / MANIFEST) and all((path / name).is_dir() for name in ("pages", "identities", "tmp"))
 
 
 def _is_there(manifest: Path) -> bool:

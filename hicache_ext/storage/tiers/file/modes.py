@@ -36,7 +36,6 @@ BUCKET_NAME = re.compile(r"[0-9a-f]{11}")
 """A directory of packs."""
 PACK_NAME = re.compile(r"[0-9a-f]{11}-[0-9a-f]{10}-.+\.pack")
 SLAB_FILE = re.compile(r"([0-9a-f]{8})-([0-9]+)\.(slab|headers)")
-INDEX_FILE = re.compile(r"(data|lock)\.mdb|header|records|seals|groups|(buckets|ghosts)-[0-9]+")
 TEMPORARY_FILE = re.compile(r"([0-9]+|.+:[0-9]+:(?:[0-9]+|gone))\.[0-9]+\.(?:tmp|[0-9a-f]{32}\.(?:clear|packs))")
 """In PATH/tmp; its first group is the writer (writers.py)."""
 _FILES = re.compile(
@@ -64,14 +63,12 @@ _DIRECTORIES = {
     IDENTITIES: _Directory(re.compile(rf"{_OF_IDENTITY}|\.{_OF_IDENTITY}\.[0-9]+\.[0-9]+")),
     "pins": _Directory(re.compile(r".+\.json|\..+\.json\.[0-9]+\.[0-9]+")),
     "hints": _Directory(re.compile(r".+\.(hint|new)")),
-    "index": _Directory(INDEX_FILE),
-    "slabs": _SLABS,
     "tmp": _Directory(TEMPORARY_FILE),
     _PAGES: _Directory(IDENTITY_NAME),
     _PACKS: _Directory(IDENTITY_NAME),
     "weights": _Directory(re.compile(r"[0-9a-f]{32}")),
 }
-"""Our directories in PATH, of former releases too."""
+"""Our directories in PATH."""
 _TIER = _Directory(_FILES, _DIRECTORIES)
 _NOBODYS = re.compile(r"lost\+found|.+\.not-ours-[0-9a-f]{8}|\.hicache-ext-trial-.+")
 """Not ours, and not harmed when PATH is closed to others."""

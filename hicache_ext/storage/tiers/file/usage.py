@@ -28,7 +28,6 @@ from typing import Any
 from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, FlockLock, OfdLock, free_lock
 from hicache_ext.runtime.members import Members
 from hicache_ext.runtime.whole_file import json_in
-from hicache_ext.storage.tiers.file.former_slabs import FormerSlabs
 from hicache_ext.storage.tiers.file.manifest import slab_home
 from hicache_ext.storage.tiers.file.writers import Writers
 
@@ -378,12 +377,12 @@ def _held(path: Path) -> str:
 
 def occupied_bytes(directory: Path) -> int:
     """Bytes of disk that count towards the capacity of a directory of the file tier: page files by their record, read
-    without its lock; slabs, also those of former releases, are few files, which are counted. Raises OSError."""
+    without its lock; slabs are few files, which are counted. Raises OSError."""
     with suppress(FileNotFoundError, PermissionError, IsADirectoryError), (directory / "usage").open("rb") as file:
         record = _record_in(file.read(_RECORD_LIMIT))
         if record is not None and record.counted:
             return record.used(None)
-    total = FormerSlabs(directory).bytes()
+    total = 0
     for part in (slab_home(directory), directory / "pages", directory / "packs", directory / "tmp"):
         for folder, _, names in os.walk(part):
             for name in names:
@@ -397,14 +396,11 @@ def _checksum(body: bytes) -> bytes:
 
 
 def _record_in(raw: bytes) -> UsageRecord | None:
-    """None for anything else than a record, whole and undamaged.
-
-    Earlier versions wrote no checksum, and neither who uses the account nor counts.
-    """
+    """None for anything else than a record, whole and undamaged."""
     try:
         line = raw[: raw.index(b"\n")]
         body, separator, checksum = line.rpartition(_CHECKSUM)
-        if separator and checksum != _checksum(body):
+        if not separator or checksum != _checksum(body):
             return None
         document = json_in(line)
         return UsageRecord(
@@ -414,11 +410,11 @@ def _record_in(raw: bytes) -> UsageRecord | None:
                 for writer, (operations, reserved, last_change) in document["under_way"].items()
             },
             recount=bool(document["recount"]),
-            counted=bool(document.get("counted", True)),
-            counts=int(document.get("counts", 0)),
-            users=[int(user) for user in document.get("users", [])],
+            counted=bool(document["counted"]),
+            counts=int(document["counts"]),
+            users=[int(user) for user in document["users"]],
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
 
 

@@ -1,8 +1,7 @@
 """Who writes page files into a directory, by the names in its account and in tmp/, and who of them is gone.
 
-A writer is named by the number of its member of the directory (runtime/members.py). Earlier versions named it
-``host:pid:start``; of these only silence tells that they are gone, since neither host names nor pids hold between
-containers.
+A writer is named by the number of its member of the directory (runtime/members.py). Of any other name in the account,
+which anybody with access to the directory may have written, only silence tells that it is gone.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import PageKeys
 from hicache_ext.storage.tiers.file.companions import Companions
-from hicache_ext.storage.tiers.file.former_slabs import FormerSlabs
 from hicache_ext.storage.tiers.file.path_store import Fullness
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
@@ -88,7 +87,6 @@ class SlotAllocator:
         self._tier = tier
         self._directory = directory
         self._index = directory.index
-        self._former = FormerSlabs(directory.path)
         self._companions = Companions(directory.path)
         self._capacity = capacity
         self._pins = pins
@@ -117,7 +115,7 @@ class SlotAllocator:
     def fullness(self, oldest: int) -> Fullness:
         """Looks at every slot; ``oldest`` as for ``SlabIndex.locate``."""
         pages, used, free = self._index.occupied(oldest)
-        left = self._capacity - self._occupied(self._index.all_slabs())
+        left = self._capacity - _occupied(self._index.all_slabs())
         return Fullness(self._capacity, used, free + max(0, left), pages, self._index.served())
 
     def resize(self, capacity: int) -> None:
@@ -247,20 +245,15 @@ class SlotAllocator:
     def _add_slab(self, slot_size: int) -> _Growth:
         """Grow by one slab within the capacity and what the disk has left."""
         whole = max(1, slots_within(self._whole_slab(), slot_size))
-        # Looks at the disk at times: not under the lock.
-        former = self._former.bytes()
 
         def wanted(slabs: Sequence[Slab]) -> int:
-            slots = min(whole, slots_within(self._capacity - former - self._occupied(slabs, former=False), slot_size))
+            slots = min(whole, slots_within(self._capacity - _occupied(slabs), slot_size))
             if slots < whole // _SMALLEST_PART_OF_A_SLAB and any(slab.slot_size == slot_size for slab in slabs):
                 # Or remainders of the capacity would become hundreds of slabs of one slot each.
                 return 0
             return slots
 
         slab = self._index.begin_slab(slot_size, wanted)
-        if slab is None and self._former.make_room(self._tier):
-            former = self._former.bytes()
-            slab = self._index.begin_slab(slot_size, wanted)
         if slab is None:
             return _Growth.AT_CAPACITY
         growth = _Growth.FAILED
@@ -284,22 +277,19 @@ class SlotAllocator:
         self._look_at_slabs()
 
     def _make_files(self, slab: Slab) -> _Growth:
-        for last in (False, True):
-            try:
-                self._directory.create_slab_files(slab)
-                self._disk_full_pause = 0.0
-                return _Growth.GREW
-            except OSError as error:
-                if last or not self._former.make_room(self._tier):
-                    self._failed(error)
-                    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                        return _Growth.FAILED
-                    self._disk_full_pause = min(2 * self._disk_full_pause or _FULL_DISK_PAUSE, _LONGEST_FULL_DISK_PAUSE)
-                    self._disk_full_until = time.monotonic() + self._disk_full_pause
-                    words = "tier %s: no space left for %s below its capacity; new pages take the place of cold ones"
-                    self._log.log(logging.WARNING, "full", words, self._tier, self._directory.path)
-                    return _Growth.DISK_FULL
-        return _Growth.FAILED
+        try:
+            self._directory.create_slab_files(slab)
+            self._disk_full_pause = 0.0
+            return _Growth.GREW
+        except OSError as error:
+            self._failed(error)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                return _Growth.FAILED
+            self._disk_full_pause = min(2 * self._disk_full_pause or _FULL_DISK_PAUSE, _LONGEST_FULL_DISK_PAUSE)
+            self._disk_full_until = time.monotonic() + self._disk_full_pause
+            words = "tier %s: no space left for %s below its capacity; new pages take the place of cold ones"
+            self._log.log(logging.WARNING, "full", words, self._tier, self._directory.path)
+            return _Growth.DISK_FULL
 
     def _whole_slab(self) -> int:
         """Bytes of disk of a slab."""
@@ -334,7 +324,7 @@ class SlotAllocator:
         try:
             while True:
                 slabs = list(self._index.view().slabs.values())
-                if not slabs or self._occupied(self._index.all_slabs(), former=False) <= self._capacity:
+                if not slabs or _occupied(self._index.all_slabs()) <= self._capacity:
                     return
                 slab, *_ = self._index.colder_slabs(0, 0) or slabs
                 if not self._drop_slab(slab):
@@ -343,14 +333,15 @@ class SlotAllocator:
             # The next write of anybody evicts nothing that it should keep; the next start shrinks it.
             return
 
-    def _occupied(self, slabs: Sequence[Slab], *, former: bool = True) -> int:
-        """Bytes of disk of slabs, those of former releases included."""
-        return sum(slab.disk_bytes for slab in slabs) + (self._former.bytes() if former else 0)
-
     def _look_at_slabs(self) -> None:
         """Learn of slabs added and dropped by any process."""
         self._slabs = dict(self._index.view().slabs)
         self._directory.close_dropped(self._slabs)
+
+
+def _occupied(slabs: Sequence[Slab]) -> int:
+    """Return the bytes of disk that slabs take."""
+    return sum(slab.disk_bytes for slab in slabs)
 
 
 class ClockTimes:
