@@ -268,17 +268,20 @@ HOSTILE_TENSORS = [
 ]
 """None of them is what a call wants: foreign types, devices and lengths, and numbers beyond every pool."""
 
-_values = st.one_of(
+hostile_values = st.one_of(
     st.sampled_from([None, True, False, 2**63, 2**200, -1, np.int64(3), np.bool_(True), float("inf"), "", b"x"]),
     st.builds(Trap),
     st.sampled_from([*HOSTILE_TENSORS, *KEYS, "\ud800", {}, set(), range(3), np.zeros(3), object()]),
     st.integers(),
 )
 _transfers = st.builds(
-    transfer, st.sampled_from(["kv", "sidecar", "none", None, 7, []]) | st.builds(Trap), _values | st.lists(_values), _values
+    transfer,
+    st.sampled_from(["kv", "sidecar", "none", None, 7, []]) | st.builds(Trap),
+    hostile_values | st.lists(hostile_values),
+    hostile_values,
 )
-_nested = st.lists(_values | _transfers | st.lists(_values, max_size=3), max_size=4)
-hostile_arguments = st.lists(_values | _nested, max_size=4)
+_nested = st.lists(hostile_values | _transfers | st.lists(hostile_values, max_size=3), max_size=4)
+hostile_arguments = st.lists(hostile_values | _nested, max_size=4)
 
 
 def is_list_for(kind: type) -> Callable[[Any, Any], bool]:
@@ -339,18 +342,15 @@ def public_calls(kind: type) -> set[str]:
 
 def test_each_call_of_sglang_is_guarded() -> None:
     from hicache_ext.sglang.backend import HiCacheExtBackend
-    from hicache_ext.sglang.linker import HiCacheExtLinker
     from hicache_ext.sglang.never_raise import guarded_calls
 
     without_arguments = {"clear", "close", "get_stats"}
     assert set(guarded_calls(HiCacheExtBackend)) - {"_move_transfer"} == SHAPES.keys() | without_arguments
     assert public_calls(HiCacheExtBackend) - set(guarded_calls(HiCacheExtBackend)) == OURS | AT_START
-    unguarded = {"record_offload_ready", "report_failure"}
-    assert public_calls(HiCacheExtLinker) - set(guarded_calls(HiCacheExtLinker)) == unguarded
 
 
 @pytest.mark.parametrize("call", SHAPES)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
 @given(arguments=hostile_arguments)
 def test_no_argument_makes_a_call_raise_or_answer_in_another_shape(
     hostile_backend: Any, call: str, arguments: list[Any]
@@ -372,7 +372,9 @@ def hostile_backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     backend.close()
 
 
-def test_entries_that_are_no_transfers_do_not_spoil_the_others_and_are_counted(open_backend: Callable[..., Any]) -> None:
+def test_entries_that_are_no_transfers_do_not_spoil_the_others_and_are_counted(
+    open_backend: Callable[..., Any],
+) -> None:
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
     sound = transfer("kv", KEYS, indices(0, 1, 2))
     assert backend.batch_set_v2([None, sound, 7]) == {"kv": [True] * 3}
