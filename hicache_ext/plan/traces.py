@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,12 +103,13 @@ def made_of(
     )
 
 
-def read_trace(path: Path, block_tokens: int | None = None) -> Trace:
+def read_trace(path: str | os.PathLike[str], block_tokens: int | None = None) -> Trace:
     """A directory of recordings, one recording, or JSON lines as Mooncake publishes them. Raises RecordingError,
     OSError.
 
     ``block_tokens``: of a block of JSON lines, where it is not 512.
     """
+    path = Path(path)
     if path.is_dir():
         files = sorted(path.glob(f"*{SUFFIX}"))
         if not files:
