@@ -117,20 +117,18 @@ def test_the_table_tells_hits_latencies_and_why_pages_were_missed(exported):
 
 def test_a_table_of_two_looks_has_rates_and_survives_a_restart():
     line = 'hicache_ext_chain_pages_total{{tier="pool",reason="{}",tp_rank="0"}} {}\n'
-    up = 'hicache_ext_tier_up{tier="pool",tp_rank="0"} 1\n'
-    before = read_samples(up + line.format("asked", 100) + line.format("used", 50))
-    after = read_samples(up + line.format("asked", 140) + line.format("used", 10))
+    before = read_samples(line.format("asked", 100) + line.format("used", 50))
+    after = read_samples(line.format("asked", 140) + line.format("used", 10))
     after = stats_command.Samples(after.values, before.when + 4)
     row = table(before, after)[3].split()
-    assert row[:6] == ["pool", "yes", "10", "0", "0", "0"]
+    assert row[:6] == ["pool", "-", "10", "0", "0", "0"]
 
 
 def test_a_tier_with_admission_has_a_line_of_what_it_stored_of_what_was_offered():
     line = 'hicache_ext_admission_total{{tier="pool",reason="{}",tp_rank="0"}} {}\n'
     counts = {"admitted_first": 10, "admitted_again": 20, "refused_first": 65, "refused_behind": 0, "refused_budget": 5}
 
-    up = 'hicache_ext_tier_up{tier="pool",tp_rank="0"} 1\n'
-    lines = table(None, read_samples(up + "".join(line.format(*count) for count in counts.items())))
+    lines = table(None, read_samples("".join(line.format(*count) for count in counts.items())))
 
     assert lines[-2:] == ["stored of what was offered:", "pool: 30 %, 65 refused first, 5 refused budget"]
 
@@ -188,8 +186,6 @@ def test_the_table_tells_whether_a_tier_is_up(ups, breakers, shown):
 
 def test_the_table_tells_how_full_a_tier_is():
     text = """
-hicache_ext_tier_up{tier="disk",tp_rank="0"} 1
-hicache_ext_tier_up{tier="pool",tp_rank="0"} 1
 hicache_ext_used_bytes{tier="disk",tp_rank="0"} 40
 hicache_ext_capacity_bytes{tier="disk",tp_rank="0"} 80
 hicache_ext_used_bytes{tier="disk",tp_rank="1"} 41
@@ -204,14 +200,14 @@ hicache_ext_capacity_bytes{tier="pool",tp_rank="0"} NaN
 
 def test_what_counts_beside_the_tiers_is_no_tier_unless_a_user_has_one_of_that_name():
     """Recordings, KV events and the linker were shown as tiers."""
-    counted = "".join(
-        f'hicache_ext_{name}_total{{tier="{tier}",reason="x"}} 2\n'
-        for tier, name in (("record", "record_entries"), ("events", "events_sent"), ("linker", "linker_load"))
-    )
+    files = (ROOT / "hicache_ext").rglob("*.py")
+    sources = {name for file in files for name in re.findall(r'\("(\w+)", prefix="\w+"\)', file.read_text())}
+    assert {"record", "events", "linker", "pull", "kernels"} < sources
+    counted = "".join(f'hicache_ext_{name}_x_total{{tier="{name}",reason="x"}} 2\n' for name in sources)
     up = 'hicache_ext_tier_up{tier="disk"} 1\n'
     found = stats_figures.figures(None, read_samples(counted + up))
     assert [tier["tier"] for tier in found["tiers"]] == ["disk"]
-    assert found["beside"]["record"] == {"record_entries": {"x": 2}} and {"events", "linker"} < set(found["beside"])
+    assert found["beside"].keys() == sources
     found = stats_figures.figures(None, read_samples(counted + up + 'hicache_ext_tier_up{tier="record"} 1\n'))
     assert [tier["tier"] for tier in found["tiers"]] == ["disk", "record"]
 
@@ -544,7 +540,6 @@ def test_metrics_that_cannot_be_exported_do_not_end_the_start(caplog):
 
 def test_the_table_tells_of_what_counts_beside_the_tiers():
     text = """
-hicache_ext_tier_up{tier="pool"} 1
 hicache_ext_get_total{tier="pool",reason="miss"} 1
 hicache_ext_breaker_state{tier="pool",reason="",tp_rank="0"} 0
 hicache_ext_breaker_state{tier="pool",reason="",tp_rank="1"} 2

@@ -105,7 +105,8 @@ def summary(results: Sequence[ArmResult]) -> str:
     best, *others = sorted(results, key=lambda result: later[result.name])
     if not others or not all(best.later_turns(number) for number in range(best.rounds)):
         return ""
-    slower, alike = [], []
+    slower: list[str] = []
+    alike: list[str] = []
     for other in others:
         ratios = [other.later_turns(number) / best.later_turns(number) for number in range(best.rounds)]
         spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if best.rounds > 1 else ""

@@ -12,6 +12,8 @@ from typing import Any
 
 from hicache_ext.storage.serving.metrics_export import CALL_SECONDS, PREFIX
 
+_BESIDE = ("pull", "pd_write", "hints", "kernels", "record", "events", "linker")
+"""Values of the label ``tier`` that are no tiers, unless a user has named one so."""
 _BREAKER_STATES = ("closed", "half open", "open")
 PROMPT_TOKENS = "sglang:prompt_tokens_total"
 CACHED_TOKENS = "sglang:cached_tokens_total"
@@ -198,12 +200,10 @@ class _Growth:
 
 
 def _tiers_and_others(samples: Samples) -> tuple[list[str], list[str]]:
-    """The tiers with all of them together last, and what else has a value of the label ``tier``. A tier is what can be
-    up: users may name theirs like anything else that counts."""
+    """The tiers with all of them together last, and what counts beside them. What can be up is a tier."""
     names = {tier for _, labels in samples.values if (tier := dict(labels).get("tier")) is not None}
-    tiers = {name for name in names if samples.each(f"{PREFIX}tier_up", tier=name)}
-    together = [name for name in ("all",) if name in names]
-    return sorted(tiers - {"all"}) + together, sorted(names - tiers - {"all", "backend"})
+    beside = [name for name in _BESIDE if not samples.each(f"{PREFIX}tier_up", tier=name)]
+    return sorted(names - {"all", "backend", *beside}) + [name for name in ("all",) if name in names], beside
 
 
 def _counted_by(samples: Samples, source: str) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,5 +69,6 @@ def secrets_in(value: object, location: tuple[str | int, ...] = ()) -> Iterator[
         for name in type(value).model_fields:
             yield from secrets_in(getattr(value, name), (*location, name))
     elif isinstance(value, dict | tuple):
-        for name, below in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from secrets_in(below, (*location, name))
+        steps: Iterable[tuple[str | int, object]] = value.items() if isinstance(value, dict) else enumerate(value)
+        for step, below in steps:
+            yield from secrets_in(below, (*location, step))

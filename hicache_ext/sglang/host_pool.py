@@ -282,4 +282,5 @@ def _is_memory(address: int, size: int) -> bool:
     if begin <= 0 or size <= 0 or address + size >= 1 << 63:
         return False
     # With this flag msync does nothing else than to look.
-    return ctypes.CDLL(None).msync(ctypes.c_void_p(begin), ctypes.c_size_t(address + size - begin), _MS_ASYNC) == 0
+    length = ctypes.c_size_t(address + size - begin)
+    return bool(ctypes.CDLL(None).msync(ctypes.c_void_p(begin), length, _MS_ASYNC) == 0)
