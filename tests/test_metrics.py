@@ -198,6 +198,20 @@ hicache_ext_capacity_bytes{tier="pool",tp_rank="0"} NaN
     assert pool.split()[6] == "-"
 
 
+def test_what_counts_beside_the_tiers_is_no_tier_unless_a_user_has_one_of_that_name():
+    """Recordings, KV events and the linker were shown as tiers."""
+    files = (ROOT / "hicache_ext").rglob("*.py")
+    sources = {name for file in files for name in re.findall(r'\("(\w+)", prefix="\w+"\)', file.read_text())}
+    assert {"record", "events", "linker", "pull", "kernels"} < sources
+    counted = "".join(f'hicache_ext_{name}_x_total{{tier="{name}",reason="x"}} 2\n' for name in sources)
+    up = 'hicache_ext_tier_up{tier="disk"} 1\n'
+    found = stats_figures.figures(None, read_samples(counted + up))
+    assert [tier["tier"] for tier in found["tiers"]] == ["disk"]
+    assert found["beside"].keys() == sources
+    found = stats_figures.figures(None, read_samples(counted + up + 'hicache_ext_tier_up{tier="record"} 1\n'))
+    assert [tier["tier"] for tier in found["tiers"]] == ["disk", "record"]
+
+
 def test_labels_are_unescaped():
     samples = read_samples(
         'hicache_ext_get_total{tier="a\\"b\\\\n",reason="x,y}"} 3\nother{} 4\n# HELP hicache_ext_x y\n'

@@ -18,6 +18,8 @@ class ArmResult:
     name: str
     turns: Sequence[Sequence[Answer]]
     seconds: float
+    rounds: int = 1
+    """How many the users of ``turns`` came in, as many in each, one round after the other."""
 
     @classmethod
     def of(cls, rounds: Sequence[ArmResult]) -> ArmResult:
@@ -25,7 +27,13 @@ class ArmResult:
         turns = [
             [answer for turn in turns for answer in turn] for turns in zip(*(r.turns for r in rounds), strict=True)
         ]
-        return cls(rounds[0].name, turns, sum(r.seconds for r in rounds))
+        return cls(rounds[0].name, turns, sum(r.seconds for r in rounds), len(rounds))
+
+    def later_turns(self, number: int) -> float:
+        """The medians of the first tokens from turn 2 on, in one round, summed up."""
+        users = len(self.turns[0]) // self.rounds
+        of_round = [turn[number * users : (number + 1) * users] for turn in self.turns[1:]]
+        return sum(Quartiles.of([answer.time_to_first_token for answer in turn]).median for turn in of_round)
 
     def first_token(self, turn: int) -> Quartiles:
         return Quartiles.of([answer.time_to_first_token for answer in self.turns[turn]])
@@ -87,20 +95,36 @@ def tables(results: Sequence[ArmResult]) -> list[Table]:
 
 
 def summary(results: Sequence[ArmResult]) -> str:
-    """What it comes to: the later turns of each arm against those of the fastest one; empty where nothing compares."""
+    """What it comes to: the later turns of each arm against those of the fastest one; empty where nothing compares.
+
+    It is a headline for arms that were slower in every one of several rounds. Rounds have other conversations, so that
+    arms are compared round by round.
+    """
     turns = range(1, len(results[0].turns))
     later = {result.name: sum(result.first_token(turn).median for turn in turns) for result in results}
-    best = min(later, key=later.__getitem__)
-    if len(later) < 2 or not later[best]:
+    best, *others = sorted(results, key=lambda result: later[result.name])
+    if not others or not all(best.later_turns(number) for number in range(best.rounds)):
         return ""
-    ordered = sorted(results, key=lambda result: later[result.name])
-    ratios = ", ".join(f"{result.name} {later[result.name] / later[best]:.2f}" for result in ordered[1:])
+    slower: list[str] = []
+    alike: list[str] = []
+    for other in others:
+        ratios = [other.later_turns(number) / best.later_turns(number) for number in range(best.rounds)]
+        spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if best.rounds > 1 else ""
+        told = slower if best.rounds > 1 and min(ratios) > 1 else alike
+        told.append(f"{other.name} {later[other.name] / later[best.name]:.2f}{spread}")
+    what = f"Time to the first token from turn 2 on, against {best.name}"
+    sentences = [f"**{what}, {best.rounds} rounds: {', '.join(slower)}.**"] if slower else []
+    if alike and best.rounds == 1:
+        sentences.append(
+            f"{what}: {', '.join(alike)}. That is one round, and no verdict: see the spread with --rounds 5."
+        )
+    elif alike:
+        sentences.append(f"Not told apart from {best.name} in {best.rounds} rounds: {', '.join(alike)}.")
+    ordered = [best, *others]
     last = ", ".join(f"{result.name} {number(result.first_token(turns[-1]).median * 1e3)} ms" for result in ordered)
     computed = ", ".join(f"{result.name} {result.computed_tokens:,}" for result in ordered)
-    return (
-        f"**Time to the first token from turn 2 on, against {best}: {ratios}.** In turn {len(turns) + 1}: {last}. "
-        f"Prompt tokens computed in all turns: {computed}."
-    )
+    sentences.append(f"In turn {len(turns) + 1}: {last}. Prompt tokens computed in all turns: {computed}.")
+    return " ".join(sentences)
 
 
 def panels(results: Sequence[ArmResult]) -> list[Panel]:
@@ -126,6 +150,7 @@ def entries(results: Sequence[ArmResult]) -> list[Mapping[str, Any]]:
     return [
         {
             "arm": result.name,
+            "rounds": result.rounds,
             "seconds": result.seconds,
             "output_tokens_per_second": result.output_rate,
             "prompt_tokens_computed": result.computed_tokens,

@@ -12,8 +12,8 @@ from typing import Any
 
 from hicache_ext.storage.serving.metrics_export import CALL_SECONDS, PREFIX
 
-_BESIDE = ("pull", "pd_write", "hints", "kernels")
-"""Values of the label ``tier`` that are no tiers."""
+_BESIDE = ("pull", "pd_write", "hints", "kernels", "record", "events", "linker")
+"""Values of the label ``tier`` that are no tiers, unless a user has named one so."""
 _BREAKER_STATES = ("closed", "half open", "open")
 PROMPT_TOKENS = "sglang:prompt_tokens_total"
 CACHED_TOKENS = "sglang:cached_tokens_total"
@@ -76,6 +76,7 @@ def figures(before: Samples | None, now: Samples) -> dict[str, Any]:
     """
     looks = [look for look in (before, now) if look is not None]
     serving = now.each(f"{PREFIX}serving")
+    tiers, beside = _tiers_and_others(now)
     tokens = _difference([look.total(PROMPT_TOKENS) for look in looks])
     cached = {
         source: _difference([look.total(CACHED_TOKENS, cache_source=source) for look in looks])
@@ -86,8 +87,8 @@ def figures(before: Samples | None, now: Samples) -> dict[str, Any]:
         "prompt_tokens": {"all": tokens, **cached, "computed": max(0.0, tokens - sum(cached.values()))},
         "ranks": len(serving),
         "ranks_not_serving": serving.count(0.0),
-        "tiers": [_tier(before, now, tier) for tier in _tiers(now)],
-        "beside": {name: counted for name in _BESIDE if (counted := _beside(before, now, name))},
+        "tiers": [_tier(before, now, tier) for tier in tiers],
+        "beside": {name: counted for name in beside if (counted := _beside(before, now, name))},
     }
 
 
@@ -121,7 +122,7 @@ def _tier(before: Samples | None, now: Samples, tier: str) -> dict[str, Any]:
 
 
 def _beside(before: Samples | None, now: Samples, name: str) -> dict[str, Any]:
-    """What counts beside the tiers (the pull rule, the decode writer, the copy engines): by reason, or a gauge."""
+    """What counts beside the tiers (the pull rule, a recording, the copy engines): by reason, or a gauge."""
     grown = _Growth(before, now, name)
     told: dict[str, Any] = {}
     for metric, title in _counted_by(now, name):
@@ -198,15 +199,21 @@ class _Growth:
         return {key: _difference([look.get(key, 0.0) for look in looks]) for key in looks[-1]}
 
 
-def _tiers(samples: Samples) -> list[str]:
+def _tiers_and_others(samples: Samples) -> tuple[list[str], list[str]]:
+    """The tiers with all of them together last, and what counts beside them. What can be up is a tier."""
     names = {tier for _, labels in samples.values if (tier := dict(labels).get("tier")) is not None}
-    return sorted(names - {"all", "backend", *_BESIDE}) + [name for name in ("all",) if name in names]
+    beside = [name for name in _BESIDE if not samples.each(f"{PREFIX}tier_up", tier=name)]
+    return sorted(names - {"all", "backend", *beside}) + [name for name in ("all",) if name in names], beside
 
 
 def _counted_by(samples: Samples, source: str) -> list[tuple[str, str]]:
     """(metric, its name without the package's prefix and suffix) of what ``source`` exports."""
     names = sorted({name for name, labels in samples.values if dict(labels).get("tier") == source})
-    return [(name, name.removeprefix(PREFIX).removesuffix("_total")) for name in names if not name.endswith("_created")]
+    return [
+        (name, name.removeprefix(PREFIX).removesuffix("_total"))
+        for name in names
+        if not name.endswith("_created") and not name.startswith(CALL_SECONDS)
+    ]
 
 
 def _unescape(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +61,14 @@ def check_document(document: Mapping[str, Any]) -> ExtraConfig:
     return checked
 
 
-def secrets_in(value: object, location: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Secret]]:
+def secrets_in(value: object, location: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Secret]]:
     """Every ``Secret`` in a configuration, with where it stands."""
     if isinstance(value, Secret):
         yield location, value
     elif isinstance(value, BaseModel):
         for name in type(value).model_fields:
             yield from secrets_in(getattr(value, name), (*location, name))
-    elif isinstance(value, dict):
-        for name, below in value.items():
-            yield from secrets_in(below, (*location, name))
+    elif isinstance(value, dict | tuple):
+        steps: Iterable[tuple[str | int, object]] = value.items() if isinstance(value, dict) else enumerate(value)
+        for step, below in steps:
+            yield from secrets_in(below, (*location, step))

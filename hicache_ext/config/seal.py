@@ -25,12 +25,45 @@ _WRITE_WITH_ALLOWED = "the id of one of the keys"
 _KEYS_ALLOWED = "a list of keys such as [{id: a, file: /etc/hicache/seal-a}], each with an id and one of file and env"
 
 
-@dataclass(frozen=True, slots=True)
-class SealKeyReference:
+_SECRET_ALLOWED = (
+    f"one line of at least {SHORTEST_SECRET} characters that nobody can guess, as of: openssl rand -base64 32"
+)
+_FEWEST_CHARACTERS = 8
+"""Different ones in a key. 32 random hex digits have fewer once in 30 million."""
+_NO_PART_OF_A_KEY = {
+    "\ufeff": "a byte order mark",
+    "\0": "a NUL",
+    "\n": "more than one line",
+    "\r": "more than one line",
+}
+
+
+@dataclass(slots=True, unsafe_hash=True, repr=False)
+class SealKeyReference(Secret):
     """One key: its id, and where its secret is found."""
 
-    id: str
-    secret: Secret
+    id: str = ""
+
+    def reference(self) -> dict[str, str]:
+        return {"id": self.id, self.kind: self.name}
+
+    def reveal(self) -> str:
+        """The key, read now. Raises ConfigError also for a text of which an editor or a shell would make another key
+        unseen, and for one that can be guessed."""
+        text = Secret.reveal(self)
+        odd = next((what for part, what in _NO_PART_OF_A_KEY.items() if part in text), None)
+        if odd is None and text != text.strip():
+            odd = "a blank at its beginning or its end"
+        if odd is None and not text.isprintable():
+            odd = "a character that cannot be seen"
+        if odd is not None:
+            raise ConfigError(self.key, f"it is not exactly one key: it has {odd}", _SECRET_ALLOWED)
+        if len(text) < SHORTEST_SECRET:
+            raise ConfigError(self.key, "the key is too short", _SECRET_ALLOWED)
+        if len(set(text)) < _FEWEST_CHARACTERS or text in (text + text)[1:-1]:
+            problem = "the key can be guessed: it has few different characters, or repeats itself"
+            raise ConfigError(self.key, problem, _SECRET_ALLOWED)
+        return text
 
 
 def _refuse(value: object, allowed: str, more: str = "") -> ConfigError:
@@ -67,10 +100,10 @@ def _keys(value: object) -> tuple[SealKeyReference, ...]:
         if any(id == known.id for known in found):
             raise ConfigError(f"[{number}].id", f"two keys have the id {id}")
         try:
-            secret = Secret.parse({key: value for key, value in given.items() if key != "id"})
+            key = SealKeyReference.parse({key: value for key, value in given.items() if key != "id"})
         except ConfigError as error:
             raise ConfigError(f"[{number}]", error.problem, error.allowed) from None
-        found.append(SealKeyReference(id, secret))
+        found.append(SealKeyReference(key.kind, key.name, id=id))
     return tuple(found)
 
 
@@ -132,7 +165,7 @@ class SealConfig(ConfigModel):
     def opened(self, key: str) -> Seal:
         """The seal with its keys, read now. ``key``: the key path of this mapping, for errors.
 
-        Raises ConfigError for a secret that is not there or too short, MissingPackageError.
+        Raises ConfigError for a secret that is not there or no key, MissingPackageError.
         """
         try:
             need("cryptography")
@@ -141,14 +174,10 @@ class SealConfig(ConfigModel):
         # Not before a tier is opened: it imports numpy.
         from hicache_ext.page.transforms.sealing import Seal, SealKey, SealMode
 
-        found = []
-        for number, reference in enumerate(self.keys):
-            place = f"{key}.keys[{number}]"
-            text = replace(reference.secret, key=place).reveal()
-            if len(text) < SHORTEST_SECRET:
-                allowed = f"at least {SHORTEST_SECRET} characters that nobody can guess, as of: openssl rand -base64 32"
-                raise ConfigError(place, "the key is too short", allowed)
-            found.append(SealKey(reference.id, text))
+        found = [
+            SealKey(reference.id, replace(reference, key=f"{key}.keys[{number}]").reveal())
+            for number, reference in enumerate(self.keys)
+        ]
         writes = self.write_with or self.keys[0].id
         found.sort(key=lambda one: one.id != writes)
         return Seal(SealMode[self.mode.upper()], tuple(found))

@@ -20,7 +20,7 @@ def seal_findings(tier: TierConfig) -> Iterator[Finding]:
         return
     yield Finding(_SUBJECT, Level.OK, _in_words(tier.seal))
     for key in tier.seal.keys:
-        yield from _of_environment(key) if key.secret.kind == "env" else _of_file(key)
+        yield from _of_environment(key) if key.kind == "env" else _of_file(key)
     if fastest_cipher() is not CipherKind.AES_256_GCM:
         seen = "this processor has no instructions for AES: pages are sealed with ChaCha20-Poly1305, which is slower"
         yield Finding(f"{_SUBJECT} cipher", Level.NOTE, seen)
@@ -39,7 +39,7 @@ def _of_environment(key: SealKeyReference) -> Iterator[Finding]:
 
 def _of_file(key: SealKeyReference) -> Iterator[Finding]:
     """The tier says itself where a file cannot be read."""
-    name = key.secret.name
+    name = key.name
     try:
         status = os.stat(name)
     except OSError:

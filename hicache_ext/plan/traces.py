@@ -5,6 +5,7 @@ From recordings of a server, and from traces that others publish. See docs/recor
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,12 +101,13 @@ def _offsets(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
-def read_trace(path: Path, block_tokens: int | None = None) -> Trace:
+def read_trace(path: str | os.PathLike[str], block_tokens: int | None = None) -> Trace:
     """A directory of recordings, one recording, or JSON lines as Mooncake publishes them. Raises RecordingError,
     OSError.
 
     ``block_tokens``: of a block of JSON lines, where it is not 512.
     """
+    path = Path(path)
     if path.is_dir():
         files = sorted(path.glob(f"*{SUFFIX}"))
         if not files:

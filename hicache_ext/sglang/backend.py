@@ -32,7 +32,15 @@ from hicache_ext.sglang import page_moves
 from hicache_ext.sglang.copied_pages import AnyPages
 from hicache_ext.sglang.host_pool import flat_buffers
 from hicache_ext.sglang.lifecycle import BackendLifecycle, name_of
-from hicache_ext.sglang.never_raise import all_false, all_none, answering, length, transfers_false
+from hicache_ext.sglang.never_raise import (
+    all_false,
+    all_none,
+    answered_name,
+    answering,
+    length,
+    transfer_false,
+    transfers_false,
+)
 from hicache_ext.sglang.releases import hit_policy
 from hicache_ext.sglang.served_pools import KV, BoundPool
 from hicache_ext.storage.contract.store import PageBatch, PageKeys, SetResult
@@ -195,9 +203,10 @@ class HiCacheExtBackend(BackendLifecycle):
     def _move_transfers(
         self, transfers: list[PoolTransfer], move: page_moves.Move, samples: TransferSamples
     ) -> dict[Any, list[bool]]:
-        return {transfer.name: self._move_transfer(transfer, move, samples) for transfer in transfers}
+        moved = [(answered_name(transfer), self._move_transfer(transfer, move, samples)) for transfer in transfers]
+        return {name: pages for name, pages in moved if name is not None}
 
-    @answering(lambda transfer, *_: [False] * length(transfer.keys))
+    @answering(transfer_false)
     def _move_transfer(self, transfer: PoolTransfer, move: page_moves.Move, samples: TransferSamples) -> list[bool]:
         """Never raises by itself: the other transfers of the call are answered with what became of them."""
         name, keys = name_of(transfer.name), transfer.keys or []
@@ -291,7 +300,7 @@ class HiCacheExtBackend(BackendLifecycle):
             default=0,
         )
 
-    @answering(lambda keys, *_, **__: [SetResult.ERROR] * length(keys))
+    @answering(lambda keys=(), *_, **__: [SetResult.ERROR] * length(keys))
     def store_pages(self, keys: list[str], host_indices: torch.Tensor) -> list[SetResult]:
         """Like ``batch_set_v1``, with each page's result [pd writer]."""
         pool = self._pools.usable(KV)

@@ -9,6 +9,7 @@ batch costs slices instead of SGLang's Python loops. Pages of a pool without add
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -47,6 +48,7 @@ _GEOMETRY_ATTRIBUTES = (
 """Attributes of SGLang's host pools that shape a page's bytes; a pool need not have all."""
 
 _SPLIT_WITH_HEADS = ("head_num", "size_per_token")
+_MS_ASYNC = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +261,7 @@ def flat_buffers(count: int, tensors: Sequence[Any] | None, sizes: Sequence[Any]
         segments: list[memoryview] | None = None
         if isinstance(target, torch.Tensor):
             segments = _tensor_segments(target)
-        elif isinstance(target, int) and isinstance(size, int) and size > 0:
+        elif isinstance(target, int) and isinstance(size, int) and _is_memory(target, size):
             segments = [memoryview((ctypes.c_ubyte * size).from_address(target)).cast("B")]
         if segments is not None:
             buffers[position] = segments
@@ -272,3 +274,13 @@ def _tensor_segments(tensor: torch.Tensor) -> list[memoryview] | None:
         return None
     size = tensor.numel() * tensor.element_size()
     return [memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")]
+
+
+def _is_memory(address: int, size: int) -> bool:
+    """Whether this process has memory at an address: what touches other addresses ends it."""
+    begin = address - address % mmap.PAGESIZE
+    if begin <= 0 or size <= 0 or address + size >= 1 << 63:
+        return False
+    # With this flag msync does nothing else than to look.
+    length = ctypes.c_size_t(address + size - begin)
+    return bool(ctypes.CDLL(None).msync(ctypes.c_void_p(begin), length, _MS_ASYNC) == 0)

@@ -147,6 +147,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
 
         return self._ahead.hold(list(requests), ask)
 
+    @answering(lambda *_, **__: None)
     def nap(self) -> None:
         self._ahead.nap()
 
@@ -162,8 +163,13 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
 
     # -- loads -----------------------------------------------------------------------------------------------------
 
+    @answering(lambda *_, **__: False)
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Whether the pages of a request are in host memory, on every rank, and will be on the device."""
+        """Whether the pages of a request are in host memory, on every rank, and will be on the device.
+
+        What a rank meets alone is caught inside: the ranks would wait for its vote. Only what SGLang hands to all of
+        them alike may end the call before.
+        """
         pages = self._pages(transfers)
         if not pages:
             return False

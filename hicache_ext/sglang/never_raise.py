@@ -22,7 +22,8 @@ _guarded: set[Any] = set()
 def answering(
     otherwise: Callable[..., Any],
 ) -> Callable[[Callable[Concatenate[_S, _P], _R]], Callable[Concatenate[_S, _P], _R]]:
-    """Make a method that SGLang calls never raise: ``otherwise(*arguments)`` is its answer to any trouble."""
+    """Make a method that SGLang calls never raise: ``otherwise(*arguments)`` is its answer to any trouble, and
+    ``otherwise()`` where nothing can be told from the arguments."""
 
     def decorate(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
         @functools.wraps(method)
@@ -31,7 +32,11 @@ def answering(
                 return method(self, *args, **kwargs)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - SystemExit would end SGLang's I/O thread
                 self.report_failure(method.__name__, error)
-                answer: _R = otherwise(*args, **kwargs)
+                answer: _R
+                try:
+                    answer = otherwise(*args, **kwargs)
+                except Exception:  # noqa: BLE001 - the arguments were the trouble, which is reported
+                    answer = otherwise()
                 return answer
 
         _guarded.add(guarded)
@@ -51,7 +56,7 @@ def guarded_calls(backend: type) -> list[str]:
 def length(keys: Any) -> int:
     try:
         return len(keys)
-    except TypeError:
+    except Exception:  # noqa: BLE001 - of what is no list of keys, whatever it raises
         return 0
 
 
@@ -63,5 +68,16 @@ def all_none(keys: Any = (), *_: Any, **__: Any) -> list[None]:
     return [None] * length(keys)
 
 
+def transfer_false(transfer: Any = None, *_: Any, **__: Any) -> list[bool]:
+    return all_false(getattr(transfer, "keys", None))
+
+
+def answered_name(transfer: Any) -> str | None:
+    """The name under which SGLang looks for the answer to a transfer; None for what is no transfer."""
+    name = getattr(transfer, "name", None)
+    return name if isinstance(name, str) else None
+
+
 def transfers_false(transfers: Any = (), *_: Any, **__: Any) -> dict[Any, list[bool]]:
-    return {transfer.name: [False] * length(transfer.keys) for transfer in transfers or ()}
+    named = [(answered_name(transfer), transfer) for transfer in transfers or ()]
+    return {name: transfer_false(transfer) for name, transfer in named if name is not None}

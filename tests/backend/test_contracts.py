@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from hicache_ext.sglang.releases import end_registration
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
-from hicache_ext.testing.host_pools import mha_pools, page_indices
+from hicache_ext.testing.host_pools import make_storage_config, mha_pools, page_indices
+from tests.backend.test_conformance import extra_config
 
 pytestmark = pytest.mark.sglang
 
@@ -231,3 +236,157 @@ def test_a_read_through_a_smaller_target_is_a_miss_and_removes_nothing_it_should
     assert backend.batch_set(["a", "b"], [torch.ones(8), torch.ones(8)])
     assert [found is not None for found in backend.batch_get(["a", "b"], [torch.zeros(8), None])] == [True, False]
     assert backend.exists("b")
+
+
+# -- whatever SGLang hands over ----------------------------------------------------------------------------------------
+
+
+class Trap:
+    """Raises whatever is asked of it, and names of attributes most of all."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+    def _raise(self, *_: Any) -> Any:
+        raise RuntimeError("trap")
+
+    __len__ = __bool__ = __iter__ = __getitem__ = __index__ = __int__ = __eq__ = __hash__ = _raise
+
+
+HOSTILE_TENSORS = [
+    torch.zeros(0),
+    torch.tensor(2**62),
+    torch.full((3 * PAGE_SIZE,), 2**63 - 1),
+    torch.full((3 * PAGE_SIZE,), -(2**63)),
+    torch.full((3 * PAGE_SIZE,), float("nan")),
+    indices(0, 1, 2).to(torch.complex64),
+    indices(0, 1, 2).view(3, PAGE_SIZE),
+    indices(0, 1, 2).to_sparse(),
+    torch.zeros(3 * PAGE_SIZE, device="meta"),
+    torch.zeros(4, requires_grad=True),
+    torch.zeros(1).expand(5),
+]
+"""None of them is what a call wants: foreign types, devices and lengths, and numbers beyond every pool."""
+
+hostile_values = st.one_of(
+    st.sampled_from([None, True, False, 2**63, 2**200, -1, np.int64(3), np.bool_(True), float("inf"), "", b"x"]),
+    st.builds(Trap),
+    st.sampled_from([*HOSTILE_TENSORS, *KEYS, "\ud800", {}, set(), range(3), np.zeros(3), object()]),
+    st.integers(),
+)
+_transfers = st.builds(
+    transfer,
+    st.sampled_from(["kv", "sidecar", "none", None, 7, []]) | st.builds(Trap),
+    hostile_values | st.lists(hostile_values),
+    hostile_values,
+)
+_nested = st.lists(hostile_values | _transfers | st.lists(hostile_values, max_size=3), max_size=4)
+hostile_arguments = st.lists(hostile_values | _nested, max_size=4)
+
+
+def is_list_for(kind: type) -> Callable[[Any, Any], bool]:
+    def is_answer(answer: Any, keys: Any) -> bool:
+        sound = isinstance(answer, list) and all(isinstance(one, kind) for one in answer)
+        return sound and (not isinstance(keys, list) or len(answer) == len(keys))
+
+    return is_answer
+
+
+def is_a(*kinds: type) -> Callable[[Any, Any], bool]:
+    return lambda answer, _: isinstance(answer, kinds)
+
+
+def is_answer_to_transfers(answer: Any, transfers: Any) -> bool:
+    """Whatever else is in the list, a transfer with a name and keys is answered for each of its keys."""
+    asked = {}
+    for one in transfers if isinstance(transfers, list) else ():
+        if type(one).__name__ == "PoolTransfer" and isinstance(one.name, str):
+            asked[one.name] = one.keys
+    return isinstance(answer, dict) and all(
+        is_list_for(bool)(answer.get(name), keys) for name, keys in asked.items() if isinstance(keys, list)
+    )
+
+
+SHAPES: dict[str, Callable[[Any, Any], bool]] = {
+    "batch_exists": is_a(int),
+    "batch_exists_v2": lambda answer, _: type(answer).__name__ == "PoolTransferResult",
+    "batch_get": is_list_for(object),
+    "batch_get_v1": is_list_for(bool),
+    "batch_get_v2": is_answer_to_transfers,
+    "batch_set": is_a(bool),
+    "batch_set_v1": is_list_for(bool),
+    "batch_set_v2": is_answer_to_transfers,
+    "exists": is_a(bool),
+    "get": is_a(torch.Tensor, int, type(None)),
+    "set": is_a(bool),
+    "read_whole": is_a(bool),
+    "write_whole": is_a(bool),
+    "stored": is_list_for(bool),
+    "stored_leading": is_a(int),
+    "store_pages": is_list_for(object),
+}
+"""What each call of pages answers, whatever it is given."""
+
+OURS = {"advance_weights_epoch", "declare_failures", "export_also", "hint_sender", "report_failure", "resume"} | {
+    "served_pool",
+    "suspend",
+    "writes_on_every_rank",
+}
+AT_START = {"register_mem_pool_host", "register_mem_host_pool_v2", "on_host_pools_registered"}
+"""These may raise: SGLang then does not start."""
+
+
+def public_calls(kind: type) -> set[str]:
+    return {name for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name))}
+
+
+def test_each_call_of_sglang_is_guarded() -> None:
+    from hicache_ext.sglang.backend import HiCacheExtBackend
+    from hicache_ext.sglang.never_raise import guarded_calls
+
+    without_arguments = {"clear", "close", "get_stats"}
+    assert set(guarded_calls(HiCacheExtBackend)) - {"_move_transfer"} == SHAPES.keys() | without_arguments
+    assert public_calls(HiCacheExtBackend) - set(guarded_calls(HiCacheExtBackend)) == OURS | AT_START
+
+
+@pytest.mark.parametrize("call", SHAPES)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
+@given(arguments=hostile_arguments)
+def test_no_argument_makes_a_call_raise_or_answer_in_another_shape(
+    hostile_backend: Any, call: str, arguments: list[Any]
+) -> None:
+    answer = getattr(hostile_backend, call)(*arguments)
+    assert SHAPES[call](answer, arguments[0] if arguments else None), answer
+
+
+@pytest.fixture(scope="module")
+def hostile_backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from hicache_ext.sglang.backend import HiCacheExtBackend
+
+    extra = extra_config(tmp_path_factory.mktemp("hostile") / "l3")
+    backend = HiCacheExtBackend(make_storage_config(extra_config=extra), {})
+    backend.register_mem_pool_host(mha_pools(page_size=PAGE_SIZE).host)
+    backend.register_mem_host_pool_v2(mha_pools(page_size=PAGE_SIZE).host, "sidecar")
+    end_registration(backend)
+    yield backend
+    backend.close()
+
+
+def test_entries_that_are_no_transfers_do_not_spoil_the_others_and_are_counted(
+    open_backend: Callable[..., Any],
+) -> None:
+    backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
+    sound = transfer("kv", KEYS, indices(0, 1, 2))
+    assert backend.batch_set_v2([None, sound, 7]) == {"kv": [True] * 3}
+    assert backend.batch_get_v2([sound, None]) == {"kv": [True] * 3}
+    assert backend.batch_get_v2([None]) == {}
+    assert backend._failures.value("failure", "_move_transfer") == 4
+
+
+def test_an_address_without_memory_behind_it_is_a_miss(open_backend: Callable[..., Any]) -> None:
+    backend = open_backend()
+    assert backend.set("key", torch.zeros(4))
+    for address in (True, 1, -1, 4096, 2**62, 2**200):
+        assert backend.get("key", address, 16) is None
+        assert backend.set("other", None, address, 16) is False
+    assert backend.exists("key")

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hicache_ext.sglang.releases import comes_with, installed_release
 from tests.backend import linker_rig as rig
+from tests.backend.test_contracts import hostile_arguments, hostile_values, public_calls
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -285,3 +288,76 @@ def test_a_load_that_one_rank_cannot_read_is_computed_on_all(tmp_path: Path) -> 
         for rank in range(2)
     ]
     assert [one.communicate(timeout=120)[0].strip() for one in started] == ["[True, False, False]"] * 2
+
+
+SHAPES = {
+    "lookup": list,
+    "load": bool,
+    "start_layer_wise_loading": int,
+    "finish_layer_wise_loading": bool,
+    "cancel_queued_load": bool,
+    "offload": bool,
+    "num_completed_offloads": int,
+    "pop_completed_offload": bool,
+    "requests_to_hold": set,
+    "nap": type(None),
+}
+"""What each call of SGLang's scheduler answers, whatever it is given."""
+
+
+def _device_transfer(pool: Any, keys: Any, indices: Any) -> Any:
+    from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+
+    return PoolTransfer(pool, keys=keys, device_indices=indices)
+
+
+_odd_indices = st.sampled_from([rig.indices_of(rig.PAGE, [number]) for number in (1, rig.PAGES * 9, -9)])
+_odd_transfers = st.lists(
+    st.builds(_device_transfer, st.just("kv") | hostile_values, st.lists(hostile_values, max_size=2), _odd_indices)
+    | hostile_values,
+    max_size=3,
+)
+_calls = st.lists(
+    st.tuples(
+        st.sampled_from(sorted(SHAPES)),
+        hostile_arguments
+        | st.tuples(_odd_transfers)
+        | st.tuples(st.just("r") | hostile_values, _odd_transfers)
+        | st.tuples(st.integers(), hostile_values),
+    ),
+    min_size=5,
+    max_size=20,
+)
+
+
+def test_each_call_of_sglang_is_guarded() -> None:
+    from hicache_ext.sglang.linker import HiCacheExtLinker
+    from hicache_ext.sglang.never_raise import guarded_calls
+
+    unguarded = public_calls(HiCacheExtLinker) - set(guarded_calls(HiCacheExtLinker))
+    assert unguarded == {"record_offload_ready", "report_failure"}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20, deadline=None)
+@given(calls=_calls)
+def test_no_argument_makes_a_call_raise_or_answer_in_another_shape(
+    linker_of_many_examples: Any, calls: list[tuple[str, Any]]
+) -> None:
+    linker = linker_of_many_examples
+    for name, arguments in calls:
+        answer = getattr(linker, name)(*arguments)
+        assert isinstance(answer, SHAPES[name]), (name, answer)
+    linker.reset()
+    assert linker._staging.pages_in_use("load") == 0
+
+
+@pytest.fixture
+def linker_of_many_examples(open_linker: Open) -> Any:
+    return open_linker(rig.mha_device())
+
+
+def test_a_request_whose_id_is_none_of_sglangs_is_computed(open_linker: Open) -> None:
+    device, linker, keys = prepared(open_linker)
+    for rid in (["r"], None, {}):
+        assert linker.load(rid, [None, rig.pages(device, "kv", keys, [20, 21, 22, 23])]) is False
+    assert rig.staging_in_use(linker) == 0

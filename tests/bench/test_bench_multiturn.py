@@ -131,18 +131,36 @@ def test_a_run_that_is_told_to_end_takes_its_servers_away_first(monkeypatch: pyt
     assert ended == ["server"]
 
 
-def test_the_page_begins_with_what_it_comes_to() -> None:
-    def arm(name: str, last: float, cached: int) -> ArmResult:
-        turns = [[Answer(9.0, 9.0, (), "", 100, 4, {})], [Answer(last, 9.0, (), "", 100, 4, {"storage": cached})]]
-        return ArmResult(name, turns, 18.0)
+def rounds_of(name: str, last: list[float], cached: int = 0) -> ArmResult:
+    """An arm with one user and two turns, of which the last took ``last`` seconds in each round."""
+    first = [Answer(9.0, 9.0, (), "", 100, 4, {})]
+    return ArmResult.of(
+        [
+            ArmResult(name, [first, [Answer(seconds, 9.0, (), "", 100, 4, {"storage": cached})]], 18.0)
+            for seconds in last
+        ]
+    )
 
-    arms = [arm("no-storage", 8.0, 0), arm("ours", 1.1, 80), arm("on-device", 1.0, 90)]
+
+def test_the_page_begins_with_what_it_comes_to_and_with_the_spread() -> None:
+    arms = [
+        rounds_of("no-storage", [8.0, 8.0, 9.0]),
+        rounds_of("ours", [1.1, 0.9, 1.2], 80),
+        rounds_of("on-device", [1.0, 1.0, 1.0], 90),
+    ]
     assert summary(arms) == (
-        "**Time to the first token from turn 2 on, against on-device: ours 1.10, no-storage 8.00.** In turn 2: "
-        "on-device 1,000 ms, ours 1,100 ms, no-storage 8,000 ms. "
-        "Prompt tokens computed in all turns: on-device 110, ours 120, no-storage 200."
+        "**Time to the first token from turn 2 on, against on-device, 3 rounds: no-storage 8.00 (8.00 to 9.00).** "
+        "Not told apart from on-device in 3 rounds: ours 1.10 (0.90 to 1.20). "
+        "In turn 2: on-device 1,000 ms, ours 1,100 ms, no-storage 8,000 ms. "
+        "Prompt tokens computed in all turns: on-device 330, ours 360, no-storage 600."
     )
     assert summary(arms[:1]) == ""
+
+
+def test_one_round_is_no_headline() -> None:
+    said = summary([rounds_of("ours", [1.1]), rounds_of("on-device", [1.0])])
+    assert "**" not in said
+    assert "against on-device: ours 1.10. That is one round, and no verdict" in said
 
 
 def test_one_command_compares_and_writes_everything(

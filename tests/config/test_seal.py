@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hicache_ext.cli.main import main
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.config.seal import SealConfig
 from hicache_ext.errors import ConfigError, StoreError
@@ -166,6 +167,58 @@ def test_a_key_that_is_not_there_or_too_short_stops_the_start(
         open_tier("memory", config.tiers["memory"])
     assert str(raised.value).startswith(f"hicache_ext.tiers.memory.seal.keys[0]: {problem}")
     assert KEY[1:] not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("\ufeff" + KEY, "it is not exactly one key: it has a byte order mark"),
+        (KEY + "\0", "it is not exactly one key: it has a NUL"),
+        (KEY + "\n\n", "it is not exactly one key: it has more than one line"),
+        (KEY + "\n" + KEY[::-1] + "\n", "it is not exactly one key: it has more than one line"),
+        ("\n" + KEY, "it is not exactly one key: it has more than one line"),
+        (" " + KEY, "it is not exactly one key: it has a blank at its beginning or its end"),
+        (KEY + "\t", "it is not exactly one key: it has a blank at its beginning or its end"),
+        (KEY[:16] + "\u200b" + KEY[16:], "it is not exactly one key: it has a character that cannot be seen"),
+        (" " * 32, "it is not exactly one key: it has a blank at its beginning or its end"),
+        ("a" * 64, "the key can be guessed"),
+        ("password" * 8, "the key can be guessed"),
+        ("1234567890" * 4, "the key can be guessed"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["file", "env"])
+def test_what_is_not_exactly_one_key_that_nobody_can_guess_stops_the_start(
+    kind: str, content: str, problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each of these was taken, and was another key than the one that was meant."""
+    (tmp_path / "key").write_text(content)
+    monkeypatch.setattr(os, "environ", {**os.environ, "SEAL_A": content})
+    reference = {"file": str(tmp_path / "key")} if kind == "file" else {"env": "SEAL_A"}
+    config = load_config(document(mode="encrypt", keys=[{"id": "a", **reference}]))
+    with pytest.raises(ConfigError) as raised:
+        open_tier("memory", config.tiers["memory"])
+    assert str(raised.value).startswith(f"hicache_ext.tiers.memory.seal.keys[0]: {problem}")
+    assert KEY not in str(raised.value) and "openssl rand -base64 32" in str(raised.value)
+
+
+@pytest.mark.parametrize("content", [KEY, KEY + "\n", KEY + "\r\n", "four words of some length, and 1 more"])
+def test_one_line_that_nobody_can_guess_is_a_key(content: str, tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(content.encode())
+    seal_of(mode="encrypt", keys=[{"id": "a", "file": str(tmp_path / "key")}]).opened("seal")
+
+
+def test_a_configuration_is_checked_with_the_keys_that_a_server_would_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "blanks").write_text(" " * 32)
+    keys = [{"id": "a", "file": str(tmp_path / "none")}, {"id": "b", "file": str(tmp_path / "blanks")}]
+    text = json.dumps(document(mode="encrypt", keys=keys, write_with="a"))
+    assert main(["config", "check", text]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    place = "note: hicache_ext.tiers.memory.seal.keys"
+    assert notes[0].startswith(f"{place}[0]: the file '{tmp_path}/none' cannot be read")
+    assert notes[1].startswith(f"{place}[1]: it is not exactly one key")
+    assert all(note.endswith("a server on this node would not reach that tier") for note in notes)
 
 
 def test_a_key_that_is_no_text_is_never_shown_by_a_tier_that_opens_late(

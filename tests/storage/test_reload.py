@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -516,19 +517,35 @@ def test_without_a_thread_there_is_no_socket_that_nobody_answers(
     assert list(runtime.iterdir()) == []
 
 
+@pytest.mark.parametrize("clients", [1, 60])
+def test_slow_clients_hold_nobody(clients: int, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_REQUEST_SECONDS", 1000.0)
+    socket_of_server = ControlSocket(lambda request: {"ok": True, "words": "x" * request["length"]})
+    slow = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(clients)]
+    try:
+        for number, connection in enumerate(slow):
+            connection.connect(str(socket_of_server.path))
+            # Some never ask, some stop in the middle, and some never read a long answer.
+            connection.sendall([b"", b"{", b'{"length": 4000000}\n'][number % 3 if clients > 1 else 2])
+        for _ in range(3):
+            assert control.ask(socket_of_server.path, {"length": 2}, seconds=20)["words"] == "xx"
+    finally:
+        monkeypatch.setattr(control, "_REQUEST_SECONDS", 10.0)
+        socket_of_server.close()
+        for connection in slow:
+            connection.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hicache-control")]
+
+
 def test_nonsense_on_the_socket_is_answered_or_dropped(file: Path, runtime: Path, serve: Callable[..., Server]) -> None:
-    import socket
-
-    from hicache_ext.storage.serving.control import ask
-
     serve(file)
     (path,) = runtime.iterdir()
     for nonsense in (b"", b"\n", b"[1]\n", b"{\n", b"\xff\xfe\n", b"[" * 100_000 + b"\n"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(str(path))
             connection.sendall(nonsense)
-    assert ask(path, {"call": "stop"})["messages"] == ["unknown call 'stop'"]
-    assert ask(path, {"call": "facts"})["file"] == str(file)
+    assert control.ask(path, {"call": "stop"})["messages"] == ["unknown call 'stop'"]
+    assert control.ask(path, {"call": "facts"})["file"] == str(file)
 
 
 @pytest.mark.parametrize("answer", [b"[" * 200_000 + b"\n", b"[1]\n", b"{\n", b"\xff\n", b"x" * (2 << 20)])

@@ -6,6 +6,7 @@ the same user can connect (directory mode 0700).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -13,12 +14,16 @@ import os
 import socket
 import stat
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hicache_ext.errors import ControlError
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.runtime.whole_file import json_in
 
 logger = logging.getLogger(__name__)
@@ -30,6 +35,7 @@ DIRECTORY_VARIABLE = "HICACHE_EXT_RUNTIME_DIR"
 
 _LONGEST_LINE = 1 << 20
 _REQUEST_SECONDS = 10.0
+_MOST_AWAITED = 16
 _FIRST_PAUSE = 0.01
 _numbers = itertools.count()
 
@@ -48,11 +54,16 @@ def runtime_directory() -> Path:
 
 
 class ControlSocket:
-    """Answers requests with ``handle(request)``, one at a time, on a thread of its own."""
+    """Answers requests with ``handle(request)``, one at a time. Each client is waited for on a thread of its own."""
 
     def __init__(self, handle: Callable[[Request], Answer]) -> None:
         """Raises ControlError."""
         self._handle = handle
+        self._one_at_a_time = threading.Lock()
+        self._lock = threading.Lock()
+        self._awaited: dict[socket.socket, None] = {}
+        """Connections whose clients have to send or to read something; who came first stands first."""
+        self._threads = ThreadPool("hicache-control-client")
         self.path = runtime_directory() / f"{os.getpid()}-{next(_numbers)}.sock"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -80,19 +91,56 @@ class ControlSocket:
         self._listener.close()
         self.path.unlink(missing_ok=True)
         self._loop.stop(_REQUEST_SECONDS)
+        with self._lock:
+            while self._awaited:
+                self._let_first_go()
+        self._threads.close(_REQUEST_SECONDS)
 
     def _serve(self) -> float | Retry:
         try:
             connection, _ = self._listener.accept()
         except OSError:
             return RETRY  # no descriptor left, or closed
+        try:
+            self._threads.start(lambda: self._talk(connection))
+        except RuntimeError:  # no thread to be had
+            connection.close()
+            return RETRY
+        return 0.0
+
+    def _talk(self, connection: socket.socket) -> None:
         with connection:
             try:
-                connection.settimeout(_REQUEST_SECONDS)
-                _send(connection, self._answer(_receive(connection)))
+                with self._awaiting(connection):
+                    request = _receive(connection, _REQUEST_SECONDS)
+                with self._one_at_a_time:
+                    answer = self._answer(request)
+                with self._awaiting(connection):
+                    connection.settimeout(_REQUEST_SECONDS)
+                    _send(connection, answer)
             except Exception as error:  # noqa: BLE001 - whatever somebody sends, the next request is answered
                 logger.debug("hicache_ext: a request broke off: %r", error)
-        return 0.0
+
+    @contextmanager
+    def _awaiting(self, connection: socket.socket) -> Iterator[None]:
+        """While a client has to do something. Of too many that take their time the first has to go."""
+        with self._lock:
+            if self._loop.stopping:
+                raise ControlError("the server ends")
+            if len(self._awaited) >= _MOST_AWAITED:
+                self._let_first_go()
+            self._awaited[connection] = None
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._awaited.pop(connection, None)
+
+    def _let_first_go(self) -> None:
+        first = next(iter(self._awaited))
+        del self._awaited[first]
+        with contextlib.suppress(OSError):  # it has gone by itself
+            first.shutdown(socket.SHUT_RDWR)
 
     def _answer(self, request: Request) -> Answer:
         try:
@@ -160,7 +208,7 @@ def ask(path: Path, request: Request, seconds: float = 60.0) -> Answer:
         try:
             connection.connect(os.fspath(path))
             _send(connection, request)
-            return _receive(connection)
+            return _receive(connection, seconds)
         except (OSError, ValueError) as error:
             raise ControlError(f"process {path.name.partition('-')[0]} does not answer: {error}") from error
 
@@ -169,9 +217,12 @@ def _send(connection: socket.socket, document: dict[str, Any]) -> None:
     connection.sendall(json.dumps(document).encode() + b"\n")
 
 
-def _receive(connection: socket.socket) -> dict[str, Any]:
+def _receive(connection: socket.socket, seconds: float) -> dict[str, Any]:
+    """What comes within ``seconds``, however slowly: not so many for each piece."""
     received = b""
+    until = time.monotonic() + seconds
     while not received.endswith(b"\n"):
+        connection.settimeout(max(0.001, until - time.monotonic()))
         piece = connection.recv(65536)
         if not piece:
             raise ValueError("the connection ended")
