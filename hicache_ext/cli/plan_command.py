@@ -92,7 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
     yaml = "# nothing to configure: neither --disk nor --pool\n"
     if given.hardware.disk or given.hardware.pool:
         checked = check_document(document)
-        launch = [*launch_lines(_FILE, checked.hicache_ext.role)]
+        parts = launch_lines(_FILE, checked.hicache_ext.role)
+        launch = [f"--page-size {given.page_size}" if part.startswith("--page-size ") else part for part in parts]
         yaml = as_yaml(document)
     plan |= {"configuration": document if launch else None, "launch": launch}
     if arguments.plot is not None:
