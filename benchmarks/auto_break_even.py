@@ -18,11 +18,14 @@ import os
 import socket
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.bench_codec import DTYPES, pages_of
 from hicache_ext.config import ExtraConfig, load_config

@@ -5,6 +5,7 @@ python -m benchmarks.bench_file --minutes 20 --directory DIRECTORY --markdown FI
 
 import argparse
 import sys
+from pathlib import Path
 
 from hicache_ext.bench import file_command
 from hicache_ext.cli.main import without_traceback
@@ -12,6 +13,7 @@ from hicache_ext.runtime.results import standard_output_of
 
 
 def main() -> int:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from benchmarks.rivals.file import rivals  # so that a rival that is not installed is a sentence
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -10,6 +10,9 @@ nothing around it: no envelope, no checksum, and no copy into host memory where 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.rivals.mooncake import mooncake_servers
 from benchmarks.rivals.object import object_stores

@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
     if wait_for_compiled_code() is None:
-        raise SystemExit("numba is needed: pip install 'hicache-ext[compiled]'")
+        raise SystemExit("numba is needed: pip install numba")
     table: dict[int, dict[str, float]] = {}
     for slots in arguments.slots:
         place = Path(tempfile.mkdtemp(prefix="index-scale-", dir=arguments.directory))

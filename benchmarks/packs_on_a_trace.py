@@ -9,9 +9,12 @@ that are missing are then written, as packs of neighbours. A use of one block re
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.replay_trace import read_trace
 

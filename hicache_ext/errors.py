@@ -90,12 +90,11 @@ class UnsupportedError(HicacheExtError):
 
 
 class MissingPackageError(HicacheExtError):
-    """A package that a command needs; ``requirement`` is what pip is to be given."""
+    """A package that a command needs; ``remedy`` is what to do, as far as that is known."""
 
-    def __init__(self, package: str, requirement: str, problem: str = "which is not installed") -> None:
+    def __init__(self, package: str, remedy: str, problem: str = "which is not installed") -> None:
         self.package = package
-        quoted = f"'{requirement}'" if "[" in requirement else requirement
-        super().__init__(f"this needs the package {package}, {problem}: pip install {quoted}")
+        super().__init__(f"this needs the package {package}, {problem}" + (f": {remedy}" if remedy else ""))
 
 
 class WeightsError(HicacheExtError):

@@ -1,4 +1,8 @@
-"""Packages that only some commands need. A missing one is a sentence that names the extra which brings it."""
+"""Packages that only some commands need. A missing one is a sentence with what to do.
+
+To be installed is the package itself: no index has hicache-ext, and an extra of a checkout would install what the
+checkout is by now.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +12,33 @@ import sys
 
 from hicache_ext.errors import MissingPackageError
 
-EXTRAS = {
-    "sglang": "sglang",
-    "torch": "sglang",
-    "triton": "sglang",
-    "transformers": "sglang",
-    "tokenizers": "sglang",
-    "safetensors": "sglang",
-    "zmq": "sglang",
-    "mooncake": "mooncake",
+PACKAGES = {
+    "mooncake": "mooncake-transfer-engine",
     "redis": "redis",
-    "obstore": "object",
-    "numba": "compiled",
-    "zstandard": "codec",
-    "matplotlib": "bench",
-    "opentelemetry": "tracing",
-    "cryptography": "seal",
+    "obstore": "obstore",
+    "numba": "numba",
+    "zstandard": "zstandard",
+    "matplotlib": "matplotlib",
+    "opentelemetry": "opentelemetry-sdk opentelemetry-exporter-otlp",
+    "cryptography": "cryptography",
 }
-"""Package as it is imported -> the extra of hicache-ext that installs it, itself or as a dependency."""
+"""Package as it is imported -> what pip is to be given. Of no other package is an installation advised: whatever has
+its name on an index may be a stranger's."""
+
+OF_SGLANG = frozenset({"sglang", "torch", "triton", "transformers", "tokenizers", "safetensors", "zmq", "gguf"})
+"""SGLang brings these, in the versions that it needs: nobody is told to install them."""
+
+
+def how_to_install(package: str) -> str:
+    """What to do where ``package`` is missing; empty for one that is in neither list."""
+    if package in OF_SGLANG:
+        return "run it with the Python that SGLang is installed in"
+    return f"pip install {PACKAGES[package]}" if package in PACKAGES else ""
 
 
 def missing_package(package: str, problem: str = "which is not installed") -> MissingPackageError:
     """The sentence for one package; ``problem`` is a relative clause."""
-    requirement = f"hicache-ext[{EXTRAS[package]}]" if package in EXTRAS else package
-    return MissingPackageError(package, requirement, problem)
+    return MissingPackageError(package, how_to_install(package), problem)
 
 
 def package_behind(error: ImportError) -> MissingPackageError | None:

@@ -23,7 +23,7 @@ from hicache_ext.cli.inputs import tokenizer_of
 from hicache_ext.cli.usage import describe
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.config.render import as_yaml, launch_flags
+from hicache_ext.config.render import as_yaml, launch_lines
 from hicache_ext.errors import ConfigError, MissingPackageError, ServerError
 from hicache_ext.packages import need
 from hicache_ext.runtime.results import print_json
@@ -301,5 +301,5 @@ def _write_config(directory: Path, storage: Path, capacity: str) -> Path:
 def _print_what_to_paste(config_file: Path) -> None:
     print("\nFor your own server, put this into a file, with your path and capacity:\n")
     print("".join(f"    {line}\n" for line in config_file.read_text().splitlines()), end="")
-    print("\nand add to your launch command:\n")
-    print(f"    {launch_flags(config_file.name, 'both')}")
+    print("\nand launch SGLang with it:\n")
+    print("    " + " \\\n      ".join(launch_lines(config_file.name, "both")))

@@ -12,7 +12,7 @@ from hicache_ext.cli.usage import describe, show
 from hicache_ext.config import check_document, parse_size
 from hicache_ext.config.render import as_yaml, launch_lines
 from hicache_ext.errors import ConfigError, RecordingError
-from hicache_ext.packages import need
+from hicache_ext.packages import how_to_install, need
 from hicache_ext.plan.cache_code import compile_now
 from hicache_ext.plan.fleet import ROUTERS, Fleet
 from hicache_ext.plan.model import ModelSize, given_size, read_model
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         need("matplotlib")
     given = _asked(arguments)
     if not compile_now():
-        note = "numba is not installed, so that this takes far longer: pip install 'hicache-ext[compiled]'"
+        note = f"numba is not installed, so that this takes far longer: {how_to_install('numba')}"
         print(f"note: {note}", file=sys.stderr)
     plan = plan_of(given)
     disk = arguments.disk if given.hardware.disk else None
@@ -92,7 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
     yaml = "# nothing to configure: neither --disk nor --pool\n"
     if given.hardware.disk or given.hardware.pool:
         checked = check_document(document)
-        launch = [*launch_lines(_FILE, checked.hicache_ext.role)]
+        parts = launch_lines(_FILE, checked.hicache_ext.role)
+        launch = [f"--page-size {given.page_size}" if part.startswith("--page-size ") else part for part in parts]
         yaml = as_yaml(document)
     plan |= {"configuration": document if launch else None, "launch": launch}
     if arguments.plot is not None:

@@ -14,11 +14,11 @@ from hicache_ext.config.model import ExtraConfig
 from hicache_ext.config.tiers import tier_types
 
 _STORAGE_FLAGS = "--hicache-storage-backend dynamic --hicache-storage-backend-extra-config"
-_DECODE_FLAGS = "--disaggregation-mode decode --disaggregation-decode-enable-offload-kvcache"
 
 _EXAMPLE = """\
 # Given to SGLang as:
-#   --enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-storage-backend-extra-config @hicache.yaml
+#   --page-size 64 --enable-hierarchical-cache --hicache-storage-backend dynamic \\
+#     --hicache-storage-backend-extra-config @hicache.yaml
 # Check it with: hicache-ext config check hicache.yaml
 backend_name: hicache_ext
 module_path: hicache_ext.storage.backend
@@ -137,9 +137,3 @@ def linker_lines(file: str, role: str) -> list[str]:
         parts.append(f"--disaggregation-mode {role}")
     given = shlex.quote(as_inline_json(linker_config({"config_file": file})))
     return [*parts, "--page-size 64", *_WATCHING, _LINKER_FLAGS, f"{_LINKER_CONFIG} {given}"]
-
-
-def launch_flags(file: str, role: str) -> str:
-    """The flags of ``sglang launch_server`` for the configuration in ``file``."""
-    role_flags = _DECODE_FLAGS if role == "decode" else "--enable-hierarchical-cache"
-    return f"{role_flags} {_STORAGE_FLAGS} {shlex.quote('@' + file)}"

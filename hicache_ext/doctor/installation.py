@@ -6,9 +6,11 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
-from hicache_ext import __version__
+import hicache_ext
 from hicache_ext.doctor.sglang_names import release_finding
 from hicache_ext.packages import installed_version
 from hicache_ext.storage.contract.diagnosis import Finding, Level
@@ -19,7 +21,7 @@ _PLUGIN_GROUP = "sglang.srt.plugins"
 
 def installation_findings() -> Iterator[Finding]:
     """What is installed. Imports neither torch nor SGLang."""
-    yield Finding("hicache_ext", Level.OK, __version__)
+    yield Finding("hicache_ext", Level.OK, hicache_ext.__version__)
     yield Finding("python", Level.OK, platform.python_version())
     yield release_finding()
     torch = installed_version("torch")
@@ -36,7 +38,9 @@ def _plugin() -> Finding:
     """The entry point through which SGLang calls this package in each of its processes."""
     points = [p for p in importlib.metadata.entry_points(group=_PLUGIN_GROUP) if p.name == "hicache_ext"]
     if not points:
-        remedy = "install the package (pip install hicache-ext) into the environment that SGLang runs in"
+        checkout = Path(hicache_ext.__file__).parents[1]
+        what = f"pip install {shlex.quote(str(checkout))}" if (checkout / "setup.py").is_file() else "install it again"
+        remedy = f"{what}, with the Python that SGLang is installed in"
         return Finding("plugin", Level.ERROR, f"SGLang finds no entry point hicache_ext in {_PLUGIN_GROUP}", remedy)
     allowed = os.environ.get("SGLANG_PLUGINS")
     if allowed is not None and "hicache_ext" not in [word.strip() for word in allowed.split(",")]:

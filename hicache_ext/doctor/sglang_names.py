@@ -8,24 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hicache_ext.errors import UnsupportedError
-from hicache_ext.packages import installed_version
+from hicache_ext.packages import how_to_install, installed_version
 from hicache_ext.sglang.features import FEATURES, HOOKED, STORAGE, Feature
-from hicache_ext.sglang.releases import TESTED, comes_with, is_tested, untested
+from hicache_ext.sglang.releases import TESTED, comes_with, is_tested, other_release, untested
 from hicache_ext.sglang.self_check import Checked, check_installed, lacking
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 
 
 def release_finding() -> Finding:
     """Whether this release is served."""
-    remedy = f"pip install sglang=={TESTED[-1]}"
     release = installed_version("sglang")
     if release is None:
-        return Finding("sglang", Level.ERROR, "not installed here", f"run the doctor where SGLang runs; {remedy}")
+        return Finding("sglang", Level.ERROR, "not installed here", how_to_install("sglang"))
     if not comes_with(release, TESTED[0]):
-        return Finding("sglang", Level.ERROR, f"{release}; {TESTED[0]} or newer is needed", remedy)
+        return Finding("sglang", Level.ERROR, f"{release}; {TESTED[0]} or newer is needed", other_release())
     if is_tested(release):
         return Finding("sglang", Level.OK, release)
-    return Finding("sglang", Level.WARNING, untested(release) or release, f"tested are {', '.join(TESTED)}")
+    return Finding("sglang", Level.WARNING, untested(release) or release, other_release())
 
 
 def feature_findings() -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from hicache_ext.packages import how_to_install
 from hicache_ext.runtime import jit
 from hicache_ext.runtime.background import once_in_background
 from hicache_ext.runtime.code_cache import CodeCache, code_cache
@@ -34,7 +35,7 @@ LONGEST_COMPILATION = 300.0
 _LOOK_AGAIN = 0.2
 """Seconds between two looks whether another process has compiled it."""
 
-_INSTALL = "pip install 'hicache-ext[compiled]'"
+_INSTALL = how_to_install("numba")
 _SET_DIRECTORY = "set NUMBA_CACHE_DIR to a writable directory that lasts, such as a volume (docs/containers.md)"
 
 

@@ -143,6 +143,18 @@ def resolved(argument: str) -> Any:
     return getattr(bag, argument)
 
 
+def longest_prompt() -> int | None:
+    """Tokens that a prompt may have: the context of the model, or what the device holds. None where that is not known.
+
+    Only warned about, so that a release without these names costs the warning."""
+    runner = _target_runner()
+    known = (
+        getattr(getattr(runner, "model_config", None), "context_len", None),
+        getattr(runner, "max_total_num_tokens", None),
+    )
+    return min((tokens for tokens in known if isinstance(tokens, int)), default=None)
+
+
 def _target_runner() -> Any:
     target = loaded_models.target()
     return target and target.runner

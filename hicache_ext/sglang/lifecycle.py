@@ -39,7 +39,7 @@ from hicache_ext.sglang.features import (
 from hicache_ext.sglang.hint_traffic import HintTraffic
 from hicache_ext.sglang.hooks import not_in_force
 from hicache_ext.sglang.kv_events import kv_events
-from hicache_ext.sglang.launch_facts import read_launch_facts
+from hicache_ext.sglang.launch_facts import longest_prompt, read_launch_facts
 from hicache_ext.sglang.never_raise import answering, guarded_calls
 from hicache_ext.sglang.prefill_cost import prefill_cost
 from hicache_ext.sglang.recorded import recording_of
@@ -58,6 +58,8 @@ from hicache_ext.storage.tiering.pulling.rule import PullRule
 logger = logging.getLogger(__name__)
 
 _UNHURRIED = nullcontext()
+_SMALL_PAGES = 16
+"""Tokens; SGLang's default is pages of one."""
 
 
 class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped here
@@ -127,6 +129,8 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         self.mem_pool_host = mem_pool_host
         self._pools.bind(KV, mem_pool_host)
+        tokens = getattr(mem_pool_host, "size", 0) * getattr(mem_pool_host, "dcp_size", 1)
+        self.warn_of_sizes(mem_pool_host.page_size, tokens, "host memory", "--hicache-ratio or --hicache-size")
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
@@ -254,6 +258,20 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         }
         for sentence in not_in_force([feature for feature in HOOKED if not unused.get(feature)]).values():
             logger.warning("hicache_ext: %s", sentence)
+
+    def warn_of_sizes(self, page_size: int, tokens: int, memory: str, remedy: str) -> None:
+        """Say what makes storage slow or useless although all is well: ``tokens`` of one prompt fit into ``memory``."""
+        if self._facts.model_path is None or self._ranks_before_this:
+            return
+        if page_size < _SMALL_PAGES:
+            sentence = "hicache_ext: --page-size %d: a prompt of 4,000 tokens makes %s keys, and %d with --page-size 64"
+            logger.warning(sentence, page_size, f"{4000 // page_size:,}", 4000 // 64)
+        longest = longest_prompt()
+        if self._config.role != "decode" and longest is not None and tokens < longest:
+            sentence = (
+                "hicache_ext: %s holds %s tokens of a prompt, which may have %s: the rest is computed, whatever is"
+            )
+            logger.warning(f"{sentence} stored; raise %s", memory, f"{tokens:,}", f"{longest:,}", remedy)
 
     def _patience(self) -> AbstractContextManager[None]:
         """Around a call of the store: on the scheduler's thread, guards answer it from what is known."""

@@ -263,12 +263,14 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
     def _register_pools(self) -> None:
         """As SGLang does with its host pools. Raises UnsupportedError for one that cannot be served."""
         group = self._staging.group
-        self._backend.register_mem_pool_host(group.anchor_entry.host_pool)
         for entry in group.entries:
             self._backend.register_mem_host_pool_v2(entry.host_pool, entry.name)
         end_registration(self._backend)
         for name, reason in self._backend.unserved_pools.items():
             raise UnsupportedError(f"pool {name!r} of this model", reason)
+        page_size = self._staging.page_sizes[KV]
+        tokens = self._staging.most_pages_ahead(KV) * page_size
+        self._backend.warn_of_sizes(page_size, tokens, "staging memory", "hicache_ext.linker.staging")
 
     @answering(lambda *_, **__: [])
     def _pages(self, transfers: list[PoolTransfer]) -> list[Pages]:

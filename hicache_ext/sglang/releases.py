@@ -11,6 +11,7 @@ import re
 from typing import Any, Literal
 
 from hicache_ext.errors import UnsupportedError
+from hicache_ext.packages import how_to_install
 
 TESTED = ("0.5.20", "0.5.21", "0.5.22", "0.5.23")
 """The releases that the tests run with, the oldest one first."""
@@ -23,7 +24,7 @@ def installed_release() -> str:
     try:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
-        raise UnsupportedError("this environment", "SGLang is not installed in it", _remedy()) from None
+        raise UnsupportedError("this environment", "SGLang is not installed in it", how_to_install("sglang")) from None
 
 
 def is_tested(release: str) -> bool:
@@ -43,7 +44,7 @@ def refuse_old_release(release: str | None = None) -> None:
     """
     release = installed_release() if release is None else release
     if not comes_with(release, TESTED[0]):
-        raise UnsupportedError(f"SGLang {release}", f"this package needs {TESTED[0]} or newer", _remedy())
+        raise UnsupportedError(f"SGLang {release}", f"this package needs {TESTED[0]} or newer", other_release())
 
 
 def refuse_unsafe_offload(release: str | None = None) -> None:
@@ -83,8 +84,9 @@ def _numbers(release: str) -> tuple[int, ...]:
     return tuple(int(number or 0) for number in found.groups()) if found else (0, 0, 0)
 
 
-def _remedy() -> str:
-    return f"pip install sglang=={TESTED[-1]}"
+def other_release() -> str:
+    """What to do about a release that is not served: which one to take instead is the user's to say."""
+    return f"tested are {', '.join(TESTED)}"
 
 
 # -- what storage calls hand over --------------------------------------------------------------------------------------

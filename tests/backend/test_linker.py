@@ -65,6 +65,26 @@ def test_only_the_slots_of_the_load_are_written(open_linker: Open) -> None:
     assert device.content("kv", others) == before
 
 
+@pytest.mark.parametrize(("longest", "warned"), [(1 << 20, True), (16, False)])
+def test_staging_memory_smaller_than_the_longest_prompt_is_warned_about(
+    longest: int,
+    warned: bool,
+    open_linker: Open,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from hicache_ext.sglang import lifecycle
+
+    facts = lifecycle.read_launch_facts
+    monkeypatch.setattr(lifecycle, "read_launch_facts", lambda: dataclasses.replace(facts(), model_path="/model"))
+    monkeypatch.setattr(lifecycle, "longest_prompt", lambda: longest)
+    linker = open_linker(rig.mha_device(), model={"fingerprint": "these weights"}, linker={"staging": "1MiB"})
+    tokens = linker._staging.most_pages_ahead("kv") * rig.PAGE
+    assert (f"staging memory holds {tokens:,} tokens of a prompt, which may have 1,048,576" in caplog.text) is warned
+    assert caplog.text.count("tokens of a prompt") == int(warned)
+    assert "raise hicache_ext.linker.staging" in caplog.text or not warned
+
+
 @pytest.mark.parametrize(("kind", "beside"), [("swa", "swa"), ("mamba", "mamba")])
 def test_hybrid_models_come_back_with_the_pool_beside(kind: str, beside: str, open_linker: Open) -> None:
     device = rig.DEVICES[kind]()

@@ -18,7 +18,7 @@ from hicache_ext.testing.sglang_cpu import prepare_process
 prepare_process()
 
 from hicache_ext.errors import UnsupportedError  # noqa: E402
-from hicache_ext.sglang import hooks, lifecycle, releases, self_check  # noqa: E402
+from hicache_ext.sglang import hooks, lifecycle, loaded_models, releases, self_check  # noqa: E402
 from hicache_ext.sglang.features import (  # noqa: E402
     ADAPTERS,
     COPIES,
@@ -30,7 +30,7 @@ from hicache_ext.sglang.features import (  # noqa: E402
     WEIGHTS_UPDATES,
 )
 from hicache_ext.sglang.host_pool import HostPages  # noqa: E402
-from hicache_ext.sglang.launch_facts import LaunchFacts  # noqa: E402
+from hicache_ext.sglang.launch_facts import LaunchFacts, longest_prompt  # noqa: E402
 from hicache_ext.sglang.self_check import Sources, check, features_off  # noqa: E402
 from hicache_ext.sglang.used_names import USED, Use  # noqa: E402
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys  # noqa: E402
@@ -269,13 +269,54 @@ def test_the_shard_under_dcp_comes_from_the_pool_where_the_config_lacks_it() -> 
 def serve(open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """A backend in a process that is told it is a server."""
 
-    def serve_(role: str = "both", **ranks: Any) -> Any:
+    def serve_(role: str = "both", page_size: int = PAGE_SIZE, **ranks: Any) -> Any:
         facts = LaunchFacts(model_path="/model", role=role)  # type: ignore[arg-type]
         monkeypatch.setattr(lifecycle, "read_launch_facts", lambda: facts)
         ours: dict[str, Any] = {"model": {"fingerprint": "these weights"}, "role": role}
-        return open_backend(mha_pools(page_size=PAGE_SIZE).host, ours=ours, **ranks)
+        return open_backend(mha_pools(page_size=page_size).host, ours=ours, **ranks)
 
     return serve_
+
+
+@pytest.mark.parametrize(("page_size", "keys"), [(1, "4,000"), (8, "500"), (16, None), (64, None)])
+def test_pages_of_a_few_tokens_are_warned_about_once_with_the_keys_they_make(
+    page_size: int, keys: str | None, serve: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    for rank in range(2):
+        serve(page_size=page_size, tp_rank=rank, tp_size=2)
+    warned = f"--page-size {page_size}: a prompt of 4,000 tokens makes {keys} keys"
+    assert [caplog.text.count("--page-size"), caplog.text.count(warned)] == ([0, 0] if keys is None else [2, 1])
+
+
+def test_host_memory_smaller_than_the_longest_prompt_is_warned_about_with_both_numbers(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = serve().mem_pool_host.size
+    for longest in (None, tokens):
+        monkeypatch.setattr(lifecycle, "longest_prompt", lambda longest=longest: longest)
+        serve()
+    assert "tokens of a prompt" not in caplog.text
+    monkeypatch.setattr(lifecycle, "longest_prompt", lambda: 131072)
+    serve(role="decode")  # reads nothing back
+    assert "tokens of a prompt" not in caplog.text
+    serve()
+    assert f"host memory holds {tokens:,} tokens of a prompt, which may have 131,072" in caplog.text
+    assert "--hicache-ratio" in caplog.text
+
+
+def test_the_longest_prompt_is_the_context_or_what_the_device_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def longest(**runner: Any) -> int | None:
+        loaded = [loaded_models.LoadedModel(SimpleNamespace(**runner), False, None)]  # type: ignore[arg-type]
+        monkeypatch.setattr(loaded_models, "loaded", loaded)
+        return longest_prompt()
+
+    context = SimpleNamespace(context_len=131072)
+    assert longest(model_config=context, max_total_num_tokens=500_000) == 131072
+    assert longest(model_config=context, max_total_num_tokens=50_000) == 50_000
+    assert longest(model_config=context) == 131072
+    assert longest() is None
+    monkeypatch.setattr(loaded_models, "loaded", [])
+    assert longest_prompt() is None
 
 
 def test_an_untested_release_is_warned_about_once(

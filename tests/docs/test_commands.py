@@ -26,6 +26,7 @@ import yaml
 
 from hicache_ext.config import load_config, tier_types
 from hicache_ext.config.model import ExtraConfig
+from hicache_ext.packages import PACKAGES
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
 from hicache_ext.storage.contract.registry import open_tier
@@ -93,13 +94,62 @@ def test_no_rule_is_left_over() -> None:
     assert {rule.pattern for rule in RULES} == used
 
 
-def test_documented_extras_are_those_that_pip_can_install() -> None:
+def test_documented_installations_are_of_a_checkout_and_its_extras_or_what_hints_name() -> None:
+    """No index has hicache-ext: whoever registers it there would be installed."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for command in all_commands():
-        if command.text.startswith("pip install"):
-            assert re.fullmatch(r"pip install ('?)(\.|hicache-ext)(\[[\w,]+\])?\1", command.text), command
+        if command.text.startswith("pip install") and command.text.split(" ", 2)[2] not in PACKAGES.values():
+            assert re.fullmatch(r"pip install ('?)\.(\[[\w,]+\])?\1", command.text), command
             named = re.findall(r"\[([\w,]+)\]", command.text)
-            assert {extra for names in named for extra in names.split(",")} <= set(extras), command
+            assert {extra for names in named for extra in names.split(",")} <= set(extras) - {"sglang"}, command
+
+
+def sglang_directory() -> Path:
+    spec = find_spec("sglang")
+    assert spec is not None and spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0])
+
+
+@pytest.mark.sglang
+def test_every_storage_backend_of_sglang_is_named_in_the_comparison() -> None:
+    """The comparison named 3 of 13."""
+    factory = sglang_directory() / "srt" / "mem_cache" / "storage" / "backend_factory.py"
+    registered = re.findall(r'register_backend\(\s*"(\w+)"', factory.read_text())
+    comparison = (ROOT / "README.md").read_text().partition("## Why this one")[2].partition("\n## ")[0]
+    assert len(registered) > 10 and f"brings {len(registered)} storage backends" in comparison
+    assert [name for name in registered if f"`{name}`" not in comparison] == []
+
+
+@pytest.mark.sglang
+def test_the_request_that_shows_tokens_from_storage_asks_openais_route_for_them() -> None:
+    """A user of the chat route saw nothing."""
+    requests = [command.text for command in all_commands() if command.text.startswith("curl -s ")]
+    [chat] = [text for text in requests if "/v1/chat/completions" in text]
+    assert any("/generate" in text for text in requests)
+    body = json.loads(chat.partition('-d "')[2].rpartition('"')[0].replace('\\"', '"'))
+    protocol = (sglang_directory() / "srt" / "entrypoints" / "openai" / "protocol.py").read_text()
+    request = protocol.partition("class ChatCompletionRequest(")[2].partition("\nclass ")[0]
+    assert body["return_cached_tokens_details"] is True
+    assert [field for field in body if not re.search(rf"^    {field}: ", request, re.MULTILINE)] == []
+    assert re.search("class SglExt.*cached_tokens_details: ", protocol, re.DOTALL)
+
+
+@pytest.mark.parametrize("page", ["file", "file-amd", "pool", "pool-redis"])
+def test_a_table_with_rivals_is_of_a_command_that_has_them(page: str) -> None:
+    """``hicache-ext bench`` has ours and SGLang's; file.md named it over rows of aiofiles."""
+    text = (ROOT / "docs" / "benchmarks" / f"{page}.md").read_text()
+    commands = re.findall(r"^    (.+--markdown FILE\.md.*)$", text, re.MULTILINE)
+    engine = "bench_file" if page.startswith("file") else "bench_pool"
+    assert commands and all(command.startswith(f"python -m benchmarks.{engine} ") for command in commands)
+
+
+def test_figures_of_an_index_that_is_gone_say_so_and_are_not_in_the_readme() -> None:
+    old = [page for page in (ROOT / "docs" / "benchmarks").glob("*.md") if " lmdb " in page.read_text()]
+    assert {page.name for page in old} >= {"file.md", "file-amd.md"}
+    for page in old:
+        assert "before-after-index.md" in page.read_text().partition("\n## ")[0], page
+    readme = (ROOT / "README.md").read_text()
+    assert "of raw `preadv`" not in readme and "of raw `pwritev`" not in readme
 
 
 def test_the_picture_of_the_tiers_has_every_type_of_tier() -> None:

@@ -1,4 +1,4 @@
-"""SGLang takes every launch line of examples/: those in the heads of configurations, those of manifests."""
+"""Launch lines: SGLang takes those of examples/, and all that we show or print have what nobody may leave out."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hicache_ext.cli.demo_command import _print_what_to_paste
+from hicache_ext.cli.main import main
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 MANIFESTS = sorted((ROOT / "examples" / "kubernetes").glob("*.yaml"))
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.yaml"))]
+DOORS = ("--hicache-storage-backend dynamic", "--unified-cache-external-linker-backend dynamic")
 
 _PARSE = """
 import argparse, json, sys
@@ -49,6 +53,53 @@ def arguments_of(manifest: Path) -> list[str]:
     raise AssertionError(f"{manifest}: no workload")
 
 
+def launch_lines_in(text: str) -> list[str]:
+    """The lines that open one of our doors, or start a server with arguments; continued ones as one."""
+    lines = re.sub(r"\\\n[ #]*", "", text).splitlines()
+    return [line for line in lines if any(door in line for door in DOORS) or re.search(r"launch_server +-", line)]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
+def test_every_launch_line_that_is_shown_says_the_page_size(document: Path) -> None:
+    """SGLang's default is pages of one token: a prompt of 1,380 tokens became as many keys instead of 21."""
+    assert [line for line in launch_lines_in(document.read_text()) if "--page-size" not in line] == []
+
+
+def test_launch_lines_are_found_where_they_are_shown() -> None:
+    shown = {str(document.relative_to(ROOT)) for document in DOCUMENTS if launch_lines_in(document.read_text())}
+    assert shown >= {"README.md", "docs/containers.md", "docs/pd.md", "docs/linker.md", "docs/configuration.md"}
+    assert shown >= {str(example.relative_to(ROOT)) for example in EXAMPLES}
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda manifest: manifest.name)
+def test_every_manifest_says_the_page_size(manifest: Path) -> None:
+    assert "--page-size=64" in arguments_of(manifest)
+
+
+DISK = ["--path", "/mnt/hicache", "--capacity", "1GiB"]
+
+
+@pytest.mark.parametrize(
+    "words", [[], DISK, [*DISK, "--linker"], [*DISK, "--pd", "prefill"], [*DISK, "--pd", "decode"]], ids=" ".join
+)
+def test_every_launch_line_that_is_printed_says_the_page_size(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "render", *words]) == 0
+    lines = launch_lines_in(capsys.readouterr().out)
+    assert lines and all("--page-size 64" in line for line in lines)
+
+
+def test_what_the_demo_advises_says_the_page_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "hicache.yaml"
+    file.write_text("hicache_ext: {}\n")
+    _print_what_to_paste(file)
+    [line] = launch_lines_in(capsys.readouterr().out)
+    assert "--page-size 64" in line and line.endswith("@hicache.yaml")
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
 def test_sglang_takes_every_launch_line_and_its_configuration() -> None:
     lines = [*map(launch_line, EXAMPLES), *map(arguments_of, MANIFESTS)]
     done = subprocess.run(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hicache_ext.cli import plan_command
 from hicache_ext.cli.main import main
 from hicache_ext.config import load_config
 from hicache_ext.plan.workload import Chat, generate, parse_workload
@@ -80,6 +81,15 @@ def test_the_configuration_that_follows_is_one_that_loads(files: Path, capsys: p
     assert tiers["nvme"].capacity == 10**12 and set(tiers) == {"nvme", "pool"}  # type: ignore[attr-defined]
     assert any("@hicache.yaml" in line for line in made["launch"])
     assert plan(capsys, "trace.jsonl --model .")["configuration"] is None
+
+
+def test_the_launch_line_has_the_page_size_that_was_planned_for(
+    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, stand_in in {"compile_now": lambda: True, "plan_of": lambda _: {}, "page_of": lambda *_: []}.items():
+        monkeypatch.setattr(plan_command, name, stand_in)
+    launch = plan(capsys, "trace.jsonl --model . --disk 1TB --page-size 32")["launch"]
+    assert [part for part in launch if part.startswith("--page-size")] == ["--page-size 32"]
 
 
 def test_the_page_has_everything_and_fits(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

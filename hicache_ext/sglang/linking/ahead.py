@@ -288,8 +288,7 @@ class ReadAhead:
     def _fits(self, request: _Request, length: int) -> bool:
         """Whether staging memory that waits for nobody has room for a prefix, and for what lies beside its end."""
         return all(
-            (length if source == KV else min(length, pages))
-            <= self._staging.most_pages(source) - self._staging.reserved_pages(source)
+            (length if source == KV else min(length, pages)) <= self._staging.most_pages_ahead(source)
             for source, pages in request.asked.items()
         )
 

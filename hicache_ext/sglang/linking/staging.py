@@ -136,6 +136,10 @@ class Staging:
         """Of the loads' half, that nothing read ahead takes: a load passes through them, whoever waits."""
         return max(1, min(PORTION_PAGES, self._limits[source] // 8))
 
+    def most_pages_ahead(self, source: str) -> int:
+        """Of one prompt that waits."""
+        return self._limits[source] - self.reserved_pages(source)
+
     def take(self, side: Side, pages: Pages, seconds: float = 0.0, leave: int = 0) -> Portion | None:
         """Memory for these pages, waiting for it, such that ``leave`` pages stay free; None where none becomes free."""
         count = len(pages.keys) + leave

@@ -15,6 +15,7 @@ import socket
 from typing import Any
 
 from hicache_ext.errors import StoreSetupError
+from hicache_ext.packages import how_to_install
 from hicache_ext.runtime.threads import call_within
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 
@@ -85,7 +86,7 @@ class Engine:
             raise StoreSetupError(
                 name,
                 f"the Mooncake client cannot be imported ({error})",
-                ["pip install mooncake-transfer-engine (or mooncake-transfer-engine-non-cuda, not both)"],
+                [f"{how_to_install('mooncake')} (or mooncake-transfer-engine-non-cuda, not both)"],
             ) from error
         self._library = library
 

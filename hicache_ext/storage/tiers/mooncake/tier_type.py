@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from hicache_ext.packages import how_to_install
 from hicache_ext.storage.contract.registry import TierType
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 
@@ -16,7 +17,7 @@ class MooncakeTier(TierType):
     """The memory of a Mooncake Store cluster that runs already."""
 
     config = MooncakeTierConfig
-    install = "pip install 'hicache-ext[mooncake]'"
+    install = how_to_install("mooncake")
 
     def open(self, name: str, tier: MooncakeTierConfig) -> PageStore:
         """With ``required: false`` a pool that is down is no error: the store answers REJECTED and attaches later."""

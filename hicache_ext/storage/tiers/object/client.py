@@ -17,6 +17,7 @@ from typing import Any
 
 from hicache_ext.config import Secret
 from hicache_ext.errors import ConfigError, StoreSetupError
+from hicache_ext.packages import how_to_install
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 
 logger = logging.getLogger(__name__)
@@ -31,9 +32,6 @@ KEYS_LAST = timedelta(seconds=30)
 _RENEWED_BEFORE = timedelta(minutes=5)
 """obstore asks for other keys so long before those that it has expire."""
 
-INSTALL_HINT = "pip install 'hicache-ext[object]'"
-
-
 _SSE = {"s3": "AES256", "kms": "aws:kms", "dsse": "aws:kms:dsse", "customer": "sse-c"}
 
 
@@ -43,7 +41,8 @@ def import_obstore(name: str) -> Any:
         import obstore
         import obstore.store
     except ImportError as error:
-        raise StoreSetupError(name, f"the package obstore cannot be imported ({error})", [INSTALL_HINT]) from error
+        problem = f"the package obstore cannot be imported ({error})"
+        raise StoreSetupError(name, problem, [how_to_install("obstore")]) from error
     return obstore
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hicache_ext.errors import StoreSetupError
+from hicache_ext.packages import how_to_install
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.registry import TierType
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
@@ -25,7 +26,7 @@ class ObjectTier(TierType):
     """Object stores, or a directory."""
 
     config = ObjectTierConfig
-    install = "pip install 'hicache-ext[object]'"
+    install = how_to_install("obstore")
 
     def open(self, name: str, tier: ObjectTierConfig) -> PageStore:
         from hicache_ext.storage.tiers.object.client import make_client
