@@ -64,6 +64,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         components: Any,
         extra_config: dict[str, Any] | None = None,
         forward_stream: Any = None,
+        **_: Any,
     ) -> None:
         """Raises ConfigError, StoreSetupError or UnsupportedError with one sentence: SGLang then does not start."""
         _refuse_unusable_release()
@@ -162,7 +163,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
 
     # -- loads -----------------------------------------------------------------------------------------------------
 
-    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+    def load(self, rid: str, transfers: list[PoolTransfer], *_: Any, **__: Any) -> bool:
         """Whether the pages of a request are in host memory, on every rank, and will be on the device."""
         pages = self._pages(transfers)
         if not pages:

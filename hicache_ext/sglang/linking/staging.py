@@ -237,7 +237,9 @@ class Staging:
             torch.cat(device.get(anchor, [on_device])),
             -1,
             pool_transfers=[
-                PoolTransfer(self.pool_name(name), torch.cat(host[name]), torch.cat(device[name]))
+                PoolTransfer(
+                    self.pool_name(name), host_indices=torch.cat(host[name]), device_indices=torch.cat(device[name])
+                )
                 for name in host
                 if name != anchor
             ],
