@@ -188,7 +188,7 @@ class Staging:
         """
         events: list[Any] = []
 
-        def submitted(layer: int) -> None:
+        def submitted(layer: int, *_: Any, **__: Any) -> None:
             if self._on_cpu:
                 if layer_done is not None:
                     layer_done(layer)
