@@ -64,10 +64,14 @@ def _rows(one: Checked) -> Iterator[dict[str, str]]:
     """One for what was found of an owner's names, one for what was not."""
     use = one.use
     lost = {
-        name for name in use.names for text in one.missing if text.split(" ")[0] in (f"{use.owner}.{name}", use.owner)
+        name
+        for name in use.names
+        for text in one.missing
+        if text.split(" ")[0] in (f"{use.owner}.{name.partition('|')[0]}", use.owner)
     }
-    kind = f"hook {use.hook}" if use.hook else "signature" if use.takes or use.only else "name"
-    parameters = f"({', '.join(use.takes)})" if use.takes or use.only else ""
+    kind = f"hook {use.hook}" if use.hook else "signature" if use.takes or use.answered else "name"
+    parameters = f"({', '.join(use.takes)})" if use.takes or use.answered else ""
+    parameters += f", ignored: {', '.join(one.new)}" if one.new else ""
     for names, found in (
         ([name for name in use.names if name in lost], "NO" if one.expected else f"not before {use.since}"),
         ([name for name in use.names if name not in lost], "yes"),

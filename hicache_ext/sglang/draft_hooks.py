@@ -13,9 +13,11 @@ from typing import Any
 from hicache_ext.sglang.attached import attached_backends
 
 
-def around_should_backup(original: Callable[..., bool], controller: Any, transfer: Any) -> bool:
+def around_should_backup(
+    original: Callable[..., bool], controller: Any, transfer: Any, *later: Any, **named: Any
+) -> bool:
     """AROUND hook [backup thread]: whether this rank writes its pages of a pool."""
-    if original(controller, transfer):
+    if original(controller, transfer, *later, **named):
         return True
     storage = getattr(controller, "storage_backend", None)
     # SGLang's fault injector stands around the backend.

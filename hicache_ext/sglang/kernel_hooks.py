@@ -18,6 +18,7 @@ SGLang is imported inside functions only: the CPU launcher has to prepare the pr
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -97,8 +98,9 @@ def load_layer(
     device_indices: torch.Tensor,
     layer_id: int,
     io_backend: str,
-    *,
+    *later: Any,
     is_draft: bool = False,
+    **named: Any,
 ) -> None:
     """AROUND ``load_to_device_per_layer``: what one layer has (K and V, or latent rows), host to device.
 
@@ -107,11 +109,12 @@ def load_layer(
     follow the target layers. Scheduler thread, inside the load stream.
     """
     kind = _dotted_name(type(pool))
-    refusal = _refusal(pool, kind, io_backend, Direction.LOAD)
+    refusal = _asks_for_more(original, later, named) or _refusal(pool, kind, io_backend, Direction.LOAD)
     if refusal is None and not is_draft and layer_id not in _target_layers(pool, kind):
         return
     if not _load_layer(pool, host_indices, device_indices, layer_id, refusal):
-        original(pool, device_pool, host_indices, device_indices, layer_id, io_backend, is_draft=is_draft)
+        named["is_draft"] = is_draft
+        original(pool, device_pool, host_indices, device_indices, layer_id, io_backend, *later, **named)
 
 
 def back_up_layers(
@@ -121,11 +124,24 @@ def back_up_layers(
     host_indices: torch.Tensor,
     device_indices: torch.Tensor,
     io_backend: str,
+    *later: Any,
+    **named: Any,
 ) -> None:
     """AROUND ``backup_from_device_all_layer``: the layers that this rank owns, then the drafts."""
-    refusal = _refusal(pool, _dotted_name(type(pool)), io_backend, Direction.BACK_UP)
+    refusal = _asks_for_more(original, later, named)
+    refusal = refusal or _refusal(pool, _dotted_name(type(pool)), io_backend, Direction.BACK_UP)
     if not _back_up(pool, host_indices, device_indices, refusal):
-        original(pool, device_pool, host_indices, device_indices, io_backend)
+        original(pool, device_pool, host_indices, device_indices, io_backend, *later, **named)
+
+
+def _asks_for_more(original: Callable[..., None], later: Sequence[Any], named: Mapping[str, Any]) -> str | None:
+    """``_refusal`` of a call with arguments that only a later SGLang has and that are not at their defaults: the copy
+    that it asks for may be another one than ours."""
+    if not later and not named:
+        return None
+    defaults = {name: one.default for name, one in inspect.signature(original).parameters.items()}
+    at_defaults = not later and all(name in defaults and value is defaults[name] for name, value in named.items())
+    return None if at_defaults else "later_argument"
 
 
 def _dotted_name(pool_class: type) -> str:

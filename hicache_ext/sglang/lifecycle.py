@@ -43,8 +43,14 @@ from hicache_ext.sglang.launch_facts import longest_prompt, read_launch_facts
 from hicache_ext.sglang.never_raise import answering, guarded_calls
 from hicache_ext.sglang.prefill_cost import prefill_cost
 from hicache_ext.sglang.recorded import recording_of
-from hicache_ext.sglang.releases import installed_release, refuse_old_release, refuse_unsafe_offload, untested
-from hicache_ext.sglang.self_check import check_installed, lacking
+from hicache_ext.sglang.releases import (
+    installed_release,
+    rank_replicated,
+    refuse_old_release,
+    refuse_unsafe_offload,
+    untested,
+)
+from hicache_ext.sglang.self_check import check_installed, ignored_parameters, lacking
 from hicache_ext.sglang.served_pools import KV, ServedPools
 from hicache_ext.storage.contract.reports import TierReports
 from hicache_ext.storage.guards.scheduler import answering_at_once
@@ -65,7 +71,9 @@ _SMALL_PAGES = 16
 class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped here
     """See the module docstring. Threads: SGLang's scheduler, but for ``report_failure``."""
 
-    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None, *_: Any, **__: Any
+    ) -> None:
         """Raises ConfigError, StoreSetupError or UnsupportedError with one sentence: SGLang then does not start."""
         _refuse_unusable_release()
         self._facts = read_launch_facts()
@@ -126,13 +134,14 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
 
     # -- registration ----------------------------------------------------------------------------------------------
 
-    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+    # Both ignore what a later SGLang may hand over, as all calls that are ``answering`` do.
+    def register_mem_pool_host(self, mem_pool_host: Any, *_: Any, **__: Any) -> None:
         self.mem_pool_host = mem_pool_host
         self._pools.bind(KV, mem_pool_host)
         tokens = getattr(mem_pool_host, "size", 0) * getattr(mem_pool_host, "dcp_size", 1)
         self.warn_of_sizes(mem_pool_host.page_size, tokens, "host memory", "--hicache-ratio or --hicache-size")
 
-    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any, *_: Any, **__: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._pools.bind_beside(name_of(host_pool_name), host_pool)
 
@@ -246,8 +255,9 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
                 "pages (docs/codecs.md)",
                 listed([f"tier {name} ({codec})" for name, codec in lossy.items()]),
             )
-        if not self._ranks_before_this and (sentence := untested(installed_release())) is not None:
-            logger.warning("%s", sentence)
+        for sentence in (untested(installed_release()), ignored_parameters(check_installed())):
+            if sentence is not None and not self._ranks_before_this:
+                logger.warning("%s", sentence)
         unused = {
             ADAPTERS: not self._facts.lora,
             DECODE_WRITER: self._config.role != "decode",
@@ -302,7 +312,7 @@ def _refuse_unusable_release() -> None:
 
 def _writers(storage_config: HiCacheStorageConfig) -> int:
     """How many ranks write pages of their own: those that hold the same pages leave it to one of them."""
-    sizes = ["pp_size", "attn_cp_size"] + ([] if getattr(storage_config, "is_mla_model", False) else ["tp_size"])
+    sizes = ["pp_size", "attn_cp_size"] + ([] if rank_replicated(storage_config) else ["tp_size"])
     return math.prod(max(1, int(getattr(storage_config, size, None) or 1)) for size in sizes)
 
 

@@ -64,6 +64,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         components: Any,
         extra_config: dict[str, Any] | None = None,
         forward_stream: Any = None,
+        **_: Any,
     ) -> None:
         """Raises ConfigError, StoreSetupError or UnsupportedError with one sentence: SGLang then does not start."""
         _refuse_unusable_release()

@@ -23,13 +23,22 @@ def answering(
     otherwise: Callable[..., Any],
 ) -> Callable[[Callable[Concatenate[_S, _P], _R]], Callable[Concatenate[_S, _P], _R]]:
     """Make a method that SGLang calls never raise: ``otherwise(*arguments)`` is its answer to any trouble, and
-    ``otherwise()`` where nothing can be told from the arguments."""
+    ``otherwise()`` where nothing can be told from the arguments.
+
+    Arguments that the method does not have are ignored: a later SGLang may hand over more (self_check.py warns of it).
+    """
 
     def decorate(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
+        called: Callable[..., _R] = method
+        names = tuple(inspect.signature(method).parameters)[1:]
+        known = frozenset(names)
+
         @functools.wraps(method)
-        def guarded(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        def guarded(self: _S, /, *args: Any, **kwargs: Any) -> _R:
+            if len(args) > len(names) or not kwargs.keys() <= known:
+                args, kwargs = args[: len(names)], {name: kwargs[name] for name in names if name in kwargs}
             try:
-                return method(self, *args, **kwargs)
+                return called(self, *args, **kwargs)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - SystemExit would end SGLang's I/O thread
                 self.report_failure(method.__name__, error)
                 answer: _R

@@ -68,21 +68,21 @@ def around_init(original: Callable[..., None], manager: Any, *arguments: Any, **
     logger.info("hicache_ext: decode writer in force: %s", config.pd.write)
 
 
-def around_offload(original: Callable[..., bool], manager: Any, req: Any) -> bool:
+def around_offload(original: Callable[..., bool], manager: Any, req: Any, *later: Any, **named: Any) -> bool:
     """``offload_kv_cache``: a request has advanced [scheduler thread, per request and step]."""
     started = time.perf_counter()
     writer = getattr(manager, _WRITER, None)
-    answer: bool = original(manager, req) if writer is None else _without_trouble(writer, req)
+    answer: bool = original(manager, req, *later, **named) if writer is None else _without_trouble(writer, req)
     getattr(manager, _STOPWATCH).add(time.perf_counter() - started, requests=1)
     return answer
 
 
-def around_check(original: Callable[..., None], manager: Any) -> None:
+def around_check(original: Callable[..., None], manager: Any, *later: Any, **named: Any) -> None:
     """``check_offload_progress`` [scheduler thread, once per step]."""
     started = time.perf_counter()
     writer = getattr(manager, _WRITER, None)
     if writer is None:
-        original(manager)
+        original(manager, *later, **named)
     else:
         _step(writer)
     stopwatch = getattr(manager, _STOPWATCH)
@@ -90,16 +90,16 @@ def around_check(original: Callable[..., None], manager: Any) -> None:
     stopwatch.step_ends()
 
 
-def around_drain(original: Callable[..., None], manager: Any) -> None:
+def around_drain(original: Callable[..., None], manager: Any, *later: Any, **named: Any) -> None:
     """``drain_before_retraction`` [scheduler thread]."""
     writer = getattr(manager, _WRITER, None)
     if writer is not None:
         writer.finish_copies()
     else:
-        original(manager)
+        original(manager, *later, **named)
 
 
-def around_release(original: Callable[..., None], manager: Any) -> None:
+def around_release(original: Callable[..., None], manager: Any, *later: Any, **named: Any) -> None:
     """``release_host_resources`` [scheduler thread, at exit]: host memory goes only after the last write out of it."""
     getattr(manager, _STOPWATCH).log()
     writer = getattr(manager, _WRITER, None)
@@ -111,7 +111,7 @@ def around_release(original: Callable[..., None], manager: Any) -> None:
     close = getattr(manager.cache_controller.storage_backend, "close", None)
     if writer is not None and close is not None:
         close()
-    original(manager)
+    original(manager, *later, **named)
 
 
 def _without_trouble(writer: DecodeWriter, req: Any) -> bool:

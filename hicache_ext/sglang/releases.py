@@ -103,6 +103,11 @@ def hit_policy(policy: Any) -> Literal["all_pages", "trailing_pages", "none", "u
     return "none" if value == "block_groups" else "unknown"
 
 
+def rank_replicated(config: Any) -> bool:
+    """Whether all tensor-parallel ranks hold the same KV: ``is_mla_model``, which SGLang means to call what it says."""
+    return bool(config.is_rank_replicated if hasattr(config, "is_rank_replicated") else config.is_mla_model)
+
+
 def dcp_shard(config: Any, pool: Any) -> tuple[int, int]:
     """(rank, size) under decode context parallelism. Until 0.5.22 only the host pool knows them, and SGLang refuses a
     storage backend beside it at start."""

@@ -27,12 +27,14 @@ _DUTIES = {
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """``missing`` has one text per name that is not there, or not as it is used."""
+    """``missing`` has one text per name that is not there, or not as it is used; ``new`` are parameters that SGLang may
+    hand to a function of ours and that this package does not know: they are ignored."""
 
     use: Use
     expected: bool
     """Whether this release must have it."""
     missing: tuple[str, ...]
+    new: tuple[str, ...] = ()
 
     @property
     def found(self) -> bool:
@@ -51,7 +53,7 @@ def check_installed() -> tuple[Checked, ...]:
 def check(sources: Sources, release: str, used: Sequence[Use] = USED) -> Iterator[Checked]:
     """Each of ``used``, then what SGLang asks of a backend or a linker beyond that."""
     for use in used:
-        yield Checked(use, not use.since or comes_with(release, use.since), tuple(_missing(sources, use)))
+        yield Checked(use, not use.since or comes_with(release, use.since), *_looked_up(sources, use))
     for owner, feature in _DUTIES.items():
         ours = [use for use in used if use.owner == owner]
         answered = {name for use in ours for name in use.names}
@@ -71,29 +73,50 @@ def features_off(checked: Collection[Checked]) -> dict[Feature, str]:
     return {feature: words for feature in FEATURES if (words := lacking(checked, feature)) is not None}
 
 
-def _missing(sources: Sources, use: Use) -> Iterator[str]:
+def ignored_parameters(checked: Collection[Checked]) -> str | None:
+    """The warning about what SGLang may hand over and this package does not know; None where it knows all."""
+    texts = [f"{'.'.join(one.use.target.split('.')[-2:])}({', '.join(one.new)})" for one in checked if one.new]
+    more = f" and {len(texts) - 3} more (hicache-ext doctor --json)" if len(texts) > 3 else ""
+    return f"parameters that hicache_ext does not know are ignored: {', '.join(texts[:3])}{more}" if texts else None
+
+
+def _looked_up(sources: Sources, use: Use) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """``missing`` and ``new`` of Checked."""
     known = sources.launch_arguments() if use.owner == LAUNCH_ARGUMENTS else sources.names_of(use.owner)
     if known is None:
-        yield use.owner
-        return
-    for name in use.names:
-        if name not in known:
-            yield f"{use.owner}.{name}"
-    if (use.takes or use.only) and use.names[0] in known:
-        parameters = sources.parameters(use.owner, use.names[0])
-        if parameters is None:
-            yield f"{use.target} as a function"
-            return
-        lost = [name for name in use.takes if name not in parameters.names and not parameters.any_keyword]
-        new = [name for name in parameters.names if name not in use.takes] if use.only else []
-        if lost or new:
-            changes = [*(f"without {name}" for name in lost), *(f"with {name}" for name in new)]
-            yield f"{use.target} as it is used (it is {', '.join(changes)})"
+        return (use.owner,), ()
+    # A constructor may be generated.
+    gone = [name for name in use.names if name != "__init__" and known.isdisjoint(name.split("|"))]
+    if gone:
+        return () if use.may_go else tuple(f"{use.owner}.{' or '.join(name.split('|'))}" for name in gone), ()
+    if not use.takes and not use.answered:
+        return (), ()
+    parameters = sources.parameters(use.owner, use.names[0]) if not use.class_as else sources.handed_to_class(use)
+    if parameters is None:
+        # A class that is constructed in another way is given what it lacks, or says so itself.
+        return () if use.class_as else (f"{use.target} as a function",), ()
+    wanted = [name.removesuffix("?") for name in use.takes]
+    there = [name for name in parameters.positional if name in wanted]
+    new = [name for name in (*parameters.positional, *parameters.keywords) if name not in wanted]
+    # What stands in front of a parameter that is known would be taken for it.
+    in_front = parameters.positional[: parameters.positional.index(there[-1])] if there and use.answered else ()
+    refused = [name for name in new if name in parameters.required or name in in_front]
+    found = {*parameters.positional, *parameters.keywords}
+    changes = [f"without {name}" for name in use.takes if name not in found and not name.endswith("?")]
+    changes = [*([] if parameters.any_keyword else changes), *(f"with {name}" for name in refused)]
+    if use.answered and there != [name for name in wanted if name in there]:
+        changes.append("in another order")
+    missing = (f"{use.target} as it is used (it is {', '.join(changes)})",) if changes else ()
+    return missing, tuple(name for name in new if use.answered and name not in refused)
 
 
 @dataclass(frozen=True, slots=True)
 class _Parameters:
-    names: tuple[str, ...]
+    positional: tuple[str, ...]
+    """Those that can be given by position, in order."""
+    keywords: tuple[str, ...]
+    """Those that can be given by name alone."""
+    required: frozenset[str]
     any_keyword: bool
 
 
@@ -132,13 +155,41 @@ class Sources:
         """Of a function without its ``self``; of a class that generates its constructor, its fields."""
         function = self._function(owner, name, set())
         if function is None:
-            members = self._members(owner, set()) if name == "__init__" else None
-            return None if members is None else _Parameters(tuple(sorted(members)), False)
+            return self._fields(owner) if name == "__init__" else None
         arguments = function.args
-        named = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        named = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+        required = set(named[: len(named) - len(arguments.defaults)])
         if self._module(owner) is None and not any("staticmethod" in ast.unparse(d) for d in function.decorator_list):
             named = named[1:]
-        return _Parameters(tuple(named), arguments.kwarg is not None)
+        keywords = [argument.arg for argument in arguments.kwonlyargs]
+        required |= {name for name, default in zip(keywords, arguments.kw_defaults, strict=True) if default is None}
+        return _Parameters(tuple(named), tuple(keywords), frozenset(required), arguments.kwarg is not None)
+
+    def handed_to_class(self, use: Use) -> _Parameters | None:
+        """What a function hands to the class that it holds as ``use.class_as``; positions have the names of ``use``."""
+        function = self._function(use.owner, use.names[0], set())
+        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)] if function is not None else []
+        calls = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == use.class_as]
+        if not calls:
+            return None
+        first = min(calls, key=lambda call: call.lineno)
+        known = [name.removesuffix("?") for name in use.takes]
+        positional = [*known, *(f"argument {number + 1}" for number in range(len(known), len(first.args)))]
+        named = [keyword.arg for keyword in first.keywords if keyword.arg is not None]
+        return _Parameters(
+            tuple(positional[: len(first.args)]), tuple(named), frozenset(), len(named) < len(first.keywords)
+        )
+
+    def _fields(self, owner: str) -> _Parameters | None:
+        """Of a dataclass, those of its base classes first."""
+        found = self._class(owner)
+        if found is None:
+            return None
+        before = [fields for base in self._bases(owner) if (fields := self._fields(base)) is not None]
+        own = [node for node in found[1].body if isinstance(node, ast.AnnAssign)]
+        names = [name for fields in before for name in fields.positional] + [n for node in own for n in _assigned(node)]
+        required = {name for node in own if node.value is None for name in _assigned(node)}
+        return _Parameters(tuple(names), (), frozenset(required.union(*(f.required for f in before))), False)
 
     def abstract_methods(self, owner: str) -> set[str]:
         found = self._class(owner)

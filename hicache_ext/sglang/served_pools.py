@@ -28,7 +28,7 @@ from hicache_ext.sglang.hooks import not_in_force
 from hicache_ext.sglang.host_pool import is_logical_anchor
 from hicache_ext.sglang.launch_facts import LaunchFacts, logical_dtype
 from hicache_ext.sglang.model_weights import ModelWeights, records_directory, weights_of_server
-from hicache_ext.sglang.releases import dcp_shard, pool_fact
+from hicache_ext.sglang.releases import dcp_shard, pool_fact, rank_replicated
 
 logger = logging.getLogger(__name__)
 
@@ -238,7 +238,7 @@ class ServedPools:
     def _head_parts(self, name: str, pool: Any) -> int:
         """Objects a page is split in, so that deployments of other TP sizes find their heads (tp_lcm_size)."""
         lcm = self._ranks.tp_lcm_size
-        if not lcm or name != KV or self._ranks.is_mla_model or getattr(pool, "layout", "") != "page_head":
+        if not lcm or name != KV or rank_replicated(self._ranks) or getattr(pool, "layout", "") != "page_head":
             return 1
         return int(lcm) // int(self._ranks.tp_size)
 
@@ -249,7 +249,7 @@ class ServedPools:
             cp=(ranks.attn_cp_rank, ranks.attn_cp_size),
             dcp=dcp_shard(ranks, pool),
         )
-        replicated = ranks.is_mla_model and name != PoolName.MAMBA.value
+        replicated = rank_replicated(ranks) and name != PoolName.MAMBA.value
         if replicated and ranks.tp_size > 1 and pool_fact(pool, "v_head_dim") is not None:
             missing = not_in_force([DRAFTS])
             if name == KV or missing:

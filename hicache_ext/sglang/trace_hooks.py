@@ -17,11 +17,11 @@ _requests: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 """SGLang's requests that may be prefetched, by id; only while something is traced or recorded."""
 
 
-def before_prefetch(scheduler: Any, request: Any, *_: Any, **__: Any) -> None:
+def before_prefetch(scheduler: Any, req: Any, *_: Any, **__: Any) -> None:
     """BEFORE hook [scheduler thread]: storage is about to be asked for a request."""
     if tracing.spans is not None or recording.recorder is not None:
         with suppress(AttributeError, TypeError):  # something else than a request: its spans have no parent
-            _requests[request.rid] = request
+            _requests[req.rid] = req
 
 
 def around_look_up(original: Callable[..., Any], controller: Any, operation: Any, *more: Any, **named: Any) -> Any:

@@ -37,19 +37,23 @@ LAUNCH_ARGUMENTS = "sglang.srt.server_args.ServerArgs"
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """``names`` of ``owner``, a dotted class or module of SGLang.
+    """``names`` of ``owner``, a dotted class or module of SGLang; "old|new" is found under either name.
 
-    ``takes``: parameters that the function (``names`` is one then) must have, beside ``self``; with ``only`` it may
-    have no others. ``hook``: SGLang's HookType, where this package hooks it.
+    ``takes``: the parameters that are used of a function (``names`` is one then), without ``self``; "name?" need not be
+    there. ``answered``: SGLang calls, and a function of ours answers, which ignores what comes behind these.
+    ``class_as``: the function constructs a class of ours that it holds under this name; ``takes`` is of that call.
+    ``may_go``: nothing is lost without it. ``hook``: SGLang's HookType, where this package hooks it.
     """
 
     owner: str
     names: tuple[str, ...]
     features: tuple[Feature, ...]
     takes: tuple[str, ...] = ()
-    only: bool = False
+    answered: bool = False
     since: str = ""
     hook: HookKind | None = None
+    class_as: str = ""
+    may_go: bool = False
 
     @property
     def target(self) -> str:
@@ -61,13 +65,22 @@ def _names(owner: str, names: str, *features: Feature, since: str = "") -> Use:
     return Use(f"sglang.srt.{owner}", tuple(names.split()), features, since=since)
 
 
-def _call(owner: str, name: str, takes: str, *features: Feature, only: bool = False) -> Use:
-    """A function that we call; ``only``: one of ours that SGLang calls."""
-    return Use(f"sglang.srt.{owner}", (name,), features, tuple(takes.split()), only=only)
+def _call(owner: str, name: str, takes: str, *features: Feature) -> Use:
+    """A function that we call."""
+    return Use(f"sglang.srt.{owner}", (name,), features, tuple(takes.split()))
+
+
+def _answer(name: str, takes: str, may_go: bool = False) -> Use:
+    """A call of SGLang's on its storage backend."""
+    return Use(f"sglang.srt.{_STORAGE}.HiCacheStorage", (name,), (STORAGE,), tuple(takes.split()), True, may_go=may_go)
+
+
+def _constructor(owner: str, name: str, class_as: str, takes: str, feature: Feature) -> Use:
+    return Use(f"sglang.srt.{owner}", (name,), (feature,), tuple(takes.split()), True, class_as=class_as)
 
 
 def _hook(kind: HookKind, owner: str, name: str, feature: Feature, takes: str | None = None, since: str = "") -> Use:
-    """``takes``: all parameters, where our function takes no others; None where it passes on whatever comes."""
+    """``takes``: the parameters that our function knows; None where it passes on whatever comes."""
     parameters = tuple((takes or "").split())
     return Use(f"sglang.srt.{owner}", (name,), (feature,), parameters, takes is not None, since, kind)
 
@@ -91,30 +104,38 @@ _TRANSFERS = "mem_cache.l2_transfer.L2TransferEngine"
 
 def _duty(name: str, takes: str) -> Use:
     """A call of SGLang's on its external linker."""
-    return _call(f"{_LINKER}.UnifiedCacheLinker", name, takes, LINKER, only=True)
+    return Use(f"sglang.srt.{_LINKER}.UnifiedCacheLinker", (name,), (LINKER,), tuple(takes.split()), True)
 
 
 USED: tuple[Use, ...] = (
-    # What SGLang calls: our methods take these parameters and no others.
-    _call(f"{_STORAGE}.HiCacheStorage", "register_mem_pool_host", "mem_pool_host", STORAGE, only=True),
-    _call(f"{_STORAGE}.HiCacheStorage", "register_mem_host_pool_v2", "host_pool host_pool_name", STORAGE, only=True),
-    _call(f"{_STORAGE}.HiCacheStorage", "batch_exists", "keys extra_info", STORAGE, only=True),
-    _call(f"{_STORAGE}.HiCacheStorage", "batch_exists_v2", "keys pool_transfers extra_info", STORAGE, only=True),
-    _call(f"{_STORAGE}.HiCacheStorage", "batch_get_v1", "keys host_indices extra_info", STORAGE, only=True),
-    _call(f"{_STORAGE}.HiCacheStorage", "batch_set_v1", "keys host_indices extra_info", STORAGE, only=True),
-    _call(f"{_STORAGE}.HiCacheStorage", "batch_get_v2", "transfers extra_info", STORAGE, only=True),
-    _call(f"{_STORAGE}.HiCacheStorage", "batch_set_v2", "transfers extra_info", STORAGE, only=True),
-    _call(f"{_STORAGE}.HiCacheStorage", "exists", "key", STORAGE, only=True),
-    _call(f"{_STORAGE}.HiCacheStorage", "get", "key target_location target_sizes", STORAGE, only=True),
-    _call(f"{_STORAGE}.HiCacheStorage", "batch_get", "keys target_locations target_sizes", STORAGE, only=True),
-    _call(f"{_STORAGE}.HiCacheStorage", "set", "key value target_location target_sizes", STORAGE, only=True),
-    _call(f"{_STORAGE}.HiCacheStorage", "batch_set", "keys values target_locations target_sizes", STORAGE, only=True),
-    _call(f"{_STORAGE}.HiCacheStorage", "clear", "", STORAGE, only=True),
-    _call(f"{_STORAGE}.HiCacheStorage", "get_stats", "", STORAGE, only=True),
+    # What SGLang calls.
+    _constructor(
+        "mem_cache.storage.backend_factory.StorageBackendFactory",
+        "_create_dynamic_backend",
+        "backend_class",
+        "storage_config kwargs?",
+        STORAGE,
+    ),
+    _answer("register_mem_pool_host", "mem_pool_host"),
+    _answer("register_mem_host_pool_v2", "host_pool host_pool_name"),
+    _answer("batch_exists", "keys extra_info?"),
+    _answer("batch_exists_v2", "keys pool_transfers extra_info?"),
+    _answer("batch_get_v1", "keys host_indices extra_info?"),
+    _answer("batch_set_v1", "keys host_indices extra_info?"),
+    _answer("batch_get_v2", "transfers extra_info?"),
+    _answer("batch_set_v2", "transfers extra_info?"),
+    _answer("exists", "key"),
+    _answer("get", "key target_location target_sizes"),
+    _answer("batch_get", "keys target_locations target_sizes", may_go=True),
+    _answer("set", "key value target_location target_sizes"),
+    _answer("batch_set", "keys values target_locations target_sizes", may_go=True),
+    _answer("clear", ""),
+    _answer("get_stats", ""),
     # What it hands over.
     _names(
         f"{_STORAGE}.HiCacheStorageConfig",
-        "tp_rank tp_size pp_rank pp_size attn_cp_rank attn_cp_size is_mla_model model_name tp_lcm_size extra_config",
+        "tp_rank tp_size pp_rank pp_size attn_cp_rank attn_cp_size is_mla_model|is_rank_replicated model_name"
+        " tp_lcm_size extra_config",
         STORAGE,
     ),
     _names(f"{_STORAGE}.HiCacheStorageConfig", "dp_rank", STORAGE, since="0.5.21"),
@@ -124,22 +145,28 @@ USED: tuple[Use, ...] = (
     _names(f"{_STORAGE}.PoolHitPolicy", "ALL_PAGES TRAILING_PAGES", STORAGE),
     _names(f"{_STORAGE}.PoolHitPolicy", "BLOCK_GROUPS", STORAGE, since="0.5.22"),
     _names(f"{_STORAGE}.PoolTransfer", "name host_indices keys hit_policy", STORAGE),
-    _names(f"{_STORAGE}.PoolTransferResult", "kv_hit_pages extra_pool_hit_pages restorable_prefix_pages", STORAGE),
-    _names(
+    _call(
+        f"{_STORAGE}.PoolTransferResult",
+        "__init__",
+        "kv_hit_pages extra_pool_hit_pages restorable_prefix_pages",
+        STORAGE,
+    ),
+    _call(
         "observability.metrics_collector.StorageMetrics",
+        "__init__",
         "prefetch_pgs backup_pgs prefetch_bandwidth backup_bandwidth",
         STORAGE,
     ),
     _names(f"{_HOST_POOL}.base.HostKVCache", "page_size size layout dtype kv_buffer dcp_rank dcp_size", STORAGE),
     _names(f"{_HOST_POOL}.base.HostKVCache", "get_dummy_flat_data_page", STORAGE),
     _call(f"{_HOST_POOL}.base.HostKVCache", "get_data_page", "index", STORAGE),
-    _call(f"{_HOST_POOL}.base.HostKVCache", "set_from_flat_data_page", "index data_page", STORAGE, only=True),
-    _call(_MHA, "get_page_buffer_meta", "indices", STORAGE, only=True),
-    _call(_MHA, "get_split_heads_page_buffer_meta", "indices split_factor", STORAGE, only=True),
-    _call(_MLA, "get_page_buffer_meta", "indices", STORAGE, only=True),
+    _call(f"{_HOST_POOL}.base.HostKVCache", "set_from_flat_data_page", "index data_page", STORAGE),
+    _call(_MHA, "get_page_buffer_meta", "indices", STORAGE),
+    _call(_MHA, "get_split_heads_page_buffer_meta", "indices split_factor", STORAGE),
+    _call(_MLA, "get_page_buffer_meta", "indices", STORAGE),
     # What the identity of pages and the role of the server are read from. A name that is gone would read as "not set".
     _names("runtime_context", "get_server_args get_memory get_model get_spec", STORAGE),
-    _call("arg_groups.arg_utils", "namespace_of", "cls", STORAGE, only=True),
+    _call("arg_groups.arg_utils", "namespace_of", "cls", STORAGE),
     Use(
         LAUNCH_ARGUMENTS,
         (
@@ -229,8 +256,8 @@ USED: tuple[Use, ...] = (
     _names("speculative.spec_info.SpeculativeAlgorithm", "from_string is_eagle", DECODE_WRITER),
     _names("mem_cache.memory_pool", "DSATokenToKVPool MHATokenToKVPool MLATokenToKVPool", DECODE_WRITER),
     _names("mem_cache.memory_pool.ReqToTokenPool", "req_to_token", DECODE_WRITER),
-    _call("mem_cache.radix_cache.RadixKey", "__init__", "extra_key is_bigram cache_salt", DECODE_WRITER),
-    _call("mem_cache.utils", "get_storage_hash_str", "page_size", DECODE_WRITER),
+    _call("mem_cache.radix_cache.RadixKey", "__init__", "token_ids extra_key is_bigram cache_salt", DECODE_WRITER),
+    _call("mem_cache.utils", "get_storage_hash_str", "key prior_hash page_size", DECODE_WRITER),
     _names(
         _REQUEST,
         "origin_input_ids output_ids finished kv sampling_params finished_reason extra_key cache_salt",
@@ -268,12 +295,19 @@ USED: tuple[Use, ...] = (
         "block_hashes parent_block_hash token_ids block_size lora_id medium",
         EVENTS,
     ),
+    _constructor(
+        "mem_cache.unified_cache.linker_factory",
+        "create_unified_cache_linker",
+        "linker_cls",
+        "server_args params components extra_config forward_stream?",
+        LINKER,
+    ),
     _duty("lookup", "rid transfers"),
     _duty("load", "rid transfers"),
     _duty("start_layer_wise_loading", ""),
     _duty("finish_layer_wise_loading", "counter_index"),
     _duty("cancel_queued_load", "rid"),
-    _duty("offload", "transfers session_id"),
+    _duty("offload", "transfers session_id?"),
     _duty("num_completed_offloads", ""),
     _duty("pop_completed_offload", ""),
     _duty("reset", ""),
@@ -281,7 +315,7 @@ USED: tuple[Use, ...] = (
     _names(f"{_LINKER}.UnifiedCacheLinker", "record_offload_ready forward_stream layer_done_counter pools", LINKER),
     _names(_LINKER, "UnifiedCacheLinker LayerWiseLoadCounter", LINKER),
     _names(f"{_LINKER}.LayerWiseLoadCounter", "num_layers update_producer complete fail finish reset", LINKER),
-    _names(f"{_STORAGE}.PoolTransfer", "device_indices", LINKER),
+    _call(f"{_STORAGE}.PoolTransfer", "__init__", "name host_indices device_indices", LINKER),
     _names(f"{_STORAGE}.HiCacheStorageConfig", "is_storage_writer", LINKER),
     # SGLang's host pools, a small fraction of their size, are the memory through which pages pass.
     _names(_ASSEMBLER, "_select_strategy", LINKER),
@@ -296,7 +330,9 @@ USED: tuple[Use, ...] = (
     _names(f"{_STORAGE}.SidecarPoolSpec", "pool_name indices_from_pool hit_policy", LINKER),
     _names(f"{_HOST_POOL}.base", "host_memory_budget_scope", LINKER),
     _names(f"{_HOST_POOL}.base.HostKVCache", "available_size size_per_token", LINKER),
-    _names(f"{_HOST_POOL}.group.HostPoolGroup", "entries entry_map anchor_entry alloc free destroy", LINKER),
+    _names(f"{_HOST_POOL}.group.HostPoolGroup", "entries entry_map anchor_entry destroy", LINKER),
+    _call(f"{_HOST_POOL}.group.HostPoolGroup", "alloc", "need_size pool", LINKER),
+    _call(f"{_HOST_POOL}.group.HostPoolGroup", "free", "indices pool", LINKER),
     _names(f"{_HOST_POOL}.group.PoolEntry", "name host_pool", LINKER),
     _names(
         _HYBRID,
@@ -304,7 +340,7 @@ USED: tuple[Use, ...] = (
         " _move_write_operation _l2_transfers _l2_load_transfers _generate_storage_config",
         LINKER,
     ),
-    _names(_CONTROLLER, "CacheOperation", LINKER),
+    _call(f"{_CONTROLLER}.CacheOperation", "__init__", "host_indices device_indices node_id pool_transfers", LINKER),
     _call(_TRANSFERS, "submit_device_to_host", "transfers", LINKER),
     _call(_TRANSFERS, "submit_host_to_device", "transfers transfer_layer_id_max on_layer_done", LINKER),
     _names("mem_cache.l2_transfer.TransferCompletion", "finish_event", LINKER),

@@ -35,9 +35,9 @@ def before_update(manager: Any, *_: Any, **__: Any) -> None:
         backend.suspend(NOT_FLUSHED)
 
 
-def before_release(manager: Any, request: Any, *_: Any, **__: Any) -> None:
+def before_release(manager: Any, recv_req: Any, *_: Any, **__: Any) -> None:
     """BEFORE hook [scheduler thread]: memory of the weights is released, and comes back with any content."""
-    tags = getattr(request, "tags", None)
+    tags = getattr(recv_req, "tags", None)
     if (not tags or "weights" in tags) and not _backed_up():
         before_update(manager)
 

@@ -144,7 +144,10 @@ def make_storage_config(**overrides: Any) -> Any:
         "model_name": "tiny",
         "extra_config": {},
     }
-    return HiCacheStorageConfig(**{**facts, **overrides})
+    facts |= overrides
+    if "is_mla_model" not in HiCacheStorageConfig.__annotations__:  # as SGLang means to call it
+        facts["is_rank_replicated"] = facts.pop("is_mla_model")
+    return HiCacheStorageConfig(**facts)
 
 
 def sglang_file_backend(config: Any, directory: Path) -> Any:

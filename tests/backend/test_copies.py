@@ -56,3 +56,20 @@ def test_what_is_copied_to_the_host_and_back_is_what_it_was(
         for tensor, was in zip(device_tensors(pools.device), before, strict=True)
     ]
     assert changed == [layer % 3 == 1 for layer in range(len(changed))]
+
+
+@pytest.mark.parametrize(("later", "copied"), [(None, True), ("elsewhere", False)])
+def test_an_argument_of_a_later_sglang_that_is_not_at_its_default_leaves_the_copy_to_sglang(
+    later: str | None, copied: bool
+) -> None:
+    """What it asks for is not known: rows of another place, perhaps."""
+    pools = mha_pools(page_size=PAGE_SIZE)
+    asked = []
+
+    def original(*_: Any, is_draft: bool = False, place: str | None = None) -> None:
+        asked.append(place)
+
+    tokens = page_indices(PAGE_SIZE, [1]), page_indices(PAGE_SIZE, [2])
+    kernel_hooks.back_up_layers(original, pools.host, pools.device, *tokens, "kernel", place=later)
+    kernel_hooks.load_layer(original, pools.host, pools.device, *tokens, 1, "kernel", place=later)
+    assert asked == ([] if copied else [later, later])

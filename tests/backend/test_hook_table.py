@@ -37,6 +37,22 @@ def test_a_hook_around_a_call_takes_the_original_first(hook: Hook) -> None:
     assert next(iter(inspect.signature(hook.function).parameters)) == "original"
 
 
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.target)
+def test_a_hook_takes_whatever_a_later_sglang_hands_over(hook: Hook) -> None:
+    kinds = {parameter.kind for parameter in inspect.signature(hook.function).parameters.values()}
+    assert kinds >= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+
+
+@pytest.mark.parametrize("hook", IN_FORCE, ids=lambda hook: hook.target)
+def test_a_hook_names_arguments_as_sglang_does_which_may_give_them_by_name(hook: Hook) -> None:
+    theirs = list(inspect.signature(inspect.unwrap(pkgutil.resolve_name(hook.target))).parameters)[1:]
+    ours = list(inspect.signature(hook.function).parameters.values())[1 if hook.kind == "before" else 2 :]
+    named = [
+        parameter.name for parameter in ours if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    assert named == theirs[: len(named)]
+
+
 def test_a_feature_without_a_hook_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = "sglang.srt.lora.lora_manager.LoRAManager.load_lora_weights"
     monkeypatch.setattr(hooks, "_is_hooked", lambda target: target != missing)

@@ -31,7 +31,7 @@ from hicache_ext.sglang.features import (  # noqa: E402
 )
 from hicache_ext.sglang.host_pool import HostPages  # noqa: E402
 from hicache_ext.sglang.launch_facts import LaunchFacts, longest_prompt  # noqa: E402
-from hicache_ext.sglang.self_check import Sources, check, features_off  # noqa: E402
+from hicache_ext.sglang.self_check import Checked, Sources, check, features_off, ignored_parameters  # noqa: E402
 from hicache_ext.sglang.used_names import USED, Use  # noqa: E402
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys  # noqa: E402
 from hicache_ext.testing.host_pools import mha_pools, mla_pools, page_indices  # noqa: E402
@@ -39,6 +39,7 @@ from tests.releases.wheels import ROOT, package_of  # noqa: E402
 
 MANAGER = "srt/disaggregation/decode_kvcache_offload_manager.py"
 STORAGE_ABC = "srt/mem_cache/hicache_storage.py"
+LINKERS = "srt/mem_cache/unified_cache/linker_factory.py"
 
 
 # -- the gate ----------------------------------------------------------------------------------------------------------
@@ -80,7 +81,9 @@ def sources_of(release: str) -> Sources:
 
 @pytest.mark.parametrize("release", releases.TESTED)
 def test_every_tested_release_has_all_that_its_features_need(release: str) -> None:
-    off = features_off(list(check(sources_of(release), release)))
+    found = list(check(sources_of(release), release))
+    off = features_off(found)
+    assert ignored_parameters([one for one in found if one.expected]) is None
     assert set(off) == {
         *([DECODE_WRITER] if release == "0.5.20" else []),
         *([LINKER] if release != "0.5.23" else []),
@@ -91,7 +94,7 @@ def test_every_tested_release_has_all_that_its_features_need(release: str) -> No
 def test_names_that_came_later_are_marked_with_the_release_they_came_with() -> None:
     """A mark that is too new hides that an older release lacks the name; one too old, that it need not have it."""
     for use in (use for use in USED if use.since):
-        first = next(release for release in releases.TESTED if not list(self_check._missing(sources_of(release), use)))
+        first = next(release for release in releases.TESTED if not self_check._looked_up(sources_of(release), use)[0])
         assert use.since == first, use
 
 
@@ -122,12 +125,12 @@ class OneFileChanged(Sources):
 
 
 @pytest.fixture(scope="module")
-def next_release() -> Callable[..., dict[Any, str]]:
-    """``next_release(file, old, new)``: what is off in a release in which a file was changed so."""
+def next_release() -> Callable[..., list[Checked]]:
+    """``next_release(file, old, new)``: what is found in a release in which a file was changed so."""
     package = package_of(releases.TESTED[-1])
     newest = sources_of(releases.TESTED[-1])
     assert not features_off(list(check(newest, "0.5.99")))
-    return lambda *change: features_off(list(check(OneFileChanged(newest, package, *change), "0.5.99")))
+    return lambda *change: list(check(OneFileChanged(newest, package, *change), "0.5.99"))
 
 
 @pytest.mark.parametrize(
@@ -150,6 +153,36 @@ def next_release() -> Callable[..., dict[Any, str]]:
             STORAGE,
             "HiCacheStorage.batch_set_v2 as it is used (it is with priority)",
         ),
+        # A caller's second argument would be taken for something else.
+        (
+            STORAGE_ABC,
+            "key: str,\n        target_location: Optional",
+            "key: str,\n        tag: Any = None,\n        target_location: Optional",
+            STORAGE,
+            "HiCacheStorage.get as it is used (it is with tag)",
+        ),
+        (
+            STORAGE_ABC,
+            "        keys: List[str],\n        host_indices: torch.Tensor,\n",
+            "        host_indices: torch.Tensor,\n        keys: List[str],\n",
+            STORAGE,
+            "HiCacheStorage.batch_get_v1 as it is used (it is in another order) and 1 more",
+        ),
+        (
+            STORAGE_ABC,
+            "    extra_pool_hit_pages: dict[str, int]\n",
+            "    extra_pool_hit_pages: dict[str, int]\n    epoch: int\n",
+            STORAGE,
+            "PoolTransferResult.__init__ as it is used (it is with epoch)",
+        ),
+        (
+            "srt/mem_cache/pool_host/group.py",
+            "        need_size: int,\n        *,",
+            "        need_size: int,\n        owner: int,\n        *,",
+            LINKER,
+            "HostPoolGroup.alloc as it is used (it is with owner)",
+        ),
+        (LINKERS, "components=components,", "parts=components,", LINKER, "(it is without components)"),
         ("srt/arg_groups/fields/lora.py", "enable_lora:", "lora:", STORAGE, "ServerArgs.enable_lora"),
         (MANAGER, "self.ongoing_offload", "self.offloads", DECODE_WRITER, "ongoing_offload"),
         (MANAGER, "def offload_kv_cache(self, req)", "def offload_kv_cache(self, req, now)", DECODE_WRITER, "with now"),
@@ -165,11 +198,46 @@ def next_release() -> Callable[..., dict[Any, str]]:
     ],
 )
 def test_a_name_that_goes_costs_the_feature_that_needs_it_and_no_other(
-    next_release: Callable[..., dict[Any, str]], file: str, old: str, new: str, feature: Any, words: str
+    next_release: Callable[..., list[Checked]], file: str, old: str, new: str, feature: Any, words: str
 ) -> None:
-    off = next_release(file, old, new)
+    off = features_off(next_release(file, old, new))
     assert list(off) == [feature]
     assert words in off[feature]
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "ignored"),
+    [
+        (
+            STORAGE_ABC,
+            "target_sizes: Optional[Any] = None,\n    ) -> torch.Tensor | None:",
+            "target_sizes: Optional[Any] = None,\n        tag=None,\n        *,\n        hint=0,\n    ):",
+            "HiCacheStorage.get(tag, hint)",
+        ),
+        (MANAGER, "offload_kv_cache(self, req)", "offload_kv_cache(self, req, now=None)", "offload_kv_cache(now)"),
+        (
+            "srt/mem_cache/storage/backend_factory.py",
+            "backend_class(storage_config, kwargs)",
+            "backend_class(storage_config, kwargs, mem_pool_host, later=1)",
+            "StorageBackendFactory._create_dynamic_backend(argument 3, later)",
+        ),
+        (LINKERS, "forward_stream=forward_stream,\n", "later=1,\n", "create_unified_cache_linker(later)"),
+        # Ours construct nothing here that they are not told of, and call nothing with it.
+        ("srt/mem_cache/pool_host/group.py", "start_owner: int | None = None", "owner: Any = None", ""),
+        (LINKERS, "linker_cls(", "chosen(", ""),
+        # What SGLang has announced.
+        (STORAGE_ABC, "    is_mla_model:", "    is_rank_replicated:", ""),
+        (STORAGE_ABC, "    # TODO: Deprecate\n    @abstractmethod\n    def batch_get(", "    def batch_read(", ""),
+        (STORAGE_ABC, 'DEEPSEEK_V4_C4 = "deepseek_v4_c4"', 'COMPRESSED_KV = "compressed_kv"', ""),
+    ],
+)
+def test_what_is_added_or_renamed_as_announced_costs_nothing_and_is_named(
+    next_release: Callable[..., list[Checked]], file: str, old: str, new: str, ignored: str
+) -> None:
+    found = next_release(file, old, new)
+    assert not features_off(found)
+    assert (ignored_parameters(found) or "").endswith(ignored)
+    assert (ignored_parameters(found) is None) is (not ignored)
 
 
 def test_a_release_that_lacks_what_storage_needs_is_refused_with_one_sentence(

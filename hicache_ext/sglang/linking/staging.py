@@ -192,7 +192,7 @@ class Staging:
         """
         events: list[Any] = []
 
-        def submitted(layer: int) -> None:
+        def submitted(layer: int, *_: Any, **__: Any) -> None:
             if self._on_cpu:
                 if layer_done is not None:
                     layer_done(layer)
@@ -241,7 +241,9 @@ class Staging:
             torch.cat(device.get(anchor, [on_device])),
             -1,
             pool_transfers=[
-                PoolTransfer(self.pool_name(name), torch.cat(host[name]), torch.cat(device[name]))
+                PoolTransfer(
+                    self.pool_name(name), host_indices=torch.cat(host[name]), device_indices=torch.cat(device[name])
+                )
                 for name in host
                 if name != anchor
             ],
