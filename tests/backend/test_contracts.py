@@ -231,3 +231,44 @@ def test_a_read_through_a_smaller_target_is_a_miss_and_removes_nothing_it_should
     assert backend.batch_set(["a", "b"], [torch.ones(8), torch.ones(8)])
     assert [found is not None for found in backend.batch_get(["a", "b"], [torch.zeros(8), None])] == [True, False]
     assert backend.exists("b")
+
+
+@pytest.mark.parametrize("layout", ["slab", "pages", "memory"])
+def test_a_buffer_of_the_wrong_size_is_a_miss_and_no_damage(
+    open_backend: Callable[..., Any], tmp_path: Path, layout: str
+) -> None:
+    """The page was removed as damaged, or replaced by the short one."""
+    tier = {"type": "file", "path": str(tmp_path / "disk"), "capacity": "64MiB", "layout": layout, "io": "buffered"}
+    backend = open_backend(ours={"tiers": {"one": {"type": "memory"} if layout == "memory" else tier}})
+    page = torch.arange(8)
+    assert backend.set(KEYS[0], page)
+    for wrong in (torch.zeros(4), torch.zeros(100)):
+        assert backend.get(KEYS[0], wrong) is None
+        assert backend.batch_get(KEYS[:2], [wrong, None]) == [None, None]
+        assert backend.set(KEYS[0], wrong)
+        assert backend.exists(KEYS[0])
+        found = torch.zeros(8, dtype=torch.int64)
+        assert backend.get(KEYS[0], found) is found
+        assert torch.equal(found, page)
+    (metrics,) = [tier.metrics for tier in backend._store.tiers]
+    assert (metrics.total("corrupt"), metrics.value("get", "corrupt")) == (0, 0)
+
+
+def test_pages_of_sglangs_own_size_are_found_after_a_restart_whatever_others_asked_for(
+    open_backend: Callable[..., Any],
+) -> None:
+    pool = mha_pools(page_size=PAGE_SIZE).host
+    page = pool.get_data_page(0).clone()
+    backend = open_backend(pool)
+    assert backend.batch_set(KEYS, [page] * 3)
+    assert backend.set(KEYS[0], torch.zeros(4))
+    backend.close()
+    backend = open_backend(pool)
+    assert backend.batch_exists(KEYS) == 3
+    assert torch.equal(backend.get(KEYS[0], pool.get_dummy_flat_data_page()), page)
+
+
+def test_sizes_of_flat_pages_are_bounded(open_backend: Callable[..., Any]) -> None:
+    backend = open_backend()
+    assert [backend.set(KEYS[0], torch.zeros(size)) for size in range(1, 40)].count(True) == 16
+    assert backend.get(KEYS[0], torch.zeros(1)) is not None

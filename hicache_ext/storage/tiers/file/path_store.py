@@ -1,10 +1,21 @@
-"""The store of one path of a file tier: what both layouts repeat, and how full it is."""
+"""The store of one path of a file tier: what both layouts repeat, and how full it is.
+
+Damage seldom comes alone, and a page that is there is EXISTS, unread. So once damage was found, what lies beside a bad
+page (its slab, its pack) is read in the background, and for a while a write reads the pages that are there before it
+calls them EXISTS: one recomputation heals a chain. What is found bad goes the way of every bad page: it is read again,
+and removed only where the stored copy is bad.
+"""
 
 from __future__ import annotations
 
 import abc
+import logging
 import math
-from collections.abc import Callable, Sequence
+import mmap
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +30,25 @@ from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.base import TierStore
 from hicache_ext.storage.contract.clearing import Clearing
 from hicache_ext.storage.contract.reports import RecentMean
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, chosen_keys
 from hicache_ext.storage.tiers.file.config import DEFAULT_OPEN_FILES
 from hicache_ext.storage.tiers.file.device_errors import Trouble, no_trouble
 from hicache_ext.storage.tiers.file.expiry import Sweeper
 from hicache_ext.storage.tiers.file.io_plan import IoPlan
 from hicache_ext.storage.tiers.file.pages.tree import save_document
+
+logger = logging.getLogger(__name__)
+
+DOUBT = 300.0
+"""Seconds after the last damage for which writes read what is there: what was computed in place of a bad page comes."""
+SCRUB_AFTER = 5.0
+"""Seconds from a bad page to the scrub: the read that found it finds others by itself."""
+_SCRUB_RATE = 64 << 20
+"""Bytes a second that a scrub reads."""
+_LOOKED_AT_ONCE = 8 << 20
+"""Bytes of memory for pages that are looked at, or one page."""
+_MOST_PLACES = 4096
+"""Slabs or packs that wait for their scrub."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +78,9 @@ class Served(NamedTuple):
 
 
 class PathStore(TierStore):
-    """A layout writes the hooks of ``TierStore``, ``_open``, ``fullness`` and ``_block_hashes``; one whose expired
-    pages take room until they are removed, ``remove_expired``.
+    """A layout writes the hooks of ``TierStore``, but for ``_write``: ``_write_absent``, ``_look_at``, ``_pages_in``,
+    ``_open``, ``fullness`` and ``_block_hashes``; one whose expired pages take room until they are removed,
+    ``remove_expired``.
 
     Threads: any. The memory of a batch is touched only until the call returns.
     """
@@ -96,10 +122,17 @@ class PathStore(TierStore):
         self._clearing = Clearing(name)
         self._resources = ExitStack()
         """What ``_open`` opened; closed last."""
+        self._bad_found = 0
+        self._doubted_until = -math.inf
+        self._doubtful: dict[Hashable, str] = {}
+        """Places where a bad page was found, in the words of the log; the first one is being looked at."""
+        self._doubtful_lock = threading.Lock()
+        self._scrub = BackgroundLoop(f"hicache-{name}-scrub", self._scrub_next)
+        self._workers = ThreadPool(f"hicache-{name}", self._plan.threads)
         try:
             self._open(path, evicted_age or RecentMean())
-            self._workers = ThreadPool(f"hicache-{name}", self._plan.threads)
         except BaseException:
+            self._scrub.stop()
             self._resources.close()
             raise
         self._sweeper = None
@@ -150,7 +183,86 @@ class PathStore(TierStore):
         """``close()`` after the device failed: what is in memory or was not synced is not to be trusted again."""
         self.close()
 
+    # -- behind a bad page -------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _write_absent(self, batch: PageBatch) -> list[SetResult]:
+        """As ``_write``; a page that is there is EXISTS, unread."""
+
+    @abc.abstractmethod
+    def _look_at(self, batch: PageBatch) -> list[GetResult]:
+        """As ``_read``, for pages that nobody wants: it counts as no use where that can be avoided."""
+
+    @abc.abstractmethod
+    def _pages_in(self, place: Any) -> Iterator[tuple[list[bytes], list[int]]]:
+        """Keys and payload bytes of the pages in a place, as far as it tells, a part at a time. Raises OSError."""
+
+    def _damage_found(self) -> int:
+        """Counts bad pages; it grows with each."""
+        return self.metrics.total("corrupt")
+
+    def _write(self, batch: PageBatch) -> list[SetResult]:
+        results = self._write_absent(batch)
+        if (found := self._damage_found()) != self._bad_found:
+            self._bad_found, self._doubted_until = found, time.monotonic() + DOUBT
+        there: list[int] = []
+        if self._doubtful or time.monotonic() < self._doubted_until:
+            there = [position for position, result in enumerate(results) if result is SetResult.EXISTS]
+        if there:
+            keys = chosen_keys(batch.keys, np.array(there, np.intp))
+            seen = self._looked_at(keys, [batch.sizes[position] for position in there])
+            bad = [position for position, result in zip(there, seen, strict=True) if result is not GetResult.HIT]
+            if bad:
+                for position, result in zip(bad, self._write_absent(batch.select(bad)), strict=True):
+                    results[position] = result
+        return results
+
+    def _looked_at(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[GetResult]:
+        """What a read of each page says, in memory of its own."""
+        results: list[GetResult] = []
+        step = max(1, _LOOKED_AT_ONCE // max(1, *sizes)) if sizes else 1
+        for begin in range(0, len(sizes), step):
+            some = sizes[begin : begin + step]
+            # Of whole pages, as direct I/O wants it.
+            memory = [[memoryview(mmap.mmap(-1, max(1, size)))[:size]] for size in some]
+            results += self._look_at(PageBatch(keys[begin : begin + step], memory, some))
+        return results
+
+    def _look_beside(self, place: Hashable, name: str) -> None:
+        """Have the other pages of a slab or a pack read in the background, since one was bad. Does not wait."""
+        with self._doubtful_lock:
+            if len(self._doubtful) < _MOST_PLACES:
+                self._doubtful.setdefault(place, name)
+        self._scrub.wake(SCRUB_AFTER)
+
+    def _scrub_next(self) -> float | None:
+        """Looks at one place [the thread of the scrub]."""
+        with self._doubtful_lock:
+            place, name = next(iter(self._doubtful.items()), (None, ""))
+        if place is None:
+            return None
+        seen: Counter[GetResult] = Counter()
+        try:
+            for keys, sizes in self._pages_in(place):
+                step = max(1, _LOOKED_AT_ONCE // max(1, *sizes)) if sizes else 1
+                for begin in range(0, len(keys), step):
+                    some = sizes[begin : begin + step]
+                    seen.update(self._looked_at(keys[begin : begin + step], some))
+                    if not self._scrub.rest(sum(some) / _SCRUB_RATE):
+                        return None
+        except OSError as error:
+            # The slab was dropped, or the pack renamed, most often.
+            logger.debug("tier %s: %s is not looked at to its end: %s", self.name, name, error)
+        with self._doubtful_lock:
+            del self._doubtful[place]
+        good, bad = seen[GetResult.HIT], seen[GetResult.CORRUPT]
+        self.metrics.add_many("scrub", {"good": good, "bad": bad, "ended": 1})
+        words = "tier %s: %s was read, since a page of it was bad: %d other pages, %d of them bad"
+        logger.log(logging.WARNING if bad else logging.INFO, words, self.name, name, good + bad, bad)
+        return 0.0
+
     def _close(self) -> None:
+        self._scrub.stop()
         if self._sweeper is not None:
             self._sweeper.close()
         self._workers.close()

@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -87,6 +88,9 @@ class Rebuild:
         self._slots = 0
         self._failures: dict[int, int] = {}
         """Number of a slab -> how often it could not be read."""
+        self._bad: dict[int, int] = {}
+        """Number of a slab -> how many of its headers are damaged."""
+        self._told: Callable[[int], None] | None = None
         self._loop = BackgroundLoop(f"hicache-{tier}-rebuild", self._step, Backoff(0.1, 5.0))
         if not self._index.rebuilt:
             self._loop.wake()
@@ -99,6 +103,12 @@ class Rebuild:
                 return False
             time.sleep(0.002)
         return True
+
+    def tell_of_bad_headers(self, told: Callable[[int], None]) -> None:
+        """Have ``told`` hear of each slab with a damaged header, those found before included."""
+        self._told = told
+        for number in list(self._bad):
+            told(number)
 
     def close(self) -> None:
         self._loop.stop()
@@ -125,11 +135,9 @@ class Rebuild:
                 return RETRY
             self._index.end_rebuild()
             logger.info(
-                "tier %s: %s: the index is complete: %d pages in %.1f s",
-                self._tier,
-                self._directory.path,
-                self._index.found,
-                time.monotonic() - self._begun,
+                "tier %s: %s: the index is complete: %d pages in %.1f s%s",
+                *(self._tier, self._directory.path, self._index.found, time.monotonic() - self._begun),
+                f"; {sum(self._bad.values())} headers are damaged: their pages are lost" if self._bad else "",
             )
             return None
         except IndexBusyError:
@@ -162,7 +170,10 @@ class Rebuild:
             self._directory.delete_slab_files(slab)
             self._index.forget_slab(slab)
             return True
-        return self._index.end_slab(slab)
+        complete = self._index.end_slab(slab)
+        if complete and slab.number in self._bad and self._told is not None:
+            self._told(slab.number)
+        return complete
 
     def _is_lost(self, slab: Slab, error: OSError) -> bool:
         """Whether an error says that a slab has no blocks, or that it is no slab; and not that this process is short of
@@ -177,6 +188,10 @@ class Rebuild:
 
     def _adopt(self, slab: Slab, begin: int, headers: Headers) -> None:
         seals, valid = checked_headers(headers, compiled_code())
+        bad = int((headers.any(axis=1) & ~valid).sum())
+        if bad:
+            self._bad[slab.number] = self._bad.get(slab.number, 0) + bad
+            self._index.bad_headers += bad
         keys = np.ascontiguousarray(headers[:, KEY])
         numbers = np.full(len(headers), -1, np.int64)
         left = valid.copy()
