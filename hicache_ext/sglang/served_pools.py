@@ -65,7 +65,6 @@ class ServedPools:
         """Pools that SGLang registered and that cannot be served, with the reason."""
         self.flat: dict[int | None, BoundPool] = {}
         """By the bytes of a page; None: as many as SGLang's have."""
-        self._flat_bytes: int | None = None
         self.suspended_because = None if weights_hooks.caches_are_flushed() else weights_hooks.NOT_FLUSHED
         self.closed = False
         self._ranks = ranks
@@ -161,16 +160,13 @@ class ServedPools:
     def flat_pool(self, page_bytes: int | None = None) -> BoundPool:
         """The identity of pages that come as one flat tensor (``interface_v1`` off): another byte order than v1.
 
-        ``page_bytes`` None: pages of the size that SGLang's have. Those of another size are other pages: a caller whose
-        buffer has the wrong size asks for a page that nobody stored, and finds no fault with the one that is there.
-        Raises ValueError after too many sizes.
+        ``page_bytes`` None: of the size that SGLang's have. A page of another size is another page: a caller whose
+        buffer has the wrong size finds nothing, and no fault with the page that is there. Raises ValueError after too
+        many sizes.
         """
-        kv = self.bound.get(KV)
-        if page_bytes is not None and kv is not None and kv.pages is not None:
-            if self._flat_bytes is None:
-                self._flat_bytes = _flat_bytes(kv.pages)
-            page_bytes = None if page_bytes == self._flat_bytes else page_bytes
-        known = self.flat
+        kv, known = self.bound.get(KV), self.flat
+        if kv is not None and kv.pages is not None and page_bytes == kv.pages.page_bytes:
+            page_bytes = None
         if page_bytes not in known:
             if page_bytes is not None and len(known) >= _MOST_FLAT_SIZES:
                 raise ValueError(f"flat pages of {page_bytes} bytes: there are {len(known)} other sizes already")
@@ -295,15 +291,6 @@ class ServedPools:
     def _epoch_after(self, update: str | None) -> str:
         configured = str(self._config.model.weights_epoch)
         return configured if update is None else f"{configured}+{update}"
-
-
-def _flat_bytes(pages: AnyPages) -> int:
-    """Bytes of SGLang's flat pages of a pool."""
-    try:
-        page = pages.pool.get_dummy_flat_data_page()
-        return int(page.numel() * page.element_size())
-    except Exception:  # noqa: BLE001 - a pool that gives no flat pages may raise anything
-        return pages.page_bytes
 
 
 def _weights_to_identify(facts: LaunchFacts, config: HicacheExtConfig) -> ModelWeights | None:

@@ -63,7 +63,7 @@ def test_one_bad_page_has_all_the_others_found(store: PathStore, caplog: pytest.
         assert read_pages(store, BAD[:1], SIZES)[0] == [GetResult.CORRUPT]
         wait_until(lambda: scrubbed(store, "ended") == 1)
     assert (scrubbed(store, "bad"), scrubbed(store, "good")) == (len(BAD) - 1, len(GOOD))
-    assert "was read, since a page of it was bad: 14 other pages, 4 of them bad" in caplog.text
+    assert "all pages beside a bad one were read: 14, of them 4 bad" in caplog.text
     assert [key for key, there in zip(KEYS, store.contains(KEYS), strict=True) if there] == GOOD
     assert not store._doubtful
     assert read_pages(store, GOOD, SIZES)[0] == [GetResult.HIT] * len(GOOD)
@@ -156,3 +156,13 @@ def test_a_restart_that_finds_a_damaged_header_has_the_slab_read(
     wait_until(lambda: scrubbed(store, "ended") == 1)
     assert store.metrics.value("scrub", "bad") == len(BAD) - 1
     assert [key for key, there in zip(KEYS, store.contains(KEYS), strict=True) if there] == GOOD
+
+
+def test_a_directory_that_others_have_too_is_not_looked_over_but_what_is_written_is(
+    store: PathStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine with a fault would remove the pages of all others."""
+    monkeypatch.setattr(store, "shared", True)
+    assert read_pages(store, BAD[:1], SIZES)[0] == [GetResult.CORRUPT]
+    assert not store._doubtful
+    assert store_pages(store, BAD, SIZES) == [SetResult.STORED] * len(BAD)

@@ -30,7 +30,7 @@ from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.base import TierStore
 from hicache_ext.storage.contract.clearing import Clearing
 from hicache_ext.storage.contract.reports import RecentMean
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, chosen_keys
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.config import DEFAULT_OPEN_FILES
 from hicache_ext.storage.tiers.file.device_errors import Trouble, no_trouble
 from hicache_ext.storage.tiers.file.expiry import Sweeper
@@ -124,8 +124,8 @@ class PathStore(TierStore):
         """What ``_open`` opened; closed last."""
         self._bad_found = 0
         self._doubted_until = -math.inf
-        self._doubtful: dict[Hashable, str] = {}
-        """Places where a bad page was found, in the words of the log; the first one is being looked at."""
+        self._doubtful: dict[Hashable, None] = {}
+        """Slabs or packs in which a page was bad, until they were looked over; the first one is under way."""
         self._doubtful_lock = threading.Lock()
         self._scrub = BackgroundLoop(f"hicache-{name}-scrub", self._scrub_next)
         self._workers = ThreadPool(f"hicache-{name}", self._plan.threads)
@@ -198,67 +198,64 @@ class PathStore(TierStore):
         """Keys and payload bytes of the pages in a place, as far as it tells, a part at a time. Raises OSError."""
 
     def _damage_found(self) -> int:
-        """Counts bad pages; it grows with each."""
+        """Grows with each bad page."""
         return self.metrics.total("corrupt")
 
     def _write(self, batch: PageBatch) -> list[SetResult]:
         results = self._write_absent(batch)
         if (found := self._damage_found()) != self._bad_found:
             self._bad_found, self._doubted_until = found, time.monotonic() + DOUBT
-        there: list[int] = []
         if self._doubtful or time.monotonic() < self._doubted_until:
             there = [position for position, result in enumerate(results) if result is SetResult.EXISTS]
-        if there:
-            keys = chosen_keys(batch.keys, np.array(there, np.intp))
-            seen = self._looked_at(keys, [batch.sizes[position] for position in there])
+            keys, sizes = [batch.keys[position] for position in there], [batch.sizes[position] for position in there]
+            seen = [result for some, _ in self._looked_at(keys, sizes) for result in some]
             bad = [position for position, result in zip(there, seen, strict=True) if result is not GetResult.HIT]
-            if bad:
-                for position, result in zip(bad, self._write_absent(batch.select(bad)), strict=True):
-                    results[position] = result
+            for position, result in zip(bad, self._write_absent(batch.select(bad)) if bad else (), strict=True):
+                results[position] = result
         return results
 
-    def _looked_at(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[GetResult]:
-        """What a read of each page says, in memory of its own."""
-        results: list[GetResult] = []
+    def _looked_at(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Iterator[tuple[list[GetResult], int]]:
+        """What reads of these pages into memory of their own say, some at a time; and the bytes of those."""
         step = max(1, _LOOKED_AT_ONCE // max(1, *sizes)) if sizes else 1
         for begin in range(0, len(sizes), step):
             some = sizes[begin : begin + step]
-            # Of whole pages, as direct I/O wants it.
+            # Of whole pages of memory, as direct I/O wants it.
             memory = [[memoryview(mmap.mmap(-1, max(1, size)))[:size]] for size in some]
-            results += self._look_at(PageBatch(keys[begin : begin + step], memory, some))
-        return results
+            yield self._look_at(PageBatch(keys[begin : begin + step], memory, some)), sum(some)
 
-    def _look_beside(self, place: Hashable, name: str) -> None:
-        """Have the other pages of a slab or a pack read in the background, since one was bad. Does not wait."""
+    def _look_over(self, place: Hashable) -> None:
+        """Have all pages of a slab or a pack read in the background, since one was bad. Does not wait.
+
+        Not where others have the directory, too: it may be this machine that is at fault."""
+        if self.shared:
+            return
         with self._doubtful_lock:
             if len(self._doubtful) < _MOST_PLACES:
-                self._doubtful.setdefault(place, name)
+                self._doubtful.setdefault(place)
         self._scrub.wake(SCRUB_AFTER)
 
     def _scrub_next(self) -> float | None:
-        """Looks at one place [the thread of the scrub]."""
+        """Looks over one place [the thread of the scrub]."""
         with self._doubtful_lock:
-            place, name = next(iter(self._doubtful.items()), (None, ""))
-        if place is None:
-            return None
+            if not self._doubtful:
+                return None
+            place = next(iter(self._doubtful))
         seen: Counter[GetResult] = Counter()
         try:
             for keys, sizes in self._pages_in(place):
-                step = max(1, _LOOKED_AT_ONCE // max(1, *sizes)) if sizes else 1
-                for begin in range(0, len(keys), step):
-                    some = sizes[begin : begin + step]
-                    seen.update(self._looked_at(keys[begin : begin + step], some))
-                    if not self._scrub.rest(sum(some) / _SCRUB_RATE):
+                for results, read in self._looked_at(keys, sizes):
+                    seen.update(results)
+                    if not self._scrub.rest(read / _SCRUB_RATE):
                         return None
         except OSError as error:
-            # The slab was dropped, or the pack renamed, most often.
-            logger.debug("tier %s: %s is not looked at to its end: %s", self.name, name, error)
+            # Mostly the slab was dropped, or the pack renamed.
+            logger.debug("tier %s: %s is not looked over to its end: %s", self.name, self._path, error)
         with self._doubtful_lock:
             del self._doubtful[place]
         good, bad = seen[GetResult.HIT], seen[GetResult.CORRUPT]
         self.metrics.add_many("scrub", {"good": good, "bad": bad, "ended": 1})
-        words = "tier %s: %s was read, since a page of it was bad: %d other pages, %d of them bad"
-        logger.log(logging.WARNING if bad else logging.INFO, words, self.name, name, good + bad, bad)
+        words = "tier %s: %s: all pages beside a bad one were read: %d, of them %d bad"
+        logger.log(logging.WARNING if bad else logging.INFO, words, self.name, self._path, good + bad, bad)
         return 0.0
 
     def _close(self) -> None:

@@ -80,16 +80,15 @@ class Packs:
         metrics: TierMetrics,
         note_error: Callable[[OSError], None],
         flags: tuple[int, int],
-        look_beside: Callable[[tuple[bytes, Pack], str], None] = lambda *_: None,
+        look_over: Callable[[tuple[bytes, Pack]], None],
     ) -> None:
-        """``flags``: of preadv2 and of pwritev2. ``look_beside`` hears of each pack, with its identity, in which a page
-        was bad."""
+        """``flags``: of preadv2 and of pwritev2. ``look_over`` hears of identity and pack where a page was bad."""
         self._tier = tier
         self._directory = directory
         self._usage = usage
         self._metrics = metrics
         self._note_error = note_error
-        self._look_beside = look_beside
+        self._look_over = look_over
         self._read_flags, self._write_flags = flags
         self._most_pages = most_pages(directory.packs.home)
         self.catalogue = PackCatalogue(tier, directory.packs, note_error)
@@ -392,7 +391,7 @@ class Packs:
             self._metrics.add("evicted", "ttl")
         else:
             self._metrics.add("corrupt", reason)
-            self._look_beside((identity, place.pack), f"pack {place.pack.id}")
+            self._look_over((identity, place.pack))
         what = f"page {place.position} of {self.catalogue.path(identity, place.pack)[0]}"
         try:
             self._take_away(identity, place)

@@ -76,7 +76,7 @@ class PageFileStore(PathStore):
         self._open_account()
         common = self.name, self._directory, self._usage, self.metrics, self._count_error, flags
         self._files = PageFiles(*common, self._ttl, self._failed_write)
-        self._packs = Packs(*common, self._look_beside)
+        self._packs = Packs(*common, self._look_over)
         self._resources.callback(self._packs.close)
         self._pins = PinnedPages(self.name, path, _pin_limit(self._capacity), self._directory.occupied_by)
         self._evictor = Evictor(self._directory, self.metrics, self._pins, evicted_age)

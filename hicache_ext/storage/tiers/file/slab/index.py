@@ -919,15 +919,6 @@ class SlabIndex:
         """Pages found by the rebuild so far."""
         return int(self.memory.header[slot_code.FOUND])
 
-    @property
-    def bad_headers(self) -> int:
-        """Damaged headers that the rebuild has met."""
-        return int(self.memory.header[slot_code.BAD_HEADERS])
-
-    @bad_headers.setter
-    def bad_headers(self, count: int) -> None:
-        self.memory.header[slot_code.BAD_HEADERS] = count
-
     def unknown_slabs(self) -> list[Slab]:
         """Those that were not looked at, or not to the end."""
         table = self.memory.slabs.copy()

@@ -27,6 +27,7 @@ from hicache_ext.storage.tiers.file.slab.compiled_code import CompiledCode
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.loading import compiled_code
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab, SlabFile
+from hicache_ext.storage.tiers.file.slab.slot_code import BAD_HEADERS
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +89,9 @@ class Rebuild:
         self._slots = 0
         self._failures: dict[int, int] = {}
         """Number of a slab -> how often it could not be read."""
-        self._bad: dict[int, int] = {}
-        """Number of a slab -> how many of its headers are damaged."""
-        self._told: Callable[[int], None] | None = None
+        self._bad: set[int] = set()
+        """Numbers of slabs with damaged headers."""
+        self._told: Callable[[int], object] = lambda _: None
         self._loop = BackgroundLoop(f"hicache-{tier}-rebuild", self._step, Backoff(0.1, 5.0))
         if not self._index.rebuilt:
             self._loop.wake()
@@ -104,8 +105,8 @@ class Rebuild:
             time.sleep(0.002)
         return True
 
-    def tell_of_bad_headers(self, told: Callable[[int], None]) -> None:
-        """Have ``told`` hear of each slab with a damaged header, those found before included."""
+    def tell_of_damage(self, told: Callable[[int], object]) -> None:
+        """Have ``told`` hear the number of each slab with damaged headers."""
         self._told = told
         for number in list(self._bad):
             told(number)
@@ -135,9 +136,9 @@ class Rebuild:
                 return RETRY
             self._index.end_rebuild()
             logger.info(
-                "tier %s: %s: the index is complete: %d pages in %.1f s%s",
+                "tier %s: %s: the index is complete: %d pages in %.1f s, %d damaged headers",
                 *(self._tier, self._directory.path, self._index.found, time.monotonic() - self._begun),
-                f"; {sum(self._bad.values())} headers are damaged: their pages are lost" if self._bad else "",
+                self._index.memory.header[BAD_HEADERS],
             )
             return None
         except IndexBusyError:
@@ -171,7 +172,7 @@ class Rebuild:
             self._index.forget_slab(slab)
             return True
         complete = self._index.end_slab(slab)
-        if complete and slab.number in self._bad and self._told is not None:
+        if complete and slab.number in self._bad:
             self._told(slab.number)
         return complete
 
@@ -188,10 +189,10 @@ class Rebuild:
 
     def _adopt(self, slab: Slab, begin: int, headers: Headers) -> None:
         seals, valid = checked_headers(headers, compiled_code())
-        bad = int((headers.any(axis=1) & ~valid).sum())
-        if bad:
-            self._bad[slab.number] = self._bad.get(slab.number, 0) + bad
-            self._index.bad_headers += bad
+        if bad := int((headers.any(axis=1) & ~valid).sum()):
+            self._bad.add(slab.number)
+            # For all processes: nobody else sees the headers.
+            self._index.memory.header[BAD_HEADERS] += bad
         keys = np.ascontiguousarray(headers[:, KEY])
         numbers = np.full(len(headers), -1, np.int64)
         left = valid.copy()

@@ -40,6 +40,7 @@ from hicache_ext.storage.tiers.file.slab.index import milliseconds
 from hicache_ext.storage.tiers.file.slab.page_moves import Moving, PageMoves
 from hicache_ext.storage.tiers.file.slab.rebuild import KEY, read_headers
 from hicache_ext.storage.tiers.file.slab.shapes import Slab, SlabFile, are_of_one_size, sizes_at, slot_size_of
+from hicache_ext.storage.tiers.file.slab.slot_code import BAD_HEADERS
 from hicache_ext.storage.tiers.file.slab.slot_io import SlotIo
 from hicache_ext.storage.tiers.file.slab.slot_references import NO_SLOTS, Numbers, SlotReference, SlotReferences
 
@@ -82,7 +83,7 @@ class SlabStore(PathStore):
         self._allocator = SlotAllocator(
             self.name, directory, self._capacity, pins, self.metrics, self._count_error, evicted_age
         )
-        directory.rebuild.tell_of_bad_headers(self._look_beside_bad_slot)
+        directory.rebuild.tell_of_damage(self._look_over)
 
     def fullness(self) -> Fullness:
         with self._calls:
@@ -216,24 +217,21 @@ class SlabStore(PathStore):
             return False
         self.metrics.add("corrupt", reason)
         logger.warning("tier %s: page %s was bad (%s) and is removed", self.name, key.hex(), reason)
-        self._look_beside_bad_slot(page.slab)
+        self._look_over(page.slab)
         return True
 
-    def _look_beside_bad_slot(self, slab: int) -> None:
-        self._look_beside(slab, f"slab {slab} of {self._directory.path}")
-
     def _damage_found(self) -> int:
-        # Whichever process made the index: it is the only one that has seen the headers.
-        return super()._damage_found() + self._index.bad_headers
+        return super()._damage_found() + int(self._index.memory.header[BAD_HEADERS])
 
     def _pages_in(self, place: int) -> Iterator[tuple[list[bytes], list[int]]]:
         slab = self._allocator.slab(place)
-        for begin in range(0, 0 if slab is None else slab.slots, _HEADERS_AT_ONCE):
-            assert slab is not None
+        if slab is None:
+            return
+        for begin in range(0, slab.slots, _HEADERS_AT_ONCE):
             with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
                 headers = read_headers(descriptor, begin, min(_HEADERS_AT_ONCE, slab.slots - begin))
-            keys = [header.tobytes() for header in headers[:, KEY]]
-            # What the index has there, whatever the headers say of it by now.
+            keys = [key.tobytes() for key in headers[:, KEY]]
+            # Headers may be of pages that have left; the index says which are there.
             found = self._index.locate(keys, self._oldest())
             found = found.select((found.slabs == place) & (found.slots == found.positions + begin))
             yield [keys[position] for position in found.positions.tolist()], found.lengths.tolist()
