@@ -216,12 +216,14 @@ class PathStore(TierStore):
 
     def _looked_at(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Iterator[tuple[list[GetResult], int]]:
         """What reads of these pages into memory of their own say, some at a time; and the bytes of those."""
-        step = max(1, _LOOKED_AT_ONCE // max(1, *sizes)) if sizes else 1
+        # Each begins where direct I/O wants it.
+        stride = -(-max(1, *sizes) // mmap.PAGESIZE) * mmap.PAGESIZE if len(sizes) else 1
+        step = max(1, _LOOKED_AT_ONCE // stride)
         for begin in range(0, len(sizes), step):
             some = sizes[begin : begin + step]
-            # Of whole pages of memory, as direct I/O wants it.
-            memory = [[memoryview(mmap.mmap(-1, max(1, size)))[:size]] for size in some]
-            yield self._look_at(PageBatch(keys[begin : begin + step], memory, some)), sum(some)
+            memory = memoryview(mmap.mmap(-1, len(some) * stride))
+            segments = [[memory[number * stride :][:size]] for number, size in enumerate(some)]
+            yield self._look_at(PageBatch(keys[begin : begin + step], segments, some)), sum(some)
 
     def _look_over(self, place: Hashable) -> None:
         """Have all pages of a slab or a pack read in the background, since one was bad. Does not wait.
@@ -241,6 +243,7 @@ class PathStore(TierStore):
                 return None
             place = next(iter(self._doubtful))
         seen: Counter[GetResult] = Counter()
+        end = "ended"
         try:
             for keys, sizes in self._pages_in(place):
                 for results, read in self._looked_at(keys, sizes):
@@ -248,13 +251,14 @@ class PathStore(TierStore):
                     if not self._scrub.rest(read / _SCRUB_RATE):
                         return None
         except OSError as error:
-            # Mostly the slab was dropped, or the pack renamed.
-            logger.debug("tier %s: %s is not looked over to its end: %s", self.name, self._path, error)
+            # A slab that was dropped meanwhile, or a device that fails.
+            end = "failed"
+            logger.info("tier %s: %s: the pages beside a bad one are not all read: %s", self.name, self._path, error)
         with self._doubtful_lock:
             del self._doubtful[place]
         good, bad = seen[GetResult.HIT], seen[GetResult.CORRUPT]
-        self.metrics.add_many("scrub", {"good": good, "bad": bad, "ended": 1})
-        words = "tier %s: %s: all pages beside a bad one were read: %d, of them %d bad"
+        self.metrics.add_many("scrub", {"good": good, "bad": bad, end: 1})
+        words = "tier %s: %s: the pages beside a bad one were read: %d, of them %d bad"
         logger.log(logging.WARNING if bad else logging.INFO, words, self.name, self._path, good + bad, bad)
         return 0.0
 

@@ -129,9 +129,16 @@ class Packs:
 
     def keys_in(self, identity: bytes, pack: Pack) -> list[bytes]:
         """Of the pages in a pack that are there and tell their keys. Raises OSError."""
-        path, dead = self.catalogue.path(identity, pack)
-        keys = keys_in(path, identity, pack)
-        return [key for position in PackFile(pack, dead).living if (key := keys[position]) is not None]
+        for _ in range(_ATTEMPTS):
+            path, dead = self.catalogue.path(identity, pack)
+            try:
+                keys = keys_in(path, identity, pack)
+            except ABSENT:
+                if self.catalogue.look_for(identity, pack):
+                    continue
+                break
+            return [key for position in PackFile(pack, dead).living if (key := keys[position]) is not None]
+        return []
 
     def _status(self, identity: bytes, pack: Pack, oldest_valid_ms: int) -> FoundPack | None:
         """None: it is not there under the name that was known; its bucket was read again."""
@@ -391,7 +398,6 @@ class Packs:
             self._metrics.add("evicted", "ttl")
         else:
             self._metrics.add("corrupt", reason)
-            self._look_over((identity, place.pack))
         what = f"page {place.position} of {self.catalogue.path(identity, place.pack)[0]}"
         try:
             self._take_away(identity, place)
@@ -403,6 +409,8 @@ class Packs:
         else:
             logger.warning("tier %s: %s was bad (%s) and is removed", self._tier, what, reason)
         self._unhealed.discard((place.pack.id, place.position))
+        if reason != EXPIRED:
+            self._look_over((identity, place.pack))
 
     def _take_away(self, identity: bytes, place: Place) -> bool:
         """Whether the page was there until now. Raises OSError."""
