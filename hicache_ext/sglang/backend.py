@@ -75,10 +75,13 @@ class HiCacheExtBackend(BackendLifecycle):
 
     def _leading_of_any_kind(self, pool: BoundPool | None, keys: Sequence[str]) -> int:
         leading, absent = self._leading(pool, keys) if pool is not None and pool.pages is not None else (0, len(keys))
-        if not leading and (self._pools.flat is not None or self._scheduler is None):
+        if not leading and (self._pools.flat or self._scheduler is None):
             # Pages that came as flat tensors; a server has them only where SGLang uses the generic calls. A chain is of
             # one kind.
-            leading, absent = self._leading(self._pools.flat_pool(), keys)
+            for flat in {None: self._pools.flat_pool(), **self._pools.flat}.values():
+                leading, absent = self._leading(flat, keys)
+                if leading:
+                    break
         if absent:
             self._store.count_absent(absent)
         return leading
@@ -363,12 +366,15 @@ class HiCacheExtBackend(BackendLifecycle):
         done: list[Any] = [None] * len(keys)
         if self._pools.unavailable:
             return done
-        digest = self._pools.flat_pool().digests[0]
-        buffers = flat_buffers(len(keys), tensors, sizes)
-        batch = PageBatch([digest + page_hash_bytes(keys[position]) for position in buffers], [*buffers.values()])
-        for position, ok in zip(buffers, page_moves.went_well(move(batch)), strict=True):
-            if ok and tensors is not None:
-                done[position] = tensors[position]
+        of_size: dict[int, dict[int, list[memoryview]]] = {}
+        for position, segments in flat_buffers(len(keys), tensors, sizes).items():
+            of_size.setdefault(sum(segment.nbytes for segment in segments), {})[position] = segments
+        for page_bytes, buffers in of_size.items():
+            digest = self._pools.flat_pool(page_bytes).digests[0]
+            batch = PageBatch([digest + page_hash_bytes(keys[position]) for position in buffers], [*buffers.values()])
+            for position, ok in zip(buffers, page_moves.went_well(move(batch)), strict=True):
+                if ok and tensors is not None:
+                    done[position] = tensors[position]
         return done
 
 

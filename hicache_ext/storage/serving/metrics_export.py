@@ -55,6 +55,7 @@ HELP = {
     "connection": "Connections to Redis nodes, opened and lost.",
     "redirect": "Pages whose slot another Redis node serves.",
     "suspect": "Pages that arrived damaged and were looked at again, by what was found.",
+    "scrub": "Pages read in the background because one beside them was bad, and slabs and packs read to the end.",
     "cleared": "Pages removed by a clear in the background.",
     "rejected": "Pages not tried, by reason.",
     "error": "Failures of the medium.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ import pytest
 
 from hicache_ext.storage.contract import bad_pages
 from hicache_ext.storage.contract.store import PageStore
+from hicache_ext.storage.tiers.file import path_store
 from hicache_ext.testing.conformance.medium import Medium
 
 
@@ -38,8 +40,9 @@ class PageStoreCases:
 
     @pytest.fixture(autouse=True)
     def any_number_of_bad_pages(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A pool removes only a few in a minute; here every one is bad on purpose."""
+        """A pool removes only a few in a minute, and the file tier looks for more; here every one is bad on purpose."""
         monkeypatch.setattr(bad_pages, "MOST_REMOVED", 1 << 30)
+        monkeypatch.setattr(path_store, "SCRUB_AFTER", math.inf)
 
     def count(self, store: PageStore, event: str, reason: str | None = None) -> int:
         """How often ``event`` was counted in the metrics of the store, or of the stores it is made of."""

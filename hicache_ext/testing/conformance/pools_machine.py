@@ -11,6 +11,7 @@ needed for every page (ALL_PAGES), and states of which the last ones are needed 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -102,9 +103,11 @@ class _PoolsMachine(RuleBasedStateMachine):
 
     def _allow_every_removal(self) -> None:
         from hicache_ext.storage.contract import bad_pages
+        from hicache_ext.storage.tiers.file import path_store
 
         # Every bad page is one on purpose.
         self._unlimited.setattr(bad_pages, "MOST_REMOVED", 1 << 30)
+        self._unlimited.setattr(path_store, "SCRUB_AFTER", math.inf)
 
     def teardown(self) -> None:
         self._unlimited.undo()

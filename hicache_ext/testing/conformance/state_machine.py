@@ -9,6 +9,7 @@ where ``open_my_medium()`` answers a fresh, empty ``Medium``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hicache_ext.storage.contract import bad_pages
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.tiers.file import path_store
 from hicache_ext.testing.conformance.medium import Medium
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, page_key, settle
 
@@ -48,6 +50,7 @@ class _PageStoreMachine(RuleBasedStateMachine):
         self._unlimited = pytest.MonkeyPatch()
         # Every bad page is one on purpose.
         self._unlimited.setattr(bad_pages, "MOST_REMOVED", 1 << 30)
+        self._unlimited.setattr(path_store, "SCRUB_AFTER", math.inf)
 
     def teardown(self) -> None:
         self._unlimited.undo()

@@ -1,10 +1,21 @@
-"""The store of one path of a file tier: what both layouts repeat, and how full it is."""
+"""The store of one path of a file tier: what both layouts repeat, and how full it is.
+
+Damage seldom comes alone, and a page that is there is EXISTS, unread. So once damage was found, what lies beside a bad
+page (its slab, its pack) is read in the background, and for a while a write reads the pages that are there before it
+calls them EXISTS: one recomputation heals a chain. What is found bad goes the way of every bad page: it is read again,
+and removed only where the stored copy is bad.
+"""
 
 from __future__ import annotations
 
 import abc
+import logging
 import math
-from collections.abc import Callable, Sequence
+import mmap
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +30,25 @@ from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.base import TierStore
 from hicache_ext.storage.contract.clearing import Clearing
 from hicache_ext.storage.contract.reports import RecentMean
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.config import DEFAULT_OPEN_FILES
 from hicache_ext.storage.tiers.file.device_errors import Trouble, no_trouble
 from hicache_ext.storage.tiers.file.expiry import Sweeper
 from hicache_ext.storage.tiers.file.io_plan import IoPlan
 from hicache_ext.storage.tiers.file.pages.tree import save_document
+
+logger = logging.getLogger(__name__)
+
+DOUBT = 300.0
+"""Seconds after the last damage for which writes read what is there: what was computed in place of a bad page comes."""
+SCRUB_AFTER = 5.0
+"""Seconds from a bad page to the scrub: the read that found it finds others by itself."""
+_SCRUB_RATE = 64 << 20
+"""Bytes a second that a scrub reads."""
+_LOOKED_AT_ONCE = 8 << 20
+"""Bytes of memory for pages that are looked at, or one page."""
+_MOST_PLACES = 4096
+"""Slabs or packs that wait for their scrub."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +78,9 @@ class Served(NamedTuple):
 
 
 class PathStore(TierStore):
-    """A layout writes the hooks of ``TierStore``, ``_open``, ``fullness`` and ``_block_hashes``; one whose expired
-    pages take room until they are removed, ``remove_expired``.
+    """A layout writes the hooks of ``TierStore``, but for ``_write``: ``_write_absent``, ``_look_at``, ``_pages_in``,
+    ``_open``, ``fullness`` and ``_block_hashes``; one whose expired pages take room until they are removed,
+    ``remove_expired``.
 
     Threads: any. The memory of a batch is touched only until the call returns.
     """
@@ -96,10 +122,17 @@ class PathStore(TierStore):
         self._clearing = Clearing(name)
         self._resources = ExitStack()
         """What ``_open`` opened; closed last."""
+        self._bad_found = 0
+        self._doubted_until = -math.inf
+        self._doubtful: dict[Hashable, None] = {}
+        """Slabs or packs in which a page was bad, until they were looked over; the first one is under way."""
+        self._doubtful_lock = threading.Lock()
+        self._scrub = BackgroundLoop(f"hicache-{name}-scrub", self._scrub_next)
+        self._workers = ThreadPool(f"hicache-{name}", self._plan.threads)
         try:
             self._open(path, evicted_age or RecentMean())
-            self._workers = ThreadPool(f"hicache-{name}", self._plan.threads)
         except BaseException:
+            self._scrub.stop()
             self._resources.close()
             raise
         self._sweeper = None
@@ -150,7 +183,87 @@ class PathStore(TierStore):
         """``close()`` after the device failed: what is in memory or was not synced is not to be trusted again."""
         self.close()
 
+    # -- behind a bad page -------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _write_absent(self, batch: PageBatch) -> list[SetResult]:
+        """As ``_write``; a page that is there is EXISTS, unread."""
+
+    @abc.abstractmethod
+    def _look_at(self, batch: PageBatch) -> list[GetResult]:
+        """As ``_read``, for pages that nobody wants: it counts as no use where that can be avoided."""
+
+    @abc.abstractmethod
+    def _pages_in(self, place: Any) -> Iterator[tuple[list[bytes], list[int]]]:
+        """Keys and payload bytes of the pages in a place, as far as it tells, a part at a time. Raises OSError."""
+
+    def _damage_found(self) -> int:
+        """Grows with each bad page."""
+        return self.metrics.total("corrupt")
+
+    def _write(self, batch: PageBatch) -> list[SetResult]:
+        results = self._write_absent(batch)
+        if (found := self._damage_found()) != self._bad_found:
+            self._bad_found, self._doubted_until = found, time.monotonic() + DOUBT
+        if self._doubtful or time.monotonic() < self._doubted_until:
+            there = [position for position, result in enumerate(results) if result is SetResult.EXISTS]
+            keys, sizes = [batch.keys[position] for position in there], [batch.sizes[position] for position in there]
+            seen = [result for some, _ in self._looked_at(keys, sizes) for result in some]
+            bad = [position for position, result in zip(there, seen, strict=True) if result is not GetResult.HIT]
+            for position, result in zip(bad, self._write_absent(batch.select(bad)) if bad else (), strict=True):
+                results[position] = result
+        return results
+
+    def _looked_at(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Iterator[tuple[list[GetResult], int]]:
+        """What reads of these pages into memory of their own say, some at a time; and the bytes of those."""
+        # Each begins where direct I/O wants it.
+        stride = -(-max(1, *sizes) // mmap.PAGESIZE) * mmap.PAGESIZE if len(sizes) else 1
+        step = max(1, _LOOKED_AT_ONCE // stride)
+        for begin in range(0, len(sizes), step):
+            some = sizes[begin : begin + step]
+            memory = memoryview(mmap.mmap(-1, len(some) * stride))
+            segments = [[memory[number * stride :][:size]] for number, size in enumerate(some)]
+            yield self._look_at(PageBatch(keys[begin : begin + step], segments, some)), sum(some)
+
+    def _look_over(self, place: Hashable) -> None:
+        """Have all pages of a slab or a pack read in the background, since one was bad. Does not wait.
+
+        Not where others have the directory, too: it may be this machine that is at fault."""
+        if self.shared:
+            return
+        with self._doubtful_lock:
+            if len(self._doubtful) < _MOST_PLACES:
+                self._doubtful.setdefault(place)
+        self._scrub.wake(SCRUB_AFTER)
+
+    def _scrub_next(self) -> float | None:
+        """Looks over one place [the thread of the scrub]."""
+        with self._doubtful_lock:
+            if not self._doubtful:
+                return None
+            place = next(iter(self._doubtful))
+        seen: Counter[GetResult] = Counter()
+        end = "ended"
+        try:
+            for keys, sizes in self._pages_in(place):
+                for results, read in self._looked_at(keys, sizes):
+                    seen.update(results)
+                    if not self._scrub.rest(read / _SCRUB_RATE):
+                        return None
+        except OSError as error:
+            # A slab that was dropped meanwhile, or a device that fails.
+            end = "failed"
+            logger.info("tier %s: %s: the pages beside a bad one are not all read: %s", self.name, self._path, error)
+        with self._doubtful_lock:
+            del self._doubtful[place]
+        good, bad = seen[GetResult.HIT], seen[GetResult.CORRUPT]
+        self.metrics.add_many("scrub", {"good": good, "bad": bad, end: 1})
+        words = "tier %s: %s: the pages beside a bad one were read: %d, of them %d bad"
+        logger.log(logging.WARNING if bad else logging.INFO, words, self.name, self._path, good + bad, bad)
+        return 0.0
+
     def _close(self) -> None:
+        self._scrub.stop()
         if self._sweeper is not None:
             self._sweeper.close()
         self._workers.close()

@@ -39,4 +39,5 @@ class FileTier(TierType):
             "error": _ERRORS,
             "io": ("unaligned",),
             "suspect": ("good",),
+            "scrub": ("good", "bad", "ended", "failed"),
         }

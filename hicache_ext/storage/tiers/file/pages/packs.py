@@ -28,8 +28,8 @@ from hicache_ext.storage.contract.pack_index import Place, Run, runs
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.tiers.file.pages.catalogue import PackCatalogue
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
-from hicache_ext.storage.tiers.file.pages.pack_tree import PackFile, file_name, most_pages
-from hicache_ext.storage.tiers.file.pages.page_file import HEADER_LENGTH, TOUCH_INTERVAL, UNREADABLE
+from hicache_ext.storage.tiers.file.pages.pack_tree import PackFile, file_name, keys_in, most_pages
+from hicache_ext.storage.tiers.file.pages.page_file import EXPIRED, HEADER_LENGTH, TOUCH_INTERVAL, UNREADABLE
 from hicache_ext.storage.tiers.file.pages.scanning import ABSENT, occupied
 from hicache_ext.storage.tiers.file.usage import Usage
 
@@ -80,13 +80,15 @@ class Packs:
         metrics: TierMetrics,
         note_error: Callable[[OSError], None],
         flags: tuple[int, int],
+        look_over: Callable[[tuple[bytes, Pack]], None],
     ) -> None:
-        """``flags``: of preadv2 and of pwritev2."""
+        """``flags``: of preadv2 and of pwritev2. ``look_over`` hears of identity and pack where a page was bad."""
         self._tier = tier
         self._directory = directory
         self._usage = usage
         self._metrics = metrics
         self._note_error = note_error
+        self._look_over = look_over
         self._read_flags, self._write_flags = flags
         self._most_pages = most_pages(directory.packs.home)
         self.catalogue = PackCatalogue(tier, directory.packs, note_error)
@@ -124,6 +126,19 @@ class Packs:
                 statuses = {pack_id: status for pack_id, status in statuses.items() if status is not None}
                 positions = moved
         return found
+
+    def keys_in(self, identity: bytes, pack: Pack) -> list[bytes]:
+        """Of the pages in a pack that are there and tell their keys. Raises OSError."""
+        for _ in range(_ATTEMPTS):
+            path, dead = self.catalogue.path(identity, pack)
+            try:
+                keys = keys_in(path, identity, pack)
+            except ABSENT:
+                if self.catalogue.look_for(identity, pack):
+                    continue
+                break
+            return [key for position in PackFile(pack, dead).living if (key := keys[position]) is not None]
+        return []
 
     def _status(self, identity: bytes, pack: Pack, oldest_valid_ms: int) -> FoundPack | None:
         """None: it is not there under the name that was known; its bucket was read again."""
@@ -361,7 +376,7 @@ class Packs:
                 ]
                 for place in in_the_way:
                     expired = milliseconds_of(place.pack.id) < oldest_valid_ms
-                    self._heal(identity, place, "expired" if expired else "unreadable")
+                    self._heal(identity, place, EXPIRED if expired else "unreadable")
                 if not in_the_way:
                     break
 
@@ -378,8 +393,11 @@ class Packs:
         )
 
     def _heal(self, identity: bytes, place: Place, reason: str) -> None:
-        """Take a page away that is not the page its name says."""
-        self._metrics.add("corrupt", reason)
+        """Take a page away that is not the page its name says, or too old."""
+        if reason == EXPIRED:
+            self._metrics.add("evicted", "ttl")
+        else:
+            self._metrics.add("corrupt", reason)
         what = f"page {place.position} of {self.catalogue.path(identity, place.pack)[0]}"
         try:
             self._take_away(identity, place)
@@ -391,6 +409,8 @@ class Packs:
         else:
             logger.warning("tier %s: %s was bad (%s) and is removed", self._tier, what, reason)
         self._unhealed.discard((place.pack.id, place.position))
+        if reason != EXPIRED:
+            self._look_over((identity, place.pack))
 
     def _take_away(self, identity: bytes, place: Place) -> bool:
         """Whether the page was there until now. Raises OSError."""

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.errors import StoreSetupError
-from hicache_ext.page.pack import pack_length
+from hicache_ext.page.pack import Pack, pack_length
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.reports import RecentMean
@@ -76,7 +76,7 @@ class PageFileStore(PathStore):
         self._open_account()
         common = self.name, self._directory, self._usage, self.metrics, self._count_error, flags
         self._files = PageFiles(*common, self._ttl, self._failed_write)
-        self._packs = Packs(*common)
+        self._packs = Packs(*common, self._look_over)
         self._resources.callback(self._packs.close)
         self._pins = PinnedPages(self.name, path, _pin_limit(self._capacity), self._directory.occupied_by)
         self._evictor = Evictor(self._directory, self.metrics, self._pins, evicted_age)
@@ -145,6 +145,14 @@ class PageFileStore(PathStore):
                 results[position] = result
         return results
 
+    def _look_at(self, batch: PageBatch) -> list[GetResult]:
+        # What is looked at was asked to be written, or is in a pack that was just read: a use already.
+        return self._read(batch)
+
+    def _pages_in(self, place: tuple[bytes, Pack]) -> Iterator[tuple[list[bytes], list[int]]]:
+        keys = self._packs.keys_in(*place)
+        yield keys, [place[1].page_bytes - page_io.HEADER_LENGTH] * len(keys)
+
     def _get_run(self, pages: PackRun, batch: PageBatch, oldest: int) -> list[GetResult]:
         """Pages that were in a pack, as far as its name told."""
         return [
@@ -182,7 +190,7 @@ class PageFileStore(PathStore):
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def _write(self, batch: PageBatch) -> list[SetResult]:
+    def _write_absent(self, batch: PageBatch) -> list[SetResult]:
         sizes = [page_io.object_size(segments) for segments in batch.buffers]
         results = [SetResult.REJECTED] * len(batch)
         missing: dict[bytes, int] = {}

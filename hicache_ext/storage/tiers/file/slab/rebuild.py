@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +27,7 @@ from hicache_ext.storage.tiers.file.slab.compiled_code import CompiledCode
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.loading import compiled_code
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab, SlabFile
+from hicache_ext.storage.tiers.file.slab.slot_code import BAD_HEADERS
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +89,9 @@ class Rebuild:
         self._slots = 0
         self._failures: dict[int, int] = {}
         """Number of a slab -> how often it could not be read."""
+        self._bad: set[int] = set()
+        """Numbers of slabs with damaged headers."""
+        self._told: Callable[[int], object] = lambda _: None
         self._loop = BackgroundLoop(f"hicache-{tier}-rebuild", self._step, Backoff(0.1, 5.0))
         if not self._index.rebuilt:
             self._loop.wake()
@@ -99,6 +104,12 @@ class Rebuild:
                 return False
             time.sleep(0.002)
         return True
+
+    def tell_of_damage(self, told: Callable[[int], object]) -> None:
+        """Have ``told`` hear the number of each slab with damaged headers."""
+        self._told = told
+        for number in list(self._bad):
+            told(number)
 
     def close(self) -> None:
         self._loop.stop()
@@ -125,11 +136,9 @@ class Rebuild:
                 return RETRY
             self._index.end_rebuild()
             logger.info(
-                "tier %s: %s: the index is complete: %d pages in %.1f s",
-                self._tier,
-                self._directory.path,
-                self._index.found,
-                time.monotonic() - self._begun,
+                "tier %s: %s: the index is complete: %d pages in %.1f s, %d damaged headers",
+                *(self._tier, self._directory.path, self._index.found, time.monotonic() - self._begun),
+                self._index.memory.header[BAD_HEADERS],
             )
             return None
         except IndexBusyError:
@@ -162,7 +171,10 @@ class Rebuild:
             self._directory.delete_slab_files(slab)
             self._index.forget_slab(slab)
             return True
-        return self._index.end_slab(slab)
+        complete = self._index.end_slab(slab)
+        if complete and slab.number in self._bad:
+            self._told(slab.number)
+        return complete
 
     def _is_lost(self, slab: Slab, error: OSError) -> bool:
         """Whether an error says that a slab has no blocks, or that it is no slab; and not that this process is short of
@@ -177,6 +189,10 @@ class Rebuild:
 
     def _adopt(self, slab: Slab, begin: int, headers: Headers) -> None:
         seals, valid = checked_headers(headers, compiled_code())
+        if bad := int((headers.any(axis=1) & ~valid).sum()):
+            self._bad.add(slab.number)
+            # For all processes: nobody else sees the headers.
+            self._index.memory.header[BAD_HEADERS] += bad
         keys = np.ascontiguousarray(headers[:, KEY])
         numbers = np.full(len(headers), -1, np.int64)
         left = valid.copy()

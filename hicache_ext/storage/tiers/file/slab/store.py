@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,9 @@ from hicache_ext.storage.tiers.file.slab.contents import SlabContents
 from hicache_ext.storage.tiers.file.slab.directory import slab_directory
 from hicache_ext.storage.tiers.file.slab.index import milliseconds
 from hicache_ext.storage.tiers.file.slab.page_moves import Moving, PageMoves
-from hicache_ext.storage.tiers.file.slab.shapes import Slab, are_of_one_size, sizes_at, slot_size_of
+from hicache_ext.storage.tiers.file.slab.rebuild import KEY, read_headers
+from hicache_ext.storage.tiers.file.slab.shapes import Slab, SlabFile, are_of_one_size, sizes_at, slot_size_of
+from hicache_ext.storage.tiers.file.slab.slot_code import BAD_HEADERS
 from hicache_ext.storage.tiers.file.slab.slot_io import SlotIo
 from hicache_ext.storage.tiers.file.slab.slot_references import NO_SLOTS, Numbers, SlotReference, SlotReferences
 
@@ -50,6 +52,7 @@ _PUBLISHED = {1: SetResult.STORED, 0: SetResult.EXISTS, -1: SetResult.ERROR}
 _NOTES_AWAITED = 1.0
 """Seconds for which clear() waits for its notes to be written, and not synced: a disk may hang."""
 _TICKS = 8
+_HEADERS_AT_ONCE = 1 << 12
 _PORTIONS = 4
 """A write takes at most this part of the capacity at once."""
 
@@ -80,6 +83,7 @@ class SlabStore(PathStore):
         self._allocator = SlotAllocator(
             self.name, directory, self._capacity, pins, self.metrics, self._count_error, evicted_age
         )
+        directory.rebuild.tell_of_damage(self._look_over)
 
     def fullness(self) -> Fullness:
         with self._calls:
@@ -119,6 +123,11 @@ class SlabStore(PathStore):
             if count < len(found):
                 found = found.select([results[position] is GetResult.HIT for position in found.positions.tolist()])
             self._index.note_hits(found, batch.keys, count)
+        return results
+
+    def _look_at(self, batch: PageBatch) -> list[GetResult]:
+        results = [GetResult.MISS] * len(batch.sizes)
+        self._read_placed(batch, self._index.locate(batch.keys, self._oldest()), results)
         return results
 
     def _read_placed(self, batch: PageBatch, found: SlotReferences, results: list[GetResult]) -> list[int]:
@@ -208,7 +217,24 @@ class SlabStore(PathStore):
             return False
         self.metrics.add("corrupt", reason)
         logger.warning("tier %s: page %s was bad (%s) and is removed", self.name, key.hex(), reason)
+        self._look_over(page.slab)
         return True
+
+    def _damage_found(self) -> int:
+        return super()._damage_found() + int(self._index.memory.header[BAD_HEADERS])
+
+    def _pages_in(self, place: int) -> Iterator[tuple[list[bytes], list[int]]]:
+        slab = self._allocator.slab(place)
+        if slab is None:
+            return
+        for begin in range(0, slab.slots, _HEADERS_AT_ONCE):
+            with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
+                headers = read_headers(descriptor, begin, min(_HEADERS_AT_ONCE, slab.slots - begin))
+            keys = [key.tobytes() for key in headers[:, KEY]]
+            # Headers may be of pages that have left; the index says which are there.
+            found = self._index.locate(keys, self._oldest())
+            found = found.select((found.slabs == place) & (found.slots == found.positions + begin))
+            yield [keys[position] for position in found.positions.tolist()], found.lengths.tolist()
 
     def _forget(self, keys: Sequence[bytes], only: int | None = None, seals: Sequence[bytes] | None = None) -> int:
         """Remove pages, their headers included, so that a rebuild does not find them; how many there were. With
@@ -253,7 +279,7 @@ class SlabStore(PathStore):
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def _write(self, batch: PageBatch) -> list[SetResult]:
+    def _write_absent(self, batch: PageBatch) -> list[SetResult]:
         results = [SetResult.REJECTED] * len(batch)
         found = self._index.locate(batch.keys, self._oldest())
         known = found.positions.tolist()
