@@ -236,7 +236,7 @@ def workplace(tmp_path: Path) -> Path:
         if command.rule and command.rule.how in (How.RUN, How.PARSE)
     ],
 )
-@pytest.mark.parametrize("environment", ["clean", "sglang"])
+@pytest.mark.parametrize("environment", [pytest.param("clean", marks=pytest.mark.thorough), "sglang"])
 def test_a_documented_command_ends_as_it_should_and_never_in_a_traceback(
     environment: str, command: Command, workplace: Path, url: str, model: Path, request: pytest.FixtureRequest
 ) -> None:
