@@ -241,6 +241,7 @@ def test_the_directory_of_a_run_is_deleted_also_after_a_failure(tmp_path: Path) 
 
 @pytest.mark.sglang
 @pytest.mark.slow
+@pytest.mark.thorough
 class TestQuickRun:
     @pytest.fixture(scope="class")
     def place(self, tmp_path_factory: pytest.TempPathFactory) -> Path:

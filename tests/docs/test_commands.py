@@ -231,7 +231,8 @@ def workplace(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(command, id=command.text)
+        # tests/cli/test_every_command.py has the help of all.
+        pytest.param(command, id=command.text, marks=[pytest.mark.thorough] * command.text.endswith("--help"))
         for command in all_commands()
         if command.rule and command.rule.how in (How.RUN, How.PARSE)
     ],
