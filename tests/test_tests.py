@@ -1,14 +1,19 @@
-"""Every test can fail: it asserts something, what it asserts can be wrong, and a wait that runs out is seen."""
+"""The suite itself: every test can fail, no wait runs out unseen, and ``make test`` leaves out what it is meant to."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
+from tests.thorough import CONFORMANCE, REAL_SERVERS, covering_pairs
 
 ROOT = Path(__file__).parents[1]
 
@@ -215,3 +220,31 @@ def test_planted_faults_are_found() -> None:
     ]
     (wait,) = waits_unseen(sources)
     assert "'*/pages/*'" in wait
+
+
+# -- what make test leaves out -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_tables_of_what_stays_name_tests_that_are_there() -> None:
+    """pytest fails where it is told of one that is not."""
+    named = [*REAL_SERVERS.values(), *CONFORMANCE]
+    words = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "-m", "not thorough"]
+    done = subprocess.run([*words, *named], cwd=ROOT, capture_output=True, text=True)
+    assert not done.returncode, done.stdout + done.stderr
+    collected = {line.partition("[")[0] if "::Test" in line else line for line in done.stdout.splitlines()}
+    assert [name for name in named if not any(line.startswith(name) for line in collected)] == []
+
+
+def test_the_page_about_the_time_of_the_tests_lists_the_promises_and_their_tests() -> None:
+    page = (ROOT / "docs" / "decisions" / "time-of-the-tests.md").read_text()
+    files = {promise: test.partition("::")[0].removeprefix("tests/e2e/") for promise, test in REAL_SERVERS.items()}
+    assert [promise for promise, file in files.items() if f"| {promise} | `{file}` |" not in page] == []
+
+
+def test_every_two_values_of_parameters_meet_in_what_stays_of_their_products() -> None:
+    rows = [tuple(map(str, row)) for row in itertools.product(range(6), range(5), range(3), range(2))]
+    chosen = [rows[number] for number in covering_pairs(rows)]
+    for one, other in itertools.combinations(range(4), 2):
+        assert {(row[one], row[other]) for row in chosen} == {(row[one], row[other]) for row in rows}
+    assert len(chosen) == 6 * 5
