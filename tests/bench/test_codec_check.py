@@ -53,7 +53,8 @@ def test_a_lossless_codec_changes_nothing_at_all(check: Check) -> None:
     assert report["configuration"] == {"tiers": {"NAME": {"codec": "lossless"}}}
 
 
-@pytest.mark.parametrize("codec", ["int8", pytest.param("fp8", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
 def test_a_lossy_codec_within_the_bounds_is_given_a_configuration(check: Check, codec: str) -> None:
     code, report, _ = check("--codec", codec, "--max-kl", "0.5", "--min-agreement", "0.1")
     assert code == 0
@@ -79,7 +80,6 @@ def test_without_a_bound_a_lossy_codec_is_measured_and_not_configured(check: Che
     assert "name what you bear" in capsys.readouterr().out
 
 
-@pytest.mark.thorough
 def test_too_few_predictions_tell_nothing(check: Check, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("A few words, and no more. " * 10)
@@ -87,7 +87,6 @@ def test_too_few_predictions_tell_nothing(check: Check, tmp_path: Path) -> None:
     assert code == 1 and report["configuration"] is None and "too few to tell" in said
 
 
-@pytest.mark.thorough
 def test_prompts_of_json_lines_are_told_by_their_lines(check: Check, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"text": "Some text. " * 20}) + "\n\n" + json.dumps("Another one. " * 20) + "\n")

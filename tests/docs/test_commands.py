@@ -232,8 +232,10 @@ def workplace(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "command",
     [
-        # The help of all is in tests/cli/test_every_command.py, and benchmarks measure for their time.
-        pytest.param(command, id=command.text, marks=_LEFT_OUT if re.search("bench|--help", command.text) else ())
+        # The help of all is in tests/cli/test_every_command.py, and benchmarks and plans take their time.
+        pytest.param(
+            command, id=command.text, marks=_LEFT_OUT if re.search("bench|plan --workload|--help", command.text) else ()
+        )
         for command in all_commands()
         if command.rule and command.rule.how in (How.RUN, How.PARSE)
     ],
