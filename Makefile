@@ -1,4 +1,4 @@
-# `make demo` and `make test` set everything up by themselves (scripts/setup.sh).
+# Every target sets up what it needs by itself (scripts/setup.sh).
 SHELL := /bin/bash
 PYTEST := .venv/bin/python -m pytest
 # Test files run beside each other; each file's tests in one process, because they share servers.
@@ -6,7 +6,9 @@ WORKERS ?= 2
 BESIDE := -n $(WORKERS) --dist loadfile
 # One more than cores: half of the fast tests' time they wait, for disks, for other processes, for a pause to end.
 FAST_WORKERS ?= 3
-FAST := -n $(FAST_WORKERS) --dist loadfile -m "not slow"
+FAST := -n $(FAST_WORKERS) --dist loadfile
+# What tests/thorough.py leaves out is for test-all.
+SOON := not thorough
 COVERAGE := --cov --cov-report=term:skip-covered
 MODEL ?=
 DEMO_ARGUMENTS ?=
@@ -16,15 +18,17 @@ ENGINES ?= redis mooncake object
 # The tests start hundreds of processes that import the same modules: each would compile them anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast coverage test-release releases test-gpu test-radosgw lint setup setup-test kills guards-campaign trouble soak
+.PHONY: help demo test test-all test-fast coverage test-release releases test-gpu test-radosgw lint docs clean
+.PHONY: setup setup-docs setup-test setup-test-all kills guards-campaign trouble soak
 .PHONY: conversations damages dying-devices power-loss
-.PHONY: decode-throughput pull-or-recompute docs clean
+.PHONY: decode-throughput pull-or-recompute
 
 help:
 	@echo "make demo       a real SGLang server restores a conversation from disk (MODEL=path for your own model)"
-	@echo "make test       everything: lint, fast tests, real processes, real SGLang servers"
+	@echo "make test       what every change must pass: lint, fast tests, real processes, a real SGLang server for each promise"
+	@echo "make test-all   every test, and which lines of the package the fast ones ran; an hour"
 	@echo "make test-fast  the tests that need no server, under three minutes"
-	@echo "make coverage   the fast tests, and which lines of the package they ran; twice as long"
+	@echo "make coverage   all fast tests, and which lines of the package they ran"
 	@echo "make test-release RELEASE=0.5.24  everything that needs no server, and a file tier under real servers, with that SGLang"
 	@echo "make releases   the tests of storage with every tested SGLang, 40 minutes; writes the table in README.md"
 	@echo "make test-radosgw  the object tier against Ceph's S3 gateway (Debian: ceph-mon ceph-osd ceph-common radosgw)"
@@ -46,21 +50,30 @@ help:
 setup:
 	@scripts/setup.sh demo
 
+setup-docs:
+	@scripts/setup.sh docs
+
 setup-test:
 	@scripts/setup.sh test
+
+setup-test-all:
+	@scripts/setup.sh test-all
 
 demo: setup
 	@.venv/bin/hicache-ext demo $(if $(MODEL),--model $(MODEL)) $(DEMO_ARGUMENTS)
 
 test: lint
-	$(PYTEST) $(FAST) $(COVERAGE)
-	$(PYTEST) $(BESIDE) -m slow --durations=40
+	$(PYTEST) $(FAST) -m "not slow and $(SOON)"
+	$(PYTEST) $(BESIDE) -m "slow and $(SOON)" --durations=20
+
+test-all: setup-test-all lint coverage
+	$(PYTEST) $(BESIDE) -m slow --durations=100
 
 test-fast: setup-test
-	$(PYTEST) $(FAST)
+	$(PYTEST) $(FAST) -m "not slow and $(SOON)"
 
 coverage: setup-test
-	$(PYTEST) $(FAST) $(COVERAGE)
+	$(PYTEST) $(FAST) -m "not slow" $(COVERAGE)
 
 test-release: setup-test
 	@[ -n "$(RELEASE)" ] || { echo "name a release: make test-release RELEASE=0.5.24"; exit 2; }
@@ -113,10 +126,10 @@ soak: setup-test
 damages: setup-test
 	.venv/bin/python -m tests.campaigns.damages --damages 1000 --seed 1 --report docs/reports/damages.md
 
-dying-devices: setup-test
+dying-devices: setup-test-all
 	.venv/bin/python -m tests.campaigns.dying_devices --runs 25 --seed 1 --report docs/reports/dying-devices.md
 
-power-loss: setup-test
+power-loss: setup-test-all
 	.venv/bin/python -m tests.campaigns.power_loss --cuts 50 --seed 1 --report docs/reports/power-loss.md
 	.venv/bin/python -m tests.campaigns.power_loss --cuts 25 --seed 2 --transforms --report docs/reports/power-loss-transforms.md
 
@@ -126,7 +139,7 @@ decode-throughput: setup-test
 pull-or-recompute: setup-test
 	.venv/bin/python -m tests.campaigns.pull_or_recompute --minutes 7 --report docs/reports/pull-or-recompute.md
 
-docs: setup-test
+docs: setup-docs
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 	@echo "open build/site/index.html; with search: .venv/bin/python -m http.server -d build/site"
 

@@ -14,6 +14,8 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.thorough import mark_what_is_thorough
+
 # Workers and servers share the machine's cores: threads of torch would wait for each other, for a third of the time.
 # Before anything imports torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -42,6 +44,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # What is imported and collected stays: to look for garbage in it takes a fourth of the collection's time.
 gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before ``-m`` is looked at."""
+    mark_what_is_thorough(items)
 
 
 @pytest.hookimpl(trylast=True)

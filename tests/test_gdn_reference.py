@@ -18,7 +18,7 @@ from hicache_ext.testing.gdn_reference import (
 )
 from hicache_ext.testing.sglang_cpu import declare_torchvision_operators
 
-pytestmark = pytest.mark.slow  # importing transformers' model takes its time
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]  # importing transformers' model takes its time
 
 HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 8, 6
 LENGTHS = (150, 70)

@@ -13,7 +13,7 @@ import pytest
 from hicache_ext.errors import MissingPackageError
 from hicache_ext.testing import small_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 TEXT = (
     "The sun is a star. It is much larger than the Earth, and it gives us light and heat. The Earth moves around the "

@@ -19,6 +19,7 @@ from hicache_ext.testing.host_pools import mha_pools, page_indices
 from hicache_ext.testing.server import free_port
 from tests.releases.needs import needs_release
 from tests.rigs.kv_events import LONG, encode, follow_until, subscriber_class
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.sglang
 
@@ -203,8 +204,6 @@ def test_a_kv_pool_without_bytes_is_named_in_the_log(
     backend.register_mem_pool_host(
         SimpleNamespace(kv_buffer=None, page_size=16, get_page_buffer_meta=lambda indices: None)
     )
-    deadline = time.monotonic() + LONG
-    while "has no bytes of its own" not in caplog.text and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: "has no bytes of its own" in caplog.text)
     time.sleep(0.3)
     assert caplog.text.count("has no bytes of its own") == 1

@@ -72,7 +72,7 @@ def _case(open_medium: Callable[[], Any], **more: Any) -> type:
 _NEAR = {"capacity": "1MiB"}
 """Less than the pages of the machine."""
 
-TestPageFiles = _case(lambda: _Tiers(disk={}))
-TestSlabs = _case(lambda: _Tiers(disk={"layout": "slab"}))
+TestPageFiles = pytest.mark.thorough(_case(lambda: _Tiers(disk={})))
+TestSlabs = pytest.mark.thorough(_case(lambda: _Tiers(disk={"layout": "slab"})))
 TestTwoTiersOfWhichTheNearOneEvicts = _case(lambda: _Tiers(near=_NEAR, disk={}))
-TestATierThatEvicts = _case(lambda: _Tiers(disk=_NEAR), evicts=True)
+TestATierThatEvicts = pytest.mark.thorough(_case(lambda: _Tiers(disk=_NEAR), evicts=True))

@@ -241,6 +241,7 @@ def test_the_directory_of_a_run_is_deleted_also_after_a_failure(tmp_path: Path) 
 
 @pytest.mark.sglang
 @pytest.mark.slow
+@pytest.mark.thorough
 class TestQuickRun:
     @pytest.fixture(scope="class")
     def place(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -304,6 +305,7 @@ class TestQuickRun:
 
 @pytest.mark.sglang
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_contender_that_returns_other_bytes_fails_the_run_and_gets_no_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -329,6 +331,7 @@ def test_a_contender_that_returns_other_bytes_fails_the_run_and_gets_no_figures(
 
 @pytest.mark.sglang
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_that_is_terminated_deletes_what_it_wrote(tmp_path: Path) -> None:
     """SIGTERM used to be swallowed: deleting met a thread that was still writing, and the run went on."""
     options = ["--directory", str(tmp_path), "--geometry", "mha", "--mode", "mixed", "--contender", "HiCacheFile"]

@@ -206,6 +206,7 @@ def test_a_configuration_without_the_tier_is_a_sentence(
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_quick_run_measures_object_stores_and_writes_everything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

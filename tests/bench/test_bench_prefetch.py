@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.sglang]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.sglang]
 
 
 def test_a_small_run_writes_everything(tmp_path, monkeypatch, capsys):

@@ -53,6 +53,7 @@ def test_a_lossless_codec_changes_nothing_at_all(check: Check) -> None:
     assert report["configuration"] == {"tiers": {"NAME": {"codec": "lossless"}}}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("codec", ["int8", "fp8"])
 def test_a_lossy_codec_within_the_bounds_is_given_a_configuration(check: Check, codec: str) -> None:
     code, report, _ = check("--codec", codec, "--max-kl", "0.5", "--min-agreement", "0.1")
@@ -64,6 +65,7 @@ def test_a_lossy_codec_within_the_bounds_is_given_a_configuration(check: Check, 
     assert all(is_documented(field, documented()["codec-check"]) for field in fields_of(report))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bound", [("--max-kl", "1e-12"), ("--min-agreement", "1")])
 def test_a_missed_bound_is_one_sentence_exit_code_1_and_no_configuration(check: Check, bound: tuple[str, str]) -> None:
     code, report, said = check("--codec", "fp8", *bound)
@@ -71,6 +73,7 @@ def test_a_missed_bound_is_one_sentence_exit_code_1_and_no_configuration(check: 
     assert said.strip() == report["problem"] and report["problem"].startswith(f"fp8 misses {bound[0]}")
 
 
+@pytest.mark.thorough
 def test_without_a_bound_a_lossy_codec_is_measured_and_not_configured(check: Check, model: str, capsys: Any) -> None:
     assert check("--codec", "int8")[1]["configuration"] is None
     assert main(["codec-check", model, "--page-size", "16"]) == 0
@@ -133,6 +136,7 @@ def test_predictions_of_nan_are_refused_and_never_taken_for_equal() -> None:
             codec_check._agreement(*pair, 0)
 
 
+@pytest.mark.thorough
 def test_a_process_that_was_prepared_for_sglang_measures_the_same(check: Check, model: str) -> None:
     program = (
         "import sys\n"

@@ -129,6 +129,7 @@ After.
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_dead_link_a_dead_anchor_and_a_page_that_nobody_can_find_fail_the_build(tmp_path: Path) -> None:
     project = tmp_path / "project"
     project.mkdir()

@@ -26,6 +26,7 @@ from tests.e2e.test_hybrid_models import ARGUMENTS, restorable
 from tests.e2e.test_hybrid_models import PROMPTS as HYBRID_PROMPTS
 from tests.rigs.redis_servers import RedisServer, redis_program
 from tests.storage.raw_access import stored_keys
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -220,7 +221,7 @@ def test_requests_that_are_cut_off_or_retracted_leave_no_staging_memory_in_use(b
         assert answer.output_ids == busy.cold[prompt].output_ids[: len(answer.output_ids)]
     assert any(from_the_pool(answer) for _, answer in answers)
     assert "Testing retraction" in server.log_file.read_text(errors="replace")
-    assert staged(server) == 0
+    wait_until_nothing_is_staged(server)
 
 
 def test_a_pool_killed_under_load_costs_no_request(busy: Busy, pool: RedisServer) -> None:
@@ -262,7 +263,7 @@ def test_a_pool_killed_under_load_costs_no_request(busy: Busy, pool: RedisServer
     without = server.generate(BUSY_PROMPTS[0], 60)
     assert without.cached_tokens == 0
     assert without.output_ids == busy.cold[0].output_ids
-    assert staged(server) == 0
+    wait_until_nothing_is_staged(server)
 
 
 def test_a_pool_that_does_not_answer_holds_up_nobody_else(tiny_model: Path, tmp_path: Path) -> None:
@@ -299,9 +300,6 @@ def test_a_pool_that_does_not_answer_holds_up_nobody_else(tiny_model: Path, tmp_
             assert longest < took / 2, "the other request had to wait for the pool"
 
 
-def staged(server: SglangServer) -> float:
-    """Pages in staging memory, once the exporter has had time to look."""
-    deadline = time.monotonic() + 20
-    while (used := read_samples(server.get("/metrics")).total(STAGED)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return used
+def wait_until_nothing_is_staged(server: SglangServer) -> None:
+    """The exporter looks once a second."""
+    wait_until(lambda: read_samples(server.get("/metrics")).total(STAGED) == 0, "empty staging memory")

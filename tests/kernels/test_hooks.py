@@ -33,7 +33,7 @@ from tests.kernels.pools import (
     unchanged,
 )
 
-pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("sglang")]
+pytestmark = [pytest.mark.sglang, pytest.mark.pairs, pytest.mark.usefixtures("sglang")]
 
 EVERY_LAYER = [(layer, layer) for layer in range(LAYERS)]
 

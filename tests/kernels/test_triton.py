@@ -12,7 +12,7 @@ from hicache_ext.kernels.engine import Direction
 from hicache_ext.kernels.triton_engine import RowCut
 from tests.kernels.stacks import plain_memory
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.pairs]
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("missing: triton", allow_module_level=True)

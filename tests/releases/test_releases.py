@@ -47,6 +47,7 @@ def test_a_row_says_yes_only_when_all_of_its_tests_passed(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("release", [release for release in TESTED if release != installed_release()])
 def test_the_unit_and_pool_tests_pass_with_another_release(release: str) -> None:
     """With the installed one they run in this run itself."""

@@ -1,7 +1,7 @@
 """Azure Blob Storage on this machine for tests: Azurite, a Node.js program, over a directory.
 
 Its accounts are the first part of the path, as those of gateways are: ``endpoint`` is an endpoint with a path.
-``scripts/setup.sh test`` installs it into ``.venv/azurite``.
+``scripts/setup.sh test-all`` installs it into ``.venv/azurite``.
 """
 
 from __future__ import annotations

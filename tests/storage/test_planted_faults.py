@@ -67,6 +67,7 @@ def test_a_store_without_a_way_past_it_fails_with_a_sentence(ran):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_lie_about_the_type_fails_one_case_and_no_other():
     outcomes, said = run_cases("TestLiesAboutItsType")
     failed = {case for case, outcome in outcomes.items() if outcome in ("FAILED", "ERROR")}

@@ -155,9 +155,11 @@ def test_promotion_steps_aside_for_prefetch_and_prefetch_does_not_for_itself():
 
 def test_endless_demand_does_not_keep_the_background_from_working_for_ever():
     gate = IoPriority()
+    waiting = threading.Thread(target=lambda: (gate.wait_for_quiet(0.01), gate.wait_until_idle(0.01)), daemon=True)
     with gate.read():
-        gate.wait_for_quiet(0.01)
-        gate.wait_until_idle(0.01)
+        waiting.start()
+        waiting.join(30)
+        assert not waiting.is_alive()
 
 
 def test_removed_and_cleared_pages_are_not_promoted_afterwards(tiered, near, far):

@@ -71,7 +71,8 @@ def test_keys_once_made_are_not_changed_by_who_asked_for_them() -> None:
     taken = list(keys)
     taken.clear()
     assert list(keys) == [b"i" * 16 + b"a" * 32, b"i" * 16 + b"b" * 32]
-    assert keys[0] is keys[0]
+    first = keys[0]
+    assert keys[0] is first
     assert (keys[-2], keys.index(keys[1]), keys[1] in keys) == (keys[0], 1, True)
     with pytest.raises(IndexError):
         keys[-3]

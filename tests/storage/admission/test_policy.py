@@ -197,6 +197,7 @@ def test_a_budget_gives_up_the_classes_first_that_are_read_least() -> None:
 # -- whole workloads ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "part", "hits", "writes"),

@@ -63,6 +63,7 @@ def _agree(following: Any, place: Path) -> tuple[set[int], set[int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["slab", "pages"])
 def test_after_a_thousand_operations_evictions_and_kills_the_index_equals_ls(layout: str, tmp_path: Path) -> None:
     chance = random.Random(19)

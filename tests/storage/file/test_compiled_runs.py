@@ -305,6 +305,7 @@ def test_small_pages_are_the_same_bytes_as_those_of_the_python_way(
     assert_moved_alike(tmp_path, data.draw(_sizes(20_000)), positions, at_once, mode, shift, seed)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @settings(max_examples=80, **_SETTINGS)
 @_alike

@@ -25,12 +25,14 @@ def test_whatever_is_damaged_every_key_can_be_stored_and_read_after_one_restart(
     assert found.first_reads["HIT"] > 0
 
 
+@pytest.mark.thorough
 def test_a_device_that_dies_costs_its_path_while_it_is_away(file_system: str):
     found = dying_devices.run(runs=2, seed=9, file_systems=[file_system])
     assert found.problems == {}, "\n\n".join(found.stories)
     assert found.runs.total() == len(found.seconds_out) == len(found.seconds_back) > 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", power_loss.LAYOUTS)
 def test_after_a_power_cut_pages_are_whole_and_what_was_synced_is_there(file_system: str, layout: str):
     found = power_loss.run(cuts=3, seed=9, file_systems=[file_system], layouts=[layout])
@@ -39,6 +41,7 @@ def test_after_a_power_cut_pages_are_whole_and_what_was_synced_is_there(file_sys
     assert found.on_disk.total() > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", power_loss.LAYOUTS)
 def test_after_a_power_cut_encoded_and_sealed_pages_are_whole_and_there(file_system: str, layout: str):
     found = power_loss.run(cuts=2, seed=9, file_systems=[file_system], layouts=[layout], transforms=True)

@@ -394,7 +394,11 @@ def test_a_link_to_a_disk_that_is_not_mounted_stays_and_refuses_the_start(place:
     assert (place / "pages").is_symlink()
 
 
-def test_a_manifest_that_a_downgrade_left_empty_beside_slabs_is_made_anew(place: Path) -> None:
-    SlabStore("disk", place, capacity=64 << 20).close()
+def test_a_manifest_that_a_downgrade_left_empty_costs_no_page_in_slabs(place: Path) -> None:
+    store = SlabStore("disk", place, capacity=64 << 20)
+    store_pages(store, page_keys(3))
+    store.close()
     (place / "hicache_ext.json").write_text("")
-    SlabStore("disk", place, capacity=64 << 20).close()
+    store = SlabStore("disk", place, capacity=64 << 20)
+    assert_hits(store, page_keys(3))
+    store.close()

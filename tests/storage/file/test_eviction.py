@@ -25,6 +25,7 @@ from hicache_ext.testing.conformance.pages import (
 from tests.rigs.disk_faults import DiskFaults
 from tests.storage.file.page_files import store_one_by_one
 from tests.storage.raw_access import account_and_walk
+from tests.waiting import wait_until
 
 PAGE = [8000]
 CAPACITY = 160 * 1024
@@ -242,9 +243,7 @@ def test_a_start_does_not_wait_for_a_long_count_and_keeps_to_the_capacity_meanwh
         assert walked <= CAPACITY
     assert walked > CAPACITY * 3 // 4, "the cache is not emptied because nobody knows how full it is"
     may_end.set()
-    deadline = time.monotonic() + 60
-    while store._usage.in_doubt() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not store._usage.in_doubt())
     # Pages came and went meanwhile, in parts that are not alike here: few pages.
     assert abs(store.used_bytes() - account_and_walk(store)[1]) < CAPACITY // 4
 

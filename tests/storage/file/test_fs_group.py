@@ -29,7 +29,7 @@ from tests.storage.file.test_access import (
 
 __all__ = ["open_place"]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import pytest
 from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.index_memory import INDEX_FORMAT, IndexMemory, new_index
 from hicache_ext.storage.tiers.file.slab.sharing import IndexSharing, remove_left_sockets, shared_index
+from tests.waiting import wait_until
 
 PATIENCE = 30.0
 
@@ -98,9 +99,7 @@ def _share(home: str, ready: object, go_on: object) -> None:
     memory.rows[7] = 70
     sharing = IndexSharing(Path(home), home_fd, 0xABC, fd)
     ready.set()  # type: ignore[attr-defined]
-    deadline = time.monotonic() + PATIENCE
-    while memory.rows[8, 0] != 80 and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_until(lambda: memory.rows[8, 0] == 80)
     memory.rows[9] = 90
     go_on.wait(PATIENCE)  # type: ignore[attr-defined]
     sharing.close()
@@ -120,10 +119,7 @@ def test_a_process_gets_the_memory_of_another_one_and_both_see_what_either_chang
     memory = IndexMemory(fd)
     assert memory.rows[7, 0] == 70
     memory.rows[8] = 80
-    deadline = time.monotonic() + PATIENCE
-    while memory.rows[9, 0] != 90 and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert memory.rows[9, 0] == 90
+    wait_until(lambda: memory.rows[9, 0] == 90)
     go_on.set()
     process.join(PATIENCE)
     assert process.exitcode == 0

@@ -19,6 +19,7 @@ def test_killed_writers_leave_no_wrong_page_no_poisoned_key_and_a_right_account(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(namespaces_missing() is not None, reason=f"missing: {namespaces_missing()}")
 def test_writers_killed_in_containers_and_stopped_before_leave_the_same():
     found = kill_writers.run(kills=10, seed=8, contained=True, stops=True)
@@ -33,6 +34,7 @@ def test_killed_processes_leave_sound_slabs_and_no_wrong_page():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(missing_for_namespaces() is not None, reason=f"missing: {missing_for_namespaces()}")
 def test_containers_killed_and_stopped_leave_sound_slabs_and_no_wrong_page():
     found = kill_slabs.run(kills=30, seed=8, namespaces=True, stops=True)
@@ -41,6 +43,7 @@ def test_containers_killed_and_stopped_leave_sound_slabs_and_no_wrong_page():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_killed_writers_of_encoded_and_sealed_pages_leave_the_same():
     found = kill_writers.run(kills=10, seed=9, transforms=True)
     assert {mode.name: findings.problems for mode, findings in found.items() if findings.problems} == {}
@@ -48,6 +51,7 @@ def test_killed_writers_of_encoded_and_sealed_pages_leave_the_same():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_killed_processes_leave_sound_slabs_of_encoded_and_sealed_pages():
     _assert_sound(kill_slabs.run(kills=30, seed=10, transforms=True))
 

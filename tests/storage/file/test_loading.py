@@ -259,6 +259,7 @@ def test_a_store_without_compiled_code_works_and_says_once_why(
 # -- compiling ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_store_is_there_at_once_while_its_code_is_compiled_by_another_process(place: Path) -> None:
     """SGLang's scheduler opens tiers."""
@@ -273,6 +274,7 @@ def test_a_store_is_there_at_once_while_its_code_is_compiled_by_another_process(
     assert (second.at_once, second.compilations, second.lines("the file tier's code")) == ("compiled", [], [])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_code_that_was_damaged_is_compiled_anew(place: Path) -> None:
     file = kept_in(place / "cache")
@@ -285,6 +287,7 @@ def test_code_that_was_damaged_is_compiled_anew(place: Path) -> None:
     assert len(file.read_bytes()) > len(whole) // 2
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_disk_that_is_full_when_the_code_was_compiled_leaves_python_and_a_warning(place: Path) -> None:
     cache = place / "cache"

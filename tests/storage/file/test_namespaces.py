@@ -20,6 +20,7 @@ from tests.rigs.workers import missing_for_namespaces
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.skipif(missing_for_namespaces() is not None, reason=f"missing: {missing_for_namespaces()}"),
 ]
 

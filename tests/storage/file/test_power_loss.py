@@ -71,6 +71,7 @@ def test_with_all_small_files_spoilt_a_server_starts_and_has_its_pages(tmp_path:
     assert json.loads(manifest_of(tmp_path / "l3", layout).read_text())["layout"] == layout
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pages", "slab"])
 def test_whatever_small_files_are_empty_a_server_starts_and_the_others_count(tmp_path: Path, layout: str) -> None:

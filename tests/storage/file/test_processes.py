@@ -59,6 +59,7 @@ def disk_usage(place: Path) -> int:
     return total
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_four_processes_that_write_1_gib_stay_within_64_mib_together(place):
     start, results = _SPAWN.Barrier(PROCESSES + 1), _SPAWN.Queue()

@@ -24,7 +24,7 @@ from tests.rigs.mooncake_servers import MooncakeServers
 from tests.storage.mooncake.conftest import PATIENCE, TIMEOUT, tier_for
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 MIB = 1 << 20
 PAGE = [MIB, MIB]

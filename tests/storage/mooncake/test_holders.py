@@ -21,7 +21,7 @@ from tests.rigs.mooncake_servers import MooncakeServers
 from tests.storage.mooncake.conftest import PATIENCE, tier_for
 from tests.storage.mooncake.raw_client import RawClient
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 PAGE = [128 << 10, 128 << 10]
 PAGES = 96

@@ -14,7 +14,7 @@ from hicache_ext.testing.conformance.pages import assert_hits, page_keys, read_p
 from tests.rigs.mooncake_servers import StandbyServers
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 
 def test_when_the_master_that_leads_is_killed_the_pool_comes_back_with_the_other_one(network, tmp_path):

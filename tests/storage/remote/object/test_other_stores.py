@@ -36,7 +36,7 @@ from tests.storage.remote.object.bucket import Objects, ObjectsOnS3, RawBucket, 
 from tests.storage.remote.object.fault_proxy import FaultProxy
 
 # Real servers.
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 
 @pytest.fixture(scope="session")

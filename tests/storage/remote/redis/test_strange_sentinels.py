@@ -17,7 +17,7 @@ from tests.storage.remote.redis.fake_server import FakeServer
 from tests.waiting import wait_until
 
 # A tier waits for those that answer slowly.
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 Answers = Callable[[list[bytes]], bytes | None]
 

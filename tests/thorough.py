@@ -1,0 +1,124 @@
+"""What ``make test`` leaves to ``make test-all``: the tests that are marked ``thorough``.
+
+A test of which another one in ``make test`` says as much is marked where it stands. Here are the kinds of which
+there are many: of servers and of conformance suites what stays is listed, and of products of parameters it is worked
+out. docs/decisions/time-of-the-tests.md says why.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+REAL_SERVERS = {
+    "a prompt comes back after a flush, a kill and a restart, and damage costs a computation": (
+        "tests/e2e/test_file_tier.py::test_a_prompt_is_restored_after_a_flush_a_restart_and_damage[slab]"
+    ),
+    "the ranks of a model restore together, or compute": (
+        "tests/e2e/test_file_tier.py::test_two_ranks_restore_together_and_never_meet_one_rank[pages]"
+    ),
+    "every pool of a model with states comes back": (
+        "tests/e2e/test_hybrid_models.py::"
+        "test_all_pools_of_a_hybrid_model_are_restored_after_a_flush_and_a_restart[qwen3_next-1]"
+    ),
+    "the linker and HiCache serve each other's pages, those of sliding windows too": (
+        "tests/e2e/test_linker.py::test_all_pools_of_a_hybrid_model_pass_through_either_door[gemma4]"
+    ),
+    "a pool that is killed under load costs no request": (
+        "tests/e2e/test_linker.py::test_a_pool_killed_under_load_costs_no_request"
+    ),
+    "a tier that hangs costs its deadline once, and comes back; a configuration is exchanged under load": (
+        "tests/e2e/test_guards.py::test_requests_go_on_while_a_tier_hangs_and_it_comes_back_without_a_restart"
+    ),
+    "a decode node stores to Redis what the next turn's prefill node restores": (
+        "tests/e2e/test_pd_pair.py::test_the_second_turn_restores_what_the_decode_node_wrote"
+    ),
+    "two servers share a bucket, which dies and comes back": (
+        "tests/e2e/test_object_tier.py::test_two_servers_share_a_bucket_which_dies_and_comes_back"
+    ),
+    "two servers share a Mooncake pool, whose master dies and comes back": (
+        "tests/e2e/test_mooncake_tier.py::"
+        "test_what_one_server_computed_another_restores_and_a_dead_pool_costs_no_answer"
+    ),
+    "pages of other weights are never served": (
+        "tests/e2e/test_weights_identity.py::"
+        "test_pages_of_different_adapter_weights_never_meet_and_those_of_equal_ones_do"
+    ),
+    "sealed pages are restored through a rotation of keys, and no key is shown": (
+        "tests/e2e/test_sealed_tier.py::test_a_prompt_is_restored_from_an_encrypted_tier_through_a_rotation_of_its_keys"
+    ),
+    "answers over encoded pages are those that were computed": (
+        "tests/e2e/test_codecs.py::test_answers_over_encoded_pages_are_those_that_were_computed"
+    ),
+    "metrics say what the answers say": (
+        "tests/e2e/test_metrics.py::test_the_figures_of_a_server_are_those_of_its_answers"
+    ),
+    "without our hooks storage works, and the log says what is off": (
+        "tests/e2e/test_releases.py::test_storage_works_without_sglangs_plug_ins_and_says_what_is_off"
+    ),
+    "the benchmark of conversations starts and ends its own server": (
+        "tests/e2e/test_bench_multiturn.py::"
+        "test_an_arm_that_the_benchmark_starts_restores_from_storage_and_leaves_nothing_behind"
+    ),
+}
+"""Promise -> the test of it that starts real SGLang servers in ``make test``."""
+
+CONFORMANCE = (
+    "tests/storage/test_conformance.py::TestMemoryPageStore",
+    "tests/storage/test_conformance.py::TestPageFileStore",
+    "tests/storage/test_conformance.py::TestTieredStoreThatWritesTheFarTierInTheBackground",
+    "tests/storage/test_slab_conformance.py::TestSlabStore",
+    "tests/storage/test_slab_conformance.py::TestSlabStoreWithoutCompiledCode",
+    "tests/storage/test_slab_conformance.py::TestSlabStoreByAddress",
+    "tests/storage/test_outside_tier.py::TestSqlitePageStore",
+    "tests/storage/admission/test_gate.py::TestAdmission",
+    "tests/storage/test_spread_conformance.py::TestSpreadSlabsDirect",
+    "tests/storage/guards/test_conformance.py::TestGuardedSlabs",
+    "tests/storage/transforms/test_conformance.py::TestEncodedAndEncryptedSlabs",
+    "tests/storage/remote/redis/test_redis_conformance.py::TestRedisServer",
+    "tests/storage/remote/redis/test_redis_conformance.py::TestRedisCluster",
+    "tests/storage/remote/object/test_object_conformance.py::TestEncodedObjectStore",
+    "tests/storage/remote/object/test_object_conformance.py::TestObjectStoreOnS3",
+    "tests/storage/mooncake/test_conformance.py::TestMooncakeStore",
+)
+"""Stores that the PageStore suite meets in ``make test``: each medium, and each wrapper at least once."""
+
+
+def mark_what_is_thorough(items: Sequence[pytest.Item]) -> None:
+    """Adds the mark to those of ``items`` that this module decides about."""
+    from hicache_ext.testing.conformance.page_store import PageStoreTests
+
+    alike: dict[str, list[pytest.Function]] = defaultdict(list)
+    servers = set(REAL_SERVERS.values())
+    for item in items:
+        if not isinstance(item, pytest.Function):
+            continue
+        function = item.nodeid.partition("[")[0]
+        of_a_suite = item.cls is not None and issubclass(item.cls, PageStoreTests)
+        left_out = of_a_suite and function.rpartition("::")[0] not in CONFORMANCE
+        if left_out or (item.get_closest_marker("e2e") and item.nodeid not in servers):
+            item.add_marker("thorough")
+        elif item.get_closest_marker("pairs") and hasattr(item, "callspec"):
+            alike[function].append(item)
+    for products in alike.values():
+        rows = [tuple(map(repr, item.callspec.params.values())) for item in products]
+        for number in set(range(len(rows))) - covering_pairs(rows):
+            products[number].add_marker("thorough")
+
+
+def covering_pairs(rows: Sequence[tuple[str, ...]]) -> set[int]:
+    """Numbers of rows in which every two values that stand together in any row, in their columns, stand together."""
+    left = set(_pairs(rows))
+    chosen: set[int] = set()
+    while left:
+        best = max(range(len(rows)), key=lambda number: len(left.intersection(_pairs([rows[number]]))))
+        chosen.add(best)
+        left.difference_update(_pairs([rows[best]]))
+    return chosen
+
+
+def _pairs(rows: Iterable[tuple[str, ...]]) -> list[tuple[tuple[int, str], ...]]:
+    return [pair for row in rows for pair in itertools.combinations(enumerate(row), min(2, len(row)))]
