@@ -306,8 +306,15 @@ class SlotAllocator:
         largest = max(_LARGEST_SLAB, self._capacity // _MOST_LARGEST_SLABS)
         return min(self._capacity // _SLABS_AT_CAPACITY, largest)
 
-    def _drop_slab(self, slab: Slab) -> bool:
-        dropped = self._index.drop_slab(slab)
+    def drop_empty_slabs(self) -> None:
+        """Give their room back to the file system. Raises IndexBusyError."""
+        for slab in self._index.empty_slabs():
+            # A writer may have been faster.
+            self._drop_slab(slab, most_pages=0)
+        self._disk_full_until = 0.0
+
+    def _drop_slab(self, slab: Slab, most_pages: int | None = None) -> bool:
+        dropped = self._index.drop_slab(slab, most_pages)
         if dropped:
             self._slabs.pop(slab.number, None)
             self._forget(slab)

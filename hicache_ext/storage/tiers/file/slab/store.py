@@ -365,17 +365,26 @@ class SlabStore(PathStore):
 
     def _clear(self, digests: Sequence[bytes] | None) -> int:
         """Puts the pages out of reach at once, for everybody; what holds for the next start is written in the
-        background, and awaited for a moment."""
+        background, and awaited for a moment. Then slabs without a page are deleted. One that has others, too, keeps its
+        blocks: a hole in it could not be written where others have filled the disk."""
         moment = milliseconds()
         cleared, had_pages = self._index.clear(digests)
         if cleared:
             self._clearing.clear(cleared, lambda _: self._note_cleared(cleared, moment), _NOTES_AWAITED)
+        self._clearing.clear([], lambda _: self._free_disk())
         for _ in range(_TICKS):
             if milliseconds() > moment:
                 break
             # What is written from now on is newer than what was cleared, also for a rebuild.
             time.sleep(0.0005)
         return had_pages
+
+    def _free_disk(self) -> None:
+        """Raises ClearLaterError."""
+        try:
+            self._allocator.drop_empty_slabs()
+        except IndexBusyError as error:
+            raise ClearLaterError("another process holds the index") from error
 
     def _note_cleared(self, cleared: Sequence[bytes], moment: int) -> None:
         """Raises ClearLaterError where the disk has not taken all of it."""
