@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -196,6 +197,22 @@ hicache_ext_capacity_bytes{tier="pool",tp_rank="0"} NaN
     disk, pool = table(None, read_samples(text))[3:5]
     assert disk.split()[6] == "51"
     assert pool.split()[6] == "-"
+
+
+def test_the_table_tells_of_a_full_disk_and_of_paths_that_are_out():
+    text = f"""
+hicache_ext_no_space_since_seconds{{tier="disk",tp_rank="0"}} {time.time() - 600}
+hicache_ext_no_space_since_seconds{{tier="disk",tp_rank="1"}} 0
+hicache_ext_no_space_since_seconds{{tier="pool",tp_rank="0"}} NaN
+hicache_ext_path_out_of_service_total{{tier="disk",reason="/a",tp_rank="0"}} 3
+hicache_ext_path_back_in_service_total{{tier="disk",reason="/a",tp_rank="0"}} 2
+hicache_ext_path_out_of_service_total{{tier="disk",reason="/b",tp_rank="0"}} 1
+hicache_ext_path_back_in_service_total{{tier="disk",reason="/b",tp_rank="0"}} 1
+"""
+    assert table(None, read_samples(text))[1:3] == [
+        "disk: no space left for new pages, for 10 min: the disk is full before the tier is",
+        "disk: path /a is out of service",
+    ]
 
 
 def test_labels_are_unescaped():

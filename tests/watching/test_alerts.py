@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ from tests.storage.test_reports import breaker, file_tier, open_breaker
 from tests.waiting import wait_until
 from tests.watching.recording import Recording
 from tests.watching.timeline import Timeline
+
+RUNBOOK = Path(__file__).parents[2] / "docs/runbook.md"
 
 REST = 30
 """Minutes before a trouble: nothing may fire then."""
@@ -166,7 +169,10 @@ def small_disk(directory: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("layout", ["slab", "pages"])
-def test_a_full_disk_is_told(layout: str, tmp_path: Path, opened: Callable[..., ReloadableStore]) -> None:
+def test_a_full_disk_is_told(
+    layout: str, tmp_path: Path, opened: Callable[..., ReloadableStore], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also once the disk is asked for room so seldom that errors do not tell, and in the words of the runbook."""
     with small_disk(tmp_path / "small") as disk:
         store = opened({"disk": file_tier(disk / "l3", layout=layout)})
         recording = Recording.of_store(store)
@@ -179,9 +185,13 @@ def test_a_full_disk_is_told(layout: str, tmp_path: Path, opened: Callable[..., 
     timeline = Timeline()
     timeline.at_rest(REST, empty)
     timeline.firing()
-    timeline.goes_on(30, empty, full)
+    timeline.goes_on(1, empty, full)
+    timeline.at_rest(30, full)
     timeline.firing(("HicacheNoSpace", "disk"))
     timeline.play(tmp_path)
+    (line,) = [text for record in caplog.records if "no space" in (text := record.getMessage())]
+    section = RUNBOOK.read_text().partition("## HicacheNoSpace")[2].partition("\n## ")[0]
+    assert [words for words in re.findall('"([^"]*)"', section) if words.replace("PATH", str(disk / "l3")) in line]
 
 
 def test_a_damaged_page_is_told_and_forgotten_after_a_while(

@@ -38,7 +38,7 @@ from hicache_ext.storage.tiers.file.slab.index import Uses
 from hicache_ext.storage.tiers.file.slab.listing import ListedPage, SlabListing
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
-from hicache_ext.storage.tiers.file.usage import occupied_bytes
+from hicache_ext.storage.tiers.file.usage import no_space_since, occupied_bytes
 from hicache_ext.storage.tiers.file.writers import Writers
 
 
@@ -83,6 +83,12 @@ class Inspector(abc.ABC):
     def remark(self) -> str:
         """A warning about what it lists; mostly empty."""
         return ""
+
+    @property
+    @abc.abstractmethod
+    def no_space_since(self) -> int:
+        """Since when writes have found no space on the disk (wall-clock seconds); 0 while they find some, and of slabs
+        where no server says. Raises OSError."""
 
     @abc.abstractmethod
     def pages(self) -> Iterator[StoredPage]:
@@ -203,6 +209,10 @@ class PageFileInspector(Inspector):
         super().__init__(path)
         self._tree = PageTree(path)
 
+    @property
+    def no_space_since(self) -> int:
+        return no_space_since(self.path)
+
     def pages(self) -> Iterator[StoredPage]:
         for fan_out in sorted(self._tree.fan_out_directories()):
             identity = bytes.fromhex(Path(fan_out).parent.name)
@@ -266,6 +276,10 @@ class SlabInspector(Inspector):
         if former:
             remarks.append(f"there are also {former}")
         return "; ".join(remarks)
+
+    @property
+    def no_space_since(self) -> int:
+        return self._listing.no_space_since
 
     def pages(self) -> Iterator[StoredPage]:
         for page in self._listing.pages():

@@ -33,6 +33,7 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, 
 from hicache_ext.storage.tiers.file.expiry import oldest_valid_ms
 from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore
 from hicache_ext.storage.tiers.file.pins import PinnedPages
+from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.allocator import SlotAllocator
 from hicache_ext.storage.tiers.file.slab.contents import SlabContents
 from hicache_ext.storage.tiers.file.slab.directory import slab_directory
@@ -58,6 +59,15 @@ class SlabStore(PathStore):
     """PageStore over one slab directory. It needs a capacity."""
 
     layout = "slab"
+    without_space = "new pages take the place of cold ones"
+
+    @property
+    def no_space_since(self) -> int:
+        return int(self._index.memory.header[slot_code.NO_SPACE_SINCE])
+
+    @no_space_since.setter
+    def no_space_since(self, since: int) -> None:
+        self._index.memory.header[slot_code.NO_SPACE_SINCE] = since
 
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
         self._left: deque[tuple[Numbers, int]] = deque()
@@ -78,12 +88,12 @@ class SlabStore(PathStore):
         self._moves = PageMoves(directory, self._plan, self.metrics, self._io)
         pins = PinnedPages(self.name, directory.path, self._capacity // 2, directory.index.occupied_by)
         self._allocator = SlotAllocator(
-            self.name, directory, self._capacity, pins, self.metrics, self._count_error, evicted_age
+            self.name, directory, self._capacity, pins, self.metrics, self._count_error, self._note_space, evicted_age
         )
 
     def fullness(self) -> Fullness:
         with self._calls:
-            return self._allocator.fullness(self._oldest())
+            return self._allocator.fullness(self._oldest(), self.no_space_since)
 
     def _block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
         return self._contents.block_hashes(digest, self._oldest())
