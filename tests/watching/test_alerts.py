@@ -18,6 +18,7 @@ import pytest
 
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.abilities import gauges_of
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.opening import open_tiers
@@ -170,9 +171,14 @@ def small_disk(directory: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("layout", ["slab", "pages"])
 def test_a_full_disk_is_told(
-    layout: str, tmp_path: Path, opened: Callable[..., ReloadableStore], caplog: pytest.LogCaptureFixture
+    layout: str,
+    tmp_path: Path,
+    opened: Callable[..., ReloadableStore],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also once the disk is asked for room so seldom that errors do not tell, and in the words of the runbook."""
+    monkeypatch.setattr("hicache_ext.storage.tiers.file.multipath._LOOK_INTERVAL", 0.0)
     with small_disk(tmp_path / "small") as disk:
         store = opened({"disk": file_tier(disk / "l3", layout=layout)})
         recording = Recording.of_store(store)
@@ -180,6 +186,7 @@ def test_a_full_disk_is_told(
         results = [result for n in range(5) for result in store_pages(store, page_keys(60, f"{n}"), (64 << 10,))]
         # Slabs evict for them.
         assert set(results) == {SetResult.STORED, *([SetResult.REJECTED] if layout == "pages" else [])}
+        wait_until(lambda: gauges_of(store.tiers[0]).get("no_space_since_seconds", 0) > 0)
         full = recording.look()
         store.close()
     timeline = Timeline()

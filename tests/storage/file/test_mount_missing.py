@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,15 @@ def pages_below(path: Path) -> bool:
     return any(path.rglob("*.slab")) or any(path.rglob("*.page")) or any(path.rglob("*.pack"))
 
 
+def devices_in_use() -> set[int]:
+    """Of what this process has open."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found.add(os.fstat(int(fd)).st_dev)
+    return found
+
+
 def assert_it_serves_what_is_there_now(store: SpreadStore, path: Path) -> None:
     wait_until(lambda: times(store, "path_back_in_service") == 1)
     assert store.contains(page_keys(40)) == [False] * 40
@@ -171,7 +182,7 @@ def test_another_disk_in_the_place_of_a_detached_one_is_served_and_the_detached_
 ) -> None:
     """A server wrote to the detached file system, as "up", for as long as it ran. Nobody has to write for it."""
     path = mounted[0] / below
-    store = spread(path, layout)
+    store, device = spread(path, layout), mounted[0].stat().st_dev
     store_pages(store, page_keys(40))
     subprocess.run(["umount", "-l", str(mounted[0])], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "none", str(mounted[0])], check=True)
@@ -179,6 +190,7 @@ def test_another_disk_in_the_place_of_a_detached_one_is_served_and_the_detached_
     assert_it_serves_what_is_there_now(store, path)
     reason = "the directory that was opened is not there any more" if below else "another file system is there"
     assert f"path {path} is out of service: {reason}" in caplog.text
+    assert device not in devices_in_use()
     store.close()
 
 
