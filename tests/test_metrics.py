@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,23 @@ def test_what_counts_beside_the_tiers_is_no_tier_unless_a_user_has_one_of_that_n
     assert found["beside"].keys() == sources
     found = stats_figures.figures(None, read_samples(counted + up + 'hicache_ext_tier_up{tier="record"} 1\n'))
     assert [tier["tier"] for tier in found["tiers"]] == ["disk", "record"]
+
+
+def test_the_table_tells_of_a_full_disk_and_of_paths_that_are_out():
+    text = f"""
+hicache_ext_tier_up{{tier="disk",tp_rank="0"}} 1
+hicache_ext_no_space_since_seconds{{tier="disk",tp_rank="0"}} {time.time() - 600}
+hicache_ext_no_space_since_seconds{{tier="disk",tp_rank="1"}} 0
+hicache_ext_no_space_since_seconds{{tier="pool",tp_rank="0"}} NaN
+hicache_ext_path_out_of_service_total{{tier="disk",reason="/a",tp_rank="0"}} 3
+hicache_ext_path_back_in_service_total{{tier="disk",reason="/a",tp_rank="0"}} 2
+hicache_ext_path_out_of_service_total{{tier="disk",reason="/b",tp_rank="0"}} 1
+hicache_ext_path_back_in_service_total{{tier="disk",reason="/b",tp_rank="0"}} 1
+"""
+    assert table(None, read_samples(text))[1:3] == [
+        "disk: no space left for new pages, for 10 min: the disk is full before the tier is",
+        "disk: path /a is out of service",
+    ]
 
 
 def test_labels_are_unescaped():

@@ -11,6 +11,7 @@ import sys
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from hicache_ext.cli.directories import Group, Trouble, groups_of, opened
 from hicache_ext.cli.inputs import add_target, directories_of
@@ -45,7 +46,7 @@ def configure_clear(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--all", action="store_true", help="remove all pages of this package")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    parser.add_argument("--yes", action="store_true", help="do not ask; without a terminal nothing is asked")
+    parser.add_argument("--yes", action="store_true", help="do not ask; needed where there is no terminal to ask at")
     describe(
         parser,
         run=_clear,
@@ -117,10 +118,11 @@ def _clear(arguments: argparse.Namespace) -> int:
         return 1
     pages, size = sum(group.pages for group in chosen), sum(group.size for group in chosen)
     what = f"{pages} pages, {rounded_size(size)}"
-    document = {
+    document: dict[str, Any] = {
         "dry_run": arguments.dry_run,
         "pages": pages,
         "bytes": size,
+        "freed_bytes": None,
         "identities": [
             {"identity": group.digest.hex(), "model": group.model, "pages": group.pages, "bytes": group.size}
             for group in chosen
@@ -131,11 +133,18 @@ def _clear(arguments: argparse.Namespace) -> int:
         show(arguments, document, [*lines, f"{what} would be removed"])
         return 0
     if not arguments.yes and not _agrees(f"Remove {what} of {_models(chosen)} from {arguments.path}?"):
-        print("nothing was removed", file=sys.stderr)
         return 1
+    with closing(open_inspector(arguments.path)) as inspector:
+        before = inspector.occupied()
     with closing(open_editor(arguments.path)) as editor:
-        editor.clear([group.digest for group in chosen])
-    show(arguments, document, [f"{what} removed"])
+        # With --all also what a killed command had cleared, and not freed.
+        editor.clear(None if arguments.all else [group.digest for group in chosen])
+    with closing(open_inspector(arguments.path)) as inspector:
+        document["freed_bytes"] = freed = max(0, before - inspector.occupied())
+    lines = [f"{what} removed, {rounded_size(freed)} of disk freed"]
+    if inspector.layout == "slab" and freed < size:
+        lines += ["the rest of their room is in slabs that hold other pages, too: new pages take it"]
+    show(arguments, document, lines)
     return 0
 
 
@@ -161,8 +170,12 @@ def _models(groups: list[Group]) -> str:
 
 
 def _agrees(question: str) -> bool:
-    """Ask at a terminal; a script, which has nobody to ask, agrees."""
+    """Ask at a terminal. A script, which has nobody to ask, must have said so before."""
     if not sys.stdin.isatty():
-        return True
+        print("nothing was removed: there is no terminal to ask at; --yes removes without a question", file=sys.stderr)
+        return False
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+    agreed = sys.stdin.readline().strip().lower() in ("y", "yes")
+    if not agreed:
+        print("nothing was removed", file=sys.stderr)
+    return agreed

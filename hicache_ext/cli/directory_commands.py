@@ -90,6 +90,7 @@ def _stat_of(target: Target, trouble: Trouble) -> dict[str, Any] | None:
     directory can be read."""
     groups: list[Group] = []
     occupied = pinned = pins = free = total = 0
+    without_space: list[int] = []
     devices: set[int] = set()
     layout = None
     for path in target.directories:
@@ -97,6 +98,7 @@ def _stat_of(target: Target, trouble: Trouble) -> dict[str, Any] | None:
             groups += groups_in(inspector)
             occupied += inspector.occupied()
             layout = inspector.layout
+            without_space += [inspector.no_space_since] if inspector.no_space_since else []
             found = read_pins(path)
             pinned += sum(inspector.occupied_by(list(dict.fromkeys(page for pin in found for page in pin.hashes))))
             pins = max(pins, len(found))
@@ -121,11 +123,12 @@ def _stat_of(target: Target, trouble: Trouble) -> dict[str, Any] | None:
         "pins": pins,
         "disk_bytes": total,
         "disk_free_bytes": free,
+        "no_space_since": min(without_space, default=None),
     }
 
 
 def _stat_lines(tier: dict[str, Any]) -> list[str]:
-    ttl, capacity = tier["ttl_seconds"], tier["capacity_bytes"]
+    ttl, capacity, since = tier["ttl_seconds"], tier["capacity_bytes"], tier["no_space_since"]
     share = f" of {rounded_size(capacity)}, {100 * tier['bytes_on_disk'] / capacity:.0f} %" if capacity else ""
     return [
         *([f"tier        {tier['tier']}: {', '.join(tier['directories'])}"] if "tier" in tier else []),
@@ -138,6 +141,7 @@ def _stat_lines(tier: dict[str, Any]) -> list[str]:
         f"on disk     {rounded_size(tier['bytes_on_disk'])}{share}",
         f"pinned      {rounded_size(tier['pinned_bytes'])}, {tier['pins']} pins",
         f"disk        {rounded_size(tier['disk_bytes'])}, {rounded_size(tier['disk_free_bytes'])} free",
+        *([f"no space    since {_age(since)}: the disk is full before the tier is"] if since else []),
     ]
 
 

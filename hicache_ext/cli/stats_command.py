@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hicache_ext.cli.stats_figures import CACHE_SOURCES, CAPACITIES, Samples, figures, read_samples
-from hicache_ext.cli.terminal import fitted
+from hicache_ext.cli.terminal import fitted, rough_span
 from hicache_ext.cli.usage import describe, show
 from hicache_ext.config import parse_duration
 from hicache_ext.errors import ConfigError, StatsError
@@ -169,6 +169,11 @@ def _not_serving(found: Mapping[str, Any]) -> Iterator[str]:
     if found["ranks_not_serving"]:
         ranks = f"{found['ranks_not_serving']} of {found['ranks']}"
         yield f"{ranks} ranks store and serve nothing now; the server's log says why"
+    for tier in found["tiers"]:
+        if tier["no_space_since"] is not None:
+            since = rough_span(time.time() - tier["no_space_since"])
+            yield f"{tier['tier']}: no space left for new pages, for {since}: the disk is full before the tier is"
+        yield from (f"{tier['tier']}: path {path} is out of service" for path in tier["paths_out"])
 
 
 def _told_admission(tier: Mapping[str, Any], seconds: float, unit: str) -> str:

@@ -15,6 +15,7 @@ from hicache_ext.storage.serving.metrics_export import CALL_SECONDS, PREFIX
 _BESIDE = ("pull", "pd_write", "hints", "kernels", "record", "events", "linker")
 """Values of the label ``tier`` that are no tiers, unless a user has named one so."""
 _BREAKER_STATES = ("closed", "half open", "open")
+_PATH_EVENTS = ("out_of_service", "back_in_service")
 PROMPT_TOKENS = "sglang:prompt_tokens_total"
 CACHED_TOKENS = "sglang:cached_tokens_total"
 CACHE_SOURCES = ("storage", "host", "device", "total")
@@ -105,6 +106,8 @@ def _tier(before: Samples | None, now: Samples, tier: str) -> dict[str, Any]:
         "breaker": _BREAKER_STATES[int(worst)],
         **{f"{stage}_pages": pages.get(stage, 0.0) for stage in ("asked", "found", "used")},
         "filled": _full(now, tier),
+        "no_space_since": min(filter(_is_moment, now.each(f"{PREFIX}no_space_since_seconds", tier=tier)), default=None),
+        "paths_out": _paths_out(now, tier),
         "read_bytes": grown.of("bytes", "get"),
         "written_bytes": grown.of("bytes", "set"),
         "get_seconds_p50": grown.quantile("get", 0.5),
@@ -154,6 +157,16 @@ def _full(now: Samples, tier: str) -> float:
         used[rank] / most for rank, most in capacity.items() if most > 0 and not math.isnan(used.get(rank, math.nan))
     ]
     return max(known, default=math.nan)
+
+
+def _is_moment(level: float) -> bool:
+    return level > 0
+
+
+def _paths_out(now: Samples, tier: str) -> list[str]:
+    """The directories of a file tier that are out of service, of one rank at least."""
+    out, back = (now.by("reason", f"{PREFIX}path_{event}_total", tier=tier) for event in _PATH_EVENTS)
+    return sorted(path for path, count in out.items() if count > back.get(path, 0.0))
 
 
 def _curve(now: Samples, tier: str) -> dict[str, float]:

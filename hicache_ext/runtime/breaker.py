@@ -1,6 +1,6 @@
 """Down, probed, back: one class for whatever can go away and come back (a tier, a path, a node, a master).
 
-CLOSED: all calls go through, until somebody calls ``trip``.
+CLOSED: all calls go through, until somebody calls ``trip``, or what is watched says that it is gone.
 OPEN: no call goes through. A probe runs in the background, more and more seldom, until it succeeds.
 HALF_OPEN, the slow start: after a good probe a share of the calls goes through that grows over ``slow_start`` seconds,
 so that a store that has just come up is not run over. One bad call opens the breaker again.
@@ -25,6 +25,8 @@ _FIRST_SHARE = 0.1
 """Of the calls, at the beginning of the slow start."""
 _PAUSE_IN_DOUBT = 0.1
 """Seconds until the first probe in doubt; a client may first have to connect anew."""
+WATCH_INTERVAL = 5.0
+"""Seconds between two looks of ``watch``."""
 
 
 class BreakerState(enum.Enum):
@@ -39,7 +41,7 @@ class BreakerState(enum.Enum):
 
 
 class Breaker:
-    """Threads: any. The thread of the probes lives while the breaker is not CLOSED."""
+    """Threads: any. The thread of the probes lives while the breaker is not CLOSED, or watched."""
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class Breaker:
         backoff: Backoff,
         *,
         on_change: Callable[[BreakerState, str], None] = lambda state, reason: None,
+        watch: Callable[[], str | None] = lambda: None,
         slow_start: float = 0.0,
         state: BreakerState = BreakerState.CLOSED,
         clock: Callable[[], float] = time.monotonic,
@@ -56,11 +59,14 @@ class Breaker:
 
         ``backoff``: pauses between probes; the first one of an opening is longer each time a slow start failed.
         ``on_change(state, reason)`` is called after every change, under no lock, on the thread that made it.
+        ``watch``: the reason to trip, or None; asked from time to time while CLOSED, from ``begin_to_watch`` on.
         ``state``: one that begins OPEN is probed from ``resume`` on.
         """
         self._probe = probe
         self._backoff = backoff
         self._on_change = on_change
+        self._watch = watch
+        self._watching = False
         self._slow_start = slow_start
         self._clock = clock
         self._lock = threading.Lock()
@@ -147,6 +153,11 @@ class Breaker:
         if not self.probing:
             self._schedule(at_once)
 
+    def begin_to_watch(self) -> None:
+        """From now on ``watch`` is asked in the background."""
+        self._watching = True
+        self._loop.wake(WATCH_INTERVAL)
+
     def _schedule(self, at_once: bool) -> None:
         with self._lock:
             if self._state is BreakerState.CLOSED:
@@ -200,7 +211,7 @@ class Breaker:
         with self._lock:
             match self._state:
                 case BreakerState.CLOSED:
-                    return None
+                    left = None
                 case BreakerState.HALF_OPEN:
                     left = self._recovering_since + self._slow_start - self._clock()
                 case BreakerState.OPEN:
@@ -208,6 +219,10 @@ class Breaker:
                     if left <= 0 and self._pause >= self._backoff.first:
                         # No probe went well for as long as the first regular one is waited for: it is no hiccup.
                         self._in_doubt = False
+        if left is None:
+            if self._watching and (reason := self._watch()) is not None:
+                self.trip(reason)
+            return WATCH_INTERVAL if self._watching else None
         if left > 0:
             return left
         if self._state is BreakerState.HALF_OPEN:

@@ -147,6 +147,17 @@ def followed(path: str, mounts: Sequence[Mount]) -> str:
     return done
 
 
+def mount_points(path: str, mountinfo: Path = MOUNTINFO) -> tuple[str, frozenset[str]]:
+    """Where the file system of the absolute ``path`` is mounted, and all mount points; "" and none where that is not
+    known. Symbolic links are followed; no server is asked."""
+    try:
+        mounts = read_mounts(mountinfo)
+    except OSError:
+        return "", frozenset()
+    mount = mount_of(followed(path, mounts), mounts)
+    return "" if mount is None else mount.point, frozenset(mount.point for mount in mounts)
+
+
 def is_on_network(path: str, mountinfo: Path = MOUNTINFO) -> bool:
     """Whether a server or a daemon stands between a read of the absolute ``path`` and its bytes. Asks no server."""
     try:

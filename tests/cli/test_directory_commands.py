@@ -90,7 +90,7 @@ def test_ls_counts_hits_and_knows_ages_in_slabs(tmp_path: Path, capsys: pytest.C
         assert column in header
     assert line[header.index("hits") :].split()[0] == "6"
     assert line.count("s ago") == 2
-    run(capsys, "clear", tmp_path, "--all")
+    run(capsys, "clear", tmp_path, "--all", "--yes")
     store_pages(server, keys, (500, 500))
     _, out = run(capsys, "ls", tmp_path)
     header, line = out.splitlines()
@@ -214,11 +214,90 @@ def test_verify_finds_bad_pages_and_removes_them_only_when_asked(
 
 def test_clear_removes_one_model_and_no_other(directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
     path, _ = directory
-    code, out = run(capsys, "clear", path, "--model", "a")
+    code, out = run(capsys, "clear", path, "--model", "a", "--yes")
     assert (code, out.split()[:2]) == (0, ["5", "pages,"])
     assert run(capsys, "verify", path) == (0, "3 good, 0 bad, 0 evicted meanwhile\n")
-    assert run(capsys, "clear", path, "--all")[0] == 0
+    assert run(capsys, "clear", path, "--all", "--yes")[0] == 0
     assert run(capsys, "verify", path) == (0, "0 good, 0 bad, 0 evicted meanwhile\n")
+
+
+def on_disk(path: Path) -> int:
+    """Bytes of disk of pages."""
+    parts = [path / part for part in ("v3/slabs", "pages", "packs", "tmp")]
+    return sum(file.lstat().st_blocks * 512 for part in parts for file in part.rglob("*") if file.is_file())
+
+
+def cleared(capsys: pytest.CaptureFixture[str], path: Path, *what: str) -> dict[str, Any]:
+    code, out = run(capsys, "clear", path, *what, "--yes", "--json")
+    assert code == 0
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_clear_of_everything_frees_the_disk_and_says_how_much(
+    directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ "493 MB removed" it said of slabs, and du saw no change."""
+    path, _ = directory
+    before = on_disk(path)
+    found = cleared(capsys, path, "--all")
+    assert on_disk(path) == 0
+    assert before > 0 and abs(found["freed_bytes"] - before) < 1 << 20
+
+
+@pytest.mark.parametrize("kind", [PageFileStore, SlabStore])
+def test_clear_of_one_model_beside_a_server_frees_its_part_of_the_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: Any
+) -> None:
+    one, other = bytes(15) + b"1", bytes(15) + b"2"
+    server = kind("disk", tmp_path, capacity=64 * MIB)
+    keys, others = page_keys(50, "page", one), page_keys(50, "page", other)
+    store_pages(server, keys, (100_000,))
+    before = on_disk(tmp_path)
+    store_pages(server, others, (8_000,))
+    all_together = on_disk(tmp_path)
+    found = cleared(capsys, tmp_path, "--identity", one.hex())
+    assert on_disk(tmp_path) == all_together - before
+    assert found["freed_bytes"] == pytest.approx(before, abs=1 << 18)
+    assert server.contains(keys) == [False] * 50
+    assert_hits(server, others, (8_000,))
+    store_pages(server, keys, (100_000,))
+    assert_hits(server, keys, (100_000,))
+    server.close()
+
+
+def test_what_shares_a_slab_with_pages_of_others_is_room_for_new_ones_and_clear_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = bytes(15) + b"1", bytes(15) + b"2"
+    server = SlabStore("disk", tmp_path, capacity=64 * MIB)
+    keys, others = page_keys(20, "page", one), page_keys(20, "page", other)
+    for mine, its in zip(keys, others, strict=True):
+        store_pages(server, [mine, its], (8_000,))
+    code, out = run(capsys, "clear", tmp_path, "--identity", one.hex(), "--yes")
+    assert (code, out.splitlines()) == (
+        0,
+        [
+            "20 pages, 158.8KiB removed, 0B of disk freed",
+            "the rest of their room is in slabs that hold other pages, too: new pages take it",
+        ],
+    )
+    assert_hits(server, others, (8_000,))
+    server.close()
+
+
+def test_what_a_killed_clear_did_not_free_the_next_one_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SlabStore("disk", tmp_path, capacity=64 * MIB)
+    store_pages(store, page_keys(20), (100_000,))
+    with monkeypatch.context() as killed:
+        killed.setattr(SlabStore, "_free_disk", lambda self: None)
+        store.clear(None)
+        store.close()
+    assert on_disk(tmp_path) > 0
+    assert cleared(capsys, tmp_path, "--all")["pages"] == 0
+    assert on_disk(tmp_path) == 0
 
 
 def test_clear_of_an_unknown_model_says_which_there_are(
@@ -325,7 +404,7 @@ def test_clear_of_enough_digits_removes_that_identity(
     directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str], digits: str
 ) -> None:
     path, _ = directory
-    assert run(capsys, "clear", path, "--identity", digits)[1].startswith("2 pages, ")
+    assert run(capsys, "clear", path, "--identity", digits, "--yes")[1].startswith("2 pages, ")
     assert run(capsys, "verify", path)[1].startswith("6 good")
 
 
@@ -348,7 +427,7 @@ def test_clear_of_digits_that_fit_several_identities_names_them(
     assert main(["clear", str(tmp_path), "--identity", "d7d7d7d7"]) == 2
     said = capsys.readouterr().err
     assert "fits several identities" in said and all(digest.hex() in said for digest in digests)
-    assert run(capsys, "clear", tmp_path, "--identity", "d7d7d7d7ab" + "ab" * 3)[1].startswith("3 pages, ")
+    assert run(capsys, "clear", tmp_path, "--identity", "d7d7d7d7ab" + "ab" * 3, "--yes")[1].startswith("3 pages, ")
     assert run(capsys, "verify", tmp_path)[1].startswith("3 good")
 
 
@@ -396,6 +475,18 @@ def test_at_a_terminal_clear_asks(
     assert "Remove 5 pages, " in said and f"of a from {path}? [y/N]" in said
     assert ("nothing was removed" in said) is not removes
     assert run(capsys, "verify", path)[1].startswith("3 good" if removes else "8 good")
+
+
+@pytest.mark.parametrize("what", [("--all",), ("--model", "a")])
+def test_without_a_terminal_clear_wants_yes(
+    directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str], what: tuple[str, ...]
+) -> None:
+    """It removed unasked; the pages said that --yes is needed."""
+    assert main(["clear", str(directory[0]), *what]) == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert "--yes" in said.err
+    assert run(capsys, "verify", directory[0])[1].startswith("8 good")
 
 
 def test_yes_is_not_asked(

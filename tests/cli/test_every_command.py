@@ -91,7 +91,7 @@ RUNS: dict[str, list[tuple[str, int]]] = {
     "stat": [("hicache.yaml", 0), ("pool", 0)],
     "verify": [("pool", 1), ("hicache.yaml", 1)],
     "gc": [("pool", 0), ("hicache.yaml --dry-run", 0)],
-    "clear": [("pool --all --dry-run", 0), ("pool --all", 0)],
+    "clear": [("pool --all --dry-run", 0), ("pool --all --yes", 0)],
     "pin": [("pool --name two --tokens tokens.json --for 1d", 0)],
     "unpin": [("pool --name prompt", 0)],
     "pins": [("pool", 0)],

@@ -304,7 +304,7 @@ def test_a_path_that_cannot_be_written_is_an_error_and_another_one_is_looked_at(
 
 @pytest.mark.parametrize("command", ["ls", "stat", "verify", "gc", "clear", "pins"])
 def test_no_tool_makes_a_directory(tmp_path: Path, command: str) -> None:
-    options = ["--all"] if command == "clear" else []
+    options = ["--all", "--yes"] if command == "clear" else []
     with suppress(SystemExit):
         assert main([command, str(tmp_path / "missing"), *options]) != 0
     (tmp_path / "empty").mkdir()

@@ -35,7 +35,7 @@ _SHUT_DOWN = 0x8004587D
 """XFS_IOC_GOINGDOWN and EXT4_IOC_SHUTDOWN: _IOR('X', 125, __u32)."""
 _SIZES = {"ext4": 128 << 20, "xfs": 320 << 20}
 """Bytes of an image. They are sparse; mkfs.xfs makes none below 300 MiB."""
-_MAKERS = {"ext4": ["mkfs.ext4", "-q", "-F"], "xfs": ["mkfs.xfs", "-q"]}
+_MAKERS = {"ext4": ["mkfs.ext4", "-q", "-F"], "xfs": ["mkfs.xfs", "-q", "-f"]}
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 """Where accounts other than root do not look."""
 FILE_SYSTEMS = tuple(_MAKERS)
@@ -126,8 +126,8 @@ class LoopFileSystem:
         finally:
             os.close(fd)
 
-    def remount(self, within: float = 30.0) -> None:
-        """Unmount it, and mount it again, which recovers the log.
+    def remount(self, within: float = 30.0, *, anew: bool = False) -> None:
+        """Unmount it, and mount it again, which recovers the log; ``anew``: another, empty file system.
 
         Raises StillInUseError where somebody has files of it open after ``within`` seconds.
         """
@@ -146,6 +146,8 @@ class LoopFileSystem:
             if time.monotonic() > deadline:
                 raise StillInUseError(f"{self._image} still belongs to a loop device")
             time.sleep(0.05)
+        if anew:
+            _run([*_MAKERS[self.type], str(self._image)])
         self._mount()
 
     def _mount(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from hicache_ext.runtime import breaker as breaker_module
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState
 from tests.waiting import wait_until
@@ -55,6 +56,24 @@ def test_it_is_probed_in_the_background_until_it_answers_and_then_in_full_use(se
     assert server.changes == [(OPEN, "gone"), (CLOSED, "")]
     assert set(server.probes) == {"test-probe"}
     wait_until(lambda: not server.breaker.probing)
+
+
+def test_what_is_watched_trips_it_whenever_it_says_that_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after it came back."""
+    monkeypatch.setattr(breaker_module, "WATCH_INTERVAL", 0.01)
+    gone: list[str] = []
+    server = Server(watch=lambda: gone[-1] if gone else None)
+    server.breaker.begin_to_watch()
+    for number in range(2):
+        server.answers = False
+        gone.append(f"replaced {number}")
+        wait_until(lambda: not server.breaker.up)
+        gone.clear()
+        server.answers = True
+        wait_until(lambda: server.breaker.up)
+    changes = [(OPEN, "replaced 0"), (CLOSED, ""), (OPEN, "replaced 1"), (CLOSED, "")]
+    wait_until(lambda: server.changes == changes)
+    assert server.breaker.close(PATIENCE)
 
 
 def test_a_probe_that_raises_has_no_answer(server: Server) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import pytest
 
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.abilities import gauges_of
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.opening import open_tiers
@@ -30,6 +32,8 @@ from tests.storage.test_reports import breaker, file_tier, open_breaker
 from tests.waiting import wait_until
 from tests.watching.recording import Recording
 from tests.watching.timeline import Timeline
+
+RUNBOOK = Path(__file__).parents[2] / "docs/runbook.md"
 
 REST = 30
 """Minutes before a trouble: nothing may fire then."""
@@ -166,7 +170,15 @@ def small_disk(directory: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("layout", ["slab", "pages"])
-def test_a_full_disk_is_told(layout: str, tmp_path: Path, opened: Callable[..., ReloadableStore]) -> None:
+def test_a_full_disk_is_told(
+    layout: str,
+    tmp_path: Path,
+    opened: Callable[..., ReloadableStore],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also once the disk is asked for room so seldom that errors do not tell, and in the words of the runbook."""
+    monkeypatch.setattr("hicache_ext.storage.tiers.file.multipath._LOOK_INTERVAL", 0.0)
     with small_disk(tmp_path / "small") as disk:
         store = opened({"disk": file_tier(disk / "l3", layout=layout)})
         recording = Recording.of_store(store)
@@ -174,14 +186,19 @@ def test_a_full_disk_is_told(layout: str, tmp_path: Path, opened: Callable[..., 
         results = [result for n in range(5) for result in store_pages(store, page_keys(60, f"{n}"), (64 << 10,))]
         # Slabs evict for them.
         assert set(results) == {SetResult.STORED, *([SetResult.REJECTED] if layout == "pages" else [])}
+        wait_until(lambda: gauges_of(store.tiers[0]).get("no_space_since_seconds", 0) > 0)
         full = recording.look()
         store.close()
     timeline = Timeline()
     timeline.at_rest(REST, empty)
     timeline.firing()
-    timeline.goes_on(30, empty, full)
+    timeline.goes_on(1, empty, full)
+    timeline.at_rest(30, full)
     timeline.firing(("HicacheNoSpace", "disk"))
     timeline.play(tmp_path)
+    (line,) = [text for record in caplog.records if "no space" in (text := record.getMessage())]
+    section = RUNBOOK.read_text().partition("## HicacheNoSpace")[2].partition("\n## ")[0]
+    assert [words for words in re.findall('"([^"]*)"', section) if words.replace("PATH", str(disk / "l3")) in line]
 
 
 def test_a_damaged_page_is_told_and_forgotten_after_a_while(

@@ -31,6 +31,7 @@ UNKNOWN: Gauges = {
     "used_bytes": math.nan,
     "free_bytes": math.nan,
     "pages": math.nan,
+    "no_space_since_seconds": math.nan,
     "evicted_age_seconds": math.nan,
     "hit_share_at_half": math.nan,
     "hit_share_at_capacity": math.nan,

@@ -75,6 +75,7 @@ HELP = {
     "used_bytes": "Bytes that pages take in the tier; NaN where it does not know.",
     "free_bytes": "Bytes that the tier can still take without evicting; NaN where it does not know.",
     "pages": "Pages in the tier; NaN where it does not know.",
+    "no_space_since_seconds": "Unix time since which the disk has no room for the tier's capacity; 0 while it has.",
     "evicted_age_seconds": "Seconds since the last use of the pages evicted last; 0 before the first eviction.",
     "hit_share_at_half": "Share of page uses that half the capacity would serve; NaN where the tier does not know.",
     "hit_share_at_capacity": "Share of page uses that the capacity serves; NaN where the tier does not know.",

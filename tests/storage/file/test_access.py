@@ -179,7 +179,7 @@ def test_tools_keep_to_the_mode_that_the_server_chose(
         (tmp_path / "keys").write_text("00" * 32)
         assert main(["pin", str(path), "--name", "tool", "--keys", str(tmp_path / "keys")]) == 0
         assert main(["gc", str(path)]) == 0
-        assert main(["clear", str(path), "--all"]) == 0
+        assert main(["clear", str(path), "--all", "--yes"]) == 0
         assert modes(path) == wanted
 
 
@@ -547,7 +547,7 @@ def test_what_root_makes_with_a_tool_is_the_servers(open_place: Path, layout: st
     (open_place / "keys").write_text("00" * 32)
     assert main(["pin", str(path), "--name", "roots", "--keys", str(open_place / "keys")]) == 0
     assert main(["gc", str(path)]) == 0
-    assert main(["clear", str(path), "--all"]) == 0
+    assert main(["clear", str(path), "--all", "--yes"]) == 0
     assert {entry.stat().st_uid for entry in [path, *path.rglob("*")]} == {SOMEBODY}
 
 

@@ -3,21 +3,81 @@
 from __future__ import annotations
 
 import errno
+import json
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from hicache_ext.cli.main import main
 from hicache_ext.storage.contract.store import SetResult
+from hicache_ext.storage.tiers.file import multipath
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
+from hicache_ext.storage.tiers.file.pages import store as page_files
 from hicache_ext.storage.tiers.file.slab import allocator
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from tests.rigs.slab_tier import open_slab_tier
+from tests.waiting import wait_until
 
 SIZE = 100_000
 CAPACITY = 64 << 20
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "small"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "none", str(disk)], capture_output=True).returncode:
+        pytest.skip("missing: root, to mount a small file system")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("layout", ["slab", "pages"])
+def test_a_disk_that_is_full_before_the_tier_is_says_so_everywhere_until_a_write_finds_room(
+    layout: str,
+    small_disk: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`stats` said "full 12 %", and nothing else a word."""
+    monkeypatch.setattr(allocator, "_FULL_DISK_PAUSE", 0.01)
+    monkeypatch.setattr(page_files, "_NO_SPACE_PAUSE", 0.01)
+    monkeypatch.setattr(multipath, "_LOOK_INTERVAL", 0.0)
+    store = open_slab_tier(small_disk / "l3", capacity=CAPACITY, layout=layout)
+    began = int(time.time())
+
+    def seen() -> tuple[float, float | None]:
+        assert main(["stat", str(small_disk / "l3"), "--json"]) == 0
+        store.gauges()
+        return store.gauges()["no_space_since_seconds"], json.loads(capsys.readouterr().out)[0]["no_space_since"]
+
+    store_pages(store, page_keys(10), [SIZE])
+    wait_until(lambda: "no_space_since_seconds" in store.gauges())
+    assert seen() == (0, None)
+    for number in range(12):
+        store_pages(store, page_keys(30, f"{number}"), [SIZE])
+        time.sleep(0.02)
+    wait_until(lambda: seen()[0] > 0)
+    since, of_stat = seen()
+    assert began <= since == of_stat <= time.time()
+    assert main(["stat", str(small_disk / "l3")]) == 0
+    assert "no space    since " in capsys.readouterr().out
+    lines = [text for record in caplog.records if "space" in (text := record.getMessage())]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"tier disk: no space left for {small_disk / 'l3'} below its capacity (No space left on")
+    subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
+    for number in range(12):
+        store_pages(store, page_keys(30, f"again {number}"), [SIZE])
+        time.sleep(0.02)
+    wait_until(lambda: seen() == (0, None))
+    lines = [text for record in caplog.records if "space" in (text := record.getMessage())]
+    assert len(lines) == 2 and "has space again" in lines[1]
+    store.close()
 
 
 class FullDisk:

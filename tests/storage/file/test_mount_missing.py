@@ -1,10 +1,12 @@
-"""A disk that is not mounted: the directory below its mount point is on the root file system."""
+"""Disks that are not mounted, and disks and directories that are replaced under a running server."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,14 @@ import pytest
 from hicache_ext.cli.main import main
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.errors import StoreSetupError
+from hicache_ext.runtime import breaker
+from hicache_ext.runtime.file_signature import directory_signature
 from hicache_ext.runtime.mounts import on_root_file_system
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiers.file import opening as file_tier
+from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
+from tests.rigs.loop_file_systems import FILE_SYSTEMS, LoopFileSystem, missing_for
 from tests.waiting import wait_until
 
 
@@ -126,3 +132,108 @@ def test_where_a_mount_has_vanished_nothing_is_written_below_it(mounted: list[Pa
     with pytest.raises(StoreSetupError, match="require_mount is true"):
         opened(*paths, require_mount=True)
     assert list(mounted[0].iterdir()) == []
+
+
+# -- changed under a running server ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths are looked at all the time."""
+    monkeypatch.setattr(breaker, "WATCH_INTERVAL", 0.05)
+
+
+def spread(path: Path, layout: str) -> SpreadStore:
+    disk = load_config(configuration(path, layout=layout, io="buffered", threads=2)).tiers["disk"]
+    return file_tier.open_paths("disk", disk)  # type: ignore[arg-type]
+
+
+def times(store: SpreadStore, event: str) -> int:
+    (path,) = store.describe().details["paths"]
+    return store.metrics.value(event, path)
+
+
+def pages_below(path: Path) -> bool:
+    return any(path.rglob("*.slab")) or any(path.rglob("*.page")) or any(path.rglob("*.pack"))
+
+
+def devices_in_use() -> set[int]:
+    """Of what this process has open."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found.add(os.fstat(int(fd)).st_dev)
+    return found
+
+
+def assert_it_serves_what_is_there_now(store: SpreadStore, path: Path) -> None:
+    wait_until(lambda: times(store, "path_back_in_service") == 1)
+    assert store.contains(page_keys(40)) == [False] * 40
+    assert not pages_below(path)
+    store_pages(store, page_keys(20, "later"))
+    assert_hits(store, page_keys(20, "later"))
+    assert pages_below(path)
+
+
+@pytest.mark.parametrize("layout", ["slab", "pages"])
+@pytest.mark.parametrize("below", ["", "l3"])
+def test_another_disk_in_the_place_of_a_detached_one_is_served_and_the_detached_one_is_let_go(
+    mounted: list[Path], layout: str, below: str, watched: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server wrote to the detached file system, as "up", for as long as it ran. Nobody has to write for it."""
+    path = mounted[0] / below
+    store, device = spread(path, layout), mounted[0].stat().st_dev
+    store_pages(store, page_keys(40))
+    subprocess.run(["umount", "-l", str(mounted[0])], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "none", str(mounted[0])], check=True)
+    wait_until(lambda: times(store, "path_out_of_service") == 1)
+    assert_it_serves_what_is_there_now(store, path)
+    reason = "the directory that was opened is not there any more" if below else "another file system is there"
+    assert f"path {path} is out of service: {reason}" in caplog.text
+    assert device not in devices_in_use()
+    store.close()
+
+
+@pytest.mark.parametrize("layout", ["slab", "pages"])
+def test_a_disk_that_is_detached_and_comes_again_has_its_pages(mounted: list[Path], layout: str, watched: None) -> None:
+    """In between nothing is begun on the disk below."""
+    subprocess.run(["umount", str(mounted[1])], check=True)
+    subprocess.run(["mount", "--bind", str(mounted[0]), str(mounted[1])], check=True)
+    store = spread(mounted[0], layout)
+    store_pages(store, page_keys(40))
+    subprocess.run(["umount", "-l", str(mounted[0])], check=True)
+    wait_until(lambda: times(store, "path_out_of_service") == 1)
+    wait_until(lambda: store.parts == [] and store._parts[0].store is None)
+    store_pages(store, page_keys(40, "later"))
+    assert list(mounted[0].iterdir()) == []
+    subprocess.run(["mount", "--bind", str(mounted[1]), str(mounted[0])], check=True)
+    wait_until(lambda: times(store, "path_back_in_service") == 1)
+    assert_hits(store, page_keys(40))
+    store.close()
+
+
+@pytest.mark.parametrize("layout", ["slab", "pages"])
+def test_another_directory_in_the_place_of_a_renamed_one_is_served(
+    tmp_path: Path, layout: str, watched: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "l3"
+    store = spread(path, layout)
+    store_pages(store, page_keys(40))
+    path.rename(tmp_path / "old")
+    path.mkdir()
+    wait_until(lambda: times(store, "path_out_of_service") == 1)
+    assert_it_serves_what_is_there_now(store, path)
+    assert f"path {path} is out of service: another directory is there than was opened" in caplog.text
+    store.close()
+
+
+@pytest.mark.parametrize("file_system", FILE_SYSTEMS)
+def test_a_file_system_made_anew_on_the_same_device_is_another_one(file_system: str) -> None:
+    """Its root has the numbers of the former one."""
+    if lacking := missing_for(file_system):
+        pytest.skip(f"missing: {lacking}")
+    with LoopFileSystem(file_system) as disk:
+        before, inode = directory_signature(disk.path), disk.path.stat().st_ino
+        disk.remount(anew=True)
+        assert disk.path.stat().st_ino == inode
+        assert directory_signature(disk.path) != before

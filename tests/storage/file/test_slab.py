@@ -370,6 +370,25 @@ def test_cleared_pages_do_not_come_back_with_a_rebuild(tmp_path: Path) -> None:
     store.close()
 
 
+def test_what_is_written_after_a_clear_stays_while_the_disk_is_freed(tmp_path: Path) -> None:
+    """Another writer may be at work in a slab that has just lost its last page."""
+    store, other = open_store(tmp_path), open_store(tmp_path)
+    for number in range(30):
+        keys = page_keys(10, f"after {number}")
+        assert set(store_pages(other, keys[:5], SIZES)) == {SetResult.STORED}
+        store.clear(None)
+        assert set(store_pages(other, keys[5:], SIZES)) == {SetResult.STORED}
+        assert other._clearing.wait(30) and store._clearing.wait(30)
+        assert store.contains(keys) == [False] * 5 + [True] * 5
+        assert GetResult.MISS not in assert_right(store, keys[5:])
+    store.clear(None)
+    assert store._clearing.wait(30)
+    assert list(slabs_of(tmp_path).iterdir()) == []
+    assert sound(other)
+    store.close()
+    other.close()
+
+
 def test_another_page_size_takes_over_from_one_that_is_no_longer_used(tmp_path: Path) -> None:
     """A model that is gone must not keep its share of the capacity for ever."""
     store = open_store(tmp_path)

@@ -193,6 +193,21 @@ def test_a_directory_that_was_removed_is_noticed_and_the_next_one_is_another(pla
 # -- what others have put there ----------------------------------------------------------------------------------------
 
 
+def test_a_directory_that_was_renamed_is_noticed_and_the_next_one_is_another(place: Path) -> None:
+    """Its files went on being written where nobody looks for them."""
+    with slab_directory(place, "disk", CAPACITY) as first:
+        place.rename(place.with_name("renamed"))
+        first._looked = 0.0
+        with pytest.raises(FileNotFoundError, match="not there any more"):
+            first.check_is_there()
+        with slab_directory(place, "disk", CAPACITY) as second:
+            assert second is not first
+            first._looked = 0.0
+            with pytest.raises(FileNotFoundError, match="another directory is there"):
+                first.check_is_there()
+            second.check_is_there()
+
+
 @pytest.mark.parametrize("name", ["members", "lock", "hicache_ext.json"])
 def test_a_directory_in_the_place_of_a_file_of_ours_is_moved_aside(place: Path, name: str) -> None:
     (place / "v3" / name / "inside").mkdir(parents=True)

@@ -36,7 +36,7 @@ from hicache_ext.storage.tiers.file.slab.index import Uses
 from hicache_ext.storage.tiers.file.slab.listing import ListedPage, SlabListing
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
-from hicache_ext.storage.tiers.file.usage import occupied_bytes
+from hicache_ext.storage.tiers.file.usage import no_space_since, occupied_bytes
 from hicache_ext.storage.tiers.file.writers import Writers
 
 
@@ -81,6 +81,12 @@ class Inspector(abc.ABC):
     def remark(self) -> str:
         """A warning about what it lists; mostly empty."""
         return ""
+
+    @property
+    @abc.abstractmethod
+    def no_space_since(self) -> int:
+        """Since when writes have found no space on the disk (wall-clock seconds); 0 while they find some, and of slabs
+        where no server says. Raises OSError."""
 
     @abc.abstractmethod
     def pages(self) -> Iterator[StoredPage]:
@@ -134,7 +140,7 @@ class Editor(Protocol):
 
     def remove_copies(self, copies: Mapping[bytes, bytes]) -> int: ...
 
-    def clear(self, digests: list[bytes]) -> int: ...
+    def clear(self, digests: list[bytes] | None) -> int: ...
 
     def clean_up(self) -> int:
         """Remove left-overs of killed processes; returns their number."""
@@ -196,6 +202,10 @@ class PageFileInspector(Inspector):
         super().__init__(path)
         self._tree = PageTree(path)
 
+    @property
+    def no_space_since(self) -> int:
+        return no_space_since(self.path)
+
     def pages(self) -> Iterator[StoredPage]:
         for fan_out in sorted(self._tree.fan_out_directories()):
             identity = bytes.fromhex(Path(fan_out).parent.name)
@@ -255,6 +265,10 @@ class SlabInspector(Inspector):
             "servers use it, and do not tell what is there (they are stopped, or this account may not ask them): "
             "this is what the headers of the pages tell; some of these pages may be gone"
         )
+
+    @property
+    def no_space_since(self) -> int:
+        return self._listing.no_space_since
 
     def pages(self) -> Iterator[StoredPage]:
         for page in self._listing.pages():

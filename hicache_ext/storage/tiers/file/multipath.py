@@ -8,6 +8,10 @@ call touches it: its pages are misses, and new ones go to the other paths, by th
 the background closes what was open there, writes and syncs a small file, and once that works opens the path again: its
 index is trusted, or rebuilt from the pages. What was written elsewhere meanwhile is no longer looked for and ages out.
 Pages of identities cleared meanwhile are cleared before the path comes back.
+
+A path whose directory is not the one any more that was opened goes out of service, too: its file system was detached
+(``umount -l``), another one was mounted over it, or the directory was renamed. It comes back with what is there now,
+which may be empty, but not with the bare mount point that a vanished mount leaves.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +35,9 @@ from hicache_ext.errors import ClearLaterError, StoreClosedError, StoreSetupErro
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState
 from hicache_ext.runtime.call_gate import CallGate
+from hicache_ext.runtime.file_signature import DirectorySignature, directory_signature, why_replaced
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.runtime.mounts import mount_points
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.base import leading
 from hicache_ext.storage.contract.diagnosis import Finding
@@ -70,9 +77,10 @@ OpenPath = Callable[[Path, Trouble], PathStore]
 class _Part:
     """One path. ``store`` is None while it is out of service and closed."""
 
-    def __init__(self, path: Path, breaker: Breaker) -> None:
+    breaker: Breaker
+
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.breaker = breaker
         self.store: PathStore | None = None
         self.last_error: Exception | None = None
         self.errors = 0
@@ -82,8 +90,52 @@ class _Part:
         """Identities that are to be cleared before the path comes back."""
         self._doubtful: dict[bytes | None, tuple[float, int]] = {}
         """Those (None: all) whose clearing a disk that dies may lose: since when, and the errors up to then."""
-        self.had_manifest = False
+        self._fd: int | None = None
+        """Of the directory that is in service."""
+        self._opened: tuple[DirectorySignature | None, str] | None = None
+        """The directory that was in service last, and its mount point; None before the first one."""
         self._lock = threading.Lock()
+
+    def use(self, store: PathStore) -> None:
+        """It is in service."""
+        with suppress(OSError):
+            self._opened = directory_signature(self.path), self._mount_points()[0]
+            self._fd = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        if self.why_replaced() is not None:
+            # On a file system that numbers its inodes at every look, a later look would say nothing.
+            self._let_go()
+        self.store = store
+
+    def give_up(self) -> PathStore | None:
+        """The store that was in service; it is to be closed."""
+        self._let_go()
+        store, self.store = self.store, None
+        return store
+
+    def _let_go(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def why_replaced(self) -> str | None:
+        """How another directory, or none, has come into the place of the one in service; None while it has not."""
+        return None if self._fd is None else why_replaced(self._fd, self.path)
+
+    def check(self) -> None:
+        """Raises OSError unless the device under the path takes a write.
+
+        Makes no directory where a mount has vanished: the tier would begin anew on the disk below. Where there is no
+        manifest, another directory must be there than before, or none, and a file system be mounted where one was.
+        """
+        if self._opened is not None:
+            opened, mount_point = self._opened
+            if directory_signature(self.path) == opened or mount_point not in self._mount_points()[1]:
+                check_manifest_is_there(self.path)
+        if self.path.is_dir():
+            _try_to_write(self.path)
+
+    def _mount_points(self) -> tuple[str, frozenset[str]]:
+        return mount_points(str(self.path.absolute()))
 
     def note(self, error: Exception) -> None:
         if is_device_error(error):
@@ -388,7 +440,9 @@ class SpreadStore:
             self._changed(number, state, reason)
 
         backoff = Backoff(first_probe, _LONGEST_PAUSE)
-        return _Part(path, Breaker(f"hicache-{self.name}-probe", probe, backoff, on_change=changed))
+        part = _Part(path)
+        part.breaker = Breaker(f"hicache-{self.name}-probe", probe, backoff, on_change=changed, watch=part.why_replaced)
+        return part
 
     def _open_all(self) -> None:
         # At once: each may have to wait for a process that is stopped.
@@ -405,13 +459,14 @@ class SpreadStore:
         self._use([number for number, part in enumerate(self._parts) if part.store is not None])
         for number, refusal in broken:
             self._parts[number].breaker.trip(refusal.reason)
+        for part in self._parts:
+            part.breaker.begin_to_watch()
 
     def _open_first(self, number: int) -> StoreSetupError | None:
         """Why a path cannot be opened."""
         part = self._parts[number]
         try:
-            part.store = self._open_path(part.path, part.note)
-            part.had_manifest = True
+            part.use(self._open_path(part.path, part.note))
         except StoreSetupError as error:
             return error
         return None
@@ -449,14 +504,14 @@ class SpreadStore:
 
     def _try_again(self, number: int) -> bool:
         part = self._parts[number]
-        store, part.store = part.store, None
+        store = part.give_up()
         try:
             if store is not None:
                 store.abandon()
         except Exception:
             logger.exception("tier %s: closing path %s", self.name, part.path)
         try:
-            _check_path(part.path, part.had_manifest)
+            part.check()
             opened = self._open_path(part.path, part.note)
         except (OSError, StoreSetupError) as error:
             logger.debug("tier %s: path %s is still out of service: %s", self.name, part.path, error)
@@ -483,7 +538,7 @@ class SpreadStore:
             if not clear_all and not cleared:
                 if self._new_share is not None:
                     opened.resize(self._new_share[0])
-                part.store, part.had_manifest = opened, True
+                part.use(opened)
                 part.failed_calls.clear()
                 self._use(sorted({*self._usable, number}))
                 return True
@@ -493,7 +548,7 @@ class SpreadStore:
 
     def _close_stores(self) -> None:
         for part in self._parts:
-            store, part.store = part.store, None
+            store = part.give_up()
             if store is None:
                 continue
             try:
@@ -503,13 +558,8 @@ class SpreadStore:
                 logger.exception("tier %s: closing path %s", self.name, part.path)
 
 
-def _check_path(path: Path, had_manifest: bool) -> None:
-    """Raises OSError unless the device under ``path`` takes a write. Creates no directory: where a mount has vanished,
-    the tier would begin anew on the disk below."""
-    if had_manifest:
-        check_manifest_is_there(path)
-    elif not path.is_dir():
-        return
+def _try_to_write(path: Path) -> None:
+    """Raises OSError unless the device takes a write."""
     probe = path / f".probe.{secrets.randbelow(1 << 63)}"
     fd = os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:

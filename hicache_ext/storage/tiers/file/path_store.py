@@ -9,6 +9,7 @@ and removed only where the stored copy is bad.
 from __future__ import annotations
 
 import abc
+import errno
 import logging
 import math
 import mmap
@@ -25,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.base import TierStore
@@ -49,6 +51,9 @@ _LOOKED_AT_ONCE = 8 << 20
 """Bytes of memory for pages that are looked at, or one page."""
 _MOST_PLACES = 4096
 """Slabs or packs that wait for their scrub."""
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NO_SPACE_SAID = 600.0
+"""Seconds between two lines of the log about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,8 @@ class Fullness:
     free: int
     """What can be written before something is evicted, or the disk is full."""
     pages: int
+    no_space_since: float = 0.0
+    """Wall-clock seconds; 0 while writes find space."""
     served: Served | None = None
     """None where nobody looks."""
 
@@ -87,6 +94,11 @@ class PathStore(TierStore):
 
     type_name = "file"
     layout: ClassVar[str]
+    without_space: ClassVar[str]
+    """What becomes of new pages while the disk is full."""
+    no_space_since: int
+    """Since when writes have found no space (wall-clock seconds), for all processes together; 0 while they find some.
+    Raises OSError."""
     removes_expired: ClassVar[bool] = False
     """Whether ``remove_expired`` is to be called now and then."""
 
@@ -120,6 +132,7 @@ class PathStore(TierStore):
         self._trouble = trouble
         self._open_files = open_files
         self._clearing = Clearing(name)
+        self._space_log = LimitedLog(logger, _NO_SPACE_SAID)
         self._resources = ExitStack()
         """What ``_open`` opened; closed last."""
         self._bad_found = 0
@@ -292,6 +305,23 @@ class PathStore(TierStore):
             filled += need
         return portions
 
+    def _note_space(self, error: OSError | None) -> None:
+        """Writes find no space, for this reason, or some again (None)."""
+        try:
+            since, now = self.no_space_since, int(time.time())
+            if bool(since) == (error is None):
+                self.no_space_since = 0 if error is None else now
+        except OSError as trouble:
+            self._count_error(trouble)
+            return
+        if error is not None:
+            words = "tier %s: no space left for %s below its capacity (%s): %s"
+            told = self.name, self._path, error.strerror or error, self.without_space
+            self._space_log.log(logging.WARNING, "full", words, *told)
+        elif since:
+            words = "tier %s: %s has space again, after %.0f s"
+            self._space_log.log(logging.WARNING, "space", words, self.name, self._path, max(0, now - since))
+
     def _count_error(self, error: OSError) -> None:
         self.count_error(error)
         self._trouble(error)
@@ -306,6 +336,7 @@ def gauges_of_paths(paths: Sequence[Fullness]) -> dict[str, float]:
         "used_bytes": float(sum(path.used for path in paths)),
         "free_bytes": float(sum(path.free for path in paths)),
         "pages": float(sum(path.pages for path in paths)),
+        "no_space_since_seconds": min((path.no_space_since for path in paths if path.no_space_since), default=0.0),
         **_curve_of([path.served for path in paths if path.served is not None]),
     }
 

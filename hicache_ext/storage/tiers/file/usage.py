@@ -75,6 +75,8 @@ class UsageRecord:
     """Goes up when a count begins, and when it ends: it is odd in between."""
     users: list[int] = field(default_factory=list)
     """Members for whom the account goes on; the first of them counted, or will."""
+    no_space_since: int = 0
+    """Since when writes have found no space (wall-clock seconds), or 0."""
 
     @property
     def reserved(self) -> int:
@@ -260,6 +262,16 @@ class Usage:
             own = self._unsettled
         return max(0, record.used(capacity) + own)
 
+    def no_space_since(self) -> int:
+        """As in ``UsageRecord``. Raises OSError."""
+        return (self._look() or UsageRecord()).no_space_since
+
+    def note_no_space(self, since: int) -> None:
+        """Raises OSError."""
+        with self.locked() as record:
+            if record is not None:
+                record.no_space_since = since
+
     def in_doubt(self) -> bool:
         """Whether somebody is to count. Raises OSError."""
         record = self._look()
@@ -365,6 +377,7 @@ class Usage:
             "counted": record.counted,
             "counts": record.counts,
             "users": record.users,
+            "no_space_since": record.no_space_since,
         }
         body = json.dumps(document).encode()[:-1]
         # The newline ends the record: the rest of an earlier, longer one is never read.
@@ -391,6 +404,13 @@ def occupied_bytes(directory: Path) -> int:
     return total
 
 
+def no_space_since(directory: Path) -> int:
+    """As in the record of a directory of page files, read without its lock; 0 without one. Raises OSError."""
+    with suppress(FileNotFoundError, PermissionError, IsADirectoryError), (directory / "usage").open("rb") as file:
+        return (_record_in(file.read(_RECORD_LIMIT)) or UsageRecord()).no_space_since
+    return 0
+
+
 def _checksum(body: bytes) -> bytes:
     return b"%d}" % zlib.crc32(body)
 
@@ -413,6 +433,7 @@ def _record_in(raw: bytes) -> UsageRecord | None:
             counted=bool(document["counted"]),
             counts=int(document["counts"]),
             users=[int(user) for user in document["users"]],
+            no_space_since=int(document["no_space_since"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None

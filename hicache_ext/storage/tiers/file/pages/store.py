@@ -8,7 +8,6 @@ and out of host memory (preadv and pwritev release the GIL). A file gets its nam
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import time
@@ -37,7 +36,7 @@ from hicache_ext.storage.tiers.file.pages.packs import PackRun, Packs
 from hicache_ext.storage.tiers.file.pages.scanning import ABSENT, BLOCK, occupied
 from hicache_ext.storage.tiers.file.pages.single import Found, PageFiles
 from hicache_ext.storage.tiers.file.pages.upkeep import Upkeep
-from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore
+from hicache_ext.storage.tiers.file.path_store import NO_SPACE, Fullness, PathStore
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.usage import Grant, Removal, Usage
 
@@ -57,8 +56,6 @@ _FAN_OUTS_COUNTED = 64
 _COUNT_INTERVAL = 60.0
 """Seconds between two such counts."""
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-
 _LEADING_AT_ONCE = 1024
 
 
@@ -66,7 +63,16 @@ class PageFileStore(PathStore):
     """PageStore over one directory."""
 
     layout = "pages"
+    without_space = f"writes pause for {_NO_SPACE_PAUSE:.0f} s, again and again"
     removes_expired = True
+
+    @property
+    def no_space_since(self) -> int:
+        return self._usage.no_space_since()
+
+    @no_space_since.setter
+    def no_space_since(self, since: int) -> None:
+        self._usage.note_no_space(since)
 
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
         # Headers of 128 bytes exclude O_DIRECT.
@@ -91,6 +97,7 @@ class PageFileStore(PathStore):
         try:
             self._usage = Usage(path, directory.members, directory.members_path, directory.writers)
             self._resources.callback(self._usage.close)
+            self._is_full = bool(self.no_space_since)
             self._resources.callback(Upkeep(self.name, directory, self._usage).close)
         except OSError as error:
             raise StoreSetupError(self.name, f"account {str(path)!r}: {error.strerror or error}") from error
@@ -123,7 +130,7 @@ class PageFileStore(PathStore):
             if time.monotonic() >= self._count_pages_at:
                 self._pages = self._directory.count_pages(_FAN_OUTS_COUNTED)
                 self._count_pages_at = time.monotonic() + _COUNT_INTERVAL
-            return Fullness(capacity, used, free, self._pages)
+            return Fullness(capacity, used, free, self._pages, self.no_space_since)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -245,6 +252,9 @@ class PageFileStore(PathStore):
                     stored += added
             finally:
                 self._usage.commit(reserved, stored)
+            if stored and self._is_full and time.monotonic() >= self._no_writes_until:
+                self._is_full = False
+                self._note_space(None)
 
     def _set_pages(
         self, batch: PageBatch, packs: list[list[int]], singles: list[int]
@@ -271,10 +281,12 @@ class PageFileStore(PathStore):
 
     def _failed_write(self, path: str, error: OSError) -> SetResult:
         self._count_error(error)
-        if error.errno in _NO_SPACE:
-            if time.monotonic() >= self._no_writes_until:
-                logger.warning("tier %s: no space left for %s; writes pause %.0f s", self.name, path, _NO_SPACE_PAUSE)
-            self._no_writes_until = time.monotonic() + _NO_SPACE_PAUSE
+        if error.errno in NO_SPACE:
+            now = time.monotonic()
+            begins, self._no_writes_until = now >= self._no_writes_until, now + _NO_SPACE_PAUSE
+            if begins:
+                self._is_full = True
+                self._note_space(error)
             return SetResult.REJECTED
         logger.debug("tier %s: writing %s: %s", self.name, path, error)
         return SetResult.ERROR

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import bisect
 import enum
-import errno
-import logging
 import threading
 import time
 from collections import defaultdict, deque
@@ -20,12 +18,11 @@ from contextlib import suppress
 import numpy as np
 
 from hicache_ext.errors import IndexBusyError
-from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import PageKeys
 from hicache_ext.storage.tiers.file.companions import Companions
-from hicache_ext.storage.tiers.file.path_store import Fullness
+from hicache_ext.storage.tiers.file.path_store import NO_SPACE, Fullness
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index import Evicted
@@ -33,8 +30,6 @@ from hicache_ext.storage.tiers.file.slab.lookup import hashes_of
 from hicache_ext.storage.tiers.file.slab.shapes import Slab, slots_within
 from hicache_ext.storage.tiers.file.slab.slot_code import Words
 from hicache_ext.storage.tiers.file.slab.slot_references import Numbers
-
-logger = logging.getLogger(__name__)
 
 _SLABS_AT_CAPACITY = 16
 """A full directory has about this many slabs, unless they would be larger than ``_largest_slab``."""
@@ -51,8 +46,6 @@ _FULL_DISK_PAUSE = 1.0
 """Seconds for which a disk without room is not asked for more: pages take the slots of colder ones meanwhile. Twice as
 long each time that it has none again, so that others who take all room do not take slab after slab."""
 _LONGEST_FULL_DISK_PAUSE = 300.0
-_FULL_DISK_SAID = 600.0
-"""Seconds between two lines of the log about it."""
 _CLOCK_INTERVAL = 1.0
 """Seconds between two values that ``ClockTimes`` keeps, at first."""
 _MOST_CLOCK_VALUES = 4096
@@ -80,10 +73,11 @@ class SlotAllocator:
         pins: PinnedPages,
         metrics: TierMetrics,
         failed: Callable[[OSError], None],
+        note_space: Callable[[OSError | None], None],
         evicted_age: RecentMean,
     ) -> None:
-        """Drops slabs beyond the capacity. ``failed`` is told errors of the disk, ``evicted_age`` the seconds since the
-        last use of evicted pages."""
+        """Drops slabs beyond the capacity. ``failed`` is told errors of the disk, ``note_space`` why no slab finds room
+        on it, and None once one may, ``evicted_age`` the seconds since the last use of evicted pages."""
         self._tier = tier
         self._directory = directory
         self._index = directory.index
@@ -92,6 +86,7 @@ class SlotAllocator:
         self._pins = pins
         self._metrics = metrics
         self._failed = failed
+        self._note_space = note_space
         self._evicted_age = evicted_age
         self._clock_times = ClockTimes()
         """Under the lock."""
@@ -105,23 +100,24 @@ class SlotAllocator:
         self._disk_full_until = 0.0
         """time.monotonic(); no slab is added before."""
         self._disk_full_pause = 0.0
-        self._log = LimitedLog(logger, _FULL_DISK_SAID)
         self._to_finish: deque[Slab] = deque()
         """Slabs whose files are there, and whose index was held by another process."""
         self._times_lock = threading.Lock()
         self._looked_at_files = time.monotonic()
         self._shrink()
 
-    def fullness(self, oldest: int) -> Fullness:
+    def fullness(self, oldest: int, no_space_since: int) -> Fullness:
         """Looks at every slot; ``oldest`` as for ``SlabIndex.locate``."""
         pages, used, free = self._index.occupied(oldest)
         left = self._capacity - _occupied(self._index.all_slabs())
-        return Fullness(self._capacity, used, free + max(0, left), pages, self._index.served())
+        return Fullness(self._capacity, used, free + max(0, left), pages, no_space_since, self._index.served())
 
     def resize(self, capacity: int) -> None:
         """Slabs beyond the capacity are dropped at once; pinned pages may take half of the new capacity."""
         self._capacity = capacity
         self._full.clear()
+        # Of a lower one the disk may have enough.
+        self._note_space(None)
         self._pins.set_limit(capacity // 2)
         self._shrink()
 
@@ -280,15 +276,15 @@ class SlotAllocator:
         try:
             self._directory.create_slab_files(slab)
             self._disk_full_pause = 0.0
+            self._note_space(None)
             return _Growth.GREW
         except OSError as error:
             self._failed(error)
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in NO_SPACE:
                 return _Growth.FAILED
             self._disk_full_pause = min(2 * self._disk_full_pause or _FULL_DISK_PAUSE, _LONGEST_FULL_DISK_PAUSE)
             self._disk_full_until = time.monotonic() + self._disk_full_pause
-            words = "tier %s: no space left for %s below its capacity; new pages take the place of cold ones"
-            self._log.log(logging.WARNING, "full", words, self._tier, self._directory.path)
+            self._note_space(error)
             return _Growth.DISK_FULL
 
     def _whole_slab(self) -> int:
@@ -296,8 +292,16 @@ class SlotAllocator:
         largest = max(_LARGEST_SLAB, self._capacity // _MOST_LARGEST_SLABS)
         return min(self._capacity // _SLABS_AT_CAPACITY, largest)
 
-    def _drop_slab(self, slab: Slab) -> bool:
-        dropped = self._index.drop_slab(slab)
+    def drop_empty_slabs(self) -> None:
+        """Give their room back to the file system. Raises IndexBusyError."""
+        for slab in self._index.empty_slabs():
+            # A writer may have been faster.
+            if self._drop_slab(slab, most_pages=0):
+                self._disk_full_until = 0.0
+                self._note_space(None)
+
+    def _drop_slab(self, slab: Slab, most_pages: int | None = None) -> bool:
+        dropped = self._index.drop_slab(slab, most_pages)
         if dropped:
             self._slabs.pop(slab.number, None)
             self._forget(slab)

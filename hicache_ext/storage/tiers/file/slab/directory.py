@@ -38,6 +38,7 @@ import numpy as np
 from hicache_ext.errors import IndexBusyError, StoreSetupError
 from hicache_ext.runtime.access import access_in, make_directory, make_tier_directory, move_aside, settle
 from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock, free_lock
+from hicache_ext.runtime.file_signature import why_replaced
 from hicache_ext.runtime.members import Members, living_members
 from hicache_ext.runtime.whole_file import read_small, sync_whole, write_whole
 from hicache_ext.storage.tiers.file.config import DEFAULT_OPEN_FILES
@@ -240,19 +241,19 @@ class SlabDirectory:
         return list(found.values())
 
     def is_removed(self) -> bool:
-        """Whether somebody has removed the directory: nobody else will ever look at it."""
+        """Whether somebody has removed or replaced the directory: nobody else will ever look at it."""
         try:
-            return os.fstat(self._home_fd).st_nlink == 0
+            return why_replaced(self._home_fd, self.home) is not None
         except OSError:
             return False
 
     def check_is_there(self) -> None:
-        """Raises OSError where the directory was removed, and where slabs' files are. Mostly from memory."""
+        """Raises FileNotFoundError where the directory was removed or replaced. Mostly from memory."""
         now = time.monotonic()
         if now - self._looked >= _LOOK_INTERVAL:
             self._looked = now
-            if os.fstat(self._home_fd).st_nlink == 0:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.home))
+            if (reason := why_replaced(self._home_fd, self.home)) is not None:
+                raise FileNotFoundError(errno.ENOENT, reason, str(self.home))
 
     def close(self) -> None:
         """Release everything. What others use stays."""

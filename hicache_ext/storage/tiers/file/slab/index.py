@@ -787,10 +787,20 @@ class SlabIndex:
         with self._changing():
             self._set_state(slab, MAKING, READY)
 
-    def drop_slab(self, slab: Slab) -> bool:
-        """Take a slab out of use, with its pages; False, with nothing changed, while one of its slots is being written
-        or if another process was first. Its files are to be deleted before ``forget_slab``. Raises IndexBusyError."""
+    def empty_slabs(self) -> list[Slab]:
+        """Those without a page that can be looked up, and without one that a rebuild has yet to find. Looks at every
+        row."""
+        table = self.memory.slabs.copy()
+        ready = slabs_of(table[table[:, SLAB_STATE] == READY])
+        return [slab for slab in ready if not self._count(slab, 0)[0]]
+
+    def drop_slab(self, slab: Slab, most_pages: int | None = None) -> bool:
+        """Take a slab out of use, with its pages; False, with nothing changed, while one of its slots is being written,
+        if it has more than ``most_pages``, or if another process was first. Its files are to be deleted before
+        ``forget_slab``. Raises IndexBusyError."""
         with self._changing():
+            if most_pages is not None and self._count(slab, 0)[0] > most_pages:
+                return False
             states = self.memory.rows[slab.first_row : slab.first_row + slab.slots, STATE]
             pending = states[states & STATES == PENDING] >> 8
             if not np.isin(pending, self._dead(anew=True)).all():

@@ -82,6 +82,11 @@ class SlabListing:
                     newest[page.key] = page
         yield from newest.values()
 
+    @property
+    def no_space_since(self) -> int:
+        """Known while servers are there."""
+        return 0 if self._memory is None else int(self._memory.header[slot_code.NO_SPACE_SINCE])
+
     def uses_of(self, digest: bytes) -> Uses | None:
         """Known while servers are there."""
         if self._memory is None:

@@ -33,6 +33,7 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, 
 from hicache_ext.storage.tiers.file.expiry import oldest_valid_ms
 from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore
 from hicache_ext.storage.tiers.file.pins import PinnedPages
+from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.allocator import SlotAllocator
 from hicache_ext.storage.tiers.file.slab.contents import SlabContents
 from hicache_ext.storage.tiers.file.slab.directory import slab_directory
@@ -61,6 +62,15 @@ class SlabStore(PathStore):
     """PageStore over one slab directory. It needs a capacity."""
 
     layout = "slab"
+    without_space = "new pages take the place of cold ones"
+
+    @property
+    def no_space_since(self) -> int:
+        return int(self._index.memory.header[slot_code.NO_SPACE_SINCE])
+
+    @no_space_since.setter
+    def no_space_since(self, since: int) -> None:
+        self._index.memory.header[slot_code.NO_SPACE_SINCE] = since
 
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
         self._left: deque[tuple[Numbers, int]] = deque()
@@ -81,13 +91,13 @@ class SlabStore(PathStore):
         self._moves = PageMoves(directory, self._plan, self.metrics, self._io)
         pins = PinnedPages(self.name, directory.path, self._capacity // 2, directory.index.occupied_by)
         self._allocator = SlotAllocator(
-            self.name, directory, self._capacity, pins, self.metrics, self._count_error, evicted_age
+            self.name, directory, self._capacity, pins, self.metrics, self._count_error, self._note_space, evicted_age
         )
         directory.rebuild.tell_of_damage(self._look_over)
 
     def fullness(self) -> Fullness:
         with self._calls:
-            return self._allocator.fullness(self._oldest())
+            return self._allocator.fullness(self._oldest(), self.no_space_since)
 
     def _block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
         return self._contents.block_hashes(digest, self._oldest())
@@ -391,17 +401,26 @@ class SlabStore(PathStore):
 
     def _clear(self, digests: Sequence[bytes] | None) -> int:
         """Puts the pages out of reach at once, for everybody; what holds for the next start is written in the
-        background, and awaited for a moment."""
+        background, and awaited for a moment. Then slabs without a page are deleted. One that has others, too, keeps its
+        blocks: a hole in it could not be written where others have filled the disk."""
         moment = milliseconds()
         cleared, had_pages = self._index.clear(digests)
         if cleared:
             self._clearing.clear(cleared, lambda _: self._note_cleared(cleared, moment), _NOTES_AWAITED)
+        self._clearing.clear([], lambda _: self._free_disk())
         for _ in range(_TICKS):
             if milliseconds() > moment:
                 break
             # What is written from now on is newer than what was cleared, also for a rebuild.
             time.sleep(0.0005)
         return had_pages
+
+    def _free_disk(self) -> None:
+        """Raises ClearLaterError."""
+        try:
+            self._allocator.drop_empty_slabs()
+        except IndexBusyError as error:
+            raise ClearLaterError("another process holds the index") from error
 
     def _note_cleared(self, cleared: Sequence[bytes], moment: int) -> None:
         """Raises ClearLaterError where the disk has not taken all of it."""
