@@ -7,7 +7,7 @@
 Each round writes up to three words into one part of the index (extremes, bounds of the parts, flipped bits, chance),
 uses the store and a tool that lists the directory, and mostly puts the words back. With ``--beside`` a thread goes on
 writing them while the store works. Whatever the words say: the process lives, no call raises or hangs, no byte is wrong
-and none beside the pages is changed, and the slabs stay within the capacity. It may cost any page.
+and none beside the pages is changed. It may cost any page, and some room on the disk.
 
 The store is in a process of its own: one that ends by a signal, SIGSEGV above all, is a problem as any other. A round
 depends on the seed and its number alone: ``--only NUMBER`` repeats it, as far as the rounds before it left nothing.
@@ -66,6 +66,8 @@ LONGEST_ROUND = 60
 """Seconds; one takes some milliseconds."""
 MOST_MEMORY = 8 << 30
 """Of address space: what a word says must not be what is allocated."""
+MOST_DISK = 16 * CAPACITY
+"""Slabs that are out of the table keep their files until the index is made anew."""
 EXTREMES = [
     *(0, 1, 2, 7, 15, 16, 63, 64, 65, 4095, 4096, 4097, 65_535, 65_536, 1 << 20, (1 << 31) - 1, 1 << 31, 1 << 32),
     *(1 << 39, (1 << 40) - 1, 1 << 40, 1 << 47, 1 << 57, 1 << 58, 1 << 61, 1 << 62, (1 << 63) - 1),
@@ -235,8 +237,8 @@ class Uses:
 
     def write(self) -> str | None:
         self.writes.update(result.name for result in store_pages(self._store, *self._chain()))
-        size = sum(file.stat().st_size for file in (slab_home(self._path) / "slabs").iterdir())
-        return f"the slabs have {size} bytes" if size > 2 * CAPACITY else None
+        taken = sum(file.stat().st_blocks * 512 for file in (slab_home(self._path) / "slabs").iterdir())
+        return "the disk fills" if taken > MOST_DISK else None
 
     def read(self) -> str | None:
         keys, sizes = self._chain()

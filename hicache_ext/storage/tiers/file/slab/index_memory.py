@@ -123,8 +123,13 @@ class IndexMemory:
         there &= (slots > 0) & (slots <= len(self.rows)) & (first >= 0) & (first <= len(self.rows) - slots)
         positions = np.flatnonzero(there)
         positions = positions[first[positions].argsort(kind="stable")]
-        ends = (first + slots)[positions]
-        there[positions[1:]] &= first[positions[1:]] >= np.maximum.accumulate(ends)[:-1]
+        ends = first + slots
+        if (first[positions[1:]] < ends[positions[:-1]]).any():
+            behind = 0
+            for position in positions.tolist():
+                there[position] = first[position] >= behind
+                # Of one that counts: or all that is made beside it would not count either.
+                behind = int(ends[position]) if there[position] else behind
         table[~there] = 0
         return table
 
