@@ -39,7 +39,7 @@ help:
 	@echo "make trouble    pools killed, frozen, full, slow and cut off under two real servers, 8 minutes each (ENGINES=redis); writes docs/reports/"
 	@echo "make conversations  50 at once on a real pair, cut off and retracted: no memory and no page is lost, 5 minutes"
 	@echo "make soak       the file tier under load with a failing disk, 20 minutes, in containers and stopped, 20 more, and on page files, 7"
-	@echo "make damages    files of a tier damaged at random 1,000 times, 15 minutes; writes docs/reports/damages.md"
+	@echo "make damages    files of a tier damaged at random 1,000 times, its index 20,000 times, 30 minutes; writes docs/reports/damages.md"
 	@echo "make dying-devices  devices that die under a tier, ext4 and XFS, as root, 10 minutes; writes docs/reports/dying-devices.md"
 	@echo "make power-loss the power cut 300 times, ext4 and XFS, as root, 22 minutes; writes docs/reports/power-loss*.md"
 	@echo "make decode-throughput  a real pair: decoding with and without the decode writer, 12 minutes; writes docs/reports/"
@@ -125,6 +125,7 @@ soak: setup-test
 
 damages: setup-test
 	.venv/bin/python -m tests.campaigns.damages --damages 1000 --seed 1 --report docs/reports/damages.md
+	.venv/bin/python -m tests.campaigns.scribbles --rounds 20000 --seed 1
 
 dying-devices: setup-test-all
 	.venv/bin/python -m tests.campaigns.dying_devices --runs 25 --seed 1 --report docs/reports/dying-devices.md

@@ -62,8 +62,13 @@ def access_in(directory: Path) -> Access:
             continue
         # A tool that root runs must not make files that the server cannot read.
         uid = status.st_uid if os.geteuid() == 0 and status.st_uid != 0 else None
-        return Access(group=status.st_mode & 0o2077 == 0o2070, uid=uid)
+        return Access(group=is_for_group(status), uid=uid)
     return PRIVATE
+
+
+def is_for_group(status: os.stat_result) -> bool:
+    """Whether a directory with this status was made for a group (``Access.directory_mode``)."""
+    return status.st_mode & 0o2077 == 0o2070
 
 
 def open_file(path: Path, flags: int) -> int:

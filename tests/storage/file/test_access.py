@@ -13,6 +13,7 @@ import socket
 import stat
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -33,6 +34,7 @@ from hicache_ext.storage.tiers.file.manifest import slab_home
 from hicache_ext.storage.tiers.file.modes import prepare_directory
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pins import add_pin
+from hicache_ext.storage.tiers.file.slab.listing import SlabListing
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, store_pages
 
@@ -116,6 +118,26 @@ def as_account(uid: int, groups: list[int], call: Callable[[], Any]) -> Any:
     finally:
         process.join(10)
         process.kill()
+
+
+@contextlib.contextmanager
+def served_by(uid: int, groups: list[int], path: Path, **tier: Any) -> Iterator[None]:
+    """While a server of another account has the slabs of ``path`` open."""
+    ready, go_on = _FORK.Event(), _FORK.Event()
+
+    def serve() -> None:
+        with closing(opened(path, "slab", **tier)):
+            ready.set()
+            go_on.wait(60)
+
+    server = threading.Thread(target=as_account, args=(uid, groups, serve))
+    server.start()
+    try:
+        assert ready.wait(60)
+        yield
+    finally:
+        go_on.set()
+        server.join()
 
 
 def slabs_of_this_version(path: Path) -> dict[str, Path]:
@@ -490,6 +512,22 @@ def test_accounts_of_one_group_share_a_directory(open_place: Path, layout: str) 
     assert as_account(SOMEBODY, [TEAM], serve(slice(40, 60))) == (20, 60)
     assert modes(path) == SHARED
     assert "Permission denied" in as_account(SOMEBODY_ELSE, [], serve(slice(0, 20)))
+
+
+def test_an_index_is_taken_from_members_of_the_group_by_members_alone(open_place: Path) -> None:
+    """Root's tools looked at whatever any account gave them that could make a socket there."""
+    path, group = open_place / "l3", {"mode": "group", "group": TEAM}
+    open_place.chmod(0o777)
+    as_account(SOMEBODY, [TEAM], lambda: opened(path, "slab", **group).close())
+
+    def is_out_of_reach() -> bool:
+        return SlabListing(path).servers_out_of_reach
+
+    with served_by(SOMEBODY_ELSE, [TEAM], path, **group):
+        assert [as_account(uid, [TEAM], is_out_of_reach) for uid in (SOMEBODY, SOMEBODY_ELSE, 0)] == [False] * 3
+        assert as_account(0, [], is_out_of_reach) is True
+    with served_by(SOMEBODY, [TEAM], path, **group):
+        assert as_account(0, [], is_out_of_reach) is False
 
 
 def test_a_group_that_the_account_is_not_in_is_a_sentence(open_place: Path) -> None:

@@ -117,7 +117,7 @@ def random_step(rng: random.Random, now: int) -> Step:
 
     def write(code: Mapping[str, Function], world: World) -> list[Any]:
         taken = np.full(count, -1)
-        done = code["take_free"](world.rows, world.slabs, of_size, pending, ticket, rng_most, taken)
+        done = code["take_free"](world.rows, world.slabs, world.slabs, of_size, pending, ticket, rng_most, taken)
         some = np.random.default_rng(seed).random(done) < 0.9
         rows, at = taken[:done][some].copy(), np.sort(np.random.default_rng(seed).permutation(40)[:done])[some].copy()
         published = np.zeros(len(rows), np.int64)
@@ -127,7 +127,7 @@ def random_step(rng: random.Random, now: int) -> Step:
 
     def leave_pending(code: Mapping[str, Function], world: World) -> list[Any]:
         taken = np.full(5, -1)
-        return [code["take_free"](world.rows, world.slabs, of_size, pending, 99, rng_most, taken), taken]
+        return [code["take_free"](world.rows, world.slabs, world.slabs, of_size, pending, 99, rng_most, taken), taken]
 
     def evict(code: Mapping[str, Function], world: World) -> list[Any]:
         ranks = np.zeros(500, np.int64)

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import itertools
 import mmap
 import multiprocessing
 import os
+import signal
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from hicache_ext.runtime.members import Members
+from hicache_ext.storage.contract.store import SetResult
+from hicache_ext.storage.tiers.file.manifest import slab_home
 from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.index_memory import INDEX_FORMAT, IndexMemory, new_index
+from hicache_ext.storage.tiers.file.slab.listing import SlabListing
 from hicache_ext.storage.tiers.file.slab.sharing import IndexSharing, remove_left_sockets, shared_index
+from hicache_ext.storage.tiers.file.slab.store import SlabStore
+from hicache_ext.testing.conformance.pages import page_keys, store_pages
+from tests.campaigns import scribbles
+from tests.rigs.container import Program
 from tests.waiting import wait_until
 
 PATIENCE = 30.0
+CAPACITY = 16 << 20
 
 
 @pytest.fixture
@@ -71,6 +84,119 @@ def test_memory_that_is_too_short_is_refused() -> None:
     fd = os.memfd_create("short")
     with pytest.raises(ValueError, match="too short"):
         IndexMemory(fd)
+
+
+def _plain_file(tmp_path: Path) -> int:
+    return os.open(tmp_path / "index", os.O_RDWR | os.O_CREAT)
+
+
+def _without_seals(_: Path) -> int:
+    return os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+
+
+def _of_huge_pages(_: Path) -> int:
+    try:
+        return os.memfd_create("huge", os.MFD_HUGETLB | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        pytest.skip(f"missing: huge pages ({error})")
+
+
+@pytest.mark.parametrize("make", [_plain_file, _without_seals, _of_huge_pages])
+def test_what_could_end_the_process_that_looks_at_it_is_not_mapped(tmp_path: Path, make: Callable[[Path], int]) -> None:
+    """A file that is cut under its mapping, and memory that is lacking: SIGBUS, in servers and in tools of root."""
+    index, fd = new_index(1 << 20), make(tmp_path)
+    os.ftruncate(fd, os.fstat(index).st_size + -os.fstat(index).st_size % (2 << 20))
+    if make is not _of_huge_pages:
+        os.pwrite(fd, os.pread(index, 4096, 0), 0)
+        os.ftruncate(fd, os.fstat(index).st_size)
+    else:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    os.close(index)
+    with pytest.raises(ValueError, match="not the sealed memory"):
+        IndexMemory(fd)
+
+
+def test_a_tool_does_not_look_at_a_file_that_is_given_for_the_index(tmp_path: Path) -> None:
+    SlabStore("disk", tmp_path, capacity=CAPACITY).close()
+    home = slab_home(tmp_path)
+    home_fd, members = os.open(home, os.O_RDONLY), Members(home / "members")
+    index = new_index(CAPACITY)
+    file = os.open(tmp_path / "plain", os.O_RDWR | os.O_CREAT)
+    os.truncate(file, os.fstat(index).st_size)
+    os.pwrite(file, os.pread(index, 4096, 0), 0)
+    sharing = IndexSharing(home, home_fd, members.id, file)
+    assert SlabListing(tmp_path).servers_out_of_reach
+    sharing.close()
+    members.close()
+    os.close(index)
+    os.close(home_fd)
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        (slot_code.SLAB_NUMBER, -1),
+        (slot_code.SLAB_NUMBER, 1 << 31),
+        (slot_code.SLOT_SIZE, 0),
+        (slot_code.SLOT_SIZE, 4095),
+        (slot_code.SLOT_SIZE, 1 << 40),
+        (slot_code.SLOTS, 0),
+        (slot_code.SLOTS, -(1 << 62)),
+        (slot_code.SLOTS, (1 << 63) - 1),
+        (slot_code.FIRST, -1),
+        (slot_code.FIRST, 1 << 62),
+        (slot_code.FIRST, 105),
+        (slot_code.SLAB_STATE, 99),
+    ],
+)
+def test_a_slab_that_cannot_be_is_not_believed(word: int, value: int) -> None:
+    memory = IndexMemory(new_index(1 << 20))
+    memory.slabs[:2] = [7, 4096, 10, 100, slot_code.READY, 10, 0, 0], [8, 4096, 10, 110, slot_code.READY, 10, 0, 0]
+    assert memory.slab_table()[:, slot_code.SLAB_STATE].sum() == 2 * slot_code.READY
+    memory.slabs[1, word] = value
+    (left,) = np.flatnonzero(memory.slab_table()[:, slot_code.SLAB_STATE]).tolist()
+    assert left == 0
+
+
+def test_a_slab_in_the_rows_of_another_one_hides_no_third() -> None:
+    """Each slab that was made anew was hidden at once, and one more was made: the disk filled."""
+    memory = IndexMemory(new_index(1 << 20))
+    for position, (first, slots) in enumerate([(0, 64), (10, 60_000), (64, 10)]):
+        memory.slabs[position] = [position, 4096, slots, first, slot_code.READY, slots, 0, 0]
+    assert np.flatnonzero(memory.slab_table()[:, slot_code.SLAB_STATE]).tolist() == [0, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", scribbles.CODES)
+def test_whatever_is_written_into_the_index_no_process_ends_and_no_byte_is_wrong(code: str) -> None:
+    """One word from any member of the group ended every server on the directory. The long form: ``make damages``."""
+    found = scribbles.run(rounds=40, seed=9, code=code)
+    assert found.problems == {}, "\n\n".join(found.stories)
+    assert found.rounds == 39 and len(found.parts) > 7
+    assert found.reads["HIT"] > 0 and found.writes["STORED"] > 0
+
+
+def test_the_memory_of_a_closed_store_is_given_back_without_the_garbage_collector(tmp_path: Path) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            store = SlabStore("disk", tmp_path, capacity=CAPACITY)
+            store_pages(store, page_keys(5))
+            assert indexes_open() == 3
+            store.close()
+            assert indexes_open() == 0
+    finally:
+        gc.enable()
+
+
+def indexes_open() -> int:
+    """Descriptors of indexes of this process: of its own, of its mapping, and the one that it gives away."""
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sum("hicache-ext-index" in link for link in links)
 
 
 def test_the_parts_of_the_memory_do_not_overlap_and_begin_at_pages() -> None:
@@ -215,3 +341,57 @@ def test_a_process_short_of_descriptors_gives_its_index_once_it_has_some(
 def test_the_index_is_given_to_many(home_fd: int) -> None:
     for _ in range(50):
         assert is_shared(home_fd, [5])
+
+
+# -- children that were forked -----------------------------------------------------------------------------------------
+
+_FORKING = """
+import os, signal, sys
+from pathlib import Path
+from hicache_ext.storage.contract.store import SetResult
+from hicache_ext.storage.tiers.file.slab.store import SlabStore
+from hicache_ext.testing.conformance.pages import page_keys, store_pages
+
+store = SlabStore("disk", Path(sys.argv[1]), capacity=16 << 20)
+assert set(store_pages(store, page_keys(5, "parent"))) == {SetResult.STORED}
+ready, tell = os.pipe()
+child = os.fork()
+if not child:
+    assert set(store_pages(store, page_keys(5, "child"))) == {SetResult.STORED}
+    if sys.argv[2] == "ends":
+        store.close()
+        os._exit(0)
+    os.write(tell, b"x")
+    signal.pause()
+if sys.argv[2] == "ends":
+    assert os.waitpid(child, 0)[1] == 0
+else:
+    os.read(ready, 1)
+print(child, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_child_that_wrote_and_outlives_its_parent_gives_its_index_to_others(tmp_path: Path) -> None:
+    """It was among the members and had no socket: nobody else could open the directory as long as it lived."""
+    with Program(_FORKING, tmp_path, "stays") as program:
+        child = int(program.line())
+        try:
+            program.kill()
+            store = SlabStore("disk", tmp_path, capacity=CAPACITY)
+            assert all(store.contains(page_keys(5, "parent") + page_keys(5, "child")))
+            assert set(store_pages(store, page_keys(5, "other"))) == {SetResult.STORED}
+            # The others know of it: what it was writing when it is killed is free again.
+            members = store._directory.index.memory.members
+            assert (members > 0).sum() == 2 and (members < 0).sum() == 1
+            store.close()
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_child_that_closes_the_store_of_its_parent_does_not_end_the_parent_s_sharing(tmp_path: Path) -> None:
+    with Program(_FORKING, tmp_path, "ends") as program:
+        assert program.line()
+        store = SlabStore("disk", tmp_path, capacity=CAPACITY)
+        assert all(store.contains(page_keys(5, "parent") + page_keys(5, "child")))
+        store.close()

@@ -275,7 +275,7 @@ def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:
         answers.append(kernels["evict"](*table, victims, none, slots, 5, dead, ghosts))
         slabs[0, slot_code.FREE_SLOTS] = slots
         taken = np.full(many, -1)
-        done = kernels["take_free"](rows, slabs, slabs_of_size, pending, ticket, 4096, taken)
+        done = kernels["take_free"](rows, slabs, slabs, slabs_of_size, pending, ticket, 4096, taken)
         taken, published, at = taken[:done].copy(), np.zeros(done, np.int64), np.arange(first, first + done)
         parts = keys, numbers, at, taken, at + 4096, pending, ticket, 10 + ticket, 5
         answers.append(kernels["publish"](*table, *parts, slots, ghosts, 1000, published, events, 1 << 18))

@@ -65,7 +65,8 @@ class SlabContents:
             return np.empty(0, np.int64)
         pages &= slot_code.is_current(memory.identities, states) & (rows[:, slot_code.CREATED] >= oldest)
         seen = self._seen.get(slab.number)
-        if seen is None:
+        if seen is None or len(seen.hashes) != slab.slots:
+            # The table may call another one by its number.
             seen = self._seen[slab.number] = _Seen(np.full(slab.slots, _NEVER), np.zeros(slab.slots, np.int64))
         new = np.flatnonzero(pages & (seen.hashes[begin:end] != hashes))
         if len(new):

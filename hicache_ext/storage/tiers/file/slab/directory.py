@@ -46,7 +46,13 @@ from hicache_ext.storage.tiers.file.manifest import adopt_slabs, slab_home
 from hicache_ext.storage.tiers.file.modes import SLAB_FILE
 from hicache_ext.storage.tiers.file.pages.scanning import BLOCK
 from hicache_ext.storage.tiers.file.slab.index import EVERY, SlabIndex
-from hicache_ext.storage.tiers.file.slab.index_memory import MOST_SLABS, IndexMemory, new_index
+from hicache_ext.storage.tiers.file.slab.index_memory import (
+    LARGEST_NUMBER,
+    LARGEST_SLOT,
+    MOST_SLABS,
+    IndexMemory,
+    new_index,
+)
 from hicache_ext.storage.tiers.file.slab.rebuild import Rebuild
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab, SlabFile
 from hicache_ext.storage.tiers.file.slab.sharing import IndexSharing, remove_left_sockets, shared_index
@@ -64,8 +70,6 @@ _NOTE = re.compile(rb"([0-9]{13}) ([0-9a-f]{8})")
 """Milliseconds and their checksum."""
 _LONGEST_TICK = 10
 """Milliseconds by which the time of a file may lie before the time of the clock: a tick of the kernel."""
-_LARGEST_NUMBER = (1 << 31) - 1
-_LARGEST_SLOT = (1 << 32) - BLOCK
 _LOOK_INTERVAL = 1.0
 
 _open_directories: dict[Path, SlabDirectory] = {}
@@ -176,20 +180,24 @@ class SlabDirectory:
             members = Members(self.home / "members")
             self._resources.callback(members.close)
             memory = IndexMemory(fd)
+            self._resources.callback(memory.close)
             changing = free_lock(OfdLock(self.home / "lock", CHANGING), _NO_CHANGE)
             lock = ChangeLock(changing, f"the index of {self.path}")
             self._resources.callback(lock.close)
-            index = SlabIndex(memory, lock, members, self.cleared_at)
+
+            def share(member: int) -> None:
+                sharing = IndexSharing(self.home, self._home_fd, member, os.dup(shared))
+                self._resources.callback(sharing.close)
+
+            index = SlabIndex(memory, lock, members, self.cleared_at, share)
             if is_new:
                 index.add_found_slabs(found)
+            with suppress(OSError):
+                remove_left_sockets(self._home_fd, living)
             try:
                 index.join()
             except IndexBusyError:
                 raise TimeoutError(errno.ETIMEDOUT, _NO_CHANGE) from None
-            with suppress(OSError):
-                remove_left_sockets(self._home_fd, living)
-            sharing = IndexSharing(self.home, self._home_fd, members.id, os.dup(shared))
-            self._resources.callback(sharing.close)
             return index
         finally:
             # In this order: closing waits for who holds it, and that may be this thread.
@@ -204,8 +212,9 @@ class SlabDirectory:
             if left <= 0:
                 raise TimeoutError(
                     errno.ETIMEDOUT,
-                    f"{len(living)} processes use it and none of them gives its index: they are stopped, or do not "
-                    "share memory with this one (another machine or virtual machine)",
+                    f"{len(living)} processes use it and none of them gives its index: they are stopped, run under "
+                    "accounts that are neither the directory's owner nor in its group, or do not share memory with "
+                    "this one (another machine or virtual machine)",
                 )
             fd = shared_index(self._home_fd, living, left)
             if fd is not None:
@@ -225,8 +234,8 @@ class SlabDirectory:
             match = SLAB_FILE.fullmatch(name)
             assert match is not None
             number, slot_size, headers = int(match[1], 16), int(match[2]), f"{name.removesuffix('slab')}headers"
-            sound = match[3] == "slab" and number <= _LARGEST_NUMBER and number not in found and headers in sizes
-            if sound and 0 < slot_size <= _LARGEST_SLOT and slot_size % BLOCK == 0 and len(found) < MOST_SLABS:
+            sound = match[3] == "slab" and number <= LARGEST_NUMBER and number not in found and headers in sizes
+            if sound and 0 < slot_size <= LARGEST_SLOT and slot_size % BLOCK == 0 and len(found) < MOST_SLABS:
                 # One of both may have been cut, or have grown by a hole.
                 slots = min(sizes[name] // slot_size, sizes[headers] // HEADER)
                 if slots:

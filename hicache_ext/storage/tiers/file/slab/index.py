@@ -28,7 +28,13 @@ from hicache_ext.storage.contract.store import PageKeys, key_words
 from hicache_ext.storage.tiers.file.eviction import EvictionPolicy
 from hicache_ext.storage.tiers.file.path_store import Served
 from hicache_ext.storage.tiers.file.slab import lookup, miniature_code, slot_code
-from hicache_ext.storage.tiers.file.slab.index_memory import BYTES_PER_GHOST, MOST_SLABS, IndexMemory, new_index
+from hicache_ext.storage.tiers.file.slab.index_memory import (
+    BYTES_PER_GHOST,
+    LARGEST_NUMBER,
+    MOST_SLABS,
+    IndexMemory,
+    new_index,
+)
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab
 from hicache_ext.storage.tiers.file.slab.slot_code import (
     CLEARED,
@@ -117,6 +123,8 @@ class View:
     changes: int
     slabs: Mapping[int, Slab]
     """By number: those whose pages can be looked up."""
+    table: Words
+    """``IndexMemory.slab_table``, of which the following speak."""
     by_first: Words
     """The same as rows of the table, by FIRST."""
     positions: Words
@@ -168,15 +176,21 @@ class SlabIndex:
         lock: ChangeLock,
         members: Members,
         cleared_at: Callable[[bytes], int],
+        share: Callable[[int], None] = lambda member: None,
     ) -> None:
         """``cleared_at``: when an identity was cleared last, by the disk (milliseconds, -1: never); may raise
-        OSError."""
+        OSError. ``share``: gives the memory to those who ask this member, from now on; called before a member changes
+        anything, also in a child that was forked. May raise OSError."""
         self.memory = memory
         self._lock = lock
         self._members = members
+        self._share = share
+        self._member = 0
+        """The id that is noted among the members."""
         self._cleared_at = cleared_at
         self._view: View | None = None
-        self._known: dict[bytes, int] = {}
+        self._known: tuple[int, dict[bytes, int]] = (0, {})
+        """How many identities were looked at, and their numbers."""
         self._windows: dict[int, list[int]] = {}
         """By slot size: see ``_measure``."""
         self._numbers: dict[bytes, Words] = {}
@@ -214,9 +228,12 @@ class SlabIndex:
         return lookup.find(self.memory, key_words(keys), self._numbers_of(keys), oldest)
 
     def places_of(self, rows: Words) -> tuple[Words, Words]:
-        """The slab numbers and slots of rows that are in slabs."""
+        """The slab numbers and slots of rows that were taken."""
         by_first = self.view().by_first
         of = lookup.slabs_with(by_first, rows)
+        if (of < 0).any():
+            # Of a slab that somebody took out of the table: it cannot be opened.
+            return np.full(len(rows), -1), np.zeros(len(rows), np.int64)
         return by_first[of, SLAB_NUMBER], rows - by_first[of, FIRST]
 
     def view(self) -> View:
@@ -228,7 +245,7 @@ class SlabIndex:
         return view
 
     def _look(self, changes: int) -> View:
-        table = self.memory.slabs.copy()
+        table = self.memory.slab_table()
         there = np.flatnonzero(np.isin(table[:, SLAB_STATE], IN_USE))
         there = there[table[there, SLAB_NUMBER].argsort()]
         slabs = {slab.number: slab for slab in slabs_of(table[there])}
@@ -242,7 +259,7 @@ class SlabIndex:
         by_first = np.ascontiguousarray(table[positions])
         rows = int((by_first[:, FIRST] + by_first[:, SLOTS]).max(initial=0))
         sampled = miniature_code.sampled_of(capacity)
-        return View(changes, slabs, by_first, positions, of_size, slots, capacity, ghosts, sampled, rows)
+        return View(changes, slabs, table, by_first, positions, of_size, slots, capacity, ghosts, sampled, rows)
 
     def note_hits(self, found: SlotReferences, keys: Sequence[bytes], hits: int) -> None:
         """So many of these pages were read. ``found``: pages of a chain that were used and may rank higher for it."""
@@ -393,7 +410,7 @@ class SlabIndex:
                 known = self.numbers
                 for digest in missing:
                     number = int(self.memory.header[slot_code.IDENTITIES])
-                    if digest not in known and number < len(self.memory.identities):
+                    if digest not in known and 0 <= number < len(self.memory.identities):
                         identity = self.memory.identities[number]
                         identity[:] = 0
                         identity[:2] = np.frombuffer(digest, np.int64)
@@ -415,12 +432,12 @@ class SlabIndex:
     @property
     def numbers(self) -> dict[bytes, int]:
         """The numbers of all identities; they are only added."""
-        count, known = int(self.memory.header[slot_code.IDENTITIES]), self._known
-        if count > len(known):
+        count = min(int(self.memory.header[slot_code.IDENTITIES]), len(self.memory.identities))
+        if count > self._known[0]:
             new = self.memory.identities[:count, :2].copy()
             # Another one, because threads may be going through this one.
-            known = self._known = {digest.tobytes(): number for number, digest in enumerate(new)}
-        return known
+            self._known = count, {digest.tobytes(): number for number, digest in enumerate(new)}
+        return self._known[1]
 
     def _numbers_of(self, keys: Sequence[bytes]) -> Words:
         """The numbers of the identities of ``keys``; a single one where all are of one identity."""
@@ -493,10 +510,10 @@ class SlabIndex:
         free slots further on. Raises IndexBusyError."""
         evicted, table = NOTHING_EVICTED, self.memory.slabs
         with self._changing():
-            of_size, pending = self._taken_from(slot_size), self._pending
+            of_size, pending, known = self._taken_from(slot_size), self._pending, self.view().table
 
             def take_free() -> int:
-                of = self.memory.rows, table, of_size
+                of = self.memory.rows, table, known, of_size
                 return int(slot_code.take_free(*of, pending, ticket, _MOST_LOOKED_AT, rows[done:]))
 
             done = in_vain = 0
@@ -506,8 +523,9 @@ class SlabIndex:
                 need = (len(rows) - done) << 3 * in_vain
                 more = self._evict(of_size, slot_size, need, oldest, spared, dead, gone)
                 evicted = more._replace(slots=evicted.slots + more.slots, pages=evicted.pages + more.pages)
-                in_vain = 0 if more.slots else in_vain + 1
-                done += take_free()
+                got = take_free()
+                in_vain = 0 if got else in_vain + 1
+                done += got
             return done, evicted, not evicting and bool((table[of_size, FREE_SLOTS] > 0).any())
 
     def _taken_from(self, slot_size: int) -> Words:
@@ -622,12 +640,12 @@ class SlabIndex:
         windows = self._windows.get(slot_size)
         if known[LEFT] <= 0 or not windows:
             windows = self._measure(of_size, slot_size, need, oldest, dead)
-        total = int(self.memory.slabs[of_size, SLOTS].sum())
+        total = int(self.view().table[of_size, SLOTS].sum())
         freed, evicted, first_page, headroom = 0, 0, (0, 0), self.view().capacity
         begin = windows.pop() if windows else 0
-        for slab, first, end in self._ranges(of_size, begin, min(total, _MOST_LOOKED_AT), together):
+        for position, base, first, end in self._ranges(of_size, begin, min(total, _MOST_LOOKED_AT), together):
             victims = np.empty(end - first + 1, np.int64)
-            base, cold, cool = int(slab[FIRST]), int(known[COLD]), int(known[COOL])
+            cold, cool = int(known[COLD]), int(known[COOL])
             rows = base + first, base + end
             found = lookup.coldest(self.memory, *rows, together, cold, cool, oldest, dead, victims)
             if not found:
@@ -647,6 +665,7 @@ class SlabIndex:
             kept = int((victims < 0).argmax())
             if kept:
                 # Some may have been free, and counted, before.
+                slab = self.memory.slabs[position]
                 slab[CURSOR], slab[OF] = victims[0] - base, 0
                 slab[FREE_SLOTS] = max(int(slab[FREE_SLOTS]), kept)
                 freed += kept
@@ -676,25 +695,27 @@ class SlabIndex:
                 count += here
         return count
 
-    def _ranges(self, of_size: Words, begin: int, count: int, together: int) -> Iterator[tuple[Words, int, int]]:
-        """``count`` slots from number ``begin`` on, of all of a size: slab, first slot and the one behind the last,
-        whole groups."""
-        slots = self.memory.slabs[of_size, SLOTS]
+    def _ranges(self, of_size: Words, begin: int, count: int, together: int) -> Iterator[tuple[int, int, int, int]]:
+        """``count`` slots from number ``begin`` on, of all of a size: position of the slab, row of its slot 0, first
+        slot and the one behind the last, whole groups."""
+        slots, firsts = self.view().table[of_size][:, [SLOTS, FIRST]].T
         ends = slots.cumsum()
+        if not ends[-1]:
+            return
         begin %= int(ends[-1])
         which = int(np.searchsorted(ends, begin, side="right"))
         slot = begin - int(ends[which] - slots[which])
         slot -= slot % together
         while count > 0:
             end = min(slot + count + -count % together, int(slots[which]))
-            yield self.memory.slabs[of_size[which]], slot, end
+            yield of_size[which], int(firsts[which]), slot, end
             count -= end - slot
             which, slot = (which + 1) % len(of_size), 0
 
     def _measure(self, of_size: Words, slot_size: int, need: int, oldest: int, dead: Words) -> list[int]:
         """Measure how cold the coldest slots of a size are, and where most of them are: where the windows with the most
         of them begin, the best one last. Needs no lock."""
-        slabs = self.memory.slabs[of_size]
+        slabs = self.view().table[of_size]
         total = int(slabs[:, SLOTS].sum())
         step = max(1, total // _SAMPLED)
         first, ranks = random.randrange(step), np.empty(total // step + 1, np.int64)
@@ -723,7 +744,7 @@ class SlabIndex:
         for of in np.unique(of_rows[of_rows >= 0]).tolist():
             slab, some = self.memory.slabs[view.positions[of]], rows[of_rows == of]
             # The first free ones are taken first: they were used lately, and are in the page cache.
-            lowest = int(some.min() - slab[FIRST])
+            lowest = int(some.min() - view.by_first[of, FIRST])
             slab[CURSOR] = lowest if slab[FREE_SLOTS] <= 0 else min(int(slab[CURSOR]), lowest)
             slab[FREE_SLOTS] += len(some)
             slab[OF] = 0
@@ -740,16 +761,18 @@ class SlabIndex:
 
     def all_slabs(self) -> list[Slab]:
         """Those that are being made or dropped, too: all that take room."""
-        table = self.memory.slabs.copy()
+        table = self.memory.slab_table()
         return slabs_of(table[table[:, SLAB_STATE] != NO_SLAB])
 
     def begin_slab(self, slot_size: int, wanted: Callable[[Sequence[Slab]], int]) -> Slab | None:
         """A place for a new slab, whose files are to be made; ``wanted`` says how many slots it may have, from the
         slabs there are. None for none. Raises IndexBusyError."""
         with self._changing():
-            slots = wanted(self.all_slabs())
-            number = int(self.memory.header[slot_code.NEXT_SLAB])
-            slab = None if slots < 1 else self._place(number, slot_size, slots, MAKING, self._members.id)
+            slots = wanted(slabs := self.all_slabs())
+            # No two have one number, whatever the word says.
+            number = max(0, int(self.memory.header[slot_code.NEXT_SLAB]), *(1 + slab.number for slab in slabs))
+            could_be = 0 < slots <= len(self.memory.rows) and number <= LARGEST_NUMBER
+            slab = self._place(number, slot_size, slots, MAKING, self._members.id) if could_be else None
             if slab is not None:
                 self.memory.header[slot_code.NEXT_SLAB] = number + 1
             return slab
@@ -758,7 +781,7 @@ class SlabIndex:
         """Have as many sets as the slots want, a few at a time. Raises IndexBusyError."""
         wanted = self._sets_wanted()
         step = _STEP if is_compiled(slot_code.grow_sets) else _SMALL_STEP // 4
-        while (sets := int(self.memory.header[slot_code.SETS])) < wanted:
+        for sets in range(max(0, int(self.memory.header[slot_code.SETS])), wanted, step):
             with self._changing():
                 slot_code.grow_sets(*self.memory.table[:3], min(wanted, sets + step))
 
@@ -823,11 +846,11 @@ class SlabIndex:
         IndexBusyError."""
         with self._changing():
             dead = self._dead(anew=True)
-            table = self.memory.slabs
+            table = self.memory.slab_table()
             left = np.isin(table[:, SLAB_STATE], (MAKING, DROPPING)) & np.isin(table[:, OF], dead)
             # Or files that could not be deleted.
             left |= (table[:, SLAB_STATE] == DROPPING) & (table[:, OF] == self._members.id)
-            table[left, OF] = self._members.id
+            self.memory.slabs[left, OF] = self._members.id
             for slab in slabs_of(table[left & (table[:, SLAB_STATE] == DROPPING)]):
                 self._forget_pages(slab)
             return slabs_of(table[left])
@@ -839,8 +862,9 @@ class SlabIndex:
         pages = np.flatnonzero(rows[:, STATE] & STATES == slot_code.PAGE)
         hashes, states = rows[pages, slot_code.HASH], rows[pages, STATE]
         self.memory.forget_rows(slab.first_row, slab.slots)
-        numbers = states[slot_code.is_current(self.memory.identities, states)] >> slot_code.NUMBER_SHIFT
-        np.subtract.at(self.memory.identities[:, slot_code.PAGES], numbers, 1)
+        identities = self.memory.identities
+        numbers = states[slot_code.is_current(identities, states)] >> slot_code.NUMBER_SHIFT
+        np.subtract.at(identities[:, slot_code.PAGES], numbers & (len(identities) - 1), 1)
         return hashes, states
 
     def has_left_slabs(self) -> bool:
@@ -882,8 +906,8 @@ class SlabIndex:
 
     def _place(self, number: int, slot_size: int, slots: int, state: int, of: int) -> Slab | None:
         """Allocate the rows of a new slab; None where there are no more."""
-        table = self.memory.slabs
-        used = table[table[:, SLAB_STATE] != NO_SLAB]
+        table, known = self.memory.slabs, self.memory.slab_table()
+        used = known[known[:, SLAB_STATE] != NO_SLAB]
         if len(used) == MOST_SLABS:
             return None
         first = 0
@@ -893,7 +917,7 @@ class SlabIndex:
             first = max(first, int(other[FIRST] + other[SLOTS]))
         if first + slots > len(self.memory.rows):
             return None
-        position = int((table[:, SLAB_STATE] == NO_SLAB).argmax())
+        position = int((known[:, SLAB_STATE] == NO_SLAB).argmax())
         free = slots if state == MAKING else 0
         table[position] = [number, slot_size, slots, first, NO_SLAB, free, 0, of]
         table[position, SLAB_STATE] = state
@@ -931,13 +955,13 @@ class SlabIndex:
 
     def unknown_slabs(self) -> list[Slab]:
         """Those that were not looked at, or not to the end."""
-        table = self.memory.slabs.copy()
+        table = self.memory.slab_table()
         return slabs_of(table[table[:, SLAB_STATE] == SCANNING])
 
     def looked_at(self, slab: Slab) -> int:
         """So many slots of a slab were looked at."""
         position = self._position(slab, SCANNING)
-        return slab.slots if position < 0 else int(self.memory.slabs[position, OF])
+        return slab.slots if position < 0 else min(max(0, int(self.memory.slabs[position, OF])), slab.slots)
 
     def adopt(
         self, slab: Slab, begin: int, keys: Words, numbers: Words, lengths: Words, created: Words, seals: Words
@@ -983,16 +1007,25 @@ class SlabIndex:
     # -- members ---------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Note this process among the members. Raises IndexBusyError."""
+        """Note this process among the members. Raises IndexBusyError, OSError."""
         self._dead(anew=True)
         with self._changing():
-            members = self.memory.members
+            # Whoever changes anything is noted before.
+            pass
+
+    def _note_member(self, member: int) -> None:
+        """Under the lock. Raises OSError."""
+        members = self.memory.members
+        if member not in members:
             free = np.flatnonzero(members == 0)
             # Of those known to be dead the first is forgotten: what it was writing stays taken until all restart.
             places = free if len(free) else np.flatnonzero(members < 0)
             if not len(places):
                 raise OSError(errno.EUSERS, f"{len(members)} processes use the directory, and no more can")
-            members[places[0]] = self._members.id
+            members[places[0]] = member
+        # The others know of it from now on, and may have nobody else to ask.
+        self._share(member)
+        self._member = member
 
     def _dead(self, *, anew: bool = False) -> Words:
         """The ids of members that have ended. An id is never given again, so who is dead stays dead."""
@@ -1010,13 +1043,16 @@ class SlabIndex:
     @property
     def _pending(self) -> int:
         """STATE of a slot that this process writes."""
-        return PENDING | self._members.id << 8
+        return PENDING | self._member << 8
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
         with self._lock.held() as mine:
             if not mine:
                 raise IndexBusyError
+            if self._member != (member := self._members.id):
+                # At first, and in a child that was forked.
+                self._note_member(member)
             yield
 
 
@@ -1024,14 +1060,16 @@ class SlabIndex:
 def new_index_in(directory: Path, capacity: int) -> Iterator[SlabIndex]:
     """An empty index without slabs' files, for benchmarks and tests of the index alone. ``directory`` gets locks."""
     members, lock = Members(directory / "members"), ChangeLock(OfdLock(directory / "lock", 0), str(directory))
+    memory = IndexMemory(new_index(capacity))
     try:
-        index = SlabIndex(IndexMemory(new_index(capacity)), lock, members, lambda _: -1)
+        index = SlabIndex(memory, lock, members, lambda _: -1)
         index.join()
         index.memory.header[slot_code.REBUILT] = 1
         yield index
     finally:
         lock.close()
         members.close()
+        memory.close()
 
 
 def slots_in_group(slot_size: int) -> int:

@@ -4,6 +4,9 @@ It is a memfd. Whoever comes first to a directory makes it; others get its descr
 last process has gone, and the next one makes it anew from the headers of the pages (rebuild.py). So nothing of it can
 be damaged, be cut or vanish with a disk: mapped memory of a file of a device that dies ends the process (SIGBUS).
 
+Others hand it over, so what is no such memory is never mapped, and where slabs lie is looked at before it is believed
+(``slab_table``). What the words of the other parts say is checked where they are used (slot_code.py).
+
 Its parts are as large as the directory may ever need, and take memory only where they were written: 64 bytes a slot in
 ``rows``, 18 to 37 in ``sets``; 1.6 MiB for the miniatures. What the words mean: slot_code.py.
 """
@@ -11,6 +14,7 @@ Its parts are as large as the directory may ever need, and take memory only wher
 from __future__ import annotations
 
 import fcntl
+import functools
 import mmap
 import os
 from contextlib import suppress
@@ -39,6 +43,8 @@ _LEAST_GHOSTS = 1 << 10
 _EVENTS = 1 << 12
 _SMALL_SETS = 1 << 12
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+LARGEST_NUMBER = (1 << 31) - 1
+LARGEST_SLOT = (1 << 32) - _BLOCK
 
 
 class IndexMemory:
@@ -48,9 +54,13 @@ class IndexMemory:
         """Maps the memory behind ``fd``, which is closed. Raises OSError, ValueError where it is no index of this
         format."""
         try:
-            length = os.fstat(fd).st_size
+            status = os.fstat(fd)
+            length = status.st_size
             if length < _HEADER_BYTES:
                 raise ValueError("too short for an index")
+            # A file can be cut, and huge pages can be lacking: either ends the process that looks.
+            if status.st_dev != _device_of_memory() or ~fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise ValueError("not the sealed memory of an index")
             access = mmap.PROT_READ | (mmap.PROT_WRITE if to_change else 0)
             mapped = mmap.mmap(fd, length, mmap.MAP_SHARED | getattr(mmap, "MAP_NORESERVE", 0), access)
         finally:
@@ -62,7 +72,8 @@ class IndexMemory:
         words: Words = np.frombuffer(mapped, np.int64)
         self.header = words[: slot_code.HEADER_WORDS]
         rows_most, ghost_sets = int(self.header[slot_code.ROWS_MOST]), int(self.header[slot_code.GHOST_SETS])
-        if self.header[slot_code.FORMAT] != INDEX_FORMAT or length != _size(rows_most, ghost_sets):
+        sound = 0 < rows_most <= slot_code.ROW and 0 < ghost_sets <= _MOST_GHOSTS
+        if not sound or self.header[slot_code.FORMAT] != INDEX_FORMAT or length != _size(rows_most, ghost_sets):
             raise ValueError("an index of another format")
         parts = iter(_parts(rows_most, ghost_sets))
 
@@ -89,6 +100,38 @@ class IndexMemory:
     @property
     def table(self) -> tuple[Words, Words, Words, Words]:
         return self.rows, self.sets, self.header, self.identities
+
+    def close(self) -> None:
+        """Give the memory back, where no thread uses it any more; later uses raise AttributeError."""
+        for name in [name for name, part in vars(self).items() if isinstance(part, np.ndarray)]:
+            delattr(self, name)
+        # A thread that was left behind keeps it until it ends.
+        with suppress(BufferError):
+            self._mapped.close()
+
+    def slab_table(self) -> Words:
+        """A copy of the slabs, without those (NO_SLAB) that cannot be: outside of the rows, in rows of another one, or
+        of a number or slot size that no slab has. Nothing else is to be believed of where a slab is."""
+        table = self.slabs.copy()
+        number, size, slots, first = table[
+            :, [slot_code.SLAB_NUMBER, slot_code.SLOT_SIZE, slot_code.SLOTS, slot_code.FIRST]
+        ].T
+        states = table[:, slot_code.SLAB_STATE]
+        there = (states > slot_code.NO_SLAB) & (states <= slot_code.DROPPING)
+        there &= (number >= 0) & (number <= LARGEST_NUMBER)
+        there &= (size > 0) & (size <= LARGEST_SLOT) & (size % _BLOCK == 0)
+        there &= (slots > 0) & (slots <= len(self.rows)) & (first >= 0) & (first <= len(self.rows) - slots)
+        positions = np.flatnonzero(there)
+        positions = positions[first[positions].argsort(kind="stable")]
+        ends = first + slots
+        if (first[positions[1:]] < ends[positions[:-1]]).any():
+            behind = 0
+            for position in positions.tolist():
+                there[position] = first[position] >= behind
+                # Of one that counts: or all that is made beside it would not count either.
+                behind = int(ends[position]) if there[position] else behind
+        table[~there] = 0
+        return table
 
     def forget_rows(self, first: int, count: int) -> None:
         """Set rows to zero and give their memory back, which they never took where nobody wrote them."""
@@ -128,6 +171,16 @@ def new_index(capacity: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+@functools.cache
+def _device_of_memory() -> int:
+    """The device of all memory that ``new_index`` makes, and of no file."""
+    fd = os.memfd_create("hicache-ext-device", os.MFD_CLOEXEC)
+    try:
+        return os.fstat(fd).st_dev
+    finally:
+        os.close(fd)
 
 
 def _power_of_two(at_least: int) -> int:

@@ -189,7 +189,7 @@ class SlabListing:
 
     def _slabs_in_memory(self) -> list[Slab]:
         assert self._memory is not None
-        table = self._memory.slabs.copy()
+        table = self._memory.slab_table()
         in_use = slabs_of(table[np.isin(table[:, slot_code.SLAB_STATE], IN_USE)])
         return sorted(in_use, key=lambda slab: slab.number)
 

@@ -113,9 +113,7 @@ def _locate(memory: IndexMemory, keys: Words, numbers: Words, oldest: int, slabs
         return located if count == len(keys) else located[:, :count], facts
     rows = _find(memory, keys, numbers, oldest)
     of = slabs_with(slabs, rows)
-    known = (rows >= 0) & (of >= 0)
-    known[known] = rows[known] < slabs[of[known], FIRST] + slabs[of[known], SLOTS]
-    positions = np.flatnonzero(known)
+    positions = np.flatnonzero(of >= 0)
     rows, of = rows[positions], of[positions]
     numbers_of_slabs, slots, lengths = slabs[of, SLAB_NUMBER], rows - slabs[of, FIRST], memory.rows[rows, LENGTH]
     places = numbers_of_slabs << 32 | slots
@@ -161,8 +159,11 @@ def _states_of(memory: IndexMemory, numbers: Words) -> Words:
 
 
 def slabs_with(slabs: Words, rows: Words) -> Words:
-    """The positions of the slabs that have these rows, each of which is in one. ``slabs``: by FIRST."""
-    return np.searchsorted(slabs[:, FIRST], rows, side="right") - 1
+    """The positions of the slabs that have these rows; -1 for none. ``slabs``: by FIRST."""
+    of = np.searchsorted(slabs[:, FIRST], rows, side="right") - 1
+    if len(slabs):
+        of[rows >= (slabs[:, FIRST] + slabs[:, SLOTS])[of]] = -1
+    return of
 
 
 def coldest(
@@ -241,9 +242,10 @@ def _find(memory: IndexMemory, keys: Words, numbers: Words, oldest: int) -> Word
     of = np.broadcast_to(numbers, len(keys))[known]
     hashes, states = hashes_of(keys[known]), _states_of(memory, of)
     mixed = slot_code.mixed(hashes, of)
-    sets, level = int(memory.header[SETS]), int(memory.header[slot_code.LEVEL])
-    at = mixed & (2 * level - 1)
+    sets, level = memory.header[[SETS, slot_code.LEVEL]]
+    at = mixed & ((level << 1) - 1)
     at = np.where(at < sets, at, mixed & (level - 1))
+    at[(at < 0) | (at >= len(memory.sets))] = 0
     entries = memory.sets[at]
     same = entries >> slot_code.ROW_BITS == ((mixed >> slot_code.ROW_BITS) & slot_code.TAG)[:, None]
     rows = (entries & slot_code.ROW) - 1

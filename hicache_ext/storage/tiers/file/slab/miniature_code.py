@@ -114,8 +114,14 @@ def _halves(miniature: int) -> int:
 
 
 @helper
+def _policy_of_now(header: Words) -> int:
+    policy = header[_POLICY]
+    return int(policy if 0 <= policy < CANDIDATES else 0)
+
+
+@helper
 def _policy_of(miniature: int, header: Words) -> int:
-    return int(miniature if miniature < CANDIDATES else header[_POLICY])
+    return int(miniature if miniature < CANDIDATES else _policy_of_now(header))
 
 
 @helper
@@ -203,7 +209,8 @@ def _cut(header: Words, small: Words, entries: Words, sets: int, miniature: int,
         for way in range(_WAYS):
             held = entries[HELD, of_set, way]
             if (held >> bit) & _HOLDS:
-                moment, hits, own_hits = entries[MOMENT, of_set, way], held >> _USES_SHIFT, (held >> bit) & _MOST_HITS
+                moment, own_hits = entries[MOMENT, of_set, way], (held >> bit) & _MOST_HITS
+                hits = (held >> _USES_SHIFT) & _MOST_HITS
                 rank = _priority_of(policy, of_tier, moment >> 7, distance, hits, own_hits, moment & _MOST_DEPTH)
                 ranks[count] = rank
                 places[count] = of_set * _WAYS + way
@@ -262,8 +269,7 @@ def _choose(header: Words, small: Words, capacity: int, distance: int, rows: int
             small[NOISE + pair] += more * more - (small[NOISE + pair] * 2 * fading >> 16)
             small[LAST_NOISE + pair] += more * more - (small[LAST_NOISE + pair] * 2 * last_fading >> 16)
     small[LATELY : LATELY + CANDIDATES] = 0
-    now = header[_POLICY] if 0 <= header[_POLICY] < CANDIDATES else 0
-    best = now
+    best = now = _policy_of_now(header)
     if capacity >= _LEAST_SLOTS:
         best = _leader(small, LAST_SCORES, LAST_NOISE, _LEAST_LAST_SIGNIFICANCE, now)
         if best == now:
@@ -310,7 +316,8 @@ def learn(
             # The tier lacks a page before it.
             small[RUN] = 0
         small[PLACE] = place
-        if _bits(held, header[_POLICY]) >= _HOLDS and (small[RUN] >> header[_POLICY]) & 1:
+        policy = _policy_of_now(header)
+        if _bits(held, policy) >= _HOLDS and (small[RUN] >> policy) & 1:
             small[SERVED] += 1
         for miniature in range(MINIATURES):
             bits = _bits(held, miniature)

@@ -11,6 +11,9 @@ Callers hold the change lock, except those of ``find``, ``locate``, ``touch``, `
 words that change, so an answer may be about a page that has just gone or come. What is read from a slot is checked by
 its seal.
 
+Whoever has the memory may write anything into it, and compiled code checks no bounds. So a word that becomes a position
+or a length is read once, and used only where it lies in its part: ``len`` of an argument is this process' own.
+
 A row says PENDING until all of it is written; one store then makes it a page. No compiler moves a store from one call
 to another, and x86 keeps their order; elsewhere a torn row costs its page, because its seal does not fit.
 """
@@ -176,12 +179,14 @@ def _mixed_of(rows: Words, row: int) -> int:
 
 
 @helper
-def _set_of(word: int, header: Words) -> int:
+def _set_of(word: int, sets: Words, header: Words) -> int:
     """``word``: ``mixed``. LEVEL may be one step behind SETS or ahead of it, which makes no difference to the sets
     there are."""
     level = header[LEVEL]
     at = word & (2 * level - 1)
-    return int(at if at < header[SETS] else word & (level - 1))
+    if at >= header[SETS]:
+        at = word & (level - 1)
+    return int(at if 0 <= at < len(sets) else 0)
 
 
 @helper
@@ -199,7 +204,7 @@ def _state_of(identities: Words, number: int) -> int:
 def _row_of(rows: Words, sets: Words, header: Words, hashed: int, number: int, state: int) -> int:
     """The row of a page; -1 when there is none."""
     word = mixed(hashed, number)
-    at = _set_of(word, header)
+    at = _set_of(word, sets, header)
     tag = (word >> ROW_BITS) & TAG
     for way in range(WAYS):
         entry = sets[at, way]
@@ -226,7 +231,7 @@ def _row_behind(
 @helper
 def _leave(rows: Words, sets: Words, header: Words, row: int) -> None:
     """Remove the entry of a page."""
-    at = _set_of(_mixed_of(rows, row), header)
+    at = _set_of(_mixed_of(rows, row), sets, header)
     for way in range(WAYS):
         if sets[at, way] & ROW == row + 1:
             sets[at, way] = 0
@@ -251,7 +256,7 @@ def _uncount(identities: Words, state: int) -> None:
 def _enter(rows: Words, sets: Words, header: Words, word: int, row: int) -> int:
     """Add the entry of a page (``word``: ``mixed``). In a full set the page with the lowest priority goes: returns its
     row, -1 mostly."""
-    at = _set_of(word, header)
+    at = _set_of(word, sets, header)
     chosen, lowest, lost = -1, NO_PAGE, -1
     for way in range(WAYS):
         other = (sets[at, way] & ROW) - 1
@@ -269,12 +274,13 @@ def _enter(rows: Words, sets: Words, header: Words, word: int, row: int) -> int:
 def grow_sets(rows: Words, sets: Words, header: Words, wanted: int) -> int:
     """Use so many sets. An entry is in its new set before it leaves the old one; a look-up that finds nothing looks
     again if SETS has changed. Returns the number of sets."""
-    while header[SETS] < min(wanted, len(sets)):
-        new = header[SETS]
-        if new >= 2 * header[LEVEL]:
-            header[LEVEL] = 2 * header[LEVEL]
+    for new in range(max(1, header[SETS]), min(wanted, len(sets))):
         level = header[LEVEL]
+        if new >= 2 * level:
+            header[LEVEL] = level = 2 * level
         old, moved = new - level, 0
+        if not 0 <= old < new:
+            break
         for way in range(WAYS):
             sets[new, way] = 0
         for way in range(WAYS):
@@ -525,19 +531,21 @@ def _recall(hashed: int, state: int, ghosts: Words, oldest: int) -> int:
 # -- slots -------------------------------------------------------------------------------------------------------------
 
 
-@kernel("int64(int64[:, ::1], int64[:, ::1], int64[::1], int64, int64, int64, int64[::1])")
-def take_free(rows: Words, table: Words, of_size: Words, pending: int, ticket: int, most: int, taken: Words) -> int:
+@kernel("int64(int64[:, ::1], int64[:, ::1], int64[:, ::1], int64[::1], int64, int64, int64, int64[::1])")
+def take_free(
+    rows: Words, table: Words, known: Words, of_size: Words, pending: int, ticket: int, most: int, taken: Words
+) -> int:
     """Make free slots pending, up to the length of ``taken``, which gets their rows, in order of place as far as
-    possible. ``table``: the slabs; ``of_size``: the positions in it of those to look at. At most so many slots are
-    looked at. Returns the number taken."""
+    possible. ``table``: the slabs; ``known``: this process' copy, which says where they lie; ``of_size``: the positions
+    in both of those to look at. At most so many slots are looked at. Returns the number taken."""
     done, looked = 0, 0
     for which in range(len(of_size)):
         slab = of_size[which]
-        free, slots, first = table[slab, FREE_SLOTS], table[slab, SLOTS], table[slab, FIRST]
+        free, slots, first = table[slab, FREE_SLOTS], known[slab, SLOTS], known[slab, FIRST]
         if free <= 0 or table[slab, SLAB_STATE] != READY:
             continue
-        at, before = table[slab, CURSOR], done
-        left = slots - table[slab, OF]
+        at, before, looked_at = table[slab, CURSOR], done, table[slab, OF]
+        left = slots - looked_at if 0 <= looked_at <= slots else slots
         while left > 0 and done < len(taken) and looked < most:
             if at >= slots or at < 0:
                 at = 0
@@ -801,7 +809,7 @@ def publish(
                 before = _row_of(rows, sets, header, hash_of(keys, key - 1), before_number, before_state)
                 if before >= 0:
                     highest = max(0, rows[before, PRIORITY] - 1)
-        if rows[row, STATE] != pending or rows[row, HASH] != ticket:
+        if rows[row, STATE] != pending or rows[row, HASH] != ticket or number < 0:
             published[of] = -1
             continue
         hashed, state = hash_of(keys, key), _state_of(identities, number)

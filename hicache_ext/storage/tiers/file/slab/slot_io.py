@@ -24,6 +24,7 @@ from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab, SlabFile
 from hicache_ext.storage.tiers.file.slab.slot_code import SEAL
 
+_SEAL = slice(SEAL, SEAL + envelope.SEAL_LENGTH // 8)
 _UNKNOWN_FLAG = (errno.EOPNOTSUPP, errno.EINVAL)
 ALIGNMENT = 512
 """The smallest block of a disk. Where it is larger the kernel says EINVAL, and the run goes the other way."""
@@ -38,7 +39,6 @@ class SlotIo:
 
     def __init__(self, directory: SlabDirectory, plan: IoPlan, metrics: TierMetrics) -> None:
         self._directory = directory
-        self._seals = directory.index.memory.rows[:, SEAL : SEAL + envelope.SEAL_LENGTH // 8]
         self._direct_reads = plan.read == "direct"
         self._direct_writes = plan.write == "direct"
         self._metrics = metrics
@@ -62,12 +62,13 @@ class SlotIo:
         row = slab.first_row + slot
         sealed = b"".join([envelope.seal_of(header) for header in headers])
         # The slots are this writer's: nobody reads their seals yet.
-        self._seals[row : row + len(run)] = np.frombuffer(sealed, np.int64).reshape(len(run), -1)
+        rows = self._directory.index.memory.rows
+        rows[row : row + len(run), _SEAL] = np.frombuffer(sealed, np.int64).reshape(len(run), -1)
         return True
 
     def seal(self, row: int) -> bytes:
         """That of the page in a slot, as the index has it."""
-        seal: bytes = self._seals[row].tobytes()
+        seal: bytes = self._directory.index.memory.rows[row, _SEAL].tobytes()
         return seal
 
     def erase_header(self, slab: Slab, slot: int) -> None:
