@@ -44,7 +44,8 @@ class Measured:
 def read_measured(file: Path) -> Measured:
     """Raises ConfigError where it is no file of a benchmark, or of one that is not known."""
     try:
-        document = json_in(file.read_bytes())
+        # A figure that is no number is left out, and no fault of the file.
+        document = json_in(file.read_bytes(), number=float)
     except OSError as error:
         raise ConfigError(str(file), f"cannot be read: {error.strerror or error}") from None
     except ValueError:

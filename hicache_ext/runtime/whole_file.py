@@ -14,6 +14,7 @@ import math
 import os
 import secrets
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -120,19 +121,21 @@ def parsed(content: bytes) -> dict[str, Any] | None:
     return document if isinstance(document, dict) else None
 
 
-def json_in(text: str | bytes) -> Any:
-    """The JSON value in a text that anybody may have written; its numbers are finite. Raises ValueError, whatever is
-    wrong."""
-    try:
-        return json.loads(text, parse_constant=_finite, parse_float=_finite)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
 def _finite(word: str) -> float:
     if not math.isfinite(number := float(word)):
         raise ValueError(f"{word} is no number")
     return number
+
+
+def json_in(text: str | bytes, number: Callable[[str], float] = _finite) -> Any:
+    """Return the JSON value in a text that anybody may have written. Raises ValueError, whatever is wrong.
+
+    ``number`` makes a float of its text; the default refuses infinity and NaN.
+    """
+    try:
+        return json.loads(text, parse_constant=number, parse_float=number)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def _write_beside(path: Path, text: str, sync: bool) -> Path:

@@ -330,6 +330,7 @@ SHAPES: dict[str, Callable[[Any, Any], bool]] = {
 OURS = {"advance_weights_epoch", "declare_failures", "export_also", "hint_sender", "report_failure", "resume"} | {
     "served_pool",
     "suspend",
+    "warn_of_sizes",
     "writes_on_every_rank",
 }
 AT_START = {"register_mem_pool_host", "register_mem_host_pool_v2", "on_host_pools_registered"}

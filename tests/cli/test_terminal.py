@@ -16,7 +16,7 @@ ROWS = [("name", "pages", "bytes"), ("first", "1", "10 B"), ("second", "2", "20 
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((columns, 24)))
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_, **__: os.terminal_size((columns, 24)))
 
 
 def test_without_a_terminal_a_row_is_a_line_however_long() -> None:

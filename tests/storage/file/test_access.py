@@ -569,7 +569,7 @@ def test_who_may_only_read_and_wants_to_change_something_gets_a_sentence(
     keys = open_place / "keys"
     keys.write_text("00" * 32)
     before = sorted((str(entry), entry.stat().st_mtime_ns) for entry in path.rglob("*"))
-    for command in ("gc", "clear --all", f"pin --name x --keys {keys}", "unpin --name prompt"):
+    for command in ("gc", "clear --all --yes", f"pin --name x --keys {keys}", "unpin --name prompt"):
         name, *options = command.split()
         assert as_account(SOMEBODY, [], lambda: main([name, str(path), *options])) == 1  # noqa: B023
         assert "Permission denied" in capfd.readouterr().err, command

@@ -191,8 +191,8 @@ def test_a_miniature_of_a_large_tier_sees_a_share_of_the_pages(tmp_path: Path) -
 
 def test_paths_count_by_their_uses_and_one_that_nobody_looks_at_does_not() -> None:
     paths = [
-        Fullness(100, 1, 1, 1, Served(1000, 100, 200, 300, 400)),
-        Fullness(100, 1, 1, 1, Served(3000, 0, 0, 0, 400)),
+        Fullness(100, 1, 1, 1, served=Served(1000, 100, 200, 300, 400)),
+        Fullness(100, 1, 1, 1, served=Served(3000, 0, 0, 0, 400)),
         Fullness(100, 1, 1, 1),
     ]
     gauges = gauges_of_paths(paths)

@@ -96,20 +96,20 @@ def test_a_document_that_may_not_be_read_hides_no_other_one(monkeypatch: pytest.
     inner = ObjectPageStore("cold", ObjectTierConfig(url="file:///test"), lambda: client)
     inner.register_identity(IDENTITY, {"pool": {"name": "kv"}})
     obstore.put(client, identity_name(bytes(16)), b"{}")
-    real = obstore.get_range
+    real = obstore.get
 
     def refuse(client: Any, path: str, **options: Any) -> Any:
         if bytes(16).hex() in path:
             raise PermissionError("not this one")
         return real(client, path, **options)
 
-    monkeypatch.setattr(obstore, "get_range", refuse)
+    monkeypatch.setattr(obstore, "get", refuse)
     assert list(inner.identities()) == [IDENTITY]
     inner.close()
 
 
 def test_a_tier_tells_of_its_pages_unless_a_seal_hides_them(tmp_path: Path) -> None:
-    (tmp_path / "key").write_text("0" * 64)
+    (tmp_path / "key").write_text(bytes(range(32)).hex())
     told = {}
     for mode in ("none", "authenticate", "encrypt"):
         keys = [{"id": "a", "file": str(tmp_path / "key")}]
