@@ -43,11 +43,6 @@ def try_lock(fd: int, operation: int) -> bool:
     return True
 
 
-def show_progress(fd: int) -> None:
-    """Show processes of a former release, which wait for the lock on ``fd``, that its holder works. Raises OSError."""
-    os.utime(fd)
-
-
 class FileLock(ABC):
     """A lock on a file between processes, and between the threads of one process. Not reentrant.
 
