@@ -54,12 +54,12 @@ case $purpose in test | test-all) # the servers that the tests start
   need ip iproute2
   need npm npm
   need promtool prometheus # alert rules
+  need /usr/sbin/mkfs.ext4 e2fsprogs # another disk at a path, on loop mounts
+  need /usr/sbin/mkfs.xfs xfsprogs
   ;;
 esac
 if [ "$purpose" = test-all ]; then
   need etcd etcd-server # Mooncake masters with a standby
-  need /usr/sbin/mkfs.ext4 e2fsprogs # power cuts and devices that die, on loop mounts
-  need /usr/sbin/mkfs.xfs xfsprogs
 fi
 if [ ${#missing[@]} -gt 0 ]; then
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then

@@ -48,7 +48,8 @@ def read_model(path: Path, *, tp: int = 1, dtype: str | None = None) -> ModelSiz
     """From a ``config.json`` or the directory of a model. Raises ConfigError with one sentence."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        document = json_in(file.read_bytes())
+        # Models with states have an infinite limit in theirs; what is read of it is checked below.
+        document = json_in(file.read_bytes(), number=float)
     except OSError as error:
         raise ConfigError(
             "--model", f"{file}: {error.strerror}", "a config.json, or the directory of a model"

@@ -138,7 +138,8 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def register_mem_pool_host(self, mem_pool_host: Any, *_: Any, **__: Any) -> None:
         self.mem_pool_host = mem_pool_host
         self._pools.bind(KV, mem_pool_host)
-        tokens = getattr(mem_pool_host, "size", 0) * getattr(mem_pool_host, "dcp_size", 1)
+        of_shard = getattr(mem_pool_host, "size", 0) * getattr(mem_pool_host, "dcp_size", 1)
+        tokens = getattr(mem_pool_host, "logical_size", of_shard)
         self.warn_of_sizes(mem_pool_host.page_size, tokens, "host memory", "--hicache-ratio or --hicache-size")
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any, *_: Any, **__: Any) -> None:

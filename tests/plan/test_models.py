@@ -149,11 +149,17 @@ def test_heads_that_cannot_be_split_and_files_that_are_none_are_one_sentence(tmp
         ("[]", "is no JSON object"),
         ("{", "is no JSON;"),
         ("[" * 200_000, "is no JSON;"),
-        ('{"hidden_size": Infinity}', "is no JSON;"),
+        ('{"num_hidden_layers": Infinity}', "num_hidden_layers"),
     ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ConfigError, match=problem):
             read_model(tmp_path)
+
+
+def test_an_infinite_limit_that_is_none_of_the_sizes_is_no_fault_of_a_model(tmp_path: Path) -> None:
+    """Those with states have one: ``time_step_limit``."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "time_step_limit": [0.0, float("inf")]}))
+    assert read_model(tmp_path).token_bytes == 131_072
 
 
 def test_the_language_model_inside_another_one_counts(tmp_path: Path) -> None:

@@ -142,6 +142,19 @@ def test_neighbours_make_one_run_whatever_their_order() -> None:
     assert [len(run.members) for run in runs([Place(pack, 0), Place(pack, 1)], 1)] == [1, 1]
 
 
+def test_packs_that_are_known_longest_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused, a pack that was just stored would be a miss, and be stored again and again."""
+    monkeypatch.setattr(pack_index, "MOST_BYTES", 100 * 444)
+    index = PackIndex()
+    keys = [[IDENTITY + (number * 2 + n).to_bytes(32, "big") for n in range(2)] for number in range(1000)]
+    for number in range(1000):
+        assert index.add(Pack.of_keys(f"{number:011x}-0000000000", 131_200, keys[number]))
+        assert None not in index.find(keys[number])
+    assert len(index.packs) <= 101
+    assert index.find(keys[0]) == [None, None]
+    assert None not in index.find(keys[950])
+
+
 def test_a_million_pages_take_the_memory_that_is_stated() -> None:
     import tracemalloc
 

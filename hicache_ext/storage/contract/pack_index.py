@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -93,18 +94,21 @@ class PackIndex:
         self._tombstone_count = 0
 
     @property
-    def full(self) -> bool:
-        """Whether nothing more is added."""
-        items = len(self._packs) + self._tombstone_count
+    def _is_full(self) -> bool:
+        items = len(self._numbers) + self._tombstone_count
         return items * _PACK_BYTES + self._page_count * _PAGE_BYTES >= MOST_BYTES
 
     # -- what there is ---------------------------------------------------------------------------------------------
 
     def add(self, pack: Pack) -> bool:
-        """Whether the pack was not known yet, and is now."""
+        """Whether the pack was not known yet, and is now. Those that are known longest make room for it."""
         with self._lock:
-            if pack.id in self._numbers or self.full:
+            if pack.id in self._numbers:
                 return False
+            if self._is_full:
+                # Some at a time: to look for the first one takes longer the more have gone.
+                for known_longest in list(islice(self._numbers, len(self._numbers) // 16 + 1)):
+                    self._forget(known_longest)
             number = len(self._packs)
             self._packs.append(pack)
             self._dead.append(_mask_of(self._tombstones.get(pack.id, ())))
@@ -122,9 +126,9 @@ class PackIndex:
         A tombstone may come before its pack.
         """
         with self._lock:
-            known = self._tombstones.setdefault(tombstone.pack, [])
-            if tombstone not in known and len(known) < _MOST_TOMBSTONES and not self.full:
-                known.append(tombstone)
+            known = self._tombstones.get(tombstone.pack, [])
+            if tombstone not in known and len(known) < _MOST_TOMBSTONES and not self._is_full:
+                self._tombstones[tombstone.pack] = [*known, tombstone]
                 self._tombstone_count += 1
             number = self._numbers.get(tombstone.pack)
             if number is None:
@@ -147,17 +151,20 @@ class PackIndex:
     def forget(self, pack_id: str) -> None:
         """The pack is gone. Its tombstones go with it."""
         with self._lock:
-            self._tombstone_count -= len(self._tombstones.pop(pack_id, ()))
-            number = self._numbers.pop(pack_id, None)
-            if number is None:
-                return
-            pack = self._packs[number]
-            assert pack is not None
-            self._packs[number] = None
-            self._page_count -= pack.count
-            self._stale += pack.count
-            if self._stale > max(_FEWEST_MERGED, self._page_count):
-                self._merge()
+            self._forget(pack_id)
+
+    def _forget(self, pack_id: str) -> None:
+        self._tombstone_count -= len(self._tombstones.pop(pack_id, ()))
+        number = self._numbers.pop(pack_id, None)
+        if number is None:
+            return
+        pack = self._packs[number]
+        assert pack is not None
+        self._packs[number] = None
+        self._page_count -= pack.count
+        self._stale += pack.count
+        if self._stale > max(_FEWEST_MERGED, self._page_count):
+            self._merge()
 
     def forget_tombstone(self, tombstone: Tombstone) -> None:
         """It was removed; what it took away stays away."""

@@ -246,6 +246,13 @@ def test_pages_of_another_identity_or_generation_are_none_of_the_chain(index: Sl
     assert index.count_leading(keys_of(range(200))) == 1
 
 
+def test_a_slab_that_cannot_be_is_not_taken_for_an_empty_one(index: SlabIndex) -> None:
+    """Who clears drops the empty ones, and looks at every row of them."""
+    slab = add_slab(index, SMALL, 50)
+    index.memory.slabs[5] = [99, 4096, 10, 1 << 50, slot_code.READY, 10, 0, 0]
+    assert [empty.number for empty in index.empty_slabs()] == [slab.number]
+
+
 def test_of_no_pages_none_are_there(index: SlabIndex) -> None:
     keys: list[list[bytes] | PageKeys] = [[], keys_of([])]
     for none in keys:

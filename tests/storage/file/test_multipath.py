@@ -230,6 +230,30 @@ def test_failures_between_successes_take_nothing_out_of_service(rig):
     assert store.out_of_service() == []
 
 
+@pytest.mark.parametrize("result", [SetResult.STORED, SetResult.EXISTS])
+def test_a_write_in_which_a_page_is_there_is_no_failed_one_for_one_bad_block(rig, result):
+    """In doubt a write reads what is there, and one of these pages may lie on the bad block."""
+    store = rig.store()
+    part = store._parts[0]
+    for _ in range(5 * CALLS_BEFORE_OUT):
+        errors, part.store = part.errors, OneBadBlock(part, result)
+        store._call(0, "set", PageBatch([], []), [])
+        assert part.errors > errors
+    assert store.out_of_service() == []
+
+
+class OneBadBlock:
+    def __init__(self, part, result: SetResult) -> None:
+        self.part, self.result = part, result
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        self.part.note(OSError(errno.EIO, "one bad block"))
+        return [SetResult.ERROR, self.result]
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENOMEM])
 def test_a_full_disk_or_a_process_out_of_descriptors_is_no_broken_path(rig, code):
     store = rig.store()

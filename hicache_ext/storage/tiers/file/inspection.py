@@ -301,6 +301,9 @@ class SlabEditor(SlabStore):
     def _look_over(self, place: object) -> None:
         """A tool removes what it was told to remove."""
 
+    def _keep_capacity(self) -> None:
+        """A tool drops no slab: a server may have added one since the capacity was looked at."""
+
     def clean_up(self) -> int:
         self._allocator.forget_left_slabs()
         return self._index.free_dead()

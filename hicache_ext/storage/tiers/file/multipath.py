@@ -66,7 +66,11 @@ _LOOK_INTERVAL = 5.0
 """Seconds between two looks at how full the paths are, while somebody asks."""
 _CLEAR_IN_DOUBT = 60.0
 """Seconds after which the disk knows of a clear: it is synced in the background, or the kernel writes it."""
-_SUCCESS = {"get": GetResult.HIT, "set": SetResult.STORED, "contains": True}
+_SUCCESS: dict[str, tuple[Any, ...]] = {
+    "get": (GetResult.HIT,),
+    "set": (SetResult.STORED, SetResult.EXISTS),
+    "contains": (True,),
+}
 """What a call of each kind says of a page that it moved or found."""
 
 
@@ -96,15 +100,14 @@ class _Part:
         """The directory that was in service last, and its mount point; None before the first one."""
         self._lock = threading.Lock()
 
-    def use(self, store: PathStore) -> None:
-        """It is in service."""
+    def look(self) -> None:
+        """Remember which directory it is that comes into service. Takes as long as the disk likes."""
         with suppress(OSError):
             self._opened = directory_signature(self.path), self._mount_points()[0]
             self._fd = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         if self.why_replaced() is not None:
             # On a file system that numbers its inodes at every look, a later look would say nothing.
             self._let_go()
-        self.store = store
 
     def give_up(self) -> PathStore | None:
         """The store that was in service; it is to be closed."""
@@ -466,7 +469,8 @@ class SpreadStore:
         """Why a path cannot be opened."""
         part = self._parts[number]
         try:
-            part.use(self._open_path(part.path, part.note))
+            part.store = self._open_path(part.path, part.note)
+            part.look()
         except StoreSetupError as error:
             return error
         return None
@@ -517,6 +521,7 @@ class SpreadStore:
             logger.debug("tier %s: path %s is still out of service: %s", self.name, part.path, error)
             return False
         try:
+            part.look()
             for digest, document in list(self._identities.items()):
                 opened.register_identity(digest, document)
             while not self._put_back(number, opened):
@@ -533,12 +538,13 @@ class SpreadStore:
             clear_all, cleared = part.clear_all, list(part.cleared)
             part.clear_all, part.cleared = False, set()
             if self._closing:
+                part.give_up()
                 opened.close()
                 return True
             if not clear_all and not cleared:
                 if self._new_share is not None:
                     opened.resize(self._new_share[0])
-                part.use(opened)
+                part.store = opened
                 part.failed_calls.clear()
                 self._use(sorted({*self._usable, number}))
                 return True
@@ -572,7 +578,9 @@ def _try_to_write(path: Path) -> None:
 
 def _achieved(kind: str, answer: Any) -> bool:
     """Whether a call moved or found a page, although the device failed meanwhile."""
-    return bool(answer) if kind == "count_leading" else kind in _SUCCESS and _SUCCESS[kind] in answer
+    if kind == "count_leading":
+        return bool(answer)
+    return any(success in answer for success in _SUCCESS.get(kind, ()))
 
 
 def _chosen(keys: Sequence[bytes], positions: Sequence[int]) -> Sequence[bytes]:

@@ -133,6 +133,7 @@ class PathStore(TierStore):
         self._open_files = open_files
         self._clearing = Clearing(name)
         self._space_log = LimitedLog(logger, _NO_SPACE_SAID)
+        self._bad_log = LimitedLog(logger)
         self._resources = ExitStack()
         """What ``_open`` opened; closed last."""
         self._bad_found = 0
@@ -144,6 +145,8 @@ class PathStore(TierStore):
         self._workers = ThreadPool(f"hicache-{name}", self._plan.threads)
         try:
             self._open(path, evicted_age or RecentMean())
+            # The metrics may be older than this store: a path that was out of service comes back.
+            self._bad_found = self.metrics.total("corrupt")
         except BaseException:
             self._scrub.stop()
             self._resources.close()
@@ -305,15 +308,15 @@ class PathStore(TierStore):
             filled += need
         return portions
 
-    def _note_space(self, error: OSError | None) -> None:
-        """Writes find no space, for this reason, or some again (None)."""
+    def _note_space(self, error: OSError | None) -> bool:
+        """Writes find no space, for this reason, or some again (None); whether that could be written down."""
         try:
             since, now = self.no_space_since, int(time.time())
             if bool(since) == (error is None):
                 self.no_space_since = 0 if error is None else now
         except OSError as trouble:
             self._count_error(trouble)
-            return
+            return False
         if error is not None:
             words = "tier %s: no space left for %s below its capacity (%s): %s"
             told = self.name, self._path, error.strerror or error, self.without_space
@@ -321,6 +324,7 @@ class PathStore(TierStore):
         elif since:
             words = "tier %s: %s has space again, after %.0f s"
             self._space_log.log(logging.WARNING, "space", words, self.name, self._path, max(0, now - since))
+        return True
 
     def _count_error(self, error: OSError) -> None:
         self.count_error(error)

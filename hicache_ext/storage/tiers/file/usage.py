@@ -267,10 +267,11 @@ class Usage:
         return (self._look() or UsageRecord()).no_space_since
 
     def note_no_space(self, since: int) -> None:
-        """Raises OSError."""
+        """Raises OSError, also where the account cannot be changed now."""
         with self.locked() as record:
-            if record is not None:
-                record.no_space_since = since
+            if record is None:
+                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), "usage")
+            record.no_space_since = since
 
     def in_doubt(self) -> bool:
         """Whether somebody is to count. Raises OSError."""
@@ -433,7 +434,7 @@ def _record_in(raw: bytes) -> UsageRecord | None:
             counted=bool(document["counted"]),
             counts=int(document["counts"]),
             users=[int(user) for user in document["users"]],
-            no_space_since=int(document["no_space_since"]),
+            no_space_since=_bytes(document["no_space_since"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None

@@ -141,8 +141,6 @@ class PackCatalog:
         seen: dict[str, int] = {}
         for items in self._listed_since(digest, since):
             seen |= self._learn(known, items, generation)
-            if known.index.full:
-                break
         with self._changed:
             if known.generation == generation:
                 known.listed_at = max(known.listed_at, begun)
@@ -164,11 +162,6 @@ class PackCatalog:
             seen: dict[str, int] = {}
             for items in self._listed(packs_of(digest)):
                 seen |= self._learn(known, items, generation)
-                if known.index.full:
-                    words = "as many packs as are remembered; pages of others are misses"
-                    self._log.log(logging.WARNING, "full", _TOO_MANY, self._requests.name, words)
-                    before = set()
-                    break
             with self._changed:
                 if known.generation != generation:
                     return seen

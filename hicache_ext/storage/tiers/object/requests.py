@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 _NO_ANSWER = frozenset({"connection", "timeout", "denied", "no_bucket"})
 """Failures after which no other request can work."""
+
+_STREAMED = 1 << 18
+"""Bytes of a piece of an answer."""
 
 Piece = Callable[[Call[Any], int], Any]
 """A request of a call. It is given its position, so that it can stop those behind it."""
@@ -110,7 +114,15 @@ class Requests:
         not to be believed, and obstore ends the process where it has no memory for it."""
         if isinstance(self.client, self.obstore.store.LocalStore):
             return memoryview(reply.bytes())
-        return memoryview(next(reply.stream(min_chunk_size=most + 1), b""))
+        whole, filled = memoryview(mmap.mmap(-1, most + 1)), 0
+        # In pieces: each is put together while nobody else runs Python.
+        for piece in reply.stream(min_chunk_size=_STREAMED):
+            part = memoryview(piece)[: most + 1 - filled]
+            whole[filled : filled + len(part)] = part
+            filled += len(part)
+            if filled > most:
+                break
+        return whole[:filled]
 
     def part(self, name: str, begin: int, end: int) -> memoryview:
         """Bytes of an object. Raises what obstore raises."""

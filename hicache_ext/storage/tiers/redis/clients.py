@@ -157,12 +157,21 @@ class _BoundedSocket:
         self._received = 0
         self._socket.sendall(request)
 
-    def recv(self, most: int) -> bytes:
-        received = self._socket.recv(most)
-        self._received += len(received)
+    def recv(self, most: int, flags: int = 0) -> bytes:
+        received = self._socket.recv(most, flags)
+        self._count(0 if flags & socket.MSG_PEEK else len(received))
+        return received
+
+    def recv_into(self, buffer: Any, most: int = 0, flags: int = 0) -> int:
+        """For the parser of hiredis."""
+        received = self._socket.recv_into(buffer, most, flags)
+        self._count(received)
+        return received
+
+    def _count(self, received: int) -> None:
+        self._received += received
         if self._received > MOST_RECEIVED:
             raise redis.ConnectionError("an answer without end")
-        return received
 
 
 def resolve(endpoint: Endpoint) -> list[Address]:

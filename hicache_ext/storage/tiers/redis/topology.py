@@ -387,15 +387,25 @@ def _slot_ranges(answer: Any, asked: Endpoint) -> _Ranges:
         if not 0 <= int(first) <= int(last) < SLOTS or 0 in free[first : last + 1]:
             raise ValueError("slots that are none, or twice there")
         free[first : last + 1] = bytes(last + 1 - first)
-        # A node that does not know its own address leaves it empty: it is the one that was asked.
-        primary, *replicas = [
-            Endpoint.named(host, port) if host else asked._replace(port=int(port)) for host, port, *_ in nodes
-        ]
-        ranges.append((first, last, primary, tuple(replicas)))
+        primary, *others = [_named(host, port, asked) for host, port, *_ in nodes]
+        if primary is None:
+            # The pages of these slots are misses until it has a name.
+            continue
+        replicas = tuple(replica for replica in others if replica is not None)
+        ranges.append((first, last, primary, replicas))
         named.update((primary, *replicas))
         if len(named) > MOST_NODES:
             raise ValueError("more nodes than a cluster has")
     return ranges
+
+
+def _named(host: object, port: Any, asked: Endpoint) -> Endpoint | None:
+    """A node that a server names; None for one without a usable name, such as "?" of a node that announces no host."""
+    try:
+        # A node that does not know its own address leaves it empty: it is the one that was asked.
+        return Endpoint.named(host, port) if host else asked._replace(port=int(port))
+    except (TypeError, ValueError):
+        return None
 
 
 def primary_of(tier: RedisTierConfig, sentinel: Endpoint, service: str) -> tuple[Endpoint, tuple[Endpoint, ...]]:
@@ -413,8 +423,9 @@ def primary_of(tier: RedisTierConfig, sentinel: Endpoint, service: str) -> tuple
             for entry in listed:
                 facts = entry if isinstance(entry, dict) else dict(zip(entry[::2], entry[1::2], strict=True))
                 named = {_text(name): _text(value) for name, value in facts.items()}
-                if not _OUT_OF_ORDER & set(named.get("flags", "").split(",")):
-                    replicas.append(Endpoint.named(named["ip"], named["port"]))
+                replica = _named(named.get("ip") or "?", named.get("port"), sentinel)
+                if replica is not None and not _OUT_OF_ORDER & set(named.get("flags", "").split(",")):
+                    replicas.append(replica)
     if len(replicas) > MOST_NODES:
         raise ValueError("more replicas than there are")
     host, port = address

@@ -143,8 +143,7 @@ def test_a_listing_without_end_ends(names_without_end: int, bound: str, monkeypa
     """Seen: 2 GB, and more where nobody stopped it."""
     if bound == "packs":
         monkeypatch.setattr(pack_index, "MOST_BYTES", 5000 * 422)
-    else:
-        monkeypatch.setattr(catalog, "_MOST_LISTED", 5000)
+    monkeypatch.setattr(catalog, "_MOST_LISTED", 20000 if bound == "packs" else 5000)
     store = ObjectPageStore(
         "objects",
         ObjectTierConfig(url="s3://test", timeout=30.0, required=False),

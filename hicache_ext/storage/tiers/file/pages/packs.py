@@ -23,6 +23,7 @@ from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.pack import PACK_BYTES, SMALL, Pack, encode_footer, milliseconds_of, new_id, short_hash
 from hicache_ext.runtime import vectored
 from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.pack_index import Place, Run, runs
 from hicache_ext.storage.contract.store import GetResult, PageBatch
@@ -89,6 +90,7 @@ class Packs:
         self._metrics = metrics
         self._note_error = note_error
         self._look_over = look_over
+        self._bad_log = LimitedLog(logger)
         self._read_flags, self._write_flags = flags
         self._most_pages = most_pages(directory.packs.home)
         self.catalogue = PackCatalogue(tier, directory.packs, note_error)
@@ -407,7 +409,9 @@ class Packs:
             self.catalogue.forget_page(identity, place)
             logger.warning("tier %s: %s is bad (%s) and cannot be removed: %s", self._tier, what, reason, error)
         else:
-            logger.warning("tier %s: %s was bad (%s) and is removed", self._tier, what, reason)
+            self._bad_log.log(
+                logging.WARNING, "bad", "tier %s: %s was bad (%s) and is removed", self._tier, what, reason
+            )
         self._unhealed.discard((place.pack.id, place.position))
         if reason != EXPIRED:
             self._look_over((identity, place.pack))

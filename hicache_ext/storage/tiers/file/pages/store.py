@@ -253,8 +253,7 @@ class PageFileStore(PathStore):
             finally:
                 self._usage.commit(reserved, stored)
             if stored and self._is_full and time.monotonic() >= self._no_writes_until:
-                self._is_full = False
-                self._note_space(None)
+                self._is_full = not self._note_space(None)
 
     def _set_pages(
         self, batch: PageBatch, packs: list[list[int]], singles: list[int]

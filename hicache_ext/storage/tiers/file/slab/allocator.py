@@ -73,10 +73,10 @@ class SlotAllocator:
         pins: PinnedPages,
         metrics: TierMetrics,
         failed: Callable[[OSError], None],
-        note_space: Callable[[OSError | None], None],
+        note_space: Callable[[OSError | None], object],
         evicted_age: RecentMean,
     ) -> None:
-        """Drops slabs beyond the capacity. ``failed`` is told errors of the disk, ``note_space`` why no slab finds room
+        """``failed`` is told errors of the disk, ``note_space`` why no slab finds room
         on it, and None once one may, ``evicted_age`` the seconds since the last use of evicted pages."""
         self._tier = tier
         self._directory = directory
@@ -104,7 +104,6 @@ class SlotAllocator:
         """Slabs whose files are there, and whose index was held by another process."""
         self._times_lock = threading.Lock()
         self._looked_at_files = time.monotonic()
-        self._shrink()
 
     def fullness(self, oldest: int, no_space_since: int) -> Fullness:
         """Looks at every slot; ``oldest`` as for ``SlabIndex.locate``."""
@@ -119,7 +118,7 @@ class SlotAllocator:
         # Of a lower one the disk may have enough.
         self._note_space(None)
         self._pins.set_limit(capacity // 2)
-        self._shrink()
+        self.shrink()
 
     def slab(self, number: int) -> Slab | None:
         """None when it was dropped."""
@@ -323,7 +322,7 @@ class SlotAllocator:
             for slab in self._index.left_slabs():
                 self._forget(slab)
 
-    def _shrink(self) -> None:
+    def shrink(self) -> None:
         """Drop slabs, those with the lowest priorities first, until the rest fits the capacity."""
         try:
             while True:

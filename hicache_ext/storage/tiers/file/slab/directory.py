@@ -94,7 +94,12 @@ def slab_directory(
     with opening:
         with _open_lock:
             directory = _open_directories.get(resolved)
-            if directory is not None and directory.is_removed():
+        # Outside of the lock: it asks the disk.
+        removed = directory is not None and directory.is_removed()
+        with _open_lock:
+            # Its last user may have closed it meanwhile.
+            directory = _open_directories.get(resolved)
+            if directory is not None and removed:
                 # Its users find out by themselves.
                 del _open_directories[resolved]
                 directory = None
@@ -144,6 +149,8 @@ class SlabDirectory:
             adopt_slabs(path, tier)
             make_directory(self.identities)
             self._home_fd = self._opened_directory(self.home)
+            # Some file systems number their inodes anew at every look.
+            self._numbers_hold = why_replaced(self._home_fd, self.home) is None
             self._slabs_fd = self._opened_directory(self.home / "slabs")
             self._noting = OfdLock(self.home / "lock", NOTING)
             self._resources.callback(self._noting.close)
@@ -252,16 +259,22 @@ class SlabDirectory:
     def is_removed(self) -> bool:
         """Whether somebody has removed or replaced the directory: nobody else will ever look at it."""
         try:
-            return why_replaced(self._home_fd, self.home) is not None
+            return self._why_gone() is not None
         except OSError:
             return False
+
+    def _why_gone(self) -> str | None:
+        """Raises OSError."""
+        if self._numbers_hold:
+            return why_replaced(self._home_fd, self.home)
+        return None if os.fstat(self._home_fd).st_nlink else "the directory was removed"
 
     def check_is_there(self) -> None:
         """Raises FileNotFoundError where the directory was removed or replaced. Mostly from memory."""
         now = time.monotonic()
         if now - self._looked >= _LOOK_INTERVAL:
             self._looked = now
-            if (reason := why_replaced(self._home_fd, self.home)) is not None:
+            if (reason := self._why_gone()) is not None:
                 raise FileNotFoundError(errno.ENOENT, reason, str(self.home))
 
     def close(self) -> None:

@@ -813,7 +813,7 @@ class SlabIndex:
     def empty_slabs(self) -> list[Slab]:
         """Those without a page that can be looked up, and without one that a rebuild has yet to find. Looks at every
         row."""
-        table = self.memory.slabs.copy()
+        table = self.memory.slab_table()
         ready = slabs_of(table[table[:, SLAB_STATE] == READY])
         return [slab for slab in ready if not self._count(slab, 0)[0]]
 

@@ -93,7 +93,12 @@ class SlabStore(PathStore):
         self._allocator = SlotAllocator(
             self.name, directory, self._capacity, pins, self.metrics, self._count_error, self._note_space, evicted_age
         )
+        self._keep_capacity()
         directory.rebuild.tell_of_damage(self._look_over)
+
+    def _keep_capacity(self) -> None:
+        """Drop what is beyond the capacity, which may have become lower."""
+        self._allocator.shrink()
 
     def fullness(self) -> Fullness:
         with self._calls:
@@ -226,7 +231,8 @@ class SlabStore(PathStore):
         if not self._forget([key], only=page.row):
             return False
         self.metrics.add("corrupt", reason)
-        logger.warning("tier %s: page %s was bad (%s) and is removed", self.name, key.hex(), reason)
+        words = "tier %s: page %s was bad (%s) and is removed"
+        self._bad_log.log(logging.WARNING, "bad", words, self.name, key.hex(), reason)
         self._look_over(page.slab)
         return True
 
