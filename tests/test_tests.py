@@ -236,12 +236,6 @@ def test_the_tables_of_what_stays_name_tests_that_are_there() -> None:
     assert [name for name in named if not any(line.startswith(name) for line in collected)] == []
 
 
-def test_the_page_about_the_time_of_the_tests_lists_the_promises_and_their_tests() -> None:
-    page = (ROOT / "docs" / "decisions" / "time-of-the-tests.md").read_text()
-    files = {promise: test.partition("::")[0].removeprefix("tests/e2e/") for promise, test in REAL_SERVERS.items()}
-    assert [promise for promise, file in files.items() if f"| {promise} | `{file}` |" not in page] == []
-
-
 def test_every_two_values_of_parameters_meet_in_what_stays_of_their_products() -> None:
     rows = [tuple(map(str, row)) for row in itertools.product(range(6), range(5), range(3), range(2))]
     chosen = [rows[number] for number in covering_pairs(rows)]

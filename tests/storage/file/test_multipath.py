@@ -331,7 +331,7 @@ def test_close_ends_the_probe_of_a_path_that_stays_broken(rig):
     store = rig.store()
     broken(rig, store)
     store.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "hicache-disk-probe"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "hicache-disk-paths"]
 
 
 def test_calls_go_on_while_a_path_goes_and_comes(rig):

@@ -444,7 +444,7 @@ class SpreadStore:
 
         backoff = Backoff(first_probe, _LONGEST_PAUSE)
         part = _Part(path)
-        part.breaker = Breaker(f"hicache-{self.name}-probe", probe, backoff, on_change=changed, watch=part.why_replaced)
+        part.breaker = Breaker(f"hicache-{self.name}-paths", probe, backoff, on_change=changed, watch=part.why_replaced)
         return part
 
     def _open_all(self) -> None:
