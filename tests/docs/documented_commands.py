@@ -70,7 +70,12 @@ RULES = (
     Rule("hicache-ext stat "),
     Rule("hicache-ext verify "),
     Rule("hicache-ext gc "),
-    Rule("hicache-ext clear "),
+    Rule("hicache-ext clear .*--(yes|dry-run)"),
+    Rule(
+        "hicache-ext clear ",
+        in_short=((r"$", " --yes"),),
+        why="at a terminal it asks; the tests have none, where it removes nothing without --yes",
+    ),
     Rule("hicache-ext pins? "),
     Rule(
         "hicache-ext caches --remove",
