@@ -32,7 +32,6 @@ _WHOLE_EVERY = 300.0
 """Seconds between listings of a whole identity."""
 _IN_USE = 1800.0
 """Seconds for which an identity that nobody asks for is listed."""
-_TOO_MANY = "tier %s: the store lists %s"
 _MOST_UNITS = 4
 """Listings of a unit of time each, where a listing cannot begin in the middle; for more time all is listed."""
 
@@ -202,7 +201,8 @@ class PackCatalog:
         for listed in requests.obstore.list(requests.client, prefix, offset=offset, chunk_size=_LISTED_AT_ONCE):
             yield [(found[1], entry["size"]) for entry in listed if (found := packed(entry["path"])) is not None]
             if (names := names + len(listed)) >= _MOST_LISTED:
-                self._log.log(logging.WARNING, "endless", _TOO_MANY, requests.name, "more names than are read")
+                words = "tier %s: the store lists more names than are read"
+                self._log.log(logging.WARNING, "endless", words, requests.name)
                 break
         requests.reached = True
 
