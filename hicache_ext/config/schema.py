@@ -74,13 +74,14 @@ def true_or_false(value: object) -> bool:
 class ConfigModel(BaseModel):
     """A frozen mapping of known keys. A model says in class variables what pydantic cannot know.
 
-    ``required_because`` gives the reason why a key must be there; ``misplaced_key`` says where a key belongs that is
-    known elsewhere.
+    ``required_because`` gives the reason why a key must be there; ``removed`` names keys of former versions with what
+    decides instead; ``misplaced_key`` says where a key belongs that is known elsewhere.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
 
     required_because: ClassVar[Mapping[str, str]] = {}
+    removed: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def misplaced_key(cls, key: str) -> str | None:
@@ -146,6 +147,8 @@ def _translated(model: type[ConfigModel], details: ErrorDetails) -> PydanticCust
     if kind == "missing":
         return _custom_error(model.required_because.get(field, "required"), allowed_for(model, field))
     if field not in model.model_fields:
+        if instead := model.removed.get(field):
+            return _custom_error(f"there is no such key any more: {instead}; remove it", None)
         problem = f"unknown key; {place}" if (place := model.misplaced_key(field)) else "unknown key"
         if not place:
             problem += did_you_mean(field, model.model_fields)

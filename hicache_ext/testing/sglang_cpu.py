@@ -52,16 +52,19 @@ from hicache_ext.testing.cpu_allocation import allocate_without_triton
 
 MODULES_VARIABLE = "HICACHE_EXT_RIG_MODULES"
 
-# --max-total-tokens fits any model that is worth running on CPU; sleep-on-idle and one OpenMP thread keep a scheduler's
-# polling loop from starving the model (a 1-token prefill took 3 s without them).
+# The two sizes fit any model that is worth running on CPU, and SGLang takes no more memory than they say; its fraction
+# is what everybody else on the machine may take between two looks at what is free, before a start is refused.
+# sleep-on-idle and one OpenMP thread keep a scheduler's polling loop from starving the model (a 1-token prefill took
+# 3 s without them).
 _DEFAULT_ARGUMENTS: dict[str, str | None] = {
     "--device": "cpu",
     "--attention-backend": "torch_native",
     "--sampling-backend": "pytorch",
     "--grammar-backend": "none",
     "--dtype": "bfloat16",
-    "--mem-fraction-static": "0.1",
+    "--mem-fraction-static": "0.5",
     "--max-total-tokens": "32768",
+    "--max-mamba-cache-size": "64",
     "--max-running-requests": "8",
     "--skip-server-warmup": None,
     "--sleep-on-idle": None,

@@ -52,8 +52,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> TimeLine:
         model, given = make_tiny_model(directory / "model"), ()
     else:
         model = make_small_model(directory / "model")
-        # A share of a memory that others use at the same time.
-        given = (*arguments_to_serve(), "--max-total-tokens", "8192", "--mem-fraction-static", "0.4")
+        given = (*arguments_to_serve(), "--max-total-tokens", "8192")
     line = TimeLine(timeout=READ_TIMEOUT if arguments.timeout is None else arguments.timeout, tokens=arguments.tokens)
     conversations = Conversations(arguments.seed, arguments.tokens)
     with ExitStack() as stack:

@@ -6,8 +6,9 @@ import copy
 import json
 import pickle
 import socket
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -24,6 +25,7 @@ from hicache_ext.config import (
     load_document,
     tier_types,
 )
+from hicache_ext.config.schema import ConfigModel, as_config_error
 from hicache_ext.config.tiering import BackgroundConfig, PrefetchConfig
 from hicache_ext.errors import ConfigError
 from hicache_ext.storage.tiers.file.config import FileTierConfig
@@ -315,3 +317,15 @@ def test_every_example_in_the_documentation_is_valid() -> None:
     page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
     examples = [block.split("```")[0] for block in page.split("```yaml\n")[1:]]
     assert [load_config(yaml.safe_load(text)).role for text in examples] == ["auto", "prefill", "auto"]
+
+
+def test_a_key_that_is_gone_says_what_decides_instead() -> None:
+    class Section(ConfigModel):
+        removed: ClassVar[Mapping[str, str]] = {"slow_call": "a call is slow when it outlasts the tier's timeout"}
+        kept: bool = True
+
+    with pytest.raises(ValidationError) as raised:
+        Section.model_validate({"slow_call": "1s", "kept": False})
+    assert str(as_config_error(raised.value)) == (
+        "slow_call: there is no such key any more: a call is slow when it outlasts the tier's timeout; remove it"
+    )

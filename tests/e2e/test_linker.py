@@ -125,12 +125,12 @@ def test_all_pools_of_a_hybrid_model_pass_through_either_door(tmp_path: Path, ki
     config = file_tier_config(tmp_path / "l3")
     first, second = HYBRID_PROMPTS["first"], [*SECOND_PROMPT, *range(70)]
 
-    with hierarchical(model, tmp_path / "hicache.log", config, extra_arguments=ARGUMENTS[kind]) as server:
+    with hierarchical(model, tmp_path / "hicache.log", config, extra_arguments=ARGUMENTS.get(kind, ())) as server:
         cold = server.generate(first)
         assert cold.cached_tokens == 0
         server.flush_cache()
 
-    with linked(model, tmp_path / "linker.log", config, extra_arguments=ARGUMENTS[kind]) as server:
+    with linked(model, tmp_path / "linker.log", config, extra_arguments=ARGUMENTS.get(kind, ())) as server:
         restored = server.generate(first)
         assert (restored.cached_tokens, restored.cached.device) == (restorable(kind, len(first)), 0)
         assert restored.output_ids == cold.output_ids

@@ -19,7 +19,7 @@ from hicache_ext.testing.tiny_vision import IMAGE, make_tiny_vision
 from tests.e2e.conftest import file_tier_config
 from tests.e2e.modes import saw
 from tests.e2e.test_file_tier import PROMPT
-from tests.e2e.test_hybrid_models import ARGUMENTS, PROMPTS, restorable
+from tests.e2e.test_hybrid_models import PROMPTS, restorable
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -127,12 +127,7 @@ def test_with_best_effort_an_idle_server_takes_nothing_and_a_busy_one_what_comes
 def test_replicas_of_dp_attention_restore_what_either_stored(tmp_path: Path) -> None:
     """The tiny Llama has no DP attention in SGLang; Qwen3-Next does."""
     model, prompt = make_tiny_hybrid(tmp_path / "model", "qwen3_next"), PROMPTS["first"]
-    mode = Mode(
-        "`--tp 2 --dp 2 --enable-dp-attention` (Qwen3-Next)",
-        ("--enable-dp-attention", *ARGUMENTS["qwen3_next"]),
-        tp=2,
-        dp=2,
-    )
+    mode = Mode("`--tp 2 --dp 2 --enable-dp-attention` (Qwen3-Next)", ("--enable-dp-attention",), tp=2, dp=2)
     with serve(model, tmp_path, mode) as server:
         cold = [server.generate(prompt) for _ in range(mode.dp)]
         server.flush_cache()
