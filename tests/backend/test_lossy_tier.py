@@ -50,6 +50,7 @@ def serve(open_backend: Callable[..., Any], tmp_path: Path) -> Callable[..., Any
     return serve_
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lossy", ["int8", "fp8"])
 @pytest.mark.parametrize("exact", ["off", "lossless", "auto"])
 def test_an_exact_server_reads_nothing_of_a_lossy_one_and_the_other_way_round(

@@ -79,6 +79,7 @@ def sources_of(release: str) -> Sources:
     return Sources(package_of(release))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("release", releases.TESTED)
 def test_every_tested_release_has_all_that_its_features_need(release: str) -> None:
     found = list(check(sources_of(release), release))

@@ -84,6 +84,7 @@ def test_who_comes_back_has_a_history_of_the_pool_once_and_when_none_is_left_it_
     assert conversations.ran_out == 1
 
 
+@pytest.mark.thorough
 def test_the_deadline_itself_does_not_count_and_everything_is_written(arguments: Any) -> None:
     text, well = write_report(a_line(), arguments, 40.0)
     assert well
@@ -98,6 +99,7 @@ def test_the_deadline_itself_does_not_count_and_everything_is_written(arguments:
     assert arguments.report.with_suffix(".png").stat().st_size > 10_000
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("trouble", "sentence"),
     [

@@ -75,6 +75,7 @@ def test_input_is_utf_8_whatever_the_locale_says(workplace: Path) -> None:
     assert errors == "" and "中文" in json.loads(out)["tiers"][1]["summary"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("closed", [">&-", "2>&- >/dev/null", "<&- >/dev/null", ">&- 2>&- <&-"])
 @pytest.mark.parametrize("words", ["config schema", "ls pool", "--help"])
 def test_closed_streams_are_no_trouble(words: str, closed: str, workplace: Path) -> None:

@@ -77,6 +77,7 @@ def test_slabs_without_compiled_code_are_a_warning_that_says_why(
     assert "pip install" in found["tier disk"]["pages"]["remedy"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["pages", "slab"])
 def test_a_process_that_is_stopped_is_named_and_what_that_means(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str
@@ -105,6 +106,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.thorough
 def test_processes_that_cannot_be_seen_and_give_no_index_are_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,6 +141,7 @@ def test_every_hint_to_install_names_a_checkout_or_a_package_of_our_list() -> No
     assert {".", "cryptography"} <= seen
 
 
+@pytest.mark.thorough
 def test_a_benchmark_of_the_checkout_runs_from_any_directory(tmp_path: Path) -> None:
     """It said "this needs the package benchmarks", and advised to install a stranger's."""
     script = [sys.executable, str(ROOT / "benchmarks" / "bench_file.py"), "--help"]

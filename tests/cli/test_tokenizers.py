@@ -44,6 +44,7 @@ def test_a_model_without_a_tokenizer_is_one_sentence_that_names_what_is_missing(
     )
 
 
+@pytest.mark.thorough
 def test_a_prompt_is_tokenized_in_a_process_of_its_own_beside_a_torchvision_that_was_built_for_cuda(
     tmp_path: Path,
 ) -> None:

@@ -213,6 +213,7 @@ def test_labels_meet(manifest: Path) -> None:
     assert [budget["spec"]["selector"]["matchLabels"] for budget in budgets] == [labels] * len(budgets)
 
 
+@pytest.mark.thorough
 def test_what_the_containerfile_copies_can_be_installed(tmp_path: Path) -> None:
     text = (PLACE / "Containerfile").read_text()
     root = PLACE.parents[1]

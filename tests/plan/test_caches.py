@@ -28,6 +28,7 @@ def trace_of(chains: list[list[int]]) -> Trace:
     return made_of("test", chains, list(range(len(chains))), 512)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("capacity", [1, 7, 300, 3000, 10**6])
 @pytest.mark.parametrize("workload", ["multi-turn", "hot set"])
 def test_a_node_serves_what_the_tiers_policy_serves_page_by_page(workload: str, capacity: int) -> None:
@@ -41,6 +42,7 @@ def test_a_node_serves_what_the_tiers_policy_serves_page_by_page(workload: str, 
         assert outcome.totals[WRITTEN_NEAR] == cache.clock.inserts == outcome.written_by_node.sum()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", eviction.POLICIES)
 def test_a_node_on_paper_serves_about_what_an_index_that_is_held_to_the_same_candidate_serves(policy: str) -> None:
     """The index evicts neighbours together."""

@@ -41,6 +41,7 @@ def plan(capsys: pytest.CaptureFixture[str], words: str) -> dict[str, Any]:
 BLOCK = 512 * 131_072
 
 
+@pytest.mark.thorough
 def test_figures_of_a_disk_are_those_of_a_calculation_by_hand(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = plan(
         capsys,

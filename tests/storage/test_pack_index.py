@@ -155,6 +155,7 @@ def test_packs_that_are_known_longest_make_room_for_new_ones(monkeypatch: pytest
     assert None not in index.find(keys[950])
 
 
+@pytest.mark.thorough
 def test_a_million_pages_take_the_memory_that_is_stated() -> None:
     import tracemalloc
 

@@ -11,6 +11,7 @@ from tests.campaigns.dashboard_picture import Series, draw
 from tests.watching.queries import panels
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("values", [[0.0, 1.0], [math.nan, 1.0], [0.0], []])
 def test_panels_are_drawn_with_values_with_gaps_and_without(values: list[float], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="missing: matplotlib")

@@ -194,6 +194,7 @@ def test_a_collector_gets_the_spans_by_the_end_at_the_latest(
     assert span.name == "set disk" and span.attributes["hicache.bytes"] == 3000
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("collector", ["dead", "hung"])
 def test_a_collector_that_does_not_take_them_holds_up_no_call_and_not_the_end(
     collector: str, begun: Callable[[str], tracing.Spans], tiered: Callable[..., TieredStore]

@@ -247,6 +247,7 @@ def test_what_may_be_saved_up_is_an_hour() -> None:
     assert budget.left == 36_000
 
 
+@pytest.mark.thorough
 def test_hours_of_writes_stay_within_the_budget_and_what_was_saved() -> None:
     clock = Clock()
     tier = TierHandle(MemoryPageStore())

@@ -52,6 +52,7 @@ class Rank:
         return [result is SetResult.STORED for result in results]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("learned", [False, True])
 def test_ranks_whose_clocks_run_apart_hardly_differ_in_what_a_budget_lets_through(learned: bool) -> None:
     """They are called at other moments, but about as often: a page that one of them lacks is of no use to the other."""

@@ -59,6 +59,7 @@ def test_what_was_refused_is_written_when_it_is_asked_for_again() -> None:
     assert all(wanted(policy, "new", 40))
 
 
+@pytest.mark.thorough
 def test_no_page_is_written_behind_one_that_was_refused() -> None:
     policy, chance = learned(), random.Random(1)
 

@@ -315,6 +315,7 @@ def test_pages_up_to_three_megabytes_are_the_same_bytes_as_those_of_the_python_w
     assert_moved_alike(tmp_path, data.draw(_sizes(3 * MIB)), positions[:4], at_once, mode, shift, seed)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [1, 2, 127, 338, 340, 341, 510, 511, 512, 1022, 1023])
 @pytest.mark.parametrize("size", [16, 4096])
 def test_any_number_of_segments_up_to_the_most_is_moved_and_no_iovec_too_many_is_written(

@@ -180,6 +180,7 @@ def _assert_every_key_works_within_the_capacity(store, place) -> None:
     assert account_and_walk(store)[0] == account_and_walk(store)[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stored", [0, 4096, CAPACITY, 10**15, -5])
 def test_an_old_account_that_a_power_loss_brought_back_is_put_right_by_the_start(open_store, place, stored):
     """The account is not synced. It was believed, and the capacity exceeded for good."""
@@ -205,6 +206,7 @@ def test_a_damaged_account_is_put_right_by_the_start(open_store, place, how):
     _assert_every_key_works_within_the_capacity(open_store(capacity=CAPACITY), place)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(10))
 def test_an_account_damaged_under_a_server_at_work_keeps_to_the_capacity(open_store, place, seed):
     chance = random.Random(seed)

@@ -168,6 +168,7 @@ def test_a_tier_without_slots_is_refused():
         PageByPage(0)
 
 
+@pytest.mark.thorough
 @given(paths, st.integers(1, 30))
 @settings(max_examples=100, deadline=None)
 def test_no_policy_serves_more_than_the_optimum(replay_trace, branches, capacity):

@@ -142,6 +142,7 @@ def test_pages_of_an_identity_cleared_while_they_are_looked_for_stay_away(
         assert directory.index.counts()["free"] == 3
 
 
+@pytest.mark.thorough
 def test_a_slab_that_cannot_be_read_goes_once_nobody_writes_to_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = put_slab(place, 0, [header(key_of(0))])
     drop, asked = SlabIndex.drop_slab, []

@@ -181,6 +181,7 @@ def on_a_read_only_mount(place: Path) -> dict[str, Any]:
     return {"NUMBA_CACHE_DIR": str(cache), "before": before}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arrange", "reason"),
     [
@@ -203,6 +204,7 @@ def test_where_compiled_code_cannot_be_kept_python_works_at_once_and_one_warning
     assert (used.way, used.compilations) == ("python", [])
 
 
+@pytest.mark.thorough
 def test_a_stored_result_is_loaded_where_nothing_can_be_written(place: Path) -> None:
     """As from an image: filled when it was built, by root."""
     cache = place / "cache"
@@ -212,6 +214,7 @@ def test_a_stored_result_is_loaded_where_nothing_can_be_written(place: Path) -> 
     assert (used.way, used.at_once, used.warnings, used.compilations) == ("compiled", "compiled", [], [])
 
 
+@pytest.mark.thorough
 def test_what_root_compiled_is_loaded_by_another_account(place: Path) -> None:
     kept_in(place / "cache")
     used = use_two_stores(place, before=as_a_stranger(), NUMBA_CACHE_DIR=str(place / "cache"))

@@ -93,6 +93,7 @@ def test_ranking_again_goes_on_where_it_was_left(tmp_path: Path, monkeypatch: py
             assert index.memory.header[slot_code.TO_RANK] == left
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", sorted(workloads.FAMILIES.keys() - {"scans"}))
 def test_the_curve_is_within_two_points_of_replays(family: str) -> None:
     requests = workloads.FAMILIES[family](3000, 11)
@@ -157,6 +158,7 @@ def test_a_page_behind_one_that_is_missing_is_no_hit_where_the_miniatures_see_al
         assert (hits == expected).all()
 
 
+@pytest.mark.thorough
 def test_a_page_that_every_request_uses_does_not_bend_the_curve_whether_it_is_in_the_sample_or_not() -> None:
     """It is a quarter of all uses."""
     for hot in (1, 2, 3, 4):

@@ -304,6 +304,7 @@ def test_a_page_that_is_written_alone_after_its_pack_went_bad_is_read(store, pac
     assert_hits(store, KEYS[:1], sizes)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("unnamed_files", [True, False])
 def test_a_disk_that_fails_at_random_never_gives_a_wrong_page_or_an_exception(

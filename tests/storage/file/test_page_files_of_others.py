@@ -101,6 +101,7 @@ def test_a_start_in_another_container_leaves_the_files_of_a_living_writer(start,
     assert writer.ask("end it") == "True"
 
 
+@pytest.mark.thorough
 @contained
 def test_gc_on_the_host_leaves_the_files_of_a_living_container(place, start, capsys) -> None:
     writer = start(contained=True)
@@ -122,6 +123,7 @@ def test_the_files_of_a_killed_container_are_removed_by_the_next_start(start, ho
     assert not temporary.exists()
 
 
+@pytest.mark.thorough
 @contained
 def test_what_a_living_container_has_reserved_is_not_given_away(place, start, open_store) -> None:
     writer = start(contained=True)
@@ -140,6 +142,7 @@ def test_what_a_living_container_has_reserved_is_not_given_away(place, start, op
 # -- a process that is stopped -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_process_stopped_with_the_account_costs_others_a_second_once(place, start, open_store, caplog) -> None:
     store = open_store(capacity=CAPACITY)
     keys = page_keys(4)
@@ -171,6 +174,7 @@ def test_a_process_stopped_with_the_account_costs_others_a_second_once(place, st
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
+@pytest.mark.thorough
 def test_opening_and_closing_do_not_wait_for_a_process_stopped_with_the_account(place, start, open_store) -> None:
     store = open_store(capacity=CAPACITY)
     store_pages(store, page_keys(4))
@@ -187,6 +191,7 @@ def test_opening_and_closing_do_not_wait_for_a_process_stopped_with_the_account(
     assert_hits(open_store(capacity=CAPACITY), page_keys(4))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("second", [(), ("second",)])
 def test_a_path_whose_account_is_held_is_tried_again(second, tmp_path, place, start, caplog) -> None:
     from hicache_ext.runtime.metrics import TierMetrics
@@ -211,6 +216,7 @@ def test_a_path_whose_account_is_held_is_tried_again(second, tmp_path, place, st
     store.close()
 
 
+@pytest.mark.thorough
 def test_a_process_stopped_amid_an_eviction_holds_up_only_who_needs_room(place, start, open_store, caplog) -> None:
     store = open_store(capacity=CAPACITY)
     keys = page_keys(100)

@@ -120,6 +120,7 @@ def test_a_manifest_that_is_gone_is_made_anew_for_the_layout_that_is_there(tmp_p
     store.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["pages", "slab"])
 @pytest.mark.parametrize(
     "spoilt",

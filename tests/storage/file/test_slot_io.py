@@ -99,6 +99,7 @@ def test_a_file_system_that_refuses_direct_io_after_all_costs_nothing_but_the_mo
     assert store.metrics.value("io", "unaligned") == 80
 
 
+@pytest.mark.thorough
 def test_descriptors_of_dropped_slabs_are_closed_also_those_that_another_store_dropped(opened, tmp_path):
     one, other = opened(), opened()
     for round_number in range(30):

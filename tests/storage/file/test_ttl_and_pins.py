@@ -205,6 +205,7 @@ def test_pins_of_more_than_half_the_capacity_leave_the_other_half_to_the_rest(op
     assert sum(hits(store, pinned)) * 32 << 10 <= 2 * MIB + 256 * 1024
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("before", "after"), [(4 * MIB, 16 * MIB), (16 * MIB, 4 * MIB)], ids=["raised", "lowered"])
 def test_pins_take_half_of_a_capacity_that_was_changed(opened, tmp_path, before, after):
     store = opened(capacity=before)
