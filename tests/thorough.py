@@ -27,17 +27,11 @@ REAL_SERVERS = {
     "the linker and HiCache serve each other's pages, those of sliding windows too": (
         "tests/e2e/test_linker.py::test_all_pools_of_a_hybrid_model_pass_through_either_door[gemma4]"
     ),
-    "a pool that is killed under load costs no request": (
-        "tests/e2e/test_linker.py::test_a_pool_killed_under_load_costs_no_request"
-    ),
     "a tier that hangs costs its deadline once, and comes back; a configuration is exchanged under load": (
         "tests/e2e/test_guards.py::test_requests_go_on_while_a_tier_hangs_and_it_comes_back_without_a_restart"
     ),
     "a decode node stores to Redis what the next turn's prefill node restores": (
         "tests/e2e/test_pd_pair.py::test_the_second_turn_restores_what_the_decode_node_wrote"
-    ),
-    "two servers share a bucket, which dies and comes back": (
-        "tests/e2e/test_object_tier.py::test_two_servers_share_a_bucket_which_dies_and_comes_back"
     ),
     "two servers share a Mooncake pool, whose master dies and comes back": (
         "tests/e2e/test_mooncake_tier.py::"
@@ -47,21 +41,14 @@ REAL_SERVERS = {
         "tests/e2e/test_weights_identity.py::"
         "test_pages_of_different_adapter_weights_never_meet_and_those_of_equal_ones_do"
     ),
-    "sealed pages are restored through a rotation of keys, and no key is shown": (
+    "encoded and sealed pages are restored through a rotation of keys, and no key is shown": (
         "tests/e2e/test_sealed_tier.py::test_a_prompt_is_restored_from_an_encrypted_tier_through_a_rotation_of_its_keys"
-    ),
-    "answers over encoded pages are those that were computed": (
-        "tests/e2e/test_codecs.py::test_answers_over_encoded_pages_are_those_that_were_computed"
     ),
     "metrics say what the answers say": (
         "tests/e2e/test_metrics.py::test_the_figures_of_a_server_are_those_of_its_answers"
     ),
     "without our hooks storage works, and the log says what is off": (
         "tests/e2e/test_releases.py::test_storage_works_without_sglangs_plug_ins_and_says_what_is_off"
-    ),
-    "the benchmark of conversations starts and ends its own server": (
-        "tests/e2e/test_bench_multiturn.py::"
-        "test_an_arm_that_the_benchmark_starts_restores_from_storage_and_leaves_nothing_behind"
     ),
 }
 """Promise -> the test of it that starts real SGLang servers in ``make test``."""

@@ -31,7 +31,10 @@ def test_a_prompt_is_restored_from_an_encrypted_tier_through_a_rotation_of_its_k
     def configure(*ids: str) -> None:
         document = file_tier_config(tmp_path / "l3")
         keys = [{"id": id, "file": str(tmp_path / id)} for id in ids]
-        document["hicache_ext"]["tiers"]["disk"]["seal"] = {"mode": "encrypt", "keys": keys, "write_with": ids[0]}
+        document["hicache_ext"]["tiers"]["disk"] |= {
+            "codec": "lossless",
+            "seal": {"mode": "encrypt", "keys": keys, "write_with": ids[0]},
+        }
         file.write_text(yaml.safe_dump(document))
 
     def serve(name: str) -> SglangServer:

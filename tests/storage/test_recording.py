@@ -469,8 +469,10 @@ def test_pages_that_the_writer_has_forgotten_are_written_again_and_stay_the_same
 
 
 def test_a_recording_of_more_pages_than_the_writer_remembers_is_whole(
-    record: Callable[..., Recorder], tmp_path: Path
+    record: Callable[..., Recorder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A busy machine writes 200,000 pages in more than the second that a server spends on it.
+    monkeypatch.setattr(recording, "_CLOSE_WAIT", 60.0)
     recorder = record(size=64 << 20)
     for number in range(40):
         ask(recorder, f"{number}", hashes(5000, f"{number}"))
