@@ -75,6 +75,7 @@ print(_agreed(ranks.group.WORLD), _agreed(ranks.group.WORLD))
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_ranks_of_one_launch_agree_on_an_epoch_that_is_never_used_again(tmp_path: Path) -> None:
     """It was made of a variable that two engines of one Python process inherited, and of a count."""

@@ -45,6 +45,7 @@ def check(model: str, capsys: pytest.CaptureFixture[str]) -> Check:
     return check_
 
 
+@pytest.mark.thorough
 def test_a_lossless_codec_changes_nothing_at_all(check: Check) -> None:
     code, report, _ = check("--codec", "lossless")
     assert code == 0

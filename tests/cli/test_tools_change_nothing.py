@@ -238,6 +238,7 @@ def test_a_trial_that_is_cut_off_is_taken_away_all_the_same(
     assert list((tmp_path / "l3").iterdir()) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "number",
     [

@@ -55,7 +55,7 @@ class RedisServer:
         return self._process.pid
 
     def start(self) -> None:
-        """Returns when the port takes connections. Raises RuntimeError when it does not."""
+        """Returns when all its sockets take connections. Raises RuntimeError when they do not."""
         program = redis_program()
         if program is None:
             raise RuntimeError("redis-server is not installed")
@@ -88,6 +88,10 @@ class RedisServer:
             log = self.directory / "redis.log"
             raise RuntimeError("redis-server ended: " + (log.read_text()[-2000:] if log.exists() else "no log"))
         try:
+            for path in (value for name, value in self._options if name == "unixsocket"):
+                # Listened at after the port.
+                with socket.socket(socket.AF_UNIX) as probe:
+                    probe.connect(path)
             with socket.create_connection((HOST, self.port), timeout=1):
                 return True
         except OSError:

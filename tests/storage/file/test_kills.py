@@ -9,6 +9,7 @@ from tests.rigs.container import namespaces_missing
 from tests.rigs.workers import missing_for_namespaces
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_killed_writers_leave_no_wrong_page_no_poisoned_key_and_a_right_account():
     found = kill_writers.run(kills=20, seed=7)

@@ -59,6 +59,7 @@ def read_until(store: MooncakeStore, keys: Sequence[bytes], enough: Callable[[],
             assert result is not GetResult.HIT or payload == payload_of(key, sum(PAGE))
 
 
+@pytest.mark.thorough
 def test_a_reader_with_a_damaged_path_removes_no_good_page(store, reader, damaging):
     keys = page_keys(PAGES)
     store_pages(store, keys, PAGE)

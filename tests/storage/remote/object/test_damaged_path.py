@@ -82,6 +82,7 @@ def read_until(store: ObjectPageStore, keys: Sequence[bytes], enough: Callable[[
             assert result is not GetResult.HIT or payload == payload_of(key, sum(PAGE))
 
 
+@pytest.mark.thorough
 def test_a_reader_with_a_damaged_path_removes_no_good_page(
     store: ObjectPageStore, reader: ObjectPageStore, proxy: FaultProxy
 ) -> None:
