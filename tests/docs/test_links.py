@@ -13,7 +13,7 @@ DECISIONS = ROOT / "docs" / "decisions"
 DOCUMENTS = sorted(
     str(path.relative_to(ROOT)) for place in ("*.md", ".github/**/*.md", "docs/**/*.md") for path in ROOT.glob(place)
 )
-_OF_THEIR_DAY = ("CHANGELOG", "docs/benchmarks/", "docs/reports/")
+_OF_THEIR_DAY = ("CHANGELOG",)
 OF_TODAY = [name for name in DOCUMENTS if not name.startswith(_OF_THEIR_DAY)]
 
 _MODULE = re.compile(r"`([a-z0-9_/{},]+\.py)`")
