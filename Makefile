@@ -35,15 +35,15 @@ help:
 	@echo "make test-gpu   copy engines on a real NVIDIA GPU, races and compute-sanitizer included; says so without one"
 	@echo "make lint       ruff and mypy"
 	@echo "make kills      the long campaigns: processes killed at random moments, also in containers and stopped; 55 minutes"
-	@echo "make guards-campaign  thousands of schedules of faults over guarded tiers; writes docs/reports/guards.md"
-	@echo "make trouble    pools killed, frozen, full, slow and cut off under two real servers, 8 minutes each (ENGINES=redis); writes docs/reports/"
+	@echo "make guards-campaign  thousands of schedules of faults over guarded tiers; writes build/reports/guards.md"
+	@echo "make trouble    pools killed, frozen, full, slow and cut off under two real servers, 8 minutes each (ENGINES=redis); writes build/reports/"
 	@echo "make conversations  50 at once on a real pair, cut off and retracted: no memory and no page is lost, 5 minutes"
 	@echo "make soak       the file tier under load with a failing disk, 20 minutes, in containers and stopped, 20 more, and on page files, 7"
-	@echo "make damages    files of a tier damaged at random 1,000 times, its index 20,000 times, 30 minutes; writes docs/reports/damages.md"
-	@echo "make dying-devices  devices that die under a tier, ext4 and XFS, as root, 10 minutes; writes docs/reports/dying-devices.md"
-	@echo "make power-loss the power cut 300 times, ext4 and XFS, as root, 22 minutes; writes docs/reports/power-loss*.md"
-	@echo "make decode-throughput  a real pair: decoding with and without the decode writer, 12 minutes; writes docs/reports/"
-	@echo "make pull-or-recompute  real servers over a tier that slows step by step, 8 minutes; writes docs/reports/"
+	@echo "make damages    files of a tier damaged at random 1,000 times, its index 20,000 times, 30 minutes; writes build/reports/damages.md"
+	@echo "make dying-devices  devices that die under a tier, ext4 and XFS, as root, 10 minutes; writes build/reports/dying-devices.md"
+	@echo "make power-loss the power cut 300 times, ext4 and XFS, as root, 22 minutes; writes build/reports/power-loss*.md"
+	@echo "make decode-throughput  a real pair: decoding with and without the decode writer, 12 minutes; writes build/reports/"
+	@echo "make pull-or-recompute  real servers over a tier that slows step by step, 8 minutes; writes build/reports/"
 	@echo "make docs       the documentation as a site in build/site; every broken link and anchor fails it"
 	@echo "make clean      remove .venv and everything the demo made"
 
@@ -99,46 +99,46 @@ lint: setup-test
 	.venv/bin/mypy
 
 kills: setup-test
-	.venv/bin/python -m tests.campaigns.kill_writers --kills 200 --seed 1 --report docs/reports/kills.md
-	.venv/bin/python -m tests.campaigns.kill_writers --kills 200 --seed 2 --contained --stops --report docs/reports/kills-pods.md
-	.venv/bin/python -m tests.campaigns.kill_slabs --kills 1000 --seed 1 --report docs/reports/kills-slab.md
-	.venv/bin/python -m tests.campaigns.kill_slabs --kills 1000 --seed 2 --namespaces --report docs/reports/kills-slab-namespaces.md
-	.venv/bin/python -m tests.campaigns.kill_slabs --kills 1000 --seed 3 --namespaces --stops --report docs/reports/kills-slab-pods.md
-	.venv/bin/python -m tests.campaigns.kill_writers --kills 200 --seed 7 --transforms --report docs/reports/kills-transforms.md
-	.venv/bin/python -m tests.campaigns.kill_slabs --kills 500 --seed 6 --transforms --report docs/reports/kills-slab-transforms.md
+	.venv/bin/python -m tests.campaigns.kill_writers --kills 200 --seed 1 --report build/reports/kills.md
+	.venv/bin/python -m tests.campaigns.kill_writers --kills 200 --seed 2 --contained --stops --report build/reports/kills-pods.md
+	.venv/bin/python -m tests.campaigns.kill_slabs --kills 1000 --seed 1 --report build/reports/kills-slab.md
+	.venv/bin/python -m tests.campaigns.kill_slabs --kills 1000 --seed 2 --namespaces --report build/reports/kills-slab-namespaces.md
+	.venv/bin/python -m tests.campaigns.kill_slabs --kills 1000 --seed 3 --namespaces --stops --report build/reports/kills-slab-pods.md
+	.venv/bin/python -m tests.campaigns.kill_writers --kills 200 --seed 7 --transforms --report build/reports/kills-transforms.md
+	.venv/bin/python -m tests.campaigns.kill_slabs --kills 500 --seed 6 --transforms --report build/reports/kills-slab-transforms.md
 
 guards-campaign: setup-test
-	.venv/bin/python -m tests.campaigns.guard_schedules --schedules 4000 --seed 1 --report docs/reports/guards.md
+	.venv/bin/python -m tests.campaigns.guard_schedules --schedules 4000 --seed 1 --report build/reports/guards.md
 
 conversations: setup-test
 	HICACHE_EXT_CONVERSATIONS=50 $(PYTEST) tests/e2e/test_pd_pair.py -k many_conversations
 
 trouble: setup-test
 	@for engine in $(ENGINES); do \
-	  .venv/bin/python -m tests.campaigns.pool_trouble --engine $$engine --report docs/reports/pool-trouble-$$engine.md || exit 1; \
+	  .venv/bin/python -m tests.campaigns.pool_trouble --engine $$engine --report build/reports/pool-trouble-$$engine.md || exit 1; \
 	done
 
 soak: setup-test
-	.venv/bin/python -m tests.campaigns.soak --seconds 1200 --seed 1 --report docs/reports/soak.md
-	.venv/bin/python -m tests.campaigns.soak --seconds 1200 --seed 2 --namespaces --stops --report docs/reports/soak-pods.md
-	.venv/bin/python -m tests.campaigns.soak --seconds 400 --seed 3 --namespaces --stops --layout pages --report docs/reports/soak-pages.md
+	.venv/bin/python -m tests.campaigns.soak --seconds 1200 --seed 1 --report build/reports/soak.md
+	.venv/bin/python -m tests.campaigns.soak --seconds 1200 --seed 2 --namespaces --stops --report build/reports/soak-pods.md
+	.venv/bin/python -m tests.campaigns.soak --seconds 400 --seed 3 --namespaces --stops --layout pages --report build/reports/soak-pages.md
 
 damages: setup-test
-	.venv/bin/python -m tests.campaigns.damages --damages 1000 --seed 1 --report docs/reports/damages.md
+	.venv/bin/python -m tests.campaigns.damages --damages 1000 --seed 1 --report build/reports/damages.md
 	.venv/bin/python -m tests.campaigns.scribbles --rounds 20000 --seed 1
 
 dying-devices: setup-test-all
-	.venv/bin/python -m tests.campaigns.dying_devices --runs 25 --seed 1 --report docs/reports/dying-devices.md
+	.venv/bin/python -m tests.campaigns.dying_devices --runs 25 --seed 1 --report build/reports/dying-devices.md
 
 power-loss: setup-test-all
-	.venv/bin/python -m tests.campaigns.power_loss --cuts 50 --seed 1 --report docs/reports/power-loss.md
-	.venv/bin/python -m tests.campaigns.power_loss --cuts 25 --seed 2 --transforms --report docs/reports/power-loss-transforms.md
+	.venv/bin/python -m tests.campaigns.power_loss --cuts 50 --seed 1 --report build/reports/power-loss.md
+	.venv/bin/python -m tests.campaigns.power_loss --cuts 25 --seed 2 --transforms --report build/reports/power-loss-transforms.md
 
 decode-throughput: setup-test
-	.venv/bin/python -m tests.campaigns.decode_throughput --minutes 10.5 --report docs/reports/decode-throughput.md
+	.venv/bin/python -m tests.campaigns.decode_throughput --minutes 10.5 --report build/reports/decode-throughput.md
 
 pull-or-recompute: setup-test
-	.venv/bin/python -m tests.campaigns.pull_or_recompute --minutes 7 --report docs/reports/pull-or-recompute.md
+	.venv/bin/python -m tests.campaigns.pull_or_recompute --minutes 7 --report build/reports/pull-or-recompute.md
 
 docs: setup-docs
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict

@@ -13,7 +13,7 @@ byte.
 Measured per request: the share of its pages that were inside when SGLang asked for them, and the time from the arrival
 of the queue until its last page was in host memory, which is when its prefill can begin. Afterwards the same queue with
 half of its requests aborted between exists() and the read: what was fetched in vain. The defaults take about four
-minutes: ``python benchmarks/bench_prefetch.py --report docs/benchmarks/prefetch.md``.
+minutes: ``python benchmarks/bench_prefetch.py --report build/prefetch.md``.
 """
 
 from __future__ import annotations

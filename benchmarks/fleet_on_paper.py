@@ -1,6 +1,6 @@
 """A study of fleets on paper: where a pool beats larger disks, and what promotion, writes of decode nodes and hints do.
 
-``python -m benchmarks.fleet_on_paper --nodes 4 64 1024 --report docs/benchmarks/fleet.md``
+``python -m benchmarks.fleet_on_paper --nodes 4 64 1024 --report build/fleet.md``
 
 Every fleet has the same requests for each node: ``--chat`` describes those of one node. Disks are given as parts of the
 different blocks of a node's share. ``--check`` replays a small workload through real file tiers and a real Redis

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What calls of the slab index cost at 1, 10 and 100 million slots, and how fast it is rebuilt from headers.
 
-    python benchmarks/index_scale.py --markdown docs/benchmarks/index-scale.md
+    python benchmarks/index_scale.py --markdown build/index-scale.md
 
 Slabs are sparse files (a slot of 4 KiB each), headers are real. The index is filled by its own rebuild; then each call
 is made a few hundred times, pages chosen at random. Writes are at capacity: each takes the slots of evicted pages.

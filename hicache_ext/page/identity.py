@@ -4,7 +4,7 @@ Two deployments may share stored bytes only if all these facts agree. ``PageIden
 first part of every page key (envelope.py, docs/page-format.md) and is repeated inside the stored page. Another fact
 gives another digest, hence a miss, never a wrong answer.
 
-Why each fact is in it: docs/decisions/identity-of-a-page.md.
+Why each fact is in it: docs/decisions/weights-identity.md.
 """
 
 from __future__ import annotations

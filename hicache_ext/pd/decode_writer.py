@@ -8,7 +8,7 @@ PoolWriter, and written, tried again, or counted as lost. Its host memory is fre
 
 Everything but the PoolWriter runs on the scheduler thread and never waits for a store or a copy. Ranks decide alike,
 because decisions depend only on numbers agreed on in ``step``: one small reduction per step when there are several
-ranks, as in SGLang's own manager, and a second one when writes have ended. Reasons: docs/decisions/decode-writer.md.
+ranks, as in SGLang's own manager, and a second one when writes have ended. Reasons: docs/decisions/pull-rule.md.
 """
 
 from __future__ import annotations

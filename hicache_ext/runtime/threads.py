@@ -7,7 +7,7 @@ its deadline.
 
 The threads are daemons, and no pool of concurrent.futures would do: it is joined when the interpreter exits, and a call
 that hangs for ever would keep the server from stopping. Its futures cost 20 us a piece, too, where a batch of small
-pages takes 500 (docs/decisions/threads.md has the costs here).
+pages takes 500 (docs/decisions/rooms.md has the costs here).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A host pool answers ``get_page_buffer_meta(indices)`` with the addresses and sizes of the contiguous runs of each page.
 In all of SGLang's pools these addresses are linear in the page number; that is measured once at registration, so that a
 batch costs slices instead of SGLang's Python loops. Pages of a pool without addresses, or with others, are copied
-(copied_pages.py). Reasons: docs/decisions/page-addresses.md.
+(copied_pages.py). Reasons: docs/decisions/copied-pages.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.campaigns.damages --damages 1000 --seed 1 --report docs/reports/damages.md
+    python -m tests.campaigns.damages --damages 1000 --seed 1 --report build/reports/damages.md
 
 Each round fills a small tier of one layout, damages it once or several times at once, and starts a process on it. That
 one restart is all that may be needed: every key can be stored and read, no byte is wrong, nothing raises, dies or

@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.campaigns.decode_throughput --minutes 11 --report docs/reports/decode-throughput.md
+    python -m tests.campaigns.decode_throughput --minutes 11 --report build/reports/decode-throughput.md
 
 Arms: two decode nodes without offload (what they differ by is the noise of the machine; their mean is what the others
 are compared with), one with SGLang's own, one with our writer, whose pool is healthy, dead from before the batch, dies
@@ -274,6 +274,7 @@ that offload took, by step: all requests of the batch advance by one token in a 
 
 The writer's counters at the end, all its arms together: `{said}`
 """
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
     document = {
         "date": today(),

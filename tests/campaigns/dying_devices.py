@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.campaigns.dying_devices --runs 25 --seed 1 --report docs/reports/dying-devices.md
+    python -m tests.campaigns.dying_devices --runs 25 --seed 1 --report build/reports/dying-devices.md
 
 The device is a loop mount of ext4 or XFS, and dies by the shutdown ioctl of the file system: every call to it then
 fails with EIO, and a page of a mapped file that is not in memory, or not writable yet, is a SIGBUS. It dies while the

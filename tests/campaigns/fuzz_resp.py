@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.campaigns.fuzz_resp --minutes 10 --seed 1 --report docs/reports/fuzz-resp.md
+    python -m tests.campaigns.fuzz_resp --minutes 10 --seed 1 --report build/reports/fuzz-resp.md
 
 A thread at the other end of a socket pair answers a pipeline of GETs with right replies in which bytes are flipped, cut
 out, repeated, inserted or swapped for pieces of protocol, in pieces of random sizes, and then ends the connection.
@@ -34,6 +34,7 @@ from hicache_ext.storage.tiers.redis.talk_code import Columns, Limits, PageWords
 from hicache_ext.storage.tiers.redis.wire import PlainWire
 from hicache_ext.testing.conformance.pages import HostPages, cut, page_keys, payload_of
 from hicache_ext.testing.conformance.second_reader import write_page_object
+from tests.campaigns.reporting import publish
 
 LONGEST_ROUND = 10.0
 """Seconds; a round that is not hung takes about a millisecond."""
@@ -209,10 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", type=Path)
     options = parser.parse_args(arguments)
     findings = run_campaign(options.minutes * 60, options.seed)
-    text = report(findings, options.seed)
-    print(text)
-    if options.report is not None:
-        options.report.write_text(text)
+    publish(report(findings, options.seed), options.report)
     return 1 if findings.problems else 0
 
 

@@ -1,6 +1,6 @@
 """The long form of tests/storage/guards/test_schedules.py: thousands of schedules of calls and faults.
 
-    python -m tests.campaigns.guard_schedules --schedules 4000 --seed 1 --report docs/reports/guards.md
+    python -m tests.campaigns.guard_schedules --schedules 4000 --seed 1 --report build/reports/guards.md
 
 Hypothesis makes the schedules from the seed; the first one that breaks a promise is shrunk, printed, and ends the run.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.campaigns.reporting import publish
 from tests.storage.guards.schedules import TiersMachine
 
 _BATCH = 100
@@ -50,8 +51,7 @@ def main() -> int:
 
         run_state_machine_as_test(Machine, settings=profile)
         print(f"{seen['schedules']} schedules, {time.monotonic() - begun:.0f} s, no problem", flush=True)
-    if arguments.report:
-        arguments.report.write_text(_report(arguments, seen, time.monotonic() - begun))
+    publish(_report(arguments, seen, time.monotonic() - begun), arguments.report)
     return 0
 
 

@@ -2,8 +2,8 @@
 
 ::
 
-    python -m tests.campaigns.kill_slabs --kills 1000 --seed 1 --report docs/reports/kills-slab.md
-    python -m tests.campaigns.kill_slabs --kills 1000 --namespaces --stops --report docs/reports/kills-slab-pods.md
+    python -m tests.campaigns.kill_slabs --kills 1000 --seed 1 --report build/reports/kills-slab.md
+    python -m tests.campaigns.kill_slabs --kills 1000 --namespaces --stops --report build/reports/kills-slab-pods.md
 
 Some processes work on one directory of slabs while this one reads and verifies all the time; one of them after the
 other is killed with SIGKILL and replaced. The bytes of a page follow from its key, so any process can tell a wrong

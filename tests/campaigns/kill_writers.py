@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.campaigns.kill_writers --kills 200 --seed 1 --report docs/reports/kills.md
+    python -m tests.campaigns.kill_writers --kills 200 --seed 1 --report build/reports/kills.md
     python -m tests.campaigns.kill_writers --kills 1000 --contained --stops
 
 Over one directory per mode: a process works (writes; writes and evicts; removes and clears) and is killed with SIGKILL

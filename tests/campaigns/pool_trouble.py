@@ -1,6 +1,6 @@
 """A pool that is killed, frozen, filled, slowed and cut off under a real SGLang server with load, as a time line.
 
-    python -m tests.campaigns.pool_trouble --engine redis --report docs/reports/pool-trouble.md
+    python -m tests.campaigns.pool_trouble --engine redis --report build/reports/pool-trouble.md
 
 Two servers of the same configuration, a disk tier, one of them with a pool behind it: Redis, Mooncake or an object
 store (trouble_engines.py), reached over a link that can be made slow and bad. Both hold the same conversations

@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.campaigns.power_loss --cuts 50 --seed 1 --report docs/reports/power-loss.md
+    python -m tests.campaigns.power_loss --cuts 50 --seed 1 --report build/reports/power-loss.md
 
 A process stores, reads, removes and clears on a file system of its own (a loop mount of ext4 or XFS with the usual
 options). At a random moment the file system is shut down, without its log and what is in memory (as a power loss does)

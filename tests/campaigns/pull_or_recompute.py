@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.campaigns.pull_or_recompute --minutes 7 --report docs/reports/pull-or-recompute.md
+    python -m tests.campaigns.pull_or_recompute --minutes 7 --report build/reports/pull-or-recompute.md
 
 Three servers of the CPU rig, asked in turns, the others stopped (SIGSTOP) meanwhile: one without a pool, which
 computes every prompt; one that pulls every hit; one with ``pd.pull: adaptive``. The last two share a directory that
@@ -181,6 +181,7 @@ def _ratio(spread: Quartiles) -> str:
 
 
 def _report(file: Path, minutes: float, table: Table, steps: list[Step], facts: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
     picture = file.with_suffix(".png")
     spreads = {name: [Quartiles.of(step.seconds[name]) for step in steps] for name in steps[0].seconds}
     names = [f"{step.delay * 1e3:.0f}" + (" again" if step is steps[-1] else "") for step in steps]

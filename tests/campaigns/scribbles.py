@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.campaigns.scribbles --rounds 20000 --seed 1 --report docs/reports/scribbles.md
+    python -m tests.campaigns.scribbles --rounds 20000 --seed 1 --report build/reports/scribbles.md
 
 Each round writes up to three words into one part of the index (extremes, bounds of the parts, flipped bits, chance),
 uses the store and a tool that lists the directory, and mostly puts the words back. With ``--beside`` a thread goes on

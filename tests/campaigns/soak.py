@@ -3,9 +3,9 @@ that grows.
 
 ::
 
-    python -m tests.campaigns.soak --seconds 1200 --seed 1 --report docs/reports/soak.md
-    python -m tests.campaigns.soak --seconds 1200 --namespaces --stops --report docs/reports/soak-pods.md
-    python -m tests.campaigns.soak --seconds 400 --layout pages --report docs/reports/soak-pages.md
+    python -m tests.campaigns.soak --seconds 1200 --seed 1 --report build/reports/soak.md
+    python -m tests.campaigns.soak --seconds 1200 --namespaces --stops --report build/reports/soak-pods.md
+    python -m tests.campaigns.soak --seconds 400 --layout pages --report build/reports/soak-pages.md
 
 Four processes work on one tier of two paths, slabs or page files and packs, whose capacity is a tenth of what they
 write. In three of them the disk fails by chance: single calls with EIO and ENOSPC, short transfers, slow reads, and

@@ -13,7 +13,7 @@ DECISIONS = ROOT / "docs" / "decisions"
 DOCUMENTS = sorted(
     str(path.relative_to(ROOT)) for place in ("*.md", ".github/**/*.md", "docs/**/*.md") for path in ROOT.glob(place)
 )
-_OF_THEIR_DAY = ("CHANGELOG", "docs/benchmarks/", "docs/reports/")
+_OF_THEIR_DAY = ("CHANGELOG",)
 OF_TODAY = [name for name in DOCUMENTS if not name.startswith(_OF_THEIR_DAY)]
 
 _MODULE = re.compile(r"`([a-z0-9_/{},]+\.py)`")
@@ -36,6 +36,17 @@ def test_every_module_that_a_document_names_by_its_path_exists(document: str) ->
         for path in filter(lambda path: "/" in path, alternatives(named)):
             places = [*(parent / path for parent in (ROOT, ROOT / "hicache_ext")), *ROOT.glob(f"hicache_ext/**/{path}")]
             assert any(place.exists() for place in places), f"{path}: there is no such module"
+
+
+def test_the_tour_says_where_each_function_that_decides_is() -> None:
+    table = (ROOT / "docs" / "architecture.md").read_text().partition("| where ... |")[2].partition("\n\n")[0]
+    rows = [re.findall(r"`([^`]+)`", cell) for row in table.splitlines()[2:] for cell in row.split(" | ")[1:]]
+    assert len(rows) > 60
+    for names, rooms in zip(rows[::2], rows[1::2], strict=True):
+        files = [file.read_text() for room in rooms for file in (ROOT / "hicache_ext" / room).rglob("*.py")]
+        for name in (part for whole in names for part in whole.split(".")):
+            defined = re.compile(rf"^ *((def|class) {name}\b|{name}(:|$| =))", re.MULTILINE)
+            assert any(map(defined.search, files)), f"{name} is not in {rooms}"
 
 
 def alternatives(path: str) -> list[str]:

@@ -1,7 +1,7 @@
 """A board for hints: an ability of some stores.
 
 All nodes that reach the pool share the board. It keeps the newest hints only, and nobody waits: a hint that is late or
-missed costs a read from the pool when the next turn arrives. Reasons: docs/decisions/hints.md.
+missed costs a read from the pool when the next turn arrives. Reasons: docs/decisions/pull-rule.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A call that ran into its deadline opens the breaker at once, because the next one would cost as much. Half of the recent
 calls failed or slow open it, too; so do reads with damaged pages, if they are half of the recent reads. After a call
 that ran into a learnt deadline the breaker is in *doubt*: the tier hangs, or is slower than it was.
-Reasons: docs/decisions/breaker.md.
+Reasons: docs/decisions/time-limits-of-calls.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``ttl``: pages written longer ago are misses, and a thread of its own frees their space.
 
-The age counts from the write (in the envelope), not from the last use: docs/decisions/ttl-and-pins.md. Readers refuse
-expired pages themselves; the thread frees their space before eviction would take good pages. Of several processes on a
-directory one at a time does it.
+The age counts from the write (in the envelope), not from the last use (docs/decisions/layout-and-io-auto.md). Readers
+refuse expired pages themselves; the thread frees their space before eviction would take good pages. Of several
+processes on a directory one at a time does it.
 
 PATH/ttl.json tells tools the ttl of the tier that opened the directory last; nothing else reads it, and it is absent
 where that tier had no ttl.

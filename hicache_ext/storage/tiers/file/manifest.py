@@ -4,7 +4,7 @@ Page files (format 1) are in PATH itself, with the manifest in PATH. Slabs are i
 none in PATH. Versions to come have directories of their own (``v4``).
 
 A manifest that cannot be read, because of a flipped bit say, is made anew from the names of the files next to it.
-Reasons: docs/decisions/versions-beside-each-other.md, docs/decisions/power-loss-of-small-files.md.
+Reasons: docs/decisions/power-loss-of-small-files.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Every path has a score for every page; the usable path with the highest score has the page. A path that is added takes
 an even share from each of the others, and nothing moves between these. A path that is removed, or out of service,
-leaves its pages evenly to the others. The order of the list plays no role. Reasons: docs/decisions/several-paths.md.
+leaves its pages evenly to the others. The order of the list plays no role. Reasons:
+docs/decisions/layout-and-io-auto.md.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ page under such a hash, now or later. All processes on the directory see it with
 rebuilds of the index.
 
 Pinned pages take at most half of a directory's capacity: the pins made first count, and of a pin the first pages of its
-chain. A page older than the tier's ``ttl`` goes although it is pinned. Reasons: docs/decisions/ttl-and-pins.md.
+chain. A page older than the tier's ``ttl`` goes although it is pinned. Reasons: docs/decisions/layout-and-io-auto.md.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ counted; in between its process keeps its part in memory, too, and settles what 
 
 The account is believed only while processes that use it follow each other without a gap. Whoever comes first counts the
 directory anew, beside the work (``count``); so a power loss, a kill, damage and files removed by hand end with a
-restart. An account that cannot be read counts as full until then. Reasons: docs/decisions/page-files.md.
+restart. An account that cannot be read counts as full until then. Reasons: docs/decisions/packs-of-page-files.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """SCAN over the keys of a node: for clear(), which removes pages by UNLINK, and for the identity documents of a tier.
 
-It takes about a second per million keys, whatever they are. Why the keys hold no generation: docs/decisions/clear.md.
+It takes about a second per million keys, whatever they are. Why the keys hold no generation:
+docs/decisions/what-waits-for-a-tier.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ place in a file of headers beside the slab.
 
 So payloads of neighbouring slots are neighbours on disk, each begins at a block border, and a page of whole blocks
 fills its slot. A read does not need the header: the index has the seal of every page. Reasons:
-docs/decisions/slab-headers-and-seals.md.
+docs/decisions/slab-writes.md.
 """
 
 from __future__ import annotations
