@@ -1,4 +1,4 @@
-"""The file format of recordings: what requests asked storage for, and where it was found. See docs/recordings.md.
+"""The file format of recordings: what requests asked storage for, and where it was found. See docs/plan.md.
 
 A file is ``MAGIC`` and blocks; a block is its length and CRC-32 (little-endian, 32 bits each) and that many bytes. The
 first block is JSON, the *header*; each other one holds whole entries. A file ends where a block is short or damaged:
