@@ -7,6 +7,7 @@ the help texts that Prometheus gets.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -19,7 +20,7 @@ from hicache_ext.config.model import RoleConfig
 from hicache_ext.config.render import json_schema
 from hicache_ext.config.schema import allowed_for
 from hicache_ext.config.tiers import tier_types
-from hicache_ext.config.units import DURATION_ALLOWED, SIZE_ALLOWED, format_duration, format_size
+from hicache_ext.config.units import format_duration, format_size
 from hicache_ext.storage.serving.metrics_export import BUILD_INFO, CALL_SECONDS, HELP
 from tests.test_metrics import counted_in_the_package
 
@@ -28,8 +29,11 @@ BEGIN, END = "<!-- made by python -m tests.docs.generated; do not edit -->", "<!
 
 _SECTION = "hicache_ext"
 _TIER = f"{_SECTION}.tiers.NAME"
-_HEAD = "| key | takes | default | meaning |\n|---|---|---|---|"
-_SHORT = {DURATION_ALLOWED: "a duration", SIZE_ALLOWED: "a size"}
+_HEAD = "| key | default, or what it takes | meaning |\n|---|---|---|"
+_PLAIN = re.compile(
+    r"true or false|true, false$|a duration|a size|seconds|whole bytes|a (whole )?number|text|an absolute path|\d"
+)
+"""Beginnings of what a key takes that its default says as well."""
 _GROUPS = {
     "linker_": "The external linker",
     "pd_write_": "The decode writer",
@@ -62,14 +66,14 @@ def _sections(
 ) -> Iterator[str]:
     """The table of ``model``, then those of the mappings in it. A section of mappings alone has none."""
     inner: dict[str, type[BaseModel]] = {}
-    rows = [f"| `type` | `{type_name}` | required | which kind of tier |"] if type_name else []
+    rows = [f"| `type` | `{type_name}` | which kind of tier |"] if type_name else []
     fields = [name for name in model.model_fields if name != "type" and name not in skip]
     for name in fields:
         below = _model_in(model.model_fields[name].annotation)
         if below is not None:
             inner[f"{place}.{name}"] = below
-        rows.append(_row(model, name, f"{place}.{name}" if below else ""))
-    if len(inner) < len(fields):
+        rows.append(_row(model, name, _where(f"{place}.{name}", below) if below else ""))
+    if _has_values(model):
         heading = f"## `{place}`" if place == _SECTION else f"### `{place}`{title.removeprefix(place)}"
         yield f"{heading}\n\n{_HEAD}\n" + "\n".join(rows)
     for deeper, below in inner.items():
@@ -78,19 +82,28 @@ def _sections(
 
 
 def _row(model: type[BaseModel], name: str, below: str) -> str:
-    field = model.model_fields[name]
-    meaning = field.description or (f"[below](#{_anchor(below)})" if below else "")
-    takes = "a mapping" if below else _SHORT.get(allowed := allowed_for(model, name), allowed)
-    return f"| `{name}` | {_cell(takes)} | {_default(model, name, takes, below)} | {_cell(meaning)} |"
+    meaning = model.model_fields[name].description or ""
+    if below:
+        return f"| `{name}` | {below} | {_cell(meaning)} |"
+    takes, default = _cell(allowed_for(model, name)), _default(model, name)
+    if default and _PLAIN.match(takes):
+        # The default shows what kind of value it is.
+        takes = default
+    elif default:
+        word = re.compile(rf"\b{re.escape(default.strip('`'))}\b")
+        takes = (
+            word.sub(lambda found: f"**{found[0]}**", takes, count=1) if word.search(takes) else f"{default}; {takes}"
+        )
+    elif model.model_fields[name].is_required():
+        takes = f"required: {takes}"
+    return f"| `{name}` | {takes} | {_cell(meaning)} |"
 
 
-def _default(model: type[BaseModel], name: str, takes: str, below: str) -> str:
-    field = model.model_fields[name]
-    if field.is_required():
-        return "required" if name in _schema_of(model).get("required", [name]) else ""
-    known = _schema_of(model).get("properties", {}).get(name, {})
-    value = known.get("default", field.default)
-    if below or value is None or value is PydanticUndefined or value in ("", [], ()):
+def _default(model: type[BaseModel], name: str) -> str:
+    """As one writes it; "" where there is none, and where leaving the key out means something else than any value."""
+    field, takes = model.model_fields[name], allowed_for(model, name)
+    value = _schema_of(model).get("properties", {}).get(name, {}).get("default", field.default)
+    if value is None or value is PydanticUndefined or value in ("", [], ()):
         return ""
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
@@ -128,8 +141,15 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _anchor(place: str) -> str:
-    return place.lower().replace(".", "").replace(" ", "-").replace(",", "")
+def _has_values(model: type[BaseModel]) -> bool:
+    """Whether a section has more than mappings in it."""
+    return any(_model_in(field.annotation) is None for field in model.model_fields.values())
+
+
+def _where(place: str, model: type[BaseModel]) -> str:
+    """What a row says of a mapping, whose table stands further below."""
+    anchor = place.lower().replace(".", "")
+    return f"[below](#{anchor})" if _has_values(model) and model is not RoleConfig else "a mapping"
 
 
 def _cell(text: str) -> str:
@@ -147,13 +167,12 @@ def metrics() -> str:
         if counted not in named:
             continue
         title = next((title for prefix, title in _GROUPS.items() if counted.startswith(prefix)), "Tiers")
-        kind = "counter" if named[counted].endswith("_total") else "gauge"
-        tables[title].append(f"| `{named[counted]}` | {kind} | {_cell(text)} |")
+        tables[title].append(f"| `{named[counted]}` | {_cell(text)} |")
     tables["Tiers"] += [
-        f"| `{CALL_SECONDS}` | histogram | Seconds of whole calls on a tier, waits in guards included, by operation. |",
-        f"| `{BUILD_INFO}` | gauge | Always 1; the label `version` says what runs. |",
+        f"| `{CALL_SECONDS}` | Histogram of the seconds of whole calls on a tier, waits in guards included. |",
+        f"| `{BUILD_INFO}` | Always 1; the label `version` says what runs. |",
     ]
-    head = "| metric | kind | meaning |\n|---|---|---|"
+    head = "| metric | meaning |\n|---|---|"
     return "\n\n".join(f"### {title}\n\n{head}\n" + "\n".join(rows) for title, rows in tables.items() if rows)
 
 
