@@ -85,7 +85,7 @@ def _row(model: type[BaseModel], name: str, below: str) -> str:
     meaning = model.model_fields[name].description or ""
     if below:
         return f"| `{name}` | {below} | {_cell(meaning)} |"
-    takes, default = _cell(allowed_for(model, name)), _default(model, name)
+    takes, default = re.sub(", such as [^,]*$", "", _cell(allowed_for(model, name))), _default(model, name)
     if default and _PLAIN.match(takes):
         # The default shows what kind of value it is.
         takes = default
