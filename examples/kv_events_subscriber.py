@@ -1,4 +1,4 @@
-"""Follows the KV events of one server and keeps an index that equals what its tiers hold. See docs/kv-events.md.
+"""Follows the KV events of one server and keeps an index that equals what its tiers hold. See docs/pd.md.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The section ``events``: what changes in the tiers, told to KV-aware routers. See docs/kv-events.md."""
+"""The section ``events``: what changes in the tiers, told to KV-aware routers. See docs/pd.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section ``record``: what requests asked storage for, written to files. See docs/recordings.md."""
+"""The section ``record``: what requests asked storage for, written to files. See docs/plan.md."""
 
 from __future__ import annotations
 

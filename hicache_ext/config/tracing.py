@@ -1,4 +1,4 @@
-"""The section ``tracing``: a span for each call of a tier, through OpenTelemetry. See docs/traces.md."""
+"""The section ``tracing``: a span for each call of a tier, through OpenTelemetry. See docs/plan.md."""
 
 from __future__ import annotations
 

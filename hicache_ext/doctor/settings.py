@@ -65,19 +65,19 @@ def _events(config: HicacheExtConfig) -> Finding:
     """What KV-aware routers learn of the tiers."""
     if config.events is None:
         seen = "KV-aware routers learn nothing of the tiers, and SGLang's /get_hicache_l3_cache_layout answers disabled"
-        return Finding("events", Level.OK, f"off: {seen} (docs/kv-events.md)")
+        return Finding("events", Level.OK, f"off: {seen} (docs/pd.md)")
     where = f"at {config.events.endpoint}, replay at {config.events.replay_endpoint}"
     silent = [name for name in config.retrieve_locations if not config.tiers[name].tells_pages]
     if silent:
         seen = f"{where}; nothing is told of {', '.join(silent)}: they do not say which pages they hold"
-        return Finding("events", Level.NOTE, seen, "docs/kv-events.md says what a router does about them")
+        return Finding("events", Level.NOTE, seen, "docs/pd.md says what a router does about them")
     return Finding("events", Level.OK, where)
 
 
 def _tracing(config: HicacheExtConfig) -> Finding:
     """Whether spans can be made, and go anywhere."""
     if config.tracing is None:
-        return Finding("tracing", Level.OK, "off (docs/traces.md)")
+        return Finding("tracing", Level.OK, "off (docs/plan.md)")
     try:
         check_packages()
     except MissingPackageError as error:
@@ -100,7 +100,7 @@ def _tracing(config: HicacheExtConfig) -> Finding:
 def _record(config: HicacheExtConfig) -> Finding:
     """Whether recordings can be written, and who may read what tells prompts by them."""
     if config.record is None:
-        return Finding("record", Level.OK, "off (docs/recordings.md)")
+        return Finding("record", Level.OK, "off (docs/plan.md)")
     directory = Path(config.record.path)
     nearest = next(path for path in (directory, *directory.parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):

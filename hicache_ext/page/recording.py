@@ -1,4 +1,4 @@
-"""The file format of recordings: what requests asked storage for, and where it was found. See docs/recordings.md.
+"""The file format of recordings: what requests asked storage for, and where it was found. See docs/plan.md.
 
 A file is ``MAGIC`` and blocks; a block is its length and CRC-32 (little-endian, 32 bits each) and that many bytes. The
 first block is JSON, the *header*; each other one holds whole entries. A file ends where a block is short or damaged:
@@ -6,6 +6,10 @@ what came before it is good, also after kill -9.
 
 Pages are told by 8 bytes of a keyed hash of their page hash. A page hash stands for all tokens up to its page, so pages
 form a tree: an entry names the deepest page that the file had before (its number + 1, or 0) and only those that follow.
+
+An entry, little-endian: microseconds since ``started`` of the header (8 bytes); then 4 bytes each: tokens of the
+prompt, matched tokens (2^32 - 1: not known), pages asked for, pages answered, the deepest page, how many new pages, how
+many tiers, what each tier had; 8 bytes for the name of each new page, which gets the next number.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Requests as a plan needs them: when each came, and the chain of blocks of its prompt.
 
-From recordings of a server, and from traces that others publish. See docs/recordings.md."""
+From recordings of a server, and from traces that others publish. See docs/plan.md."""
 
 from __future__ import annotations
 

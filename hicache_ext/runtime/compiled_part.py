@@ -36,7 +36,7 @@ _LOOK_AGAIN = 0.2
 """Seconds between two looks whether another process has compiled it."""
 
 _INSTALL = how_to_install("numba")
-_SET_DIRECTORY = "set NUMBA_CACHE_DIR to a writable directory that lasts, such as a volume (docs/containers.md)"
+_SET_DIRECTORY = "set NUMBA_CACHE_DIR to a writable directory that lasts, such as a volume (docs/kubernetes.md)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ def kv_events(
     silent = [name for name in config.retrieve_locations if not config.tiers[name].tells_pages]
     if silent:
         logger.warning(
-            "hicache_ext: KV events tell nothing of %s: they do not say which pages they hold (docs/kv-events.md)",
+            "hicache_ext: KV events tell nothing of %s: they do not say which pages they hold (docs/pd.md)",
             ", ".join(silent),
         )
 

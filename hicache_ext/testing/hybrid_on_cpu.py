@@ -11,7 +11,7 @@ Mamba states, host <-> device           SGLang's own torch path, the one for Asc
 states kept for the prefix cache        SGLang's gate for them (CUDA and others) opened, and their copy in torch
 ======================================  ==============================================================================
 
-Not mended: FP8 and DeepSeek's sparse attention; docs/hybrid-models.md says what those would need.
+Not mended: FP8 and DeepSeek's sparse attention.
 
 Nothing of SGLang is imported here: ``hooks`` names what SGLang's hook registry is to wrap, and only the modules
 that models without these layers import, too, or that cost nothing.

@@ -103,10 +103,11 @@ def table() -> str:
     lines = [f"| model | pool | {' | '.join(LAYOUTS)} |", f"|---|---|{'---|' * len(LAYOUTS)}"]
     for model in MODELS:
         by_layout = {layout: outcomes_of(model, layout) for layout in LAYOUTS}
-        pools = next(outcomes for outcomes in by_layout.values() if outcomes)
-        for name in pools:
-            cells = [by_layout[layout].get(name, NO_LAYOUT) for layout in LAYOUTS]
-            lines.append(f"| {model} | {name} | {' | '.join(cells)} |")
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for name in next(outcomes for outcomes in by_layout.values() if outcomes):
+            alike.setdefault(tuple(by_layout[layout].get(name, NO_LAYOUT) for layout in LAYOUTS), []).append(name)
+        for cells, names in alike.items():
+            lines.append(f"| {model} | {', '.join(names)} | {' | '.join(cells)} |")
             model = ""
     return "\n".join(lines)
 

@@ -333,7 +333,7 @@ def test_the_doctor_says_whether_spans_go_anywhere(
         told = found["configuration"]["tracing"]
         return told["level"], told["seen"]
 
-    assert tracing(None) == ("ok", "off (docs/traces.md)")
+    assert tracing(None) == ("ok", "off (docs/plan.md)")
     assert tracing("sglang")[0] == "note"
     level, seen = tracing(f"http://127.0.0.1:{free_port()}/v1/traces")
     assert level == "warning" and "refused" in seen

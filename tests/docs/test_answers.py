@@ -34,7 +34,7 @@ PAGE, SIZE, CAPACITY = 16, 64 << 10, 16 << 20
 TOKENS = list(range(500, 500 + 330))
 HASHES = page_hashes(TOKENS, PAGE)
 _TEXT = (ROOT / "docs" / "troubleshooting.md").read_text().partition("\n## The answers in full\n")[0]
-ROWS = re.findall(r"^\| (.*) \| `hicache-ext (.*?)` \| `(.*)` \|$", _TEXT, re.MULTILINE)
+ROWS = re.findall(r"^\| (.*?) \| `hicache-ext (.*?)` \| `(.*?)` \|(?: .* \|)?$", _TEXT, re.MULTILINE)
 """What is seen, the command, words of its answer."""
 
 

@@ -67,7 +67,7 @@ def test_every_launch_line_that_is_shown_says_the_page_size(document: Path) -> N
 
 def test_launch_lines_are_found_where_they_are_shown() -> None:
     shown = {str(document.relative_to(ROOT)) for document in DOCUMENTS if launch_lines_in(document.read_text())}
-    assert shown >= {"README.md", "docs/containers.md", "docs/pd.md", "docs/linker.md", "docs/configuration.md"}
+    assert shown >= {"README.md", "docs/kubernetes.md", "docs/pd.md", "docs/linker.md", "docs/configuration.md"}
     assert shown >= {str(example.relative_to(ROOT)) for example in EXAMPLES}
 
 

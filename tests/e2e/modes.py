@@ -1,11 +1,11 @@
-"""The table of docs/modes.md: what came from where in which mode of SGLang, with answers that were equal."""
+"""The table of docs/pools.md: what came from where in which mode of SGLang, with answers that were equal."""
 
 from __future__ import annotations
 
 from hicache_ext.testing.client import Generation
 from tests.rigs.outcome_tables import DOCUMENTS, OutcomeTable
 
-_TABLE = OutcomeTable(DOCUMENTS / "modes.md", "the real-server tests")
+_TABLE = OutcomeTable(DOCUMENTS / "pools.md", "the real-server tests")
 
 
 def saw(mode: str, *answers: Generation) -> None:

@@ -1,4 +1,4 @@
-"""What SGLang can be told that changes when and how it asks storage: a real server each, and a row of docs/modes.md."""
+"""What SGLang can be told that changes when and how it asks storage: a real server each, and a row of docs/pools.md."""
 
 from __future__ import annotations
 

@@ -62,5 +62,7 @@ def test_a_prompt_is_restored_from_an_encrypted_tier_through_a_rotation_of_its_k
             answer = server.generate(FIRST_PROMPT)
             assert (answer.cached.storage or 0, answer.output_ids) == (found, cold.output_ids)
         info = server.get("/server_info")
+    sizes = {int(slab.stem.split("-")[1]) for slab in (tmp_path / "l3").rglob("*.slab")}
+    assert sizes and max(sizes) <= 8192, "a page of 8192 bytes as it is takes a slot of more"
     logs = "".join((tmp_path / f"{name}.log").read_text() for name in ("first", "second"))
     assert not [secret for secret in SECRETS.values() if secret in f"{logs}{info}"]

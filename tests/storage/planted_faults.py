@@ -1,7 +1,6 @@
 """Stores that each break one promise of the contract, and the case of the suite that has to find it.
 
-Not collected by itself: test_planted_faults.py runs it. The docstring of a store is its row of the table in
-docs/testing-your-backend.md.
+Not collected by itself: test_planted_faults.py runs it. The docstring of a store says what its fault is.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from tests.storage.planted_faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
 PLANTED = Path(planted_faults.__file__)
-DOCUMENT = ROOT / "docs" / "testing-your-backend.md"
 
 
 def run_cases(*cases: str) -> tuple[dict[str, str], str]:
@@ -75,10 +74,6 @@ def test_a_lie_about_the_type_fails_one_case_and_no_other():
     assert len(outcomes) > 50
 
 
-def test_the_table_in_the_document_names_every_fault_and_the_case_that_finds_it():
-    rows = [f"| {getattr(planted_faults, fault).__doc__} | `{case}` |" for fault, case in FAULTS.items()]
-    assert len(rows) >= 25
-    text = DOCUMENT.read_text()
-    missing = [row for row in rows if row not in text]
-    assert not missing, "rows to add to docs/testing-your-backend.md:\n" + "\n".join(missing)
-    assert text.count("| `test_") == len(rows), "the table has rows of faults that are not planted"
+def test_every_planted_fault_says_what_it_does():
+    assert len(FAULTS) >= 78
+    assert [fault for fault in FAULTS if not getattr(planted_faults, fault).__doc__] == []

@@ -1,4 +1,4 @@
-"""Writes what requests asked storage for, and where it was found, where ``record`` is configured (docs/recordings.md).
+"""Writes what requests asked storage for, and where it was found, where ``record`` is configured (docs/plan.md).
 
 ``recorder`` is None where it is not: one look at a name is all that a call pays then. A request is put into a bounded
 queue and written by a thread; what does not fit, or cannot be written, is dropped and counted. Nothing here raises into

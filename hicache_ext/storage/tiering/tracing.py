@@ -1,4 +1,4 @@
-"""A span of OpenTelemetry for each call of a tier, where ``tracing`` is configured (docs/traces.md).
+"""A span of OpenTelemetry for each call of a tier, where ``tracing`` is configured (docs/plan.md).
 
 ``spans`` is None where it is not: one look at a name is all that a call pays then. A span is made when its call has
 ended, handed to OpenTelemetry's batch processor, and sent by a thread of that; what does not fit its queue is dropped.

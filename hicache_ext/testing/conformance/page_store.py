@@ -13,7 +13,7 @@ A store's test file:
         def medium(self, tmp_path):
             return MyMedium(tmp_path)
 
-``Medium`` says what each of its parts is for. docs/testing-your-backend.md shows which broken promise each case finds.
+``Medium`` says what each of its parts is for. docs/write-a-tier.md shows how to use it.
 """
 
 from __future__ import annotations
