@@ -31,12 +31,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.bench.harness import Quartiles, fresh_directory, interleaved
-from hicache_ext.bench.report import (
+from hicache_ext.bench.frame import (
+    Quartiles,
     Report,
     Table,
     add_output_arguments,
     command_line,
+    fresh_directory,
+    interleaved,
     machine_facts,
     number,
     positive,

@@ -33,15 +33,23 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hicache_ext.bench.file_command import prepare_sglang
-from hicache_ext.bench.file_contenders import HiCacheFileContender, Workplace
-from hicache_ext.bench.file_memory import PAGE_SIZE, HostBatch, HostBuffers, page_keys
-from hicache_ext.bench.harness import Quartiles, fresh_directory, interleaved
-from hicache_ext.bench.report import (
+from hicache_ext.bench.file import prepare_sglang
+from hicache_ext.bench.file_contenders import (
+    PAGE_SIZE,
+    HiCacheFileContender,
+    HostBatch,
+    HostBuffers,
+    Workplace,
+    page_keys,
+)
+from hicache_ext.bench.frame import (
     Panel,
+    Quartiles,
     Table,
     can_plot,
     command_line,
+    fresh_directory,
+    interleaved,
     machine_facts,
     number,
     plot,

@@ -19,12 +19,13 @@ import aiofiles
 from hicache_ext.bench.file_contenders import (
     NO_LOOKUP,
     Contender,
+    HostBatch,
+    RawContender,
+    Run,
     Workplace,
     forget_environment,
     leading,
 )
-from hicache_ext.bench.file_memory import HostBatch
-from hicache_ext.bench.file_raw import RawContender, Run
 from hicache_ext.page.envelope import payload_checksum
 from hicache_ext.testing.host_pools import make_storage_config
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hicache_ext.bench.report import today
+from hicache_ext.bench.frame import today
 from hicache_ext.config import KernelsConfig
 from hicache_ext.errors import BenchmarkError, CopyError
 from hicache_ext.kernels.calibration import Calibration, Measurement, Situation, merged

@@ -62,7 +62,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("reload", "hicache_ext.cli.reload_command", "have running servers take over their configuration file"),
     Command("caches", "hicache_ext.cli.caches_command", "what is kept on this machine outside of tiers; --remove it"),
     Command("plan", "hicache_ext.cli.plan_command", "what disks and a pool would do for your requests, before you buy"),
-    Command("codec-check", "hicache_ext.cli.codec_check_command", "what a codec does to the answers of your model"),
+    Command("codec-check", "hicache_ext.cli.codec_check", "what a codec does to the answers of your model"),
     Command("bench", "hicache_ext.cli.bench_command", "measure the tiers on this machine against what else there is"),
     Command("completion", "hicache_ext.cli.completion_command", "print what completes these commands in a shell"),
 )

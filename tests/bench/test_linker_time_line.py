@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.bench_linker import Layer, draw, time_line
-from hicache_ext.bench.report import can_plot
+from hicache_ext.bench.frame import can_plot
 from tests.rigs.layer_times import LayerEvent
 
 EVENTS = [
