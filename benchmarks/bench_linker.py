@@ -45,7 +45,7 @@ from hicache_ext.bench.frame import (
     where_and_when,
 )
 from hicache_ext.cli.main import without_traceback
-from hicache_ext.cli.stats_figures import read_samples
+from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.config.model import SECTION, ExtraConfig
 from hicache_ext.config.render import linker_config
 from hicache_ext.errors import BenchmarkError

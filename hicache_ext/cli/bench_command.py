@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from hicache_ext.bench import compare, file, kernel_command, multiturn, pool
-from hicache_ext.cli.usage import describe
+from hicache_ext.cli.output import describe
 
 _FAILED = "something could not be measured, or a contender answered wrongly"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.cli.inputs import read_input
-from hicache_ext.cli.usage import describe, show
+from hicache_ext.cli.output import describe, show
 from hicache_ext.errors import ConfigError, HicacheExtError, UnsupportedError
 from hicache_ext.packages import need
 from hicache_ext.page.transforms.codec import LOSSY_CODECS, Codec

@@ -21,8 +21,7 @@ from hicache_ext.cli.inputs import (
     seed_of,
     targets,
 )
-from hicache_ext.cli.terminal import fitted, rough_span
-from hicache_ext.cli.usage import describe, show
+from hicache_ext.cli.output import describe, fitted, rough_span, show
 from hicache_ext.config import parse_duration, rounded_size
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page.envelope import PAGE_HASH_LENGTH

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from hicache_ext.cli.usage import describe, show
+from hicache_ext.cli.output import describe, show
 from hicache_ext.config import load_document
 from hicache_ext.errors import ControlError, HicacheExtError
 from hicache_ext.storage.serving.control import Answer, ask, servers
