@@ -19,6 +19,7 @@ minutes: ``python benchmarks/bench_prefetch.py --report docs/benchmarks/prefetch
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import queue
 import shutil
@@ -46,7 +47,6 @@ from hicache_ext.bench.frame import (
     Panel,
     Quartiles,
     Table,
-    can_plot,
     command_line,
     fresh_directory,
     interleaved,
@@ -355,7 +355,7 @@ def _write_report(arguments: argparse.Namespace, measured: Sequence[Measured], f
     ]
     for one in measured:
         sections += [_table(arguments, one).markdown(), f"{_waste_sentence(arguments, one)}."]
-    if can_plot():
+    if importlib.util.find_spec("matplotlib") is not None:
         plot(report.with_suffix(".png"), _panels(measured), "Prefetch under a queue of requests", where_and_when(facts))
         sections.append(f"![When each request's pages were in]({report.stem}.png)")
     report.write_text("\n\n".join(sections) + "\n")

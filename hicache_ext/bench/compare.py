@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -19,8 +19,11 @@ from hicache_ext.errors import ConfigError
 from hicache_ext.runtime.results import print_json
 from hicache_ext.runtime.whole_file import json_in
 
-_NOT_FACTS = ("benchmark", "notes", "failures", "results", "measurements", "pools", "rows", "shares", "shortened")
-_ALSO_NOT_FACTS = ("submit", "rates", "pipeline", "interference", "checked_cases")
+_FIGURES = (
+    *("benchmark", "notes", "failures", "results", "measurements", "pools", "rows", "shares", "shortened"),
+    *("submit", "rates", "pipeline", "interference", "checked_cases"),
+)
+"""Keys of documents that are no facts of the machine and of the run."""
 _ALIKE = ("workload", "flush")
 """Facts without which figures of two files do not mean the same."""
 
@@ -36,30 +39,25 @@ class Ratio:
     ratio: float
     least: float | None
     most: float | None
+    within_spread: bool
+    """Whether the quartiles of both overlap: the difference may be chance."""
 
     @classmethod
     def of(cls, name: str, first: Row, second: Row) -> Ratio:
-        least = most = None
-        if None not in (first.lower, first.upper, second.lower, second.upper):
-            bounds = [_ratio(a, b, first) for a in (first.lower, first.upper) for b in (second.lower, second.upper)]
-            least, most = min(bounds), max(bounds)
-        ratio = _ratio(first.value, second.value, first)
-        return cls(name, first.unit, first.value, second.value, ratio, least, most)
+        def ratio(one: float, other: float) -> float:
+            above, below = (other, one) if first.more_is_better else (one, other)
+            return above / below if below else math.inf
 
-    @property
-    def within_spread(self) -> bool:
-        """Whether the quartiles of both overlap: the difference may be chance."""
-        return self.least is not None and self.most is not None and self.least <= 1 <= self.most
+        bounds = [ratio(a, b) for a in first.quartiles for b in second.quartiles]
+        least, most = min(bounds, default=None), max(bounds, default=None)
+        within = least is not None and most is not None and least <= 1 <= most
+        value = ratio(first.value, second.value)
+        return cls(name, first.unit, first.value, second.value, value, least, most, within)
 
     def cells(self) -> tuple[str, ...]:
         spread = "" if self.least is None or self.most is None else f"[{number(self.least)} {number(self.most)}]"
         told = "within the spread" if self.within_spread else ""
         return self.row, number(self.first), number(self.second), self.unit, number(self.ratio), spread, told
-
-
-def _ratio(first: float | None, second: float | None, row: Row) -> float:
-    above, below = (second, first) if row.more_is_better else (first, second)
-    return (above or 0.0) / below if below else math.inf
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -87,8 +85,17 @@ def _share(text: str) -> float:
 def run(arguments: argparse.Namespace) -> int:
     """Print what differs and the ratios; 0, or 1 as ``--fail-below`` says. Raises ConfigError for unlike files."""
     first, second = read_measured(arguments.first), read_measured(arguments.second)
-    _refuse_unlike(arguments, first, second)
+    if first.benchmark != second.benchmark:
+        problem = f"is of the benchmark {second.benchmark!r}, and {str(arguments.first)!r} of {first.benchmark!r}"
+        raise ConfigError(str(arguments.second), problem, "two files of the same benchmark")
     differs = list(_differences(_facts(first), _facts(second)))
+    for what, one, other in differs:
+        if what.partition(".")[0] in _ALIKE:
+            problem = f"was measured with another load: {what} is {other}, and {one} in {str(arguments.first)!r}"
+            raise ConfigError(str(arguments.second), problem, "runs with the same load")
+    if not first.rows.keys() & second.rows.keys():
+        problem = f"has no row in common with {str(arguments.first)!r}"
+        raise ConfigError(str(arguments.second), problem, "files in which the same was measured")
     ratios = [Ratio.of(name, row, second.rows[name]) for name, row in first.rows.items() if name in second.rows]
     only_first = [name for name in first.rows if name not in second.rows]
     only_second = [name for name in second.rows if name not in first.rows]
@@ -100,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
             {
                 "benchmark": first.benchmark,
                 "differs": [{"what": what, "first": one, "second": other} for what, one, other in differs],
-                "rows": [{**asdict(ratio), "within_spread": ratio.within_spread} for ratio in ratios],
+                "rows": list(map(asdict, ratios)),
                 "only_first": only_first,
                 "only_second": only_second,
                 "fail_below": least,
@@ -125,24 +132,9 @@ def run(arguments: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _refuse_unlike(arguments: argparse.Namespace, first: Measured, second: Measured) -> None:
-    """Raises ConfigError."""
-    if first.benchmark != second.benchmark:
-        problem = f"is of the benchmark {second.benchmark!r}, and {str(arguments.first)!r} of {first.benchmark!r}"
-        raise ConfigError(str(arguments.second), problem, "two files of the same benchmark")
-    for what, one, other in _differences(_facts(first), _facts(second)):
-        if what.partition(".")[0] in _ALIKE:
-            problem = f"was measured with another load: {what} is {other}, and {one} in {str(arguments.first)!r}"
-            raise ConfigError(str(arguments.second), problem, "runs with the same load")
-    if not first.rows.keys() & second.rows.keys():
-        problem = f"has no row in common with {str(arguments.first)!r}"
-        raise ConfigError(str(arguments.second), problem, "files in which the same was measured")
-
-
 def _facts(measured: Measured) -> Mapping[str, Any]:
-    """What is said beside the figures: machine, versions, date, settings."""
-    facts = measured.document.items()
-    return {key: value for key, value in facts if key not in (*_NOT_FACTS, *_ALSO_NOT_FACTS)}
+    """Return what a document says besides its figures: machine, versions, date, settings."""
+    return {key: value for key, value in measured.document.items() if key not in _FIGURES}
 
 
 def _differences(one: Any, other: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -161,14 +153,14 @@ Document = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure of one contender. Quartiles where several measurements are behind it."""
+    """One figure of one contender."""
 
     name: str
     value: float
     unit: str
     more_is_better: bool
-    lower: float | None = None
-    upper: float | None = None
+    quartiles: tuple[float, ...] = ()
+    """The lower and the upper one, where several measurements are behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,13 +193,10 @@ def read_measured(file: Path) -> Measured:
     for row in rows:
         # What is not a number above nothing cannot be divided by.
         if math.isfinite(row.value) and row.value > 0:
-            by_name[_unused(row.name, by_name)] = row
+            # With a number where several rows have this name (two arms of one name): none is lost.
+            names = chain([row.name], (f"{row.name} ({n})" for n in count(2)))
+            by_name[next(name for name in names if name not in by_name)] = row
     return Measured(name, document, by_name)
-
-
-def _unused(name: str, taken: Collection[str]) -> str:
-    """``name``, with a number where several rows have it (two arms of one name): none is lost."""
-    return next(text for text in chain([name], (f"{name} ({n})" for n in count(2))) if text not in taken)
 
 
 def _contenders(document: Document) -> Iterator[Row]:
@@ -225,9 +214,8 @@ def _contenders(document: Document) -> Iterator[Row]:
             ", ".join([*facts, entry["contender"]]),
             float(rate["median"]),
             f"{entry.get('unit', 'bytes')}/s",
-            more_is_better=True,
-            lower=float(rate["lower"]),
-            upper=float(rate["upper"]),
+            True,
+            (float(rate["lower"]), float(rate["upper"])),
         )
 
 
@@ -255,8 +243,8 @@ def _copies(document: Document) -> Iterator[Row]:
         name = f"submit, {case['layout']}, {case['layers']} layers of {case['pages']} pages, {cost['engine']}"
         yield Row(name, float(cost["layers_us"]), "us", more_is_better=False)
     for rate in document["rates"]:
-        name = f"copy, {_values_of(rate, 'bytes_per_second', 'submit_seconds')}"
-        yield Row(name, float(rate["bytes_per_second"]), "bytes/s", more_is_better=True)
+        values = [str(value) for key, value in rate.items() if key not in ("bytes_per_second", "submit_seconds")]
+        yield Row(f"copy, {', '.join(values)}", float(rate["bytes_per_second"]), "bytes/s", more_is_better=True)
     for found in document["pipeline"]:
         name = f"pipeline, {found['contender']}"
         yield Row(name, float(found["together_seconds"]), "s", more_is_better=False)
@@ -297,11 +285,7 @@ def _shares(document: Document) -> Iterator[Row]:
 
 def _spread(name: str, values: Sequence[float], unit: str, *, more_is_better: bool) -> Row:
     quartiles = Quartiles.of(values)
-    return Row(name, quartiles.median, unit, more_is_better, quartiles.lower, quartiles.upper)
-
-
-def _values_of(entry: Document, *without: str) -> str:
-    return ", ".join(str(value) for key, value in entry.items() if key not in without)
+    return Row(name, quartiles.median, unit, more_is_better, (quartiles.lower, quartiles.upper))
 
 
 READERS: Mapping[str, Callable[[Document], Iterator[Row]]] = {

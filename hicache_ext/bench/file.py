@@ -20,7 +20,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -44,14 +44,12 @@ from hicache_ext.bench.frame import (
     LookUps,
     Measured,
     Point,
-    Report,
     Results,
     Sample,
     Stopwatch,
     Throughput,
     Turns,
     add_output_arguments,
-    available_memory,
     fresh_directory,
     machine_facts,
     positive,
@@ -201,19 +199,8 @@ def run(arguments: argparse.Namespace, rivals: Callable[[Path], Sequence[Contend
             raise BenchmarkError(f"--contender: none of the contenders is called {' or '.join(arguments.contender)}")
         results = _results(contenders)
         _Run(settings, contenders, directory, results).measure()
-    report = Report(
-        "file",
-        "File tier benchmark",
-        machine,
-        {"settings": asdict(settings), **results.figures()},
-        list(results.tables()),
-        results.panels(),
-        _METHOD.format(**asdict(settings)),
-        results.remarks(),
-    )
-    report.show()
-    report.write(arguments, {directory: "DIRECTORY"})
-    return results.print_end(time.monotonic() - started)
+    hidden = {directory: "DIRECTORY"}
+    return results.finish(arguments, "file", "File tier benchmark", machine, settings, _METHOD, hidden, started)
 
 
 def _results(contenders: Sequence[Contender]) -> Results:
@@ -265,33 +252,27 @@ class _Run:
     results: Results
 
     def measure(self) -> None:
-        modes = [mode for mode in self.settings.modes if mode != "exists"]
-        cells = self.settings.cells() if modes else []
-        with_exists = "exists" in self.settings.modes
-        minutes = self.settings.minutes
+        settings, directory = self.settings, self.directory
+        modes = [mode for mode in settings.modes if mode != "exists"]
+        cells = settings.cells() if modes else []
+        with_exists = "exists" in settings.modes
+        minutes = settings.minutes
         clock = Clock(math.inf if minutes is None else 60.0 * minutes, len(cells) + with_exists)
         if with_exists:
-            self._measure_exists(clock)
+            chain = settings.chain
+            host = HostBuffers(EXISTS_GEOMETRY, EXISTS_PAYLOAD, STORAGE_BATCH_SIZE)
+            self.take_turns(
+                f"exists, a chain of {chain} pages",
+                {case: exists_point(case, chain) for case in EXISTS_CASES},
+                lambda contender: measure_exists(contender, chain, host, directory, settings.threads),
+                clock,
+            )
         for geometry, payload in cells:
-            self._measure_transfers(geometry, payload, modes, clock)
-
-    def _measure_transfers(self, geometry: str, payload: int, modes: Sequence[str], clock: Clock) -> None:
-        case = self._fitting_case(geometry, payload)
-        bench = Bench(
-            case, HostBuffers(geometry, payload, case.batch), self.directory, modes, self.settings.drop_caches
-        )
-        title = f"{geometry} {format_size(payload)}, {case.batches} batches of {case.batch} pages"
-        self.take_turns(title, {m: transfer_point(m, geometry, payload) for m in modes}, bench.measure, clock)
-
-    def _measure_exists(self, clock: Clock) -> None:
-        chain, threads = self.settings.chain, self.settings.threads
-        host = HostBuffers(EXISTS_GEOMETRY, EXISTS_PAYLOAD, STORAGE_BATCH_SIZE)
-        self.take_turns(
-            f"exists, a chain of {chain} pages",
-            {case: exists_point(case, chain) for case in EXISTS_CASES},
-            lambda contender: measure_exists(contender, chain, host, self.directory, threads),
-            clock,
-        )
+            case = self._fitting_case(geometry, payload)
+            host = HostBuffers(geometry, payload, case.batch)
+            title = f"{geometry} {format_size(payload)}, {case.batches} batches of {case.batch} pages"
+            points = {mode: transfer_point(mode, geometry, payload) for mode in modes}
+            self.take_turns(title, points, Bench(case, host, directory, modes, settings.drop_caches).measure, clock)
 
     def take_turns(
         self, title: str, points: dict[str, Point], measure: Callable[[Contender], Measured], clock: Clock
@@ -314,7 +295,7 @@ class _Run:
             batch //= 2
         short = batch < self.settings.batch
         # Two pools (host and device) of two batches each, next to the pages in the page cache: half of what there is.
-        while batch > 1 and (4 + 2 * _BATCHES_AT_LEAST) * batch * payload > available_memory() // 2:
+        while batch > 1 and (4 + 2 * _BATCHES_AT_LEAST) * batch * payload > _available_memory() // 2:
             batch //= 2
         what = f"{geometry} {format_size(payload)}"
         if batch < self.settings.batch:
@@ -329,6 +310,14 @@ class _Run:
         if need > free:
             raise BenchmarkError(f"{what}: needs {need >> 20} MiB of disk, {free >> 20} are free; lower --total")
         return case
+
+
+def _available_memory() -> int:
+    """Bytes that can be had without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 # -- what a contender does, and what of it is timed --------------------------------------------------------------------
@@ -518,21 +507,18 @@ class Bench:
                 measured.notes.add(f"{contender.name}: overwrite refused {1 - stored / case.pages:.1%} of the pages")
             if stored:
                 measured.samples["overwrite"] = watch.sample(stored * case.payload)
-            self._check_some_pages(contender.name, opened, keys)
+            # What is left after evictions, whichever pages the contender chose to keep, must have the right bytes.
+            places = [(number, position) for number in range(len(keys)) for position in range(case.batch)]
+            found = 0
+            self.host.wipe()
+            for number, position in places[:: max(1, len(places) // _PAGES_CHECKED)]:
+                if opened.read([keys[number][position]], self.host.target(position)) == 1:
+                    self.host.check(number, contender.name, position)
+                    found += 1
+            if not found:
+                raise BenchmarkError(f"{contender.name}: nothing can be read of what was written at capacity")
         finally:
             opened.close()
-
-    def _check_some_pages(self, name: str, opened: FileContender, keys: Sequence[Sequence[str]]) -> None:
-        """What is left after evictions, whichever pages the contender chose to keep, must have the right bytes."""
-        places = [(number, position) for number in range(len(keys)) for position in range(self.case.batch)]
-        found = 0
-        self.host.wipe()
-        for number, position in places[:: max(1, len(places) // _PAGES_CHECKED)]:
-            if opened.read([keys[number][position]], self.host.target(position)) == 1:
-                self.host.check_page(position, number, name)
-                found += 1
-        if not found:
-            raise BenchmarkError(f"{name}: nothing can be read of what was written at capacity")
 
 
 def measure_exists(contender: Contender, chain: int, host: HostBuffers, directory: Path, threads: int) -> Measured:

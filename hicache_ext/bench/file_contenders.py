@@ -93,27 +93,21 @@ class HostBuffers:
 
     def stamp(self, number: int) -> None:
         """Make the pages to write those of batch ``number``: their first bytes say which page it is."""
-        self._bytes[:, : self.batch, :_STAMP] = self._stamps(number)
+        segments = len(self._bytes)
+        first = number * self.batch * segments
+        stamps = np.arange(first, first + self.batch * segments, dtype=np.uint64).view(np.uint8)
+        self._bytes[:, : self.batch, :_STAMP] = stamps.reshape(segments, -1, _STAMP)
 
     def wipe(self) -> None:
         """Forget what was read."""
         self._bytes[:, self.batch : 2 * self.batch] = 0
 
-    def check(self, number: int, contender: str) -> None:
-        """Raise BenchmarkError unless the pages read are, byte for byte, those of batch ``number``."""
+    def check(self, number: int, contender: str, page: int | None = None) -> None:
+        """Raise BenchmarkError unless the pages read, or this one, are byte for byte those of batch ``number``."""
         self.stamp(number)
-        for page in range(self.batch):
-            self._compare(page, number, contender)
-
-    def check_page(self, page: int, number: int, contender: str) -> None:
-        """``check`` for one page of the batch."""
-        self.stamp(number)
-        self._compare(page, number, contender)
-
-    def _compare(self, page: int, number: int, contender: str) -> None:
-        for segment in self._bytes:
-            if not np.array_equal(segment[self.batch + page], segment[page]):
-                raise BenchmarkError(f"{contender}: page {page} of batch {number} came back with other bytes")
+        for place in range(self.batch) if page is None else (page,):
+            if not np.array_equal(self._bytes[:, self.batch + place], self._bytes[:, place]):
+                raise BenchmarkError(f"{contender}: page {place} of batch {number} came back with other bytes")
 
     def first_sources(self, count: int) -> HostBatch:
         """The first ``count`` pages to write."""
@@ -123,11 +117,6 @@ class HostBuffers:
         """One page to read into."""
         begin = position * PAGE_SIZE
         return HostBatch(self.targets.pages[position : position + 1], self.targets.indices[begin : begin + PAGE_SIZE])
-
-    def _stamps(self, number: int) -> npt.NDArray[np.uint8]:
-        segments = len(self._bytes)
-        first = number * self.batch * segments
-        return np.arange(first, first + self.batch * segments, dtype=np.uint64).view(np.uint8).reshape(segments, -1, 8)
 
 
 def page_keys(name: str, count: int) -> list[str]:
@@ -190,24 +179,25 @@ class Contender:
 
 NO_LOOKUP = {"exists": "it has no index"}
 
-LAYOUTS: dict[str, tuple[str, str]] = {
-    "pages": ("pages", "auto"),
-    "slab": ("slab", "auto"),
-    "slab-direct": ("slab", "direct"),
-}
+LAYOUTS = {"pages": ("pages", "auto"), "slab": ("slab", "auto"), "slab-direct": ("slab", "direct")}
 """Ours: name -> (layout, io) of the file tier's configuration."""
 
 
 def all_ours(directory: Path) -> list[Contender]:
-    """Our layouts, those that cannot take part with the reason. ``directory`` is for trying them out."""
-    return [
-        Contender(
-            f"hicache_ext {name}",
-            partial(OurContender, layout=layout, io=io),
-            missing=_missing_layout(layout, io, directory / name),
-        )
-        for name, (layout, io) in LAYOUTS.items()
-    ]
+    """Return our layouts, those that cannot take part with the reason. ``directory`` is for trying them out."""
+    contenders = []
+    for name, (layout, io) in LAYOUTS.items():
+        missing = None
+        tier = _tier(directory / name, capacity=64 << 20, threads=1, layout=layout, io=io)
+        try:
+            open_tier("bench", load_config(ExtraConfig.around({"tiers": {"bench": tier}})).tiers["bench"]).close()
+        except ConfigError as error:
+            missing = f"not in this version: {error}"
+        except (HicacheExtError, ImportError) as error:
+            missing = str(error)
+        opened = partial(OurContender, layout=layout, io=io)
+        contenders.append(Contender(f"hicache_ext {name}", opened, missing=missing))
+    return contenders
 
 
 # -- ours --------------------------------------------------------------------------------------------------------------
@@ -245,18 +235,6 @@ class OurContender:
 def _tier(directory: Path, **settings: object) -> dict[str, Any]:
     """The configuration of a file tier."""
     return {"type": "file", "path": str(directory), **settings}
-
-
-def _missing_layout(layout: str, io: str, directory: Path) -> str | None:
-    tier = _tier(directory, capacity=64 << 20, threads=1, layout=layout, io=io)
-    document = ExtraConfig.around({"tiers": {"bench": tier}})
-    try:
-        open_tier("bench", load_config(document).tiers["bench"]).close()
-    except ConfigError as error:
-        return f"not in this version: {error}"
-    except (HicacheExtError, ImportError) as error:
-        return str(error)
-    return None
 
 
 # -- SGLang's ----------------------------------------------------------------------------------------------------------
@@ -304,25 +282,24 @@ def forget_environment(prefix: str) -> None:
 
 _LARGEST_RUN = 1 << 20
 """Bytes the raw limit moves by one call at most."""
-_THREADS = (1, 2, 4)
 
 
 def all_raw() -> list[Contender]:
-    """The attempts whose best is the raw limit."""
+    """Return the attempts whose best is the raw limit."""
     only_lookup = dict.fromkeys(TRANSFER_MODES, "it only answers whether a page is there")
-    return [
-        *(
-            Contender(
-                f"raw, {n} thread{'s' if n > 1 else ''}", partial(RawContender, threads=n), cannot=NO_LOOKUP, raw=True
-            )
-            for n in _THREADS
-        ),
-        Contender("os.stat", StatContender, cannot=only_lookup, raw=True),
+    raw = [
+        Contender(
+            f"raw, {n} thread{'s' if n > 1 else ''}", partial(RawContender, threads=n), cannot=NO_LOOKUP, raw=True
+        )
+        for n in (1, 2, 4)
     ]
+    return [*raw, Contender("os.stat", StatContender, cannot=only_lookup, raw=True)]
 
 
 Run = list[tuple[int, int]]
 """(slot, page) of neighbouring slots, moved by one call."""
+Move = Callable[[int, list[memoryview], int], int]
+"""``write_from`` or ``read_into``: a file, segments, and where in the file."""
 
 
 class RawContender:
@@ -349,45 +326,33 @@ class RawContender:
             self._slot_of.pop(self._key_in.get(slot, ""), None)
             self._slot_of[key], self._key_in[slot] = slot, key
             self._written += 1
-        return self._transfer(self._write_run, keys, batch)
+        return self._transfer(vectored.write_from, keys, batch)
 
     def read(self, keys: Sequence[str], batch: HostBatch) -> int:
-        return self._transfer(self._read_run, keys[: leading([key in self._slot_of for key in keys])], batch)
+        return self._transfer(vectored.read_into, keys[: leading([key in self._slot_of for key in keys])], batch)
 
-    def _write_run(self, run: Run, segments: list[Sequence[memoryview]]) -> int:
-        return vectored.write_from(self._fd, [*chain(*segments)], run[0][0] * self._payload)
-
-    def _read_run(self, run: Run, segments: list[Sequence[memoryview]]) -> int:
-        return vectored.read_into(self._fd, [*chain(*segments)], run[0][0] * self._payload)
-
-    def _transfer(
-        self,
-        move: Callable[[Run, list[Sequence[memoryview]]], int],
-        keys: Sequence[str],
-        batch: HostBatch,
-    ) -> int:
+    def _transfer(self, move: Move, keys: Sequence[str], batch: HostBatch) -> int:
         places = [(self._slot_of[key], page) for key, page in zip(keys, batch.pages, strict=False)]
         share = max(1, -(-len(places) // self._threads))
 
         def transfer_share(begin: int) -> int:
-            done = 0
-            for run in self._runs(places[begin : begin + share]):
-                done += move(run, self._pages.buffers_of([page for _, page in run]))
-            return done // self._payload
+            """Move one thread's share in runs of neighbouring slots, each by one call."""
+            longest = max(1, _LARGEST_RUN // self._payload)
+            runs: list[Run] = []
+            for place in places[begin : begin + share]:
+                if not runs or len(runs[-1]) == longest or runs[-1][-1][0] + 1 != place[0]:
+                    runs.append([])
+                runs[-1].append(place)
+            return sum(self._move(move, run) for run in runs) // self._payload
 
         if self._threads == 1:
             return transfer_share(0)
         return sum(self._executor.map(transfer_share, range(0, len(places), share)))
 
-    def _runs(self, places: Sequence[tuple[int, int]]) -> list[Run]:
-        """``places`` cut into runs of neighbouring slots, each moved by one call."""
-        longest = max(1, _LARGEST_RUN // self._payload)
-        runs: list[Run] = []
-        for place in places:
-            if not runs or len(runs[-1]) == longest or runs[-1][-1][0] + 1 != place[0]:
-                runs.append([])
-            runs[-1].append(place)
-        return runs
+    def _move(self, move: Move, run: Run) -> int:
+        """Return the bytes that were moved."""
+        segments = [*chain(*self._pages.buffers_of([page for _, page in run]))]
+        return move(self._fd, segments, run[0][0] * self._payload)
 
     def count_leading(self, keys: Sequence[str]) -> int:
         raise NotImplementedError

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib
-import importlib.util
 import json
 import os
 import platform
@@ -33,9 +31,6 @@ from hicache_ext.runtime.results import JSON_ON_STANDARD_OUTPUT, print_json
 from hicache_ext.runtime.shown import shown_words
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
-
-_DELETE_ATTEMPTS = 50
-
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
@@ -158,14 +153,6 @@ class Summary:
         )
 
 
-def ratio(summary: Summary, base: Summary) -> float:
-    """How many times as fast: above 1 is faster than ``base``. The ratio of the medians the table prints."""
-    return summary.rate.median / base.rate.median
-
-
-# -- the place of a run ------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def fresh_directory(parent: Path) -> Iterator[Path]:
     """A new empty directory inside ``parent``, deleted at the end: no run finds what another has stored.
@@ -176,25 +163,14 @@ def fresh_directory(parent: Path) -> Iterator[Path]:
     try:
         yield path
     finally:
-        _delete(path)
-
-
-def _delete(directory: Path) -> None:
-    """Delete a directory in which an interrupted contender's thread may still be busy for a moment."""
-    for _ in range(_DELETE_ATTEMPTS):
-        shutil.rmtree(directory, ignore_errors=True)
-        if not directory.exists():
-            return
-        time.sleep(0.2)
-    print(f"{directory} could not be deleted: please do", file=sys.stderr)
-
-
-def available_memory() -> int:
-    """Bytes that can be had without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        # The thread of a contender that was interrupted may still be busy in it for a moment.
+        for _ in range(50):
+            shutil.rmtree(path, ignore_errors=True)
+            if not path.exists():
+                break
+            time.sleep(0.2)
+        else:
+            print(f"{path} could not be deleted: please do", file=sys.stderr)
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------
@@ -211,7 +187,7 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write everything measured; without FILE on standard output, and all else on standard error",
     )
-    parser.add_argument("--plot", type=_plot_file, metavar="FILE.png", help="draw it (needs matplotlib)")
+    parser.add_argument("--plot", type=_picture, metavar="FILE.png", help="draw it (needs matplotlib)")
     parser.add_argument(
         "--markdown", type=new_file, metavar="FILE", help="write the tables, without paths of this machine"
     )
@@ -227,7 +203,7 @@ def new_file(text: str) -> Path:
     return path
 
 
-def _plot_file(text: str) -> Path:
+def _picture(text: str) -> Path:
     need("matplotlib")
     return new_file(text)
 
@@ -296,10 +272,6 @@ class Panel:
     lines: Mapping[str, Sequence[PlotPoint]]
 
 
-def can_plot() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
-
-
 # Okabe and Ito's colours, which the colour-blind tell apart; the shapes help in grey.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = "osD^vPX"
@@ -309,50 +281,37 @@ _DODGE = 0.05
 
 def plot(path: Path, panels: Sequence[Panel], title: str, caption: str) -> None:
     """Draw ``panels`` into one PNG, a colour per contender; the x values are names, in the order they come."""
-    # Not import statements: the type checker must accept them with and without the package.
-    matplotlib: Any = importlib.import_module("matplotlib")
-    matplotlib.use("Agg")
-    pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    from matplotlib.figure import Figure
+
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    height = 3.8 * rows + 1.1
-    figure, axes = pyplot.subplots(rows, columns, figsize=(5.2 * columns, height), squeeze=False)
+    figure = Figure(figsize=(5.2 * columns, 3.8 * rows + 1.1), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     contenders = list(dict.fromkeys(name for panel in panels for name in panel.lines))
-    for panel, axis in zip(panels, axes.flat, strict=False):
-        _draw(axis, panel, contenders)
-    for axis in list(axes.flat)[len(panels) :]:
-        axis.set_axis_off()
     handles: dict[str, Any] = {}
-    for axis in axes.flat:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    figure.suptitle(title, y=1 - 0.12 / height, fontsize=13)
-    figure.text(0.5, 1 - 0.5 / height, caption, ha="center", va="center", fontsize=8, color="0.35")
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncol=min(5, len(handles) or 1))
-    lines = -(-len(handles) // 5)
-    figure.tight_layout(rect=(0, (0.12 + 0.25 * lines) / height, 1, 1 - 0.6 / height))
+    for panel, axis in zip(panels, axes, strict=False):
+        names = dict.fromkeys(x for line in panel.lines.values() for x, *_ in line)
+        places = {x: place for place, x in enumerate(names)}
+        for number_of_line, (name, points) in enumerate(panel.lines.items()):
+            index = contenders.index(name)
+            moved = (number_of_line - (len(panel.lines) - 1) / 2) * _DODGE
+            handles[name] = axis.errorbar(
+                [places[x] + moved for x, *_ in points],
+                [point[1] for point in points],
+                yerr=[[y - low for _, y, low, _ in points], [high - y for _, y, _, high in points]],
+                marker=_MARKERS[index % len(_MARKERS)],
+                capsize=2,
+                color=_COLOURS[index % len(_COLOURS)],
+                linestyle="-" if index < len(_COLOURS) else "--",
+            )
+        axis.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label, ylim=(0, None))
+        axis.set_xticks(range(len(names)), list(names))
+        axis.grid(alpha=0.3)
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    figure.suptitle(f"{title}\n{caption}", fontsize=10)
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(5, len(handles) or 1))
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
-def _draw(axis: Any, panel: Panel, contenders: Sequence[str]) -> None:
-    places = {x: number for number, x in enumerate(dict.fromkeys(x for line in panel.lines.values() for x, *_ in line))}
-    for number_of_line, (name, points) in enumerate(panel.lines.items()):
-        index = contenders.index(name)
-        moved = (number_of_line - (len(panel.lines) - 1) / 2) * _DODGE
-        axis.errorbar(
-            [places[x] + moved for x, *_ in points],
-            [point[1] for point in points],
-            yerr=[[y - low for _, y, low, _ in points], [high - y for _, y, _, high in points]],
-            marker=_MARKERS[index % len(_MARKERS)],
-            capsize=2,
-            label=name,
-            color=_COLOURS[index % len(_COLOURS)],
-            linestyle="-" if index < len(_COLOURS) else "--",
-        )
-    axis.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label, ylim=(0, None))
-    axis.set_xticks(list(places.values()), list(places))
-    axis.grid(alpha=0.3)
 
 
 # -- the whole report --------------------------------------------------------------------------------------------------
@@ -454,8 +413,7 @@ def today() -> str:
 
 
 def command_line(words: Sequence[str] | None = None, hidden: Mapping[Path, str] | None = None) -> str:
-    """The command line of this process, without secrets; each path in ``hidden`` replaced by its word, for what is
-    published."""
+    """Return the command line of this process without secrets, each path in ``hidden`` replaced by its word."""
     program, *given = sys.argv if words is None else words
     replaced = [Path(program).name]
     for word in shown_words(given):
@@ -543,7 +501,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One contender at one point; a ratio for each baseline, None where there is nothing to compare with."""
+    """One contender at one point; for each baseline how many times as fast it is, None where none was measured."""
 
     contender: str
     summary: Summary
@@ -588,18 +546,24 @@ class Results:
             for b in self.baselines
         ]
         return [
-            Row(name, summary, tuple(ratio(summary, base) if base else None for base in bases))
+            Row(name, summary, tuple(summary.rate.median / base.rate.median if base else None for base in bases))
             for name, summary in summaries.items()
         ]
 
     def tables(self) -> Iterator[Table]:
         for point in self.points():
-            if rows := self.rows(point):
-                yield Table(
-                    point.title,
-                    ("", "rounds", *point.unit.headers, *(f"x {baseline.name}" for baseline in self.baselines)),
-                    tuple((r.contender, str(r.summary.rounds), *point.unit.cells(r.summary), *_cells(r)) for r in rows),
+            rows = tuple(
+                (
+                    row.contender,
+                    str(row.summary.rounds),
+                    *point.unit.cells(row.summary),
+                    *("-" if value is None else number(value) for value in row.ratios),
                 )
+                for row in self.rows(point)
+            )
+            if rows:
+                ratios = (f"x {baseline.name}" for baseline in self.baselines)
+                yield Table(point.title, ("", "rounds", *point.unit.headers, *ratios), rows)
 
     def figures(self) -> dict[str, Any]:
         """For JSON: one entry for every contender at every point, measured or not."""
@@ -647,18 +611,33 @@ class Results:
                     lines.setdefault(name, []).append(place)
         return [Panel(title, "page", units[title], lines) for title, lines in panels.items()]
 
-    def print_end(self, seconds: float) -> int:
-        """The last words on the terminal, and the exit code: 1 when a contender failed or nothing was measured."""
-        for name, reason in self.absent.items():
-            print(f"not measured: {name}: {reason}")
-        print(f"\n{seconds:.0f} s")
+    def finish(
+        self,
+        arguments: argparse.Namespace,
+        name: str,
+        title: str,
+        machine: Mapping[str, Any],
+        settings: Any,
+        method: str,
+        hidden: Mapping[Path, str] | None,
+        started: float,
+    ) -> int:
+        """Print and write the report. Return the exit code: 1 when a contender failed or nothing was measured.
+
+        ``settings`` is a dataclass, whose fields ``method`` names; ``started`` on the monotonic clock.
+        """
+        facts = asdict(settings)
+        figures = {"settings": facts, **self.figures()}
+        tables, panels = list(self.tables()), self.panels()
+        report = Report(name, title, machine, figures, tables, panels, method.format(**facts), self.remarks())
+        report.show()
+        report.write(arguments, hidden)
+        for absent, reason in self.absent.items():
+            print(f"not measured: {absent}: {reason}")
+        print(f"\n{time.monotonic() - started:.0f} s")
         for failure in self.failures:
             print(f"FAILED: {failure}", file=sys.stderr)
         return 1 if self.failures or not self.samples else 0
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    return tuple("-" if value is None else number(value) for value in row.ratios)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from hicache_ext.bench.frame import (
     Panel,
@@ -108,7 +108,7 @@ class Answer:
 
 
 class Target:
-    """Something to talk to, while its context is open; ``ask`` is called from several threads."""
+    """Something to talk to, while its context is open."""
 
     name: str
 
@@ -119,7 +119,7 @@ class Target:
         return None
 
     def ask(self, conversation: Conversation, tokens: int) -> Answer:
-        """``tokens`` more tokens of the conversation. Raises BenchmarkError."""
+        """Have it say so many more tokens of the conversation; called from several threads. Raises BenchmarkError."""
         raise NotImplementedError
 
     def flush(self) -> None:
@@ -133,18 +133,15 @@ class Endpoint(Target):
     def __init__(self, name: str, url: str, api: str, model: str = "default") -> None:
         self.name = name
         self._client = SglangClient(url)
-        self._ask = {"generate": self._generate, "openai": self._complete}[api]
+        self._in_text = api == "openai"
         self._model = model
 
     def ask(self, conversation: Conversation, tokens: int) -> Answer:
-        return self._ask(conversation, tokens)
+        return self._complete(conversation, tokens) if self._in_text else _generated(self._client, conversation, tokens)
 
     def flush(self) -> None:
         with _one_sentence(self._client.url):
             self._client.flush_cache(60)
-
-    def _generate(self, conversation: Conversation, tokens: int) -> Answer:
-        return _generated(self._client, conversation, tokens)
 
     def _complete(self, conversation: Conversation, tokens: int) -> Answer:
         body = {
@@ -244,27 +241,18 @@ ARMS = {
 }
 
 
-class Talker(Protocol):
-    """What was started: a server, or a pair of which one node prefills."""
-
-    def generate(
-        self, prompt: Sequence[int], max_new_tokens: int, *, sampling: Mapping[str, Any] | None = None
-    ) -> Generation:
-        """One answer."""
-
-    def flush_cache(self) -> None:
-        """Empty L1 and L2 of the node that prefills."""
-
-
 class MadeTarget(Target):
-    """Started for one run, with an empty storage directory."""
+    """A server, or a pair, that is started for one run with an empty storage directory.
 
-    def __init__(self, name: str, start: Callable[[ExitStack], Talker], *, flushes: bool = True) -> None:
+    What ``start`` returns has ``generate`` and ``flush_cache`` as SglangServer has them.
+    """
+
+    def __init__(self, name: str, start: Callable[[ExitStack], Any], *, flushes: bool = True) -> None:
         self.name = name
         self._start = start
         self._flushes = flushes
         self._stack = ExitStack()
-        self._talker: Talker | None = None
+        self._talker: Any = None
 
     def __enter__(self) -> MadeTarget:
         try:
@@ -275,23 +263,17 @@ class MadeTarget(Target):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._talker = None
         self._stack.close()
 
     def ask(self, conversation: Conversation, tokens: int) -> Answer:
         try:
-            return answer_of(self._running().generate(conversation.tokens, tokens, sampling={"ignore_eos": True}))
+            return answer_of(self._talker.generate(conversation.tokens, tokens, sampling={"ignore_eos": True}))
         except (ServerError, OSError) as error:
             raise BenchmarkError(f"{self.name}: {error}") from error
 
     def flush(self) -> None:
         if self._flushes:
-            self._running().flush_cache()
-
-    def _running(self) -> Talker:
-        if self._talker is None:
-            raise BenchmarkError(f"{self.name} is not running")
-        return self._talker
+            self._talker.flush_cache()
 
 
 def made_arm(
@@ -362,13 +344,14 @@ class ArmResult:
         return Quartiles.of([answer.time_to_first_token for answer in self.turns[turn]])
 
     def cached_share(self, turn: int) -> float:
-        """Cached tokens of the prompts of a turn."""
-        return sum(sum(answer.cached.values()) for answer in self.turns[turn]) / self._prompt_tokens(turn)
+        """Return the cached share of the prompt tokens of a turn."""
+        return sum(self.cached_by_source(turn).values())
 
     def cached_by_source(self, turn: int) -> dict[str, float]:
-        sources = dict.fromkeys(source for answer in self.turns[turn] for source in answer.cached)
-        prompt_tokens = self._prompt_tokens(turn)
-        return {source: sum(a.cached.get(source, 0) for a in self.turns[turn]) / prompt_tokens for source in sources}
+        answers = self.turns[turn]
+        sources = dict.fromkeys(source for answer in answers for source in answer.cached)
+        prompt_tokens = max(1, sum(answer.prompt_tokens for answer in answers))
+        return {source: sum(a.cached.get(source, 0) for a in answers) / prompt_tokens for source in sources}
 
     @property
     def computed_tokens(self) -> int:
@@ -380,25 +363,16 @@ class ArmResult:
         """Generated tokens per second, all users together."""
         return sum(a.completion_tokens for turn in self.turns for a in turn) / self.seconds
 
-    def _prompt_tokens(self, turn: int) -> int:
-        return max(1, sum(answer.prompt_tokens for answer in self.turns[turn]))
-
 
 def tables(results: Sequence[ArmResult]) -> list[Table]:
     """By turn, and over the run."""
     names = tuple(result.name for result in results)
     turns = range(len(results[0].turns))
+    first = tuple((str(t + 1), *(number(r.first_token(t).median * 1e3) for r in results)) for t in turns)
+    shares = tuple((str(t + 1), *(f"{r.cached_share(t) * 100:.1f}" for r in results)) for t in turns)
     by_turn = [
-        Table(
-            "time to first token by turn, ms, median over users",
-            ("turn", *names),
-            tuple((str(t + 1), *(number(r.first_token(t).median * 1e3) for r in results)) for t in turns),
-        ),
-        Table(
-            "cached share of the prompts by turn, %",
-            ("turn", *names),
-            tuple((str(t + 1), *(f"{r.cached_share(t) * 100:.1f}" for r in results)) for t in turns),
-        ),
+        Table("time to first token by turn, ms, median over users", ("turn", *names), first),
+        Table("cached share of the prompts by turn, %", ("turn", *names), shares),
     ]
     rows = tuple(
         (
@@ -463,9 +437,11 @@ def panels(results: Sequence[ArmResult]) -> list[Panel]:
 
 
 def _first_tokens(title: str, results: Sequence[ArmResult], turns: Iterable[int]) -> Panel:
-    return Panel(
-        title, "turn", "ms", {r.name: [(str(t + 1), *_milliseconds(r.first_token(t))) for t in turns] for r in results}
-    )
+    lines = {}
+    for result in results:
+        found = [(turn, result.first_token(turn)) for turn in turns]
+        lines[result.name] = [(str(t + 1), of.median * 1e3, of.lower * 1e3, of.upper * 1e3) for t, of in found]
+    return Panel(title, "turn", "ms", lines)
 
 
 def entries(results: Sequence[ArmResult]) -> list[Mapping[str, Any]]:
@@ -489,10 +465,6 @@ def entries(results: Sequence[ArmResult]) -> list[Mapping[str, Any]]:
         }
         for result in results
     ]
-
-
-def _milliseconds(seconds: Quartiles) -> tuple[float, float, float]:
-    return seconds.median * 1e3, seconds.lower * 1e3, seconds.upper * 1e3
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -575,10 +547,10 @@ def model_of(arguments: argparse.Namespace, directory: Path) -> tuple[str, Seque
     """The model for servers that are started, made in ``directory`` unless one was named; and what it needs."""
     if arguments.model_path is not None:
         return arguments.model_path, ()
-    from hicache_ext.testing.small_model import NAME, arguments_to_serve, make_small_model  # torch
+    from hicache_ext.testing import small_model  # torch
 
     try:
-        return str(make_small_model(directory / NAME)), arguments_to_serve()
+        return str(small_model.make_small_model(directory / small_model.NAME)), small_model.arguments_to_serve()
     except MissingPackageError as error:
         raise BenchmarkError(f"{error}, or name a model: --model-path") from error
 
@@ -615,12 +587,16 @@ def compare(
     if not rounds:
         raise BenchmarkError("nothing to talk to: give --endpoint, --pair or --arm")
     results = [ArmResult.of(of_one) for of_one in rounds.values()]
+    if arguments.arm:
+        from hicache_ext.testing.small_model import NAME
+
+        title += f", {Path(arguments.model_path or NAME).name}"
     hidden = {path: name for path, name in ((arguments.logs, "LOGS"), (arguments.directory, "PATH")) if path}
     if arguments.model_path:
         hidden[Path(arguments.model_path)] = Path(arguments.model_path).name
     report = Report(
         "multiturn",
-        title + (f", {_model_name(arguments)}" if arguments.arm else ""),
+        title,
         machine_facts(Path.cwd(), _PACKAGES),
         {"workload": asdict(workload), "flush": arguments.flush, "results": entries(results)},
         tables(results),
@@ -631,14 +607,6 @@ def compare(
     report.show()
     report.write(arguments, hidden)
     return 0
-
-
-def _model_name(arguments: argparse.Namespace) -> str:
-    if arguments.model_path is not None:
-        return Path(arguments.model_path).name
-    from hicache_ext.testing.small_model import NAME
-
-    return NAME
 
 
 def _method(arguments: argparse.Namespace, arms: Mapping[str, str]) -> str:
@@ -677,7 +645,7 @@ def converse(target: Target, workload: Workload, *, flush: bool = False, settle:
     seconds = 0.0
     for turn in range(workload.turns):
         started = time.monotonic()
-        turns.append(_at_once([_turn_of(target, conversation, turn) for conversation in conversations]))
+        turns.append(_all_ask(target, conversations, turn))
         seconds += time.monotonic() - started
         for conversation, answer in zip(conversations, turns[-1], strict=True):
             conversation.answered(answer.output_ids, answer.text)
@@ -687,33 +655,31 @@ def converse(target: Target, workload: Workload, *, flush: bool = False, settle:
     return ArmResult(target.name, turns, seconds)
 
 
-def _turn_of(target: Target, conversation: Conversation, turn: int) -> Callable[[], Answer]:
-    def talk() -> Answer:
-        tokens, think = conversation.ask(turn)
+def _all_ask(target: Target, conversations: Sequence[Conversation], turn: int) -> list[Answer]:
+    """Have every user take this turn, all at the same time. Raises the first BenchmarkError."""
+    answers: dict[int, Answer | BenchmarkError] = {}
+
+    def talk(user: int) -> None:
+        tokens, think = conversations[user].ask(turn)
         time.sleep(think)
-        return target.ask(conversation, tokens)
-
-    return talk
-
-
-def _at_once(talks: Sequence[Callable[[], Answer]]) -> list[Answer]:
-    answers: dict[int, Answer] = {}
-    trouble: list[BenchmarkError] = []
-
-    def one(user: int) -> None:
         try:
-            answers[user] = talks[user]()
+            answers[user] = target.ask(conversations[user], tokens)
         except BenchmarkError as error:
-            trouble.append(error)
+            answers[user] = error
 
-    threads = [threading.Thread(target=one, args=(user,)) for user in range(len(talks))]
+    # Threads and not a pool of them: who interrupts the run waits for no answer before the servers end.
+    threads = [threading.Thread(target=talk, args=(user,)) for user in range(len(conversations))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if trouble:
-        raise trouble[0]
-    return [answers[user] for user in range(len(talks))]
+    found = []
+    for user in range(len(conversations)):
+        answer = answers[user]
+        if isinstance(answer, BenchmarkError):
+            raise answer
+        found.append(answer)
+    return found
 
 
 def running_targets(arguments: argparse.Namespace) -> list[Target]:

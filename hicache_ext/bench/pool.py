@@ -8,9 +8,9 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +23,6 @@ from hicache_ext.bench.frame import (
     Clock,
     Measured,
     Point,
-    Report,
     Results,
     Sample,
     Throughput,
@@ -116,8 +115,7 @@ class Settings:
     def _case(self, payload: int, threads: int) -> Case:
         # Memory of a batch is bounded: 128 pages of 4 MiB would be half a gigabyte a thread, twice.
         batch = max(1, min(self.batch, (16 << 20) // payload))
-        batches = max(1, -(-self.total // (payload * threads * batch)))
-        return Case(payload, threads, batch, batches)
+        return Case(payload, threads, batch, max(1, -(-self.total // (payload * threads * batch))))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -162,24 +160,20 @@ def compare(
             results.absent[engine.name] = engine.missing
             continue
         try:
-            with terminated_in_order(), serving(engine) as place:
+            with (
+                terminated_in_order(),
+                tempfile.TemporaryDirectory(prefix="hicache-bench-") as directory,
+                ExitStack() as stack,
+            ):
+                try:
+                    place = stack.enter_context(engine.serve(Path(directory)))
+                except (RuntimeError, OSError, HicacheExtError) as error:
+                    raise BenchmarkError(f"{engine.name}: {error}") from error
                 _measure_engine(engine, place, settings, turns)
         except BenchmarkError as error:
             results.absent[engine.name] = f"failed: {error}"
             results.failures.append(str(error))
-    report = Report(
-        "pool",
-        "Pool benchmark",
-        machine,
-        {"settings": asdict(settings), **results.figures()},
-        list(results.tables()),
-        results.panels(),
-        _METHOD.format(**asdict(settings)) + method,
-        results.remarks(),
-    )
-    report.show()
-    report.write(arguments, hidden)
-    return results.print_end(time.monotonic() - started)
+    return results.finish(arguments, "pool", "Pool benchmark", machine, settings, _METHOD + method, hidden, started)
 
 
 def _measure_engine(engine: Engine, place: Any, settings: Settings, turns: Turns) -> None:
@@ -325,17 +319,6 @@ class OurClient:
         self._store.close()
 
 
-@contextmanager
-def serving(engine: Engine) -> Iterator[Any]:
-    """The engine's server, in a directory of its own. Raises BenchmarkError when it does not start."""
-    with tempfile.TemporaryDirectory(prefix="hicache-bench-") as directory, ExitStack() as stack:
-        try:
-            place = stack.enter_context(engine.serve(Path(directory)))
-        except (RuntimeError, OSError, HicacheExtError) as error:
-            raise BenchmarkError(f"{engine.name}: {error}") from error
-        yield place
-
-
 @dataclass(frozen=True, slots=True)
 class Case:
     """Pages of one size, moved by some threads: each its own batches, one call a batch."""
@@ -357,11 +340,13 @@ def measure(name: str, client: PoolClient, case: Case, memory: Sequence[Pages]) 
 
     Raises BenchmarkError for an answer that is wrong or not complete.
     """
-    turn = secrets.token_hex(8)
-    keys = [
-        [_keys(f"{turn}/{thread}/{number}", case.batch) for number in range(case.batches)]
-        for thread in range(case.threads)
-    ]
+    turn, identity = secrets.token_hex(8), hashlib.sha256(b"hicache_ext/bench").digest()[:16]
+
+    def keys_of(batch: str) -> list[bytes]:
+        """Return page keys as stores take them: identity digest and page hash."""
+        return [identity + hashlib.sha256(f"{turn}/{batch}/{n}".encode()).digest() for n in range(case.batch)]
+
+    keys = [[keys_of(f"{thread}/{n}") for n in range(case.batches)] for thread in range(case.threads)]
     try:
         written = _run(case, lambda t, n: client.write(keys[t][n], memory[t]), memory, name, reads=False)
         read = _run(case, lambda t, n: client.read(keys[t][n], memory[t]), memory, name, reads=True)
@@ -416,9 +401,3 @@ def _run(case: Case, move: Callable[[int, int], int], memory: Sequence[Pages], n
             for pages in memory[: case.threads]:
                 pages.check(number, name)
     return Sample(case.total, seconds, cpu, tuple(calls))
-
-
-def _keys(name: str, count: int) -> list[bytes]:
-    """Page keys as stores take them: identity digest and page hash."""
-    identity = hashlib.sha256(b"hicache_ext/bench").digest()[:16]
-    return [identity + hashlib.sha256(f"{name}/{number}".encode()).digest() for number in range(count)]

@@ -56,13 +56,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print what was measured. Raises ConfigError, UnsupportedError, MissingPackageError."""
     max_kl, min_agreement = _bound(arguments, "--max-kl", math.inf), _bound(arguments, "--min-agreement", 1)
-    page_tokens = _page_tokens(arguments.page_size)
+    size = arguments.page_size
+    if not size.isascii() or not size.isdigit() or not 1 <= int(size) <= 256:
+        raise ConfigError("--page-size", f"{size!r} is not accepted", "a whole number from 1 to 256")
+    page_tokens = int(size)
     texts = our_texts() if arguments.prompts is None else _prompts(arguments.prompts)
     need("torch", "transformers", "zstandard")
     report = _measured(arguments, texts, page_tokens)
     report["bounds"] = {"max_kl": max_kl, "min_agreement": min_agreement}
     report["problem"] = problem = _problem(report)
-    report["configuration"] = None if problem is not None or not _may_render(arguments) else _snippet(arguments.codec)
+    named = arguments.codec not in LOSSY_CODECS or any((arguments.max_kl, arguments.min_agreement))
+    snippet = {"tiers": {"NAME": {"codec": arguments.codec}}}
+    report["configuration"] = snippet if problem is None and named else None
     show(arguments, report, _lines(report))
     if problem is not None:
         raise HicacheExtError(problem)
@@ -87,7 +92,7 @@ def _measured(arguments: argparse.Namespace, texts: Mapping[str, str], page_toke
     total = checked.total()
     if not total.predictions:
         raise ConfigError("--prompts", "no text is long enough", f"texts of {2 * page_tokens} tokens and more")
-    worst = checked.worst_text()
+    worst = max(checked.texts, key=lambda name: checked.texts[name].worst_kl)
 
     def speed(seconds: float) -> float | None:
         return round(checked.page_bytes / seconds / 1e9, 3) if seconds else None
@@ -111,13 +116,8 @@ def _measured(arguments: argparse.Namespace, texts: Mapping[str, str], page_toke
         "encode_gb_per_second": speed(checked.encode_seconds),
         "decode_gb_per_second": speed(checked.decode_seconds),
         "texts": [
-            {
-                "text": name,
-                "predictions": found.predictions,
-                "mean_kl": found.mean_kl,
-                "agreement": found.agreement,
-                "worst_kl": found.worst_kl,
-            }
+            {"text": name, "predictions": found.predictions}
+            | {"mean_kl": found.mean_kl, "agreement": found.agreement, "worst_kl": found.worst_kl}
             for name, found in checked.texts.items()
         ],
     }
@@ -136,14 +136,6 @@ def _problem(report: Mapping[str, Any]) -> str | None:
     if report["predictions"] < FEWEST and any(bound is not None for bound in bounds.values()):
         return f"{report['predictions']} predictions are too few to tell, {FEWEST} are needed: give --prompts more text"
     return None
-
-
-def _may_render(arguments: argparse.Namespace) -> bool:
-    return arguments.codec not in LOSSY_CODECS or any((arguments.max_kl, arguments.min_agreement))
-
-
-def _snippet(codec: str) -> dict[str, Any]:
-    return {"tiers": {"NAME": {"codec": codec}}}
 
 
 def _lines(report: Mapping[str, Any]) -> list[str]:
@@ -191,12 +183,6 @@ def _bound(arguments: argparse.Namespace, option: str, largest: float) -> float 
         allowed = "a number from 0 to 1" if largest == 1 else "a number from 0 on, such as 0.005"
         raise ConfigError(option, f"{given!r} is not accepted", allowed)
     return bound
-
-
-def _page_tokens(given: str) -> int:
-    if not given.isascii() or not given.isdigit() or not 1 <= int(given) <= 256:
-        raise ConfigError("--page-size", f"{given!r} is not accepted", "a whole number from 1 to 256")
-    return int(given)
 
 
 def _prompts(file: str) -> dict[str, str]:
@@ -282,9 +268,6 @@ class Checked:
             all_of_them.add(agreement)
         return all_of_them
 
-    def worst_text(self) -> str:
-        return max(self.texts, key=lambda name: self.texts[name].worst_kl)
-
 
 class ModelUnderTest:
     """A causal model of transformers with its tokenizer."""
@@ -326,22 +309,13 @@ class ModelUnderTest:
 
         return DynamicCache(config=self._model.config)
 
-    def cache_of(self, tokens: Sequence[int]) -> Any:
-        """The cache of transformers after these tokens."""
-        cache = self.empty_cache()
-        self._run(tokens, cache)
-        return cache
-
     def predictions(self, tokens: Sequence[int], cache: Any) -> Any:
-        """Logits behind each of these tokens, which follow those of the cache: the cache grows."""
-        return self._run(tokens, cache)[0]
-
-    def _run(self, tokens: Sequence[int], cache: Any) -> Any:
+        """Return the logits behind each of these tokens, which follow those of the cache: the cache grows."""
         import torch
 
         ids = torch.tensor([list(tokens)], device=self.device)
         with torch.inference_mode():
-            return self._model(ids, past_key_values=cache, use_cache=True).logits
+            return self._model(ids, past_key_values=cache, use_cache=True).logits[0]
 
 
 def check(model: ModelUnderTest, codec: Codec, texts: Mapping[str, str], *, page_tokens: int) -> Checked:
@@ -351,7 +325,8 @@ def check(model: ModelUnderTest, codec: Codec, texts: Mapping[str, str], *, page
         agreement = Agreement()
         for begin, tokens in _pieces(model.tokens(text), page_tokens):
             prefix = len(tokens) // 2 // page_tokens * page_tokens
-            cache = model.cache_of(tokens[:prefix])
+            cache = model.empty_cache()
+            model.predictions(tokens[:prefix], cache)
             restored = copy.deepcopy(cache)
             _through_pages(cache, model.kv_dtype, lambda _, page: page, page_tokens)
             trip = _Trip(codec, checked)
@@ -409,7 +384,11 @@ def _through_pages(cache: Any, dtype: Any, back: Callable[[dict[str, Any], bytes
     for layer in layers:
         groups.setdefault((*layer.keys.shape[1:], *layer.values.shape[1:]), []).append(layer)
     for group in groups.values():
-        keys, values = (_by_token(group, name, dtype) for name in ("keys", "values"))
+        # [tokens, layers, heads, numbers], in memory of the host
+        keys, values = (
+            torch.stack([getattr(layer, name)[0].transpose(0, 1) for layer in group], dim=1).to("cpu", dtype)
+            for name in ("keys", "values")
+        )
         pool = {
             "name": "kv",
             "kind": "MHATokenToKVPoolHost",
@@ -418,7 +397,7 @@ def _through_pages(cache: Any, dtype: Any, back: Callable[[dict[str, Any], bytes
         }
         for begin in range(0, keys.shape[0], page_tokens):
             parts = [numbers[begin : begin + page_tokens] for numbers in (keys, values)]
-            page = back(pool, b"".join(_bytes_of(part) for part in parts))
+            page = back(pool, b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts))
             at = parts[0].numel() * parts[0].element_size()
             for part, piece in zip(parts, (page[:at], page[at:]), strict=True):
                 part.copy_(torch.frombuffer(bytearray(piece), dtype=dtype).view(part.shape))
@@ -426,20 +405,6 @@ def _through_pages(cache: Any, dtype: Any, back: Callable[[dict[str, Any], bytes
             for name, numbers in (("keys", keys), ("values", values)):
                 restored = numbers[:, number].transpose(0, 1).unsqueeze(0).contiguous()
                 setattr(layer, name, restored.to(getattr(layer, name)))
-
-
-def _by_token(layers: Sequence[Any], name: str, dtype: Any) -> Any:
-    """[tokens, layers, heads, numbers], in memory of the host."""
-    import torch
-
-    return torch.stack([getattr(layer, name)[0].transpose(0, 1) for layer in layers], dim=1).to("cpu", dtype)
-
-
-def _bytes_of(numbers: Any) -> bytes:
-    import torch
-
-    content: bytes = numbers.contiguous().view(torch.uint8).numpy().tobytes()
-    return content
 
 
 @dataclass(frozen=True, slots=True)
