@@ -59,7 +59,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         actions.add_parser("render", help="print a complete configuration and how to launch SGLang with it")
     )
     schema = actions.add_parser("schema", help="print the JSON Schema, for editors")
-    describe(schema, run=_schema, examples=["hicache-ext config schema > hicache-schema.json"], problem="")
+
+    def print_schema(_: argparse.Namespace) -> int:
+        print_json(json_schema())
+        return 0
+
+    describe(schema, run=print_schema, examples=["hicache-ext config schema > hicache-schema.json"], problem="")
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -79,11 +84,6 @@ def _check(arguments: argparse.Namespace) -> int:
         print_json({"ok": False, "problems": problems})
         return 2
     show(arguments, document, lines)
-    return 0
-
-
-def _schema(arguments: argparse.Namespace) -> int:
-    print_json(json_schema())
     return 0
 
 
@@ -195,7 +195,6 @@ def _role_notes(config: HicacheExtConfig) -> Iterator[str]:
 
 # -- render ------------------------------------------------------------------------------------------------------------
 
-_RENDERED_FILE = "hicache.yaml"
 _COMMENTS_FROM = 44
 """Column of the comments beside the lines."""
 _POOLS = ("mooncake", "redis", "object")
@@ -210,7 +209,10 @@ class _Lines:
 
     def add(self, depth: int, key: str, value: object = None, why: str = "") -> None:
         """A key with its value; without a value the key of what follows, one level deeper."""
-        written = "" if value is None else f" {_flow(value)}"
+        written = ""
+        if value is not None:
+            flow = yaml.safe_dump(value, default_flow_style=True, width=1 << 20, allow_unicode=True, sort_keys=False)
+            written = " " + str(flow).removesuffix("\n").removesuffix("\n...")
         self._put(f"{'  ' * depth}{key}:{written}", why)
 
     def hint(self, depth: int, text: str, why: str) -> None:
@@ -272,16 +274,19 @@ def _render(arguments: argparse.Namespace) -> int:
     given |= {"--mooncake": arguments.mooncake, "--s3": arguments.object, "--pd": arguments.role}
     chosen = [option for option, value in given.items() if value is not None]
     document: Mapping[str, Any]
+    file = "hicache.yaml"  # to which the output goes, unless a file is given
     if arguments.file is not None:
         if chosen:
             raise ConfigError("", f"FILE cannot be combined with {', '.join(chosen)}", "one of them")
-        file, document = _file_to_name(arguments.file), read_configuration(arguments.file)
+        document = read_configuration(arguments.file)
         text = as_yaml(document)
+        if arguments.file != "-" and not arguments.file.lstrip().startswith("{"):
+            file = arguments.file.removeprefix("@")
     elif chosen:
-        file, text = _RENDERED_FILE, "\n".join(_from_options(arguments)) + "\n"
+        text = "\n".join(_from_options(arguments)) + "\n"
         document = read_text(text, "the configuration")
     else:
-        file, text = _RENDERED_FILE, example_config()
+        text = example_config()
         document = read_text(text, "the example")
     # Checked as at a start, printed as written: templates are expanded by the node that reads the file.
     checked = check_document(document)
@@ -294,24 +299,17 @@ def _render(arguments: argparse.Namespace) -> int:
         print(f"note: {note}", file=sys.stderr)
     if arguments.linker or text != example_config():
         flags = chosen_linker_flags() if arguments.linker else chosen_flags(role)
-        text = "\n".join(_heading(file, flags, launch)) + "\n" + text
+        heading = [
+            f"# Check it on the node that reads it: hicache-ext config check {file}, hicache-ext doctor {file}",
+            "# Launch SGLang with:",
+            "#   " + " \\\n#     ".join(launch),
+            *(f"#   {flag}: {why}" for flag, why in flags.items()),
+        ]
+        text = "\n".join(heading) + "\n" + text
     whole = linker_config({SECTION: document[SECTION]}) if arguments.linker else document
     shown = as_inline_json(whole) if arguments.inline else text.rstrip("\n")
     show(arguments, {"file": file, "launch": launch, "document": document, "yaml": text}, [shown])
     return 0
-
-
-def _file_to_name(file: str) -> str:
-    """The file named in the launch line: the given one, or the one to which the output goes."""
-    return _RENDERED_FILE if file == "-" or file.lstrip().startswith("{") else file.removeprefix("@")
-
-
-def _heading(file: str, flags: Mapping[str, str], launch: Sequence[str]) -> Iterator[str]:
-    yield f"# Check it on the node that reads it: hicache-ext config check {file}, hicache-ext doctor {file}"
-    yield "# Launch SGLang with:"
-    yield "#   " + " \\\n#     ".join(launch)
-    for flag, why in flags.items():
-        yield f"#   {flag}: {why}"
 
 
 def _from_options(arguments: argparse.Namespace) -> list[str]:
@@ -334,7 +332,7 @@ def _from_options(arguments: argparse.Namespace) -> list[str]:
     if disk is not None:
         _add_disk(out, disk, arguments)
     for pool in pools:
-        _ADD[pool](out, arguments)
+        _add_pool(out, pool, arguments)
     if role == "decode":
         out.add(1, "retrieve_locations", [], "a decode node reads nothing back; its prefill nodes do")
     else:
@@ -401,46 +399,24 @@ def _add_disk(out: _Lines, name: str, arguments: argparse.Namespace) -> None:
     out.hint(3, "require_mount: true", "the tier stays out while its disk is not mounted")
 
 
-def _add_mooncake(out: _Lines, arguments: argparse.Namespace) -> None:
-    out.add(2, "mooncake")
-    out.add(3, "type", "mooncake")
-    out.add(3, "master", arguments.mooncake)
-    out.hint(3, "protocol: rdma", "tcp where nothing is said")
-    _add_not_required(out)
-
-
-def _add_redis(out: _Lines, arguments: argparse.Namespace) -> None:
-    urls, variable = arguments.redis, arguments.redis_password_env
-    out.add(2, "redis")
-    out.add(3, "type", "redis")
-    out.add(3, "url", urls if len(urls) > 1 else urls[0], "rediss:// is TLS; a list: some nodes of one cluster")
-    if variable is None:
-        out.hint(3, "password: {env: NAME}", "by reference: SGLang prints and serves this file")
+def _add_pool(out: _Lines, pool: str, arguments: argparse.Namespace) -> None:
+    out.add(2, pool)
+    out.add(3, "type", pool)
+    if pool == "mooncake":
+        out.add(3, "master", arguments.mooncake)
+        out.hint(3, "protocol: rdma", "tcp where nothing is said")
+    elif pool == "redis":
+        urls, variable = arguments.redis, arguments.redis_password_env
+        out.add(3, "url", urls if len(urls) > 1 else urls[0], "rediss:// is TLS; a list: some nodes of one cluster")
+        if variable is None:
+            out.hint(3, "password: {env: NAME}", "by reference: SGLang prints and serves this file")
+        else:
+            out.add(3, "password", {"env": variable}, "by reference: SGLang prints and serves this file")
+        out.hint(3, "ttl: 24h", "left out: the server's own limits decide (maxmemory, allkeys-lru)")
     else:
-        out.add(3, "password", {"env": variable}, "by reference: SGLang prints and serves this file")
-    out.hint(3, "ttl: 24h", "left out: the server's own limits decide (maxmemory, allkeys-lru)")
-    _add_not_required(out)
-
-
-def _add_object(out: _Lines, arguments: argparse.Namespace) -> None:
-    out.add(2, "object")
-    out.add(3, "type", "object")
-    out.add(3, "url", arguments.object, "the bucket, and a prefix that belongs to this package alone")
-    if arguments.object.startswith("s3:"):
-        out.hint(3, "endpoint: https://minio:9000", "where it is not AWS itself")
-        out.hint(3, "region: eu-central-1", "of the bucket")
-        out.hint(3, "access_key: {env: NAME}", "and secret_key; left out: the standard chain (environment, role)")
-    _add_not_required(out)
-
-
-def _add_not_required(out: _Lines) -> None:
+        out.add(3, "url", arguments.object, "the bucket, and a prefix that belongs to this package alone")
+        if arguments.object.startswith("s3:"):
+            out.hint(3, "endpoint: https://minio:9000", "where it is not AWS itself")
+            out.hint(3, "region: eu-central-1", "of the bucket")
+            out.hint(3, "access_key: {env: NAME}", "and secret_key; left out: the standard chain (environment, role)")
     out.add(3, "required", False, "servers start without it and attach it when it is there")
-
-
-_ADD = {"mooncake": _add_mooncake, "redis": _add_redis, "object": _add_object}
-
-
-def _flow(value: object) -> str:
-    """A value as YAML in one line."""
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=1 << 20, allow_unicode=True, sort_keys=False)
-    return text.removesuffix("\n").removesuffix("\n...")

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,16 @@ class Trouble:
         for error in self._errors:
             print(f"left out: {error}", file=sys.stderr)
         return 1 if self._errors else 0
+
+
+def documents_in(directory: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield the identities that the directory knows, each with its document."""
+    for file in (directory / "identities").glob("*.json"):
+        if IDENTITY_NAME.fullmatch(file.stem):
+            digest = bytes.fromhex(file.stem)
+            document = load_document(directory, digest)
+            if document is not None:
+                yield digest, document
 
 
 def groups_of(directories: Sequence[Path], trouble: Trouble) -> list[Group]:
@@ -296,10 +306,82 @@ def _age(moment: float | None) -> str:
     return "-" if moment is None else f"{rough_span(time.time() - moment)} ago"
 
 
+# -- seals of stored pages ---------------------------------------------------------------------------------------------
+
+
+class Verdict(enum.Enum):
+    """What a page is that is not bad. The values are the keys of its count in the result of ``verify``."""
+
+    GOOD = "good"
+    NOT_CHECKED = "seals_not_checked"
+    """It is good as far as can be seen: it is sealed, and no keys are given (no tier was named, or it has no seal)."""
+    UNSEALED = "unsealed"
+    """It is whole and has no seal, in a sealed tier, which does not serve it."""
+    SEALED_OTHERWISE = "sealed_otherwise"
+    """It is whole, and sealed with another key or in another mode than those of its tier, which does not serve it."""
+    GONE = "evicted"
+
+
+class StoredSeals:
+    """Those in one directory. ``transforms``: of the tier that it belongs to; None without one, or without any."""
+
+    def __init__(self, directory: Path, transforms: Transforms | None) -> None:
+        self._directory = directory
+        self._transforms = transforms
+        self._seal = None if transforms is None else transforms.seal
+        self._forms: dict[bytes, Form] = {}
+        if transforms is not None and transforms.seal is not None:
+            # Those of which the directory may have pages in any form: of a stored form, and what it is a form of.
+            found: dict[bytes, Mapping[str, Any]] = {}
+            for digest, document in documents_in(directory):
+                stored_as = document.get(STORED_AS)
+                of = stored_as.get("of") if isinstance(stored_as, dict) else None
+                if isinstance(of, str) and IDENTITY_NAME.fullmatch(of):
+                    found.setdefault(bytes.fromhex(of), document)
+                found[digest] = document
+            for identity, document in found.items():
+                self._forms |= {form.identity: form for form in transforms.forms(identity, document).all}
+
+    def verdict(self, key: bytes, payload: memoryview) -> Verdict | str:
+        """What the page ``key`` is, whose checksum fits, or the reason why it is bad."""
+        if self._seal is None:
+            return self._by_its_document(key, payload)
+        form = self._forms.get(key[:IDENTITY_LENGTH])
+        if form is not None:
+            return reason_it_is_not_sealed(payload, key, form) or Verdict.GOOD
+        # A name that no known identity has: of another key, mode or codec; or its document is lost.
+        if any(is_sealed_with(payload, key, of_tier, self._seal.mode) for of_tier in self._seal.keys):
+            return Verdict.GOOD
+        return Verdict.SEALED_OTHERWISE if _says_that_it_is_sealed(payload) else Verdict.UNSEALED
+
+    def _by_its_document(self, key: bytes, payload: memoryview) -> Verdict | str:
+        stored_as = (load_document(self._directory, key[:IDENTITY_LENGTH]) or {}).get(STORED_AS)
+        if not isinstance(stored_as, dict):
+            return Verdict.GOOD
+        try:
+            header = headers.decode(payload)
+        except FormatError as error:
+            return error.reason
+        if stored_as.get("seal") is None and not header.seal:
+            return Verdict.GOOD
+        if not header.seal:
+            return "unsealed"
+        mode = SealMode(header.seal).name.lower() if header.seal in tuple(SealMode) else ""
+        if stored_as.get("seal") != mode:
+            return "seal_form"
+        return Verdict.NOT_CHECKED if stored_as.get("key") == header.key_id.decode("ascii", "replace") else "seal_key"
+
+
+def _says_that_it_is_sealed(payload: memoryview) -> bool:
+    try:
+        return headers.decode(payload).seal != 0
+    except FormatError:
+        return False
+
+
 # -- verify ------------------------------------------------------------------------------------------------------------
 
 _REMOVE_BATCH = 256
-_GONE = "gone"
 
 
 def configure_verify(parser: argparse.ArgumentParser) -> None:
@@ -314,23 +396,6 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(slots=True)
-class _Verified:
-    """What was found in the directories so far."""
-
-    good: int = 0
-    evicted: int = 0
-    not_looked_at: int = 0
-    removed: int = 0
-    seals_not_checked: int = 0
-    """Of the good ones: sealed pages of which no keys are given, since no tier was named or it has no seal."""
-    unsealed: int = 0
-    """Whole pages without a seal, in a sealed tier: it does not serve them."""
-    sealed_otherwise: int = 0
-    """Whole pages in a sealed tier, sealed with another key or in another mode: it does not serve them."""
-    bad_pages: list[dict[str, str | None]] = field(default_factory=list)
-
-
 @dataclass(frozen=True, slots=True)
 class _Bad:
     key: bytes
@@ -340,77 +405,71 @@ class _Bad:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    found = _Verified()
+    counts = dict.fromkeys(("good", "evicted", "not_looked_at", "removed"), 0)
+    counts |= dict.fromkeys(("seals_not_checked", "unsealed", "sealed_otherwise"), 0)
+    bad_pages: list[dict[str, str | None]] = []
     trouble = Trouble()
     for target in targets(arguments.target, keys=True):
         for directory in target.directories:
             with trouble.noted():
-                bad = _verify_directory(directory, found, target.transforms)
+                bad = _verify_directory(directory, counts, bad_pages, target.transforms)
                 if arguments.remove and bad:
                     with closing(open_editor(directory)) as editor:
-                        found.removed += _remove(editor, bad)
+                        counts["removed"] += _remove(editor, bad)
     code = trouble.told()
-    bad_count = len(found.bad_pages)
-    told = f"{found.good} good, {bad_count} bad, {found.evicted} evicted meanwhile"
-    reasons = Counter(page["reason"] for page in found.bad_pages).most_common()
+    told = f"{counts['good']} good, {len(bad_pages)} bad, {counts['evicted']} evicted meanwhile"
     others = {
-        "of the good ones are sealed: whole, but their keys are not given": found.seals_not_checked,
-        "are whole and have no seal: this tier does not serve them": found.unsealed,
-        "are whole and sealed with another key or in another mode: this tier does not serve them": (
-            found.sealed_otherwise
-        ),
+        "seals_not_checked": "of the good ones are sealed: whole, but their keys are not given",
+        "unsealed": "are whole and have no seal: this tier does not serve them",
+        "sealed_otherwise": "are whole and sealed with another key or in another mode: this tier does not serve them",
     }
     lines = [
-        told + (f", {found.not_looked_at} not looked at" if found.not_looked_at else ""),
-        *(f"{count} {what}" for what, count in others.items() if count),
-        *(f"  {count} x {reason}" for reason, count in reasons),
-        *([f"{found.removed} removed"] if arguments.remove else []),
+        told + (f", {counts['not_looked_at']} not looked at" if counts["not_looked_at"] else ""),
+        *(f"{counts[key]} {what}" for key, what in others.items() if counts[key]),
+        *(f"  {count} x {why}" for why, count in Counter(page["reason"] for page in bad_pages).most_common()),
+        *([f"{counts['removed']} removed"] if arguments.remove else []),
     ]
-    show(arguments, {**asdict(found), "bad": bad_count}, lines)
-    return 1 if found.not_looked_at or bad_count > found.removed else code
+    show(arguments, {**counts, "bad_pages": bad_pages, "bad": len(bad_pages)}, lines)
+    return 1 if counts["not_looked_at"] or len(bad_pages) > counts["removed"] else code
 
 
-def _verify_directory(directory: Path, found: _Verified, transforms: Transforms | None) -> list[_Bad]:
-    """Adds to ``found``; the bad pages."""
+def _verify_directory(
+    directory: Path, counts: dict[str, int], bad_pages: list[dict[str, str | None]], transforms: Transforms | None
+) -> list[_Bad]:
+    """Look at every page, and add to ``counts`` and ``bad_pages``. Return the bad ones."""
     bad = []
     seals = StoredSeals(directory, transforms)
     with closing(opened(directory)) as inspector, Progress("pages read") as bar:
         pages = list(inspector.pages())
         for number, page in enumerate(pages, start=1):
             bar.show(number, len(pages))
+            name = page.key[16:].hex()
             try:
                 seen = _look_at(inspector, page, seals)
             except OSError as error:
-                found.not_looked_at += 1
-                print(f"not looked at ({error.strerror}): page {page.key[16:].hex()}", file=sys.stderr)
+                counts["not_looked_at"] += 1
+                print(f"not looked at ({error.strerror}): page {name}", file=sys.stderr)
                 continue
             if isinstance(seen, _Bad):
                 bad.append(seen)
-                found.bad_pages.append(_bad_page(directory, page, seen.reason))
-                model = found.bad_pages[-1]["model"] or "unknown"
-                print(f"bad ({seen.reason}): page {page.key[16:].hex()} of {model}")
+                model = (load_document(directory, page.identity) or {}).get("model", {}).get("id")
+                known = {"hash": name, "identity": page.identity.hex(), "model": model, "reason": seen.reason}
+                bad_pages.append(known)
+                print(f"bad ({seen.reason}): page {name} of {model or 'unknown'}")
                 continue
-            found.evicted += seen == _GONE
-            found.good += seen in (Verdict.GOOD, Verdict.NOT_CHECKED)
-            found.seals_not_checked += seen is Verdict.NOT_CHECKED
-            found.unsealed += seen is Verdict.UNSEALED
-            found.sealed_otherwise += seen is Verdict.SEALED_OTHERWISE
+            counts[seen.value] += 1
+            counts["good"] += seen is Verdict.NOT_CHECKED
     return bad
 
 
-def _bad_page(directory: Path, page: StoredPage, reason: str) -> dict[str, str | None]:
-    model = (load_document(directory, page.identity) or {}).get("model", {}).get("id")
-    return {"hash": page.key[16:].hex(), "identity": page.identity.hex(), "model": model, "reason": reason}
-
-
-def _look_at(inspector: Inspector, page: StoredPage, seals: StoredSeals) -> Verdict | _Bad | str:
-    """What a page is, or ``_GONE``. Raises OSError where that is not known."""
+def _look_at(inspector: Inspector, page: StoredPage, seals: StoredSeals) -> Verdict | _Bad:
+    """Return what a page is. Raises OSError where that is not known."""
     bad = None
     # Twice: a server may have written there during the first read.
     for _ in range(2):
         stored = inspector.read(page)
         if stored is None:
-            return _GONE
+            return Verdict.GONE
         reason = reason_it_is_bad(page.key, stored)
         if reason is not None:
             bad = _Bad(page.key, reason, None)
@@ -547,7 +606,8 @@ def _clear(arguments: argparse.Namespace) -> int:
         lines = [f"{g.digest.hex()} of {g.model}: {g.pages} pages, {rounded_size(g.size)}" for g in chosen]
         show(arguments, document, [*lines, f"{what} would be removed"])
         return 0
-    if not arguments.yes and not _agrees(f"Remove {what} of {_models(chosen)} from {arguments.path}?"):
+    models = ", ".join(sorted({group.model for group in chosen})) or "no model"
+    if not arguments.yes and not _agrees(f"Remove {what} of {models} from {arguments.path}?"):
         return 1
     with closing(open_inspector(arguments.path)) as inspector:
         before = inspector.occupied()
@@ -580,10 +640,6 @@ def _chosen(groups: list[Group], arguments: argparse.Namespace) -> list[Group]:
     return chosen
 
 
-def _models(groups: list[Group]) -> str:
-    return ", ".join(sorted({group.model for group in groups})) or "no model"
-
-
 def _agrees(question: str) -> bool:
     """Ask at a terminal. A script, which has nobody to ask, must have said so before."""
     if not sys.stdin.isatty():
@@ -594,84 +650,3 @@ def _agrees(question: str) -> bool:
     if not agreed:
         print("nothing was removed", file=sys.stderr)
     return agreed
-
-
-# -- seals of stored pages ---------------------------------------------------------------------------------------------
-
-
-class Verdict(enum.Enum):
-    """On a page that is whole."""
-
-    GOOD = enum.auto()
-    NOT_CHECKED = enum.auto()
-    """It is sealed, and no keys are given."""
-    UNSEALED = enum.auto()
-    """It has no seal, and is in a sealed tier."""
-    SEALED_OTHERWISE = enum.auto()
-    """With another key or in another mode than those of its tier."""
-
-
-class StoredSeals:
-    """Those in one directory. ``transforms``: of the tier that it belongs to; None without one, or without any."""
-
-    def __init__(self, directory: Path, transforms: Transforms | None) -> None:
-        self._directory = directory
-        self._transforms = transforms
-        self._seal = None if transforms is None else transforms.seal
-        self._forms: dict[bytes, Form] = {}
-        if transforms is not None and transforms.seal is not None:
-            for identity, document in self._identities().items():
-                self._forms |= {form.identity: form for form in transforms.forms(identity, document).all}
-
-    def verdict(self, key: bytes, payload: memoryview) -> Verdict | str:
-        """What the page ``key`` is, whose checksum fits, or the reason why it is bad."""
-        if self._seal is None:
-            return self._by_its_document(key, payload)
-        form = self._forms.get(key[:IDENTITY_LENGTH])
-        if form is not None:
-            return reason_it_is_not_sealed(payload, key, form) or Verdict.GOOD
-        # A name that no known identity has: of another key, mode or codec; or its document is lost.
-        if any(is_sealed_with(payload, key, of_tier, self._seal.mode) for of_tier in self._seal.keys):
-            return Verdict.GOOD
-        return Verdict.SEALED_OTHERWISE if _says_that_it_is_sealed(payload) else Verdict.UNSEALED
-
-    def _by_its_document(self, key: bytes, payload: memoryview) -> Verdict | str:
-        stored_as = (load_document(self._directory, key[:IDENTITY_LENGTH]) or {}).get(STORED_AS)
-        if not isinstance(stored_as, dict):
-            return Verdict.GOOD
-        try:
-            header = headers.decode(payload)
-        except FormatError as error:
-            return error.reason
-        if stored_as.get("seal") is None and not header.seal:
-            return Verdict.GOOD
-        if not header.seal:
-            return "unsealed"
-        mode = SealMode(header.seal).name.lower() if header.seal in tuple(SealMode) else ""
-        if stored_as.get("seal") != mode:
-            return "seal_form"
-        return Verdict.NOT_CHECKED if stored_as.get("key") == header.key_id.decode("ascii", "replace") else "seal_key"
-
-    def _identities(self) -> dict[bytes, Mapping[str, Any]]:
-        """Those of which the directory may have pages in any form, with their documents."""
-        found: dict[bytes, Mapping[str, Any]] = {}
-        for file in (self._directory / "identities").glob("*.json"):
-            if not IDENTITY_NAME.fullmatch(file.stem):
-                continue
-            digest = bytes.fromhex(file.stem)
-            document = load_document(self._directory, digest)
-            if document is None:
-                continue
-            stored_as = document.get(STORED_AS)
-            of = stored_as.get("of") if isinstance(stored_as, dict) else None
-            if isinstance(of, str) and IDENTITY_NAME.fullmatch(of):
-                found.setdefault(bytes.fromhex(of), document)
-            found[digest] = document
-        return found
-
-
-def _says_that_it_is_sealed(payload: memoryview) -> bool:
-    try:
-        return headers.decode(payload).seal != 0
-    except FormatError:
-        return False

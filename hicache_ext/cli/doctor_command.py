@@ -25,7 +25,7 @@ import hicache_ext
 from hicache_ext.cli.inputs import read_configuration
 from hicache_ext.cli.output import describe, show
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, TierConfig, check_document
-from hicache_ext.config.seal import SealConfig, SealKeyReference
+from hicache_ext.config.seal import SealKeyReference
 from hicache_ext.config.tracing import SGLANG
 from hicache_ext.errors import ConfigError, ConfigErrors, MissingPackageError, StoreError, UnsupportedError
 from hicache_ext.packages import how_to_install, installed_version
@@ -33,7 +33,7 @@ from hicache_ext.page.recording import SUFFIX
 from hicache_ext.page.transforms.sealing import CipherKind, fastest_cipher
 from hicache_ext.runtime.results import print_json
 from hicache_ext.runtime.signals import terminated_in_order
-from hicache_ext.sglang.features import FEATURES, HOOKED, STORAGE, Feature
+from hicache_ext.sglang.features import FEATURES, HOOKED, STORAGE
 from hicache_ext.sglang.releases import TESTED, comes_with, is_tested, other_release, untested
 from hicache_ext.sglang.self_check import Checked, check_installed, lacking
 from hicache_ext.storage.contract.diagnosis import Finding, Level
@@ -79,7 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
             if not arguments.json:
                 # Printed one by one: a tier that hangs until its timeout must not hide earlier findings.
                 print(_text(section), flush=True)
-    level = worst(sections)
+    levels = list(_SUMMARY)
+    level = max((one.level for section in sections for one in section.findings), key=levels.index, default=Level.OK)
     document = {"level": level.value, "configuration": [], "sections": [section.document() for section in sections]}
     show(arguments, document, [_SUMMARY[level]])
     return 1 if level is Level.ERROR else 0
@@ -91,6 +92,7 @@ _SUMMARY = {
     Level.WARNING: "It works; see the warnings.",
     Level.ERROR: "Something is wrong; see the errors.",
 }
+"""From the best level to the worst."""
 _MARKS = {Level.OK: "ok     ", Level.NOTE: "note   ", Level.WARNING: "WARNING", Level.ERROR: "ERROR  "}
 
 
@@ -106,8 +108,6 @@ def _text(section: Section) -> str:
 
 
 # -- the examination ---------------------------------------------------------------------------------------------------
-
-_ORDER = (Level.OK, Level.NOTE, Level.WARNING, Level.ERROR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +142,6 @@ def examine(checked: ExtraConfig, *, inline: bool, only: Sequence[str] | None = 
             yield Section(f"tier {name}: {tier.summary()}", tuple(_tier_findings(name, tier)))
 
 
-def worst(sections: Sequence[Section]) -> Level:
-    """The worst level of all findings."""
-    return max((one.level for section in sections for one in section.findings), key=_ORDER.index, default=Level.OK)
-
-
 def _tier_findings(name: str, tier: TierConfig) -> Sequence[Finding]:
     try:
         return [Finding("open", Level.OK, "the tier can be opened"), *seal_findings(tier), *examine_tier(name, tier)]
@@ -170,8 +165,7 @@ def installation_findings() -> Iterator[Finding]:
     yield Finding("hicache_ext", Level.OK, hicache_ext.__version__)
     yield Finding("python", Level.OK, platform.python_version())
     yield release_finding()
-    torch = installed_version("torch")
-    if torch is None:
+    if (torch := installed_version("torch")) is None:
         yield Finding("torch", Level.ERROR, "not installed", "install it with SGLang")
     else:
         yield Finding("torch", Level.OK, torch)
@@ -198,12 +192,8 @@ def _plugin() -> Finding:
     try:
         points[0].load()
     except Exception as error:  # noqa: BLE001 - whatever an import of the installed SGLang or torch raises
-        return Finding(
-            "plugin",
-            Level.ERROR,
-            f"{module} cannot be imported ({type(error).__name__})",
-            "see docs/troubleshooting.md",
-        )
+        seen = f"{module} cannot be imported ({type(error).__name__})"
+        return Finding("plugin", Level.ERROR, seen, "see docs/troubleshooting.md")
     return Finding("plugin", Level.OK, "the hooks can be imported")
 
 
@@ -275,13 +265,9 @@ def _rows(one: Checked) -> Iterator[dict[str, str]]:
             yield {
                 "found": found,
                 "kind": kind,
-                "needed by": _features(use.features),
+                "needed by": "every hook" if tuple(use.features) == HOOKED else ", ".join(f.name for f in use.features),
                 "of SGLang": f"{use.owner.removeprefix('sglang.srt.')}: {', '.join(names)}{parameters}",
             }
-
-
-def _features(features: Sequence[Feature]) -> str:
-    return "every hook" if tuple(features) == HOOKED else ", ".join(feature.name for feature in features)
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
@@ -297,22 +283,17 @@ def setting_findings(checked: ExtraConfig, *, inline: bool) -> Iterator[Finding]
     yield Finding("configuration", Level.OK, f"valid; role {config.role}, {len(config.tiers)} tier(s)")
     threshold = checked.prefetch_threshold
     if threshold is None:
-        yield Finding(
-            "prefetch_threshold",
-            Level.NOTE,
-            f"SGLang asks storage for spans of {_DEFAULT_THRESHOLD} tokens or more only (its default)",
-            "set prefetch_threshold lower if prompts share less than that",
-        )
+        seen = f"SGLang asks storage for spans of {_DEFAULT_THRESHOLD} tokens or more only (its default)"
+        remedy = "set prefetch_threshold lower if prompts share less than that"
+        yield Finding("prefetch_threshold", Level.NOTE, seen, remedy)
     else:
         yield Finding("prefetch_threshold", Level.OK, f"{threshold} tokens; shorter spans never ask storage")
     if checked.allocator is None:
         seen = "host pages are not page-aligned"
         yield Finding("allocator", Level.NOTE, seen, "allocator: shm in inline JSON aligns them, for direct I/O")
     elif not inline and config.role != "decode":
-        seen = "SGLang ignores 'allocator' in a file"
-        yield Finding(
-            "allocator", Level.WARNING, seen, "pass the configuration inline: hicache-ext config render --inline"
-        )
+        remedy = "pass the configuration inline: hicache-ext config render --inline"
+        yield Finding("allocator", Level.WARNING, "SGLang ignores 'allocator' in a file", remedy)
     else:
         yield Finding("allocator", Level.OK, checked.allocator)
     yield _events(config)
@@ -322,9 +303,8 @@ def setting_findings(checked: ExtraConfig, *, inline: bool) -> Iterator[Finding]
         yield Finding("tiers", Level.OK, line)
     for name in config.tiers:
         if name not in (*config.retrieve_locations, *config.store_locations):
-            yield Finding(
-                "tiers", Level.WARNING, f"tier {name} is neither read nor written", "name it in a location list"
-            )
+            seen = f"tier {name} is neither read nor written"
+            yield Finding("tiers", Level.WARNING, seen, "name it in a location list")
         elif name not in config.retrieve_locations and config.role != "decode":
             yield Finding("tiers", Level.NOTE, f"tier {name} is written and never read by this node", "")
 
@@ -349,9 +329,8 @@ def _tracing(config: HicacheExtConfig) -> Finding:
     try:
         check_packages()
     except MissingPackageError as error:
-        return Finding(
-            "tracing", Level.ERROR, "the server will not start: " + str(error), "install it, or leave it out"
-        )
+        seen = f"the server will not start: {error}"
+        return Finding("tracing", Level.ERROR, seen, "install it, or leave it out")
     endpoint = config.tracing.endpoint
     if endpoint == SGLANG:
         seen = "to the collector of SGLang's --enable-trace, without which the server does not start"
@@ -400,23 +379,20 @@ def seal_findings(tier: TierConfig) -> Iterator[Finding]:
     """Names files and ids, never a key."""
     if tier.seal is None:
         return
-    yield Finding(_SUBJECT, Level.OK, _in_words(tier.seal))
-    for key in tier.seal.keys:
-        yield from _of_environment(key) if key.kind == "env" else _of_file(key)
+    seal = tier.seal
+    writes = seal.write_with or seal.keys[0].id
+    others = ", ".join(key.id for key in seal.keys if key.id != writes)
+    read = f" and read with {others}, too" if others else ""
+    yield Finding(_SUBJECT, Level.OK, f"{seal.mode}, pages are written with key {writes}{read}")
+    for key in seal.keys:
+        if key.kind == "env":
+            seen = "it is in the environment: processes that the server starts, and crash dumps, have it, too"
+            yield Finding(f"{_SUBJECT} key {key.id}", Level.NOTE, seen, "keep it in a file of mode 0600")
+        else:
+            yield from _of_file(key)
     if fastest_cipher() is not CipherKind.AES_256_GCM:
         seen = "this processor has no instructions for AES: pages are sealed with ChaCha20-Poly1305, which is slower"
         yield Finding(f"{_SUBJECT} cipher", Level.NOTE, seen)
-
-
-def _in_words(seal: SealConfig) -> str:
-    writes = seal.write_with or seal.keys[0].id
-    others = ", ".join(key.id for key in seal.keys if key.id != writes)
-    return f"{seal.mode}, pages are written with key {writes}" + (f" and read with {others}, too" if others else "")
-
-
-def _of_environment(key: SealKeyReference) -> Iterator[Finding]:
-    seen = "it is in the environment: processes that the server starts, and crash dumps, have it, too"
-    yield Finding(f"{_SUBJECT} key {key.id}", Level.NOTE, seen, "keep it in a file of mode 0600")
 
 
 def _of_file(key: SealKeyReference) -> Iterator[Finding]:

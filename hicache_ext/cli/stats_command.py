@@ -83,7 +83,10 @@ def read_samples(text: str) -> Samples:
         match = _SAMPLE.fullmatch(line.strip()) if wanted else None
         if match is not None:
             name, labels, value = match.groups()
-            found = tuple((key, _unescape(text)) for key, text in _LABEL.findall(labels or ""))
+            found = tuple(
+                (key, re.sub(r"\\.", lambda piece: _ESCAPES.get(piece[0], piece[0]), text))
+                for key, text in _LABEL.findall(labels or "")
+            )
             values[name, found] = float(value)
     return Samples(values, time.monotonic())
 
@@ -118,13 +121,14 @@ def _tier(before: Samples | None, now: Samples, tier: str) -> dict[str, Any]:
     for event in ("corrupt", "suspect", "rejected", "breaker"):
         why |= {f"{event} {reason}": count for reason, count in grown.by_reason(event).items()}
     worst = max(now.each(f"{PREFIX}breaker_state", tier=tier), default=0.0)
+    full_since = now.each(f"{PREFIX}no_space_since_seconds", tier=tier)
     return {
         "tier": tier,
         "up": _up(now, tier),
         "breaker": _BREAKER_STATES[int(worst)],
         **{f"{stage}_pages": pages.get(stage, 0.0) for stage in ("asked", "found", "used")},
         "filled": _full(now, tier),
-        "no_space_since": min(filter(_is_moment, now.each(f"{PREFIX}no_space_since_seconds", tier=tier)), default=None),
+        "no_space_since": min((moment for moment in full_since if moment > 0), default=None),
         "paths_out": _paths_out(now, tier),
         "read_bytes": grown.of("bytes", "get"),
         "written_bytes": grown.of("bytes", "set"),
@@ -175,10 +179,6 @@ def _full(now: Samples, tier: str) -> float:
         used[rank] / most for rank, most in capacity.items() if most > 0 and not math.isnan(used.get(rank, math.nan))
     ]
     return max(known, default=math.nan)
-
-
-def _is_moment(level: float) -> bool:
-    return level > 0
 
 
 def _paths_out(now: Samples, tier: str) -> list[str]:
@@ -245,10 +245,6 @@ def _counted_by(samples: Samples, source: str) -> list[tuple[str, str]]:
         for name in names
         if not name.endswith("_created") and not name.startswith(CALL_SECONDS)
     ]
-
-
-def _unescape(text: str) -> str:
-    return re.sub(r"\\.", lambda piece: _ESCAPES.get(piece.group(), piece.group()), text)
 
 
 # -- stats -------------------------------------------------------------------------------------------------------------
@@ -320,21 +316,9 @@ def table(before: Samples | None, now: Samples) -> list[str]:
     found = figures(before, now)
     seconds = 1.0 if found["seconds"] is None else found["seconds"]
     unit = "/s" if before is not None else ""
-    header: tuple[str, ...] = (
-        "tier",
-        "up",
-        f"asked{unit}",
-        f"found{unit}",
-        f"used{unit}",
-        "used %",
-        "full %",
-        f"read{unit}",
-        f"written{unit}",
-        "p50 get",
-        "p99 get",
-    )
-    header = (*header, "queued", f"dropped{unit}", f"promoted{unit}", f"prefetched{unit}", "useful %", f"wasted{unit}")
-    rows = [header]
+    columns = "tier,up,asked/s,found/s,used/s,used %,full %,read/s,written/s,p50 get,p99 get"
+    columns += ",queued,dropped/s,promoted/s,prefetched/s,useful %,wasted/s"
+    rows: list[tuple[str, ...]] = [tuple(columns.replace("/s", unit).split(","))]
     reasons: list[str] = []
     for tier in found["tiers"]:
         rows.append(
@@ -364,7 +348,11 @@ def table(before: Samples | None, now: Samples) -> list[str]:
         if told:
             reasons.append(f"{tier['tier']}: {', '.join(told)}")
     admission = [_told_admission(tier, seconds, unit) for tier in found["tiers"] if tier["admission"]]
-    curves = [_told_curve(tier["tier"], tier["hit_share_at"]) for tier in found["tiers"] if tier["hit_share_at"]]
+    curves = [
+        f"{tier['tier']}: " + ", ".join(f"{100 * share:.1f} % at {CAPACITIES[at]}" for at, share in shares.items())
+        for tier in found["tiers"]
+        if (shares := tier["hit_share_at"])
+    ]
     beside = [_told_beside(name, counted, seconds, unit) for name, counted in found["beside"].items()]
     return [
         _prompt_tokens(found["prompt_tokens"], since_start=before is None),
@@ -408,11 +396,6 @@ def _told_admission(tier: Mapping[str, Any], seconds: float, unit: str) -> str:
     offered, refused = sum(counts.values()), {why: n for why, n in counts.items() if why.startswith("refused_")}
     told = [f"{_number(count / seconds)}{unit} {why.replace('_', ' ')}" for why, count in refused.items()]
     return f"{tier['tier']}: {', '.join([f'{_share(offered - sum(refused.values()), offered)} %', *told])}"
-
-
-def _told_curve(tier: str, shares: Mapping[str, float]) -> str:
-    """One line of what other capacities would serve."""
-    return f"{tier}: " + ", ".join(f"{100 * share:.1f} % at {CAPACITIES[at]}" for at, share in shares.items())
 
 
 def _told_beside(name: str, counted: Mapping[str, Any], seconds: float, unit: str) -> str:

@@ -16,7 +16,9 @@ from hicache_ext.plan.traces import Trace
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 CURVE_POINTS = 12
-_HOUR, _DAY, _YEAR = 3600.0, 86400.0, 365.25 * 86400.0
+_HOUR = 3600.0
+_WARRANTY_YEARS = 5.0
+"""For which drive writes per day are promised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,6 @@ class Hardware:
     pool: int = 0
     """Of all nodes together."""
     dwpd: float = 0.0
-    warranty_years: float = 5.0
-    """For which ``dwpd`` is promised."""
     disk_speed: float = 0.0
     """Reading, of one node."""
     pool_speed: float = 0.0
@@ -97,7 +97,7 @@ def plan_of(asked: Asked) -> dict[str, Any]:
             "disk_share": outcome.share(NEAR),
             "pool_share": outcome.share(POOL),
             "hit_share": outcome.hit_share,
-            "infinite_share": _infinite(trace),
+            "infinite_share": simulate(trace, Fleet(near=None)).hit_share,
         },
         "curve": curve(trace, block_bytes),
         "writes": _writes(outcome, hardware, block_bytes, seconds),
@@ -126,17 +126,13 @@ def curve(trace: Trace, block_bytes: int) -> list[dict[str, Any]]:
     ]
 
 
-def _infinite(trace: Trace) -> float:
-    return simulate(trace, Fleet(near=None)).hit_share
-
-
 def _writes(outcome: Outcome, hardware: Hardware, block_bytes: int, seconds: float) -> dict[str, Any]:
     """By the node that writes most: its disk wears out first."""
     of_day = hardware.busy_hours * _HOUR / seconds * block_bytes
     worst = float(outcome.written_by_node.max()) * of_day if hardware.disk else 0.0
     mean = float(outcome.totals[WRITTEN_NEAR]) * of_day / hardware.nodes
     allowed = hardware.dwpd * hardware.disk
-    life = allowed * hardware.warranty_years / worst if worst and allowed else None
+    life = allowed * _WARRANTY_YEARS / worst if worst and allowed else None
     return {
         "disk_bytes_per_day": mean,
         "disk_bytes_per_day_worst_node": worst,
