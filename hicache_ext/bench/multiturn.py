@@ -276,32 +276,26 @@ class MadeTarget(Target):
             self._talker.flush_cache()
 
 
-def made_arm(
-    arm: str,
-    model: str,
-    directory: Path,
-    *,
-    log_file: Path,
-    page_size: int,
-    capacity: str,
-    server_arguments: Sequence[str] = (),
+def _made_arm(
+    arm: str, model: str, directory: Path, arguments: argparse.Namespace, server_arguments: Sequence[str]
 ) -> MadeTarget:
-    """The server of one of ``ARMS``; its pages go to ``directory``."""
+    """Return the server of one of ``ARMS``; its pages go to ``directory``."""
     pool = directory / "pages"
     config: dict[str, Any] | None = None
     if arm == "ours":
-        config = ExtraConfig.around({"tiers": {"disk": {"type": "file", "path": str(pool), "capacity": capacity}}})
+        tier = {"type": "file", "path": str(pool), "capacity": arguments.capacity}
+        config = ExtraConfig.around({"tiers": {"disk": tier}})
     elif arm == "sglang-file":
         config = {}
     if config is not None:
-        config["prefetch_threshold"] = page_size
+        config["prefetch_threshold"] = arguments.page_size
 
     def start(stack: ExitStack) -> SglangServer:
         return stack.enter_context(
             SglangServer(
                 model,
-                log_file=log_file,
-                page_size=page_size,
+                log_file=(arguments.logs or directory.parent) / f"{arm}.log",
+                page_size=arguments.page_size,
                 storage_backend={"sglang-file": "file", "ours": "dynamic"}.get(arm),
                 extra_config=config,
                 extra_arguments=server_arguments,
@@ -528,18 +522,8 @@ def targets(arguments: argparse.Namespace, directory: Path) -> list[Target]:
     found = running_targets(arguments)
     if arguments.arm:
         model, model_arguments = model_of(arguments, directory.parent)
-        found += [
-            made_arm(
-                arm,
-                model,
-                directory / arm,
-                log_file=(arguments.logs or directory) / f"{arm}.log",
-                page_size=arguments.page_size,
-                capacity=arguments.capacity,
-                server_arguments=[*model_arguments, *arguments.server_arguments],
-            )
-            for arm in arguments.arm
-        ]
+        given = [*model_arguments, *arguments.server_arguments]
+        found += [_made_arm(arm, model, directory / arm, arguments, given) for arm in arguments.arm]
     return found
 
 

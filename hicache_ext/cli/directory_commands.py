@@ -119,7 +119,7 @@ class Trouble:
         return 1 if self._errors else 0
 
 
-def documents_in(directory: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def documents_in(directory: Path) -> Iterator[tuple[bytes, Mapping[str, Any]]]:
     """Yield the identities that the directory knows, each with its document."""
     for file in (directory / "identities").glob("*.json"):
         if IDENTITY_NAME.fullmatch(file.stem):
