@@ -1,7 +1,7 @@
-"""``hicache-ext``: one command, its sub-commands in small modules that are imported only when they are used.
+"""``hicache-ext``: one command, its sub-commands in modules by subject that are imported only when they are used.
 
-A new sub-command is a module with a function ``configure(parser)`` that adds its arguments and sets ``run`` (a function
-from the parsed arguments to an exit code), and one line in ``COMMANDS``.
+A new sub-command is a function that adds its arguments to a parser and sets ``run`` (a function from the parsed
+arguments to an exit code), and one line in ``COMMANDS``.
 
 Exit codes: 0 done, 1 the command found or met a problem, 2 wrong usage or wrong configuration, 130 interrupted. With
 ``--json`` standard output holds one JSON document, the result, and nothing else; why a command could not do its work is
