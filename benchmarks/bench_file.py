@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from hicache_ext.bench import file_command
+from hicache_ext.bench import file
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.runtime.results import standard_output_of
 
@@ -17,10 +17,10 @@ def main() -> int:
     from benchmarks.rivals.file import rivals  # so that a rival that is not installed is a sentence
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    file_command.configure(parser)
+    file.configure(parser)
     arguments = parser.parse_args()
     with standard_output_of(arguments):
-        return file_command.run(arguments, rivals)
+        return file.run(arguments, rivals)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from benchmarks.kernels import gpu
 from benchmarks.kernels.check import check_engines
 from benchmarks.kernels.report import OUTSTANDING, KernelResults, method, panels, tables
 from benchmarks.kernels.submit import LAYOUTS, SubmitCase, measure
-from hicache_ext.bench.report import Report, add_output_arguments, machine_facts
+from hicache_ext.bench.frame import Report, add_output_arguments, machine_facts
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.runtime.results import standard_output_of
 

@@ -31,19 +31,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.bench.harness import Quartiles, fresh_directory, interleaved
-from hicache_ext.bench.report import (
+from hicache_ext.bench.frame import (
+    Quartiles,
     Report,
     Table,
     add_output_arguments,
     command_line,
+    fresh_directory,
+    interleaved,
     machine_facts,
     number,
     positive,
     where_and_when,
 )
 from hicache_ext.cli.main import without_traceback
-from hicache_ext.cli.stats_figures import read_samples
+from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.config.model import SECTION, ExtraConfig
 from hicache_ext.config.render import linker_config
 from hicache_ext.errors import BenchmarkError

@@ -17,10 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.bench.harness import fresh_directory
-from hicache_ext.bench.multiturn_arms import ARMS, MadeTarget
-from hicache_ext.bench.multiturn_command import add_arguments, compare, model_of, targets
-from hicache_ext.bench.multiturn_targets import Target
+from hicache_ext.bench.frame import fresh_directory
+from hicache_ext.bench.multiturn import ARMS, MadeTarget, Target, add_arguments, compare, model_of, targets
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.runtime.results import standard_output_of

@@ -17,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.rivals.mooncake import mooncake_servers
 from benchmarks.rivals.object import object_stores
 from benchmarks.rivals.redis import redis_servers
-from hicache_ext.bench.pool_command import add_measuring_arguments, compare
-from hicache_ext.bench.pool_measuring import Engine
+from hicache_ext.bench.pool import Engine, add_measuring_arguments, compare
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.runtime.results import standard_output_of
 

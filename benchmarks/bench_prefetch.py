@@ -19,6 +19,7 @@ minutes: ``python benchmarks/bench_prefetch.py --report build/prefetch.md``.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import queue
 import shutil
@@ -33,15 +34,22 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hicache_ext.bench.file_command import prepare_sglang
-from hicache_ext.bench.file_contenders import HiCacheFileContender, Workplace
-from hicache_ext.bench.file_memory import PAGE_SIZE, HostBatch, HostBuffers, page_keys
-from hicache_ext.bench.harness import Quartiles, fresh_directory, interleaved
-from hicache_ext.bench.report import (
+from hicache_ext.bench.file import prepare_sglang
+from hicache_ext.bench.file_contenders import (
+    PAGE_SIZE,
+    HiCacheFileContender,
+    HostBatch,
+    HostBuffers,
+    Workplace,
+    page_keys,
+)
+from hicache_ext.bench.frame import (
     Panel,
+    Quartiles,
     Table,
-    can_plot,
     command_line,
+    fresh_directory,
+    interleaved,
     machine_facts,
     number,
     plot,
@@ -347,7 +355,7 @@ def _write_report(arguments: argparse.Namespace, measured: Sequence[Measured], f
     ]
     for one in measured:
         sections += [_table(arguments, one).markdown(), f"{_waste_sentence(arguments, one)}."]
-    if can_plot():
+    if importlib.util.find_spec("matplotlib") is not None:
         plot(report.with_suffix(".png"), _panels(measured), "Prefetch under a queue of requests", where_and_when(facts))
         sections.append(f"![When each request's pages were in]({report.stem}.png)")
     report.write_text("\n\n".join(sections) + "\n")

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hicache_ext.bench.report import machine_facts, today, write_json
+from hicache_ext.bench.frame import machine_facts, today, write_json
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.config import format_size, parse_size
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore

@@ -41,8 +41,7 @@ from hicache_ext.plan.fleet import (
     routed,
     simulate,
 )
-from hicache_ext.plan.traces import Trace, made_of
-from hicache_ext.plan.workload import Chat, generate, parse_workload
+from hicache_ext.plan.traces import Chat, Trace, generate, made_of, parse_workload
 
 CHAT = "rate=0.2,turns=5,think=40s,systems=200,system=2048,first=4096,question=512,answer=512,span=10m"
 _PAGE = 64 * 1024

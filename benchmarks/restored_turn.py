@@ -19,8 +19,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.bench.harness import Quartiles, fresh_directory
-from hicache_ext.bench.report import Report, Table, add_output_arguments, machine_facts, number, positive
+from hicache_ext.bench.frame import (
+    Quartiles,
+    Report,
+    Table,
+    add_output_arguments,
+    fresh_directory,
+    machine_facts,
+    number,
+    positive,
+)
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import BenchmarkError

@@ -31,7 +31,6 @@ ORDER = (
     "doors",
     "sglang",
     "testing",
-    "doctor",
     "bench",
     "plan",
     "cli",

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import hicache_ext
-from hicache_ext.cli import stats_command, stats_figures
+from hicache_ext.cli import stats_command
 from hicache_ext.cli.main import main
 from hicache_ext.cli.stats_command import read_samples, table
 from hicache_ext.kernels.engine import Direction
@@ -206,10 +206,10 @@ def test_what_counts_beside_the_tiers_is_no_tier_unless_a_user_has_one_of_that_n
     assert {"record", "events", "linker", "pull", "kernels"} < sources
     counted = "".join(f'hicache_ext_{name}_x_total{{tier="{name}",reason="x"}} 2\n' for name in sources)
     up = 'hicache_ext_tier_up{tier="disk"} 1\n'
-    found = stats_figures.figures(None, read_samples(counted + up))
+    found = stats_command.figures(None, read_samples(counted + up))
     assert [tier["tier"] for tier in found["tiers"]] == ["disk"]
     assert found["beside"].keys() == sources
-    found = stats_figures.figures(None, read_samples(counted + up + 'hicache_ext_tier_up{tier="record"} 1\n'))
+    found = stats_command.figures(None, read_samples(counted + up + 'hicache_ext_tier_up{tier="record"} 1\n'))
     assert [tier["tier"] for tier in found["tiers"]] == ["disk", "record"]
 
 
@@ -358,8 +358,8 @@ def test_every_metric_of_sglang_that_the_dashboard_uses_is_one_of_its_own():
     collector = (Path(found.origin).parent / "srt" / "observability" / "metrics_collector.py").read_text()
     text = (ROOT / "docs" / "grafana.json").read_text() + (ROOT / "docs" / "metrics.md").read_text()
     used = set(re.findall(r"sglang:\w+", text.replace("[:_]", ":"))) | {
-        stats_figures.PROMPT_TOKENS,
-        stats_figures.CACHED_TOKENS,
+        stats_command.PROMPT_TOKENS,
+        stats_command.CACHED_TOKENS,
     }
     assert len(used) >= 2
     assert {name for name in used if f'"{name}"' not in collector} == set()
@@ -370,7 +370,7 @@ def test_the_first_row_is_where_prompt_tokens_came_from_fill_age_and_up():
     panels = json.loads((ROOT / "docs" / "grafana.json").read_text())["panels"]
     first, *others = [panel for panel in panels if panel["gridPos"]["y"] == 0]
     expressions = " ".join(target["expr"] for target in first["targets"])
-    assert "cache_source" in expressions and stats_figures.PROMPT_TOKENS.replace(":", "[:_]") in expressions
+    assert "cache_source" in expressions and stats_command.PROMPT_TOKENS.replace(":", "[:_]") in expressions
     (fill,), (age,), (up,) = [[target["expr"] for target in panel["targets"]] for panel in others]
     assert "used_bytes" in fill and "capacity_bytes" in fill and "evicted_age" in age and "tier_up" in up
 

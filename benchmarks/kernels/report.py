@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.kernels.gpu import PEAK, Interference, Pipeline, Rate
 from benchmarks.kernels.submit import SubmitCost
-from hicache_ext.bench.report import Panel, PlotPoint, Table, number, plot_point
+from hicache_ext.bench.frame import Panel, PlotPoint, Table, number, plot_point
 from hicache_ext.config.units import format_size
 from hicache_ext.kernels.engine import Direction
 

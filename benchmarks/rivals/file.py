@@ -19,13 +19,16 @@ import aiofiles
 from hicache_ext.bench.file_contenders import (
     NO_LOOKUP,
     Contender,
+    HostBatch,
+    Move,
+    RawContender,
+    Run,
     Workplace,
     forget_environment,
     leading,
 )
-from hicache_ext.bench.file_memory import HostBatch
-from hicache_ext.bench.file_raw import RawContender, Run
 from hicache_ext.page.envelope import payload_checksum
+from hicache_ext.runtime import vectored
 from hicache_ext.testing.host_pools import make_storage_config
 
 
@@ -52,15 +55,14 @@ class CheckedRawContender(RawContender):
         super().__init__(place, threads)
         self._checksums: dict[int, bytes] = {}
 
-    def _write_run(self, run: Run, segments: list[Sequence[memoryview]]) -> int:
+    def _move(self, move: Move, run: Run) -> int:
+        done = super()._move(move, run)
+        segments = self._pages.buffers_of([page for _, page in run])
         for (slot, _), of_page in zip(run, segments, strict=True):
-            self._checksums[slot] = payload_checksum(of_page)
-        return super()._write_run(run, segments)
-
-    def _read_run(self, run: Run, segments: list[Sequence[memoryview]]) -> int:
-        done = super()._read_run(run, segments)
-        for (slot, _), of_page in zip(run, segments, strict=True):
-            done -= self._payload * (self._checksums[slot] != payload_checksum(of_page))
+            if move is vectored.write_from:
+                self._checksums[slot] = payload_checksum(of_page)
+            else:
+                done -= self._payload * (self._checksums[slot] != payload_checksum(of_page))
         return done
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.rivals.ours import ours
-from hicache_ext.bench.pool_measuring import SEGMENTS, Contender, Engine, Pages
+from hicache_ext.bench.pool import SEGMENTS, Contender, Engine, Pages
 from hicache_ext.errors import BenchmarkError
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.tiers.mooncake import engine

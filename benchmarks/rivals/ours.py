@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hicache_ext.bench.pool_measuring import Contender, OurClient, Pages, PoolClient
+from hicache_ext.bench.pool import Contender, OurClient, Pages, PoolClient
 from hicache_ext.config import tier_types
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import PageStore

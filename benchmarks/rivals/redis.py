@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks.rivals.ours import ours, package
-from hicache_ext.bench.pool_measuring import Contender, Engine, Pages
+from hicache_ext.bench.pool import Contender, Engine, Pages
 from hicache_ext.errors import BenchmarkError
 from hicache_ext.runtime.vectored import IOV_MAX, after
 from tests.rigs.redis_servers import RedisServer, redis_program

@@ -1,4 +1,4 @@
 """Benchmarks: several contenders in one run on one machine, interleaved, medians and ratios.
 
-harness.py is what every benchmark shares; the others are one benchmark each (``hicache-ext bench``).
+frame.py is what every benchmark shares; the others are one benchmark each (``hicache-ext bench``).
 """

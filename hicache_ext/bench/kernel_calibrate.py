@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
-from hicache_ext.bench.report import today
+from hicache_ext.bench.frame import today
 from hicache_ext.config import KernelsConfig
 from hicache_ext.errors import BenchmarkError, CopyError
 from hicache_ext.kernels.calibration import Calibration, Measurement, Situation, merged
@@ -98,7 +99,7 @@ def _measure_pool(
                         refused = engine.refusal(operation)
                     if refused is None:
                         try:
-                            seconds[name] = _timed(_by_engine(engine, stack, direction, host, device), stream)
+                            seconds[name] = _timed(partial(_by_engine, engine, stack, direction, host, device), stream)
                         except CopyError:
                             continue
                 yield Measurement(Situation.of(operation), {name: value / _LAYERS for name, value in seconds.items()})
@@ -106,18 +107,11 @@ def _measure_pool(
         pool.destroy()
 
 
-def _by_engine(
-    engine: Any, stack: Any, direction: Direction, host: torch.Tensor, device: torch.Tensor
-) -> Callable[[], None]:
-    def copy() -> None:
-        transfer = engine.begin(Operation(stack, direction, host, device))
-        if direction is Direction.BACK_UP:
-            transfer.submit(0, len(stack.copies))
-            return
-        for first, last in stack.layers:
-            transfer.submit(first, last)
-
-    return copy
+def _by_engine(engine: Any, stack: Any, direction: Direction, host: torch.Tensor, device: torch.Tensor) -> None:
+    # A new operation each time: an operation keeps the plan that its first copy makes.
+    transfer = engine.begin(Operation(stack, direction, host, device))
+    for first, last in [(0, len(stack.copies))] if direction is Direction.BACK_UP else stack.layers:
+        transfer.submit(first, last)
 
 
 def _sglangs_own(

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hicache_ext.bench.report import Panel, Report, Table, add_output_arguments, machine_facts, number, plot_point
+from hicache_ext.bench.frame import Panel, Report, Table, add_output_arguments, machine_facts, number, plot_point
 from hicache_ext.config import KernelsConfig
 from hicache_ext.config.units import format_size
 

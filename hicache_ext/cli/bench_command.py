@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from hicache_ext.bench import compare_command, file_command, kernel_command, multiturn_command, pool_command
-from hicache_ext.cli.usage import describe
+from hicache_ext.bench import compare, file, kernel_command, multiturn, pool
+from hicache_ext.cli.output import describe
 
 _FAILED = "something could not be measured, or a contender answered wrongly"
 
@@ -18,20 +18,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         return actions.add_parser(name, help=help_line, description=help_line)
 
     action = add("file", "the file tier against SGLang's HiCacheFile and the raw disk")
-    file_command.configure(action)
+    file.configure(action)
     describe(
         action,
         examples=["hicache-ext bench file --directory /mnt/nvme0 --minutes 14 --json file.json --markdown file.md"],
         problem=_FAILED,
     )
     action = add("pool", "the pool tiers (Mooncake, Redis, object stores) against their engines' own clients")
-    pool_command.configure(action)
+    pool.configure(action)
     describe(action, examples=["hicache-ext bench pool hicache.yaml --json pool.json"], problem=_FAILED)
     action = add("kernels", "copies between GPU and host memory, and the calibration that picks among them")
     kernel_command.configure(action)
     describe(action, examples=["hicache-ext bench kernels --calibrate"], problem=_FAILED)
     action = add("multiturn", "multi-turn conversations against servers and disaggregated pairs")
-    multiturn_command.configure(action)
+    multiturn.configure(action)
     describe(
         action,
         examples=[
@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         problem=_FAILED,
     )
     action = add("compare", "two JSON files of the same benchmark, row by row")
-    compare_command.configure(action)
+    compare.configure(action)
     describe(
         action,
         examples=[

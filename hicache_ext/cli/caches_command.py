@@ -13,8 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hicache_ext.cli.terminal import fitted
-from hicache_ext.cli.usage import describe, show
+from hicache_ext.cli.output import describe, fitted, show
 from hicache_ext.config import rounded_size
 from hicache_ext.runtime.code_cache import compiled_files
 from hicache_ext.runtime.user_cache import user_cache

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from hicache_ext.cli.usage import describe, show
+from hicache_ext.cli.output import describe, show
 
 _INSTALL = {
     "bash": "hicache-ext completion bash > ~/.local/share/bash-completion/completions/hicache-ext",

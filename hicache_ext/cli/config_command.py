@@ -1,16 +1,42 @@
-"""``hicache-ext config``: check a configuration, print one to paste (render_command.py), print its schema."""
+"""``hicache-ext config``: check a configuration, print one to paste, print its schema."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from hicache_ext.cli import render_command
-from hicache_ext.cli.config_notes import notes_on
+import yaml
+from pydantic import ValidationError
+
 from hicache_ext.cli.inputs import FILE_HELP, read_configuration
-from hicache_ext.cli.usage import describe, show
-from hicache_ext.config import ExtraConfig, HicacheExtConfig, check_document, json_schema
+from hicache_ext.cli.output import describe, show
+from hicache_ext.config import (
+    ExtraConfig,
+    HicacheExtConfig,
+    ServerRole,
+    check_document,
+    example_config,
+    format_duration,
+    json_schema,
+)
+from hicache_ext.config.load import secrets_in
+from hicache_ext.config.model import SECTION
+from hicache_ext.config.render import (
+    as_inline_json,
+    as_yaml,
+    chosen_flags,
+    chosen_linker_flags,
+    launch_lines,
+    linker_config,
+    linker_lines,
+)
+from hicache_ext.config.schema import as_config_error
+from hicache_ext.config.sources import read_text
 from hicache_ext.errors import ConfigError, ConfigErrors
 from hicache_ext.runtime.results import print_json
 from hicache_ext.storage.tiering.tier_use import tier_use
@@ -29,11 +55,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         success="it is valid; notes may be there",
         problem="",
     )
-    render_command.configure(
+    _configure_render(
         actions.add_parser("render", help="print a complete configuration and how to launch SGLang with it")
     )
     schema = actions.add_parser("schema", help="print the JSON Schema, for editors")
-    describe(schema, run=_schema, examples=["hicache-ext config schema > hicache-schema.json"], problem="")
+
+    def print_schema(_: argparse.Namespace) -> int:
+        print_json(json_schema())
+        return 0
+
+    describe(schema, run=print_schema, examples=["hicache-ext config schema > hicache-schema.json"], problem="")
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -53,11 +84,6 @@ def _check(arguments: argparse.Namespace) -> int:
         print_json({"ok": False, "problems": problems})
         return 2
     show(arguments, document, lines)
-    return 0
-
-
-def _schema(arguments: argparse.Namespace) -> int:
-    print_json(json_schema())
     return 0
 
 
@@ -102,3 +128,295 @@ def _summary(checked: ExtraConfig) -> Iterator[str]:
         use = tier_use(view)
         retrieve = ", ".join(view.retrieve_locations) or "nowhere"
         yield f"  as {name}: retrieve from {retrieve}, store to {use.store_words()}, promote to {use.promotion_words()}"
+
+
+# -- notes -------------------------------------------------------------------------------------------------------------
+
+_LONG_TIMEOUT = 30.0
+"""Seconds of a tier's timeout that are a mistake rather."""
+_LONGEST_DRAIN = 13.0
+"""Seconds: SGLang kills its schedulers 15 s after it asked them to end (0.5.20 to 0.5.23); a close takes one more."""
+
+
+def notes_on(checked: ExtraConfig, inline: bool) -> Iterator[str]:
+    """What is allowed and hardly meant, a sentence each."""
+    config = checked.hicache_ext
+    if not inline and checked.allocator and config.role != "decode":
+        # On a decode node this package's hook reads the file before SGLang builds its pools (sglang/pd_hooks.py).
+        yield "SGLang ignores 'allocator' in a file; pass the configuration inline to use it"
+    for name in config.tiers:
+        if name not in (*config.retrieve_locations, *config.store_locations):
+            yield f"tier {name} is neither read nor written"
+    for name, tier in config.tiers.items():
+        if tier.timeout is not None and math.inf > tier.timeout >= _LONG_TIMEOUT:
+            yield (
+                f"tier {name}: timeout is {format_duration(tier.timeout)}, which a tier that hangs costs a request; a "
+                "number without unit is seconds, milliseconds are written 200ms"
+            )
+        if tier.admission == "learned" and tier.sharing().shared:
+            yield (
+                f"tier {name}: it is shared, and 'admission: learned' knows only what this server is asked for; pages "
+                "that other ones would read may be refused"
+            )
+        if tier.admission == "learned" and getattr(tier, "capacity", 0) is None:
+            yield f"tier {name}: 'admission: learned' refuses nothing where the capacity is unlimited"
+    if config.background.drain > _LONGEST_DRAIN:
+        yield (
+            f"background.drain is {format_duration(config.background.drain)}, and SGLang kills its processes 15 s "
+            "after it told them to end: what is still queued then is lost; use "
+            f"{format_duration(_LONGEST_DRAIN)} or less"
+        )
+    for _, secret in secrets_in(checked):
+        try:
+            secret.reveal()
+        except ConfigError as error:
+            yield f"{error}; a server on this node would not reach that tier"
+    yield from _role_notes(config)
+
+
+def _role_notes(config: HicacheExtConfig) -> Iterator[str]:
+    """What a server of a role would find wrong or useless."""
+    roles: tuple[ServerRole, ...] = ("prefill", "decode") if config.role == "auto" else (config.role,)
+    for role in roles:
+        try:
+            view = config.for_role(role)
+            use = tier_use(view)
+        except (ConfigError, ValidationError) as error:
+            problem = as_config_error(error) if isinstance(error, ValidationError) else error
+            yield f"a server of the role {role} is refused at its start: {problem}"
+            continue
+        stored = [use.sharing[name] for name in view.store_locations]
+        if role == "decode" and config.role != "auto" and stored and not any(sharing.shared for sharing in stored):
+            yield (
+                "a decode node that stores in private tiers alone writes what no prefill node can read; store in a "
+                "shared one"
+            )
+
+
+# -- render ------------------------------------------------------------------------------------------------------------
+
+_COMMENTS_FROM = 44
+"""Column of the comments beside the lines."""
+_POOLS = ("mooncake", "redis", "object")
+"""Options for pools, in the order in which they are read: memory over RDMA first."""
+
+
+@dataclass(slots=True)
+class _Lines:
+    """Lines of YAML, each with its reason."""
+
+    lines: list[str] = field(default_factory=list)
+
+    def add(self, depth: int, key: str, value: object = None, why: str = "") -> None:
+        """A key with its value; without a value the key of what follows, one level deeper."""
+        written = ""
+        if value is not None:
+            flow = yaml.safe_dump(value, default_flow_style=True, width=1 << 20, allow_unicode=True, sort_keys=False)
+            written = " " + str(flow).removesuffix("\n").removesuffix("\n...")
+        self._put(f"{'  ' * depth}{key}:{written}", why)
+
+    def hint(self, depth: int, text: str, why: str) -> None:
+        """A line that is switched off."""
+        self._put(f"{'  ' * depth}# {text}", why)
+
+    def _put(self, line: str, why: str) -> None:
+        self.lines.append(f"{line:{_COMMENTS_FROM}} # {why}" if why else line)
+
+
+def _configure_render(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Print FILE, or a configuration made of the options (they can be combined), or an example with neither."
+    )
+    parser.add_argument("file", metavar="FILE", nargs="?", help=FILE_HELP)
+    parser.add_argument("--path", action="append", metavar="PATH", help="a directory of a file tier; may be repeated")
+    parser.add_argument("--capacity", metavar="SIZE", help="of the whole file tier, e.g. 512GiB, or unlimited")
+    parser.add_argument("--name", metavar="NAME", help="name of the file tier (default disk)")
+    parser.add_argument("--mooncake", metavar="HOST:PORT", help="a pool: the master of a Mooncake Store")
+    parser.add_argument(
+        "--redis", action="append", metavar="URL", help="a pool: Redis or Valkey; repeated: nodes of one cluster"
+    )
+    parser.add_argument(
+        "--redis-password-env", metavar="VARIABLE", help="the environment variable that holds its password"
+    )
+    parser.add_argument(
+        "--s3", "--object", dest="object", metavar="URL", help="a pool: s3://, gs:// or az://BUCKET/PREFIX"
+    )
+    parser.add_argument(
+        "--pd",
+        "--role",
+        dest="role",
+        metavar="ROLE",
+        help="prefill or decode: a node of a disaggregated pair; both: not disaggregated (default both)",
+    )
+    parser.add_argument("--inline", action="store_true", help="one line of JSON, for SGLang in place of @FILE")
+    parser.add_argument(
+        "--linker",
+        action="store_true",
+        help="for SGLang's external linker: pages move between the GPU and storage, without a host cache",
+    )
+    describe(
+        parser,
+        run=_render,
+        examples=[
+            "hicache-ext config render --path /mnt/nvme0/hicache --capacity 512GiB > hicache.yaml",
+            "hicache-ext config render --path /mnt/nvme0/hicache --capacity 512GiB --redis rediss://pool:6379",
+            "hicache-ext config render --mooncake 10.0.0.1:50051 --pd decode",
+            "hicache-ext config render --s3 s3://bucket/hicache --json",
+            "hicache-ext config render --path /mnt/nvme0/hicache --capacity 512GiB --linker > hicache.yaml",
+        ],
+        problem="",
+    )
+
+
+def _render(arguments: argparse.Namespace) -> int:
+    given = {"--path": arguments.path, "--capacity": arguments.capacity, "--name": arguments.name}
+    given |= {"--redis": arguments.redis, "--redis-password-env": arguments.redis_password_env}
+    given |= {"--mooncake": arguments.mooncake, "--s3": arguments.object, "--pd": arguments.role}
+    chosen = [option for option, value in given.items() if value is not None]
+    document: Mapping[str, Any]
+    file = "hicache.yaml"  # to which the output goes, unless a file is given
+    if arguments.file is not None:
+        if chosen:
+            raise ConfigError("", f"FILE cannot be combined with {', '.join(chosen)}", "one of them")
+        document = read_configuration(arguments.file)
+        text = as_yaml(document)
+        if arguments.file != "-" and not arguments.file.lstrip().startswith("{"):
+            file = arguments.file.removeprefix("@")
+    elif chosen:
+        text = "\n".join(_from_options(arguments)) + "\n"
+        document = read_text(text, "the configuration")
+    else:
+        text = example_config()
+        document = read_text(text, "the example")
+    # Checked as at a start, printed as written: templates are expanded by the node that reads the file.
+    checked = check_document(document)
+    role = checked.hicache_ext.role
+    if arguments.linker and role == "decode":
+        problem = "a decode node stores what it generates through HiCache, and its linker would read nothing back"
+        raise ConfigError("--linker", problem, "the role prefill or both")
+    launch = linker_lines(file, role) if arguments.linker else launch_lines(file, role)
+    for note in notes_on(checked, arguments.inline):
+        print(f"note: {note}", file=sys.stderr)
+    if arguments.linker or text != example_config():
+        flags = chosen_linker_flags() if arguments.linker else chosen_flags(role)
+        heading = [
+            f"# Check it on the node that reads it: hicache-ext config check {file}, hicache-ext doctor {file}",
+            "# Launch SGLang with:",
+            "#   " + " \\\n#     ".join(launch),
+            *(f"#   {flag}: {why}" for flag, why in flags.items()),
+        ]
+        text = "\n".join(heading) + "\n" + text
+    whole = linker_config({SECTION: document[SECTION]}) if arguments.linker else document
+    shown = as_inline_json(whole) if arguments.inline else text.rstrip("\n")
+    show(arguments, {"file": file, "launch": launch, "document": document, "yaml": text}, [shown])
+    return 0
+
+
+def _from_options(arguments: argparse.Namespace) -> list[str]:
+    """The lines of a configuration. Raises ConfigError where an option lacks another one or holds a secret."""
+    role = "both" if arguments.role is None else arguments.role
+    pools = [option for option in _POOLS if getattr(arguments, option) is not None]
+    _refuse_what_does_not_fit(arguments, role, pools)
+    disk = (arguments.name or "disk") if arguments.path else None
+    names = [*([] if disk is None else [disk]), *pools]
+    out = _Lines()
+    out.add(0, "backend_name", "hicache_ext", "these four: how SGLang finds the package")
+    out.add(0, "module_path", "hicache_ext.storage.backend")
+    out.add(0, "class_name", "HiCacheExtBackend")
+    out.add(0, "interface_v1", 1)
+    if role == "prefill":
+        out.hint(0, "prefetch_threshold: 256", "lower it for short conversations: shorter spans never ask storage")
+    out.add(0, "hicache_ext")
+    out.add(1, "role", role, _ROLES.get(role, ""))
+    out.add(1, "tiers")
+    if disk is not None:
+        _add_disk(out, disk, arguments)
+    for pool in pools:
+        _add_pool(out, pool, arguments)
+    if role == "decode":
+        out.add(1, "retrieve_locations", [], "a decode node reads nothing back; its prefill nodes do")
+    else:
+        out.add(1, "retrieve_locations", names, "the order in which tiers are read: nearest first")
+    out.add(1, "store_locations", names, "the tiers that a page is written to; [] for a node that only reads")
+    if disk is not None and pools:
+        out.add(1, "promote_to", disk, "what was found further out is kept here, too")
+    if role == "prefill":
+        out.add(1, "pd")
+        out.add(2, "pull", {"mode": "adaptive"}, "read a prefix only where that is measured to beat computing it")
+    return out.lines
+
+
+_ROLES = {
+    "both": "not disaggregated",
+    "prefill": "reads and writes; --disaggregation-mode prefill",
+    "decode": "writes what it generates; --disaggregation-mode decode",
+}
+
+
+def _refuse_what_does_not_fit(arguments: argparse.Namespace, role: str, pools: Sequence[str]) -> None:
+    """Raises ConfigError."""
+    if (arguments.path is None) != (arguments.capacity is None) or not (arguments.path or pools):
+        problem = "--path and --capacity are both needed to make a file tier"
+        raise ConfigError("", problem, "--path PATH --capacity SIZE, or --redis, --mooncake or --s3")
+    if arguments.name is not None and not arguments.path:
+        raise ConfigError("--name", "names the file tier, and there is none", "--path PATH --capacity SIZE")
+    if arguments.name in pools:
+        raise ConfigError("--name", f"{arguments.name!r} is the name of a pool here", "another name")
+    if arguments.redis_password_env is not None and not arguments.redis:
+        raise ConfigError("--redis-password-env", "there is no Redis", "--redis URL")
+    if role == "decode" and arguments.path and pools:
+        problem = "a decode node reads nothing back: its own disk would serve nobody beside a pool"
+        raise ConfigError("--path", problem, "the pool alone")
+    for option in pools:
+        given = getattr(arguments, option)
+        for address in given if isinstance(given, list) else [given]:
+            # Looked at before anything may repeat it in a sentence.
+            if "@" in address or "?" in address:
+                name = "--s3" if option == "object" else f"--{option}"
+                raise ConfigError(name, "an address holds no password, login or options", _WHERE_SECRETS_GO[option])
+
+
+_WHERE_SECRETS_GO = {
+    "redis": "the address alone, and --redis-password-env VARIABLE: the file then says password: {env: VARIABLE}",
+    "mooncake": "HOST:PORT",
+    "object": "the address alone; in the file, access_key: {env: NAME} and secret_key: {env: NAME}",
+}
+
+
+def _add_disk(out: _Lines, name: str, arguments: argparse.Namespace) -> None:
+    # A relative path is relative to where this command runs; the server runs elsewhere. A path that begins with a
+    # template is left as it is.
+    for path in arguments.path:
+        if not path.strip() or path.startswith("~"):
+            raise ConfigError("--path", f"{path!r} is no directory of the server", "an absolute path")
+    paths = [path if path.startswith("{") else os.path.abspath(path) for path in arguments.path]
+    capacity = int(arguments.capacity) if arguments.capacity.isdecimal() else arguments.capacity
+    out.add(2, name)
+    out.add(3, "type", "file")
+    out.add(3, "path", paths if len(paths) > 1 else paths[0], "{hostname} and {env:NAME} are replaced on each node")
+    out.add(3, "capacity", capacity, "the whole tier: all paths, ranks and processes")
+    out.hint(3, "ttl: 7d", "pages written longer ago are misses")
+    out.hint(3, "require_mount: true", "the tier stays out while its disk is not mounted")
+
+
+def _add_pool(out: _Lines, pool: str, arguments: argparse.Namespace) -> None:
+    out.add(2, pool)
+    out.add(3, "type", pool)
+    if pool == "mooncake":
+        out.add(3, "master", arguments.mooncake)
+        out.hint(3, "protocol: rdma", "tcp where nothing is said")
+    elif pool == "redis":
+        urls, variable = arguments.redis, arguments.redis_password_env
+        out.add(3, "url", urls if len(urls) > 1 else urls[0], "rediss:// is TLS; a list: some nodes of one cluster")
+        if variable is None:
+            out.hint(3, "password: {env: NAME}", "by reference: SGLang prints and serves this file")
+        else:
+            out.add(3, "password", {"env": variable}, "by reference: SGLang prints and serves this file")
+        out.hint(3, "ttl: 24h", "left out: the server's own limits decide (maxmemory, allkeys-lru)")
+    else:
+        out.add(3, "url", arguments.object, "the bucket, and a prefix that belongs to this package alone")
+        if arguments.object.startswith("s3:"):
+            out.hint(3, "endpoint: https://minio:9000", "where it is not AWS itself")
+            out.hint(3, "region: eu-central-1", "of the bucket")
+            out.hint(3, "access_key: {env: NAME}", "and secret_key; left out: the standard chain (environment, role)")
+    out.add(3, "required", False, "servers start without it and attach it when it is there")

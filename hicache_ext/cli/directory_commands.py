@@ -1,24 +1,168 @@
-"""``hicache-ext ls`` and ``stat``: what a directory of the file tier holds, and how full it is.
+"""``hicache-ext ls``, ``stat``, ``verify``, ``gc``, ``clear``: directories of the file tier. Servers may be using them.
 
-They may be used while servers run. They print models, dtypes, ages and bytes, not files and slots.
+They print models, dtypes, ages and bytes, not files and slots.
 """
 
 from __future__ import annotations
 
 import argparse
+import enum
+import re
 import shutil
+import sys
 import time
-from contextlib import closing
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from hicache_ext.cli.directories import Group, Trouble, groups_in, groups_of, opened
 from hicache_ext.cli.inputs import Target, add_target, directories_of, targets
-from hicache_ext.cli.terminal import fitted, rough_span
-from hicache_ext.cli.usage import describe, show
+from hicache_ext.cli.output import Progress, describe, fitted, rough_span, show
 from hicache_ext.config import format_duration, rounded_size
-from hicache_ext.page.transforms.forms import STORED_AS
+from hicache_ext.errors import ConfigError, FormatError, StoreError
+from hicache_ext.page import envelope
+from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.page.transforms import header as headers
+from hicache_ext.page.transforms.body import is_sealed_with, reason_it_is_not_sealed
+from hicache_ext.page.transforms.forms import STORED_AS, Form, Transforms
+from hicache_ext.page.transforms.sealing import SealMode
 from hicache_ext.storage.tiers.file.expiry import recorded_ttl
-from hicache_ext.storage.tiers.file.pins import read_pins
+from hicache_ext.storage.tiers.file.inspection import (
+    Editor,
+    Inspector,
+    StoredPage,
+    open_editor,
+    open_inspector,
+    reason_it_is_bad,
+)
+from hicache_ext.storage.tiers.file.modes import IDENTITY_NAME
+from hicache_ext.storage.tiers.file.pages.tree import load_document
+from hicache_ext.storage.tiers.file.pins import pins_that_are_over, read_pins, remove_pin
+
+# -- what a directory holds --------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Group:
+    """The pages of one identity."""
+
+    digest: bytes
+    document: dict[str, Any] | None
+    pages: int = 0
+    size: int = 0
+    hits: int | None = None
+    written: float | None = None
+    """When the newest page was written."""
+    used: float | None = None
+
+    @property
+    def model(self) -> str:
+        return str((self.document or {}).get("model", {}).get("id", "")) or "unknown"
+
+    def together_with(self, other: Group) -> Group:
+        """The pages of this identity in both."""
+        return Group(
+            self.digest,
+            self.document or other.document,
+            self.pages + other.pages,
+            self.size + other.size,
+            None if self.hits is None and other.hits is None else (self.hits or 0) + (other.hits or 0),
+            _later(self.written, other.written),
+            _later(self.used, other.used),
+        )
+
+    def document_for_json(self) -> dict[str, Any]:
+        """Moments in seconds since 1970."""
+        return {
+            "identity": self.digest.hex(),
+            "facts": self.document,
+            "pages": self.pages,
+            "bytes": self.size,
+            "hits": self.hits,
+            "last_written": self.written,
+            "last_used": self.used,
+        }
+
+
+def opened(path: Path) -> Inspector:
+    """An inspector of the directory; prints a warning if it cannot see everything. Raises StoreError."""
+    inspector = open_inspector(path)
+    if inspector.remark:
+        print(f"{path}: {inspector.remark}", file=sys.stderr)
+    return inspector
+
+
+class Trouble:
+    """One directory of several that cannot be read does not keep a command from the others."""
+
+    def __init__(self) -> None:
+        self._errors: list[StoreError] = []
+        self._tried = 0
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Around what is done with one directory."""
+        self._tried += 1
+        try:
+            yield
+        except StoreError as error:
+            self._errors.append(error)
+
+    def told(self) -> int:
+        """Print what was noted; the exit code. Raises the first StoreError where no directory could be read."""
+        if self._errors and len(self._errors) == self._tried:
+            raise self._errors[0]
+        for error in self._errors:
+            print(f"left out: {error}", file=sys.stderr)
+        return 1 if self._errors else 0
+
+
+def documents_in(directory: Path) -> Iterator[tuple[bytes, Mapping[str, Any]]]:
+    """Yield the identities that the directory knows, each with its document."""
+    for file in (directory / "identities").glob("*.json"):
+        if IDENTITY_NAME.fullmatch(file.stem):
+            digest = bytes.fromhex(file.stem)
+            document = load_document(directory, digest)
+            if document is not None:
+                yield digest, document
+
+
+def groups_of(directories: Sequence[Path], trouble: Trouble) -> list[Group]:
+    """The pages of all of them by identity."""
+    groups: dict[bytes, Group] = {}
+    for directory in directories:
+        with trouble.noted(), closing(opened(directory)) as inspector:
+            for group in groups_in(inspector):
+                known = groups.get(group.digest)
+                groups[group.digest] = group if known is None else known.together_with(group)
+    return list(groups.values())
+
+
+def groups_in(inspector: Inspector) -> list[Group]:
+    """The pages of one directory by identity."""
+    groups: dict[bytes, Group] = {}
+    for page in inspector.pages():
+        group = groups.get(page.identity)
+        if group is None:
+            group = groups[page.identity] = Group(page.identity, load_document(inspector.path, page.identity))
+        group.pages += 1
+        group.size += page.size
+        group.written = _later(page.written, group.written)
+        group.used = _later(page.used, group.used)
+    for group in groups.values():
+        uses = inspector.uses(group.digest)
+        if uses is not None:
+            group.hits, group.used = uses
+    return list(groups.values())
+
+
+def _later(one: float | None, other: float | None) -> float | None:
+    return max((moment for moment in (one, other) if moment), default=None)
+
+
+# -- ls, stat ----------------------------------------------------------------------------------------------------------
 
 _AMOUNTS = ("pages", "bytes", "hits", "last written", "last used")
 _NOT_READ = "the directory cannot be read"
@@ -160,3 +304,349 @@ def _stored_as(facts: object) -> str:
 
 def _age(moment: float | None) -> str:
     return "-" if moment is None else f"{rough_span(time.time() - moment)} ago"
+
+
+# -- seals of stored pages ---------------------------------------------------------------------------------------------
+
+
+class Verdict(enum.Enum):
+    """What a page is that is not bad. The values are the keys of its count in the result of ``verify``."""
+
+    GOOD = "good"
+    NOT_CHECKED = "seals_not_checked"
+    """It is good as far as can be seen: it is sealed, and no keys are given (no tier was named, or it has no seal)."""
+    UNSEALED = "unsealed"
+    """It is whole and has no seal, in a sealed tier, which does not serve it."""
+    SEALED_OTHERWISE = "sealed_otherwise"
+    """It is whole, and sealed with another key or in another mode than those of its tier, which does not serve it."""
+    GONE = "evicted"
+
+
+class StoredSeals:
+    """Those in one directory. ``transforms``: of the tier that it belongs to; None without one, or without any."""
+
+    def __init__(self, directory: Path, transforms: Transforms | None) -> None:
+        self._directory = directory
+        self._transforms = transforms
+        self._seal = None if transforms is None else transforms.seal
+        self._forms: dict[bytes, Form] = {}
+        if transforms is not None and transforms.seal is not None:
+            # Those of which the directory may have pages in any form: of a stored form, and what it is a form of.
+            found: dict[bytes, Mapping[str, Any]] = {}
+            for digest, document in documents_in(directory):
+                stored_as = document.get(STORED_AS)
+                of = stored_as.get("of") if isinstance(stored_as, dict) else None
+                if isinstance(of, str) and IDENTITY_NAME.fullmatch(of):
+                    found.setdefault(bytes.fromhex(of), document)
+                found[digest] = document
+            for identity, document in found.items():
+                self._forms |= {form.identity: form for form in transforms.forms(identity, document).all}
+
+    def verdict(self, key: bytes, payload: memoryview) -> Verdict | str:
+        """What the page ``key`` is, whose checksum fits, or the reason why it is bad."""
+        if self._seal is None:
+            return self._by_its_document(key, payload)
+        form = self._forms.get(key[:IDENTITY_LENGTH])
+        if form is not None:
+            return reason_it_is_not_sealed(payload, key, form) or Verdict.GOOD
+        # A name that no known identity has: of another key, mode or codec; or its document is lost.
+        if any(is_sealed_with(payload, key, of_tier, self._seal.mode) for of_tier in self._seal.keys):
+            return Verdict.GOOD
+        return Verdict.SEALED_OTHERWISE if _says_that_it_is_sealed(payload) else Verdict.UNSEALED
+
+    def _by_its_document(self, key: bytes, payload: memoryview) -> Verdict | str:
+        stored_as = (load_document(self._directory, key[:IDENTITY_LENGTH]) or {}).get(STORED_AS)
+        if not isinstance(stored_as, dict):
+            return Verdict.GOOD
+        try:
+            header = headers.decode(payload)
+        except FormatError as error:
+            return error.reason
+        if stored_as.get("seal") is None and not header.seal:
+            return Verdict.GOOD
+        if not header.seal:
+            return "unsealed"
+        mode = SealMode(header.seal).name.lower() if header.seal in tuple(SealMode) else ""
+        if stored_as.get("seal") != mode:
+            return "seal_form"
+        return Verdict.NOT_CHECKED if stored_as.get("key") == header.key_id.decode("ascii", "replace") else "seal_key"
+
+
+def _says_that_it_is_sealed(payload: memoryview) -> bool:
+    try:
+        return headers.decode(payload).seal != 0
+    except FormatError:
+        return False
+
+
+# -- verify ------------------------------------------------------------------------------------------------------------
+
+_REMOVE_BATCH = 256
+
+
+def configure_verify(parser: argparse.ArgumentParser) -> None:
+    add_target(parser)
+    parser.add_argument("--remove", action="store_true", help="remove the pages that are bad")
+    describe(
+        parser,
+        run=_verify,
+        examples=["hicache-ext verify /mnt/nvme0/hicache", "hicache-ext verify /mnt/nvme0/hicache --remove --json"],
+        success="no bad page is left",
+        problem="bad pages are there, or pages could not be looked at",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Bad:
+    key: bytes
+    reason: str
+    copy: bytes | None
+    """Which copy it is (``envelope.page_seal``), where it is whole but for its seal."""
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    counts = dict.fromkeys(("good", "evicted", "not_looked_at", "removed"), 0)
+    counts |= dict.fromkeys(("seals_not_checked", "unsealed", "sealed_otherwise"), 0)
+    bad_pages: list[dict[str, str | None]] = []
+    trouble = Trouble()
+    for target in targets(arguments.target, keys=True):
+        for directory in target.directories:
+            with trouble.noted():
+                bad = _verify_directory(directory, counts, bad_pages, target.transforms)
+                if arguments.remove and bad:
+                    with closing(open_editor(directory)) as editor:
+                        counts["removed"] += _remove(editor, bad)
+    code = trouble.told()
+    told = f"{counts['good']} good, {len(bad_pages)} bad, {counts['evicted']} evicted meanwhile"
+    others = {
+        "seals_not_checked": "of the good ones are sealed: whole, but their keys are not given",
+        "unsealed": "are whole and have no seal: this tier does not serve them",
+        "sealed_otherwise": "are whole and sealed with another key or in another mode: this tier does not serve them",
+    }
+    lines = [
+        told + (f", {counts['not_looked_at']} not looked at" if counts["not_looked_at"] else ""),
+        *(f"{counts[key]} {what}" for key, what in others.items() if counts[key]),
+        *(f"  {count} x {why}" for why, count in Counter(page["reason"] for page in bad_pages).most_common()),
+        *([f"{counts['removed']} removed"] if arguments.remove else []),
+    ]
+    show(arguments, {**counts, "bad_pages": bad_pages, "bad": len(bad_pages)}, lines)
+    return 1 if counts["not_looked_at"] or len(bad_pages) > counts["removed"] else code
+
+
+def _verify_directory(
+    directory: Path, counts: dict[str, int], bad_pages: list[dict[str, str | None]], transforms: Transforms | None
+) -> list[_Bad]:
+    """Look at every page, and add to ``counts`` and ``bad_pages``. Return the bad ones."""
+    bad = []
+    seals = StoredSeals(directory, transforms)
+    with closing(opened(directory)) as inspector, Progress("pages read") as bar:
+        pages = list(inspector.pages())
+        for number, page in enumerate(pages, start=1):
+            bar.show(number, len(pages))
+            name = page.key[16:].hex()
+            try:
+                seen = _look_at(inspector, page, seals)
+            except OSError as error:
+                counts["not_looked_at"] += 1
+                print(f"not looked at ({error.strerror}): page {name}", file=sys.stderr)
+                continue
+            if isinstance(seen, _Bad):
+                bad.append(seen)
+                model = (load_document(directory, page.identity) or {}).get("model", {}).get("id")
+                known = {"hash": name, "identity": page.identity.hex(), "model": model, "reason": seen.reason}
+                bad_pages.append(known)
+                print(f"bad ({seen.reason}): page {name} of {model or 'unknown'}")
+                continue
+            counts[seen.value] += 1
+            counts["good"] += seen is Verdict.NOT_CHECKED
+    return bad
+
+
+def _look_at(inspector: Inspector, page: StoredPage, seals: StoredSeals) -> Verdict | _Bad:
+    """Return what a page is. Raises OSError where that is not known."""
+    bad = None
+    # Twice: a server may have written there during the first read.
+    for _ in range(2):
+        stored = inspector.read(page)
+        if stored is None:
+            return Verdict.GONE
+        reason = reason_it_is_bad(page.key, stored)
+        if reason is not None:
+            bad = _Bad(page.key, reason, None)
+            continue
+        header = envelope.decode_header(stored.content)
+        payload = memoryview(stored.content)[header.header_length :]
+        seen = seals.verdict(page.key, payload)
+        if isinstance(seen, Verdict):
+            return seen
+        bad = _Bad(page.key, seen, envelope.page_seal(page.key, payload.nbytes, [payload]))
+    assert bad is not None
+    return bad
+
+
+def _remove(editor: Editor, bad: list[_Bad]) -> int:
+    """How many were there. Of whole pages that copy alone which was seen."""
+    removed = editor.remove_copies({page.key: page.copy for page in bad if page.copy is not None})
+    others = [page.key for page in bad if page.copy is None]
+    for first in range(0, len(others), _REMOVE_BATCH):
+        removed += editor.remove(others[first : first + _REMOVE_BATCH])
+    return removed
+
+
+# -- gc, clear ---------------------------------------------------------------------------------------------------------
+
+_LEAST_DIGITS = 8
+_DIGITS = re.compile(rf"[0-9a-f]{{{_LEAST_DIGITS},32}}")
+
+
+def configure_gc(parser: argparse.ArgumentParser) -> None:
+    add_target(parser)
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    describe(
+        parser,
+        run=_gc,
+        examples=["hicache-ext gc /mnt/nvme0/hicache --dry-run", "hicache-ext gc /mnt/nvme0/hicache"],
+        problem="the directory cannot be read or changed",
+    )
+
+
+def configure_clear(parser: argparse.ArgumentParser) -> None:
+    # One directory, by its name: a configuration may hold tiers that other nodes share.
+    parser.add_argument("path", type=Path, metavar="PATH", help="a directory of a file tier")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", help="remove the pages of this model (its name as `hicache-ext ls` prints it)")
+    what.add_argument(
+        "--identity", help=f"remove the pages of this identity ({_LEAST_DIGITS} of its digits or more, see `ls`)"
+    )
+    what.add_argument("--all", action="store_true", help="remove all pages of this package")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    parser.add_argument("--yes", action="store_true", help="do not ask; needed where there is no terminal to ask at")
+    describe(
+        parser,
+        run=_clear,
+        examples=[
+            "hicache-ext clear /mnt/nvme0/hicache --model meta-llama/Llama-3.1-8B --dry-run",
+            "hicache-ext clear /mnt/nvme0/hicache --all --yes",
+        ],
+        problem="there is no such model or identity, or it was not agreed to",
+    )
+
+
+@dataclass(slots=True)
+class _Cleaned:
+    """What is left over in the directories, or was removed."""
+
+    left_overs: int = 0
+    freed_bytes: int = 0
+    pins: int = 0
+
+
+def _gc(arguments: argparse.Namespace) -> int:
+    found = _Cleaned()
+    trouble = Trouble()
+    for directory in directories_of(arguments.target):
+        with trouble.noted():
+            _clean(directory, found, look_only=arguments.dry_run)
+    code = trouble.told()
+    if arguments.dry_run:
+        lines = [f"{found.left_overs} left-overs of killed processes would be removed"]
+        lines += [f"{found.pins} pins whose time is up would be removed"] if found.pins else []
+        show(arguments, {"dry_run": True, **asdict(found), "freed_bytes": None}, lines)
+        return code
+    lines = [f"{found.left_overs} left-overs of killed processes removed, {rounded_size(found.freed_bytes)} freed"]
+    lines += [f"{found.pins} pins removed whose time was up"] if found.pins else []
+    show(arguments, {"dry_run": False, **asdict(found)}, lines)
+    return code
+
+
+def _clean(directory: Path, found: _Cleaned, *, look_only: bool) -> None:
+    """Adds to ``found``."""
+    with closing(opened(directory)) as inspector:
+        before = inspector.occupied()
+        left_over = inspector.left_overs()
+    over = pins_that_are_over(directory)
+    if look_only:
+        found.left_overs += left_over
+        found.pins += len(over)
+        return
+    with closing(open_editor(directory)) as editor:
+        # Opening the directory has removed some already.
+        found.left_overs += max(left_over, editor.clean_up())
+    found.pins += sum(remove_pin(directory, name) for name in over)
+    with closing(open_inspector(directory)) as inspector:
+        found.freed_bytes += max(0, before - inspector.occupied())
+
+
+def _clear(arguments: argparse.Namespace) -> int:
+    trouble = Trouble()
+    groups = groups_of([arguments.path], trouble)
+    trouble.told()
+    chosen = _chosen(groups, arguments)
+    if not chosen and not arguments.all:
+        if arguments.identity is not None:
+            known = ", ".join(sorted(group.digest.hex() for group in groups)) or "none"
+            print(f"no pages of the identity {arguments.identity!r}; identities here: {known}", file=sys.stderr)
+        else:
+            known = ", ".join(sorted({group.model for group in groups})) or "none"
+            print(f"no pages of {arguments.model!r}; models here: {known}", file=sys.stderr)
+        return 1
+    pages, size = sum(group.pages for group in chosen), sum(group.size for group in chosen)
+    what = f"{pages} pages, {rounded_size(size)}"
+    document: dict[str, Any] = {
+        "dry_run": arguments.dry_run,
+        "pages": pages,
+        "bytes": size,
+        "freed_bytes": None,
+        "identities": [
+            {"identity": group.digest.hex(), "model": group.model, "pages": group.pages, "bytes": group.size}
+            for group in chosen
+        ],
+    }
+    if arguments.dry_run:
+        lines = [f"{g.digest.hex()} of {g.model}: {g.pages} pages, {rounded_size(g.size)}" for g in chosen]
+        show(arguments, document, [*lines, f"{what} would be removed"])
+        return 0
+    models = ", ".join(sorted({group.model for group in chosen})) or "no model"
+    if not arguments.yes and not _agrees(f"Remove {what} of {models} from {arguments.path}?"):
+        return 1
+    with closing(open_inspector(arguments.path)) as inspector:
+        before = inspector.occupied()
+    with closing(open_editor(arguments.path)) as editor:
+        # With --all also what a killed command had cleared, and not freed.
+        editor.clear(None if arguments.all else [group.digest for group in chosen])
+    with closing(open_inspector(arguments.path)) as inspector:
+        document["freed_bytes"] = freed = max(0, before - inspector.occupied())
+    lines = [f"{what} removed, {rounded_size(freed)} of disk freed"]
+    if inspector.layout == "slab" and freed < size:
+        lines += ["the rest of their room is in slabs that hold other pages, too: new pages take it"]
+    show(arguments, document, lines)
+    return 0
+
+
+def _chosen(groups: list[Group], arguments: argparse.Namespace) -> list[Group]:
+    """What ``clear`` is to remove. Raises ConfigError if that is ambiguous."""
+    if arguments.all:
+        return groups
+    if arguments.model is not None:
+        return [group for group in groups if group.model == arguments.model]
+    digits = arguments.identity.lower()
+    if not _DIGITS.fullmatch(digits):
+        problem = f"{arguments.identity!r} does not name an identity"
+        raise ConfigError("--identity", problem, f"{_LEAST_DIGITS} to 32 of its hex digits, as `ls` prints them")
+    chosen = [group for group in groups if group.digest.hex().startswith(digits)]
+    if len(chosen) > 1:
+        candidates = ", ".join(f"{group.digest.hex()} ({group.model}, {group.pages} pages)" for group in chosen)
+        raise ConfigError("--identity", f"{arguments.identity!r} fits several identities: {candidates}", "one of them")
+    return chosen
+
+
+def _agrees(question: str) -> bool:
+    """Ask at a terminal. A script, which has nobody to ask, must have said so before."""
+    if not sys.stdin.isatty():
+        print("nothing was removed: there is no terminal to ask at; --yes removes without a question", file=sys.stderr)
+        return False
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    agreed = sys.stdin.readline().strip().lower() in ("y", "yes")
+    if not agreed:
+        print("nothing was removed", file=sys.stderr)
+    return agreed

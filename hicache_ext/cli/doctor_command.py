@@ -7,16 +7,40 @@ configuration.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import socket
+import stat
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import hicache_ext
 from hicache_ext.cli.inputs import read_configuration
-from hicache_ext.cli.usage import describe, show
-from hicache_ext.config import check_document
-from hicache_ext.doctor.examination import Section, examine, worst
-from hicache_ext.doctor.sglang_names import table_in_words
-from hicache_ext.errors import ConfigError, ConfigErrors
+from hicache_ext.cli.output import describe, show
+from hicache_ext.config import ExtraConfig, HicacheExtConfig, TierConfig, check_document
+from hicache_ext.config.seal import SealKeyReference
+from hicache_ext.config.tracing import SGLANG
+from hicache_ext.errors import ConfigError, ConfigErrors, MissingPackageError, StoreError, UnsupportedError
+from hicache_ext.packages import how_to_install, installed_version
+from hicache_ext.page.recording import SUFFIX
+from hicache_ext.page.transforms.sealing import CipherKind, fastest_cipher
 from hicache_ext.runtime.results import print_json
 from hicache_ext.runtime.signals import terminated_in_order
-from hicache_ext.storage.contract.diagnosis import Level
+from hicache_ext.sglang.features import FEATURES, HOOKED, STORAGE
+from hicache_ext.sglang.releases import TESTED, comes_with, is_tested, other_release, untested
+from hicache_ext.sglang.self_check import Checked, check_installed, lacking
+from hicache_ext.storage.contract.diagnosis import Finding, Level
+from hicache_ext.storage.contract.registry import broken_tier_types, examine_tier
+from hicache_ext.storage.tiering.recording import SALT_FILE
+from hicache_ext.storage.tiering.tier_use import tier_use
+from hicache_ext.storage.tiering.tracing import check_packages
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
             if not arguments.json:
                 # Printed one by one: a tier that hangs until its timeout must not hide earlier findings.
                 print(_text(section), flush=True)
-    level = worst(sections)
+    levels = list(_SUMMARY)
+    level = max((one.level for section in sections for one in section.findings), key=levels.index, default=Level.OK)
     document = {"level": level.value, "configuration": [], "sections": [section.document() for section in sections]}
     show(arguments, document, [_SUMMARY[level]])
     return 1 if level is Level.ERROR else 0
@@ -67,6 +92,7 @@ _SUMMARY = {
     Level.WARNING: "It works; see the warnings.",
     Level.ERROR: "Something is wrong; see the errors.",
 }
+"""From the best level to the worst."""
 _MARKS = {Level.OK: "ok     ", Level.NOTE: "note   ", Level.WARNING: "WARNING", Level.ERROR: "ERROR  "}
 
 
@@ -79,3 +105,314 @@ def _text(section: Section) -> str:
     if section.rows:
         lines.append(f"          {table_in_words(section.rows)}")
     return "\n".join([*lines, ""])
+
+
+# -- the examination ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Findings on one subject."""
+
+    title: str
+    findings: tuple[Finding, ...]
+    rows: Sequence[dict[str, str]] = ()
+    """A table that belongs to them."""
+
+    def document(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "title": self.title,
+            "findings": [
+                {"subject": one.subject, "level": one.level.value, "seen": one.seen, "remedy": one.remedy}
+                for one in self.findings
+            ],
+            **({"table": list(self.rows)} if self.rows else {}),
+        }
+
+
+def examine(checked: ExtraConfig, *, inline: bool, only: Sequence[str] | None = None) -> Iterator[Section]:
+    """One section after the other, as they are found; ``only`` names the tiers to look at (None: all)."""
+    yield Section("installation", tuple(installation_findings()))
+    if rows := table():
+        yield Section("what is used of SGLang", tuple(feature_findings()), rows)
+    yield Section("configuration", tuple(setting_findings(checked, inline=inline)))
+    for name, tier in checked.hicache_ext.tiers.items():
+        if only is None or name in only:
+            yield Section(f"tier {name}: {tier.summary()}", tuple(_tier_findings(name, tier)))
+
+
+def _tier_findings(name: str, tier: TierConfig) -> Sequence[Finding]:
+    try:
+        return [Finding("open", Level.OK, "the tier can be opened"), *seal_findings(tier), *examine_tier(name, tier)]
+    except ConfigError as error:
+        return [Finding("open", Level.ERROR, str(error), "servers do not start with it, required or not")]
+    except StoreError as error:
+        if tier.required:
+            return [Finding("open", Level.ERROR, str(error), "servers do not start until this is mended")]
+        return [Finding("open", Level.WARNING, str(error), "servers start without it (required: false)")]
+    except Exception as error:  # noqa: BLE001 - the other tiers are to be looked at all the same
+        return [Finding("diagnosis", Level.ERROR, f"it ended in {type(error).__name__}", "please report it")]
+
+
+# -- the installation --------------------------------------------------------------------------------------------------
+
+_PLUGIN_GROUP = "sglang.srt.plugins"
+
+
+def installation_findings() -> Iterator[Finding]:
+    """What is installed. Imports neither torch nor SGLang."""
+    yield Finding("hicache_ext", Level.OK, hicache_ext.__version__)
+    yield Finding("python", Level.OK, platform.python_version())
+    yield release_finding()
+    if (torch := installed_version("torch")) is None:
+        yield Finding("torch", Level.ERROR, "not installed", "install it with SGLang")
+    else:
+        yield Finding("torch", Level.OK, torch)
+    yield _plugin()
+    for error in broken_tier_types():
+        yield Finding("tier types", Level.ERROR, str(error), "servers start without it while no tier is of that type")
+
+
+def _plugin() -> Finding:
+    """The entry point through which SGLang calls this package in each of its processes."""
+    points = [p for p in importlib.metadata.entry_points(group=_PLUGIN_GROUP) if p.name == "hicache_ext"]
+    if not points:
+        checkout = Path(hicache_ext.__file__).parents[1]
+        what = f"pip install {shlex.quote(str(checkout))}" if (checkout / "setup.py").is_file() else "install it again"
+        remedy = f"{what}, with the Python that SGLang is installed in"
+        return Finding("plugin", Level.ERROR, f"SGLang finds no entry point hicache_ext in {_PLUGIN_GROUP}", remedy)
+    allowed = os.environ.get("SGLANG_PLUGINS")
+    if allowed is not None and "hicache_ext" not in [word.strip() for word in allowed.split(",")]:
+        seen = "SGLANG_PLUGINS is set and does not name hicache_ext: its hooks will not run"
+        return Finding("plugin", Level.WARNING, seen, "add hicache_ext to SGLANG_PLUGINS")
+    module = points[0].value.partition(":")[0]
+    if importlib.util.find_spec(module) is None:
+        return Finding("plugin", Level.ERROR, f"{module} cannot be found", "install the package again")
+    try:
+        points[0].load()
+    except Exception as error:  # noqa: BLE001 - whatever an import of the installed SGLang or torch raises
+        seen = f"{module} cannot be imported ({type(error).__name__})"
+        return Finding("plugin", Level.ERROR, seen, "see docs/troubleshooting.md")
+    return Finding("plugin", Level.OK, "the hooks can be imported")
+
+
+# -- what is used of SGLang --------------------------------------------------------------------------------------------
+
+
+def release_finding() -> Finding:
+    """Whether this release is served."""
+    release = installed_version("sglang")
+    if release is None:
+        return Finding("sglang", Level.ERROR, "not installed here", how_to_install("sglang"))
+    if not comes_with(release, TESTED[0]):
+        return Finding("sglang", Level.ERROR, f"{release}; {TESTED[0]} or newer is needed", other_release())
+    if is_tested(release):
+        return Finding("sglang", Level.OK, release)
+    return Finding("sglang", Level.WARNING, untested(release) or release, other_release())
+
+
+def feature_findings() -> Iterator[Finding]:
+    """One line for each feature; none where SGLang is not installed."""
+    checked = _checked()
+    for feature in FEATURES if checked else ():
+        words = lacking(checked, feature)
+        names = sum(len(one.use.names) for one in checked if one.expected and feature in one.use.features)
+        if words is None:
+            yield Finding(feature.name, Level.OK, f"SGLang has all {names} names that it uses")
+        elif feature is STORAGE:
+            yield Finding(feature.name, Level.ERROR, f"SGLang lacks {words}: {feature.loss}", "use another release")
+        else:
+            yield Finding(feature.name, Level.WARNING, f"off, since SGLang lacks {words}: {feature.loss}")
+
+
+def table() -> list[dict[str, str]]:
+    """Every name that is used: whether it was found, what needs it, its kind; names of one owner in a row."""
+    return [row for one in _checked() for row in _rows(one)]
+
+
+def table_in_words(rows: Sequence[dict[str, str]]) -> str:
+    """One sentence: what is not there, which is what somebody has to know; ``--json`` has all of it."""
+    lost = [row["of SGLang"] for row in rows if row["found"] == "NO"]
+    found = f"not found: {'; '.join(lost)}" if lost else "all that this release is to have is found"
+    return f"{len(rows)} places of SGLang were looked at, {found} (--json lists each)"
+
+
+def _checked() -> tuple[Checked, ...]:
+    try:
+        return check_installed()
+    except UnsupportedError:
+        return ()
+
+
+def _rows(one: Checked) -> Iterator[dict[str, str]]:
+    """One for what was found of an owner's names, one for what was not."""
+    use = one.use
+    lost = {
+        name
+        for name in use.names
+        for text in one.missing
+        if text.split(" ")[0] in (f"{use.owner}.{name.partition('|')[0]}", use.owner)
+    }
+    kind = f"hook {use.hook}" if use.hook else "signature" if use.takes or use.answered else "name"
+    parameters = f"({', '.join(use.takes)})" if use.takes or use.answered else ""
+    parameters += f", ignored: {', '.join(one.new)}" if one.new else ""
+    for names, found in (
+        ([name for name in use.names if name in lost], "NO" if one.expected else f"not before {use.since}"),
+        ([name for name in use.names if name not in lost], "yes"),
+    ):
+        if names:
+            yield {
+                "found": found,
+                "kind": kind,
+                "needed by": "every hook" if tuple(use.features) == HOOKED else ", ".join(f.name for f in use.features),
+                "of SGLang": f"{use.owner.removeprefix('sglang.srt.')}: {', '.join(names)}{parameters}",
+            }
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+_DEFAULT_THRESHOLD = 256
+"""Tokens; SGLang 0.5.23."""
+_CONNECT_TIMEOUT = 2.0
+
+
+def setting_findings(checked: ExtraConfig, *, inline: bool) -> Iterator[Finding]:
+    """``inline``: the configuration is given as JSON on the command line, not as a file."""
+    config = checked.hicache_ext
+    yield Finding("configuration", Level.OK, f"valid; role {config.role}, {len(config.tiers)} tier(s)")
+    threshold = checked.prefetch_threshold
+    if threshold is None:
+        seen = f"SGLang asks storage for spans of {_DEFAULT_THRESHOLD} tokens or more only (its default)"
+        remedy = "set prefetch_threshold lower if prompts share less than that"
+        yield Finding("prefetch_threshold", Level.NOTE, seen, remedy)
+    else:
+        yield Finding("prefetch_threshold", Level.OK, f"{threshold} tokens; shorter spans never ask storage")
+    if checked.allocator is None:
+        seen = "host pages are not page-aligned"
+        yield Finding("allocator", Level.NOTE, seen, "allocator: shm in inline JSON aligns them, for direct I/O")
+    elif not inline and config.role != "decode":
+        remedy = "pass the configuration inline: hicache-ext config render --inline"
+        yield Finding("allocator", Level.WARNING, "SGLang ignores 'allocator' in a file", remedy)
+    else:
+        yield Finding("allocator", Level.OK, checked.allocator)
+    yield _events(config)
+    yield _tracing(config)
+    yield _record(config)
+    for line in tier_use(config).lines():
+        yield Finding("tiers", Level.OK, line)
+    for name in config.tiers:
+        if name not in (*config.retrieve_locations, *config.store_locations):
+            seen = f"tier {name} is neither read nor written"
+            yield Finding("tiers", Level.WARNING, seen, "name it in a location list")
+        elif name not in config.retrieve_locations and config.role != "decode":
+            yield Finding("tiers", Level.NOTE, f"tier {name} is written and never read by this node", "")
+
+
+def _events(config: HicacheExtConfig) -> Finding:
+    """What KV-aware routers learn of the tiers."""
+    if config.events is None:
+        seen = "KV-aware routers learn nothing of the tiers, and SGLang's /get_hicache_l3_cache_layout answers disabled"
+        return Finding("events", Level.OK, f"off: {seen} (docs/pd.md)")
+    where = f"at {config.events.endpoint}, replay at {config.events.replay_endpoint}"
+    silent = [name for name in config.retrieve_locations if not config.tiers[name].tells_pages]
+    if silent:
+        seen = f"{where}; nothing is told of {', '.join(silent)}: they do not say which pages they hold"
+        return Finding("events", Level.NOTE, seen, "docs/pd.md says what a router does about them")
+    return Finding("events", Level.OK, where)
+
+
+def _tracing(config: HicacheExtConfig) -> Finding:
+    """Whether spans can be made, and go anywhere."""
+    if config.tracing is None:
+        return Finding("tracing", Level.OK, "off (docs/plan.md)")
+    try:
+        check_packages()
+    except MissingPackageError as error:
+        seen = f"the server will not start: {error}"
+        return Finding("tracing", Level.ERROR, seen, "install it, or leave it out")
+    endpoint = config.tracing.endpoint
+    if endpoint == SGLANG:
+        seen = "to the collector of SGLang's --enable-trace, without which the server does not start"
+        return Finding("tracing", Level.NOTE, seen, "start it with --enable-trace --otlp-traces-endpoint HOST:PORT")
+    parts = urllib.parse.urlsplit(endpoint)
+    address = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+    try:
+        socket.create_connection(address, timeout=_CONNECT_TIMEOUT).close()
+    except OSError as error:
+        return Finding("tracing", Level.WARNING, f"{endpoint}: {error}", "start the collector; servers run without it")
+    return Finding("tracing", Level.OK, f"to {endpoint}, where somebody listens")
+
+
+def _record(config: HicacheExtConfig) -> Finding:
+    """Whether recordings can be written, and who may read what tells prompts by them."""
+    if config.record is None:
+        return Finding("record", Level.OK, "off (docs/plan.md)")
+    directory = Path(config.record.path)
+    nearest = next(path for path in (directory, *directory.parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        seen = f"the server will not start: this account may not write to {nearest}"
+        return Finding("record", Level.ERROR, seen, "give it another directory, or leave record out")
+    salt = directory / SALT_FILE
+    try:
+        told = salt.exists() and bool(salt.stat().st_mode & 0o077)
+        files = [path.stat().st_size for path in directory.glob(f"*{SUFFIX}")]
+        free = shutil.disk_usage(nearest).free
+    except OSError as error:
+        return Finding("record", Level.WARNING, f"{directory}: {error.strerror}", "")
+    if told:
+        seen = f"other accounts may read {salt}: with it and a prompt, a recording says whether that was asked"
+        return Finding("record", Level.WARNING, seen, f"chmod 600 {salt}")
+    room = config.record.size - sum(files)
+    if free < room:
+        seen = f"{directory} may grow by {room:,} bytes, and {free:,} are free"
+        return Finding("record", Level.WARNING, seen, "a smaller record.size; what does not fit is not recorded")
+    return Finding("record", Level.OK, f"{len(files)} files of {sum(files):,} bytes in {directory}")
+
+
+# -- seals -------------------------------------------------------------------------------------------------------------
+
+_SUBJECT = "seal"
+
+
+def seal_findings(tier: TierConfig) -> Iterator[Finding]:
+    """Names files and ids, never a key."""
+    if tier.seal is None:
+        return
+    seal = tier.seal
+    writes = seal.write_with or seal.keys[0].id
+    others = ", ".join(key.id for key in seal.keys if key.id != writes)
+    read = f" and read with {others}, too" if others else ""
+    yield Finding(_SUBJECT, Level.OK, f"{seal.mode}, pages are written with key {writes}{read}")
+    for key in seal.keys:
+        if key.kind == "env":
+            seen = "it is in the environment: processes that the server starts, and crash dumps, have it, too"
+            yield Finding(f"{_SUBJECT} key {key.id}", Level.NOTE, seen, "keep it in a file of mode 0600")
+        else:
+            yield from _of_file(key)
+    if fastest_cipher() is not CipherKind.AES_256_GCM:
+        seen = "this processor has no instructions for AES: pages are sealed with ChaCha20-Poly1305, which is slower"
+        yield Finding(f"{_SUBJECT} cipher", Level.NOTE, seen)
+
+
+def _of_file(key: SealKeyReference) -> Iterator[Finding]:
+    """The tier says itself where a file cannot be read."""
+    name = key.name
+    try:
+        status = os.stat(name)
+    except OSError:
+        return
+    mode = stat.S_IMODE(status.st_mode)
+    can = []
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        can.append("every account")
+    elif mode & (stat.S_IRGRP | stat.S_IWGRP):
+        can.append(f"group {status.st_gid}")
+    if status.st_uid not in (0, os.geteuid()):
+        can.append(f"account {status.st_uid}, whose it is")
+    if can:
+        # A secret of a pod with fsGroup is its group's.
+        of_all = mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP) or len(can) > 1
+        seen = f"{name} has mode {mode:04o}: {' and '.join(can)} can read or change it"
+        remedy = "chmod 600, and the server's account as owner; in Kubernetes defaultMode: 0400"
+        yield Finding(f"{_SUBJECT} key {key.id}", Level.WARNING if of_all else Level.NOTE, seen, remedy)

@@ -1,7 +1,7 @@
-"""``hicache-ext``: one command, its sub-commands in small modules that are imported only when they are used.
+"""``hicache-ext``: one command, its sub-commands in modules by subject that are imported only when they are used.
 
-A new sub-command is a module with a function ``configure(parser)`` that adds its arguments and sets ``run`` (a function
-from the parsed arguments to an exit code), and one line in ``COMMANDS``.
+A new sub-command is a function that adds its arguments to a parser and sets ``run`` (a function from the parsed
+arguments to an exit code), and one line in ``COMMANDS``.
 
 Exit codes: 0 done, 1 the command found or met a problem, 2 wrong usage or wrong configuration, 130 interrupted. With
 ``--json`` standard output holds one JSON document, the result, and nothing else; why a command could not do its work is
@@ -28,43 +28,40 @@ from hicache_ext.runtime.results import standard_output_of
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A sub-command: its name, the module that implements it, and its line in ``--help``."""
+    """A sub-command: its name, what adds its arguments, and its line in ``--help``."""
 
     name: str
-    module: str
+    configure: str
+    """``module:function`` in this package; the function adds the command's arguments to a parser and sets ``run``."""
     help: str
-    configure: str = "configure"
-    """The module's function that adds the command's arguments."""
 
-
-_DIRECTORY = "hicache_ext.cli.directory_commands"
-_CLEANING = "hicache_ext.cli.cleaning_commands"
-_PINS = "hicache_ext.cli.pin_commands"
 
 COMMANDS: tuple[Command, ...] = (
+    Command("demo", "demo_command:configure", "hold a conversation with a real server, restart it, go on from disk"),
     Command(
-        "demo", "hicache_ext.cli.demo_command", "hold a conversation with a real server, restart it, go on from disk"
+        "ls",
+        "directory_commands:configure_ls",
+        "what a directory of the file tier holds: models, dtypes, ages, bytes",
     ),
-    Command("ls", _DIRECTORY, "what a directory of the file tier holds: models, dtypes, ages, bytes", "configure_ls"),
-    Command("stat", _DIRECTORY, "how full a directory of the file tier is", "configure_stat"),
-    Command("verify", "hicache_ext.cli.verify_command", "read and check every page of a directory"),
-    Command("gc", _CLEANING, "remove what killed processes left in a directory", "configure_gc"),
-    Command("clear", _CLEANING, "remove the pages of a model, or all, from a directory", "configure_clear"),
-    Command("pin", _PINS, "keep the pages of a prompt from being evicted", "configure_pin"),
-    Command("unpin", _PINS, "let the pages of a pin go like all others", "configure_unpin"),
-    Command("pins", _PINS, "which pages are pinned, until when, and what they take", "configure_pins"),
-    Command("config", "hicache_ext.cli.config_command", "check, render or describe a configuration"),
-    Command("doctor", "hicache_ext.cli.doctor_command", "look at a configuration and all it stands on; say what to do"),
-    Command("stats", "hicache_ext.cli.stats_command", "what the tiers of a running server do: hits, misses, latencies"),
-    Command("curve", "hicache_ext.cli.curve_command", "what share of page uses a smaller or larger tier would serve"),
-    Command("explain", "hicache_ext.cli.explain_command", "where the pages of a prompt are, and why there is no hit"),
-    Command("warm", "hicache_ext.cli.warm_command", "bring the pages of a prompt from the pool to this node's disk"),
-    Command("reload", "hicache_ext.cli.reload_command", "have running servers take over their configuration file"),
-    Command("caches", "hicache_ext.cli.caches_command", "what is kept on this machine outside of tiers; --remove it"),
-    Command("plan", "hicache_ext.cli.plan_command", "what disks and a pool would do for your requests, before you buy"),
-    Command("codec-check", "hicache_ext.cli.codec_check_command", "what a codec does to the answers of your model"),
-    Command("bench", "hicache_ext.cli.bench_command", "measure the tiers on this machine against what else there is"),
-    Command("completion", "hicache_ext.cli.completion_command", "print what completes these commands in a shell"),
+    Command("stat", "directory_commands:configure_stat", "how full a directory of the file tier is"),
+    Command("verify", "directory_commands:configure_verify", "read and check every page of a directory"),
+    Command("gc", "directory_commands:configure_gc", "remove what killed processes left in a directory"),
+    Command("clear", "directory_commands:configure_clear", "remove the pages of a model, or all, from a directory"),
+    Command("pin", "pin_commands:configure_pin", "keep the pages of a prompt from being evicted"),
+    Command("unpin", "pin_commands:configure_unpin", "let the pages of a pin go like all others"),
+    Command("pins", "pin_commands:configure_pins", "which pages are pinned, until when, and what they take"),
+    Command("config", "config_command:configure", "check, render or describe a configuration"),
+    Command("doctor", "doctor_command:configure", "look at a configuration and all it stands on; say what to do"),
+    Command("stats", "stats_command:configure_stats", "what the tiers of a running server do: hits, misses, latencies"),
+    Command("curve", "stats_command:configure_curve", "what share of page uses a smaller or larger tier would serve"),
+    Command("explain", "prompt_commands:configure_explain", "where the pages of a prompt are, and why there is no hit"),
+    Command("warm", "prompt_commands:configure_warm", "bring the pages of a prompt from the pool to this node's disk"),
+    Command("reload", "reload_command:configure", "have running servers take over their configuration file"),
+    Command("caches", "caches_command:configure", "what is kept on this machine outside of tiers; --remove it"),
+    Command("plan", "plan_command:configure", "what disks and a pool would do for your requests, before you buy"),
+    Command("codec-check", "codec_check:configure", "what a codec does to the answers of your model"),
+    Command("bench", "bench_command:configure", "measure the tiers on this machine against what else there is"),
+    Command("completion", "completion_command:configure", "print what completes these commands in a shell"),
 )
 _HELP_END = """\
 examples:
@@ -153,5 +150,6 @@ def make_parser(*chosen: str) -> argparse.ArgumentParser:
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
         if command.name in chosen:
-            getattr(importlib.import_module(command.module), command.configure)(subparser)
+            module, _, function = command.configure.partition(":")
+            getattr(importlib.import_module(f"hicache_ext.cli.{module}"), function)(subparser)
     return parser

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hicache_ext.cli.directory_commands import documents_in
 from hicache_ext.cli.inputs import (
     add_namespace_arguments,
     add_target,
@@ -21,8 +22,7 @@ from hicache_ext.cli.inputs import (
     seed_of,
     targets,
 )
-from hicache_ext.cli.terminal import fitted, rough_span
-from hicache_ext.cli.usage import describe, show
+from hicache_ext.cli.output import describe, fitted, rough_span, show
 from hicache_ext.config import parse_duration, rounded_size
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page.envelope import PAGE_HASH_LENGTH
@@ -31,8 +31,6 @@ from hicache_ext.page.transforms.forms import STORED_AS
 from hicache_ext.page.transforms.sealing import SealKey, SealMode
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.storage.tiers.file.manifest import layout_in
-from hicache_ext.storage.tiers.file.modes import IDENTITY_NAME
-from hicache_ext.storage.tiers.file.pages.tree import load_document
 from hicache_ext.storage.tiers.file.pins import Pin, add_pin, read_pins, remove_pin
 
 
@@ -103,7 +101,7 @@ def _pin(arguments: argparse.Namespace) -> int:
         "seconds": seconds,
         "directories": [str(directory) for directory in directories],
     }
-    show(arguments, document, [f"{arguments.name}: {len(hashes)} pages pinned in {_listed(directories)}"])
+    show(arguments, document, [f"{arguments.name}: {len(hashes)} pages pinned in {', '.join(map(str, directories))}"])
     return 0
 
 
@@ -115,7 +113,7 @@ def _unpin(arguments: argparse.Namespace) -> int:
         print(f"no pin is named {arguments.name!r}; pins here: {', '.join(known) or 'none'}", file=sys.stderr)
         return 1
     document = {"name": arguments.name, "directories": [str(directory) for directory in removed]}
-    show(arguments, document, [f"{arguments.name}: unpinned in {_listed(removed)}"])
+    show(arguments, document, [f"{arguments.name}: unpinned in {', '.join(map(str, removed))}"])
     return 0
 
 
@@ -141,9 +139,8 @@ def _pins(arguments: argparse.Namespace) -> int:
     rows = [("name", "pages", "on disk", "since", "for another")]
     for pin in by_age:
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(pin.created))
-        rows.append(
-            (pin.name, str(len(pin.hashes)), rounded_size(present[pin.name]), since, _time_left(pin, time.time()))
-        )
+        left = "for good" if pin.until is None else rough_span(pin.until - time.time())
+        rows.append((pin.name, str(len(pin.hashes)), rounded_size(present[pin.name]), since, left))
     show(arguments, document, fitted(rows))
     return 0
 
@@ -164,7 +161,10 @@ def _names(target: str) -> dict[Path, Callable[[Sequence[bytes]], list[bytes]]]:
         seal = None if one.transforms is None else one.transforms.seal
         hiding = [] if seal is None or seal.mode is not SealMode.ENCRYPT else seal.keys
         for directory in one.directories:
-            if one.tier is None and _holds_hidden_names(directory):
+            if one.tier is None and any(
+                document.get(STORED_AS, {}).get("seal") == SealMode.ENCRYPT.name.lower()
+                for _, document in documents_in(directory)
+            ):
                 problem = "pages here are encrypted, and their names hidden"
                 raise ConfigError("CONFIG|DIRECTORY", problem, "the configuration file, which names the keys")
             found[directory] = functools.partial(_hidden, hiding) if hiding else list
@@ -176,30 +176,15 @@ def _hidden(keys: Sequence[SealKey], hashes: Sequence[bytes]) -> list[bytes]:
     return [row.tobytes() for key in keys for row in key.hidden_hashes(words)]
 
 
-def _holds_hidden_names(directory: Path) -> bool:
-    for file in (directory / "identities").glob("*.json"):
-        if IDENTITY_NAME.fullmatch(file.stem):
-            document = load_document(directory, bytes.fromhex(file.stem)) or {}
-            if document.get(STORED_AS, {}).get("seal") == SealMode.ENCRYPT.name.lower():
-                return True
-    return False
-
-
 def _page_size(directories: Sequence[Path]) -> int:
     """The page size of all pages here, by the documents of their identities."""
-    sizes: set[int] = set()
-    for directory in directories:
-        for file in (directory / "identities").glob("*.json"):
-            if not IDENTITY_NAME.fullmatch(file.stem):
-                continue
-            document = load_document(directory, bytes.fromhex(file.stem)) or {}
-            size = document.get("pool", {}).get("page_size")
-            if isinstance(size, int) and size > 0:
-                sizes.add(size)
+    documents = [document for directory in directories for _, document in documents_in(directory)]
+    found = [document.get("pool", {}).get("page_size") for document in documents]
+    sizes = sorted({size for size in found if isinstance(size, int) and size > 0})
     if len(sizes) != 1:
-        found = ", ".join(map(str, sorted(sizes))) or "none"
-        raise ConfigError("--page-size", f"required: the directory tells of these page sizes: {found}")
-    return sizes.pop()
+        told = ", ".join(map(str, sizes)) or "none"
+        raise ConfigError("--page-size", f"required: the directory tells of these page sizes: {told}")
+    return sizes[0]
 
 
 def _read_keys(file: str) -> list[bytes]:
@@ -213,11 +198,3 @@ def _read_keys(file: str) -> list[bytes]:
             raise ConfigError("--keys", f"number {number} is no page hash", "64 hex digits each")
         hashes.append(page_hash)
     return hashes
-
-
-def _time_left(pin: Pin, now: float) -> str:
-    return "for good" if pin.until is None else rough_span(pin.until - now)
-
-
-def _listed(directories: Sequence[Path]) -> str:
-    return ", ".join(map(str, directories))

@@ -8,19 +8,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from hicache_ext.cli.usage import describe, show
+from hicache_ext.cli.output import describe, show
 from hicache_ext.config import check_document, parse_size
 from hicache_ext.config.render import as_yaml, launch_lines
 from hicache_ext.errors import ConfigError, RecordingError
 from hicache_ext.packages import how_to_install, need
 from hicache_ext.plan.cache_code import compile_now
 from hicache_ext.plan.fleet import ROUTERS, Fleet
-from hicache_ext.plan.model import ModelSize, given_size, read_model
-from hicache_ext.plan.page import configuration, page_of
-from hicache_ext.plan.prefill import PEAK_TFLOPS, PrefillRate, estimated
-from hicache_ext.plan.report import Asked, Hardware, pictures, plan_of
-from hicache_ext.plan.traces import Trace, read_trace
-from hicache_ext.plan.workload import generate, parse_workload
+from hicache_ext.plan.model import PEAK_TFLOPS, ModelSize, PrefillRate, estimated, given_size, read_model
+from hicache_ext.plan.report import Asked, Hardware, configuration, page_of, pictures, plan_of
+from hicache_ext.plan.traces import Trace, generate, parse_workload, read_trace
 
 _FILE = "hicache.yaml"
 _PRICES = {

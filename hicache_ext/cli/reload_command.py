@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from hicache_ext.cli.usage import describe, show
+from hicache_ext.cli.output import describe, show
 from hicache_ext.config import load_document
 from hicache_ext.errors import ControlError, HicacheExtError
 from hicache_ext.storage.serving.control import Answer, ask, servers
@@ -60,14 +60,11 @@ def _reload(arguments: argparse.Namespace) -> int:
 
 def _serves(path: Path, file: str) -> bool:
     try:
-        return bool(_same_file(ask(path, {"call": "facts"}, seconds=5).get("file"), file))
+        served = ask(path, {"call": "facts"}, seconds=5).get("file")
     except ControlError as error:
         print(error, file=sys.stderr)
         return False
-
-
-def _same_file(one: object, other: str) -> bool:
-    return isinstance(one, str) and (one == other or os.path.realpath(one) == os.path.realpath(other))
+    return isinstance(served, str) and (served == file or os.path.realpath(served) == os.path.realpath(file))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ are not simulated.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -107,11 +106,6 @@ def simulate(trace: Trace, fleet: Fleet, nodes: npt.NDArray[np.int32] | None = N
 def _capacity(given: int | None, trace: Trace) -> int:
     """Beyond all blocks of the trace there is nothing more to hold."""
     return trace.distinct if given is None else min(given, trace.distinct)
-
-
-def hit_shares(trace: Trace, capacities: Sequence[int]) -> list[float]:
-    """Of one cache, by its blocks."""
-    return [simulate(trace, Fleet(near=capacity)).hit_share if capacity else 0.0 for capacity in capacities]
 
 
 def routed(trace: Trace, nodes: int, router: Router) -> npt.NDArray[np.int32]:

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.bench.compare_rows import READERS, read_measured
-from hicache_ext.bench.comparison import LookUps, Point, Results, Throughput
-from hicache_ext.bench.harness import Sample
-from hicache_ext.bench.multiturn_report import ArmResult, entries
-from hicache_ext.bench.multiturn_targets import Answer
+from hicache_ext.bench.compare import READERS, read_measured
+from hicache_ext.bench.frame import LookUps, Point, Results, Sample, Throughput
+from hicache_ext.bench.multiturn import Answer, ArmResult, entries
 from hicache_ext.cli.main import main
 
 ROOT = Path(__file__).parents[2]

@@ -14,19 +14,22 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.bench.comparison import Measured, Point, Results
-from hicache_ext.bench.file_command import Settings, _results, _Run, configure, exists_point, transfer_point
+from hicache_ext.bench.file import Settings, _results, _Run, configure, exists_point, transfer_point
 from hicache_ext.bench.file_contenders import EXISTS_CASES, HICACHE_FILE, TRANSFER_MODES, Contender
-from hicache_ext.bench.harness import (
+from hicache_ext.bench.frame import (
     Clock,
+    Measured,
+    Point,
     Quartiles,
+    Results,
     Sample,
     Stopwatch,
     Summary,
+    Table,
+    command_line,
     fresh_directory,
     interleaved,
 )
-from hicache_ext.bench.report import Table, command_line
 from hicache_ext.cli.main import main
 from hicache_ext.errors import BenchmarkError
 
@@ -309,7 +312,7 @@ class TestQuickRun:
 def test_a_contender_that_returns_other_bytes_fails_the_run_and_gets_no_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from hicache_ext.bench.file_raw import RawContender
+    from hicache_ext.bench.file_contenders import RawContender
 
     honest = RawContender.read
 

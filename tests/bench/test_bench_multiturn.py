@@ -14,11 +14,20 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.bench import multiturn_command
-from hicache_ext.bench.multiturn_command import converse
-from hicache_ext.bench.multiturn_report import ArmResult, panels, summary, tables
-from hicache_ext.bench.multiturn_targets import Answer, Endpoint, RunningPair, Target
-from hicache_ext.bench.multiturn_workload import Conversation, Workload
+from hicache_ext.bench import multiturn
+from hicache_ext.bench.multiturn import (
+    Answer,
+    ArmResult,
+    Conversation,
+    Endpoint,
+    RunningPair,
+    Target,
+    Workload,
+    converse,
+    panels,
+    summary,
+    tables,
+)
 from hicache_ext.cli.main import main
 from hicache_ext.testing import small_model
 
@@ -126,7 +135,7 @@ def test_a_run_that_is_told_to_end_takes_its_servers_away_first(monkeypatch: pyt
             signal.pause()
             raise AssertionError
 
-    monkeypatch.setattr(multiturn_command, "running_targets", lambda _: [Told()])
+    monkeypatch.setattr(multiturn, "running_targets", lambda _: [Told()])
     assert main(["bench", "multiturn", "--endpoint", "told=http://127.0.0.1:1"]) == 130
     assert ended == ["server"]
 

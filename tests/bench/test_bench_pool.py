@@ -13,17 +13,16 @@ import pytest
 
 from benchmarks import bench_pool
 from benchmarks.rivals.object import serve_s3
-from hicache_ext.bench import pool_command
-from hicache_ext.bench.comparison import Baseline, Results
-from hicache_ext.bench.harness import Sample
-from hicache_ext.bench.pool_measuring import Case, Contender, Engine, OurClient, Pages, measure
+from hicache_ext.bench import pool
+from hicache_ext.bench.frame import Baseline, Results, Sample
+from hicache_ext.bench.pool import Case, Contender, Engine, OurClient, Pages, measure
 from hicache_ext.cli.main import main, without_traceback
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import BenchmarkError
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from tests.rigs.s3_server import missing_s3_server
 
-POINT = pool_command.point("redis", "read", 1 << 20, 4)
+POINT = pool.point("redis", "read", 1 << 20, 4)
 CASE = Case(payload=4096, threads=2, batch=3, batches=2)
 
 
@@ -159,7 +158,7 @@ def test_a_run_that_takes_too_long_has_fewer_rounds_and_says_so(
 ) -> None:
     spies = tuple(Contender(name, lambda place, memory: _Spy(), ours=True) for name in ("one", "two"))
     engine = Engine("redis", lambda directory: nullcontext(), spies)
-    monkeypatch.setattr(pool_command.Clock, "over", True)
+    monkeypatch.setattr(pool.Clock, "over", True)
     report, text = tmp_path / "pool.json", tmp_path / "pool.md"
     words = ["--rounds", "7", "--payload", "64KiB", "--threads", "1", "--total", "1MiB"]
     assert compared(monkeypatch, engine, *words, "--json", str(report), "--markdown", str(text)) == 0

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hicache_ext.bench import codec_check
-from hicache_ext.bench.codec_texts import texts
+from hicache_ext.cli import codec_check
 from hicache_ext.cli.main import main
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.testing.tiny_model import make_tiny_model
@@ -122,7 +121,7 @@ def test_a_model_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture
 
 def test_prefixes_fit_sliding_windows_and_every_kind_of_text_has_predictions(model: str) -> None:
     under_test = codec_check.ModelUnderTest(model, "cpu")
-    for text in texts().values():
+    for text in codec_check.our_texts().values():
         pieces = list(codec_check._pieces(under_test.tokens(text), 64))
         assert pieces and all(len(tokens) <= 896 for _, tokens in pieces)
 

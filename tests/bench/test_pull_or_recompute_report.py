@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ext.bench.report import machine_facts
+from hicache_ext.bench.frame import machine_facts
 from tests.campaigns.pull_or_recompute import ADAPTIVE, PULL, RECOMPUTE, Step, _report, _table
 
 

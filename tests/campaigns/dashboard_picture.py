@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from hicache_ext.bench.report import machine_facts, where_and_when
+from hicache_ext.bench.frame import machine_facts, where_and_when
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.testing.server import SglangServer

@@ -29,8 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from hicache_ext.bench.harness import Quartiles, interleaved
-from hicache_ext.bench.report import Table, machine_facts, number, today, write_json
+from hicache_ext.bench.frame import Quartiles, Table, interleaved, machine_facts, number, today, write_json
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.testing.tiny_model import make_tiny_model

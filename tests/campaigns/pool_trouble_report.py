@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from hicache_ext.bench.report import Table, machine_facts, number, today, where_and_when, write_json
+from hicache_ext.bench.frame import Table, machine_facts, number, today, where_and_when, write_json
 from tests.campaigns.trouble_load import (
     HEALTHY,
     NEW,

@@ -24,8 +24,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.bench.harness import Quartiles, interleaved
-from hicache_ext.bench.report import Panel, Table, machine_facts, plot, today, where_and_when, write_json
+from hicache_ext.bench.frame import (
+    Panel,
+    Quartiles,
+    Table,
+    interleaved,
+    machine_facts,
+    plot,
+    today,
+    where_and_when,
+    write_json,
+)
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.testing.tiny_model import make_tiny_model

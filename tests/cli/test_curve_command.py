@@ -10,8 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from hicache_ext.cli.main import main
-from hicache_ext.cli.stats_command import table
-from hicache_ext.cli.stats_figures import read_samples
+from hicache_ext.cli.stats_command import read_samples, table
 
 KNOWS = """\
 hicache_ext_tier_up{tier="local",tp_rank="0"} 1

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from hicache_ext.cli import demo_command
-from hicache_ext.cli.demo_command import _Words
-from hicache_ext.cli.demo_conversation import QUESTIONS, Story
+from hicache_ext.cli.demo_command import QUESTIONS, Story, _Words
 from hicache_ext.cli.main import main
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from hicache_ext.cli import doctor_command
 from hicache_ext.cli.main import main
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.doctor import installation, sglang_names
 from hicache_ext.sglang import features, self_check, used_names
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.contract.trial import try_store
@@ -217,8 +217,8 @@ def test_what_sglang_ignores_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     [("0.5.23", "ok"), ("0.5.20", "ok"), ("0.5.19", "error"), ("0.5.24", "warning"), (None, "error")],
 )
 def test_sglang_must_not_be_too_old(monkeypatch: pytest.MonkeyPatch, version: str | None, level: str) -> None:
-    monkeypatch.setattr(sglang_names, "installed_version", lambda package: version)
-    assert sglang_names.release_finding().level.value == level
+    monkeypatch.setattr(doctor_command, "installed_version", lambda package: version)
+    assert doctor_command.release_finding().level.value == level
 
 
 def test_every_name_of_sglang_that_is_used_is_in_a_table_of_the_json(
@@ -248,7 +248,7 @@ def test_for_people_the_table_of_names_is_one_sentence(tmp_path: Path, capsys: p
 
 def test_what_the_installed_sglang_lacks_is_named_in_that_sentence() -> None:
     rows = [{"found": found, "of SGLang": name} for name, found in (("a: b", "yes"), ("c: d", "NO"), ("e: f", "NO"))]
-    assert "3 places of SGLang were looked at, not found: c: d; e: f" in sglang_names.table_in_words(rows)
+    assert "3 places of SGLang were looked at, not found: c: d; e: f" in doctor_command.table_in_words(rows)
 
 
 def test_what_sglang_lacks_is_an_error_or_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,13 +257,15 @@ def test_what_sglang_lacks_is_an_error_or_what_it_costs(monkeypatch: pytest.Monk
         used_names.Use("sglang.srt.mem_cache.hicache_storage.PoolTransfer", ("keys", "gone"), (features.STORAGE,)),
     ]
     checked = tuple(self_check.check(self_check.Sources.installed(), "0.5.99", gone))
-    monkeypatch.setattr(sglang_names, "check_installed", lambda: checked)
-    found = {one.subject: one for one in sglang_names.feature_findings()}
+    monkeypatch.setattr(doctor_command, "check_installed", lambda: checked)
+    found = {one.subject: one for one in doctor_command.feature_findings()}
     assert found["storage"].level.value == "error" and "PoolTransfer.gone" in found["storage"].seen
     assert (
         found["cost of prefill"].level.value == "warning" and "off, since SGLang lacks" in found["cost of prefill"].seen
     )
-    assert [row["found"] for row in sglang_names.table() if row["of SGLang"].endswith(("no_such", "keys", "gone"))] == [
+    assert [
+        row["found"] for row in doctor_command.table() if row["of SGLang"].endswith(("no_such", "keys", "gone"))
+    ] == [
         "NO",
         "NO",
         "yes",
@@ -272,7 +274,7 @@ def test_what_sglang_lacks_is_an_error_or_what_it_costs(monkeypatch: pytest.Monk
 
 def test_a_plugin_that_sglang_is_told_not_to_run_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_PLUGINS", "another")
-    found = {finding.subject: finding for finding in installation.installation_findings()}
+    found = {finding.subject: finding for finding in doctor_command.installation_findings()}
     assert found["plugin"].level.value == "warning"
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from hicache_ext.cli import doctor_command
 from hicache_ext.cli.main import main
 from hicache_ext.config import ExtraConfig
-from hicache_ext.doctor import seals
 from hicache_ext.page.transforms.sealing import CipherKind
 
 SECRET = "0123456789abcdef0123456789abcdef-the-secret"
@@ -66,5 +66,5 @@ def test_a_key_in_the_environment_is_a_note(
 def test_a_slow_cipher_is_a_note(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, file: Path
 ) -> None:
-    monkeypatch.setattr(seals, "fastest_cipher", lambda: CipherKind.CHACHA20_POLY1305)
+    monkeypatch.setattr(doctor_command, "fastest_cipher", lambda: CipherKind.CHACHA20_POLY1305)
     assert "ChaCha20" in findings(tmp_path, capsys, {"id": "new", "file": str(file)})["seal cipher"]["seen"]

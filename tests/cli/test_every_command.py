@@ -169,7 +169,7 @@ def test_what_libraries_print_does_not_get_between(
         return opened(path)
 
     from hicache_ext.cli import directory_commands
-    from hicache_ext.cli.directories import opened
+    from hicache_ext.cli.directory_commands import opened
 
     monkeypatch.setattr(directory_commands, "opened", talks)
     assert main(["stat", "pool", "--json"]) == 0

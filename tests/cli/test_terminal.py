@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hicache_ext.cli.terminal import Progress, fitted
+from hicache_ext.cli.output import Progress, fitted
 
 ROWS = [("name", "pages", "bytes"), ("first", "1", "10 B"), ("second", "2", "20 B"), ("third", "3", "30 B")]
 

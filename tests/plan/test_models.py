@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from hicache_ext.errors import ConfigError
-from hicache_ext.plan.model import ModelSize, read_model, size_of
-from hicache_ext.plan.prefill import PEAK_TFLOPS, estimated
+from hicache_ext.plan.model import PEAK_TFLOPS, ModelSize, estimated, read_model, size_of
 
 LLAMA_8B = {
     "num_hidden_layers": 32,

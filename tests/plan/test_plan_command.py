@@ -11,7 +11,7 @@ import pytest
 from hicache_ext.cli import plan_command
 from hicache_ext.cli.main import main
 from hicache_ext.config import load_config
-from hicache_ext.plan.workload import Chat, generate, parse_workload
+from hicache_ext.plan.traces import Chat, generate, parse_workload
 from tests.plan.test_models import LLAMA_8B
 
 TB = 10**12

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.cli import verify_command
+from hicache_ext.cli import directory_commands
 from hicache_ext.cli.main import main
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.page.hashes import page_hashes
@@ -235,7 +235,7 @@ def test_verify_removes_the_copy_that_it_saw_and_no_other_one(
     document: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forge(document, lambda payload: payload[:200] + bytes([payload[200] ^ 1]) + payload[201:])
-    opened = verify_command.open_editor
+    opened = directory_commands.open_editor
 
     def then_replaced(path: Path) -> Any:
         # Between the look and the removal a server replaces the page, as its next write does.
@@ -246,7 +246,7 @@ def test_verify_removes_the_copy_that_it_saw_and_no_other_one(
         store.close()
         return opened(path)
 
-    monkeypatch.setattr(verify_command, "open_editor", then_replaced)
+    monkeypatch.setattr(directory_commands, "open_editor", then_replaced)
     assert run(capsys, "verify", json.dumps(document), "--remove")[1].splitlines()[-1] == "0 removed"
     monkeypatch.undo()
     assert said(document, capsys)["good"] == 4

@@ -1,4 +1,4 @@
-"""``hicache-ext explain``: which pages of a prompt are where, how old, and why the first missing one is missing."""
+"""``hicache-ext explain`` and ``warm``: where the pages of a prompt are, and how they come to this node's disk."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from hicache_ext.cli.inputs import add_namespace_arguments, add_prompt_arguments, prompts_of, seed_of
-from hicache_ext.cli.terminal import rough_span
-from hicache_ext.cli.usage import describe, show
-from hicache_ext.config import load_document
+from hicache_ext.cli.output import Progress, describe, rough_span, show
+from hicache_ext.config import load_config, load_document, rounded_size
 from hicache_ext.page.identity import KV_POOL
 from hicache_ext.storage.serving.explaining import Chain, Explanation, Found, explain
+from hicache_ext.storage.serving.warming import read_identities, warm_prompts
+
+# -- explain -----------------------------------------------------------------------------------------------------------
 
 _SGLANG_THRESHOLD = 256
 """SGLang's own ``prefetch_threshold``, where no other is configured."""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="the configuration file that the server is given")
     add_prompt_arguments(parser)
     parser.add_argument("--served-name", metavar="NAME", help="of the model, where the tiers hold several")
@@ -26,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_namespace_arguments(parser)
     describe(
         parser,
-        run=run,
+        run=_explain,
         examples=[
             "hicache-ext explain hicache.yaml --tokens tokens.json",
             "hicache-ext explain hicache.yaml --prompt prompt.txt --model /models/llama",
@@ -36,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _explain(arguments: argparse.Namespace) -> int:
     """Explain each prompt; 1 where a page of the KV is missing."""
     document = load_document(arguments.config)
     config = document.hicache_ext.for_role(arguments.role)
@@ -134,3 +136,61 @@ def _document(explanation: Explanation) -> dict[str, Any]:
         ],
         "not_asked": explanation.unread,
     }
+
+
+# -- warm --------------------------------------------------------------------------------------------------------------
+
+
+def configure_warm(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="the configuration file that the server is given")
+    add_prompt_arguments(parser)
+    parser.add_argument("--served-name", metavar="NAME", help="of the model, where the tiers hold several")
+    parser.add_argument(
+        "--identity",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="an identity document of another node (PATH/identities/*.json of its file tier), or a directory of them, "
+        "where no tier of this node knows any; may be repeated",
+    )
+    parser.add_argument("--to", metavar="TIER", help="the tier to warm (default: promote_to)")
+    parser.add_argument("--role", choices=("prefill", "decode", "both"), default="prefill", help="default: %(default)s")
+    add_namespace_arguments(parser)
+    describe(
+        parser,
+        run=_warm,
+        examples=["hicache-ext warm hicache.yaml --tokens tokens.json"],
+        problem="nothing can be warmed, or a page that exists could not be copied",
+    )
+
+
+def _warm(arguments: argparse.Namespace) -> int:
+    """Warm and print the result; 1 when a page that exists could not be copied."""
+    config = load_config(arguments.config).for_role(arguments.role)
+    prompts = prompts_of(arguments)
+    started = time.monotonic()
+    with Progress("pages") as bar:
+        report = warm_prompts(
+            config,
+            prompts,
+            to=arguments.to,
+            model=arguments.served_name,
+            identities=read_identities(arguments.identity, "--identity"),
+            seed=seed_of(arguments),
+            progress=bar.show,
+        )
+    seconds = time.monotonic() - started
+    document = {
+        "fetched": report.fetched,
+        "bytes": report.payload_bytes,
+        "seconds": seconds,
+        "present": report.present,
+        "absent": report.absent,
+        "failed": report.failed,
+    }
+    line = (
+        f"{report.fetched} pages fetched ({rounded_size(report.payload_bytes)} in {seconds:.1f} s), "
+        f"{report.present} were there, {report.absent} are nowhere, {report.failed} failed"
+    )
+    show(arguments, document, [line])
+    return 1 if report.failed else 0

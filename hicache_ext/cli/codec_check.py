@@ -1,0 +1,438 @@
+"""``hicache-ext codec-check``: what a codec does to the answers of your model, before a tier is configured with it."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hicache_ext.cli.inputs import read_input
+from hicache_ext.cli.output import describe, show
+from hicache_ext.errors import ConfigError, HicacheExtError, UnsupportedError
+from hicache_ext.packages import need
+from hicache_ext.page.transforms.codec import LOSSY_CODECS, Codec
+from hicache_ext.page.transforms.lossy import LOSSY_MODEL
+from hicache_ext.runtime.whole_file import json_in
+
+FEWEST = 2000
+"""Predictions that are needed to say something about one in a thousand."""
+_BOUNDS = ("--max-kl", "--min-agreement")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="directory or name of the model, as transformers takes it")
+    parser.add_argument("--codec", choices=("int8", "fp8", "lossless"), default="int8", help="default: %(default)s")
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="your own texts in place of ours: plain text, '-' for standard input, or a .jsonl file of strings or "
+        "objects with text",
+    )
+    parser.add_argument("--max-kl", metavar="X", help="bound: the mean KL divergence of a prediction, in nats")
+    parser.add_argument("--min-agreement", metavar="Y", help="bound: the share of equal most likely tokens, 0 to 1")
+    parser.add_argument("--page-size", metavar="N", default="64", help="tokens of a page (default 64)")
+    parser.add_argument(
+        "--float32", action="store_true", help="compute in 32 bits, KV as it is: what the codec does without rounding"
+    )
+    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, ... (default: a GPU where there is one)")
+    describe(
+        parser,
+        run=run,
+        examples=[
+            "hicache-ext codec-check /models/llama --codec int8 --max-kl 0.005 --min-agreement 0.97",
+            "hicache-ext codec-check /models/llama --codec fp8 --prompts prompts.jsonl --json",
+        ],
+        success="measured, and within the bounds",
+        problem="a bound is missed, or there are too few predictions to tell",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what was measured. Raises ConfigError, UnsupportedError, MissingPackageError."""
+    max_kl, min_agreement = _bound(arguments, "--max-kl", math.inf), _bound(arguments, "--min-agreement", 1)
+    size = arguments.page_size
+    if not size.isascii() or not size.isdigit() or not 1 <= int(size) <= 256:
+        raise ConfigError("--page-size", f"{size!r} is not accepted", "a whole number from 1 to 256")
+    page_tokens = int(size)
+    texts = our_texts() if arguments.prompts is None else _prompts(arguments.prompts)
+    need("torch", "transformers", "zstandard")
+    report = _measured(arguments, texts, page_tokens)
+    report["bounds"] = {"max_kl": max_kl, "min_agreement": min_agreement}
+    report["problem"] = problem = _problem(report)
+    named = arguments.codec not in LOSSY_CODECS or any((arguments.max_kl, arguments.min_agreement))
+    snippet = {"tiers": {"NAME": {"codec": arguments.codec}}}
+    report["configuration"] = snippet if problem is None and named else None
+    show(arguments, report, _lines(report))
+    if problem is not None:
+        raise HicacheExtError(problem)
+    return 0
+
+
+def our_texts() -> dict[str, str]:
+    """Return texts of several kinds, by kind."""
+    return tomllib.loads(Path(__file__).with_name("codec_texts.toml").read_text("utf-8"))
+
+
+def _measured(arguments: argparse.Namespace, texts: Mapping[str, str], page_tokens: int) -> dict[str, Any]:
+    from hicache_ext.page.transforms import planes, rows
+    from hicache_ext.page.transforms.lossless import LosslessCodec
+    from hicache_ext.page.transforms.lossy import LossyCodec
+
+    lossy = arguments.codec in LOSSY_CODECS
+    codec = LossyCodec(rows.Code(arguments.codec)) if lossy else LosslessCodec()
+    compiled = all(part.wait() is not None for part in (planes.part, rows.part))
+    model = ModelUnderTest(arguments.model, arguments.device, float32=arguments.float32)
+    checked = check(model, codec, texts, page_tokens=page_tokens)
+    total = checked.total()
+    if not total.predictions:
+        raise ConfigError("--prompts", "no text is long enough", f"texts of {2 * page_tokens} tokens and more")
+    worst = max(checked.texts, key=lambda name: checked.texts[name].worst_kl)
+
+    def speed(seconds: float) -> float | None:
+        return round(checked.page_bytes / seconds / 1e9, 3) if seconds else None
+
+    return {
+        "model": arguments.model,
+        "codec": arguments.codec,
+        "dtype": checked.dtype,
+        "device": checked.device,
+        "float32": arguments.float32,
+        "page_tokens": page_tokens,
+        "compiled": compiled,
+        "predictions": total.predictions,
+        "mean_kl": total.mean_kl,
+        "agreement": total.agreement,
+        "worst": {"kl": total.worst_kl, "text": worst, "token": checked.texts[worst].worst_at},
+        "rounding": {"mean_kl": checked.rounding.mean_kl, "agreement": checked.rounding.agreement},
+        "ratio": round(checked.page_bytes / checked.encoded_bytes, 3),
+        "ratio_stored": round(checked.page_bytes / checked.stored_bytes, 3),
+        "inexact_share": round(checked.inexact_bytes / checked.page_bytes, 4),
+        "encode_gb_per_second": speed(checked.encode_seconds),
+        "decode_gb_per_second": speed(checked.decode_seconds),
+        "texts": [
+            {"text": name, "predictions": found.predictions}
+            | {"mean_kl": found.mean_kl, "agreement": found.agreement, "worst_kl": found.worst_kl}
+            for name, found in checked.texts.items()
+        ],
+    }
+
+
+def _problem(report: Mapping[str, Any]) -> str | None:
+    """Why no configuration is rendered, in one sentence; None where nothing speaks against it."""
+    bounds = report["bounds"]
+    if bounds["max_kl"] is not None and report["mean_kl"] > bounds["max_kl"]:
+        return f"{report['codec']} misses --max-kl {bounds['max_kl']:g}: the mean KL is {report['mean_kl']:.3g}"
+    if bounds["min_agreement"] is not None and report["agreement"] < bounds["min_agreement"]:
+        return (
+            f"{report['codec']} misses --min-agreement {bounds['min_agreement']:g}: "
+            f"{report['agreement']:.4f} of the predictions agree"
+        )
+    if report["predictions"] < FEWEST and any(bound is not None for bound in bounds.values()):
+        return f"{report['predictions']} predictions are too few to tell, {FEWEST} are needed: give --prompts more text"
+    return None
+
+
+def _lines(report: Mapping[str, Any]) -> list[str]:
+    codec, worst, rounding = report["codec"], report["worst"], report["rounding"]
+    speeds = [f"{report[f'{what}_gb_per_second'] or math.nan:.2f}" for what in ("encode", "decode")]
+    width = max(len("rounding alone"), *(len(text["text"]) for text in report["texts"]))
+    lines = [
+        f"{report['model']}, KV in {report['dtype']}, pages of {report['page_tokens']} tokens, {codec}, "
+        f"{report['device']}{', computed in float32' if report['float32'] else ''}",
+        "",
+        f"  {'text':{width}}  predictions  mean KL   agree   worst KL",
+    ]
+    lines += [
+        f"  {text['text']:{width}}  {text['predictions']:>11,}  {text['mean_kl']:<8.2g}  {text['agreement']:.4f}  "
+        f"{text['worst_kl']:.2g}"
+        for text in report["texts"]
+    ]
+    lines += [
+        f"  {'all':{width}}  {report['predictions']:>11,}  {report['mean_kl']:<8.2g}  {report['agreement']:.4f}  "
+        f"{worst['kl']:.2g}, token {worst['token']:,} of {worst['text']}",
+        f"  {'rounding alone':{width}}  {'':>11}  {rounding['mean_kl']:<8.2g}  {rounding['agreement']:.4f}",
+        "",
+        f"  ratio {report['ratio']:.3f}, {report['ratio_stored']:.3f} as stored; {speeds[0]} GB/s to encode, "
+        f"{speeds[1]} to decode, one thread{'' if report['compiled'] else ', without compiled code'}",
+    ]
+    if report["inexact_share"] < 1 and codec in LOSSY_CODECS:
+        lines.append(f"  {1 - report['inexact_share']:.2%} of the bytes came back to the bit")
+    if report["configuration"] is not None:
+        reason = f"mean KL {report['mean_kl']:.2g}, {report['agreement']:.2%} of {report['predictions']:,} agree"
+        lines += ["", "tiers:", "  NAME:  # the tier whose bytes are dear", f"    codec: {codec}  # {reason}"]
+    elif report["problem"] is None:
+        lines += ["", f"  {' or '.join(_BOUNDS)}: name what you bear, and you are given a configuration"]
+    return lines
+
+
+def _bound(arguments: argparse.Namespace, option: str, largest: float) -> float | None:
+    given = getattr(arguments, option[2:].replace("-", "_"))
+    if given is None:
+        return None
+    try:
+        bound = float(given)
+    except ValueError:
+        bound = math.nan
+    if not 0 <= bound <= largest or math.isinf(bound):
+        allowed = "a number from 0 to 1" if largest == 1 else "a number from 0 on, such as 0.005"
+        raise ConfigError(option, f"{given!r} is not accepted", allowed)
+    return bound
+
+
+def _prompts(file: str) -> dict[str, str]:
+    text = read_input(file, "--prompts")
+    if not text.strip():
+        raise ConfigError("--prompts", "the file is empty", "texts of some thousand tokens")
+    if not file.endswith(".jsonl"):
+        return {"text": text}
+    prompts = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json_in(line)
+        except ValueError:
+            value = None
+        content = value.get("text") if isinstance(value, dict) else value
+        if not isinstance(content, str):
+            allowed = "in each line a JSON string, or an object with text"
+            raise ConfigError("--prompts", f"line {number} is no text", allowed)
+        prompts[f"line {number}"] = content
+    return prompts
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+PIECE = 896
+"""Tokens of a piece at most: its prefix fits the sliding windows of today's models."""
+_ROWS_AT_ONCE = 64
+"""Predictions whose probabilities are compared at once; each is a row over the vocabulary."""
+
+
+@dataclass(slots=True)
+class Agreement:
+    """How predictions agree: those of one kind of text, or all."""
+
+    predictions: int = 0
+    same: int = 0
+    """Whose most likely token stayed the same."""
+    kl: float = 0.0
+    """Sum of the Kullback-Leibler divergences from what was computed, nats."""
+    worst_kl: float = 0.0
+    worst_at: int = 0
+    """The token of the worst prediction, counted from the beginning of the text."""
+
+    def add(self, other: Agreement) -> None:
+        if other.worst_kl > self.worst_kl:
+            self.worst_kl, self.worst_at = other.worst_kl, other.worst_at
+        self.predictions += other.predictions
+        self.same += other.same
+        self.kl += other.kl
+
+    @property
+    def mean_kl(self) -> float:
+        return self.kl / max(1, self.predictions)
+
+    @property
+    def agreement(self) -> float:
+        return self.same / max(1, self.predictions)
+
+
+@dataclass(slots=True)
+class Checked:
+    """What was found out."""
+
+    dtype: str
+    device: str
+    texts: dict[str, Agreement] = field(default_factory=dict)
+    rounding: Agreement = field(default_factory=Agreement)
+    """Of all texts: with the run that only rounds otherwise."""
+    page_bytes: int = 0
+    encoded_bytes: int = 0
+    stored_bytes: int = 0
+    """With the room that each page lies in."""
+    inexact_bytes: int = 0
+    """Of the pages: those that went through a codec that does not give them back to the bit."""
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    def total(self) -> Agreement:
+        all_of_them = Agreement()
+        for agreement in self.texts.values():
+            all_of_them.add(agreement)
+        return all_of_them
+
+
+class ModelUnderTest:
+    """A causal model of transformers with its tokenizer."""
+
+    def __init__(self, path: str, device: str | None = None, *, float32: bool = False) -> None:
+        """``float32``: compute in 32 bits, with KV as its own dtype keeps it: nothing but the codec matters then.
+
+        Raises UnsupportedError where it cannot be loaded, or has no KV by head.
+        """
+        import torch
+
+        from hicache_ext.testing.sglang_cpu import declare_torchvision_operators
+
+        declare_torchvision_operators()  # transformers imports torchvision for some models
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(path)
+            self._model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").to(self.device).eval()
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise UnsupportedError(f"the model {path!r}", f"transformers cannot load it ({error})") from error
+        if getattr(self._model.config.get_text_config(), "kv_lora_rank", None):
+            raise UnsupportedError(
+                f"the model {path!r}", "its KV are latents of MLA, which are never encoded with loss"
+            )
+        self.kv_dtype = self._model.dtype
+        """torch's."""
+        if float32:
+            self._model = self._model.to(torch.float32)
+
+    def tokens(self, text: str) -> list[int]:
+        return list(self._tokenizer(text)["input_ids"])
+
+    def empty_cache(self) -> Any:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self._model.config)
+
+    def predictions(self, tokens: Sequence[int], cache: Any) -> Any:
+        """Return the logits behind each of these tokens, which follow those of the cache: the cache grows."""
+        import torch
+
+        ids = torch.tensor([list(tokens)], device=self.device)
+        with torch.inference_mode():
+            return self._model(ids, past_key_values=cache, use_cache=True).logits[0]
+
+
+def check(model: ModelUnderTest, codec: Codec, texts: Mapping[str, str], *, page_tokens: int) -> Checked:
+    """Raises UnsupportedError where a model keeps no KV by head."""
+    checked = Checked(str(model.kv_dtype).removeprefix("torch."), model.device)
+    for name, text in texts.items():
+        agreement = Agreement()
+        for begin, tokens in _pieces(model.tokens(text), page_tokens):
+            prefix = len(tokens) // 2 // page_tokens * page_tokens
+            cache = model.empty_cache()
+            model.predictions(tokens[:prefix], cache)
+            restored = copy.deepcopy(cache)
+            _through_pages(cache, model.kv_dtype, lambda _, page: page, page_tokens)
+            trip = _Trip(codec, checked)
+            _through_pages(restored, model.kv_dtype, trip.there_and_back, page_tokens)
+            computed = model.predictions(tokens[prefix:], cache)
+            again = model.predictions(tokens[prefix:], restored)
+            agreement.add(_agreement(computed, again, begin + prefix))
+            del again
+            at_once = model.predictions(tokens, model.empty_cache())[prefix:]
+            checked.rounding.add(_agreement(computed, at_once, begin + prefix))
+        if agreement.predictions:
+            checked.texts[name] = agreement
+    return checked
+
+
+def _pieces(tokens: Sequence[int], page_tokens: int) -> Iterator[tuple[int, Sequence[int]]]:
+    """Where each begins, and its tokens; what is left at the end is dropped where it is short."""
+    count = max(1, math.ceil(len(tokens) / PIECE))
+    size = math.ceil(len(tokens) / count)
+    for begin in range(0, len(tokens), size):
+        piece = tokens[begin : begin + size]
+        if len(piece) >= 2 * page_tokens:
+            yield begin, piece
+
+
+def _agreement(computed: Any, again: Any, begin: int) -> Agreement:
+    import torch
+
+    found = Agreement()
+    for at in range(0, computed.shape[0], _ROWS_AT_ONCE):
+        first, second = (logits[at : at + _ROWS_AT_ONCE].float().log_softmax(-1) for logits in (computed, again))
+        if any(bool(numbers.isnan().any()) for numbers in (first, second)):
+            raise UnsupportedError("this model", "it predicts NaN")
+        # What is impossible by the first (-inf) adds nothing.
+        divergence = (first.exp() * (first - second)).masked_fill(first == -math.inf, 0.0).sum(-1).clamp(min=0)
+        worst = int(divergence.argmax())
+        same = int((first.argmax(-1) == second.argmax(-1)).sum())
+        part = Agreement(len(first), same, float(divergence.sum(dtype=torch.float64)))
+        part.worst_kl, part.worst_at = float(divergence[worst]), begin + at + worst
+        found.add(part)
+    return found
+
+
+def _through_pages(cache: Any, dtype: Any, back: Callable[[dict[str, Any], bytes], bytes], page_tokens: int) -> None:
+    """Replace what the layers of the cache hold by what comes ``back``, given a pool and a page. ``dtype``: of pages.
+
+    Layers of equal heads share pages.
+    """
+    import torch
+
+    layers = [layer for layer in cache.layers if torch.is_tensor(getattr(layer, "keys", None))]
+    if not layers or any(layer.keys.dim() != 4 for layer in layers):
+        raise UnsupportedError("this model", "it keeps no keys and values by head")
+    groups: dict[tuple[int, ...], list[Any]] = {}
+    for layer in layers:
+        groups.setdefault((*layer.keys.shape[1:], *layer.values.shape[1:]), []).append(layer)
+    for group in groups.values():
+        # [tokens, layers, heads, numbers], in memory of the host
+        keys, values = (
+            torch.stack([getattr(layer, name)[0].transpose(0, 1) for layer in group], dim=1).to("cpu", dtype)
+            for name in ("keys", "values")
+        )
+        pool = {
+            "name": "kv",
+            "kind": "MHATokenToKVPoolHost",
+            "dtype": str(dtype).removeprefix("torch."),
+            "geometry": {"head_dim": str(keys.shape[-1]), "v_head_dim": str(values.shape[-1])},
+        }
+        for begin in range(0, keys.shape[0], page_tokens):
+            parts = [numbers[begin : begin + page_tokens] for numbers in (keys, values)]
+            page = back(pool, b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts))
+            at = parts[0].numel() * parts[0].element_size()
+            for part, piece in zip(parts, (page[:at], page[at:]), strict=True):
+                part.copy_(torch.frombuffer(bytearray(piece), dtype=dtype).view(part.shape))
+        for number, layer in enumerate(group):
+            for name, numbers in (("keys", keys), ("values", values)):
+                restored = numbers[:, number].transpose(0, 1).unsqueeze(0).contiguous()
+                setattr(layer, name, restored.to(getattr(layer, name)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Trip:
+    """Pages to a medium and back."""
+
+    codec: Codec
+    checked: Checked
+
+    def there_and_back(self, pool: dict[str, Any], payload: bytes) -> bytes:
+        pages, checked = self.codec.for_pages({"model": LOSSY_MODEL, "pool": pool}, len(payload)), self.checked
+        encoded = memoryview(bytearray(0 if pages is None else pages.rooms[-1]))
+        if pages is not None and not checked.page_bytes:
+            # Once before anything is timed.
+            pages.encode(memoryview(payload), encoded)
+        checked.page_bytes += len(payload)
+        began = time.perf_counter()
+        length = 0 if pages is None else pages.encode(memoryview(payload), encoded)
+        checked.encode_seconds += time.perf_counter() - began
+        if pages is None or not length:
+            checked.encoded_bytes += len(payload)
+            checked.stored_bytes += len(payload)
+            return payload
+        page = bytearray(len(payload))
+        began = time.perf_counter()
+        pages.decode(encoded[:length], memoryview(page))
+        checked.decode_seconds += time.perf_counter() - began
+        checked.encoded_bytes += length
+        checked.stored_bytes += min(room for room in pages.rooms if room >= length)
+        checked.inexact_bytes += len(payload) if page != payload else 0
+        return bytes(page)

@@ -1,1 +1,0 @@
-"""What ``hicache-ext doctor`` looks at."""
