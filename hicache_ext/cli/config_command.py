@@ -10,7 +10,8 @@ from hicache_ext.cli import render_command
 from hicache_ext.cli.config_notes import notes_on
 from hicache_ext.cli.inputs import FILE_HELP, read_configuration
 from hicache_ext.cli.usage import describe, show
-from hicache_ext.config import ExtraConfig, HicacheExtConfig, check_document, json_schema
+from hicache_ext.config import ExtraConfig, HicacheExtConfig, check_document
+from hicache_ext.config.render import json_schema
 from hicache_ext.errors import ConfigError, ConfigErrors
 from hicache_ext.runtime.results import print_json
 from hicache_ext.storage.tiering.tier_use import tier_use

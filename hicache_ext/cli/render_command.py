@@ -18,18 +18,19 @@ import yaml
 from hicache_ext.cli.config_notes import notes_on
 from hicache_ext.cli.inputs import FILE_HELP, read_configuration
 from hicache_ext.cli.usage import describe, show
-from hicache_ext.config import check_document, example_config
+from hicache_ext.config import check_document
+from hicache_ext.config.load import read_text
 from hicache_ext.config.model import SECTION
 from hicache_ext.config.render import (
     as_inline_json,
     as_yaml,
     chosen_flags,
     chosen_linker_flags,
+    example_config,
     launch_lines,
     linker_config,
     linker_lines,
 )
-from hicache_ext.config.sources import read_text
 from hicache_ext.errors import ConfigError
 
 _RENDERED_FILE = "hicache.yaml"

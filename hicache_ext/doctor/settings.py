@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hicache_ext.config import ExtraConfig, HicacheExtConfig
-from hicache_ext.config.tracing import SGLANG
+from hicache_ext.config.sections import SGLANG
 from hicache_ext.errors import MissingPackageError
 from hicache_ext.page.recording import SUFFIX
 from hicache_ext.storage.contract.diagnosis import Finding, Level

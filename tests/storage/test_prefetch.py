@@ -8,8 +8,9 @@ import pytest
 
 from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.storage.tiering.io_priority import IoPriority
-from hicache_ext.storage.tiering.prefetch import Prefetcher, PrefetchSettings
-from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
+from hicache_ext.storage.tiering.prefetch import Prefetcher
+from hicache_ext.storage.tiering.settings import PrefetchSettings, TieringSettings
+from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,
