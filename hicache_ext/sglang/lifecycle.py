@@ -161,9 +161,12 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             self._exporter = export_if_possible(self._export_sources, _process_labels(ranks))
 
     def _close_what_serves(self) -> None:
-        for part in (self._hints, self._events, self._config_file):
-            if part is not None:
-                part.close()
+        if self._hints is not None:
+            self._hints.close()
+        if self._events is not None:
+            self._events.close()
+        if self._config_file is not None:
+            self._config_file.close()
 
     # -- registration ----------------------------------------------------------------------------------------------
 

@@ -266,7 +266,7 @@ class Prefetcher:
         for at, memory, checksum in memories:
             page, segments = wanted[at]
             if memory is None:
-                if page.result not in (None, GetResult.HIT):
+                if page.result is not None and page.result is not GetResult.HIT:
                     results[at] = page.result
                 continue
             if len(memory) != sum(segment.nbytes for segment in segments):

@@ -129,14 +129,14 @@ class WriteBehind:
         Waits for space only while the tier takes pages: a batch may be larger than the queue, and would always lose its
         end. Of a tier that refuses or hangs it does not wait, but for the moment in which that shows, once.
         """
-        positions = list(positions)
-        results = [SetResult.REJECTED] * len(positions)
+        chosen = list(positions)
+        results = [SetResult.REJECTED] * len(chosen)
         done = 0
-        while done < len(positions):
+        while done < len(chosen):
             reserved: list[int] = []
             with self._condition:
-                for at in range(done, len(positions)):
-                    key, size = batch.keys[positions[at]], batch.sizes[positions[at]]
+                for at in range(done, len(chosen)):
+                    key, size = batch.keys[chosen[at]], batch.sizes[chosen[at]]
                     if key not in self._waiting:
                         if reserved and self._bytes + size > self._settings.capacity:
                             # The queue moves only with what is in it.
@@ -149,10 +149,10 @@ class WriteBehind:
                         reserved.append(at)
                     done = at + 1
             # Outside the lock: clear() and look-ups must not wait while a batch is copied.
-            payloads = [b"".join(batch.buffers[positions[at]]) for at in reserved]
+            payloads = [b"".join(batch.buffers[chosen[at]]) for at in reserved]
             with self._condition:
                 for at, payload in zip(reserved, payloads, strict=True):
-                    key = batch.keys[positions[at]]
+                    key = batch.keys[chosen[at]]
                     unwanted = self._closing or self._tier.hides(key) or not still_wanted(key[:IDENTITY_LENGTH])
                     if unwanted or key in self._waiting:
                         self._bytes -= len(payload)
