@@ -65,7 +65,8 @@ def test_a_tier_whose_guards_are_not_imported_would_get_none(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("how", "bound"), [("tiers alone", 21_400), pytest.param("sglang", 27_400, marks=pytest.mark.sglang)]
+    ("how", "bound"),
+    [("tiers alone", 21_400), pytest.param("sglang", 27_400, marks=[pytest.mark.sglang, pytest.mark.slow])],
 )
 def test_a_server_with_one_file_tier_imports_what_it_needs(how: str, bound: int, tmp_path: Path) -> None:
     """``bound``: what it was when it was written down last, and only ever shrinks."""
