@@ -10,7 +10,7 @@ from tests.rooms import AIMS, KNOW_SGLANG, ORDER, Imports, measured, picture, ro
 
 BUDGETS = {
     "storage.tiers.file": (13_019, 6_900),
-    "sglang": (6_511, 5_000),
+    "sglang": (6_514, 5_000),
     "storage.tiering": (4_496, 3_300),
     "storage.tiers.redis": (4_327, 2_500),
     "testing": (4_961, 2_800),
@@ -72,10 +72,10 @@ def test_a_package_that_is_run_for_a_name_in_it_is_an_import(tmp_path: Path) -> 
     package = tmp_path / "hicache_ext"
     (package / "config").mkdir(parents=True)
     (package / "__init__.py").write_text("")
-    (package / "config" / "__init__.py").write_text("from hicache_ext.config.sections import RecordConfig\n")
-    (package / "config" / "record.py").write_text("from hicache_ext.config import values\n")
-    (package / "config" / "values.py").write_text("")
-    assert Imports.read(package).circles() == [["hicache_ext.config", "hicache_ext.config.sections"]]
+    (package / "config" / "__init__.py").write_text("from hicache_ext.config.part import Part\n")
+    (package / "config" / "part.py").write_text("from hicache_ext.config import other\n")
+    (package / "config" / "other.py").write_text("")
+    assert Imports.read(package).circles() == [["hicache_ext.config", "hicache_ext.config.part"]]
 
 
 def test_wrong_arrows_are_seen_wherever_they_stand(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def take(prefetcher, keys, sizes=(SIZE,)):
     host = HostPages([sizes] * len(keys))
     pages = prefetcher.begin_read(keys)
     results = [
-        None if page is None else prefetcher.take(page, segments)
+        None if page is None else prefetcher.take([(page, segments)])[0]
         for page, segments in zip(pages, host.buffers, strict=True)
     ]
     prefetcher.end_read(keys, pages)
@@ -312,7 +312,7 @@ def test_a_source_with_too_few_answers_keeps_nobody_waiting(open_prefetcher, far
     (page,) = prefetcher.begin_read([key])
     results = []
     reader = threading.Thread(
-        target=lambda: results.append(prefetcher.take(page, HostPages([[SIZE]]).buffers[0])), daemon=True
+        target=lambda: results.extend(prefetcher.take([(page, HostPages([[SIZE]]).buffers[0])])), daemon=True
     )
     reader.start()
     go_on.set()
