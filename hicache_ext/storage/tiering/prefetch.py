@@ -18,6 +18,7 @@ import enum
 import functools
 import logging
 import math
+import operator
 import threading
 import time
 from collections import Counter
@@ -40,6 +41,7 @@ from hicache_ext.storage.tiering.settings import PrefetchSettings
 logger = logging.getLogger(__name__)
 
 _PAGES_AT_ONCE = 32
+_nbytes = operator.attrgetter("nbytes")
 _PATIENCE = 0.02
 """Seconds for which a fetch waits for foreground reads. Short: a request being read needs its next batch."""
 _MOST_PLANNED = 16384
@@ -269,7 +271,7 @@ class Prefetcher:
                 if page.result is not None and page.result is not GetResult.HIT:
                     results[at] = page.result
                 continue
-            if len(memory) != sum(segment.nbytes for segment in segments):
+            if len(memory) != sum(map(_nbytes, segments)):
                 continue
             scatter(memoryview(memory), segments)
             intact = envelope.payload_checksum(segments) == checksum

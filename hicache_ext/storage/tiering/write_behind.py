@@ -137,8 +137,8 @@ class WriteBehind:
             with self._condition:
                 for at in range(done, len(chosen)):
                     key, size = batch.keys[chosen[at]], batch.sizes[chosen[at]]
-                    if key not in self._waiting:
-                        if reserved and self._bytes + size > self._settings.capacity:
+                    if key not in self._waiting and self._bytes + size > self._settings.capacity:
+                        if reserved:
                             # The queue moves only with what is in it.
                             break
                         self._wait_for_space(size)
@@ -151,9 +151,11 @@ class WriteBehind:
             # Outside the lock: clear() and look-ups must not wait while a batch is copied.
             payloads = [b"".join(batch.buffers[chosen[at]]) for at in reserved]
             with self._condition:
+                digests = {batch.keys[chosen[at]][:IDENTITY_LENGTH] for at in reserved}
+                cleared = {digest for digest in digests if not still_wanted(digest)}
                 for at, payload in zip(reserved, payloads, strict=True):
                     key = batch.keys[chosen[at]]
-                    unwanted = self._closing or self._tier.hides(key) or not still_wanted(key[:IDENTITY_LENGTH])
+                    unwanted = self._closing or self._tier.hides(key) or key[:IDENTITY_LENGTH] in cleared
                     if unwanted or key in self._waiting:
                         self._bytes -= len(payload)
                         results[at] = SetResult.REJECTED if unwanted else SetResult.EXISTS
@@ -371,7 +373,8 @@ class PromotionQueue(WriteBehind):
 
         Returns how many of them are in the queue.
         """
-        outcomes = Counter(_QUEUED[result] for result in self.offer(batch, positions, still_wanted))
+        results = self.offer(batch, positions, still_wanted)
+        outcomes = Counter({word: results.count(result) for result, word in _QUEUED.items() if result in results})
         self._tier.metrics.add_many("promotion", outcomes)
         return outcomes["queued"] + outcomes["waiting"]
 
