@@ -11,7 +11,7 @@ from tests.rooms import AIMS, KNOW_SGLANG, ORDER, Imports, measured, picture, ro
 BUDGETS = {
     "storage.tiers.file": (13_019, 6_900),
     "sglang": (6_514, 5_000),
-    "storage.tiering": (4_496, 3_300),
+    "storage.tiering": (4_501, 3_300),
     "storage.tiers.redis": (4_327, 2_500),
     "testing": (4_961, 2_800),
     "bench": (4_090, 1_600),
