@@ -26,7 +26,7 @@ from benchmarks import workloads
 from benchmarks.replay_trace import _IDENTITY, _SLOT_SIZE, CAPACITIES, Requests, _store, leading_run, read_trace
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.storage.contract.store import PageKeys
-from hicache_ext.storage.tiering.admission.policy import AdmissionPolicy
+from hicache_ext.storage.tiering.admission import AdmissionPolicy
 from hicache_ext.storage.tiers.file.slab.index import new_index_in
 from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
 

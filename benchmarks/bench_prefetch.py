@@ -61,8 +61,8 @@ from hicache_ext.cli.main import without_traceback
 from hicache_ext.errors import BenchmarkError
 from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, StoreInfo
-from hicache_ext.storage.tiering.prefetch import PrefetchSettings
-from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
+from hicache_ext.storage.tiering.settings import PrefetchSettings, TieringSettings
+from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.testing.faults import PageStoreWrapper
 

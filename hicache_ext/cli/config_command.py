@@ -15,28 +15,21 @@ from pydantic import ValidationError
 
 from hicache_ext.cli.inputs import FILE_HELP, read_configuration
 from hicache_ext.cli.output import describe, show
-from hicache_ext.config import (
-    ExtraConfig,
-    HicacheExtConfig,
-    ServerRole,
-    check_document,
-    example_config,
-    format_duration,
-    json_schema,
-)
-from hicache_ext.config.load import secrets_in
+from hicache_ext.config import ExtraConfig, HicacheExtConfig, ServerRole, check_document, format_duration
+from hicache_ext.config.load import read_text, secrets_in
 from hicache_ext.config.model import SECTION
 from hicache_ext.config.render import (
     as_inline_json,
     as_yaml,
     chosen_flags,
     chosen_linker_flags,
+    example_config,
+    json_schema,
     launch_lines,
     linker_config,
     linker_lines,
 )
 from hicache_ext.config.schema import as_config_error
-from hicache_ext.config.sources import read_text
 from hicache_ext.errors import ConfigError, ConfigErrors
 from hicache_ext.runtime.results import print_json
 from hicache_ext.storage.tiering.tier_use import tier_use

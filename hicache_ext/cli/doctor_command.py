@@ -26,7 +26,7 @@ from hicache_ext.cli.inputs import read_configuration
 from hicache_ext.cli.output import describe, show
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, TierConfig, check_document
 from hicache_ext.config.seal import SealKeyReference
-from hicache_ext.config.tracing import SGLANG
+from hicache_ext.config.sections import SGLANG
 from hicache_ext.errors import ConfigError, ConfigErrors, MissingPackageError, StoreError, UnsupportedError
 from hicache_ext.packages import how_to_install, installed_version
 from hicache_ext.page.recording import SUFFIX

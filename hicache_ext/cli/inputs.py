@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.config import load_config, read_document
-from hicache_ext.config.sources import read_text
+from hicache_ext.config.load import read_text
 from hicache_ext.errors import ConfigError, StoreError
 from hicache_ext.page.hashes import namespace_seed, namespaced_extra_key
 from hicache_ext.page.transforms.forms import Transforms

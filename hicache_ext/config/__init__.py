@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 from hicache_ext.config.guards import GuardsConfig
-from hicache_ext.config.kernels import KernelsConfig
 from hicache_ext.config.load import Source, check_document, load_config, load_document, read_document
 from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, ModelConfig, Role, RoleConfig, ServerRole
-from hicache_ext.config.render import example_config, json_schema
 from hicache_ext.config.secrets import Secret
-from hicache_ext.config.templates import expand_templates
-from hicache_ext.config.tier import RemoteTierConfig, TierConfig
-from hicache_ext.config.tiers import tier_types
+from hicache_ext.config.sections import KernelsConfig
+from hicache_ext.config.tier import RemoteTierConfig, TierConfig, tier_types
 from hicache_ext.config.units import format_duration, format_size, parse_duration, parse_size, rounded_size
+from hicache_ext.config.values import expand_templates
 from hicache_ext.errors import ConfigErrors
 
 __all__ = [
@@ -32,11 +30,9 @@ __all__ = [
     "Source",
     "TierConfig",
     "check_document",
-    "example_config",
     "expand_templates",
     "format_duration",
     "format_size",
-    "json_schema",
     "load_config",
     "load_document",
     "parse_duration",

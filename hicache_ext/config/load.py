@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from hicache_ext.config.model import ExtraConfig, HicacheExtConfig
-from hicache_ext.config.problems import config_error, key_path, shown
+from hicache_ext.config.problems import config_error, key_path, kind_of, quoted, shown
 from hicache_ext.config.schema import as_config_error
 from hicache_ext.config.secrets import Secret
-from hicache_ext.config.sources import INLINE, keys_that_are_not_text, read_file, read_text
 from hicache_ext.errors import ConfigError
 
 Source = Mapping[str, Any] | str | os.PathLike[str]
@@ -72,3 +75,167 @@ def secrets_in(value: object, location: tuple[str | int, ...] = ()) -> Iterator[
         steps: Iterable[tuple[str | int, object]] = value.items() if isinstance(value, dict) else enumerate(value)
         for step, below in steps:
             yield from secrets_in(below, (*location, step))
+
+
+INLINE = "inline JSON"
+EXTENSIONS_ALLOWED = ".json, .yaml, .yml, .toml"
+
+_LARGEST_FILE = 1024 * 1024
+_PUNCTUATION = re.compile(r".|\\.|<[a-z ]*>")
+_QUOTED_WORD = re.compile(r" ?'([^']*)'")
+_TOML_PLACE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The mapping in a .json, .yaml, .yml or .toml file."""
+    name = str(path)
+    parse = _PARSERS.get(path.suffix.lower())
+    if parse is None:
+        if not path.exists():
+            raise ConfigError(name, "there is no such file")
+        if path.is_dir():
+            raise ConfigError(name, "is a directory, not a file")
+        found = f"unknown file extension {quoted(path.suffix)}" if path.suffix else "the file has no extension"
+        raise ConfigError(name, found, EXTENSIONS_ALLOWED)
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_LARGEST_FILE + 1)
+    except FileNotFoundError:
+        raise ConfigError(name, "there is no such file") from None
+    except IsADirectoryError:
+        raise ConfigError(name, "is a directory, not a file") from None
+    except OSError as error:
+        raise ConfigError(name, f"cannot be read ({error.strerror or type(error).__name__})") from None
+    if len(raw) > _LARGEST_FILE:
+        raise ConfigError(name, "is larger than 1MiB, which no configuration is")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ConfigError(name, f"is not UTF-8 text in line {line}") from None
+    return read_text(text, name, parse)
+
+
+def read_text(text: str, name: str, parse: Callable[[str, str], object] | None = None) -> dict[str, Any]:
+    """The mapping in ``text``; without ``parse``, JSON if it starts with a brace and YAML otherwise."""
+    if parse is None:
+        parse = _parse_json if text.lstrip().startswith("{") else _parse_yaml
+    if not text.strip():
+        raise ConfigError(name, "is empty")
+    try:
+        document = parse(text, name)
+    except RecursionError:
+        raise ConfigError(name, "is nested too deeply") from None
+    if document is None:
+        raise ConfigError(name, "is empty")
+    if not isinstance(document, dict):
+        raise ConfigError(name, f"holds {kind_of(document)}, not a mapping")
+    return document
+
+
+def keys_that_are_not_text(document: Mapping[Any, Any]) -> Iterator[ConfigError]:
+    """One error for every key that YAML read as something else than text (on, 1, 2024-01-01)."""
+    waiting: list[tuple[tuple[str | int, ...], object]] = [((), document)]
+    seen: set[int] = set()
+    while waiting:
+        location, value = waiting.pop()
+        if id(value) in seen:  # an alias, maybe to its own parent
+            continue
+        if isinstance(value, Mapping):
+            seen.add(id(value))
+            for key, below in value.items():
+                if isinstance(key, str):
+                    waiting.append(((*location, key), below))
+                else:
+                    yield ConfigError(key_path(location), f"{shown(key)} is used as a key; put it in quotes", "text")
+        elif isinstance(value, list):
+            seen.add(id(value))
+            waiting.extend(((*location, position), below) for position, below in enumerate(value))
+
+
+def _parse_json(text: str, name: str) -> object:
+    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ConfigError(name, f"the key {quoted(key)} is written twice in one mapping")
+            found[key] = value
+        return found
+
+    def constant(word: str) -> NoReturn:
+        raise ConfigError(name, f"not valid JSON: {word} is not a number")
+
+    try:
+        return json.loads(text, object_pairs_hook=mapping, parse_constant=constant)
+    except json.JSONDecodeError as error:
+        raise ConfigError(name, f"not valid JSON in line {error.lineno}: {error.msg}") from None
+    except ValueError:
+        raise ConfigError(name, "not valid JSON: a number is too long") from None
+
+
+def _parse_toml(text: str, name: str) -> object:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        message = str(error)
+        place = _TOML_PLACE.search(message)
+        where = f" in line {place.group(1)}" if place and place.group(1) else " at the end" if place else ""
+        raise ConfigError(name, f"not valid TOML{where}: {_TOML_PLACE.sub('', message)}") from None
+    except ValueError:
+        raise ConfigError(name, "not valid TOML: a number or date is out of range") from None
+
+
+def _parse_yaml(text: str, name: str) -> object:
+    try:
+        loader = yaml.SafeLoader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _refuse_keys_written_twice(node, name)
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f" in line {mark.line + 1}" if mark else ""
+        raise ConfigError(name, f"not valid YAML{where}: {_without_words(error.problem or '')}") from None
+    except yaml.YAMLError:
+        raise ConfigError(name, "not valid YAML: it holds characters that YAML does not allow") from None
+    except ValueError:
+        raise ConfigError(name, "not valid YAML: a number or date is out of range") from None
+
+
+def _without_words(problem: str) -> str:
+    """PyYAML's ``problem`` without the alias, tag or anchor it quotes: ``password: *hunter2`` is an unknown alias."""
+    return _QUOTED_WORD.sub(lambda word: word.group() if _PUNCTUATION.fullmatch(word[1]) else "", problem)
+
+
+def _refuse_keys_written_twice(root: yaml.Node, name: str) -> None:
+    waiting, seen = [root], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting.extend(node.value)
+        elif isinstance(node, yaml.MappingNode):
+            lines: dict[str, int] = {}
+            for key, value in node.value:
+                waiting.append(value)
+                if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":merge"):
+                    continue
+                line = key.start_mark.line + 1
+                if key.value in lines:
+                    problem = f"the key {quoted(key.value)} in line {line} is already set in line {lines[key.value]}"
+                    raise ConfigError(name, problem)
+                lines[key.value] = line
+
+
+_PARSERS: dict[str, Callable[[str, str], object]] = {
+    ".json": _parse_json,
+    ".yaml": _parse_yaml,
+    ".yml": _parse_yaml,
+    ".toml": _parse_toml,
+}

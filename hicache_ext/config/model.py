@@ -10,12 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import AfterValidator, Field, ValidationError, WithJsonSchema, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from hicache_ext.config.events import EventsConfig
-from hicache_ext.config.kernels import KernelsConfig
-from hicache_ext.config.linker import LinkerConfig
 from hicache_ext.config.pd import HintsConfig, PdConfig
 from hicache_ext.config.problems import did_you_mean, key_path, listed, quoted, refuse, shown
-from hicache_ext.config.record import RecordConfig
 from hicache_ext.config.schema import (
     Allowed,
     ConfigModel,
@@ -25,16 +21,19 @@ from hicache_ext.config.schema import (
     one_of,
     true_or_false,
 )
-from hicache_ext.config.tier import TierConfig
-from hicache_ext.config.tiering import (
+from hicache_ext.config.sections import (
     POLICIES_ALLOWED,
     BackgroundConfig,
+    EventsConfig,
+    KernelsConfig,
+    LinkerConfig,
     PrefetchConfig,
+    RecordConfig,
     StorePolicy,
+    TracingConfig,
     parse_policies,
 )
-from hicache_ext.config.tiers import AnyTier, tier_types
-from hicache_ext.config.tracing import TracingConfig
+from hicache_ext.config.tier import AnyTier, TierConfig, tier_types
 from hicache_ext.config.units import LONGEST_DURATION
 from hicache_ext.config.values import NO_LIMIT, directory_relation, number, whole_number
 from hicache_ext.errors import ConfigError

@@ -11,7 +11,7 @@ import yaml
 from pydantic.json_schema import models_json_schema
 
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.config.tiers import tier_types
+from hicache_ext.config.tier import tier_types
 
 _STORAGE_FLAGS = "--hicache-storage-backend dynamic --hicache-storage-backend-extra-config"
 

@@ -147,7 +147,7 @@ def _translated(model: type[ConfigModel], details: ErrorDetails) -> PydanticCust
     if kind == "missing":
         return _custom_error(model.required_because.get(field, "required"), allowed_for(model, field))
     if field not in model.model_fields:
-        if instead := model.removed.get(field):
+        if instead := _removed(model).get(field):
             return _custom_error(f"there is no such key any more: {instead}; remove it", None)
         problem = f"unknown key; {place}" if (place := model.misplaced_key(field)) else "unknown key"
         if not place:
@@ -155,6 +155,11 @@ def _translated(model: type[ConfigModel], details: ErrorDetails) -> PydanticCust
         return _custom_error(problem, listed(model.model_fields))
     nearest = did_you_mean(value, _words(model, field)) if isinstance(value, str) else ""
     return _custom_error(f"{shown(value, field)} is not accepted{nearest}", allowed_for(model, field))
+
+
+def _removed(model: type[ConfigModel]) -> dict[str, str]:
+    """The keys that this class and its bases have lost."""
+    return {key: why for base in reversed(model.__mro__) for key, why in vars(base).get("removed", {}).items()}
 
 
 def _words(model: type[BaseModel], field: str) -> tuple[str, ...]:

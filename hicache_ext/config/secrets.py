@@ -17,7 +17,7 @@ from pydantic_core import core_schema
 
 from hicache_ext.config.problems import did_you_mean, quoted
 from hicache_ext.config.schema import as_pydantic_error
-from hicache_ext.config.templates import expand_templates, is_environment_name
+from hicache_ext.config.values import expand_templates, is_environment_name
 from hicache_ext.errors import ConfigError
 
 SECRET_ALLOWED = "{env: NAME} or {file: /path}"

@@ -3,32 +3,82 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PrivateAttr, WithJsonSchema, model_validator
-
-from hicache_ext.config.admission import (
-    BUDGET_ALLOWED,
-    DAY,
-    DISK_SIZE_ALLOWED,
-    DWPD_ALLOWED,
-    SMALLEST_DISK,
-    parse_budget,
+from pydantic import (
+    Field,
+    PrivateAttr,
+    SerializeAsAny,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
 )
+from pydantic_core.core_schema import ValidationInfo
+
 from hicache_ext.config.guards import GuardsConfig
-from hicache_ext.config.problems import listed
+from hicache_ext.config.problems import did_you_mean, kind_of, listed, quoted, refuse, shown
 from hicache_ext.config.schema import DURATION_SCHEMA, Allowed, ConfigModel, as_pydantic_error, checked, one_of
 from hicache_ext.config.seal import SealConfig
-from hicache_ext.config.sharing import Sharing, sharing_of_directories
-from hicache_ext.config.values import NO_LIMIT, duration, number, or_auto, or_off, size
-from hicache_ext.errors import ConfigError, MissingPackageError
+from hicache_ext.config.units import SIZE_ALLOWED, parse_size
+from hicache_ext.config.values import duration, or_auto, or_off
+from hicache_ext.errors import ConfigError, MissingPackageError, TierTypeError
 from hicache_ext.packages import need
 from hicache_ext.page.transforms.codec import LOSSY_CODECS
+from hicache_ext.runtime.file_systems import file_system_of
+from hicache_ext.storage.contract.registry import tier_type, tier_type_names
 
 if TYPE_CHECKING:
     from hicache_ext.page.transforms.codec import Codec
     from hicache_ext.page.transforms.forms import Transforms
     from hicache_ext.storage.contract.store import PageStore
+
+BUDGET_ALLOWED = "a size per day, hour or second, such as 20TiB/day or 200MB/s"
+
+_DAY = 86400.0
+_SECONDS = {"day": _DAY, "d": _DAY, "hour": 3600.0, "h": 3600.0, "second": 1.0, "s": 1.0}
+_BUDGET = re.compile(r"(.+?) ?/ ?([a-z]+)", re.ASCII)
+
+
+def parse_budget(value: object) -> float:
+    """Bytes a second for '20TiB/day'. Raises ConfigError with an empty key."""
+    if not isinstance(value, str):
+        raise refuse(value, BUDGET_ALLOWED)
+    match = _BUDGET.fullmatch(value.strip())
+    if match is None:
+        raise ConfigError("", f"{shown(value)} does not say in what time", BUDGET_ALLOWED)
+    size, time = match.groups()
+    if time not in _SECONDS:
+        raise ConfigError("", f"{shown(value)} has an unknown unit of time", BUDGET_ALLOWED)
+    try:
+        written = parse_size(size)
+    except ConfigError as error:
+        raise ConfigError("", error.problem, f"{BUDGET_ALLOWED}; {SIZE_ALLOWED}") from None
+    if not written:
+        raise ConfigError("", "nothing could be written", BUDGET_ALLOWED)
+    return written / _SECONDS[time]
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Whether other machines have the same pages, and why, for people."""
+
+    shared: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'shared' if self.shared else 'private'} ({self.reason})"
+
+
+def sharing_of_directories(paths: Sequence[str]) -> Sharing:
+    """Of a tier whose pages may be in any of these directories: all of them must be shared. Asks no server."""
+    found = [file_system_of(Path(path)) for path in paths]
+    decisive = next((one for one in found if not one.shared), found[0])
+    return Sharing(decisive.shared, decisive.reason)
+
 
 CODECS = ("off", "lossless", "auto", *LOSSY_CODECS)
 ADMISSION = ("all", "learned")
@@ -45,6 +95,11 @@ _OPTIONAL_TIMEOUT_ALLOWED = f"{_TIMEOUT_ALLOWED}, or off, or auto"
 
 class TierConfig(ConfigModel):
     """What every type of tier has. ``type`` picks the class; the tier's name is its key in ``tiers``."""
+
+    removed: ClassVar[Mapping[str, str]] = {
+        "dwpd": "write_budget bounds what is written, and one disk write a day of 3.84TB is 3.84TB/day",
+        "disk_size": "write_budget bounds what is written",
+    }
 
     type: Annotated[str, Allowed("the type of a tier")]
     required: Annotated[bool, Field(description="false: the server starts even if this tier cannot")] = True
@@ -86,20 +141,6 @@ class TierConfig(ConfigModel):
         checked(parse_budget),
         WithJsonSchema({"type": "string"}),
     ] = None
-    dwpd: Annotated[
-        float | None,
-        Field(description="the same as writes of the whole disk per day; with disk_size"),
-        Allowed(DWPD_ALLOWED),
-        checked(number(0.01, 100, DWPD_ALLOWED)),
-    ] = None
-    disk_size: Annotated[
-        int | None,
-        Field(description="of dwpd: the size of the disk, or of all disks of the tier together"),
-        Allowed(DISK_SIZE_ALLOWED),
-        checked(size(SMALLEST_DISK, NO_LIMIT, DISK_SIZE_ALLOWED)),
-        WithJsonSchema({"anyOf": [{"type": "integer", "minimum": SMALLEST_DISK}, {"type": "string"}]}),
-    ] = None
-
     _writers: int = PrivateAttr(default=1)
 
     keeps_timeout: ClassVar[bool] = False
@@ -122,28 +163,9 @@ class TierConfig(ConfigModel):
     """Bytes of which the store takes whole ones for each page anyway: sealed pages are padded to them."""
 
     live_keys: ClassVar[frozenset[str]] = frozenset(
-        {"required", "timeout", "guards", "seal", "admission", "write_budget", "dwpd", "disk_size"}
+        {"required", "timeout", "guards", "seal", "admission", "write_budget"}
     )
     """Keys that a reload may change while the tier is in use. Every other change is refused with a sentence."""
-
-    @model_validator(mode="after")
-    def _a_budget_is_said_once(self) -> Self:
-        if self.write_budget is not None and self.dwpd is not None:
-            raise as_pydantic_error(
-                ConfigError(".write_budget", "dwpd says what may be written, too", "one of the two")
-            )
-        if self.dwpd is not None and self.disk_size is None:
-            raise as_pydantic_error(ConfigError(".dwpd", "of what size is the disk?", "with disk_size, such as 3.84TB"))
-        if self.disk_size is not None and self.dwpd is None:
-            raise as_pydantic_error(ConfigError(".disk_size", "says nothing without dwpd", "with dwpd"))
-        return self
-
-    @property
-    def bytes_a_second(self) -> float | None:
-        """What all ranks of this server may write together; None: no limit."""
-        if self.dwpd is not None and self.disk_size is not None:
-            return self.dwpd * self.disk_size / DAY
-        return self.write_budget
 
     @property
     def writers(self) -> int:
@@ -241,3 +263,49 @@ class RemoteTierConfig(TierConfig):
     def longest_call(self) -> float:
         """Seconds after which the store itself ends any call. The guards give most calls less."""
         return WRITE_TIMEOUT if self.timeout is None else self.timeout
+
+
+def tier_types() -> dict[str, type[TierConfig]]:
+    """The class of each ``type`` that can be used; what another package brings and cannot be imported is left out."""
+    classes = {}
+    for name in tier_type_names():
+        try:
+            classes[name] = _class_of(name)
+        except TierTypeError:
+            continue
+    return classes
+
+
+def _class_of(name: str) -> type[TierConfig]:
+    """Raises TierTypeError."""
+    model = tier_type(name).config
+    if not issubclass(model, TierConfig):
+        raise TierTypeError(name, f"cannot be used: its configuration {model.__qualname__} is no TierConfig")
+    return model
+
+
+def _by_type(value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> TierConfig:
+    if isinstance(value, TierConfig):
+        return value
+    names = tier_type_names()
+    if not isinstance(value, Mapping):
+        raise as_pydantic_error(
+            ConfigError("", f"{kind_of(value)} is not accepted", "a mapping with a type and its settings")
+        )
+    if "type" not in value:
+        raise as_pydantic_error(ConfigError(".type", "required", listed(names)))
+    name = value["type"]
+    if not isinstance(name, str):
+        raise as_pydantic_error(refuse(name, listed(names), ".type"))
+    if name not in names:
+        problem = f"unknown tier type {quoted(name)}{did_you_mean(name, names)}"
+        raise as_pydantic_error(ConfigError(".type", problem, listed(names)))
+    try:
+        model = _class_of(name)
+    except TierTypeError as error:
+        raise as_pydantic_error(ConfigError(".type", str(error))) from None
+    return model.model_validate(value, context=info.context)
+
+
+AnyTier = Annotated[SerializeAsAny[TierConfig], WrapValidator(_by_type)]
+"""One tier of whichever class its ``type`` names."""

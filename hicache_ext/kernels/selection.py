@@ -9,16 +9,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
 
 from hicache_ext.config import KernelsConfig
 from hicache_ext.errors import CopyError
-from hicache_ext.kernels.batched_dma import BatchedDmaEngine, RectangleDmaEngine
-from hicache_ext.kernels.calibration import Calibration, Situation, calibration_of_machine
-from hicache_ext.kernels.cuda_driver import open_driver
 from hicache_ext.kernels.engine import CopyEngine, Operation
 from hicache_ext.kernels.reference import ReferenceEngine
-from hicache_ext.kernels.triton_engine import TritonEngine
 from hicache_ext.runtime.metrics import TierMetrics
+
+if TYPE_CHECKING:
+    from hicache_ext.kernels.calibration import Calibration
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +111,8 @@ class Selector:
             return ReferenceEngine.name, "cpu"
         if self._calibration is None:
             return SGLANG, "not_calibrated"
+        from hicache_ext.kernels.calibration import Situation
+
         baseline = self._fallback.name if self._fallback else SGLANG
         fastest = self._calibration.fastest(Situation.of(operation), baseline)
         return (SGLANG, "not_measured") if fastest is None else (fastest, "calibrated")
@@ -124,12 +128,30 @@ class Selector:
 
 
 def engine_makers(settings: KernelsConfig) -> dict[str, Callable[[], CopyEngine]]:
-    """All engines of this package."""
+    """All engines of this package. One that is not used is not imported."""
+
+    def batched_dma() -> CopyEngine:
+        from hicache_ext.kernels.batched_dma import BatchedDmaEngine
+        from hicache_ext.kernels.cuda_driver import open_driver
+
+        return BatchedDmaEngine(open_driver())
+
+    def rectangle_dma() -> CopyEngine:
+        from hicache_ext.kernels.batched_dma import RectangleDmaEngine
+        from hicache_ext.kernels.cuda_driver import open_driver
+
+        return RectangleDmaEngine(open_driver())
+
+    def triton() -> CopyEngine:
+        from hicache_ext.kernels.triton_engine import TritonEngine
+
+        return TritonEngine(programs=settings.triton_programs)
+
     return {
         ReferenceEngine.name: ReferenceEngine,
-        BatchedDmaEngine.name: lambda: BatchedDmaEngine(open_driver()),
-        RectangleDmaEngine.name: lambda: RectangleDmaEngine(open_driver()),
-        TritonEngine.name: lambda: TritonEngine(programs=settings.triton_programs),
+        "batched_dma": batched_dma,
+        "rectangle_dma": rectangle_dma,
+        "triton": triton,
     }
 
 
@@ -138,6 +160,9 @@ def make_selector(settings: KernelsConfig, *, fallback: CopyEngine | None = None
 
     A calibration that lies in the usual place and cannot be read is left unused, with a warning.
     """
-    return Selector(
-        engine_makers(settings), engine=settings.engine, calibration=calibration_of_machine(settings), fallback=fallback
-    )
+    calibration: Calibration | None = None
+    if settings.calibration is not None or torch.cuda.is_available():
+        from hicache_ext.kernels.calibration import calibration_of_machine
+
+        calibration = calibration_of_machine(settings)
+    return Selector(engine_makers(settings), engine=settings.engine, calibration=calibration, fallback=fallback)

@@ -27,7 +27,7 @@ from hicache_ext.pd.offload import Offload
 from hicache_ext.pd.pool_writer import Finished, Outcome, PoolWriter, WriteJob, describe
 from hicache_ext.pd.write_queue import WriteQueue
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.serving.hints.sender import HintSender
+from hicache_ext.storage.serving.hints import HintSender
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Hints from decode to prefill nodes (storage/serving/hints/), for the pages of this server's KV pool."""
+"""Hints from decode to prefill nodes (storage/serving/hints.py), for the pages of this server's KV pool."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from hicache_ext.page.identity import PageIdentity, Shard
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.sglang.served_pools import KV, ServedPools
 from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard, board_among
-from hicache_ext.storage.serving.hints.hint import longest as longest_hint
-from hicache_ext.storage.serving.hints.receiver import HintReceiver
-from hicache_ext.storage.serving.hints.sender import HintSender
+from hicache_ext.storage.serving.hints import HintReceiver, HintSender
+from hicache_ext.storage.serving.hints import longest as longest_hint
 from hicache_ext.storage.tiering.reload import ReloadableStore
 
 _CLOSE_TIMEOUT = 1.0

@@ -1,4 +1,4 @@
-"""Events for KV-aware routers (storage/serving/events/), for the pages of this server's KV pool, in SGLang's structs.
+"""Events for KV-aware routers (storage/serving/events.py), for the pages of this server's KV pool, in SGLang's structs.
 
 SGLang tells what is on the device and in host memory, and nothing of storage. A block hash is the first 8 bytes of a
 page hash, as there. A storage backend is never given the tokens of a page: ``token_ids`` is empty, no parent is named.
@@ -17,8 +17,7 @@ from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.sglang.features import EVENTS
 from hicache_ext.sglang.self_check import check_installed, features_off
 from hicache_ext.sglang.served_pools import KV, BoundPool, ServedPools
-from hicache_ext.storage.serving.events.changes import Blocks, Change, Kind, Media, blocks_in
-from hicache_ext.storage.serving.events.publisher import Encode, EventPublisher
+from hicache_ext.storage.serving.events import Blocks, Change, Encode, EventPublisher, Kind, Media, blocks_in
 from hicache_ext.storage.tiering.reload import ReloadableStore
 
 logger = logging.getLogger(__name__)

@@ -8,20 +8,19 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hicache_ext.config import HicacheExtConfig, load_config
 from hicache_ext.config.problems import listed
-from hicache_ext.errors import HicacheExtError, UnsupportedError
+from hicache_ext.errors import UnsupportedError
 from hicache_ext.kernels.selection import kernel_metrics
 from hicache_ext.page.transforms.codec import LOSSY_CODECS
-from hicache_ext.page.transforms.lossy import lossy_fact
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
 from hicache_ext.sglang import kernel_hooks
@@ -36,13 +35,9 @@ from hicache_ext.sglang.features import (
     REQUEST_TRACES,
     STORAGE,
 )
-from hicache_ext.sglang.hint_traffic import HintTraffic
 from hicache_ext.sglang.hooks import not_in_force
-from hicache_ext.sglang.kv_events import kv_events
 from hicache_ext.sglang.launch_facts import longest_prompt, read_launch_facts
 from hicache_ext.sglang.never_raise import answering, guarded_calls
-from hicache_ext.sglang.prefill_cost import prefill_cost
-from hicache_ext.sglang.recorded import recording_of
 from hicache_ext.sglang.releases import (
     installed_release,
     rank_replicated,
@@ -55,11 +50,16 @@ from hicache_ext.sglang.served_pools import KV, ServedPools
 from hicache_ext.storage.contract.reports import TierReports
 from hicache_ext.storage.guards.scheduler import answering_at_once
 from hicache_ext.storage.opening import open_tiers, server_view
-from hicache_ext.storage.serving.config_file import config_file_of
-from hicache_ext.storage.serving.hints.sender import HintSender
-from hicache_ext.storage.serving.metrics_export import export_when_wanted
-from hicache_ext.storage.tiering import recording, tracing
-from hicache_ext.storage.tiering.pulling.rule import PullRule
+from hicache_ext.storage.tiering import observers
+
+if TYPE_CHECKING:
+    from hicache_ext.sglang.hint_traffic import HintTraffic
+    from hicache_ext.storage.serving.config_file import ConfigFile
+    from hicache_ext.storage.serving.events import EventPublisher
+    from hicache_ext.storage.serving.hints import HintSender
+    from hicache_ext.storage.serving.metrics_export import Exporter
+    from hicache_ext.storage.tiering.pulling import PullRule
+    from hicache_ext.storage.tiering.recording import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         configured = load_config(storage_config.extra_config or {})
         self._config: HicacheExtConfig = view(configured)
         # What a lossy tier gives back, and all that is computed from it, belongs to other identities.
-        facts = replace(self._facts, compute=lossy_fact(self._facts.compute, configured.lossy_codecs))
+        facts = replace(self._facts, compute=_with_lossy_codecs(self._facts.compute, configured.lossy_codecs))
         self._pools = ServedPools(storage_config, self._config, facts, self._register_identity, self.clear)
         self._failures = TierMetrics("backend")
         self._failures.declare({"failure": [*guarded_calls(type(self)), "host_indices"]})
@@ -97,29 +97,22 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         kernel_hooks.configure(self._config.kernels)
         # SGLang constructs its backend on the scheduler's thread. Outside a server no thread is one that must not wait.
         self._scheduler = threading.get_ident() if self._facts.model_path is not None else None
-        self._spans = tracing.begin(self._config.tracing)
-        self._recorder: recording.Recorder | None = None
-        try:
-            self._recorder = recording_of(self._config, storage_config, self._pools)
+        self._recorder: Recorder | None = None
+        self._config_file: ConfigFile | None = None
+        self._pull_rule: PullRule | None = None
+        self._hints: HintTraffic | None = None
+        self._events: EventPublisher | None = None
+        self._exporter: Exporter | None = None
+        self._spans = observers.begin_tracing(self._config.tracing)
+        with ExitStack() as undo:
+            undo.callback(lambda: observers.end_tracing(self._spans))
+            undo.callback(lambda: observers.end_recording(self._recorder))
+            self._begin_recording(storage_config)
             self._store = open_tiers(self._config)
-        except HicacheExtError:
-            recording.end(self._recorder)
-            tracing.end(self._spans)
-            raise
-        self._config_file = config_file_of(self._facts.config_file, self._store, self._config, view)
-        self._pull_rule = PullRule.of(self._config.pd.pull, lambda: self._store.tiers, prefill_cost)
-        self._hints = HintTraffic(self._config, storage_config, self._pools, lambda: self._store)
-        try:
-            self._events = kv_events(self._config, storage_config, self._pools, lambda: self._store)
-        except HicacheExtError:
-            self._hints.close()
-            if self._config_file is not None:
-                self._config_file.close()
-            self._store.close()
-            recording.end(self._recorder)
-            tracing.end(self._spans)
-            raise
-        self._exporter = export_when_wanted(self._facts.metrics, self._export_sources, _process_labels(storage_config))
+            undo.callback(self._store.close)
+            undo.callback(self._close_what_serves)
+            self._begin_to_serve(storage_config, view)
+            undo.pop_all()
         attach(self)
         self._warn_at_start()
         logger.info(
@@ -131,6 +124,49 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             self._store.describe().details,
         )
         self._pools.start()
+
+    # -- what is off is not imported: modules of a feature are imported where it is switched on -----------------------
+
+    def _begin_recording(self, ranks: HiCacheStorageConfig) -> None:
+        if self._config.record is not None:
+            from hicache_ext.sglang.recorded import recording_of
+
+            self._recorder = recording_of(self._config, ranks, self._pools)
+
+    def _begin_to_serve(
+        self, ranks: HiCacheStorageConfig, view: Callable[[HicacheExtConfig], HicacheExtConfig]
+    ) -> None:
+        """Raises ConfigError or MissingPackageError."""
+        config = self._config
+        if self._facts.config_file is not None or config.watch_config:
+            from hicache_ext.storage.serving.config_file import config_file_of
+
+            self._config_file = config_file_of(self._facts.config_file, self._store, config, view)
+        if config.pd.pull.mode != "off":
+            from hicache_ext.sglang.prefill_cost import prefill_cost
+            from hicache_ext.storage.tiering.pulling import PullRule
+
+            self._pull_rule = PullRule(config.pd.pull, lambda: self._store.tiers, prefill_cost())
+        if config.pd.hints.enabled:
+            from hicache_ext.sglang.hint_traffic import HintTraffic
+
+            self._hints = HintTraffic(config, ranks, self._pools, lambda: self._store)
+        if config.events is not None:
+            from hicache_ext.sglang.kv_events import kv_events
+
+            self._events = kv_events(config, ranks, self._pools, lambda: self._store)
+        if self._facts.metrics:
+            from hicache_ext.storage.serving.metrics_export import export_if_possible
+
+            self._exporter = export_if_possible(self._export_sources, _process_labels(ranks))
+
+    def _close_what_serves(self) -> None:
+        if self._hints is not None:
+            self._hints.close()
+        if self._events is not None:
+            self._events.close()
+        if self._config_file is not None:
+            self._config_file.close()
 
     # -- registration ----------------------------------------------------------------------------------------------
 
@@ -182,7 +218,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
 
     def hint_sender(self, metrics: TierMetrics) -> HintSender | None:
         """What announces a decode node's pages; None unless hints are on [pd, scheduler]."""
-        return self._hints.sender(metrics)
+        return None if self._hints is None else self._hints.sender(metrics)
 
     # -- administration --------------------------------------------------------------------------------------------
 
@@ -212,15 +248,12 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def close(self) -> None:
         self._pools.closed = True
         detach(self)
-        self._hints.close()
-        if self._events is not None:
-            self._events.close()
-        if self._config_file is not None:
-            self._config_file.close()
+        self._close_what_serves()
         self._store.close()
-        recording.end(self._recorder)
-        self._exporter.close()
-        tracing.end(self._spans)
+        observers.end_recording(self._recorder)
+        if self._exporter is not None:
+            self._exporter.close()
+        observers.end_tracing(self._spans)
 
     def export_also(self, metrics: TierMetrics) -> None:
         """Export the counts of something beside the tiers together with theirs, as long as this backend lives."""
@@ -232,7 +265,9 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self._failures.set_level("config_in_force", "", float(in_force))
         for pool in list(self._pools.bound) + list(self._pools.unserved):
             self._failures.set_level("unserved_pool", pool, float(pool in self._pools.unserved))
-        beside = [self._failures, kernel_metrics, *self._also_counted, *self._hints.metrics]
+        beside = [self._failures, kernel_metrics, *self._also_counted]
+        if self._hints is not None:
+            beside += self._hints.metrics
         if self._pull_rule is not None:
             beside.append(self._pull_rule.metrics)
         if self._events is not None:
@@ -297,6 +332,15 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self._failures.add("failure", call)
         words = "hicache_ext: %s failed and is answered as a miss: %s"
         self._log.log(logging.ERROR, "failure", words, call, error, exc_info=error)
+
+
+def _with_lossy_codecs(compute: str, codecs: frozenset[str]) -> str:
+    """``ModelIdentity.compute`` of a server with tiers that have these codecs."""
+    if not codecs:
+        return compute
+    from hicache_ext.page.transforms.lossy import lossy_fact
+
+    return lossy_fact(compute, codecs)
 
 
 def name_of(name: Any) -> str:

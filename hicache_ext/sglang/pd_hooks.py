@@ -16,19 +16,18 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hicache_ext.config import load_config
 from hicache_ext.config.model import BACKEND_NAME
 from hicache_ext.config.pd import WriteConfig
 from hicache_ext.errors import UnsupportedError
-from hicache_ext.pd.decode_writer import DecodeWriter
-from hicache_ext.pd.pool_writer import PoolWriter
-from hicache_ext.pd.stopwatch import Stopwatch
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.sglang.attached import attached_backends
 from hicache_ext.sglang.launch_facts import configuration_given_as
-from hicache_ext.sglang.offload import ManagerOffload
+
+if TYPE_CHECKING:
+    from hicache_ext.pd.decode_writer import DecodeWriter
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +43,8 @@ _last_trouble = 0.0
 def around_init(original: Callable[..., None], manager: Any, *arguments: Any, **keywords: Any) -> None:
     """Construction [scheduler thread, before the first request]. Raises ConfigError or UnsupportedError."""
     from sglang.srt.runtime_context import get_context, get_memory
+
+    from hicache_ext.pd.stopwatch import Stopwatch
 
     setattr(manager, _STOPWATCH, Stopwatch())
     written = getattr(get_memory(), _CONFIG_FIELD)
@@ -172,6 +173,11 @@ def _refuse_what_prefill_cannot_use(kv_cache: Any, config: WriteConfig, bigrams:
 
 def _make_writer(manager: Any, config: WriteConfig, bigrams: bool) -> DecodeWriter:
     import torch
+
+    # What is off is not imported: only a decode node needs these.
+    from hicache_ext.pd.decode_writer import DecodeWriter
+    from hicache_ext.pd.pool_writer import PoolWriter
+    from hicache_ext.sglang.offload import ManagerOffload
 
     # Not through the controller: SGLang's fault injector may be wrapped around its reference.
     backend = next(

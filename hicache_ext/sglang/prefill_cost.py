@@ -10,15 +10,25 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hicache_ext.storage.tiering.pulling.sized_cost import SizedCost
+if TYPE_CHECKING:
+    from hicache_ext.storage.tiering.pulling import SizedCost
 
-prefill_cost = SizedCost()
-"""The cost on this process's scheduler; amounts are tokens."""
+_cost: SizedCost | None = None
 
 _started: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 _last_result = 0.0
+
+
+def prefill_cost() -> SizedCost:
+    """The cost on this process's scheduler, in tokens; measured from the first time on that it is asked for."""
+    global _cost
+    if _cost is None:
+        from hicache_ext.storage.tiering.pulling import SizedCost
+
+        _cost = SizedCost()
+    return _cost
 
 
 def around_run(original: Callable[..., Any], scheduler: Any, batch: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -37,8 +47,8 @@ def around_result(original: Callable[..., Any], scheduler: Any, batch: Any, *arg
     if _is_prefill(batch) and batch.reqs:
         started = _started.pop(batch.reqs[0], None)
         tokens = getattr(batch, "extend_num_tokens", None)
-        if started is not None and tokens:
-            prefill_cost.observe(tokens, now - max(started, _last_result))
+        if _cost is not None and started is not None and tokens:
+            _cost.observe(tokens, now - max(started, _last_result))
     _last_result = now
     return answer
 

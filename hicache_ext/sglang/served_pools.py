@@ -19,8 +19,6 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from hicache_ext.config import HicacheExtConfig
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
-from hicache_ext.page.transforms.lossy import rows_of
-from hicache_ext.page.transforms.rows import Code, Rows
 from hicache_ext.sglang import weights_hooks
 from hicache_ext.sglang.copied_pages import AnyPages, CopiedPages, pages_of
 from hicache_ext.sglang.features import ADAPTERS, DRAFTS
@@ -146,6 +144,9 @@ class ServedPools:
             self.bound[name] = bound = self._under_model(name, pages, pages.describe(dtype), shards)
             identified = self.identified
         for codec in sorted(self._config.lossy_codecs):
+            from hicache_ext.page.transforms.lossy import rows_of
+            from hicache_ext.page.transforms.rows import Code, Rows
+
             rows = rows_of(bound.identities[0].document(), Code(codec))
             how = f"in codes of 8 bits, a scale for {rows.length} numbers" if isinstance(rows, Rows) else rows
             logger.info("hicache_ext: pool %s with codec %s: %s", name, codec, how)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from hicache_ext.storage.tiering import recording, tracing
+from hicache_ext.storage.tiering import observers
 
 _requests: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 """SGLang's requests that may be prefetched, by id; only while something is traced or recorded."""
@@ -19,14 +19,14 @@ _requests: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 def before_prefetch(scheduler: Any, req: Any, *_: Any, **__: Any) -> None:
     """BEFORE hook [scheduler thread]: storage is about to be asked for a request."""
-    if tracing.spans is not None or recording.recorder is not None:
+    if observers.spans is not None or observers.recorder is not None:
         with suppress(AttributeError, TypeError):  # something else than a request: its spans have no parent
             _requests[req.rid] = req
 
 
 def around_look_up(original: Callable[..., Any], controller: Any, operation: Any, *more: Any, **named: Any) -> Any:
     """AROUND hook [prefetch threads]: the look-up of one request, which is recorded, too."""
-    recorder = recording.recorder
+    recorder = observers.recorder
     if recorder is None:
         return around_storage(original, controller, operation, *more, **named)
     with recorder.looking_up() as found:
@@ -38,7 +38,7 @@ def around_look_up(original: Callable[..., Any], controller: Any, operation: Any
     return answer
 
 
-def _record(recorder: recording.Recorder, operation: Any, answered: int, found: dict[str, int]) -> None:
+def _record(recorder: Any, operation: Any, answered: int, found: dict[str, int]) -> None:
     pages, rid, before = list(operation.all_hash_values), operation.request_id, operation.last_hash
     if not isinstance(rid, str) or not all(isinstance(page, str) for page in pages):
         raise TypeError
@@ -58,7 +58,7 @@ def _record(recorder: recording.Recorder, operation: Any, answered: int, found: 
 
 def around_storage(original: Callable[..., Any], controller: Any, operation: Any, *more: Any, **named: Any) -> Any:
     """AROUND hook [prefetch threads]: the look-up, or the read, of one request."""
-    spans = tracing.spans
+    spans = observers.spans
     # Questions that are asked for no request have an operation that was never prefetched.
     rid = None if spans is None else getattr(operation, "request_id", None)
     if spans is None or not isinstance(rid, str):

@@ -11,7 +11,7 @@ import torch
 
 from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.store import SetResult
-from hicache_ext.storage.tiering.pulling.measured_store import MeasuredStore
+from hicache_ext.storage.tiering.pulling import MeasuredStore
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.faults import FailingStore, SlowStore
 from hicache_ext.testing.host_pools import mha_pools, page_indices

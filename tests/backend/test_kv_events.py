@@ -12,8 +12,8 @@ import pytest
 
 from hicache_ext.errors import ConfigError
 from hicache_ext.sglang import weights_hooks
-from hicache_ext.storage.serving.events import publisher as publisher_module
-from hicache_ext.storage.serving.events.changes import Change, Kind
+from hicache_ext.storage.serving import events as publisher_module
+from hicache_ext.storage.serving.events import Change, Kind
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices
 from hicache_ext.testing.server import free_port

@@ -14,7 +14,8 @@ import yaml
 
 from hicache_ext import __version__
 from hicache_ext.cli.main import COMMANDS, main
-from hicache_ext.config import ExtraConfig, example_config
+from hicache_ext.config import ExtraConfig
+from hicache_ext.config.render import example_config
 from hicache_ext.runtime import file_systems
 from hicache_ext.runtime.mounts import Mount
 

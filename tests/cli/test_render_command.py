@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from hicache_ext.cli.main import main
-from hicache_ext.config import example_config, load_config, load_document
+from hicache_ext.config import load_config, load_document
+from hicache_ext.config.render import example_config
 from hicache_ext.runtime import file_systems
 from hicache_ext.runtime.mounts import Mount
 

@@ -10,7 +10,7 @@ import pytest
 from hicache_ext.cli.main import main
 from hicache_ext.config import load_config
 from hicache_ext.config.load import read_document
-from hicache_ext.config.tiers import tier_types
+from hicache_ext.config.tier import tier_types
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -19,14 +19,13 @@ from hicache_ext.config import (
     GuardsConfig,
     HicacheExtConfig,
     RoleConfig,
-    example_config,
-    json_schema,
     load_config,
     load_document,
     tier_types,
 )
+from hicache_ext.config.render import example_config, json_schema
 from hicache_ext.config.schema import ConfigModel, as_config_error
-from hicache_ext.config.tiering import BackgroundConfig, PrefetchConfig
+from hicache_ext.config.sections import BackgroundConfig, PrefetchConfig
 from hicache_ext.errors import ConfigError
 from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
@@ -77,8 +76,6 @@ def test_everything_that_is_left_out_has_its_documented_default() -> None:
         "seal": None,
         "admission": "all",
         "write_budget": None,
-        "dwpd": None,
-        "disk_size": None,
         "path": ("/a",),
         "capacity": 2**30,
         "layout": "auto",
@@ -103,13 +100,13 @@ def test_locations_that_are_left_out_are_all_tiers_in_written_order() -> None:
 def test_a_budget_is_bytes_a_second_of_all_ranks_together() -> None:
     budgets: dict[str, dict[str, Any]] = {
         "a": {"write_budget": "864TB/day"},
-        "b": {"dwpd": 2, "disk_size": "4.32TB"},
+        "b": {"write_budget": "8.64TB/d"},
         "c": {},
     }
     tiers = {name: {"type": "file", "path": f"/{name}", "capacity": "1GiB", **given} for name, given in budgets.items()}
     found = load_config(ExtraConfig.around({"tiers": tiers})).tiers
 
-    assert [found[name].bytes_a_second for name in "abc"] == [10**10, 10**8, None]
+    assert [found[name].write_budget for name in "abc"] == [10**10, 10**8, None]
 
 
 def test_an_unlimited_tier_has_no_capacity() -> None:

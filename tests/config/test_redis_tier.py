@@ -20,7 +20,7 @@ IN_FLIGHT = "a size from 64KiB to 1GiB, such as 8MiB"
 TIMEOUT = "a duration from 1ms to 1h, such as 2s"
 SECRET = "{env: NAME} or {file: /path}"
 KEYS = (
-    "type, required, timeout, guards, codec, seal, admission, write_budget, dwpd, disk_size, "
+    "type, required, timeout, guards, codec, seal, admission, write_budget, "
     "url, cluster, password, username, sentinel_password, "
     "sentinel_username, read_replicas, client_name, database, prefix, connections, in_flight, ttl, tls_ca, "
     "tls_certificate, tls_key, tls_verify"

@@ -85,8 +85,14 @@ def test_a_view_is_its_own_view():
         ({"store_policies": ["pool"]}, "hicache_ext.store_policies: a list is not accepted"),
         ({"prefetch": {"buffer": "1KiB"}}, "hicache_ext.prefetch.buffer: the text '1KiB' is less than 1MiB"),
         ({"prefetch": {"buffer": True}}, "hicache_ext.prefetch.buffer: the value true is not accepted"),
-        ({"prefetch": {"streams": 0}}, "hicache_ext.prefetch.streams: the number 0 is not accepted; allowed: 1 to 64"),
-        ({"prefetch": {"lifetime": "2w"}}, "hicache_ext.prefetch.lifetime: unknown unit 'w'"),
+        (
+            {"prefetch": {"streams": 4}},
+            "hicache_ext.prefetch.streams: there is no such key any more: four calls on each outer tier go on",
+        ),
+        (
+            {"prefetch": {"lifetime": "2m"}},
+            "hicache_ext.prefetch.lifetime: there is no such key any more: a page that nobody reads",
+        ),
         ({"background": {"drain": "1ms"}}, "hicache_ext.background.drain: the text '1ms' is less than 10ms; allowed: "),
     ],
 )

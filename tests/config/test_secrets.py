@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import TypeAdapter
 
-from hicache_ext.config import ExtraConfig, Secret, TierConfig, json_schema, load_config
+from hicache_ext.config import ExtraConfig, Secret, TierConfig, load_config
 from hicache_ext.config.problems import looks_secret, shown
+from hicache_ext.config.render import json_schema
 from hicache_ext.config.schema import Allowed
 from hicache_ext.errors import ConfigError
 from hicache_ext.storage.contract import registry

@@ -22,7 +22,7 @@ POOL = "pool: {type: file, path: /mnt/b, capacity: 1GiB}"
 
 TYPES = ", ".join(tier_types())
 TIER_KEYS = (
-    "type, required, timeout, guards, codec, seal, admission, write_budget, dwpd, disk_size, path, capacity, layout, "
+    "type, required, timeout, guards, codec, seal, admission, write_budget, path, capacity, layout, "
     "io, threads, open_files, ttl, shared, mode, group, require_mount"
 )
 SECTION_KEYS = (
@@ -441,15 +441,15 @@ WRONG_FILES = [
         "a budget of nothing", "write_budget: 0B/day", f"{N}.write_budget: nothing could be written; allowed: {BUDGET}"
     ),
     tier(
-        "dwpd of an unknown disk",
+        "a budget in disk writes",
         "dwpd: 1",
-        f"{N}.dwpd: of what size is the disk?; allowed: with disk_size, such as 3.84TB",
+        f"{N}.dwpd: there is no such key any more: write_budget bounds what is written, and one disk write a day of"
+        " 3.84TB is 3.84TB/day; remove it",
     ),
-    tier("a disk without dwpd", "disk_size: 4TB", f"{N}.disk_size: says nothing without dwpd; allowed: with dwpd"),
     tier(
-        "two budgets",
-        "write_budget: 1TB/day\ndwpd: 1\ndisk_size: 4TB",
-        f"{N}.write_budget: dwpd says what may be written, too; allowed: one of the two",
+        "the size of a disk",
+        "disk_size: 4TB",
+        f"{N}.disk_size: there is no such key any more: write_budget bounds what is written; remove it",
     ),
     tier("a relative path", "path: cache", f"{N}.path: 'cache' is not an absolute path; allowed: {PATH}"),
     tier("a path with a tilde", "path: ~/cache", f"{N}.path: '~/cache' is not an absolute path; allowed: {PATH}"),

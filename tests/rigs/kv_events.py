@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.config.events import EventsConfig
+from hicache_ext.config.sections import EventsConfig
 from hicache_ext.page.envelope import IDENTITY_LENGTH
-from hicache_ext.storage.serving.events.changes import Change, Kind, Media
-from hicache_ext.storage.serving.events.publisher import EventPublisher, Look
+from hicache_ext.storage.serving.events import Change, EventPublisher, Kind, Look, Media
 from hicache_ext.testing.server import free_port
 
 MEDIA = Media("DISK", "EXTERNAL")

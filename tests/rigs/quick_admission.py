@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hicache_ext.storage.tiering.admission import policy
+from hicache_ext.storage.tiering import admission as policy
 
 
 def register() -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.storage.contract.store import PageStore
-from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
+from hicache_ext.storage.tiering.settings import TieringSettings
+from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.file.opening import open_file_tier
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.slab.store import SlabStore

@@ -21,11 +21,10 @@ from hicache_ext.storage.guards.tier_breaker import BreakerSettings
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering import live_tiers
 from hicache_ext.storage.tiering.io_priority import IoPriority
-from hicache_ext.storage.tiering.prefetch import PrefetchSettings
 from hicache_ext.storage.tiering.reload import ReloadableStore
+from hicache_ext.storage.tiering.settings import PrefetchSettings, QueueSettings, TieringSettings
 from hicache_ext.storage.tiering.tier_handle import TierHandle
-from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
-from hicache_ext.storage.tiering.write_behind import QueueSettings
+from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,

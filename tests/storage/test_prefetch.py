@@ -8,8 +8,9 @@ import pytest
 
 from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.storage.tiering.io_priority import IoPriority
-from hicache_ext.storage.tiering.prefetch import Prefetcher, PrefetchSettings
-from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
+from hicache_ext.storage.tiering.prefetch import Prefetcher
+from hicache_ext.storage.tiering.settings import PrefetchSettings, TieringSettings
+from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,
@@ -82,7 +83,7 @@ def take(prefetcher, keys, sizes=(SIZE,)):
     host = HostPages([sizes] * len(keys))
     pages = prefetcher.begin_read(keys)
     results = [
-        None if page is None else prefetcher.take(page, segments)
+        None if page is None else prefetcher.take([(page, segments)])[0]
         for page, segments in zip(pages, host.buffers, strict=True)
     ]
     prefetcher.end_read(keys, pages)
@@ -311,7 +312,7 @@ def test_a_source_with_too_few_answers_keeps_nobody_waiting(open_prefetcher, far
     (page,) = prefetcher.begin_read([key])
     results = []
     reader = threading.Thread(
-        target=lambda: results.append(prefetcher.take(page, HostPages([[SIZE]]).buffers[0])), daemon=True
+        target=lambda: results.extend(prefetcher.take([(page, HostPages([[SIZE]]).buffers[0])])), daemon=True
     )
     reader.start()
     go_on.set()

@@ -8,9 +8,8 @@ import pytest
 
 from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.storage.tiering.io_priority import IoPriority
-from hicache_ext.storage.tiering.prefetch import PrefetchSettings
-from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
-from hicache_ext.storage.tiering.write_behind import QueueSettings
+from hicache_ext.storage.tiering.settings import PrefetchSettings, QueueSettings, TieringSettings
+from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, read_pages, store_pages
 from tests.storage.test_tiered import Recording

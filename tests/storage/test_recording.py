@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from hicache_ext.config import ExtraConfig, load_config
-from hicache_ext.config.record import RecordConfig
+from hicache_ext.config.sections import RecordConfig
 from hicache_ext.errors import ConfigError, RecordingError
 from hicache_ext.page.recording import MAGIC, SUFFIX, Asked, Encoder, Entry, block, read_file
 from hicache_ext.plan.traces import read_trace
 from hicache_ext.sglang import trace_hooks
 from hicache_ext.storage.opening import open_tiers
-from hicache_ext.storage.tiering import recording
+from hicache_ext.storage.tiering import observers, recording
 from hicache_ext.storage.tiering.recording import Recorder
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
@@ -52,14 +52,14 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
     def begin(size: int = 1 << 20) -> Recorder:
         settings = RecordConfig(path=str(tmp_path / "rec"), size=size)
-        begun = recording.begin(settings, lambda: {"model": "m", "page_size": 64})
+        begun = observers.begin_recording(settings, lambda: {"model": "m", "page_size": 64})
         assert begun is not None
         made.append(begun)
         return begun
 
     yield begin
     for recorder in made:
-        recording.end(recorder)
+        observers.end_recording(recorder)
 
 
 def files_in(directory: Path) -> list[Path]:
@@ -228,7 +228,7 @@ def test_a_slow_disk_holds_up_no_request_and_not_the_end(
         assert slowest < 1.0
         assert recorder.metrics.value("request", "dropped_queue") >= 6000 - 2 * recording._MOST_REQUESTS
         started = time.monotonic()
-        recording.end(recorder)
+        observers.end_recording(recorder)
         assert time.monotonic() - started < 5.0
     finally:
         released.set()
@@ -287,16 +287,16 @@ def test_a_clock_that_is_set_back_puts_no_request_before_an_earlier_one(
 
 _PROCESS = """
 import hashlib, sys
-from hicache_ext.config.record import RecordConfig
-from hicache_ext.storage.tiering import recording
+from hicache_ext.config.sections import RecordConfig
+from hicache_ext.storage.tiering import observers, recording
 recording._PAUSE = 0.0
-recorder = recording.begin(RecordConfig(path=sys.argv[1], size=1 << 20), lambda: {"page_size": 64})
+recorder = observers.begin_recording(RecordConfig(path=sys.argv[1], size=1 << 20), lambda: {"page_size": 64})
 for number in range(int(sys.argv[3])):
     pages = [hashlib.sha256(f"{sys.argv[2]} {number} {page}".encode()).hexdigest() for page in range(50)]
     recorder.ask(f"{number}", pages, before=None, answered=0, found={})
     if number == 20:
         print("going", flush=True)
-recording.end(recorder)
+observers.end_recording(recorder)
 """
 
 
@@ -368,8 +368,8 @@ def config(**section: Any) -> Any:
 
 
 def test_nothing_is_recorded_where_nothing_is_said() -> None:
-    assert config().record is None and recording.begin(config().record, dict) is None
-    assert recording.recorder is None
+    assert config().record is None and observers.begin_recording(config().record, dict) is None
+    assert observers.recorder is None
 
 
 def test_a_reload_says_that_another_recording_begins_with_the_next_start(tmp_path: Path) -> None:
@@ -399,11 +399,11 @@ def test_a_mistake_is_one_sentence(record: Any, problem: str) -> None:
 def test_a_directory_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"hicache_ext\.record\.path: .*/file/rec cannot be used: Not a directory"):
-        recording.begin(RecordConfig(path=str(tmp_path / "file" / "rec")), dict)
+        observers.begin_recording(RecordConfig(path=str(tmp_path / "file" / "rec")), dict)
     (tmp_path / "salt").write_text("x")
     with pytest.raises(ConfigError, match=r"salt holds no salt; allowed: that file removed"):
-        recording.begin(RecordConfig(path=str(tmp_path)), dict)
-    assert recording.recorder is None
+        observers.begin_recording(RecordConfig(path=str(tmp_path)), dict)
+    assert observers.recorder is None
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

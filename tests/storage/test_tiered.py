@@ -7,9 +7,8 @@ import threading
 import pytest
 
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiering.prefetch import PrefetchSettings
-from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
-from hicache_ext.storage.tiering.write_behind import QueueSettings
+from hicache_ext.storage.tiering.settings import PrefetchSettings, QueueSettings, TieringSettings
+from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import (
     HostPages,

@@ -11,8 +11,8 @@ import pytest
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiering import write_behind
+from hicache_ext.storage.tiering.settings import QueueSettings
 from hicache_ext.storage.tiering.tier_handle import TierHandle
-from hicache_ext.storage.tiering.write_behind import QueueSettings
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import page_keys, read_pages
 from tests.waiting import wait_until

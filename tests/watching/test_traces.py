@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.config.tracing import TracingConfig
+from hicache_ext.config.sections import TracingConfig
 from hicache_ext.errors import ConfigError, MissingPackageError
 from hicache_ext.page.transforms.lossy import LossyCodec
 from hicache_ext.page.transforms.rows import Code
 from hicache_ext.sglang import trace_hooks
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiering import tracing
-from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
+from hicache_ext.storage.tiering import observers, tracing
+from hicache_ext.storage.tiering.settings import TieringSettings
+from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages
 from hicache_ext.testing.faults import RaisingStore
@@ -50,7 +51,7 @@ def finished(provider: Any, monkeypatch: pytest.MonkeyPatch) -> Finished:
 
     exporter = InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(tracing, "spans", tracing.Spans(provider, owned=False))
+    monkeypatch.setattr(observers, "spans", tracing.Spans(provider, owned=False))
     return exporter.get_finished_spans
 
 
@@ -133,7 +134,7 @@ def test_spans_are_in_the_trace_of_their_caller_also_where_other_threads_do_the_
     finished: Finished, tiered: Callable[..., TieredStore], provider: Any
 ) -> None:
     store = tiered(*[MemoryPageStore(name) for name in ("a", "b", "c", "d")])
-    spans = tracing.spans
+    spans = observers.spans
     assert spans is not None
     from opentelemetry import trace
 
@@ -159,7 +160,7 @@ def test_a_library_that_fails_costs_the_span_and_nothing_else(
         raise RuntimeError("no")
 
     store = tiered(MemoryPageStore("disk"))
-    monkeypatch.setattr(tracing.spans, "_tracer", type("Broken", (), {"start_span": broken})())
+    monkeypatch.setattr(observers.spans, "_tracer", type("Broken", (), {"start_span": broken})())
     assert store_pages(store, KEYS) == [SetResult.STORED] * 3
     assert finished() == ()
 
@@ -172,14 +173,14 @@ def begun(provider: Any) -> Iterator[Callable[[str], tracing.Spans]]:
     made: list[tracing.Spans] = []
 
     def begin(endpoint: str) -> tracing.Spans:
-        spans = tracing.begin(TracingConfig(endpoint=endpoint))
+        spans = observers.begin_tracing(TracingConfig(endpoint=endpoint))
         assert spans is not None
         made.append(spans)
         return spans
 
     yield begin
     for spans in made:
-        tracing.end(spans)
+        observers.end_tracing(spans)
 
 
 def test_a_collector_gets_the_spans_by_the_end_at_the_latest(
@@ -188,8 +189,8 @@ def test_a_collector_gets_the_spans_by_the_end_at_the_latest(
     with OtlpCollector() as collector:
         spans = begun(collector.endpoint)
         store_pages(tiered(MemoryPageStore("disk")), KEYS)
-        tracing.end(spans)
-        assert tracing.spans is None
+        observers.end_tracing(spans)
+        assert observers.spans is None
         (span,) = collector.spans
     assert span.name == "set disk" and span.attributes["hicache.bytes"] == 3000
 
@@ -209,7 +210,7 @@ def test_a_collector_that_does_not_take_them_holds_up_no_call_and_not_the_end(
         if collector == "hung":
             wait_until(hung.requested.is_set)
             assert store_pages(store, KEYS) == [SetResult.STORED] * 3
-        tracing.end(spans)  # while the request under way has had no answer
+        observers.end_tracing(spans)  # while the request under way has had no answer
         assert not hung._closing.is_set()
 
 
@@ -227,7 +228,7 @@ def test_the_collector_of_sglang_needs_sglang_to_trace(
     spans = begun("sglang")
     closed: list[bool] = []
     monkeypatch.setattr(provider, "shutdown", lambda: closed.append(True))
-    tracing.end(spans)
+    observers.end_tracing(spans)
     assert not closed, "it is SGLang's"
 
 
@@ -239,16 +240,16 @@ def test_a_variable_that_opentelemetry_refuses_is_one_sentence(
 ) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"^hicache_ext\.tracing: OpenTelemetry refuses a variable OTEL_"):
-        tracing.begin(TracingConfig(endpoint="http://127.0.0.1:1/v1/traces"))
-    assert tracing.spans is None
+        observers.begin_tracing(TracingConfig(endpoint="http://127.0.0.1:1/v1/traces"))
+    assert observers.spans is None
 
 
 @pytest.mark.parametrize("endpoint", ["sglang", "http://127.0.0.1:4318/v1/traces"])
 def test_without_the_packages_it_is_one_sentence(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(MissingPackageError, match="pip install opentelemetry-sdk"):
-        tracing.begin(TracingConfig(endpoint=endpoint))
-    assert tracing.spans is None
+        observers.begin_tracing(TracingConfig(endpoint=endpoint))
+    assert observers.spans is None
 
 
 def test_where_nothing_is_configured_nothing_is_imported() -> None:
@@ -256,10 +257,10 @@ def test_where_nothing_is_configured_nothing_is_imported() -> None:
 import sys
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.storage.opening import open_tiers
-from hicache_ext.storage.tiering import tracing
+from hicache_ext.storage.tiering import observers, tracing
 from hicache_ext.testing.conformance.pages import page_keys, store_pages
 config = load_config(ExtraConfig.around({"tiers": {"m": {"type": "memory"}}}))
-assert tracing.begin(config.tracing) is None
+assert observers.begin_tracing(config.tracing) is None
 store = open_tiers(config)
 store_pages(store, page_keys(2))
 store.close()

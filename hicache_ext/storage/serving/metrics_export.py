@@ -210,22 +210,13 @@ class Exporter:
         return {**dict.fromkeys(_LABELS, "0"), "model_name": "", **self._labels}
 
 
-class _NoExporter:
-    def close(self) -> None:
-        """Nothing to close."""
-
-
-def export_when_wanted(
-    wanted: bool, sources: Callable[[], Iterable[TierMetrics]], labels: Mapping[str, str]
-) -> Exporter | _NoExporter:
-    """An exporter, if the server has a Prometheus endpoint. Never raises: metrics must not stop a start."""
-    if not wanted:
-        return _NoExporter()
+def export_if_possible(sources: Callable[[], Iterable[TierMetrics]], labels: Mapping[str, str]) -> Exporter | None:
+    """An exporter to the Prometheus endpoint of this server. Never raises: metrics must not stop a start."""
     try:
         return Exporter(sources, labels)
     except Exception as error:  # noqa: BLE001 - prometheus_client missing, or its directory gone
         logger.warning("hicache_ext: no metrics at the Prometheus endpoint: %s", error)
-        return _NoExporter()
+        return None
 
 
 _LABELS = ("model_name", "tp_rank", "pp_rank", "dp_rank", "attn_cp_rank", "dcp_rank")

@@ -20,9 +20,9 @@ from hicache_ext.runtime.whole_file import json_in
 from hicache_ext.storage.contract.abilities import IdentityKeeper, ability
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
-from hicache_ext.storage.tiering.prefetch import PrefetchSettings
+from hicache_ext.storage.tiering.settings import PrefetchSettings, TieringSettings
 from hicache_ext.storage.tiering.tier_use import tier_use
-from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
+from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.file.pages.tree import load_document
 
 _PAGES_AT_ONCE = 64

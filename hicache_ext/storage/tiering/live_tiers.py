@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from hicache_ext.config import HicacheExtConfig, TierConfig
+from hicache_ext.config import GuardsConfig, HicacheExtConfig, TierConfig
+from hicache_ext.runtime.mounts import is_on_network
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.wrapper import DelegatingStore
-from hicache_ext.storage.guards.composition import guarded, plan_guards
-from hicache_ext.storage.guards.late_open import LateStore
-from hicache_ext.storage.tiering.admission.gate import AdmissionSettings
-from hicache_ext.storage.tiering.pulling.measured_store import MeasuredStore
+from hicache_ext.storage.tiering.settings import TieringSettings
 from hicache_ext.storage.tiering.tier_handle import TierHandle
 from hicache_ext.storage.tiering.tier_use import tier_use
-from hicache_ext.storage.tiering.tiered import Arrangement, TieringSettings
+from hicache_ext.storage.tiering.tiered import Arrangement
+
+if TYPE_CHECKING:
+    from hicache_ext.storage.tiering.admission import AdmissionSettings
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +89,8 @@ def open_live_tiers(configs: Mapping[str, TierConfig], role: str, *, measured: b
                 unguarded.pop_all()
             # Through the guards alone, which do not wait for ever.
             undo.callback(guards.close)
-            store = MeasuredStore(guards.store) if measured else guards.store
-            handle = TierHandle(store, bare=bare)
-            handle.admit_by(AdmissionSettings.of(config, role))
+            handle = TierHandle(guards.store, bare=bare, measured=_measured(guards.store) if measured else None)
+            handle.admit_by(admission_of(config, role))
             opened[name] = LiveTier(config, bare, guards, handle)
         undo.pop_all()
     return opened
@@ -96,9 +98,19 @@ def open_live_tiers(configs: Mapping[str, TierConfig], role: str, *, measured: b
 
 def guard(config: TierConfig, bare: PageStore, before: Guards | None = None) -> Guards:
     """Guards as configured around a store; ``before``: its old ones. Raises StoreSetupError."""
+    if not _may_have_guards(config):
+        return Guards(bare)
+    from hicache_ext.storage.guards.composition import guarded, plan_guards
+
     innermost = _Guarded(bare)
     store = guarded(innermost, plan_guards(config), None if before is None else before.store)
     return Guards(bare) if store is innermost else Guards(store, innermost)
+
+
+def _may_have_guards(config: TierConfig) -> bool:
+    """False for a tier on local disks of which nothing else was asked: ``plan_guards`` would plan none for it."""
+    on_network = config.remote or any(is_on_network(path) for path in config.directories())
+    return on_network or config.guards != GuardsConfig() or config.timeout not in (None, math.inf)
 
 
 def arrange(config: HicacheExtConfig, tiers: Mapping[str, LiveTier]) -> Arrangement:
@@ -113,8 +125,28 @@ def arrange(config: HicacheExtConfig, tiers: Mapping[str, LiveTier]) -> Arrangem
     )
 
 
+# What is off is not imported: the modules of a feature are imported where it is switched on.
+
+
+def _measured(store: PageStore) -> DelegatingStore:
+    from hicache_ext.storage.tiering.pulling import MeasuredStore
+
+    return MeasuredStore(store)
+
+
+def admission_of(config: TierConfig, role: str) -> AdmissionSettings | None:
+    """What decides which pages the tier is given; None where it is given all."""
+    if config.admission == "all" and config.write_budget is None:
+        return None
+    from hicache_ext.storage.tiering.admission import AdmissionSettings
+
+    return AdmissionSettings.of(config, role)
+
+
 def _open(name: str, config: TierConfig) -> PageStore:
     if config.required:
         return open_tier(name, config)
+    from hicache_ext.storage.guards.late_open import LateStore
+
     shared = config.sharing().shared
     return LateStore(name, config.type, lambda: open_tier(name, config), shared=shared, first_wait=_FIRST_WAIT)

@@ -18,6 +18,7 @@ import enum
 import functools
 import logging
 import math
+import operator
 import threading
 import time
 from collections import Counter
@@ -35,23 +36,16 @@ from hicache_ext.storage.contract.base import one_for_each
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.tiering.generations import StillWanted, always
 from hicache_ext.storage.tiering.io_priority import IoPriority
+from hicache_ext.storage.tiering.settings import PrefetchSettings
 
 logger = logging.getLogger(__name__)
 
 _PAGES_AT_ONCE = 32
+_nbytes = operator.attrgetter("nbytes")
 _PATIENCE = 0.02
 """Seconds for which a fetch waits for foreground reads. Short: a request being read needs its next batch."""
 _MOST_PLANNED = 16384
 """Pages planned and fetched at once, of all tiers. More could not be read before they expire."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefetchSettings:
-    """``buffer`` in bytes (0: no prefetch), ``lifetime`` in seconds, ``streams``: calls on far tiers at once."""
-
-    buffer: int = 256 * 1024 * 1024
-    lifetime: float = 30.0
-    streams: int = 4
 
 
 class _State(enum.Enum):
@@ -212,29 +206,29 @@ class Prefetcher:
     def begin_read(self, keys: Sequence[bytes]) -> list[PrefetchedPage | None]:
         """A foreground read of ``keys`` begins. For each key the page that is staged or being fetched, or None.
 
-        Planned pages are taken over. The caller reads keys with None itself, passes every other page to ``take``, and
+        Planned pages are taken over. The caller reads keys with None itself, passes all other pages to ``take``, and
         calls ``end_read`` with the answer in any case.
         """
-        overtaken: Counter[TierMetrics] = Counter()
-        joined: Counter[TierMetrics] = Counter()
+        overtaken: Counter[PageStore] = Counter()
+        joined: Counter[PageStore] = Counter()
         pages: list[PrefetchedPage | None] = []
         with self._condition:
             self._expire(self._clock())
             for key in keys:
                 page = self._pages.get(key)
                 if page is not None and page.state is _State.PLANNED:
-                    overtaken[page.source.metrics] += 1
+                    overtaken[page.source] += 1
                     self._drop(page)
                     page = None
                 if page is None:
                     self._being_read[key] += 1
                 elif page.state is _State.FETCHING:
-                    joined[page.source.metrics] += 1
+                    joined[page.source] += 1
                 pages.append(page)
             self._dropped()
         for outcome, counts in (("overtaken", overtaken), ("joined", joined)):
-            for metrics, count in counts.items():
-                metrics.add("prefetch", outcome, count)
+            for source, count in counts.items():
+                source.metrics.add("prefetch", outcome, count)
         return pages
 
     def end_read(self, keys: Sequence[bytes], pages: Sequence[PrefetchedPage | None]) -> None:
@@ -245,36 +239,68 @@ class Prefetcher:
                     if not self._being_read[key]:
                         del self._being_read[key]
 
-    def take(self, page: PrefetchedPage, segments: Sequence[memoryview]) -> GetResult:
-        """Copy a page into host memory, waiting while it is being fetched. HIT, or why there is none.
+    def take(self, wanted: Sequence[tuple[PrefetchedPage, Sequence[memoryview]]]) -> list[GetResult]:
+        """Copy pages into host memory, waiting for those that are being fetched. For each HIT, or why there is none.
 
         MISS, TIMEOUT and the like are the tier's answer: it need not be asked again. REJECTED: the page was dropped
         meanwhile.
         """
-        metrics = page.source.metrics
-        with self._condition:
-            self._condition.wait_for(lambda: page.state is not _State.FETCHING)
-            memory, checksum = page.memory, page.checksum
+        results = [GetResult.REJECTED] * len(wanted)
+        left = list(range(len(wanted)))
+        while left:
+            with self._condition:
+                # What has been fetched is copied while the rest is on its way.
+                while not (ready := [at for at in left if wanted[at][0].state is not _State.FETCHING]):
+                    self._condition.wait()
+                left = [at for at in left if wanted[at][0].state is _State.FETCHING]
+                # These references keep the memory of pages that are dropped while they are copied outside the lock.
+                memories = [(at, wanted[at][0].memory, wanted[at][0].checksum) for at in ready]
+            self._copy_out(wanted, memories, results)
+        return results
+
+    def _copy_out(
+        self,
+        wanted: Sequence[tuple[PrefetchedPage, Sequence[memoryview]]],
+        memories: Sequence[tuple[int, bytearray | None, bytes]],
+        results: list[GetResult],
+    ) -> None:
+        copied: list[tuple[PrefetchedPage, bool]] = []
+        for at, memory, checksum in memories:
+            page, segments = wanted[at]
             if memory is None:
-                return page.result if page.result not in (None, GetResult.HIT) else GetResult.REJECTED
-        # Copied outside the lock: this reference keeps the memory of a page that is dropped meanwhile.
-        if len(memory) != sum(segment.nbytes for segment in segments):
-            return GetResult.REJECTED
-        scatter(memoryview(memory), segments)
-        intact = envelope.payload_checksum(segments) == checksum
-        with self._condition:
+                if page.result is not None and page.result is not GetResult.HIT:
+                    results[at] = page.result
+                continue
+            if len(memory) != sum(map(_nbytes, segments)):
+                continue
+            scatter(memoryview(memory), segments)
+            intact = envelope.payload_checksum(segments) == checksum
+            copied.append((page, intact))
             if intact:
-                self._count_first_use(page)
-                page.wanted -= 1
-            if (page.wanted <= 0 or not intact) and self._pages.get(page.key) is page:
-                self._drop(page)
-            elif page.state is _State.STAGED:
-                self._used.pop(page.key, None)
-                self._used[page.key] = page
+                results[at] = GetResult.HIT
+        useful: dict[PageStore, list[int]] = {}
+        corrupt: Counter[PageStore] = Counter()
+        with self._condition:
+            for page, intact in copied:
+                if not intact:
+                    corrupt[page.source] += 1
+                else:
+                    page.wanted -= 1
+                    if not page.used:
+                        page.used = True
+                        useful.setdefault(page.source, []).append(page.size)
+                if (page.wanted <= 0 or not intact) and self._pages.get(page.key) is page:
+                    self._drop(page)
+                elif page.state is _State.STAGED:
+                    self._used.pop(page.key, None)
+                    self._used[page.key] = page
+            # Before the lock is given back: what is dropped later counts as wasted where this was not counted.
+            for source, sizes in useful.items():
+                source.metrics.add("prefetch", "useful", len(sizes))
+                source.metrics.add("prefetch_bytes", "useful", sum(sizes))
             self._dropped()
-        if not intact:
-            metrics.add("corrupt", "staged")
-        return GetResult.HIT if intact else GetResult.REJECTED
+        for source, count in corrupt.items():
+            source.metrics.add("corrupt", "staged", count)
 
     def close(self, longest: float = math.inf) -> None:
         """Drop everything, wait for fetches under way, but not beyond ``longest`` (time.monotonic()), end the threads.
@@ -483,12 +509,6 @@ class Prefetcher:
         self._wasted.clear()
         self._publish_level()
         self._condition.notify_all()
-
-    def _count_first_use(self, page: PrefetchedPage) -> None:
-        if not page.used:
-            page.used = True
-            page.source.metrics.add("prefetch", "useful")
-            page.source.metrics.add("prefetch_bytes", "useful", page.size)
 
     def _publish_level(self) -> None:
         self._metrics.set_level("prefetch_buffer_bytes", "", self._held)

@@ -1,8 +1,8 @@
 """Writes what requests asked storage for, and where it was found, where ``record`` is configured (docs/plan.md).
 
-``recorder`` is None where it is not: one look at a name is all that a call pays then. A request is put into a bounded
-queue and written by a thread; what does not fit, or cannot be written, is dropped and counted. Nothing here raises into
-a call, and no call waits for a disk. The format: page/recording.py.
+A request is put into a bounded queue and written by a thread; what does not fit, or cannot be written, is dropped and
+counted. Nothing here raises into a call, and no call waits for a disk. Begun in observers.py; the format:
+page/recording.py.
 
 Several processes may share the directory: each has files of its own, and whoever writes removes the oldest of all.
 """
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.config.record import RecordConfig
+from hicache_ext.config.sections import RecordConfig
 from hicache_ext.errors import ConfigError
 from hicache_ext.page.recording import SALT_BYTES, SUFFIX, Asked, Encoder, block
 from hicache_ext.runtime.background import BackgroundLoop
@@ -242,29 +242,6 @@ class _File:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             os.close(self._fd)
-
-
-recorder: Recorder | None = None
-"""None: nothing is recorded. Read without a lock, set by ``begin`` and ``end``."""
-
-
-def begin(settings: RecordConfig | None, facts: Callable[[], Mapping[str, Any]]) -> Recorder | None:
-    """Record the requests of this process from now on, as configured. Raises ConfigError."""
-    global recorder
-    if settings is None:
-        return None
-    recorder = Recorder(settings, facts)
-    return recorder
-
-
-def end(begun: Recorder | None) -> None:
-    """Of what ``begin`` returned."""
-    global recorder
-    if begun is None:
-        return
-    if recorder is begun:
-        recorder = None
-    begun.close()
 
 
 def _salt_in(directory: Path) -> bytes:

@@ -12,20 +12,29 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from hicache_ext.config import HicacheExtConfig, TierConfig
 from hicache_ext.config.problems import config_error, listed
 from hicache_ext.config.seal import SealConfig
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page.transforms.codec import LOSSY_CODECS
-from hicache_ext.page.transforms.sealing import Seal
 from hicache_ext.storage.contract.abilities import Resizable, ability
-from hicache_ext.storage.contract.transforming.store import TransformedStore
-from hicache_ext.storage.guards.breaker_store import BreakerStore
-from hicache_ext.storage.tiering.admission.gate import AdmissionSettings
-from hicache_ext.storage.tiering.live_tiers import Guards, LiveTier, arrange, guard, open_live_tiers, used_tiers
+from hicache_ext.storage.tiering.live_tiers import (
+    Guards,
+    LiveTier,
+    admission_of,
+    arrange,
+    guard,
+    open_live_tiers,
+    used_tiers,
+)
 from hicache_ext.storage.tiering.tier_use import tier_use
 from hicache_ext.storage.tiering.tiered import TieredStore
+
+if TYPE_CHECKING:
+    from hicache_ext.page.transforms.sealing import Seal
+    from hicache_ext.storage.contract.transforming.store import TransformedStore
 
 logger = logging.getLogger(__name__)
 
@@ -119,14 +128,14 @@ class ReloadableStore(TieredStore):
         self._live = live
         for name, seal in seals.items():
             # Pages of a key that is gone are absent from here on.
-            store = ability(before[name].bare, TransformedStore)
+            store = _transforming(before[name])
             assert store is not None
             store.put_seal(seal)
             # Nor what was read ahead with it: who has a key that leaked may have made these pages.
-            self.prefetcher.forget_source(before[name].handle)
+            self.forget_what_was_fetched(before[name].handle)
         for name, new_guards in guards.items():
             tier = before[name]
-            tier.handle.admit_by(AdmissionSettings.of(wanted[name], config.role))
+            tier.handle.admit_by(admission_of(wanted[name], config.role))
             old_guards, tier.guards, tier.config = tier.guards, new_guards, wanted[name]
             if not tier.handle.put_guards(new_guards.store):
                 # Closed meanwhile, with the old ones.
@@ -135,6 +144,8 @@ class ReloadableStore(TieredStore):
             _end(name, old_guards.let_go)
             # What went through the old ones since is nothing that these know of.
             tier.handle.forget_look_ups()
+            from hicache_ext.storage.guards.breaker_store import BreakerStore
+
             if (breaker := ability(new_guards.store, BreakerStore)) is not None:
                 breaker.resume()
         for name, tier in before.items():
@@ -204,7 +215,7 @@ def _problems_of_seal(key: str, live: LiveTier, wanted: TierConfig, remedy: str)
     one, other = live.config.seal, wanted.seal
     if one is None or other is None or one.mode != other.mode:
         yield ConfigError(key, f"pages cannot be sealed in another way while the tier is in use; {remedy}")
-    elif ability(live.bare, TransformedStore) is None:
+    elif _transforming(live) is None:
         yield ConfigError(key, "cannot change before the tier could be opened")
     else:
         try:
@@ -235,7 +246,7 @@ def _opened_seal(key: str, live: LiveTier, seal: SealConfig) -> Seal:
 def _check_content(key: str, live: LiveTier, seal: SealConfig, found: Seal) -> None:
     """Raise ConfigError for a key that is another one than that of the same id which is in use: pages of both would
     have one id, and those of the old one would be gone unnoticed."""
-    store = ability(live.bare, TransformedStore)
+    store = _transforming(live)
     if store is None or store.seal is None:
         return
     in_use = {one.id: one for one in store.seal.keys}
@@ -244,6 +255,15 @@ def _check_content(key: str, live: LiveTier, seal: SealConfig, found: Seal) -> N
             number = [reference.id for reference in seal.keys].index(one.id)
             problem = f"the id {one.id} has another secret than the one in use; give it another id"
             raise ConfigError(f"{key}.keys[{number}]", problem)
+
+
+def _transforming(live: LiveTier) -> TransformedStore | None:
+    """The layer that seals and encodes the pages of a tier; None where there is none, or before the tier was opened."""
+    if live.config.seal is None and live.config.codec == "off":
+        return None
+    from hicache_ext.storage.contract.transforming.store import TransformedStore
+
+    return ability(live.bare, TransformedStore)
 
 
 def _new_seal(name: str, live: LiveTier, wanted: TierConfig) -> Seal | None:

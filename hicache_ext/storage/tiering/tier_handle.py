@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.page.copying import scatter
@@ -28,11 +28,12 @@ from hicache_ext.storage.contract.base import leading
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 from hicache_ext.storage.guards.scheduler import must_answer_at_once
-from hicache_ext.storage.tiering.admission.gate import Admission, AdmissionSettings
 from hicache_ext.storage.tiering.generations import StillWanted, always
-from hicache_ext.storage.tiering.promotion import PromotionQueue
-from hicache_ext.storage.tiering.pulling.measured_store import MeasuredStore
-from hicache_ext.storage.tiering.write_behind import QueueSettings, WriteBehind
+from hicache_ext.storage.tiering.settings import QueueSettings
+from hicache_ext.storage.tiering.write_behind import PromotionQueue, WriteBehind
+
+if TYPE_CHECKING:
+    from hicache_ext.storage.tiering.admission import Admission, AdmissionSettings
 
 logger = logging.getLogger(__name__)
 
@@ -78,12 +79,15 @@ class TierHandle(DelegatingStore):
         store: PageStore,
         *,
         bare: PageStore | None = None,
+        measured: DelegatingStore | None = None,
         queue: QueueSettings | None = None,
         promotions: QueueSettings | None = None,
         before_promotion: Callable[[], None] = lambda: None,
     ) -> None:
-        """``store`` with its guards, ``bare`` without them. Owns both: close() closes them."""
-        super().__init__(store)
+        """``store`` with its guards, ``bare`` without them, ``measured`` around the guards, whichever they are (for the
+        pull rule). Owns them: close() closes them."""
+        super().__init__(store if measured is None else measured)
+        self._measured = measured
         self._bare = bare if bare is not None else store
         self._guards_changed = 0
         self.before_promotion = before_promotion
@@ -113,8 +117,8 @@ class TierHandle(DelegatingStore):
             if self._closed:
                 return False
             self._former_writers = self._late_writers()
-            if isinstance(self.inner, MeasuredStore):
-                self.inner.inner = store
+            if self._measured is not None:
+                self._measured.inner = store
             else:
                 self.inner = store
             self._guards_changed += 1
@@ -125,6 +129,8 @@ class TierHandle(DelegatingStore):
         if settings is None:
             self.admission = None
         elif self.admission is None or self.admission.settings != settings:
+            from hicache_ext.storage.tiering.admission import Admission
+
             self.admission = Admission(settings, self)
 
     def describe(self) -> StoreInfo:

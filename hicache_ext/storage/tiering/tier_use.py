@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from hicache_ext.config import HicacheExtConfig
 from hicache_ext.config.model import PROMOTE_NOTHING, SECTION
-from hicache_ext.config.sharing import Sharing
-from hicache_ext.config.tiering import StorePolicy
+from hicache_ext.config.sections import StorePolicy
+from hicache_ext.config.tier import Sharing
 from hicache_ext.errors import ConfigError
 
 _TOLD = "configured"

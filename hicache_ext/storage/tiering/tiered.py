@@ -2,13 +2,14 @@
 
 A read asks a far tier only for what the nearer ones lack. Pages that exists() has just found far out are read from
 there at once, beside the near tiers. Pages found behind ``promote_to`` are written to it in the background
-(promotion.py); pages that exists() found far out are fetched ahead of the read (prefetch.py); tiers with the policy
+(write_behind.py); pages that exists() found far out are fetched ahead of the read (prefetch.py); tiers with the policy
 ``async`` are written in the background (write_behind.py). Reasons: docs/decisions/reading-several-tiers.md.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import threading
 import time
@@ -16,13 +17,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.config import HicacheExtConfig
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.call_gate import CallGate
@@ -41,13 +40,15 @@ from hicache_ext.storage.contract.store import (
     identities_of,
     identity_of,
 )
-from hicache_ext.storage.tiering import recording, tracing
+from hicache_ext.storage.tiering import observers
 from hicache_ext.storage.tiering.generations import Generations
 from hicache_ext.storage.tiering.io_priority import IoPriority
-from hicache_ext.storage.tiering.prefetch import PrefetchedPage, Prefetcher, PrefetchSettings
-from hicache_ext.storage.tiering.promotion import PROMOTION_PATIENCE
+from hicache_ext.storage.tiering.settings import TieringSettings
 from hicache_ext.storage.tiering.tier_handle import ADMINISTRATION_WAIT, TierHandle, Work
-from hicache_ext.storage.tiering.write_behind import QueueSettings
+from hicache_ext.storage.tiering.write_behind import PROMOTION_PATIENCE
+
+if TYPE_CHECKING:
+    from hicache_ext.storage.tiering.prefetch import PrefetchedPage, Prefetcher
 
 logger = logging.getLogger(__name__)
 
@@ -65,27 +66,6 @@ _CALLS_END = 60.0
 """Seconds that a reload waits for calls on tiers that it takes out."""
 _CLOSE_WAIT = 1.0
 """Seconds for which close() waits for stores that do not close, beyond ``drain``."""
-
-
-@dataclass(frozen=True, slots=True)
-class TieringSettings:
-    """Limits of what happens in the background, per process. See docs/tiers.md."""
-
-    async_tiers: frozenset[str] = frozenset()
-    """Names of the stores that are written in the background."""
-    store_queue: QueueSettings = field(default_factory=QueueSettings)
-    promotion_queue: QueueSettings = field(default_factory=lambda: QueueSettings(capacity=128 * 1024 * 1024))
-    prefetch: PrefetchSettings = field(default_factory=PrefetchSettings)
-
-    @classmethod
-    def of(cls, config: HicacheExtConfig, async_tiers: Iterable[str]) -> TieringSettings:
-        prefetch, background = config.prefetch, config.background
-        return cls(
-            async_tiers=frozenset(async_tiers),
-            store_queue=QueueSettings(background.store_buffer, background.drain),
-            promotion_queue=QueueSettings(background.promotion_buffer, background.drain),
-            prefetch=PrefetchSettings(prefetch.buffer, prefetch.lifetime, prefetch.streams),
-        )
 
 
 class Arrangement:
@@ -157,9 +137,9 @@ class TieredStore:
         """Identities whose pages are looked up as a chain, and not one by one."""
         self._gate = IoPriority()
         self._generations = Generations()
-        self._prefetcher = Prefetcher(
-            arrangement.settings.prefetch, self._gate, self._metrics, unread=self._promote_unread
-        )
+        self._metrics.set_level("prefetch_buffer_bytes", "", 0.0)
+        self._prefetcher: Prefetcher | None = None
+        """Made when there is a tier to fetch from."""
         self._page_bytes: dict[bytes, int] = {}
         self._places = _Places()
         self._helpers = ThreadPool("hicache-tiers")
@@ -200,7 +180,7 @@ class TieredStore:
         self._configure(arrangement)
         before.calls.shut_within(_CALLS_END)
         for tier in leaving:
-            self._prefetcher.forget_source(tier)
+            self.forget_what_was_fetched(tier)
 
     def all_have_left(self) -> None:
         """Tiers of former arrangements are closed."""
@@ -208,7 +188,9 @@ class TieredStore:
 
     def _configure(self, arrangement: Arrangement) -> None:
         settings = arrangement.settings
-        self._prefetcher.configure(settings.prefetch, len(arrangement.retrieve) - arrangement.inner_tiers)
+        outer_tiers = len(arrangement.retrieve) - arrangement.inner_tiers
+        if outer_tiers > 0 or self._prefetcher is not None:
+            self.prefetcher.configure(settings.prefetch, outer_tiers)
         for tier in arrangement.tiers:
             tier.before_promotion = lambda: self._gate.wait_until_idle(PROMOTION_PATIENCE)
             tier.configure(settings.store_queue, settings.promotion_queue)
@@ -254,7 +236,18 @@ class TieredStore:
 
     @property
     def prefetcher(self) -> Prefetcher:
-        return self._prefetcher
+        with self._changing:
+            if self._prefetcher is None:
+                from hicache_ext.storage.tiering.prefetch import Prefetcher
+
+                settings = self._arrangement.settings.prefetch
+                self._prefetcher = Prefetcher(settings, self._gate, self._metrics, unread=self._promote_unread)
+            return self._prefetcher
+
+    def forget_what_was_fetched(self, source: TierHandle) -> None:
+        """Drop what was read ahead from this tier."""
+        if self._prefetcher is not None:
+            self._prefetcher.forget_source(source)
 
     def describe(self) -> StoreInfo:
         arrangement = self._arrangement
@@ -298,15 +291,16 @@ class TieredStore:
     def _get_from_several(self, batch: PageBatch, arrangement: Arrangement) -> list[GetResult]:
         still_wanted = self._generations.moment()
         read = _Read(batch, arrangement)
-        staged = self._prefetcher.begin_read(batch.keys)
+        prefetcher = self._prefetcher or self.prefetcher
+        staged = prefetcher.begin_read(batch.keys)
         try:
             self._read_known_places(read, [position for position, page in enumerate(staged) if page is None])
             self._walk(read, [position for position, page in enumerate(staged) if page is None])
             with self._gate.read():
                 # Prefetched pages came from far tiers, too: promotion waits.
-                self._take_staged(read, staged)
+                self._take_staged(read, staged, prefetcher)
         finally:
-            self._prefetcher.end_read(batch.keys, staged)
+            prefetcher.end_read(batch.keys, staged)
         leading = _leading_hits(read.results)
         places = [read.places[position] for position in range(leading)]
         tiers = arrangement.retrieve
@@ -343,33 +337,41 @@ class TieredStore:
             results = self._call(
                 tier, "get", tier.get, read.batch.select(positions), [GetResult.ERROR] * len(positions)
             )
-        for position, result in zip(positions, results, strict=True):
-            read.note(position, number, result)
+        read.note(positions, number, results)
 
-    def _take_staged(self, read: _Read, staged: Sequence[PrefetchedPage | None]) -> None:
-        failed: list[int] = []
+    def _take_staged(self, read: _Read, staged: Sequence[PrefetchedPage | None], prefetcher: Prefetcher) -> None:
+        of_source: dict[int | None, list[int]] = {}
         for position, page in enumerate(staged):
-            if page is None:
-                continue
-            result = self._prefetcher.take(page, read.batch.buffers[position])
-            number = read.arrangement.order.get(id(page.source))
-            if result is GetResult.REJECTED or number is None:
-                failed.append(position)
-                continue
-            read.note(position, number, result)
-            if result is not GetResult.HIT:
-                failed.append(position)
+            if page is not None:
+                of_source.setdefault(read.arrangement.order.get(id(page.source)), []).append(position)
+        failed: list[int] = []
+        for number, positions in of_source.items():
+            buffers = read.batch.buffers
+            pages = [(page, buffers[position]) for position in positions if (page := staged[position]) is not None]
+            results = prefetcher.take(pages)
+            if number is None:
+                # Its tier is in use no more.
+                failed += positions
+            else:
+                failed += [at for at, result in zip(positions, results, strict=True) if result is not GetResult.HIT]
+                answered = [at for at, result in enumerate(results) if result is not GetResult.REJECTED]
+                read.note([positions[at] for at in answered], number, [results[at] for at in answered])
         if failed:
-            self._walk(read, failed)
+            self._walk(read, sorted(failed))
 
     def _promote_unread(self, pages: Sequence[PrefetchedPage]) -> None:
         """Pages that came too late for the request that they were fetched for [a thread of the prefetch]."""
         arrangement = self._arrangement
         target = arrangement.promote_to
-        for page in pages:
-            if target is not None and arrangement.order.get(id(page.source), 0) >= arrangement.inner_tiers:
-                batch = PageBatch([page.key], [[memoryview(page.memory or b"")]])
-                target.promotions.promote(batch, [0], page.still_wanted)
+        outer = [page for page in pages if arrangement.order.get(id(page.source), 0) >= arrangement.inner_tiers]
+        if target is None:
+            return
+        # Pages that were announced together have one moment in common.
+        for still_wanted, some in itertools.groupby(outer, lambda page: page.still_wanted):
+            together = list(some)
+            payloads = [[memoryview(page.memory or b"")] for page in together]
+            batch = PageBatch([page.key for page in together], payloads)
+            target.promotions.promote(batch, range(len(together)), still_wanted)
 
     def _count(
         self, batch: PageBatch, results: Sequence[GetResult], leading: int, sources: Sequence[tuple[PageStore, int]]
@@ -420,7 +422,7 @@ class TieredStore:
             tiers, sizes = arrangement.retrieve, self._page_bytes
             # One by one: of a long chain only the beginning is planned.
             pages = ((keys[page], tiers[places[page]], sizes.get(keys[page][:IDENTITY_LENGTH], 0)) for page in outer)
-            self._prefetcher.announce(pages, still_wanted)
+            (self._prefetcher or self.prefetcher).announce(pages, still_wanted)
         return len(places)
 
     def _count_found(self, keys: Sequence[bytes], found: Mapping[int, int], arrangement: Arrangement) -> None:
@@ -435,7 +437,7 @@ class TieredStore:
         # Before anybody can read them: a read of a chain counts as used.
         self._chains.add(identity_of(keys))
         self._metrics.add_many("chain_pages", {"asked": asked, "found": asked})
-        if (recorder := recording.recorder) is not None:
+        if (recorder := observers.recorder) is not None:
             recorder.note_found({tier.name: found.get(place, 0) for place, tier in enumerate(arrangement.retrieve)})
         for place, tier in enumerate(arrangement.retrieve):
             if not asked:
@@ -556,8 +558,7 @@ class TieredStore:
                 # Not _read_tier: this is no foreground read.
                 tier, failed = arrangement.retrieve[number], [GetResult.ERROR] * len(positions)
                 results = self._call(tier, "get", tier.get, read.batch.select(positions), failed)
-                for position, result in zip(positions, results, strict=True):
-                    read.note(position, number, result)
+                read.note(positions, number, results)
         leading = _leading_hits(read.results)
         taken = target.promotions.promote(read.batch, list(range(leading)), still_wanted) if leading else 0
         return Counter(
@@ -571,14 +572,16 @@ class TieredStore:
         with self._entered() as arrangement:
             wanted = list(dict.fromkeys(keys))
             self._generations.advance(identities_of(wanted))
-            self._prefetcher.forget(wanted)
+            if self._prefetcher is not None:
+                self._prefetcher.forget(wanted)
             # A page of two tiers is one page: their own counts cannot be added.
             tiers: Sequence[TierHandle] = list(self._tiers_in_use(arrangement))
             present = self._helpers.run(len(tiers), lambda number: self._remove_from(tiers[number], wanted))
             if arrangement.promote_to is not None:
                 # What has begun to read an outer tier before it was removed there, and ends now.
                 self._generations.advance(identities_of(wanted))
-                self._prefetcher.forget(wanted)
+                if self._prefetcher is not None:
+                    self._prefetcher.forget(wanted)
                 self._remove_from(arrangement.promote_to, wanted)
             return sum(any(known) for known in zip(*present, strict=True))
 
@@ -597,7 +600,8 @@ class TieredStore:
         """As the contract says. It hides the pages in all tiers at once, and waits for those that are quick alone."""
         with self._entered() as arrangement:
             self._generations.advance(digests)
-            self._prefetcher.forget_identities(digests)
+            if self._prefetcher is not None:
+                self._prefetcher.forget_identities(digests)
             # Also tiers that a reload puts in force meanwhile.
             begun: dict[TierHandle, Work | None] = {}
             while left := self._tiers_in_use(arrangement) - begun.keys():
@@ -606,7 +610,8 @@ class TieredStore:
             # What has begun to read a tier before it was cleared, and ends now.
             chosen = None if digests is None else frozenset(digests)
             self._generations.advance(digests)
-            self._prefetcher.forget_identities(digests)
+            if self._prefetcher is not None:
+                self._prefetcher.forget_identities(digests)
             for tier in begun:
                 tier.forget_promotions(lambda key: chosen is None or key[:IDENTITY_LENGTH] in chosen)
             deadline = time.monotonic() + ADMINISTRATION_WAIT
@@ -635,7 +640,7 @@ class TieredStore:
         if not arrangement.calls.shut_within(max(0.0, drain - time.monotonic())):
             logger.warning("hicache_ext: calls under way do not end; their threads end with them")
         parts: list[Callable[[], object]] = [
-            functools.partial(self._prefetcher.close, longest),
+            *([] if self._prefetcher is None else [functools.partial(self._prefetcher.close, longest)]),
             *[functools.partial(tier.end_by, drain, longest) for tier in arrangement.tiers],
         ]
         self._end_all(parts, longest)
@@ -661,14 +666,14 @@ class TieredStore:
 
     def _beside(self, count: int, work: Callable[[int], _T]) -> list[_T]:
         """``work(0..count-1)`` with the help of other threads."""
-        spans = tracing.spans
+        spans = observers.spans
         return self._helpers.run(count, work if spans is None else spans.carried(work))
 
     def _call(
         self, tier: PageStore, operation: str, call: Callable[[_Argument], _T], argument: _Argument, otherwise: _T
     ) -> _T:
         """``call(argument)``, measured; ``otherwise`` when the tier raises, which it has promised not to."""
-        if (spans := tracing.spans) is not None:
+        if (spans := observers.spans) is not None:
             call = spans.around(tier.name, operation, call)
         started = time.perf_counter()
         try:
@@ -707,13 +712,15 @@ class _Read:
         self.asked = [0] * len(batch)
         """Which tiers were asked for each page, as bits."""
 
-    def note(self, position: int, number: int, result: GetResult) -> None:
-        self.asked[position] |= 1 << number
-        # An error of a near tier says more than a miss of a far one.
-        if result is not GetResult.MISS:
-            self.results[position] = result
-        if result is GetResult.HIT:
-            self.places[position] = number
+    def note(self, positions: Sequence[int], number: int, results: Sequence[GetResult]) -> None:
+        """What the tier of this number has answered for these pages."""
+        for position, result in zip(positions, results, strict=True):
+            self.asked[position] |= 1 << number
+            # An error of a near tier says more than a miss of a far one.
+            if result is not GetResult.MISS:
+                self.results[position] = result
+            if result is GetResult.HIT:
+                self.places[position] = number
 
 
 def _register(tiers: Iterable[TierHandle], documents: Mapping[bytes, dict[str, Any]]) -> None:

@@ -1,8 +1,7 @@
-"""A span of OpenTelemetry for each call of a tier, where ``tracing`` is configured (docs/plan.md).
+"""A span of OpenTelemetry for each call of a tier, where ``tracing`` is configured (observers.py, docs/plan.md).
 
-``spans`` is None where it is not: one look at a name is all that a call pays then. A span is made when its call has
-ended, handed to OpenTelemetry's batch processor, and sent by a thread of that; what does not fit its queue is dropped.
-Nothing here raises into a call, and no call waits for a collector.
+A span is made when its call has ended, handed to OpenTelemetry's batch processor, and sent by a thread of that; what
+does not fit its queue is dropped. Nothing here raises into a call, and no call waits for a collector.
 
 Its parent is whatever span the thread is in: sglang/trace_hooks.py puts the storage threads into that of the request.
 """
@@ -16,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from hicache_ext import __version__
-from hicache_ext.config.tracing import SGLANG, TracingConfig
+from hicache_ext.config.sections import SGLANG, TracingConfig
 from hicache_ext.errors import ConfigError
 from hicache_ext.packages import missing_package
 from hicache_ext.page.envelope import IDENTITY_LENGTH
@@ -118,33 +117,15 @@ class Spans:
                 logger.debug("hicache_ext: the last spans are lost: %s", error)
 
 
-spans: Spans | None = None
-"""None: nothing is traced. Read without a lock, set by ``begin`` and ``end``."""
-
-
-def begin(settings: TracingConfig | None) -> Spans | None:
-    """Trace the calls of this process from now on, as configured. Raises ConfigError, MissingPackageError."""
-    global spans
-    if settings is None:
-        return None
+def spans_of(settings: TracingConfig) -> Spans:
+    """Spans as configured. Raises ConfigError, MissingPackageError."""
     check_packages()
     try:
         provider = _provider_of_sglang() if settings.endpoint == SGLANG else _provider_of(settings.endpoint)
     except ValueError as error:
         # Its settings are in the environment, too.
         raise ConfigError("hicache_ext.tracing", f"OpenTelemetry refuses a variable OTEL_...: {error}") from None
-    spans = Spans(provider, owned=settings.endpoint != SGLANG)
-    return spans
-
-
-def end(begun: Spans | None) -> None:
-    """Of what ``begin`` returned."""
-    global spans
-    if begun is None:
-        return
-    if spans is begun:
-        spans = None
-    begun.close()
+    return Spans(provider, owned=settings.endpoint != SGLANG)
 
 
 def check_packages() -> None:

@@ -11,6 +11,7 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,6 +23,7 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.base import one_for_each
 from hicache_ext.storage.contract.store import PageBatch, SetResult, counted
 from hicache_ext.storage.tiering.generations import StillWanted, always
+from hicache_ext.storage.tiering.settings import QueueSettings
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +37,6 @@ _FIRST_SPACE_WAIT, _SHORTEST_SPACE_WAIT, _LONGEST_SPACE_WAIT = 1.0, 0.25, 5.0
 """Seconds for which an offer waits for space while nothing leaves the queue: twice what the last batch took."""
 _LONGEST_WAIT = 600.0
 """Seconds after its first refusal at which a page is dropped: it must not take the place of others for ever."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueueSettings:
-    """``capacity`` in bytes of payload; ``drain`` in seconds: how long close() goes on writing."""
-
-    capacity: int = 256 * 1024 * 1024
-    drain: float = 5.0
 
 
 class QueueOwner(Protocol):
@@ -135,34 +129,45 @@ class WriteBehind:
         Waits for space only while the tier takes pages: a batch may be larger than the queue, and would always lose its
         end. Of a tier that refuses or hangs it does not wait, but for the moment in which that shows, once.
         """
-        results = [self._offer(batch, position, still_wanted) for position in positions]
-        with self._condition:
-            if SetResult.STORED in results:
-                self._loop.wake()
-            self._publish_levels()
+        chosen = list(positions)
+        results = [SetResult.REJECTED] * len(chosen)
+        done = 0
+        while done < len(chosen):
+            reserved: list[int] = []
+            with self._condition:
+                for at in range(done, len(chosen)):
+                    key, size = batch.keys[chosen[at]], batch.sizes[chosen[at]]
+                    if key not in self._waiting and self._bytes + size > self._settings.capacity:
+                        if reserved:
+                            # The queue moves only with what is in it.
+                            break
+                        self._wait_for_space(size)
+                    if key in self._waiting:
+                        results[at] = SetResult.REJECTED if self._tier.hides(key) else SetResult.EXISTS
+                    elif not self._closing and self._bytes + size <= self._settings.capacity:
+                        self._bytes += size
+                        reserved.append(at)
+                    done = at + 1
+            # Outside the lock: clear() and look-ups must not wait while a batch is copied.
+            payloads = [b"".join(batch.buffers[chosen[at]]) for at in reserved]
+            with self._condition:
+                digests = {batch.keys[chosen[at]][:IDENTITY_LENGTH] for at in reserved}
+                cleared = {digest for digest in digests if not still_wanted(digest)}
+                for at, payload in zip(reserved, payloads, strict=True):
+                    key = batch.keys[chosen[at]]
+                    unwanted = self._closing or self._tier.hides(key) or key[:IDENTITY_LENGTH] in cleared
+                    if unwanted or key in self._waiting:
+                        self._bytes -= len(payload)
+                        results[at] = SetResult.REJECTED if unwanted else SetResult.EXISTS
+                    else:
+                        self._waiting[key] = payload
+                        results[at] = SetResult.STORED
+                if SetResult.STORED in results:
+                    self._loop.wake()
+                self._publish_levels()
         if dropped := results.count(SetResult.REJECTED):
             self._tier.metrics.add("dropped_pages", self._queue, dropped)
         return results
-
-    def _offer(self, batch: PageBatch, position: int, still_wanted: StillWanted) -> SetResult:
-        key, size = batch.keys[position], batch.sizes[position]
-        with self._condition:
-            if key not in self._waiting:
-                self._wait_for_space(size)
-            if key in self._waiting:
-                return SetResult.REJECTED if self._tier.hides(key) else SetResult.EXISTS
-            if self._closing or self._bytes + size > self._settings.capacity:
-                return SetResult.REJECTED
-            self._bytes += size
-        # Outside the lock: clear() and look-ups must not wait while a batch is copied.
-        payload = b"".join(batch.buffers[position])
-        with self._condition:
-            unwanted = self._closing or self._tier.hides(key) or not still_wanted(key[:IDENTITY_LENGTH])
-            if unwanted or key in self._waiting:
-                self._bytes -= size
-                return SetResult.REJECTED if unwanted else SetResult.EXISTS
-            self._waiting[key] = payload
-        return SetResult.STORED
 
     def _wait_for_space(self, size: int) -> None:
         """While the queue moves. The condition is held."""
@@ -346,3 +351,36 @@ class WriteBehind:
     def _publish_levels(self) -> None:
         self._tier.metrics.set_level("queue_pages", self._queue, len(self._waiting))
         self._tier.metrics.set_level("queue_bytes", self._queue, self._bytes)
+
+
+PROMOTION_PATIENCE = 1.0
+"""Seconds for which a batch of promotions waits for foreground reads and prefetches."""
+
+
+class PromotionQueue(WriteBehind):
+    """Pages to be promoted to a tier, which are written when neither a foreground read nor a prefetch is under way.
+
+    The caller chooses the pages: those of the leading run of a read that came from a tier further out. A page that is
+    queued is not queued again. Counted in the metrics of the tier, event ``promotion``: queued, waiting (was queued
+    already), dropped (queue full, or cleared meanwhile), and then stored, exists or failed.
+    """
+
+    def __init__(self, tier: QueueOwner, settings: QueueSettings, wait_for_quiet: Callable[[], None]) -> None:
+        super().__init__(tier, settings, queue="promotion", waits=False, before_batch=wait_for_quiet)
+
+    def promote(self, batch: PageBatch, positions: Sequence[int], still_wanted: StillWanted) -> int:
+        """Queue the pages at ``positions``, which were read; their bytes are copied before this returns.
+
+        Returns how many of them are in the queue.
+        """
+        results = self.offer(batch, positions, still_wanted)
+        outcomes = Counter({word: results.count(result) for result, word in _QUEUED.items() if result in results})
+        self._tier.metrics.add_many("promotion", outcomes)
+        return outcomes["queued"] + outcomes["waiting"]
+
+    def _written(self, results: Sequence[SetResult]) -> None:
+        outcomes = Counter(result.value if result.durable else "failed" for result in results)
+        self._tier.metrics.add_many("promotion", outcomes)
+
+
+_QUEUED = {SetResult.STORED: "queued", SetResult.EXISTS: "waiting", SetResult.REJECTED: "dropped"}

@@ -13,10 +13,10 @@ from hicache_ext.storage.contract.reports import TierReports
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.guards.scheduler import answering_at_once
 from hicache_ext.storage.opening import server_view
-from hicache_ext.storage.tiering.admission.budget import WriteBudget
-from hicache_ext.storage.tiering.admission.gate import Admission, AdmissionSettings
+from hicache_ext.storage.tiering.admission import Admission, AdmissionSettings, WriteBudget
+from hicache_ext.storage.tiering.settings import TieringSettings
 from hicache_ext.storage.tiering.tier_handle import TierHandle
-from hicache_ext.storage.tiering.tiered import Arrangement, TieredStore, TieringSettings
+from hicache_ext.storage.tiering.tiered import Arrangement, TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.pages import assert_hits, filled, read_pages, store_pages
@@ -232,7 +232,7 @@ def test_a_tier_that_writes_everything_has_no_admission() -> None:
 
 def test_a_decode_node_learns_nothing_and_keeps_its_budget() -> None:
     assert AdmissionSettings.of(_tier(admission="learned"), "decode") is None
-    settings = AdmissionSettings.of(_tier(admission="learned", dwpd=1, disk_size="3.456TB"), "decode")
+    settings = AdmissionSettings.of(_tier(admission="learned", write_budget="3.456TB/day"), "decode")
     assert settings == AdmissionSettings(learned=False, budget=1e7, writers=4)
 
 

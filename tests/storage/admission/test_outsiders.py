@@ -11,8 +11,7 @@ import pytest
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.errors import ConfigError
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiering.admission.budget import WriteBudget
-from hicache_ext.storage.tiering.admission.gate import Admission, AdmissionSettings
+from hicache_ext.storage.tiering.admission import Admission, AdmissionSettings, WriteBudget
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from tests.storage.admission.pages import run
 

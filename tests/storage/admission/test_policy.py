@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks import admission, workloads
-from hicache_ext.storage.tiering.admission.experience import EDGES, Curves, Experience
-from hicache_ext.storage.tiering.admission.firsts import Firsts
-from hicache_ext.storage.tiering.admission.policy import AdmissionPolicy
-from hicache_ext.storage.tiering.admission.rule import choose
+from hicache_ext.storage.tiering.admission import AdmissionPolicy, choose
+from hicache_ext.storage.tiering.reuse import EDGES, Curves, Experience, Firsts
 from tests.storage.admission.pages import run
 
 

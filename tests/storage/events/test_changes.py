@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_ext.storage.serving.events.changes import LONGEST_EVENT, Blocks, Kind, blocks_in, changes_between
+from hicache_ext.storage.serving.events import LONGEST_EVENT, Blocks, Kind, blocks_in, changes_between
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY
 from tests.rigs.kv_events import MEDIA

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.config.events import EventsConfig
-from hicache_ext.storage.serving.events.changes import blocks_in
-from hicache_ext.storage.serving.events.publisher import EventPublisher
+from hicache_ext.config.sections import EventsConfig
+from hicache_ext.storage.serving.events import EventPublisher, blocks_in
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.testing.conformance.pages import IDENTITY
 from tests.rigs.event_tier import CAPACITY, PAGE, act, blocks_listed, open_tier, write_until_killed

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from hicache_ext.errors import ConfigError
-from hicache_ext.storage.serving.events import publisher as publisher_module
-from hicache_ext.storage.serving.events.changes import Blocks
-from hicache_ext.storage.serving.events.publisher import END, EventPublisher
+from hicache_ext.storage.serving import events as publisher_module
+from hicache_ext.storage.serving.events import END, Blocks, EventPublisher
 from tests.rigs.kv_events import LONG, encode, events_config, follow_until, publisher, subscriber
 
 zmq = pytest.importorskip("zmq", reason="missing: pyzmq")

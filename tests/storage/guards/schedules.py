@@ -29,10 +29,9 @@ from hicache_ext.storage.guards.composition import GuardPlan, guarded
 from hicache_ext.storage.guards.deadline import DeadlineStore
 from hicache_ext.storage.guards.scheduler import answering_at_once
 from hicache_ext.storage.guards.tier_breaker import BreakerSettings
-from hicache_ext.storage.tiering.prefetch import PrefetchSettings
+from hicache_ext.storage.tiering.settings import PrefetchSettings, QueueSettings, TieringSettings
 from hicache_ext.storage.tiering.tiered import Arrangement as TierArrangement
-from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
-from hicache_ext.storage.tiering.write_behind import QueueSettings
+from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, HostPages, page_key
 from hicache_ext.testing.faults import PageStoreWrapper

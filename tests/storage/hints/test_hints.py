@@ -21,12 +21,10 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard, board_among
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.wrapper import DelegatingStore
-from hicache_ext.storage.serving.hints import sender as sender_module
-from hicache_ext.storage.serving.hints.hint import Hint, decode, encode, longest
-from hicache_ext.storage.serving.hints.receiver import HintReceiver
-from hicache_ext.storage.serving.hints.sender import HintSender
-from hicache_ext.storage.tiering.prefetch import PrefetchSettings
-from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
+from hicache_ext.storage.serving import hints as sender_module
+from hicache_ext.storage.serving.hints import Hint, HintReceiver, HintSender, decode, encode, longest
+from hicache_ext.storage.tiering.settings import PrefetchSettings, TieringSettings
+from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from tests.rigs.redis_servers import RedisServer, redis_program

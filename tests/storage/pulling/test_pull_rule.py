@@ -14,9 +14,7 @@ from hicache_ext.config.pd import PullConfig
 from hicache_ext.runtime.linear_cost import LinearCost
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch
-from hicache_ext.storage.tiering.pulling.measured_store import LookUp, MeasuredStore
-from hicache_ext.storage.tiering.pulling.rule import PullRule
-from hicache_ext.storage.tiering.pulling.sized_cost import SizedCost
+from hicache_ext.storage.tiering.pulling import LookUp, MeasuredStore, PullRule, SizedCost
 from tests.waiting import wait_until
 
 MIB = 2**20
@@ -226,7 +224,7 @@ def test_an_unused_tier_is_measured_in_the_background_and_used_again(caplog: pyt
     def keys(count: int) -> list[bytes]:
         return [bytes([number]) * 48 for number in range(count)]
 
-    with caplog.at_level(logging.DEBUG, logger="hicache_ext.storage.tiering.pulling.rule"):
+    with caplog.at_level(logging.DEBUG, logger="hicache_ext.storage.tiering.pulling"):
         assert ask(rule, tier, keys) == 0
     assert "recompute 1024 tokens: dearer" in caplog.text
     assert inner.read.wait(60)
@@ -351,7 +349,3 @@ def test_two_surprises_in_a_row_end_what_was_learnt_and_one_does_not() -> None:
     for amount in (1, 32):
         line.observe(amount, 0.001)
     assert line.predict(100) == pytest.approx(0.001, rel=0.01)
-
-
-def test_mode_off_has_no_rule() -> None:
-    assert PullRule.of(PullConfig(), list, SizedCost()) is None

@@ -12,11 +12,18 @@ from pydantic_core.core_schema import ValidationInfo
 
 from hicache_ext.config.problems import listed, quoted, refuse, shown
 from hicache_ext.config.schema import Allowed, as_pydantic_error, checked, one_of, true_or_false
-from hicache_ext.config.sharing import Sharing
-from hicache_ext.config.templates import expand_templates
-from hicache_ext.config.tier import TierConfig
+from hicache_ext.config.tier import Sharing, TierConfig
 from hicache_ext.config.units import SIZE_ALLOWED, format_duration, format_size
-from hicache_ext.config.values import NO_LIMIT, directory_relation, duration, or_auto, or_word, size, whole_number
+from hicache_ext.config.values import (
+    NO_LIMIT,
+    directory_relation,
+    duration,
+    expand_templates,
+    or_auto,
+    or_word,
+    size,
+    whole_number,
+)
 from hicache_ext.errors import ConfigError
 
 SMALLEST_CAPACITY = 1024 * 1024

@@ -10,10 +10,9 @@ from pydantic import Field, WithJsonSchema
 
 from hicache_ext.config.problems import quoted, refuse, shown
 from hicache_ext.config.schema import Allowed, checked, one_of, true_or_false
-from hicache_ext.config.templates import expand_templates
 from hicache_ext.config.tier import RemoteTierConfig
 from hicache_ext.config.units import SIZE_ALLOWED, format_size, parse_duration, parse_size
-from hicache_ext.config.values import NO_LIMIT, size, whole_number
+from hicache_ext.config.values import NO_LIMIT, expand_templates, size, whole_number
 from hicache_ext.errors import ConfigError
 
 _ADDRESS_ALLOWED = "host:port, such as 10.0.0.1:50051"

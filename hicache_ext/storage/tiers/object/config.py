@@ -12,9 +12,8 @@ from pydantic import Field, WithJsonSchema, model_validator
 from hicache_ext.config.problems import quoted, refuse, shown
 from hicache_ext.config.schema import Allowed, as_pydantic_error, checked, one_of, true_or_false
 from hicache_ext.config.secrets import SECRET_ALLOWED, Secret
-from hicache_ext.config.templates import expand_templates
 from hicache_ext.config.tier import RemoteTierConfig
-from hicache_ext.config.values import or_word, whole_number
+from hicache_ext.config.values import expand_templates, or_word, whole_number
 from hicache_ext.errors import ConfigError
 
 MOST_REQUESTS = 256

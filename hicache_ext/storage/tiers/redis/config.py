@@ -14,10 +14,9 @@ from pydantic_core.core_schema import ValidationInfo
 from hicache_ext.config.problems import quoted, refuse, shown
 from hicache_ext.config.schema import Allowed, as_pydantic_error, checked, one_of
 from hicache_ext.config.secrets import SECRET_ALLOWED, Secret
-from hicache_ext.config.templates import expand_templates
 from hicache_ext.config.tier import RemoteTierConfig
 from hicache_ext.config.units import format_size
-from hicache_ext.config.values import absolute_path, duration, or_word, size, whole_number
+from hicache_ext.config.values import absolute_path, duration, expand_templates, or_word, size, whole_number
 from hicache_ext.errors import ConfigError
 
 MOST_CONNECTIONS = 64

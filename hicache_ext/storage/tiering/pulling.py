@@ -12,8 +12,10 @@ docs/decisions/pull-rule.md.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,13 +24,193 @@ from functools import partial
 from hicache_ext.config.pd import PullConfig
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.runtime.background import once_in_background
+from hicache_ext.runtime.linear_cost import LinearCost
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.abilities import ability
-from hicache_ext.storage.contract.store import PageBatch, PageStore
-from hicache_ext.storage.tiering.pulling.measured_store import LookUp, MeasuredStore
-from hicache_ext.storage.tiering.pulling.sized_cost import SizedCost
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
+from hicache_ext.storage.contract.wrapper import DelegatingStore
 
 logger = logging.getLogger(__name__)
+
+_NEW_LOWER = 0.7
+_NEW_HIGHER = 0.3
+"""Weight of a higher observation against the estimate of its size."""
+_DOUBT_ONCE = 20.0
+_DOUBT_OLD = 3.0
+_OLD = 60.0
+"""Seconds without an observation after which an estimate is uncertain."""
+_SHORT = 4
+"""A batch of at most a fourth of a prefix shows what is left to compute when the prefix is pulled."""
+
+
+@dataclass(slots=True)
+class _Known:
+    amount: float
+    seconds: float
+    observed: float
+    """When, by the clock."""
+    observations: int = 1
+
+
+class SizedCost:
+    """The cost of computing a prefix: seconds by amount, one figure per power of two. Thread-safe.
+
+    By size, because after every pull a node computes the few tokens that are left. A line through the last batches
+    would know only those, and its value for a whole prompt would be an extrapolation by a factor of a hundred.
+
+    An estimate that is too high would never be corrected: everything is pulled then, and nothing computed. So estimates
+    fall faster than they rise. What was seen once (the first batch of its size takes many times as long) or long ago is
+    uncertain: where the uncertainty decides, the prefix is computed, which measures it. Where no similar size was seen,
+    the lower bound is taken: computing is then tried, and measured.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._by_size: dict[int, _Known] = {}
+
+    def observe(self, amount: int, seconds: float) -> None:
+        with self._lock:
+            known = self._by_size.get(amount.bit_length())
+            if known is None:
+                self._by_size[amount.bit_length()] = _Known(amount, seconds, self._clock())
+                return
+            weight = _NEW_LOWER if seconds * known.amount < known.seconds * amount else _NEW_HIGHER
+            known.amount += (amount - known.amount) * weight
+            known.seconds += (seconds - known.seconds) * weight
+            known.observed = self._clock()
+            known.observations += 1
+
+    def predict(self, amount: float) -> float | None:
+        """Seconds for ``amount``; None before the first observation."""
+        with self._lock:
+            known = [(one.amount, one.seconds) for _, one in sorted(self._by_size.items())]
+        if not known:
+            return None
+        if amount <= known[0][0]:
+            return known[0][1] * amount / known[0][0]
+        for (below, seconds_below), (above, seconds_above) in itertools.pairwise(known):
+            if amount <= above:
+                return seconds_below + (seconds_above - seconds_below) * (amount - below) / (above - below)
+        if len(known) == 1:
+            return known[0][1]
+        (below, seconds_below), (last, seconds_last) = known[-2:]
+        return seconds_last + max(0.0, seconds_last - seconds_below) * (amount - last) / (last - below)
+
+    def doubt(self, amount: int) -> float:
+        """The factor, 1 or more, by which the estimate for ``amount`` may be too high."""
+        with self._lock:
+            if not self._by_size:
+                return 1.0
+            wanted = amount.bit_length()
+            nearest = self._by_size[min(self._by_size, key=lambda size: abs(size - wanted))]
+            if nearest.observations == 1:
+                return _DOUBT_ONCE
+            return _DOUBT_OLD if self._clock() - nearest.observed > _OLD else 1.0
+
+    def saved_by(self, amount: float) -> float | None:
+        """Seconds saved by not computing ``amount``; a short rest is computed in any case."""
+        with self._lock:
+            shortest = self._by_size[min(self._by_size)] if self._by_size else None
+        whole = self.predict(amount)
+        if shortest is None or whole is None or shortest.amount * _SHORT > amount:
+            return whole
+        return max(0.0, whole - shortest.seconds)
+
+
+_COUNTED = (GetResult.HIT, GetResult.TIMEOUT, GetResult.ERROR)
+
+WorthAsking = Callable[[], bool]
+"""Whether a look-up can pay."""
+
+
+@dataclass(slots=True)
+class LookUp:
+    """The outcome of one thread's look-ups."""
+
+    found: int = 0
+    """Keys found."""
+    not_asked: int = 0
+    """Keys not looked up, because reading them would not have paid."""
+
+
+class MeasuredStore(DelegatingStore):
+    """``inner``, measured: ``read_cost`` in bytes, ``look_up_cost`` in keys.
+
+    ``ask_only_if`` holds for the calling thread's look-ups until ``take_look_up``; all other calls reach ``inner``.
+    """
+
+    def __init__(self, inner: PageStore) -> None:
+        super().__init__(inner)
+        self.read_cost = LinearCost()
+        self.look_up_cost = LinearCost()
+        self._of_thread = threading.local()
+        self._last_probe = -float("inf")
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        started = time.perf_counter()
+        results = self.inner.get(batch)
+        seconds = time.perf_counter() - started
+        # A failed read counts as if it had delivered: the next one may take as long.
+        counted = [size for size, result in zip(batch.sizes, results, strict=True) if result in _COUNTED]
+        if counted:
+            self.read_cost.observe(sum(counted), seconds)
+        return results
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        if not self._is_worth_asking(len(keys)):
+            return [False] * len(keys)
+        started = time.perf_counter()
+        known = self.inner.contains(keys)
+        self._note(len(keys), time.perf_counter() - started, sum(known))
+        return known
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        if not self._is_worth_asking(len(keys)):
+            return 0
+        started = time.perf_counter()
+        leading = self.inner.count_leading(keys)
+        self._note(len(keys), time.perf_counter() - started, leading)
+        return leading
+
+    def probed(self) -> None:
+        """A background measurement begins."""
+        self._last_probe = time.monotonic()
+
+    def age(self) -> float:
+        """Seconds since the last measurement or attempt."""
+        return min(self.read_cost.age(), time.monotonic() - self._last_probe)
+
+    def ask_only_if(self, worth_asking: WorthAsking) -> None:
+        """For the next look-ups of this thread: while ``worth_asking`` is False, keys count as absent."""
+        self._of_thread.worth_asking = worth_asking
+        self._of_thread.look_up = LookUp()
+
+    def take_look_up(self) -> LookUp:
+        """The outcome of this thread's look-ups since ``ask_only_if``; ends its condition."""
+        self._of_thread.worth_asking = None
+        look_up: LookUp = getattr(self._of_thread, "look_up", LookUp())
+        self._of_thread.look_up = LookUp()
+        return look_up
+
+    def found_so_far(self) -> int:
+        """Keys found by this thread's look-ups since ``ask_only_if``."""
+        look_up: LookUp | None = getattr(self._of_thread, "look_up", None)
+        return 0 if look_up is None else look_up.found
+
+    def _is_worth_asking(self, keys: int) -> bool:
+        worth_asking: WorthAsking | None = getattr(self._of_thread, "worth_asking", None)
+        if worth_asking is None or worth_asking():
+            return True
+        self._of_thread.look_up.not_asked += keys
+        return False
+
+    def _note(self, keys: int, seconds: float, found: int) -> None:
+        self.look_up_cost.observe(keys, seconds)
+        look_up: LookUp | None = getattr(self._of_thread, "look_up", None)
+        if look_up is not None:
+            look_up.found += found
+
 
 _MARGIN = 0.1
 """A pull must be cheaper by this share: SGLang's own work around a read is not measured."""
@@ -81,11 +263,6 @@ class Asked:
 
 class PullRule:
     """The rule over the measured ones of ``tiers()``. Thread-safe; a decision costs a few microseconds."""
-
-    @classmethod
-    def of(cls, config: PullConfig, tiers: Tiers, compute_cost: SizedCost) -> PullRule | None:
-        """None with mode off."""
-        return None if config.mode == "off" else cls(config, tiers, compute_cost)
 
     def __init__(self, config: PullConfig, tiers: Tiers, compute_cost: SizedCost) -> None:
         self._config = config

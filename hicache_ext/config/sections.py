@@ -1,0 +1,273 @@
+"""The sections of the configuration beside ``tiers`` and ``pd``: what each takes, and what is wrong with a value."""
+
+from __future__ import annotations
+
+import os
+import re
+import urllib.parse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, ValidationError, WithJsonSchema, model_validator
+
+from hicache_ext.config.problems import did_you_mean, refuse, shown
+from hicache_ext.config.schema import DURATION_SCHEMA, Allowed, ConfigModel, as_config_error, as_pydantic_error, checked
+from hicache_ext.config.values import NO_LIMIT, absolute_path, duration, size, whole_number
+from hicache_ext.errors import ConfigError
+
+StorePolicy = Literal["sync", "async"]
+
+_BUFFER_ALLOWED = "a size such as 256MiB, at least 1MiB, or 0 for none"
+POLICIES_ALLOWED = "a mapping of tier names to sync or async, such as {pool: async}"
+_DURATION_ALLOWED = "a duration from 10ms to 1h, such as 5s"
+
+_BufferSize = Annotated[
+    int,
+    Allowed(_BUFFER_ALLOWED),
+    checked(size(1 << 20, NO_LIMIT, _BUFFER_ALLOWED, or_none=True)),
+    WithJsonSchema({"type": ["integer", "string"]}),
+]
+_Duration = Annotated[
+    float,
+    Allowed(_DURATION_ALLOWED),
+    checked(duration(0.01, 3600, _DURATION_ALLOWED)),
+    WithJsonSchema({"type": ["number", "string"]}),
+]
+
+
+def parse_policies(value: object) -> dict[str, str]:
+    """Tier name -> sync or async; whether the tiers exist is the caller's to check."""
+    if not isinstance(value, Mapping):
+        raise refuse(value, POLICIES_ALLOWED)
+    for name, policy in value.items():
+        if policy not in ("sync", "async"):
+            word = f"{shown(policy)} is not accepted"
+            if isinstance(policy, str):
+                word += did_you_mean(policy, ("sync", "async"))
+            raise ConfigError(f".{name}", word, "sync, async")
+    return dict(value)
+
+
+class PrefetchConfig(ConfigModel):
+    """Pages fetched from outer tiers while SGLang allocates and queues; per rank."""
+
+    removed: ClassVar[Mapping[str, str]] = {
+        "lifetime": "a page that nobody reads is kept for 30 seconds",
+        "streams": "four calls on each outer tier go on simultaneously",
+    }
+
+    buffer: Annotated[
+        _BufferSize,
+        Field(description="bytes of host memory that fetched pages may take until they are read; 0: no prefetch"),
+    ] = 256 * 1024 * 1024
+
+
+class BackgroundConfig(ConfigModel):
+    """Writes that no request waits for; per rank."""
+
+    store_buffer: Annotated[
+        _BufferSize,
+        Field(
+            description="bytes waiting for each tier with the policy async; what does not fit is dropped and counted"
+        ),
+    ] = 256 * 1024 * 1024
+    promotion_buffer: Annotated[
+        _BufferSize, Field(description="bytes waiting to be promoted; what does not fit is dropped and counted")
+    ] = 128 * 1024 * 1024
+    drain: Annotated[
+        _Duration, Field(description="how long the server waits at its end for what is still to be written")
+    ] = 5.0
+
+
+EngineName = Literal["auto", "sglang", "reference", "batched_dma", "rectangle_dma", "triton"]
+
+MOST_PROGRAMS = 1024
+
+_PROGRAMS_ALLOWED = f"1 to {MOST_PROGRAMS}"
+_PATH_ALLOWED = "an absolute path"
+
+
+def _calibration(value: object) -> Path | None:
+    return None if value is None else Path(absolute_path(_PATH_ALLOWED)(value))
+
+
+class KernelsConfig(ConfigModel):
+    """``auto`` follows the calibration; any other engine serves whatever it can, SGLang's own path the rest."""
+
+    engine: Annotated[
+        EngineName,
+        Field(description="what moves bytes between the GPU and host memory; auto: what the calibration found fastest"),
+    ] = "auto"
+    calibration: Annotated[
+        Path | None,
+        Field(description="what hicache-ext bench kernels --calibrate wrote; left out: where it writes by itself"),
+        Allowed(_PATH_ALLOWED),
+        checked(_calibration),
+        WithJsonSchema({"type": "string"}),
+    ] = None
+    triton_programs: Annotated[
+        int,
+        Field(description="programs of the Triton engine, each of which occupies a multiprocessor while it copies"),
+        Allowed(_PROGRAMS_ALLOWED),
+        checked(whole_number(1, MOST_PROGRAMS, _PROGRAMS_ALLOWED)),
+    ] = 4
+
+    def with_environment(self, environment: Mapping[str, str] = os.environ) -> KernelsConfig:
+        """This section, overridden by the environment. Raises ``ConfigError`` naming the variable."""
+        found = self
+        for variable, field in _VARIABLES.items():
+            if text := environment.get(variable):
+                value = int(text) if field == "triton_programs" and text.isascii() and text.isdecimal() else text
+                try:
+                    read = KernelsConfig.model_validate({field: value})
+                except ValidationError as error:
+                    wrong = as_config_error(error)
+                    raise ConfigError(variable, wrong.problem, wrong.allowed) from None
+                found = found.model_copy(update={field: getattr(read, field)})
+        return found
+
+
+_VARIABLES = {
+    "HICACHE_EXT_KERNEL_ENGINE": "engine",
+    "HICACHE_EXT_KERNEL_CALIBRATION": "calibration",
+    "HICACHE_EXT_KERNEL_PROGRAMS": "triton_programs",
+}
+
+
+_STAGING_ALLOWED = "a size such as 2GiB, at least 1MiB"
+
+
+class LinkerConfig(ConfigModel):
+    """``linker``: only where SGLang moves pages through its external linker, without a host cache; per rank."""
+
+    staging: Annotated[
+        int,
+        Field(description="bytes of page-locked host memory through which pages pass, half of it for each direction"),
+        Allowed(_STAGING_ALLOWED),
+        checked(size(1 << 20, NO_LIMIT, _STAGING_ALLOWED)),
+        WithJsonSchema({"type": ["integer", "string"]}),
+    ] = 2 * 1024 * 1024 * 1024
+    load_timeout: Annotated[
+        _Duration, Field(description="how long a request waits for its stored pages; then it is computed")
+    ] = 5.0
+
+
+ENDPOINT_ALLOWED = "tcp://ADDRESS:PORT with an address of this machine, or * for all of them, such as tcp://*:5657"
+_ENDPOINT = re.compile(r"tcp://(?:\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})", re.ASCII)
+_INTERVAL_ALLOWED = "a duration from 50ms to 1h, such as 1s"
+_TOPIC_ALLOWED = "text without line breaks"
+
+
+def _endpoint(value: object) -> str:
+    found = _ENDPOINT.fullmatch(value) if isinstance(value, str) else None
+    if not isinstance(value, str) or found is None or not 0 < int(found[1]) < 1 << 16:
+        raise refuse(value, ENDPOINT_ALLOWED)
+    return value
+
+
+def _topic(value: object) -> str:
+    if not isinstance(value, str) or (value and not value.isprintable()):
+        raise ConfigError("", f"{shown(value)} is not accepted", _TOPIC_ALLOWED)
+    return value
+
+
+_Endpoint = Annotated[str, Allowed(ENDPOINT_ALLOWED), checked(_endpoint)]
+
+
+class EventsConfig(ConfigModel):
+    """``events``: on where it is there."""
+
+    required_because: ClassVar[Mapping[str, str]] = {
+        "endpoint": "required: where routers subscribe",
+        "replay_endpoint": "required: a router that missed an event could never be right again without it",
+    }
+
+    endpoint: Annotated[_Endpoint, Field(description="where routers subscribe; each DP replica takes the next port")]
+    replay_endpoint: Annotated[
+        _Endpoint, Field(description="where routers ask for what they missed; each DP replica takes the next port")
+    ]
+    topic: Annotated[
+        str, Field(description="the first frame of every message"), Allowed(_TOPIC_ALLOWED), checked(_topic)
+    ] = ""
+    interval: Annotated[
+        float,
+        Field(description="how often the tiers are looked at; rarer by itself where a look takes long"),
+        Allowed(_INTERVAL_ALLOWED),
+        checked(duration(0.05, 3600, _INTERVAL_ALLOWED)),
+        DURATION_SCHEMA,
+    ] = 1.0
+
+    @model_validator(mode="after")
+    def _two_ports(self) -> Self:
+        if self.endpoint.rpartition(":")[2] == self.replay_endpoint.rpartition(":")[2]:
+            problem = "has the port of endpoint"
+            raise as_pydantic_error(ConfigError(".replay_endpoint", problem, "another port"))
+        return self
+
+
+SGLANG = "sglang"
+COLLECTOR_ALLOWED = (
+    "sglang, for the collector of --enable-trace, or the address of an OTLP/HTTP collector, such as"
+    " http://127.0.0.1:4318/v1/traces"
+)
+
+
+def _collector(value: object) -> str:
+    if value == SGLANG:
+        return SGLANG
+    if isinstance(value, str) and any(sign in value for sign in "@?#"):
+        # Not shown: it may be a secret.
+        problem = "has more in it than host, port and path: a user, a password, a query"
+        raise ConfigError("", problem, "credentials in the environment variable OTEL_EXPORTER_OTLP_HEADERS")
+    if not isinstance(value, str) or not value.isascii() or not value.isprintable() or " " in value:
+        raise refuse(value, COLLECTOR_ALLOWED)
+    try:
+        parts = urllib.parse.urlsplit(value)
+        port_is_sound = parts.port != 0
+    except ValueError:
+        raise refuse(value, COLLECTOR_ALLOWED) from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_sound:
+        raise refuse(value, COLLECTOR_ALLOWED)
+    if parts.path in ("", "/"):
+        raise ConfigError("", f"{shown(value)} has no path", f"such as {value.rstrip('/')}/v1/traces")
+    return value
+
+
+class TracingConfig(ConfigModel):
+    """``tracing``: on where it is there."""
+
+    required_because: ClassVar[Mapping[str, str]] = {"endpoint": "required: where spans go"}
+
+    endpoint: Annotated[
+        str,
+        Field(description="where spans go: the collector of SGLang's --enable-trace, or one of your own"),
+        Allowed(COLLECTOR_ALLOWED),
+        checked(_collector),
+    ]
+
+
+_RECORDINGS_ALLOWED = "a size of 1MiB or more, such as 256MiB"
+# Not in the class: its field has the name of the parser.
+_RecordingsSize = Annotated[
+    int,
+    Allowed(_RECORDINGS_ALLOWED),
+    checked(size(1 << 20, NO_LIMIT, _RECORDINGS_ALLOWED)),
+    WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string"}]}),
+]
+
+
+class RecordConfig(ConfigModel):
+    """``record``: on where it is there."""
+
+    required_because: ClassVar[Mapping[str, str]] = {"path": "required: the directory that recordings go to"}
+
+    path: Annotated[
+        str,
+        Field(description="a directory for recordings alone; several processes may share it"),
+        Allowed(_PATH_ALLOWED),
+        checked(absolute_path(_PATH_ALLOWED)),
+    ]
+    size: Annotated[_RecordingsSize, Field(description="of all files in it together; the oldest are removed")] = (
+        256 << 20
+    )

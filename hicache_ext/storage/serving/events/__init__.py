@@ -1,1 +1,0 @@
-"""What changes in the tiers, told to routers: compared (changes.py), numbered and sent (publisher.py)."""

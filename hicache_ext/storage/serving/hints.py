@@ -1,0 +1,222 @@
+"""Hints: a decode node tells prefill nodes, over the pool itself, that a conversation's pages are in the pool.
+
+The decode node has a short queue and a thread that leaves hints on the board (``HintSender``); a prefill node polls the
+board and has the pages fetched to its local tier (``HintReceiver``). docs/pd.md says what they are for. Their format
+
+::
+
+    "HXHINT1\\0"  scope (16)  milliseconds since 1970 (8)  number of pages (4)  page hashes (32 each)
+
+Whoever can write to the pool can write a hint, so it is not trusted: every length is checked, and it only names pages
+to look for under the reader's own identity.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hicache_ext.page.identity import page_hash_bytes
+from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.log_limit import LimitedLog
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = b"HXHINT1\0"
+_HEAD = struct.Struct("<8s16sQI")
+_HASH_LENGTH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """The first pages of a conversation are in the pool."""
+
+    scope: bytes
+    """Model and page size: ``hint_scope`` of the sending backend."""
+    written: float
+    """Seconds since 1970, by the writer's clock."""
+    page_hashes: tuple[bytes, ...]
+
+
+def encode(hint: Hint) -> bytes:
+    head = _HEAD.pack(_MAGIC, hint.scope, int(hint.written * 1000), len(hint.page_hashes))
+    return head + b"".join(hint.page_hashes)
+
+
+def decode(data: bytes, most_pages: int) -> Hint | None:
+    """None for whatever is not exactly a hint of at most ``most_pages`` pages."""
+    if len(data) < _HEAD.size:
+        return None
+    magic, scope, milliseconds, pages = _HEAD.unpack_from(data)
+    if magic != _MAGIC or not 0 < pages <= most_pages or len(data) != _HEAD.size + pages * _HASH_LENGTH:
+        return None
+    hashes = (data[first : first + _HASH_LENGTH] for first in range(_HEAD.size, len(data), _HASH_LENGTH))
+    return Hint(scope, milliseconds / 1000, tuple(hashes))
+
+
+def longest(most_pages: int) -> int:
+    """Bytes of a hint of ``most_pages`` pages."""
+    return _HEAD.size + most_pages * _HASH_LENGTH
+
+
+_WAITING = 64
+"""Hints queued for a slow board; beyond that the oldest is dropped."""
+_PAGES_AWAITED = 10.0
+"""Seconds for which a hint waits until its pages are in the pool; then it names those that are."""
+_PAUSE = 0.1
+
+Board = Callable[[], HintBoard]
+"""The board of the tiers in use; a reload may change it. Raises StoreError where there is none."""
+
+
+class HintSender:
+    """``announce`` never waits and may be called from any thread.
+
+    Counted in ``metrics`` under ``hint``: sent, dropped (the queue was full), failed, absent (none of its pages came
+    into the pool), too_long (more pages than a hint may name: it names the first ones).
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        scope: Callable[[], bytes],
+        limits: BoardLimits,
+        most_pages: int,
+        metrics: TierMetrics,
+        in_pool: Callable[[Sequence[bytes]], int] = len,
+    ) -> None:
+        """``in_pool``: how many of these pages, from the first on, another node finds."""
+        self._board = board
+        self._scope = scope
+        self._limits = limits
+        self._most_pages = most_pages
+        self._metrics = metrics
+        self._in_pool = in_pool
+        self._waiting: deque[tuple[float, Sequence[str]]] = deque(maxlen=_WAITING)
+        self._log = LimitedLog(logger, 60.0)
+        self._loop = BackgroundLoop("hicache-ext-hints", self._send_waiting)
+
+    def announce(self, page_hashes: Sequence[str]) -> None:
+        """The pages of a conversation, from the first on, are in the pool. The sequence is read later."""
+        if len(self._waiting) >= _WAITING:
+            self._metrics.add("hint", "dropped")
+        self._waiting.append((time.monotonic(), page_hashes))
+        self._loop.wake()
+
+    def close(self, timeout: float) -> None:
+        """Drop queued hints and end the thread, unless a board holds it for longer than ``timeout``."""
+        self._loop.stop(timeout)
+
+    def _send_waiting(self) -> float:
+        while self._waiting and not self._loop.stopping:
+            announced, page_hashes = self._waiting.popleft()
+            try:
+                chosen = tuple(page_hash_bytes(page_hash) for page_hash in page_hashes[: self._most_pages])
+                present = self._in_pool(chosen)
+                if present < len(chosen) and time.monotonic() - announced < _PAGES_AWAITED:
+                    # On their way: a tier that is written in the background.
+                    self._waiting.append((announced, page_hashes))
+                    return _PAUSE
+                self._send(chosen[:present], len(page_hashes))
+            except Exception as error:  # noqa: BLE001 - whatever a store raises, the next hint may get through
+                self._metrics.add("hint", "failed")
+                self._log.log(logging.WARNING, "send", "hicache_ext: a hint was not sent: %s", error)
+        return math.inf
+
+    def _send(self, chosen: tuple[bytes, ...], announced: int) -> None:
+        if not chosen:
+            self._metrics.add("hint", "absent")
+            return
+        if announced > self._most_pages:
+            self._metrics.add("hint", "too_long")
+        self._board().post_hint(encode(Hint(self._scope(), time.time(), chosen)), self._limits)
+        self._metrics.add("hint", "sent")
+
+
+_LOG_INTERVAL = 60.0
+
+BringInward = Callable[[Sequence[bytes]], Mapping[str, int]]
+"""Fetches the pages of these hashes to the local tier; returns how many were present, fetched, absent, dropped."""
+
+
+class HintReceiver:
+    """One thread. A hint that is malformed, old, or of another model is counted and ignored.
+
+    Counted in ``metrics``: ``hint`` received, malformed, stale, other_model; ``board`` failed; ``page`` present,
+    fetched, absent, dropped.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        bring_inward: BringInward,
+        scope: Callable[[], bytes | None],
+        limits: BoardLimits,
+        most_pages: int,
+        interval: float,
+    ) -> None:
+        self._board = board
+        self._bring_inward = bring_inward
+        self._scope = scope
+        self._limits = limits
+        self._most_pages = most_pages
+        self._interval = interval
+        self.metrics = TierMetrics("hints", prefix="hints_")
+        self._failures = LimitedLog(logger, _LOG_INTERVAL)
+        self._last_log = time.monotonic()
+        self._last_logged: dict[str, int] = {}
+        self._since: frozenset[str] | None = None
+        """What was on the board the last time."""
+        self._loop = BackgroundLoop("hicache-ext-hints", self._look)
+        self._loop.wake(interval)
+
+    def close(self, timeout: float) -> None:
+        """End the thread, unless a store holds it for longer than ``timeout``."""
+        self._loop.stop(timeout)
+        self._log()
+
+    def _look(self) -> float:
+        try:
+            self._since, hints = self._board().read_hints(self._since, self._limits)
+        except Exception as error:  # noqa: BLE001 - whatever a store raises, it may be back the next time
+            logger.debug("hicache_ext: no hints: %s", error)
+            self.metrics.add("board", "failed")
+            return self._interval
+        for hint in hints:
+            if self._loop.stopping:
+                break
+            try:
+                self._take(hint)
+            except Exception as error:  # noqa: BLE001 - whatever a store raises, the next hint may be followed
+                self.metrics.add("hint", "failed")
+                self._failures.log(logging.ERROR, "follow", "hicache_ext: following a hint", exc_info=error)
+        if time.monotonic() - self._last_log >= _LOG_INTERVAL:
+            self._log()
+        return self._interval
+
+    def _take(self, data: bytes) -> None:
+        hint = decode(data, self._most_pages)
+        if hint is None:
+            self.metrics.add("hint", "malformed")
+        elif hint.scope != self._scope():
+            self.metrics.add("hint", "other_model")
+        elif abs(time.time() - hint.written) > self._limits.lifetime:
+            self.metrics.add("hint", "stale")
+        else:
+            self.metrics.add("hint", "received")
+            self.metrics.add_many("page", self._bring_inward(hint.page_hashes))
+
+    def _log(self) -> None:
+        """One line with all counters, if any has changed since the last one."""
+        self._last_log = time.monotonic()
+        counters = {".".join(filter(None, key)): amount for key, amount in sorted(self.metrics.snapshot().items())}
+        if counters != self._last_logged:
+            self._last_logged = counters
+            logger.info("hicache_ext: hints: %s", counters)

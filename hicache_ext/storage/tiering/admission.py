@@ -1,0 +1,444 @@
+"""Which pages a tier writes at their first request, and which at their second; write budgets.
+
+``Admission`` stands in front of a tier: what ``AdmissionPolicy`` does not want, or the budget cannot pay, is REFUSED,
+and everything else is written. Promotions, warming and hints go past it: somebody has just asked for those pages; their
+bytes count for the budget. A mistake in here costs no page: it is logged, and everything is written.
+
+Those pages are written that were asked for before, and of the others those of classes (reuse.py) that return within the
+tier's life. What a tier has refused is remembered, and written when it is asked for again. Decisions follow from the
+pages alone, and from no clock of seconds (but for a write budget): the ranks of a model are asked for the same pages
+and decide alike, as a page is of use only where all of them have it.
+
+A tier of so many pages that drops what was used longest ago holds each page for the same time after its last use, its
+life (Che, Tung and Wang 2002). The more classes are written, the shorter it is. From the curves of the classes follow,
+for each choice of classes: the life, the pages that are read from the tier, and the pages that are written. Of the
+choices that keep most of what the best one reads, the one that writes least is taken (``choose``).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ext.config import TierConfig
+from hicache_ext.runtime.log_limit import LimitedLog
+from hicache_ext.storage.contract.abilities import gauges_of
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, key_words
+from hicache_ext.storage.tiering.reuse import (
+    CLASSES,
+    EDGES,
+    FIRSTS,
+    RUNS,
+    UNKNOWN,
+    Continuations,
+    Curves,
+    Experience,
+    Firsts,
+    Floats,
+    classes_of_run,
+    seen_again,
+)
+
+logger = logging.getLogger(__name__)
+
+_SAVED = 3600.0
+"""Seconds."""
+_ABOUT_ALL = 0.9
+
+
+class WriteBudget:
+    """So many bytes a second, an hour's worth of which may be saved up. Threads: the caller locks."""
+
+    def __init__(self, bytes_a_second: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._rate = bytes_a_second
+        self._now = now
+        self._left = self._most = bytes_a_second * _SAVED
+        self._looked = now()
+
+    @property
+    def left(self) -> float:
+        """Bytes that may be written now. Less than none while writes that were queued before are still counted."""
+        now = self._now()
+        self._left = min(self._most, self._left + max(0.0, now - self._looked) * self._rate)
+        self._looked = now
+        return self._left
+
+    @property
+    def to_spend(self) -> float:
+        """Bytes a second to write at now: the budget while half of what may be saved is left, nothing when nothing is,
+        and no limit while about all of it is: what cannot be saved would be lost."""
+        left = self.left
+        return math.inf if left > _ABOUT_ALL * self._most else max(0.0, 2 * left / _SAVED)
+
+    def written(self, size: int) -> None:
+        """So many bytes were written."""
+        self._left = self.left - size
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to write at the first request, and what is expected of it, for each page that is used."""
+
+    admitted: npt.NDArray[np.bool_]
+    """[class]"""
+    life: float
+    """Pages used, after its last use, until a page is evicted."""
+    hits: float
+    writes: float
+
+
+def life_of_everything(curves: Curves, capacity: float) -> float:
+    """Pages used until a page is evicted, if all pages are written. ``capacity`` in pages."""
+    return _life(curves.rate @ _held(curves), capacity)
+
+
+def choose(
+    curves: Curves,
+    firsts: int,
+    capacity: float,
+    keep: float | None,
+    most_writes: float = math.inf,
+    runs: npt.NDArray[np.int64] | None = None,
+) -> Choice:
+    """Classes below ``firsts`` are of first requests; pages of the others were asked for before and are always written.
+
+    ``capacity`` in pages. ``keep``: the share of the hits of the best choice that is to be kept; None: write everything
+    that ``most_writes`` allows. ``most_writes`` for each page used: hits are given up for it, those of the classes
+    first that are read least for what they write. ``runs`` [run, place]: classes of pages that follow one another; none
+    is chosen without those before it.
+    """
+    held = _held(curves)
+    returned = 1 - curves.left
+    everything = _life(curves.rate @ held, capacity)
+    shares = np.array([np.interp(everything, EDGES, row) for row in returned[:firsts]])
+    if runs is not None:
+        # Who comes back for a page comes back for those before it: where it seems otherwise, few pages were seen.
+        shares[runs] = np.maximum.accumulate(shares[runs][:, ::-1], axis=1)[:, ::-1]
+    order = np.argsort(-shares, kind="stable")
+    order = order[curves.rate[order] > 0]
+    # Row m: the first m classes of that order, and all pages that were asked for before.
+    rates = np.concatenate([[0.0], curves.rate[order]])
+    pages = curves.rate[firsts:] @ held[firsts:] + _summed(curves.rate[order, None] * held[order])
+    reads = curves.rate[firsts:] @ returned[firsts:] + _summed(curves.rate[order, None] * returned[order])
+    lives = np.array([_life(row, capacity) for row in pages])
+    hits = np.array([np.interp(life, EDGES, row) for life, row in zip(lives, reads, strict=True)])
+    # A page that is asked for again is written then, unless it was there.
+    writes = np.cumsum(rates) + np.maximum(0.0, curves.rate[firsts:].sum() - hits)
+    allowed = writes <= most_writes
+    if not allowed.any():
+        best = int(np.argmin(writes))
+    elif keep is None:
+        best = len(order) if allowed[-1] else int(np.flatnonzero(allowed & (hits >= hits[allowed].max()))[-1])
+    else:
+        good = allowed & (hits >= keep * hits[allowed].max())
+        best = int(np.argmin(np.where(good, writes, np.inf)))
+    admitted = np.arange(len(curves.rate)) >= firsts
+    admitted[order[:best]] = True
+    if keep is None and best == len(order):
+        admitted[:] = True
+    return Choice(admitted, float(lives[best]), float(hits[best]), float(writes[best]))
+
+
+def _held(curves: Curves) -> Floats:
+    """[class, edge] for how long a page is held on average, in a tier whose life is the edge."""
+    mean = (curves.left[:, 1:] + curves.left[:, :-1]) / 2
+    return np.concatenate([np.zeros((len(mean), 1)), np.cumsum(mean * np.diff(EDGES), axis=1)], axis=1)
+
+
+def _summed(rows: Floats) -> Floats:
+    """Sums of the first rows: none, one, two ..."""
+    return np.concatenate([np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0)])
+
+
+def _life(pages: Floats, capacity: float) -> float:
+    """``pages``: how many are held, for each life of EDGES."""
+    return float(np.interp(capacity, pages, EDGES))
+
+
+Words = npt.NDArray[np.int64]
+Chosen = npt.NDArray[np.bool_]
+
+KEEP = 0.97
+"""The share of the hits of a tier that stores everything, or of a better choice, that is to be kept."""
+_FULL_BATCH = 128
+"""Pages of a call of SGLang's that has more to say: the next one goes on with the run."""
+_KINDS_OF_CLASSES = (np.arange(FIRSTS), np.arange(FIRSTS, CLASSES))
+_STEP = 1 << 12
+"""Pages used from one choice to the next."""
+_LONGEST_LIFE = 1 << 24
+"""Pages used: what returns later is not waited for."""
+_SHORTEST_MEMORY = 1 << 16
+"""Pages used that are learnt from, at least; one life, where that is longer."""
+
+
+class AdmissionPolicy:
+    """One per tier and process. ``continuations`` is for any thread; the rest is not locked: the caller is."""
+
+    def __init__(
+        self,
+        capacity: Callable[[], float],
+        keep: float | None = KEEP,
+        most_writes: Callable[[], float] = lambda: math.inf,
+    ) -> None:
+        """``capacity`` in pages; infinite where it is not known. ``keep`` and ``most_writes``: as of ``choose``."""
+        self.continuations = Continuations()
+        self.experience = Experience(CLASSES)
+        self.choice: Choice | None = None
+        """None: everything is written, until it was seen what becomes of pages in one life of the tier."""
+        self._capacity = capacity
+        self._keep = keep
+        self._most_writes = most_writes
+        self._firsts = Firsts()
+        self._next_choice = 2 * _STEP
+        self._last_chosen = 0
+        self._full: int | None = None
+        """The identity of a batch that the next one may go on with."""
+        self._kind, self._place, self._is_refused = UNKNOWN, 0, False
+        """Of the run that was offered last: kind, pages, and whether one of them was refused."""
+
+    def offered(self, words: Words) -> tuple[Chosen, Chosen]:
+        """Pages of one request, consecutive and in order, that SGLang wants to store: which are to be written, and
+        which were asked for before. ``words``: ``key_words`` of their first parts."""
+        known = self._firsts.note(words)
+        pages = len(words)
+        first_new = int(np.argmin(known)) if not known.all() else pages
+        goes_on = self._begin_run(words, first_new)
+        if first_new == pages:
+            self._kind = UNKNOWN
+        elif first_new:
+            # What was asked for before has got another continuation.
+            self._kind = self.continuations.note(int(words[first_new - 1, 2]), int(words[first_new, 2]))
+        elif not goes_on:
+            self._kind = self.continuations.kind(int(words[0, 2]))
+        place = self._place if goes_on and not first_new else 0
+        length = place + pages - first_new
+        of_run = classes_of_run(length, place, pages - first_new, self._kind, ends=pages != _FULL_BATCH)
+        classes = np.concatenate([np.full(first_new, FIRSTS), of_run])
+        classes[known] = FIRSTS
+        self._place = length
+        wanted = known | (np.ones(pages, np.bool_) if self.choice is None else self.choice.admitted[classes])
+        # A page is of use only behind all pages before it.
+        wanted = np.logical_and.accumulate(wanted) & (not self._is_refused)
+        self._is_refused = not wanted[-1]
+        self._learn(words, classes)
+        return wanted, known
+
+    def cut(self) -> None:
+        """The end of what was offered last is not written after all: nor is what follows it."""
+        self._is_refused = True
+
+    def read(self, words: Words) -> None:
+        """Pages that were read from the tier."""
+        self._learn(words, np.full(len(words), FIRSTS))
+
+    def _begin_run(self, words: Words, first_new: int) -> bool:
+        """Whether these pages go on with the run that was offered last."""
+        identity = int(words[0, 0])
+        is_known = self.continuations.kind(int(words[0, 2])) != UNKNOWN
+        goes_on = self._full == identity and not is_known
+        if not goes_on:
+            self._is_refused = False
+        self._full = identity if len(words) == _FULL_BATCH else None
+        return goes_on
+
+    def _learn(self, words: Words, classes: Words) -> None:
+        experience = self.experience
+        sampled = experience.sampled(words)
+        of = words[sampled]
+        pages = dict(zip(zip((of[:, 0] ^ of[:, 2]).tolist(), of[:, 5].tolist(), strict=True), sampled, strict=True))
+        if pages:
+            new = classes[list(pages.values())]
+            experience.used([*pages], np.where(new < FIRSTS, new, seen_again(experience.classes_of([*pages]))))
+        experience.pass_time(len(words))
+        if experience.clock >= self._next_choice:
+            self._choose()
+
+    def _choose(self) -> None:
+        experience, capacity = self.experience, self._capacity()
+        curves = experience.curves(_KINDS_OF_CLASSES)
+        life = min(life_of_everything(curves, capacity), _LONGEST_LIFE)
+        passed = experience.clock - self._last_chosen
+        self._last_chosen = experience.clock
+        self._next_choice = experience.clock + _STEP
+        most_writes = self._most_writes()
+        saw_a_life = experience.clock >= life
+        if saw_a_life or most_writes < math.inf or self.choice is not None:
+            keep = self._keep if saw_a_life else None
+            self.choice = choose(curves, FIRSTS, capacity, keep, most_writes, RUNS)
+            life = max(life, min(self.choice.life, _LONGEST_LIFE))
+        experience.thin_out(4 * life)
+        experience.fade(math.exp(-passed / max(_SHORTEST_MEMORY, life)))
+
+
+_FEWEST_PAGES = 1000
+"""Pages in a tier before their mean size is taken from it."""
+_MOST_READS = 64
+"""Reads that wait to be learnt from."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionSettings:
+    """Of one tier in one process."""
+
+    learned: bool
+    """False: only for the budget is anything refused."""
+    budget: float | None
+    """Bytes a second that this process may write."""
+    writers: int
+    """Ranks that share the tier's capacity."""
+
+    @classmethod
+    def of(cls, tier: TierConfig, role: str) -> AdmissionSettings | None:
+        """None where everything is written. A decode node learns nothing: it never sees who reads its pages."""
+        budget, learned = tier.write_budget, tier.admission == "learned" and role != "decode"
+        if not learned and budget is None:
+            return None
+        return cls(learned, None if budget is None else budget / tier.writers, tier.writers)
+
+
+class Admission:
+    """Threads: any. Calls wait for each other for as long as a decision takes."""
+
+    def __init__(self, settings: AdmissionSettings, tier: PageStore, now: Callable[[], float] = time.monotonic) -> None:
+        """``tier`` is asked how full it is, and counts."""
+        self.settings = settings
+        self._tier = tier
+        self._now = now
+        self._lock = threading.Lock()
+        self._log = LimitedLog(logger, 60.0)
+        self._budget = None if settings.budget is None else WriteBudget(settings.budget, now)
+        self._reads: deque[Words] = deque()
+        self._pages = self._parts = self._bytes = 0.0
+        """Of what was offered: for the mean page."""
+        self._used_before = 0
+        self._looked = now()
+        keep = KEEP if settings.learned else None
+        self.policy = AdmissionPolicy(self._capacity, keep, self._most_writes)
+
+    def write(self, batch: PageBatch, write: Callable[[PageBatch], list[SetResult]]) -> list[SetResult]:
+        """``write`` what is admitted. The other pages are REFUSED."""
+        try:
+            wanted = self._wanted(batch)
+        except Exception:  # noqa: BLE001 - a page that is stored in vain costs less than a call that fails
+            self._failed()
+            wanted = None
+        if wanted is None:
+            return write(batch)
+        results = [SetResult.REFUSED] * len(batch)
+        if wanted:
+            for position, result in zip(wanted, write(batch.select(wanted)), strict=True):
+                results[position] = result
+        return results
+
+    def written(self, batch: PageBatch, results: Sequence[SetResult]) -> list[SetResult]:
+        """The results of a write to the tier, whatever it was for."""
+        if self._budget is not None:
+            size = batch.bytes_of(SetResult.STORED, results)
+            with self._lock:
+                self._budget.written(size)
+        return list(results)
+
+    def read(self, keys: Sequence[bytes], results: Sequence[GetResult]) -> None:
+        """What a read of the tier has found. Learnt from when a page is offered next: a reader waits for nothing."""
+        try:
+            words = key_words(keys)
+            if results.count(GetResult.HIT) < len(results):
+                words = words[[result is GetResult.HIT for result in results]]
+            if len(words):
+                self._reads.append(words)
+            if len(self._reads) >= _MOST_READS:
+                with self._lock:
+                    self._learn_reads()
+        except Exception:  # noqa: BLE001 - a page that is stored in vain costs less than a call that fails
+            self._failed()
+
+    def looked_up(self, keys: Sequence[bytes], leading: int) -> None:
+        """A chain of which the tiers have the first ``leading`` pages. Waits for no decision."""
+        try:
+            self.policy.continuations.looked_up(keys, leading)
+        except Exception:  # noqa: BLE001 - a page that is stored in vain costs less than a call that fails
+            self._failed()
+
+    def _learn_reads(self) -> None:
+        """Of what was read until now. The caller locks."""
+        while self._reads:
+            words = self._reads.popleft()
+            self.policy.read(words[_first_parts(words)])
+
+    def _wanted(self, batch: PageBatch) -> list[int] | None:
+        """The positions of the pages to write; None for all of them."""
+        if not len(batch):
+            return None
+        words = key_words(batch.keys)
+        firsts = _first_parts(words)
+        with self._lock:
+            self._pages += len(firsts)
+            self._parts += len(batch)
+            self._bytes += sum(batch.sizes)
+            self._learn_reads()
+            wanted, known = self.policy.offered(words[firsts])
+            affordable = wanted & self._affordable(batch, firsts, wanted)
+            if affordable.sum() < wanted.sum():
+                self.policy.cut()
+        self._tier.metrics.add_many(
+            "admission",
+            {
+                "admitted_first": int((affordable & ~known).sum()),
+                "admitted_again": int((affordable & known).sum()),
+                "refused_first": int((~wanted & ~known).sum()),
+                "refused_behind": int((~wanted & known).sum()),
+                "refused_budget": int((wanted & ~affordable).sum()),
+            },
+        )
+        if affordable.all():
+            return None
+        parts = np.diff(firsts, append=len(batch))
+        positions: list[int] = np.flatnonzero(np.repeat(affordable, parts)).tolist()
+        return positions
+
+    def _affordable(self, batch: PageBatch, firsts: Words, wanted: Chosen) -> Chosen:
+        """Which pages, from the first on, the budget is enough for."""
+        if self._budget is None:
+            return wanted
+        sizes = np.add.reduceat(np.array(batch.sizes, np.int64), firsts)
+        enough: Chosen = np.cumsum(np.where(wanted, sizes, 0)) <= self._budget.left
+        return enough
+
+    def _capacity(self) -> float:
+        """Pages of the tier that this process may count on."""
+        gauges = gauges_of(self._tier)
+        capacity = gauges.get("capacity_bytes", math.nan)
+        if not capacity > 0 or not self._pages:
+            return math.inf
+        used, parts = gauges.get("used_bytes", math.nan), gauges.get("pages", math.nan)
+        size = used / parts if parts >= _FEWEST_PAGES and used > 0 else self._bytes / self._parts
+        return capacity / self.settings.writers / (size * self._parts / self._pages)
+
+    def _most_writes(self) -> float:
+        """Pages that may be written for each page used."""
+        used, now = self.policy.experience.clock, self._now()
+        uses, seconds = used - self._used_before, now - self._looked
+        self._used_before, self._looked = used, now
+        if self._budget is None or not self._pages or not uses:
+            return math.inf
+        return self._budget.to_spend * seconds / (self._bytes / self._pages) / uses
+
+    def _failed(self) -> None:
+        self._log.log(
+            logging.WARNING, "failed", "hicache_ext: tier %s: admission failed", self._tier.name, exc_info=True
+        )
+
+
+def _first_parts(words: Words) -> Words:
+    """Where each page begins: the parts of a page stand one after the other."""
+    begins = np.ones(len(words), np.bool_)
+    begins[1:] = (words[1:, 2:] != words[:-1, 2:]).any(axis=1)
+    return np.flatnonzero(begins)

@@ -1,1 +1,0 @@
-"""Which pages a tier writes at their first request, and which at their second."""

@@ -1,0 +1,59 @@
+"""What watches the calls of this process, where ``tracing`` or ``record`` is configured: spans, and a recording.
+
+Both are None where they are not: one look at a name is all that a call pays then, and their modules are not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from hicache_ext.config.sections import RecordConfig, TracingConfig
+
+if TYPE_CHECKING:
+    from hicache_ext.storage.tiering.recording import Recorder
+    from hicache_ext.storage.tiering.tracing import Spans
+
+spans: Spans | None = None
+recorder: Recorder | None = None
+"""Both are read without a lock."""
+
+
+def begin_tracing(settings: TracingConfig | None) -> Spans | None:
+    """Trace the calls of this process from now on, as configured. Raises ConfigError, MissingPackageError."""
+    global spans
+    if settings is None:
+        return None
+    from hicache_ext.storage.tiering.tracing import spans_of
+
+    spans = spans_of(settings)
+    return spans
+
+
+def end_tracing(begun: Spans | None) -> None:
+    """End what ``begin_tracing`` returned."""
+    global spans
+    if begun is not None:
+        if spans is begun:
+            spans = None
+        begun.close()
+
+
+def begin_recording(settings: RecordConfig | None, facts: Callable[[], Mapping[str, Any]]) -> Recorder | None:
+    """Record the requests of this process from now on, as configured. Raises ConfigError."""
+    global recorder
+    if settings is None:
+        return None
+    from hicache_ext.storage.tiering.recording import Recorder
+
+    recorder = Recorder(settings, facts)
+    return recorder
+
+
+def end_recording(begun: Recorder | None) -> None:
+    """End what ``begin_recording`` returned."""
+    global recorder
+    if begun is not None:
+        if recorder is begun:
+            recorder = None
+        begun.close()

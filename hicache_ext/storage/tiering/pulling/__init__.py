@@ -1,1 +1,0 @@
-"""Pull or recompute: what tiers and prefill batches take, and the rule that compares them."""
