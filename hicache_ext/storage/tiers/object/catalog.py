@@ -17,12 +17,12 @@ from hicache_ext.page.pack import Pack, Tombstone, milliseconds_of, new_id
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Retry
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.storage.contract.pack_index import PackIndex
+from hicache_ext.storage.tiers.object.client import Requests
 from hicache_ext.storage.tiers.object.names import packed, packed_name, packs_before, packs_between, packs_of, pages_of
-from hicache_ext.storage.tiers.object.requests import Requests
 
 logger = logging.getLogger(__name__)
 
-_LISTED_AT_ONCE = 1000
+LISTED_AT_ONCE = 1000
 _MOST_LISTED = 10_000_000
 """Names of one listing: a store may list without end."""
 _CLOCKS_APART = 10.0
@@ -70,17 +70,9 @@ class PackCatalog:
         self._changed = threading.Condition()
         self._log = LimitedLog(logger)
         self._loop = BackgroundLoop(f"hicache-{requests.name}-packs", self._list_again)
-        self.clock_ahead = 0.0
-        """Seconds by which the store's clock is ahead of this machine's."""
-
-    # -- times and ids ---------------------------------------------------------------------------------------------
-
-    def now(self) -> float:
-        """By the store's clock, seconds since 1970."""
-        return time.time() + self.clock_ahead
 
     def new_id(self, after: str | None = None) -> str:
-        return new_id(int(self.now() * 1000), after)
+        return new_id(int(self._requests.now() * 1000), after)
 
     @property
     def _margin(self) -> float:
@@ -136,7 +128,7 @@ class PackCatalog:
             generation, since = known.generation, known.listed_at - self._margin
         if first:
             return self._list_whole(digest, known)
-        begun = self.now()
+        begun = self._requests.now()
         seen: dict[str, int] = {}
         for items in self._listed_since(digest, since):
             seen |= self._learn(known, items, generation)
@@ -148,8 +140,7 @@ class PackCatalog:
     def look_for_objects(self, digest: bytes) -> None:
         """Find out whether the identity has pages that are objects of their own."""
         known = self.of(digest)
-        requests = self._requests
-        for listed in requests.obstore.list(requests.client, pages_of(digest), chunk_size=1):
+        for listed in self._requests.listed(pages_of(digest), chunk_size=1):
             if listed:
                 known.has_objects = True
                 return
@@ -157,7 +148,12 @@ class PackCatalog:
     def _list_whole(self, digest: bytes, known: KnownPacks) -> dict[str, int]:
         """``known.listing`` is set, and belongs to this call."""
         try:
-            generation, before, begun, began = known.generation, known.index.ids(), self.now(), time.monotonic()
+            generation, before, begun, began = (
+                known.generation,
+                known.index.ids(),
+                self._requests.now(),
+                time.monotonic(),
+            )
             seen: dict[str, int] = {}
             for items in self._listed(packs_of(digest)):
                 seen |= self._learn(known, items, generation)
@@ -192,13 +188,13 @@ class PackCatalog:
         if self._lists_from:
             yield from self._listed(packs_of(digest), packs_before(digest, first))
             return
-        units = list(packs_between(digest, first, int((self.now() + _CLOCKS_APART) * 1000)))
+        units = list(packs_between(digest, first, int((self._requests.now() + _CLOCKS_APART) * 1000)))
         for prefix in units if len(units) <= _MOST_UNITS else [packs_of(digest)]:
             yield from self._listed(prefix)
 
     def _listed(self, prefix: str, offset: str | None = None) -> Iterator[list[_Listed]]:
         requests, names = self._requests, 0
-        for listed in requests.obstore.list(requests.client, prefix, offset=offset, chunk_size=_LISTED_AT_ONCE):
+        for listed in requests.listed(prefix, offset=offset, chunk_size=LISTED_AT_ONCE):
             yield [(found[1], entry["size"]) for entry in listed if (found := packed(entry["path"])) is not None]
             if (names := names + len(listed)) >= _MOST_LISTED:
                 words = "tier %s: the store lists more names than are read"
@@ -235,7 +231,7 @@ class PackCatalog:
     def _tidy(self, digest: bytes, known: KnownPacks) -> None:
         """Remove what a process that ended between two requests has left: packs without a living page, and tombstones
         of packs that are gone."""
-        old = int((self.now() - 2 * self._margin) * 1000)
+        old = int((self._requests.now() - 2 * self._margin) * 1000)
         try:
             for pack in known.index.packs:
                 if known.index.dead_mask(pack.id) & pack.all_dead == pack.all_dead:
@@ -265,8 +261,7 @@ class PackCatalog:
                 self._requests.delete([packed_name(digest, tombstone) for tombstone in tombstones])
             return
         tombstone = Tombstone(self.new_id(after=pack.id), pack.id, mask)
-        requests = self._requests
-        requests.obstore.put(requests.client, packed_name(digest, tombstone), b"", use_multipart=False)
+        self._requests.put(packed_name(digest, tombstone), b"")
         full = known.index.add_tombstone(tombstone)
         if full is not None:
             # Somebody else took the rest away meanwhile.

@@ -23,9 +23,8 @@ from hicache_ext.page.pack import PACK_BYTES, decode_footer
 from hicache_ext.storage.contract.bad_pages import Removal, Stored, cut, reason_to_refuse
 from hicache_ext.storage.contract.pack_index import Place
 from hicache_ext.storage.tiers.object.catalog import PackCatalog
-from hicache_ext.storage.tiers.object.client import begins_behind_the_end, explain, is_md5_of
+from hicache_ext.storage.tiers.object.client import Requests, begins_behind_the_end, explain, is_md5_of
 from hicache_ext.storage.tiers.object.names import packed_name, page_name
-from hicache_ext.storage.tiers.object.requests import Requests
 
 _MOST_READS = 8
 """Of a part of a pack that arrives damaged."""
@@ -39,7 +38,6 @@ class ObjectMedium:
         requests: Requests,
         reopen: Callable[[], Any],
         hides: Callable[[bytes], bool],
-        etags_are_md5: Callable[[], bool],
         catalog: PackCatalog,
     ) -> None:
         """``reopen``: another client, with connections of its own. ``hides``: the page is being cleared."""
@@ -47,7 +45,6 @@ class ObjectMedium:
         self._obstore = requests.obstore
         self._reopen = reopen
         self._hides = hides
-        self._etags_are_md5 = etags_are_md5
         self._catalog = catalog
 
     def read_again(self, key: bytes, most: int) -> Stored | None:
@@ -106,7 +103,7 @@ class ObjectMedium:
         name = page_name(key) if place is None else packed_name(key[:IDENTITY_LENGTH], place.pack)
         try:
             client = self._reopen()
-            if self._etags_are_md5() and bad.length == len(bad.data):
+            if self._requests.etags_are_md5 and bad.length == len(bad.data):
                 whole = bad.data if place is None else self._whole_pack(client, name, place, bad)
                 if not is_md5_of(whole, version):
                     return Removal.DENIED
