@@ -15,7 +15,7 @@ from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.transforms.sealing import SealMode
 from hicache_ext.storage.contract.abilities import IdentityKeeper, PageLister, Resizable, ability
 from hicache_ext.storage.contract.registry import examine_tier
-from hicache_ext.storage.contract.transforming.layers import transformed
+from hicache_ext.storage.contract.transforming.store import transformed
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig

@@ -16,8 +16,8 @@ from typing import Any
 from hicache_ext.config.units import rounded_size
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.tiers.mooncake import engine
-from hicache_ext.storage.tiers.mooncake.attachment import Attachment, address_of
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
+from hicache_ext.storage.tiers.mooncake.engine import Attachment, address_of
 
 _PACKAGES = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
 _SAMPLE_BYTES = 1 << 20

@@ -20,7 +20,7 @@ from typing import TypeVar
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.page import envelope
 from hicache_ext.runtime.threads import ThreadPool
-from hicache_ext.storage.tiers.mooncake.attachment import Attachment, address_of
+from hicache_ext.storage.tiers.mooncake.engine import Attachment, address_of
 
 T = TypeVar("T")
 

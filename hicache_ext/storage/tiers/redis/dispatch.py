@@ -2,30 +2,416 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
+import re
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.errors import LaneBusyError, NodeDownError, ProtocolError, RefusedError
+from hicache_ext.errors import LaneBusyError, NodeDownError, OversizedValueError, ProtocolError, RefusedError
+from hicache_ext.page import envelope
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
+from hicache_ext.storage.contract.bad_pages import Removal, Sighting, Stored
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiers.redis.clients import short_call
-from hicache_ext.storage.tiers.redis.config import RedisTierConfig
-from hicache_ext.storage.tiers.redis.connection import Connection
-from hicache_ext.storage.tiers.redis.names import page_prefix
+from hicache_ext.storage.tiers.redis.clients import page_prefix, short_call
+from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
+from hicache_ext.storage.tiers.redis.connection import Connection, ErrorReply, Reply, Status, command, command_of_equals
 from hicache_ext.storage.tiers.redis.node import Lane, Node
-from hicache_ext.storage.tiers.redis.page_calls import PageCall, look_for_pages
 from hicache_ext.storage.tiers.redis.talk_code import Columns, Limits, PageWords, talk_code
 from hicache_ext.storage.tiers.redis.topology import Topology
 
 logger = logging.getLogger(__name__)
+
+# -- page calls --------------------------------------------------------------------------------------------------------
+#
+# The commands on one connection to read, write, find and remove pages.
+#
+# Each function takes pages through ``PageCall`` and sets their ``result`` one by one, so that a connection that breaks
+# in the middle leaves exactly the pages without a result to be asked for again. A page whose slot has moved gets a
+# ``redirect`` instead.
+
+
+HEADER_LENGTH = envelope.FIELDS_LENGTH
+MOST_IN_FLIGHT = 8 << 20
+"""Bytes under way on one connection; as a rule fewer are, by its round trip."""
+
+_MOST_AT_ONCE = 256
+"""Pages in one request for their presence."""
+_FEW = 16
+"""Pages that are asked for one by one."""
+_MOST_PIPELINED = 256
+_SENT_AT_ONCE = 256 * 1024
+"""Bytes of small pages gathered for one system call."""
+_ASKING = command(b"ASKING")
+_REDIRECT = re.compile(r"(MOVED|ASK) ([0-9]{1,5}) (.*):([0-9]{1,5})", re.ASCII)
+
+_REMOVE_IF_SAME = b"""
+local length = redis.pcall('STRLEN', KEYS[1])
+if type(length) == 'table' then
+  if ARGV[1] ~= '-1' or not string.find(length.err, 'WRONGTYPE') then return 0 end
+else
+  if length ~= tonumber(ARGV[1]) then return 0 end
+  local seen = tonumber(ARGV[2])
+  if seen > 0 and redis.sha1hex(redis.call('GETRANGE', KEYS[1], 0, seen - 1)) ~= ARGV[3] then return 0 end
+end
+return redis.call('UNLINK', KEYS[1])
+"""
+"""The server compares: what is removed is what was seen, and no copy that came since, and nothing that only looked bad
+on its way here. 0 also where nothing is there."""
+_REFUSALS = {"OOM": "memory", "READONLY": "readonly"}
+"""Errors by which a server refuses every write, and answers everything else."""
+_WITHOUT_SCRIPTS = frozenset({"NOPERM", "ERR"})
+"""A user without EVAL, or something that only speaks like Redis."""
+
+
+class PageCall:
+    """One page on its way: what is asked, and what became of it."""
+
+    __slots__ = (
+        "asking",
+        "key",
+        "name",
+        "reason",
+        "redirect",
+        "result",
+        "seen",
+        "segments",
+        "size",
+    )
+
+    def __init__(self, key: bytes, name: bytes, segments: Sequence[memoryview] = (), payload: int = 0) -> None:
+        self.key = key
+        self.name = name
+        self.segments = segments
+        self.size = HEADER_LENGTH + payload
+        self.result: Any = None
+        """GetResult, SetResult, or what was answered; None while it is not known."""
+        self.reason = ""
+        """Why it is CORRUPT, REJECTED or an ERROR: a word for the metrics."""
+        self.redirect: tuple[str, int, Endpoint] | None = None
+        self.asking = False
+        self.seen: Sighting | None = None
+        """Of a copy that is not this page."""
+
+    def request(self, word: bytes) -> bytes:
+        """A command whose only argument is the page's name; ``_asked`` in haste, since it is made for every page."""
+        asked = b"*2\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(word), word, len(self.name), self.name)
+        return _ASKING + asked if self.asking else asked
+
+    def finish(self, result: Any, reason: str = "") -> None:
+        self.result = result
+        self.reason = reason
+
+
+def read_pages(connection: Connection, calls: Sequence[PageCall]) -> None:
+    """GET into the pages' memory, with at most ``MOST_IN_FLIGHT`` bytes of replies asked for (or one page)."""
+    header = memoryview(bytearray(HEADER_LENGTH))
+    in_flight = connection.window(MOST_IN_FLIGHT)
+    sent = flying = 0
+    for number, call in enumerate(calls):
+        if sent < len(calls) and (sent == number or flying <= in_flight // 2):
+            requests = []
+            while sent < len(calls) and sent - number < _MOST_PIPELINED:
+                if flying and flying + calls[sent].size > in_flight:
+                    break
+                requests.append(calls[sent].request(b"GET"))
+                flying += calls[sent].size
+                sent += 1
+            if requests:
+                connection.send([b"".join(requests)])
+        _read_page(connection, call, header)
+        flying -= call.size
+
+
+def _read_page(connection: Connection, call: PageCall, header: memoryview) -> None:
+    _pass_asking(connection, call)
+    try:
+        length = connection.reader.page_into(header, call.segments)
+    except OversizedValueError as error:
+        call.seen = Sighting(error.length)
+        call.finish(GetResult.CORRUPT, "longer")
+        raise
+    except ProtocolError:
+        call.finish(GetResult.ERROR, "protocol")
+        raise
+    if length is None:
+        call.finish(GetResult.MISS)
+    elif isinstance(length, ErrorReply):
+        if _is_redirect(call, length):
+            return
+        if length.code == "WRONGTYPE":
+            call.seen = Sighting(-1)
+            call.finish(GetResult.CORRUPT, "type")
+            return
+        call.finish(GetResult.ERROR, length.code)
+        raise RefusedError(length.code)
+    else:
+        if length != call.size:
+            reason: str | None = "truncated" if length < call.size else "longer"
+        else:
+            reason = envelope.reason_to_refuse(header, call.key, call.segments)
+        if reason is None:
+            call.finish(GetResult.HIT)
+        else:
+            # A value of another length was thrown away, all but its beginning.
+            arrived = [header, *call.segments] if length == call.size else [header[: min(length, HEADER_LENGTH)]]
+            call.seen = Sighting.of(length, arrived)
+            call.finish(GetResult.CORRUPT, reason)
+
+
+def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | None) -> str:
+    """SET NX of the pages that are not there. A copy of another length is REJECTED, and ``seen``: the caller looks.
+
+    Which are there is asked first: the payload of those need not be sent, and STRLEN renews their recency. The answer
+    is why the server takes no writes (``_REFUSALS``), mostly nothing.
+    """
+    missing = _pages_missing(connection, calls)
+    try:
+        refusal, raced = _set_pages(connection, missing, ttl)
+        connection.confirm()
+    except BaseException:
+        # Not confirmed: they are asked for again.
+        for call in missing:
+            if call.result in (SetResult.STORED, SetResult.EXISTS):
+                call.result = None
+        raise
+    # Mostly another writer's page. Whatever it is: EXISTS means that it can be read.
+    for call in _pages_missing(connection, raced):
+        call.seen = Sighting(0)
+        call.finish(SetResult.REJECTED, "suspect")
+    return refusal
+
+
+def look_for_pages(connection: Connection, calls: Sequence[PageCall], refusal: str) -> str:
+    """``write_pages`` while the server takes no writes: those that are there are EXISTS, the others REJECTED."""
+    for call in _pages_missing(connection, calls):
+        call.finish(SetResult.REJECTED, refusal)
+    return ""
+
+
+def _set_pages(connection: Connection, missing: Sequence[PageCall], ttl: int | None) -> tuple[str, list[PageCall]]:
+    """Why the server takes no writes, and the pages that were there when they came."""
+    options = (
+        b"\r\n$2\r\nNX\r\n" if ttl is None else b"\r\n$2\r\nNX\r\n$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(ttl)), ttl)
+    )
+    words = 4 if ttl is None else 6
+    unanswered: deque[PageCall] = deque()
+    raced: list[PageCall] = []
+    gathered: list[memoryview | bytes] = []
+    flying = gathered_bytes = 0
+
+    def send() -> None:
+        nonlocal gathered_bytes
+        if gathered:
+            connection.send(gathered)
+            gathered.clear()
+            gathered_bytes = 0
+
+    def take_reply() -> str:
+        nonlocal flying
+        call = unanswered.popleft()
+        flying -= call.size
+        return _written(connection, call, raced)
+
+    refusal = ""
+    in_flight = connection.window(MOST_IN_FLIGHT)
+    created_ms = int(time.time() * 1000)
+    for call in missing:
+        while not refusal and unanswered and flying + call.size > in_flight:
+            send()
+            refusal = take_reply()
+        if refusal:
+            break
+        payload = call.size - HEADER_LENGTH
+        header = envelope.encode_page(call.key, call.segments, payload, created_ms)
+        asking = _ASKING if call.asking else b""
+        head = b"%b*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (asking, words, len(call.name), call.name, call.size)
+        gathered += [head + header, *call.segments, options]
+        gathered_bytes += call.size
+        flying += call.size
+        unanswered.append(call)
+        if gathered_bytes >= _SENT_AT_ONCE:
+            send()
+    send()
+    while unanswered:
+        refusal = take_reply() or refusal
+    if refusal:
+        for call in missing:
+            if call.result is None and call.redirect is None and call not in raced:
+                call.finish(SetResult.REJECTED, refusal)
+    return refusal, raced
+
+
+def _pages_missing(connection: Connection, calls: Sequence[PageCall]) -> list[PageCall]:
+    missing = []
+    for call, reply in zip(calls, _ask(connection, calls, b"STRLEN"), strict=True):
+        if isinstance(reply, ErrorReply):
+            if _is_redirect(call, reply):
+                continue
+            if reply.code != "WRONGTYPE":
+                call.finish(SetResult.ERROR, reply.code)
+                raise RefusedError(reply.code)
+            length = -1
+        elif (length := _integer(reply)) == call.size:
+            call.finish(SetResult.EXISTS)
+            continue
+        if length:
+            call.seen = Sighting(length)
+            call.finish(SetResult.REJECTED, "suspect")
+        else:
+            missing.append(call)
+    return missing
+
+
+def _written(connection: Connection, call: PageCall, raced: list[PageCall]) -> str:
+    """Why the server refused it, if it did."""
+    _pass_asking(connection, call)
+    reply = connection.reader.reply()
+    if isinstance(reply, Status) and reply == b"OK":
+        call.finish(SetResult.STORED)
+    elif reply is None:
+        raced.append(call)
+    elif not isinstance(reply, ErrorReply):
+        call.finish(SetResult.ERROR, "protocol")
+        raise ProtocolError("SET was not answered as Redis does")
+    elif refusal := _REFUSALS.get(reply.code):
+        call.finish(SetResult.REJECTED, refusal)
+        return refusal
+    elif not _is_redirect(call, reply):
+        call.finish(SetResult.ERROR, reply.code)
+        raise RefusedError(reply.code)
+    return ""
+
+
+def ask_integers(connection: Connection, calls: Sequence[PageCall], word: bytes) -> None:
+    """One request without payload per page (EXISTS, UNLINK) whose answer is an integer."""
+    for call, reply in zip(calls, _ask(connection, calls, word), strict=True):
+        if isinstance(reply, ErrorReply):
+            if not _is_redirect(call, reply):
+                raise RefusedError(reply.code)
+        else:
+            call.finish(_integer(reply))
+
+
+def ask_presence(connection: Connection, calls: Sequence[PageCall], names: Sequence[bytes]) -> None:
+    """EXISTS of many pages of one server, which is no node of a cluster; the one call's result is the ``bytearray`` of
+    ones and zeros. Groups of them in one request, and only those of which it has some are asked for in smaller ones:
+    chains are there to one page, and absent from it on."""
+    (call,) = calls
+    present = bytearray(len(names))
+    groups = [(first, names[first : first + _MOST_AT_ONCE]) for first in range(0, len(names), _MOST_AT_ONCE)]
+    while groups:
+        replies = connection.ask([command_of_equals(b"EXISTS", group) for _, group in groups])
+        asked, groups = groups, []
+        for (first, group), reply in zip(asked, replies, strict=True):
+            length = len(group)
+            if isinstance(reply, ErrorReply):
+                if length == 1:
+                    if _is_redirect(call, reply):
+                        return
+                    raise RefusedError(reply.code)
+                # A cluster that is not known as one yet, or a proxy that takes one key at a time.
+                part = 1
+            elif (count := _integer(reply)) == length:
+                present[first : first + length] = b"\1" * length
+                continue
+            elif count and length > 1:
+                part = 1 if length <= _FEW else length // 2
+            else:
+                # Also what no server says of one page.
+                continue
+            groups += [(first + at, group[at : at + part]) for at in range(0, length, part)]
+    call.finish(present)
+
+
+def read_again(connection: Connection, call: PageCall, most: int) -> None:
+    """The first ``most`` bytes of whatever has the page's name, as ``Stored``; None where there is nothing."""
+    (length,) = _ask(connection, [call], b"STRLEN")
+    if isinstance(length, ErrorReply):
+        if length.code == "WRONGTYPE":
+            call.finish(Stored(-1, memoryview(b"")))
+        elif not _is_redirect(call, length):
+            raise RefusedError(length.code)
+        return
+    length = _integer(length)
+    if length == 0 and _ask(connection, [call], b"EXISTS") == [0]:
+        call.finish(GetResult.MISS)
+        return
+    data = memoryview(bytearray(min(length, most)))
+    beginning = b"GETRANGE", call.name, b"0", b"%d" % (most - 1)
+    connection.send([call.request(b"GET") if length <= most else _asked(call, *beginning)])
+    _pass_asking(connection, call)
+    if connection.reader.page_into(data, []) != len(data):
+        raise ProtocolError("not as many bytes as the value has")
+    call.finish(Stored(length, data))
+
+
+def remove_bad(connection: Connection, call: PageCall, bad: Stored) -> None:
+    """Remove the value if it still is ``bad``: the result is a ``Removal``."""
+    digest = hashlib.sha1(bad.data, usedforsecurity=False).hexdigest().encode()
+    numbers = (b"%d" % bad.length, b"%d" % len(bad.data))
+    (reply,) = _replies(connection, [call], [_asked(call, b"EVAL", _REMOVE_IF_SAME, b"1", call.name, *numbers, digest)])
+    if isinstance(reply, ErrorReply) and reply.code in _WITHOUT_SCRIPTS:
+        # Two reads over two connections found the same; only the server's comparison is missing.
+        (reply,) = _ask(connection, [call], b"UNLINK")
+    if isinstance(reply, ErrorReply):
+        if not _is_redirect(call, reply):
+            raise RefusedError(reply.code)
+    else:
+        call.finish(Removal.REMOVED if _integer(reply) else Removal.CHANGED)
+
+
+def _asked(call: PageCall, *words: bytes) -> bytes:
+    return _ASKING + command(*words) if call.asking else command(*words)
+
+
+def _ask(connection: Connection, calls: Sequence[PageCall], word: bytes) -> list[Reply]:
+    return _replies(connection, calls, [call.request(word) for call in calls])
+
+
+def _replies(connection: Connection, calls: Sequence[PageCall], requests: Sequence[bytes]) -> list[Reply]:
+    if not any(call.asking for call in calls):
+        return connection.ask(requests)
+    replies: list[Reply] = []
+    for call, request in zip(calls, requests, strict=True):
+        connection.send([request])
+        _pass_asking(connection, call)
+        replies.append(connection.reader.reply())
+    connection.confirm()
+    return replies
+
+
+def _pass_asking(connection: Connection, call: PageCall) -> None:
+    if call.asking and connection.reader.reply() != b"OK":
+        raise ProtocolError("ASKING was not answered as Redis does")
+
+
+def _integer(reply: Reply) -> int:
+    if not isinstance(reply, int):
+        raise ProtocolError("not the integer that was asked for")
+    return reply
+
+
+def _is_redirect(call: PageCall, error: ErrorReply) -> bool:
+    found = _REDIRECT.fullmatch(error.line)
+    try:
+        # Without a host: that of the server that was asked.
+        named = None if found is None else Endpoint.named(found[3] or "-", found[4])
+    except ValueError:
+        named = None
+    if found is None or named is None:
+        return False
+    call.redirect = (found[1], int(found[2]), named._replace(host=found[3]))
+    return True
+
 
 Talk = Callable[[Connection, Sequence[PageCall]], str | None]
 """The commands for some pages on one connection (page_calls.py). Of writes, it says why the server takes none."""
@@ -165,7 +551,7 @@ class Dispatch:
                     descriptor = connection.descriptor
                     if descriptor is None or (write and not connection.answers_questions):
                         return
-                    limits = Limits(deadline, connection.window(self._tier.in_flight))
+                    limits = Limits(deadline, connection.window(MOST_IN_FLIGHT))
                     talk(descriptor, columns, positions, words, limits)
             except LaneBusyError:
                 return

@@ -33,13 +33,21 @@ from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
-from hicache_ext.storage.tiers.redis import hints
-from hicache_ext.storage.tiers.redis.clients import TlsSettings, admin_client, short_call
+from hicache_ext.storage.tiers.redis.clients import (
+    TlsSettings,
+    admin_client,
+    identity_name,
+    page_name,
+    page_names_of,
+    page_prefix,
+    short_call,
+)
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
-from hicache_ext.storage.tiers.redis.dispatch import Dispatch, Talk
-from hicache_ext.storage.tiers.redis.names import identity_name, page_name, page_names_of, page_prefix
-from hicache_ext.storage.tiers.redis.page_calls import (
+from hicache_ext.storage.tiers.redis.connection import LARGEST_VALUE, command
+from hicache_ext.storage.tiers.redis.dispatch import (
+    Dispatch,
     PageCall,
+    Talk,
     ask_integers,
     ask_presence,
     read_again,
@@ -47,9 +55,7 @@ from hicache_ext.storage.tiers.redis.page_calls import (
     remove_bad,
     write_pages,
 )
-from hicache_ext.storage.tiers.redis.resp import LARGEST_VALUE, command
-from hicache_ext.storage.tiers.redis.scanning import stored_identities, sweep_nodes
-from hicache_ext.storage.tiers.redis.topology import Topology
+from hicache_ext.storage.tiers.redis.topology import Topology, post_hint, read_hints, stored_identities, sweep_nodes
 
 logger = logging.getLogger(__name__)
 
@@ -180,8 +186,7 @@ class RedisPageStore(TierStore):
         if None in results:
             left = [position for position, result in enumerate(results) if result is None]
             calls = self._page_calls(batch.select(left))
-            talk = partial(read_pages, in_flight=self._tier.in_flight)
-            self._dispatch.run(calls, talk, deadline, GetResult, hidden=GetResult.MISS, looks=True)
+            self._dispatch.run(calls, read_pages, deadline, GetResult, hidden=GetResult.MISS, looks=True)
             self._note_suspects(calls)
             self.metrics.add_many("corrupt", _reasons(calls, GetResult.CORRUPT))
             self.metrics.add_many("error", _reasons(calls, GetResult.ERROR))
@@ -242,7 +247,7 @@ class RedisPageStore(TierStore):
     def _write_pages(self, calls: list[PageCall], deadline: float) -> None:
         if not calls:
             return
-        talk = partial(write_pages, ttl=self._tier.ttl, in_flight=self._tier.in_flight)
+        talk = partial(write_pages, ttl=self._tier.ttl)
         with self._clearing.writing([call.key for call in calls], deadline) as writing:
             if writing.cleared:
                 self._remove_before([call for call in calls if call.key in writing.cleared], deadline)
@@ -366,11 +371,11 @@ class RedisPageStore(TierStore):
 
     def post_hint(self, hint: bytes, limits: BoardLimits) -> None:
         with self._calls:
-            hints.post_hint(self._tier, self._topology, hint, limits)
+            post_hint(self._tier, self._topology, hint, limits)
 
     def read_hints(self, since: bytes | None, limits: BoardLimits) -> tuple[bytes, list[bytes]]:
         with self._calls:
-            return hints.read_hints(self._tier, self._topology, since, limits)
+            return read_hints(self._tier, self._topology, since, limits)
 
     def diagnose(self) -> list[Finding]:
         from hicache_ext.storage.tiers.redis.diagnosis import diagnose

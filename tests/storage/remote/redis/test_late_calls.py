@@ -12,10 +12,10 @@ import pytest
 
 from hicache_ext.config import Secret
 from hicache_ext.storage.contract.store import GetResult
-from hicache_ext.storage.tiers.redis import page_calls
+from hicache_ext.storage.tiers.redis import dispatch as page_calls
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
+from hicache_ext.storage.tiers.redis.connection import PlainWire
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
-from hicache_ext.storage.tiers.redis.wire import PlainWire
 from hicache_ext.testing.conformance.pages import assert_hits, page_key, page_keys, read_pages, store_pages
 from tests.rigs.redis_servers import SentinelPair
 from tests.storage.remote.redis.conftest import PREFIX, set_timeout

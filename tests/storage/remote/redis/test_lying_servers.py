@@ -18,7 +18,7 @@ from hicache_ext.storage.tiers.redis import dispatch, node
 from hicache_ext.storage.tiers.redis.clients import resolve
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import open_connection
-from hicache_ext.storage.tiers.redis.page_calls import PageCall, write_pages
+from hicache_ext.storage.tiers.redis.dispatch import PageCall, write_pages
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from hicache_ext.storage.tiers.redis.topology import MOST_STRANGERS
 from hicache_ext.testing.conformance.pages import HostPages, filled, page_key, page_keys, payload_of
@@ -284,7 +284,7 @@ def test_a_reply_too_many_of_a_node_that_is_asked_during_a_move_makes_no_page_ex
         (address,) = resolve(server.endpoint)
         connection = open_connection(tier, server.endpoint, address, None, time.monotonic() + PATIENCE)
         with pytest.raises(ProtocolError):
-            write_pages(connection, [call], None, 1 << 20)
+            write_pages(connection, [call], None)
         assert call.result is None
         connection.close()
 

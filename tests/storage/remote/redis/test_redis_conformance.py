@@ -36,8 +36,9 @@ class TestRedisServerWithoutCompiledCode(PageStoreTests):
 
 class TestRedisServerWithOneConnectionAndLittleInFlight(PageStoreTests):
     @pytest.fixture
-    def medium(self, shared_server: RedisServer) -> Values:
-        return Values(shared_server, connections=1, in_flight=65536)
+    def medium(self, shared_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Values:
+        monkeypatch.setattr(dispatch, "MOST_IN_FLIGHT", 65536)
+        return Values(shared_server, connections=1)
 
 
 class TestSealedRedisServer(PageStoreTests):
