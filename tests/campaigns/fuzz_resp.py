@@ -29,7 +29,7 @@ import numpy as np
 from hicache_ext.errors import ProtocolError, RefusedError, ServerClosedError
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.tiers.redis import dispatch
-from hicache_ext.storage.tiers.redis.connection import Connection, PlainWire
+from hicache_ext.storage.tiers.redis.connection import Connection, Wire
 from hicache_ext.storage.tiers.redis.dispatch import PageCall, read_pages
 from hicache_ext.storage.tiers.redis.talk_code import Columns, Limits, PageWords, TalkCode, part, talk_code
 from hicache_ext.testing.conformance.pages import HostPages, cut, page_keys, payload_of
@@ -119,7 +119,7 @@ def run_round(chance: random.Random, findings: Findings) -> None:
     pages = HostPages(sizes, fill=0x77)
     calls = [PageCall(key, key.hex().encode(), pages.buffers[n], sum(sizes[n])) for n, key in enumerate(keys)]
     begun = time.monotonic()
-    connection = Connection(PlainWire(here), (socket.AF_UNIX, ""), begun + LONGEST_ROUND)
+    connection = Connection(Wire(here), (socket.AF_UNIX, ""), begun + LONGEST_ROUND)
     server.start()
     window = chance.choice([1, 5000, 8 << 20])
     try:

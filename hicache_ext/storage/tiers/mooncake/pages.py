@@ -24,7 +24,7 @@ from typing import Any
 
 from hicache_ext.errors import ClearLaterError, StoreClosedError, StoreSetupError
 from hicache_ext.page import envelope
-from hicache_ext.page.copying import gather, scatter
+from hicache_ext.page.page_object import gather, scatter
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.storage.contract.bad_pages import BadPages, Sighting
 from hicache_ext.storage.contract.base import TierStore

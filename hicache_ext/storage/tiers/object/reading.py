@@ -19,10 +19,9 @@ from typing import Any
 
 from hicache_ext.errors import FormatError
 from hicache_ext.page import envelope
-from hicache_ext.page.copying import scatter
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.pack import PACK_BYTES, SMALL, short_hash
-from hicache_ext.page.page_object import HEADER_LENGTH
+from hicache_ext.page.page_object import HEADER_LENGTH, scatter
 from hicache_ext.runtime.threads import Call
 from hicache_ext.storage.contract.bad_pages import BadPages, Sighting
 from hicache_ext.storage.contract.clearing import Clearing

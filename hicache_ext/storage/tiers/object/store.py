@@ -113,7 +113,7 @@ class ObjectPageStore(TierStore):
         return {"tier_up": float(self._requests.reached)}
 
     def diagnose(self) -> Sequence[Finding]:
-        from hicache_ext.storage.tiers.object.diagnosis import diagnose
+        from hicache_ext.storage.tiers.object.examination import diagnose
 
         return diagnose(self, self._url, self._requests)
 

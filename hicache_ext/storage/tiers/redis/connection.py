@@ -12,7 +12,6 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from hicache_ext.errors import LoginError, MaxClientsError, OversizedValueError, ProtocolError, ServerClosedError
 from hicache_ext.runtime.vectored import IOV_MAX, after
@@ -246,29 +245,6 @@ _MIN_RTT = 148
 """Offset of tcpi_min_rtt (microseconds) in struct tcp_info (linux/tcp.h)."""
 
 
-class Wire(Protocol):
-    """Raises TimeoutError once the deadline has passed and OSError for everything else that ends a connection."""
-
-    def send(self, buffers: Sequence[memoryview | bytes], deadline: float) -> None:
-        """Send all of ``buffers``, in order, without joining them."""
-
-    def receive_into(self, buffers: Sequence[memoryview], deadline: float) -> int:
-        """Fill ``buffers`` with what has arrived, at least one byte; the number of bytes."""
-
-    def close(self) -> None: ...
-
-    @property
-    def descriptor(self) -> int | None:
-        """Of a socket whose bytes are the protocol's own: compiled code can use it. None under TLS."""
-
-    def has_something(self) -> bool:
-        """Whether anything has come, the end of the connection included. Does not wait."""
-
-    def window(self) -> int:
-        """Bytes to have under way, so that the connection is never idle and what arrives is still in the processor's
-        cache when it is received: as many as arrive during a round trip, with some for the server's pauses."""
-
-
 def remaining(deadline: float) -> float:
     """Seconds left; TimeoutError when there are none."""
     left = deadline - time.monotonic()
@@ -277,8 +253,8 @@ def remaining(deadline: float) -> float:
     return left
 
 
-class PlainWire:
-    """TCP or a Unix socket.
+class Wire:
+    """TCP or a Unix socket. Raises TimeoutError at the deadline, and OSError for all else that ends a connection.
 
     The socket blocks, with the kernel's own timers (SO_RCVTIMEO): Python's timeouts poll before every operation.
     """
@@ -289,6 +265,7 @@ class PlainWire:
         self._timers = {socket.SO_RCVTIMEO: (0.0, 0.0), socket.SO_SNDTIMEO: (0.0, 0.0)}
 
     def send(self, buffers: Sequence[memoryview | bytes], deadline: float) -> None:
+        """Send all of ``buffers``, in order, without joining them."""
         pending = [memoryview(buffer) for buffer in buffers if len(buffer)]
         while pending:
             self._set_timer(socket.SO_SNDTIMEO, deadline)
@@ -299,6 +276,7 @@ class PlainWire:
             pending = after(pending, sent)
 
     def receive_into(self, buffers: Sequence[memoryview], deadline: float) -> int:
+        """Fill ``buffers`` with what has arrived, at least one byte; the number of bytes."""
         self._set_timer(socket.SO_RCVTIMEO, deadline)
         try:
             received = self._socket.recvmsg_into(buffers[:IOV_MAX])[0]
@@ -313,11 +291,13 @@ class PlainWire:
 
     @property
     def descriptor(self) -> int | None:
+        """Of a socket whose bytes are the protocol's own: compiled code can use it. None under TLS."""
         # Whoever uses it sets timers of its own.
         self._timers = dict.fromkeys(self._timers, (0.0, 0.0))
         return self._socket.fileno()
 
     def has_something(self) -> bool:
+        """Whether anything has come, the end of the connection included. Does not wait."""
         try:
             self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -327,7 +307,19 @@ class PlainWire:
         return True
 
     def window(self) -> int:
-        return _window(self._socket)
+        """Bytes to have under way, so that the connection is never idle and what arrives is still in the processor's
+        cache when it is received: as many as arrive during a round trip, with some for the server's pauses."""
+        if self._socket.family == socket.AF_UNIX:
+            return _LEAST_WINDOW
+        try:
+            facts = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT + 4)
+        except OSError:
+            return _LEAST_WINDOW
+        if len(facts) < _MIN_RTT + 4:
+            return _LEAST_WINDOW
+        (microseconds,) = struct.unpack_from("I", facts, _MIN_RTT)
+        # All ones: no packet was answered yet.
+        return _LEAST_WINDOW + (microseconds * _BYTES_A_MICROSECOND if microseconds != 0xFFFFFFFF else 0)
 
     def _set_timer(self, option: int, deadline: float) -> None:
         now = time.monotonic()
@@ -343,11 +335,11 @@ class PlainWire:
         self._timers[option] = (deadline, now)
 
 
-class TlsWire:
+class TlsWire(Wire):
     """TLS over TCP: OpenSSL decrypts straight into the buffers, a record (16 KiB) at a time."""
 
     def __init__(self, connected: ssl.SSLSocket) -> None:
-        self._socket = connected
+        self._socket: ssl.SSLSocket = connected
 
     def send(self, buffers: Sequence[memoryview | bytes], deadline: float) -> None:
         for buffer in buffers:
@@ -363,9 +355,6 @@ class TlsWire:
             raise ServerClosedError
         return received
 
-    def close(self) -> None:
-        self._socket.close()
-
     @property
     def descriptor(self) -> int | None:
         return None
@@ -378,23 +367,6 @@ class TlsWire:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
-
-    def window(self) -> int:
-        return _window(self._socket)
-
-
-def _window(connected: socket.socket) -> int:
-    if connected.family == socket.AF_UNIX:
-        return _LEAST_WINDOW
-    try:
-        facts = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT + 4)
-    except OSError:
-        return _LEAST_WINDOW
-    if len(facts) < _MIN_RTT + 4:
-        return _LEAST_WINDOW
-    (microseconds,) = struct.unpack_from("I", facts, _MIN_RTT)
-    # All ones: no packet was answered yet.
-    return _LEAST_WINDOW + (microseconds * _BYTES_A_MICROSECOND if microseconds != 0xFFFFFFFF else 0)
 
 
 def connect(
@@ -414,9 +386,8 @@ def connect(
         if family != socket.AF_UNIX:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        wire: Wire
         if tls is None:
-            wire = PlainWire(raw)
+            wire = Wire(raw)
         else:
             raw.settimeout(remaining(deadline))
             wrapped = tls.wrap_socket(raw, server_hostname=server_name or None)
@@ -439,7 +410,7 @@ class Connection:
     """
 
     def __init__(self, wire: Wire, address: Address, deadline: float) -> None:
-        self._wire = wire
+        self.wire = wire
         self.address = address
         self.opened = time.monotonic()
         self.deadline = deadline
@@ -448,7 +419,7 @@ class Connection:
         """Whether the user may ask what ``confirm`` asks."""
 
     def send(self, buffers: Sequence[memoryview | bytes]) -> None:
-        self._wire.send(buffers, self.deadline)
+        self.wire.send(buffers, self.deadline)
 
     def ask(self, requests: Sequence[bytes]) -> list[Reply]:
         """The replies to short ``requests``, pipelined. Raises ProtocolError where they may belong to others."""
@@ -486,23 +457,6 @@ class Connection:
             self.answers_questions = False
         elif reply != answer:
             raise ProtocolError("a reply that nothing was asked for")
-
-    @property
-    def is_stale(self) -> bool:
-        """Of an idle connection: it has ended, or something came that nobody asked for."""
-        return self._wire.has_something()
-
-    @property
-    def descriptor(self) -> int | None:
-        """Of the socket, for compiled code; None under TLS."""
-        return self._wire.descriptor
-
-    def window(self, most: int) -> int:
-        """Bytes of values to have under way (``Wire.window``), ``most`` at most."""
-        return min(most, self._wire.window())
-
-    def close(self) -> None:
-        self._wire.close()
 
 
 def open_connection(

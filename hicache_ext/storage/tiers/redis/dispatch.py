@@ -114,7 +114,7 @@ class PageCall:
 def read_pages(connection: Connection, calls: Sequence[PageCall]) -> None:
     """GET into the pages' memory, with at most ``MOST_IN_FLIGHT`` bytes of replies asked for (or one page)."""
     header = memoryview(bytearray(HEADER_LENGTH))
-    in_flight = connection.window(MOST_IN_FLIGHT)
+    in_flight = min(MOST_IN_FLIGHT, connection.wire.window())
     sent = flying = 0
     for number, call in enumerate(calls):
         if sent < len(calls) and (sent == number or flying <= in_flight // 2):
@@ -222,7 +222,7 @@ def _set_pages(connection: Connection, missing: Sequence[PageCall], ttl: int | N
         return _written(connection, call, raced)
 
     refusal = ""
-    in_flight = connection.window(MOST_IN_FLIGHT)
+    in_flight = min(MOST_IN_FLIGHT, connection.wire.window())
     created_ms = int(time.time() * 1000)
     for call in missing:
         while not refusal and unanswered and flying + call.size > in_flight:
@@ -548,10 +548,10 @@ class Dispatch:
             _, node, positions, is_asked_again = shares[number]
             try:
                 with node.connection(node.pages, deadline) as connection:
-                    descriptor = connection.descriptor
+                    descriptor = connection.wire.descriptor
                     if descriptor is None or (write and not connection.answers_questions):
                         return
-                    limits = Limits(deadline, connection.window(MOST_IN_FLIGHT))
+                    limits = Limits(deadline, min(MOST_IN_FLIGHT, connection.wire.window()))
                     talk(descriptor, columns, positions, words, limits)
             except LaneBusyError:
                 return

@@ -286,7 +286,7 @@ def test_a_reply_too_many_of_a_node_that_is_asked_during_a_move_makes_no_page_ex
         with pytest.raises(ProtocolError):
             write_pages(connection, [call], None)
         assert call.result is None
-        connection.close()
+        connection.wire.close()
 
 
 # -- numbers, lists and names without a bound --------------------------------------------------------------------------
