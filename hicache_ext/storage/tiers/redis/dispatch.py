@@ -414,7 +414,7 @@ def _is_redirect(call: PageCall, error: ErrorReply) -> bool:
 
 
 Talk = Callable[[Connection, Sequence[PageCall]], str | None]
-"""The commands for some pages on one connection (page_calls.py). Of writes, it says why the server takes none."""
+"""The commands for some pages on one connection. Of writes, it says why the server takes none."""
 
 _ATTEMPTS = 2
 """Connections tried for one page: the first may have died while it was idle."""
