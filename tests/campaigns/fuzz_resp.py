@@ -28,9 +28,9 @@ import numpy as np
 
 from hicache_ext.errors import ProtocolError, RefusedError, ServerClosedError
 from hicache_ext.storage.contract.store import GetResult, PageBatch
-from hicache_ext.storage.tiers.redis import dispatch
+from hicache_ext.storage.tiers.redis import connection as connection_module
 from hicache_ext.storage.tiers.redis.connection import Connection, Wire
-from hicache_ext.storage.tiers.redis.dispatch import PageCall, read_pages
+from hicache_ext.storage.tiers.redis.page_calls import PageCall, read_pages
 from hicache_ext.storage.tiers.redis.talk_code import Columns, Limits, PageWords, TalkCode, part, talk_code
 from hicache_ext.testing.conformance.pages import HostPages, cut, page_keys, payload_of
 from hicache_ext.testing.conformance.second_reader import write_page_object
@@ -124,7 +124,7 @@ def run_round(chance: random.Random, findings: Findings) -> None:
     window = chance.choice([1, 5000, 8 << 20])
     try:
         if code is None:
-            dispatch.MOST_IN_FLIGHT = window
+            connection_module.MOST_IN_FLIGHT = window
             read_pages(connection, calls)
         else:
             _read_compiled(code, here, calls, begun + LONGEST_ROUND, window)

@@ -1,8 +1,8 @@
 """The Mooncake client library: how it is imported and set up, and what its return codes mean.
 
 The library crashes the process on a call before ``setup`` or after ``close``, and its calls cannot be interrupted. So
-only ``Attachment`` holds a client, and calls are bounded by the library itself, through environment variables set before
-its first import. A variable set by the user is kept.
+only ``Attachment`` holds a client, and calls are bounded by the library itself, through environment variables set
+before its first import. A variable set by the user is kept.
 """
 
 from __future__ import annotations

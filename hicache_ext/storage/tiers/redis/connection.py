@@ -399,6 +399,8 @@ def connect(
 
 _MOST_CLIENTS = "max number of clients reached"
 """What Redis and Valkey say to a connection beyond maxclients, before they end it."""
+MOST_IN_FLIGHT = 8 << 20
+"""Bytes under way on one connection; as a rule fewer are, by its round trip."""
 _SHORT_REQUESTS = 1024
 """Requests without payload that are under way at once: their bytes and replies fit into any socket's buffers."""
 
@@ -434,6 +436,10 @@ class Connection:
             replies.extend([self.reader.reply() for _ in portion])
         self._confirm(answer)
         return replies
+
+    def window(self) -> int:
+        """Bytes of values to have under way (``Wire.window``)."""
+        return min(MOST_IN_FLIGHT, self.wire.window())
 
     def confirm(self) -> None:
         """Ask something that only now has this answer. Whatever was answered before counts from here on: had one reply

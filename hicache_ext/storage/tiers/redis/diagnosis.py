@@ -18,8 +18,8 @@ from hicache_ext.storage.tiers.redis import talk_code
 from hicache_ext.storage.tiers.redis.clients import admin_client, page_name, page_prefix
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import Connection
-from hicache_ext.storage.tiers.redis.dispatch import PageCall, ask_integers, read_pages, write_pages
 from hicache_ext.storage.tiers.redis.node import Node, error_words
+from hicache_ext.storage.tiers.redis.page_calls import PageCall, ask_integers, read_pages, write_pages
 from hicache_ext.storage.tiers.redis.topology import SLOTS, Topology
 
 LARGEST_SKEW = 1.0

@@ -290,9 +290,9 @@ class Stray:
 
 def open_stray(server: FakeServer, monkeypatch: pytest.MonkeyPatch, compiled: bool) -> RedisPageStore:
     if not compiled:
-        from hicache_ext.storage.tiers.redis import dispatch
+        from hicache_ext.storage.tiers.redis import store as store_module
 
-        monkeypatch.setattr(dispatch, "talk_code", lambda: None)
+        monkeypatch.setattr(store_module, "talk_code", lambda: None)
     tier = tier_of(server.endpoint.port, cluster=False, connections=1, prefix=PREFIX)
     return RedisPageStore("pool", tier)
 

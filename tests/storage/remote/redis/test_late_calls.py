@@ -12,7 +12,7 @@ import pytest
 
 from hicache_ext.config import Secret
 from hicache_ext.storage.contract.store import GetResult
-from hicache_ext.storage.tiers.redis import dispatch
+from hicache_ext.storage.tiers.redis import page_calls
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import Wire
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
@@ -29,13 +29,13 @@ def test_a_call_without_time_takes_no_node_down(server, open_store) -> None:
     """Seen: another node's, or another caller's, hang had used up the time, and this node was said to be down."""
     store = open_store(server, connections=1)
     (node,) = store._topology.nodes
-    call = dispatch.PageCall(page_key("one"), b"name")
-    talk = partial(dispatch.ask_integers, word=b"EXISTS")
+    call = page_calls.PageCall(page_key("one"), b"name")
+    talk = partial(page_calls.ask_integers, word=b"EXISTS")
     for idle in (True, False):
         if not idle:
             node._drop_idle()
         call.finish(None)
-        store._dispatch.run([call], talk, time.monotonic() - 0.01, GetResult)
+        store._run([call], talk, time.monotonic() - 0.01, GetResult)
         assert call.result is GetResult.TIMEOUT and call.reason == "timeout"
         store._documents[page_key("one")[:16]] = b"{}"
         store._documents_saved.clear()

@@ -14,11 +14,12 @@ from hicache_ext.config import Secret
 from hicache_ext.errors import ProtocolError, StoreSetupError
 from hicache_ext.runtime.call_deadline import ending_within
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiers.redis import dispatch, node
+from hicache_ext.storage.tiers.redis import node
+from hicache_ext.storage.tiers.redis import store as store_module
 from hicache_ext.storage.tiers.redis.clients import resolve
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import open_connection
-from hicache_ext.storage.tiers.redis.dispatch import PageCall, write_pages
+from hicache_ext.storage.tiers.redis.page_calls import PageCall, write_pages
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from hicache_ext.storage.tiers.redis.topology import MOST_STRANGERS
 from hicache_ext.testing.conformance.pages import HostPages, filled, page_key, page_keys, payload_of
@@ -234,7 +235,7 @@ def test_a_wrong_answer_to_a_look_up_is_absence(sent):
 
 def test_a_read_that_is_cut_ends_by_the_limit_of_its_call_and_what_came_is_a_leading_run(monkeypatch):
     # So that small pages are dealt to all connections.
-    monkeypatch.setattr(dispatch, "_COMPILED_SHARE", 1)
+    monkeypatch.setattr(store_module, "_COMPILED_SHARE", 1)
     """SGLang uses the leading run alone: pages that came behind a gap would have been sent in vain."""
     size, answered = 32 * 1024, 5
     keys = page_keys(40)
