@@ -42,7 +42,7 @@ def test_the_doctor_sees_a_healthy_pool(servers):
     findings = {finding.subject: finding for finding in store.diagnose()}
     store.close()
     assert not [finding for finding in findings.values() if finding.level in (Level.ERROR, Level.WARNING)]
-    assert "MB/s" in findings["round trip"].seen
+    assert "MB/s" in findings["bandwidth"].seen
     assert "256MiB" in findings["capacity"].seen
 
 

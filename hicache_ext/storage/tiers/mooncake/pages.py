@@ -132,7 +132,7 @@ class MooncakeStore(TierStore):
     def diagnose(self) -> Sequence[Finding]:
         from hicache_ext.storage.tiers.mooncake.examination import examine
 
-        return examine(self._tier, self._attachment)
+        return examine(self, self._tier, self._attachment)
 
     def _register(self, digest: bytes, document: dict[str, Any]) -> None:
         self._identities.add(digest)
