@@ -20,12 +20,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from hicache_ext.errors import ClearLaterError, StoreClosedError, StoreSetupError
 from hicache_ext.page import envelope
 from hicache_ext.page.page_object import gather, scatter
 from hicache_ext.runtime.call_deadline import call_deadline
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.bad_pages import BadPages, Sighting
 from hicache_ext.storage.contract.base import TierStore
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
@@ -35,7 +36,18 @@ from hicache_ext.storage.tiers.mooncake import engine
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 from hicache_ext.storage.tiers.mooncake.engine import Attachment
 from hicache_ext.storage.tiers.mooncake.holders import Holders, MooncakeMedium
-from hicache_ext.storage.tiers.mooncake.transfers import HEADER_LENGTH, PIECES, Mover, Portion, Scratch, portions
+from hicache_ext.storage.tiers.mooncake.transfers import (
+    ALONE_BYTES,
+    COPY_THREADS,
+    HEADER_LENGTH,
+    PIECES,
+    Portion,
+    Scratch,
+    ScratchPool,
+    portions,
+)
+
+_T = TypeVar("_T")
 
 _FIRST_LOOK = 32
 _LOOK_GROWTH = 4
@@ -93,10 +105,11 @@ class MooncakeStore(TierStore):
         self._checksum = checksum
         self._holders = Holders(attachment)
         try:
-            self._mover = Mover(attachment)
+            self._copying = ThreadPool(f"hicache-{name}-copy", COPY_THREADS)
         except RuntimeError as error:
             attachment.close()
             raise StoreSetupError(name, f"no threads: {error}") from None
+        self._scratch = ScratchPool(attachment)
         self._identities: set[bytes] = set()
         self._clearing = Clearing(name)
         medium = MooncakeMedium(attachment, self._holders, self._object_name, self._clearing.hides)
@@ -154,7 +167,7 @@ class MooncakeStore(TierStore):
                     positions.append(position)
             if not positions:
                 return results
-            with self._mover.scratch.lent(max(batch.sizes)) as scratch:
+            with self._scratch.lent(max(batch.sizes)) as scratch:
                 while positions:
                     positions = self._on_answering_holders(client, batch, positions, deadline, results)
                     once = _without_repeats(batch.keys, positions)
@@ -204,7 +217,7 @@ class MooncakeStore(TierStore):
         """Read the pages of one portion; whether it makes sense to go on."""
         names = [self._object_name(batch.keys[position]) for position in portion.positions]
         lengths = dict(zip(names, map(len, portion.objects), strict=True))
-        codes = self._mover.transferred(
+        codes = self._transferred(
             scratch,
             lambda: client.batch_get_into_multi_buffers(names, portion.addresses, portion.sizes),
             deadline,
@@ -217,7 +230,7 @@ class MooncakeStore(TierStore):
                 results[position] = GetResult.TIMEOUT
             return False
         whole = [number for number, code in enumerate(codes) if code == len(portion.objects[number])]
-        reasons = self._mover.for_each_page(portion, whole, lambda number: self._received(batch, portion, number))
+        reasons = self._for_each_page(portion, whole, lambda number: self._received(batch, portion, number))
         reason_of = dict(zip(whole, reasons, strict=True))
         other_sizes: Mapping[str, int] | None = {}
         if any(code in _FAILED for code in codes):
@@ -374,7 +387,7 @@ class MooncakeStore(TierStore):
             self._writing |= claimed
         try:
             most = _CAREFUL_PIECES if self._careful else PIECES
-            with self._mover.scratch.lent(max(batch.sizes)) as scratch:
+            with self._scratch.lent(max(batch.sizes)) as scratch:
                 for portion in portions(batch.sizes, mine, scratch.memory, most):
                     if not self._write_portion(client, batch, portion, scratch, deadline, results):
                         break
@@ -424,7 +437,7 @@ class MooncakeStore(TierStore):
     ) -> bool:
         """Write the pages of one portion; whether it makes sense to go on."""
         waiting = list(range(len(portion.positions)))
-        self._mover.for_each_page(portion, waiting, lambda number: self._prepare(batch, portion, number))
+        self._for_each_page(portion, waiting, lambda number: self._prepare(batch, portion, number))
         for attempt in range(1, _FULL_ATTEMPTS + 1):
             keys = [batch.keys[portion.positions[number]] for number in waiting]
             put = functools.partial(
@@ -469,7 +482,7 @@ class MooncakeStore(TierStore):
         careful = self._careful
         if careful:
             deadline = min(deadline, time.monotonic() + _CAREFUL_WAIT)
-        codes = self._mover.transferred(
+        codes = self._transferred(
             scratch, put, deadline, explain=self._attachment.master_answers, at_last=lambda: self._count_late(-1)
         )
         if codes is not None:
@@ -505,6 +518,34 @@ class MooncakeStore(TierStore):
         # Of the copy: should the page change meanwhile, the object is still one that can be trusted.
         header = envelope.encode_header(batch.keys[position], [payload], checksum=self._checksum)
         page_object[:HEADER_LENGTH] = header
+
+    # -- memory of the tier ------------------------------------------------------------------------------------------
+
+    def _transferred(
+        self,
+        scratch: Scratch,
+        call: Callable[[], list[int]],
+        deadline: float,
+        *,
+        explain: Callable[[], bool],
+        learn: Callable[[list[int]], object] = lambda codes: None,
+        at_last: Callable[[], None] = lambda: None,
+    ) -> list[int] | None:
+        """The codes of a call that moves pages; None when it was left behind, with the scratch memory."""
+
+        def end() -> None:
+            self._scratch.give_back(scratch)
+            at_last()
+
+        codes = self._attachment.call_bounded(call, deadline, end, explain=explain, learn=learn)
+        scratch.left_behind = codes is None
+        return codes
+
+    def _for_each_page(self, portion: Portion, numbers: Sequence[int], work: Callable[[int], _T]) -> list[_T]:
+        """``work`` for pages of the portion, which copies them."""
+        if sum([len(page_object) for page_object in portion.objects]) < ALONE_BYTES * len(portion.objects):
+            return [work(number) for number in numbers]
+        return self._copying.run(len(numbers), lambda i: work(numbers[i]))
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
@@ -576,7 +617,7 @@ class MooncakeStore(TierStore):
         # A removal cannot be ended. It is a call of the attachment, which waits for it as long as for any other.
         self._clearing.close(0, request=0)
         self._attachment.close()
-        self._mover.close()
+        self._copying.close()
 
     def _deadline(self) -> float:
         return call_deadline(self._attachment.engine.tier.longest_call)

@@ -25,9 +25,8 @@ from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.pack_index import Place
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.trial import try_store
-from hicache_ext.storage.tiers.object.catalog import PackCatalog
+from hicache_ext.storage.tiers.object.catalog import PackCatalog, packed_name, page_name
 from hicache_ext.storage.tiers.object.client import Failure, Requests, begins_behind_the_end, explain, is_md5_of
-from hicache_ext.storage.tiers.object.names import packed_name, page_name
 
 _MOST_READS = 8
 """Of a part of a pack that arrives damaged."""

@@ -27,9 +27,15 @@ from hicache_ext.storage.contract.bad_pages import BadPages, Sighting
 from hicache_ext.storage.contract.clearing import Clearing
 from hicache_ext.storage.contract.pack_index import PackIndex, Place, Run, runs
 from hicache_ext.storage.contract.store import GetResult, PageBatch, identities_of
-from hicache_ext.storage.tiers.object.catalog import LISTED_AT_ONCE, PackCatalog
+from hicache_ext.storage.tiers.object.catalog import (
+    LISTED_AT_ONCE,
+    PackCatalog,
+    packed_name,
+    page_key,
+    page_name,
+    pages_of,
+)
 from hicache_ext.storage.tiers.object.client import Piece, Requests, begins_behind_the_end
-from hicache_ext.storage.tiers.object.names import packed_name, page_key, page_name, pages_of
 
 LIST_FROM = 1000
 """From so many keys of one identity on, presence is looked up by listing: 1,000 names a request instead of one."""

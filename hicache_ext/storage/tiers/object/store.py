@@ -15,17 +15,16 @@ from functools import partial
 from typing import Any
 
 from hicache_ext.errors import StoreError, StoreSetupError
+from hicache_ext.storage.contract.abilities import LARGEST_DOCUMENT, LARGEST_SUM, document_in
 from hicache_ext.storage.contract.bad_pages import BadPages
 from hicache_ext.storage.contract.base import TierStore, leading
 from hicache_ext.storage.contract.clearing import Clearing
 from hicache_ext.storage.contract.diagnosis import Finding
-from hicache_ext.storage.contract.identity_documents import LARGEST_DOCUMENT, LARGEST_SUM, document_in
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiers.object.catalog import PackCatalog
+from hicache_ext.storage.tiers.object.catalog import IDENTITIES, PackCatalog, digest_of_identity, identity_name
 from hicache_ext.storage.tiers.object.client import Failure, Requests, explain
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 from hicache_ext.storage.tiers.object.examination import ObjectMedium
-from hicache_ext.storage.tiers.object.names import IDENTITIES, digest_of_identity, identity_name
 from hicache_ext.storage.tiers.object.reading import LIST_FROM, Pages, look_up, read
 from hicache_ext.storage.tiers.object.writing import most_in_a_pack, remove, sweep, write
 

@@ -19,9 +19,8 @@ from hicache_ext.storage.contract.bad_pages import Sighting, Verdict
 from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.pack_index import Place
 from hicache_ext.storage.contract.store import PageBatch, SetResult, identities_of
-from hicache_ext.storage.tiers.object.catalog import LISTED_AT_ONCE
-from hicache_ext.storage.tiers.object.client import Piece, begins_behind_the_end, explain, is_md5_of
-from hicache_ext.storage.tiers.object.names import (
+from hicache_ext.storage.tiers.object.catalog import (
+    LISTED_AT_ONCE,
     LONGEST_NAME,
     PACKS,
     PAGES,
@@ -32,6 +31,7 @@ from hicache_ext.storage.tiers.object.names import (
     page_name,
     pages_of,
 )
+from hicache_ext.storage.tiers.object.client import Piece, begins_behind_the_end, explain, is_md5_of
 from hicache_ext.storage.tiers.object.reading import Pages, Stored, look_up
 
 _PACK_BYTES = 2 << 20
