@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from hicache_ext.errors import StoreClosedError, StoreSetupError
+from hicache_ext.page.memory import address_of
 from hicache_ext.runtime.call_deadline import ending_within
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.mooncake import engine as attachment_module
 from hicache_ext.storage.tiers.mooncake import holders as holders_module
 from hicache_ext.storage.tiers.mooncake import pages as pages_module
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
-from hicache_ext.storage.tiers.mooncake.engine import Attachment, address_of, environment
+from hicache_ext.storage.tiers.mooncake.engine import Attachment, environment
 from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 from hicache_ext.storage.tiers.mooncake.transfers import (
     HEADER_LENGTH,

@@ -369,34 +369,15 @@ class TransformedStore(DelegatingStore):
         self, known: KnownForms, forms: Forms, batch: PageBatch, keys: PageKeys
     ) -> Sequence[SetResult | None]:
         """Write pages of one identity; None of those that are to be stored as they are, without a seal."""
-        coded = self._encoded(forms, batch)
-        if forms.written[0].plain:
-            results: list[SetResult | None] = [None] * len(batch)
-            some = [page for page, piece in enumerate(coded) if piece is not None]
-            written = self._write_transformed(
-                known,
-                forms,
-                chosen_of(batch, some),
-                keys.chosen(np.array(some, np.int64)),
-                [coded[page] for page in some],
-            )
-            for page, answer in zip(some, written, strict=True):
-                results[page] = answer
+        coded, raw = self._encoded(forms, batch), forms.written[0]
+        results: list[SetResult | None] = [None] * len(batch)
+        some = [page for page, piece in enumerate(coded) if piece is not None or not raw.plain]
+        if not some:
             return results
-        return self._write_transformed(known, forms, batch, keys, coded)
-
-    def _write_transformed(
-        self,
-        known: KnownForms,
-        forms: Forms,
-        batch: PageBatch,
-        keys: PageKeys,
-        coded: Sequence[memoryview | None],
-    ) -> list[SetResult]:
-        if not len(batch):
-            return []
+        if len(some) < len(batch):
+            batch, keys, coded = batch.select(some), keys.chosen(np.array(some)), [coded[page] for page in some]
         chosen = [
-            forms.written[0] if piece is None else next(form for form in forms.written[1:] if piece.nbytes <= form.room)
+            raw if piece is None else next(form for form in forms.written[1:] if piece.nbytes <= form.room)
             for piece in coded
         ]
         stored = stored_keys_of(keys, chosen)
@@ -423,8 +404,10 @@ class TransformedStore(DelegatingStore):
                 given = given.select([page for page in range(len(batch)) if page not in kept])
             began = time.monotonic()
             answers = iter(one_for_each(self.inner.set(given), len(given)))
-            results = [SetResult.REJECTED if page in kept else next(answers) for page in range(len(batch))]
-            known.note_moved("set", given, began, results.count(SetResult.STORED))
+            written = [SetResult.REJECTED if page in kept else next(answers) for page in range(len(batch))]
+            known.note_moved("set", given, began, written.count(SetResult.STORED))
+        for page, answer in zip(some, written, strict=True):
+            results[page] = answer
         return results
 
     def _encoded(self, forms: Forms, batch: PageBatch) -> list[memoryview | None]:

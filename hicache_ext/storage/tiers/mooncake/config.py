@@ -33,12 +33,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 Devices = str | dict[int, str]
 
 
-def parse_address(value: object) -> str:
-    """host:port, templates expanded."""
-    return _address(value, _ADDRESS_ALLOWED)
-
-
 def _address(value: object, allowed: str) -> str:
+    """host:port, templates expanded."""
     if not isinstance(value, str):
         raise refuse(value, allowed)
     address = expand_templates(value)
@@ -57,7 +53,7 @@ def _master(value: object) -> str:
 
 
 def _optional_address(value: object) -> str | None:
-    return None if value is None else parse_address(value)
+    return None if value is None else _address(value, _ADDRESS_ALLOWED)
 
 
 def _text(value: object) -> str:

@@ -8,7 +8,6 @@ before its first import. A variable set by the user is kept.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import math
 import os
@@ -19,10 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
-
 from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.packages import how_to_install
+from hicache_ext.page.memory import address_of
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState
 from hicache_ext.runtime.log_limit import LimitedLog
@@ -441,13 +439,6 @@ class Attachment:
             self._registered.clear()
             self._client.close()
             self._client = None
-
-
-def address_of(memory: memoryview) -> int:
-    """The address of memory that is not empty."""
-    if memory.readonly:
-        return int(np.frombuffer(memory, np.uint8).ctypes.data)
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _contains(known: tuple[int, int], place: tuple[int, int]) -> bool:

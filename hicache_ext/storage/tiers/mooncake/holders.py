@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from hicache_ext.errors import NotReadError, StoreClosedError, StoreSetupError
+from hicache_ext.page.memory import address_of
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState
 from hicache_ext.storage.contract.bad_pages import Removal, Stored, cut
 from hicache_ext.storage.tiers.mooncake import engine
-from hicache_ext.storage.tiers.mooncake.engine import Attachment, address_of
+from hicache_ext.storage.tiers.mooncake.engine import Attachment
 from hicache_ext.storage.tiers.mooncake.transfers import HEADER_LENGTH, PIECE_BYTES, ScratchPool
 
 _PROBES = Backoff(0.25, 1.0)

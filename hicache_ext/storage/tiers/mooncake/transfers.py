@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.page import envelope
-from hicache_ext.storage.tiers.mooncake.engine import Attachment, address_of
+from hicache_ext.page.memory import address_of
+from hicache_ext.storage.tiers.mooncake.engine import Attachment
 
 HEADER_LENGTH = envelope.FIELDS_LENGTH
 PIECES = 128
