@@ -31,9 +31,9 @@ _OUR_PACKAGE = "hicache-ext"
 _OURS = {
     "file": "hicache_ext.storage.tiers.file.tier_type:FileTier",
     "memory": "hicache_ext.storage.tiers.memory:MemoryTier",
-    "mooncake": "hicache_ext.storage.tiers.mooncake.config:MooncakeTier",
-    "object": "hicache_ext.storage.tiers.object.config:ObjectTier",
-    "redis": "hicache_ext.storage.tiers.redis.config:RedisTier",
+    "mooncake": "hicache_ext.storage.tiers.mooncake.tier_type:MooncakeTier",
+    "object": "hicache_ext.storage.tiers.object.tier_type:ObjectTier",
+    "redis": "hicache_ext.storage.tiers.redis.tier_type:RedisTier",
 }
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, WithJsonSchema
 
@@ -15,8 +15,6 @@ from hicache_ext.config.tier import RemoteTierConfig
 from hicache_ext.config.units import SIZE_ALLOWED, format_size, parse_size
 from hicache_ext.config.values import whole_number
 from hicache_ext.errors import ConfigError
-from hicache_ext.packages import how_to_install
-from hicache_ext.storage.contract.registry import TierType
 
 _ADDRESS_ALLOWED = "host:port, such as 10.0.0.1:50051"
 _MASTER_ALLOWED = "host:port, such as 10.0.0.1:50051, or etcd://host:port;host:port of masters with a standby"
@@ -207,31 +205,3 @@ class MooncakeTierConfig(RemoteTierConfig):
     def summary(self) -> str:
         contributed = f", contributes {format_size(self.segment_size)}" if self.segment_size else ""
         return f"mooncake, master {self.master}, {self.protocol}{contributed}"
-
-
-if TYPE_CHECKING:
-    from hicache_ext.storage.contract.store import PageStore
-
-
-class MooncakeTier(TierType):
-    """The memory of a Mooncake Store cluster that runs already."""
-
-    config = MooncakeTierConfig
-    install = how_to_install("mooncake")
-
-    def open(self, name: str, tier: MooncakeTierConfig) -> PageStore:
-        """With ``required: false`` a pool that is down is no error: the store answers REJECTED and attaches later."""
-        from hicache_ext.storage.tiers.mooncake.engine import Attachment, Engine
-        from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
-
-        attachment = Attachment(name, Engine(name, tier), required=tier.required)
-        return MooncakeStore(name, tier, attachment)
-
-    def series(self) -> Mapping[str, Sequence[str]]:
-        from hicache_ext.storage.contract.reports import SUSPECTS
-
-        return {
-            "suspect": SUSPECTS,
-            "rejected": ("away", "full", "holder", "suspect", "unconfirmed"),
-            "error": ("timeout", "full", "transfer", "master_unreachable", "master_timeout", "lease_expired", "leased"),
-        }

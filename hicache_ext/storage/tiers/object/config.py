@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from collections.abc import Callable
+from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, WithJsonSchema, model_validator
@@ -17,10 +15,7 @@ from hicache_ext.config.secrets import SECRET_ALLOWED, Secret
 from hicache_ext.config.templates import expand_templates
 from hicache_ext.config.tier import RemoteTierConfig
 from hicache_ext.config.values import or_word, whole_number
-from hicache_ext.errors import ConfigError, StoreSetupError
-from hicache_ext.packages import how_to_install
-from hicache_ext.storage.contract.diagnosis import Finding, Level
-from hicache_ext.storage.contract.registry import TierType
+from hicache_ext.errors import ConfigError
 
 MOST_REQUESTS = 256
 
@@ -253,56 +248,3 @@ _RULES: tuple[Callable[[ObjectTierConfig], ConfigError | None], ...] = (
     _encryption_is_whole,
     _http_is_meant,
 )
-
-
-if TYPE_CHECKING:
-    from hicache_ext.storage.contract.store import PageStore
-
-_REQUEST_ERRORS = (
-    *("absent", "no_bucket", "exists", "denied", "slow_down", "timeout", "connection", "http_5xx", "http_4xx"),
-    *("cut", "other"),
-)
-
-
-class ObjectTier(TierType):
-    """Object stores, or a directory."""
-
-    config = ObjectTierConfig
-    install = how_to_install("obstore")
-
-    def open(self, name: str, tier: ObjectTierConfig) -> PageStore:
-        from hicache_ext.storage.tiers.object.client import make_client
-        from hicache_ext.storage.tiers.object.store import ObjectPageStore
-
-        return ObjectPageStore(
-            name, tier, lambda: make_client(name, tier), lambda: make_client(name, tier, deletes_many=False)
-        )
-
-    def examine(self, name: str, tier: ObjectTierConfig) -> Sequence[Finding]:
-        """Of a directory the trial is in one of its own, so that nothing in it is made or changed."""
-        if tier.scheme != "file":
-            return super().examine(name, tier)
-        from hicache_ext.storage.contract.trial import trial_directory
-
-        directory = Path("/", tier.prefix)
-        findings: list[Finding] = []
-        if not directory.exists():
-            seen = f"{directory} does not exist; a server makes it at its start"
-            findings.append(Finding("path", Level.NOTE, seen, "mount its disk first, if that is meant"))
-        try:
-            with trial_directory(directory) as place:
-                trial = tier.model_copy(update={"url": f"file://{place}"})
-                found = super().examine(name, trial)
-                return findings + [replace(one, seen=one.seen.replace(str(place), str(directory))) for one in found]
-        except OSError as error:
-            raise StoreSetupError(name, f"directory {str(directory)!r}: {error.strerror or error}") from error
-
-    def series(self) -> Mapping[str, Sequence[str]]:
-        from hicache_ext.storage.contract.reports import SUSPECTS
-
-        return {
-            "cleared": ("",),
-            "suspect": SUSPECTS,
-            "rejected": ("suspect",),
-            "error": (*_REQUEST_ERRORS, "not_as_sent"),
-        }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import Field, WithJsonSchema, field_validator
@@ -18,8 +18,6 @@ from hicache_ext.config.templates import expand_templates
 from hicache_ext.config.tier import RemoteTierConfig
 from hicache_ext.config.values import absolute_path, duration, or_word, whole_number
 from hicache_ext.errors import ConfigError
-from hicache_ext.packages import how_to_install
-from hicache_ext.storage.contract.registry import TierType
 
 MOST_CONNECTIONS = 64
 LONGEST_PREFIX = 64
@@ -327,34 +325,3 @@ class RedisTierConfig(RemoteTierConfig):
         if key is not None and info.data.get("tls_certificate") is None:
             raise as_pydantic_error(ConfigError("", "a key needs the key tls_certificate", _FILE_ALLOWED))
         return key
-
-
-if TYPE_CHECKING:
-    from hicache_ext.storage.contract.store import PageStore
-
-
-class RedisTier(TierType):
-    """A Redis or Valkey server, or a cluster of them."""
-
-    config = RedisTierConfig
-    install = how_to_install("redis")
-
-    def open(self, name: str, tier: RedisTierConfig) -> PageStore:
-        """With ``required: false`` a server that cannot be reached yet is attached when it can."""
-        from hicache_ext.storage.tiers.redis.store import RedisPageStore
-
-        return RedisPageStore(name, tier)
-
-    def series(self) -> Mapping[str, Sequence[str]]:
-        from hicache_ext.storage.contract.reports import SUSPECTS
-
-        return {
-            "node": ("up", "down"),
-            "connection": ("opened", "lost", "refused"),
-            "redirect": ("moved", "ask"),
-            "cleared": ("",),
-            "suspect": SUSPECTS,
-            "corrupt": ("type",),
-            "rejected": ("memory", "readonly", "too_large", "clearing", "suspect"),
-            "error": ("no_node", "redirected", "busy", "timeout", "protocol", "connection", "identity", "clear"),
-        }

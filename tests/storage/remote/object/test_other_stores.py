@@ -24,8 +24,9 @@ from hicache_ext.storage.contract.diagnosis import Level
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.tiers.object import client
 from hicache_ext.storage.tiers.object.client import make_client
-from hicache_ext.storage.tiers.object.config import ObjectTier, ObjectTierConfig
+from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 from hicache_ext.storage.tiers.object.store import ObjectPageStore
+from hicache_ext.storage.tiers.object.tier_type import ObjectTier
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from tests.rigs.azurite import ACCOUNT, ACCOUNT_KEY, Azurite, missing_azurite

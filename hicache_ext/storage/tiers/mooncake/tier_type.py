@@ -1,0 +1,37 @@
+"""``type: mooncake``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from hicache_ext.packages import how_to_install
+from hicache_ext.storage.contract.registry import TierType
+from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
+
+if TYPE_CHECKING:
+    from hicache_ext.storage.contract.store import PageStore
+
+
+class MooncakeTier(TierType):
+    """The memory of a Mooncake Store cluster that runs already."""
+
+    config = MooncakeTierConfig
+    install = how_to_install("mooncake")
+
+    def open(self, name: str, tier: MooncakeTierConfig) -> PageStore:
+        """With ``required: false`` a pool that is down is no error: the store answers REJECTED and attaches later."""
+        from hicache_ext.storage.tiers.mooncake.engine import Attachment, Engine
+        from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
+
+        attachment = Attachment(name, Engine(name, tier), required=tier.required)
+        return MooncakeStore(name, tier, attachment)
+
+    def series(self) -> Mapping[str, Sequence[str]]:
+        from hicache_ext.storage.contract.reports import SUSPECTS
+
+        return {
+            "suspect": SUSPECTS,
+            "rejected": ("away", "full", "holder", "suspect", "unconfirmed"),
+            "error": ("timeout", "full", "transfer", "master_unreachable", "master_timeout", "lease_expired", "leased"),
+        }
