@@ -31,7 +31,7 @@ from hicache_ext.page.transforms.sealing import Seal, new_salts
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.storage.contract import lossy_pages
 from hicache_ext.storage.contract.abilities import IdentityKeeper, PageLister, ability, clear_or_raise
-from hicache_ext.storage.contract.base import error_reason, leading, one_for_each
+from hicache_ext.storage.contract.base import error_reason, leading_in_portions, one_for_each
 from hicache_ext.storage.contract.store import (
     GetResult,
     PageBatch,
@@ -194,14 +194,7 @@ class TransformedStore(DelegatingStore):
             if self._unsealed is not None and count < len(keys):
                 self._unsealed.note(groups[0][1][count:])
             return count
-        done, portion = 0, _LEADING_AT_ONCE
-        while done < len(keys):
-            present = self.contains(keys[done : done + portion])
-            if not all(present):
-                return done + leading(present)
-            done += len(present)
-            portion *= 4
-        return done
+        return leading_in_portions(keys, self.contains, _LEADING_AT_ONCE, 4)
 
     def remove(self, keys: Sequence[bytes]) -> int:
         if not len(keys):

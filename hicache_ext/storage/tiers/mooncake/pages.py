@@ -28,7 +28,7 @@ from hicache_ext.page.page_object import gather, scatter
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.bad_pages import BadPages, Sighting
-from hicache_ext.storage.contract.base import TierStore
+from hicache_ext.storage.contract.base import TierStore, leading_in_portions
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
@@ -284,14 +284,9 @@ class MooncakeStore(TierStore):
             if client is None:
                 self.metrics.add("rejected", "away", len(keys))
                 return 0
-            first, look = 0, _FIRST_LOOK
-            while first < len(keys):
-                present = self._contains(client, keys[first : first + look], deadline)
-                if False in present:
-                    return first + present.index(False)
-                first += len(present)
-                look = min(look * _LOOK_GROWTH, _LONGEST_LOOK)
-            return first
+            return leading_in_portions(
+                keys, lambda some: self._contains(client, some, deadline), _FIRST_LOOK, _LOOK_GROWTH, _LONGEST_LOOK
+            )
 
     def _contains(self, client: Any, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """Which of the pages can be read."""

@@ -34,7 +34,7 @@ from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.bad_pages import BadPages, Removal, Stored, Verdict
-from hicache_ext.storage.contract.base import TierStore
+from hicache_ext.storage.contract.base import TierStore, leading_in_portions
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.hint_board import BoardLimits
@@ -321,11 +321,7 @@ class RedisPageStore(TierStore):
 
     def _lead(self, keys: Sequence[bytes]) -> int:
         deadline = self._deadline()
-        for first in range(0, len(keys), _LEADING_AT_ONCE):
-            present = self._present(keys[first : first + _LEADING_AT_ONCE], deadline)
-            if False in present:
-                return first + present.index(False)
-        return len(keys)
+        return leading_in_portions(keys, lambda some: self._present(some, deadline), _LEADING_AT_ONCE)
 
     def _present(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """EXISTS, and not STRLEN or TYPE: it alone leaves the order of eviction as it is."""
