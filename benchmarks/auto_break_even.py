@@ -35,8 +35,7 @@ from hicache_ext.page.transforms.paying import PayingCodec
 from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.contract.transforming.layers import transformed
-from hicache_ext.storage.contract.transforming.store import TransformedStore
+from hicache_ext.storage.contract.transforming.store import TransformedStore, transformed
 from hicache_ext.testing.server import free_port
 from tests.rigs.network_link import Link
 from tests.rigs.own_network import own_network

@@ -17,7 +17,7 @@ from hicache_ext.bench.pool import SEGMENTS, Contender, Engine, Pages
 from hicache_ext.errors import BenchmarkError
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.tiers.mooncake import engine
-from hicache_ext.storage.tiers.mooncake.attachment import Attachment
+from hicache_ext.storage.tiers.mooncake.engine import Attachment
 from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 from tests.rigs.mooncake_servers import MooncakeServers, missing_mooncake
 from tests.rigs.own_network import own_network

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.rivals.ours import ours, package
 from hicache_ext.bench.pool import Contender, Engine, Pages
-from hicache_ext.storage.tiers.object.names import page_name
+from hicache_ext.storage.tiers.object.catalog import page_name
 from tests.rigs.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, missing_s3_server
 
 OBJECT_REQUESTS = 32

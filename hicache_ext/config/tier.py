@@ -234,7 +234,7 @@ class TierConfig(ConfigModel):
         transforms = self.transforms(name)
         if transforms is None:
             return store
-        from hicache_ext.storage.contract.transforming.layers import transformed
+        from hicache_ext.storage.contract.transforming.store import transformed
 
         return transformed(store, transforms.codec, transforms.seal, block=transforms.block)
 

@@ -27,8 +27,7 @@ import xxhash
 
 from hicache_ext.errors import FormatError
 from hicache_ext.page import envelope
-from hicache_ext.page.copying import gather
-from hicache_ext.page.page_object import HEADER_LENGTH
+from hicache_ext.page.page_object import HEADER_LENGTH, gather
 
 SMALL = 4 << 20
 """Pages whose objects have fewer bytes are packed."""

@@ -1,6 +1,7 @@
-"""A page object as one piece of memory: header and payload, as a tier stores it that keeps both together.
+"""A page object as one piece of memory: header and payload, as a tier stores it that keeps both together; and copies
+between a page's segments and one run of memory.
 
-Pure; any thread. The bytes are those of docs/page-format.md, with a header of 128 bytes.
+Any thread. The bytes are those of docs/page-format.md, with a header of 128 bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from hicache_ext.page import envelope
-from hicache_ext.page.copying import gather, scatter
 
 HEADER_LENGTH = envelope.FIELDS_LENGTH
 
@@ -43,3 +43,24 @@ def decode_object(stored: memoryview, key: bytes, segments: Sequence[memoryview]
     if reason is None:
         scatter(stored[HEADER_LENGTH:], segments)
     return reason
+
+
+def gather(source: Sequence[memoryview], target: memoryview) -> None:
+    """The concatenation of ``source`` into ``target``."""
+    offset = 0
+    for segment in source:
+        _copy(segment, target[offset : offset + segment.nbytes])
+        offset += segment.nbytes
+
+
+def scatter(source: memoryview, target: Sequence[memoryview]) -> None:
+    """``source`` into ``target``, one segment after the other."""
+    offset = 0
+    for segment in target:
+        _copy(source[offset : offset + segment.nbytes], segment)
+        offset += segment.nbytes
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    # numpy releases the GIL while it copies; assigning memoryviews would not, and delay SGLang's scheduler.
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -28,10 +28,10 @@ import numpy as np
 
 from hicache_ext.errors import ProtocolError, RefusedError, ServerClosedError
 from hicache_ext.storage.contract.store import GetResult, PageBatch
-from hicache_ext.storage.tiers.redis.connection import Connection
+from hicache_ext.storage.tiers.redis import connection as connection_module
+from hicache_ext.storage.tiers.redis.connection import Connection, Wire
 from hicache_ext.storage.tiers.redis.page_calls import PageCall, read_pages
 from hicache_ext.storage.tiers.redis.talk_code import Columns, Limits, PageWords, TalkCode, part, talk_code
-from hicache_ext.storage.tiers.redis.wire import PlainWire
 from hicache_ext.testing.conformance.pages import HostPages, cut, page_keys, payload_of
 from hicache_ext.testing.conformance.second_reader import write_page_object
 from tests.campaigns.reporting import publish
@@ -120,12 +120,13 @@ def run_round(chance: random.Random, findings: Findings) -> None:
     pages = HostPages(sizes, fill=0x77)
     calls = [PageCall(key, key.hex().encode(), pages.buffers[n], sum(sizes[n])) for n, key in enumerate(keys)]
     begun = time.monotonic()
-    connection = Connection(PlainWire(here), (socket.AF_UNIX, ""), begun + LONGEST_ROUND)
+    connection = Connection(Wire(here), (socket.AF_UNIX, ""), begun + LONGEST_ROUND)
     server.start()
     window = chance.choice([1, 5000, 8 << 20])
     try:
         if code is None:
-            read_pages(connection, calls, window)
+            connection_module.MOST_IN_FLIGHT = window
+            read_pages(connection, calls)
         else:
             _read_compiled(code, here, calls, begun + LONGEST_ROUND, window)
         ending = "all answered" if connection.reader.empty else "answered, bytes left"

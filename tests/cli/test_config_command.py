@@ -69,7 +69,7 @@ def test_check_says_for_every_tier_how_it_is_written_what_is_promoted_and_why(
     )
     prefill = f"  as prefill: retrieve from nvme, pool, cold, store to {written}, promote to nothing (configured)"
     assert prefill in printed
-    assert "  tier pool: redis, 8MiB in flight, redis://pool:6379, shared (reached over the network)" in printed
+    assert "  tier pool: redis, redis://pool:6379, shared (reached over the network)" in printed
 
 
 def test_check_prints_one_sentence_per_mistake_and_exits_with_2(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from hicache_ext.page.transforms.lossless import LosslessCodec
 from hicache_ext.page.transforms.sealing import Seal, SealKey, SealMode
 from hicache_ext.storage.contract.store import PageStore
-from hicache_ext.storage.contract.transforming.layers import transformed
+from hicache_ext.storage.contract.transforming.store import transformed
 from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.testing.conformance.pages import payload_of
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hicache_ext.errors import FormatError
-from hicache_ext.page.copying import gather, scatter
+from hicache_ext.page.page_object import gather, scatter
 from hicache_ext.page.transforms import header as headers
 from hicache_ext.page.transforms.codec import RAW, PageCodec
 from hicache_ext.page.transforms.forms import Form

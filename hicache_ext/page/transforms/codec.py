@@ -2,7 +2,7 @@
 
 A medium knows one length for each key, and takes a page of another one for damage. So encoded pages do not have any
 length: a codec says beforehand which few lengths (*rooms*) those of an identity may have. An encoded page lies in the
-smallest room that it fits into, with zeros behind it, and each room has keys of its own (names.py). A page that fits
+smallest room that it fits into, with zeros behind it, and each room has keys of its own (forms.py). A page that fits
 into none is stored as it is.
 """
 

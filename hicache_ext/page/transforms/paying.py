@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from hicache_ext.page.copying import gather
+from hicache_ext.page.page_object import gather
 from hicache_ext.page.transforms.codec import Codec, PageCodec
 from hicache_ext.runtime.linear_cost import LinearCost
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from hicache_ext.runtime.whole_file import parsed
 from hicache_ext.storage.contract.store import PageStore
 
 _Ability = TypeVar("_Ability")
@@ -114,3 +115,19 @@ class PageLister(Protocol):
 
         For one thread at a time. What nobody has changed since the last call must cost next to nothing. Raises OSError
         or StoreError where it cannot be told now."""
+
+
+# -- identity documents ------------------------------------------------------------------------------------------------
+#
+# Identity documents as a shared medium holds them: whoever may write there may leave anything in their places.
+
+
+LARGEST_DOCUMENT = 1 << 20
+"""Bytes; ours have a few hundred."""
+LARGEST_SUM = 16 << 20
+"""Bytes of all documents that are read from one medium."""
+
+
+def document_in(stored: bytes) -> dict[str, Any] | None:
+    """The document; None where this is none."""
+    return parsed(stored) if len(stored) <= LARGEST_DOCUMENT else None

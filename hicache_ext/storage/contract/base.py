@@ -225,3 +225,23 @@ def leading(present: Sequence[bool | None]) -> int:
         if not known:
             return position
     return len(present)
+
+
+def leading_in_portions(
+    keys: Sequence[bytes],
+    has: Callable[[Sequence[bytes]], Sequence[bool]],
+    portion: int,
+    growth: int = 1,
+    longest: int = 1 << 20,
+) -> int:
+    """The length of the leading run. Most chains end early, so it is asked for in portions, each ``growth`` times as
+    long as the one before, up to ``longest``."""
+    done = 0
+    while done < len(keys):
+        present = has(keys[done : done + portion])
+        run = leading(present)
+        done += run
+        if run < len(present):
+            break
+        portion = min(portion * growth, longest)
+    return done

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeVar
 
 from hicache_ext.errors import NotBegunError, StoreClosedError, StoreSetupError, TooLateError
-from hicache_ext.page.copying import gather, scatter
+from hicache_ext.page.page_object import gather, scatter
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.threads import ThreadPool

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.page import envelope
-from hicache_ext.page.copying import scatter
 from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.page.page_object import scatter
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from hicache_ext.errors import StoreClosedError
-from hicache_ext.page.copying import scatter
 from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.page.page_object import scatter
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.threads import call_within

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from hicache_ext.storage.contract.registry import open_tier
-from hicache_ext.storage.tiers.mooncake.attachment import Attachment
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
-from hicache_ext.storage.tiers.mooncake.engine import MASTER_LOST, NO_SPACE, Engine
+from hicache_ext.storage.tiers.mooncake.engine import MASTER_LOST, NO_SPACE, Attachment, Engine
 from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 from tests.rigs.mooncake_servers import MooncakeServers, missing_mooncake
 from tests.rigs.own_network import NetworkUnavailable, own_network

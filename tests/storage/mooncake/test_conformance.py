@@ -42,16 +42,13 @@ def test_the_doctor_sees_a_healthy_pool(servers):
     findings = {finding.subject: finding for finding in store.diagnose()}
     store.close()
     assert not [finding for finding in findings.values() if finding.level in (Level.ERROR, Level.WARNING)]
-    assert "MB/s" in findings["round trip"].seen
+    assert "MB/s" in findings["bandwidth"].seen
     assert "256MiB" in findings["capacity"].seen
 
 
-def test_pins_replicas_and_groups_are_taken_by_the_engine(servers, open_quickly, raw_client):
+def test_pins_and_preferred_segments_are_taken_by_the_engine(servers, open_quickly, raw_client):
     for wanted in (
-        {"soft_pin": True},
-        {"soft_pin": "10s"},
         {"hard_pin": True},
-        {"group": "page"},
         {"preferred_segments": servers.segment_names},
     ):
         raw_client.empty()

@@ -15,15 +15,14 @@ from typing import Any
 import pytest
 
 from hicache_ext.errors import StoreClosedError, StoreSetupError
+from hicache_ext.page.memory import address_of
 from hicache_ext.runtime.call_deadline import ending_within
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiers.mooncake import attachment as attachment_module
+from hicache_ext.storage.tiers.mooncake import engine as attachment_module
 from hicache_ext.storage.tiers.mooncake import holders as holders_module
 from hicache_ext.storage.tiers.mooncake import pages as pages_module
-from hicache_ext.storage.tiers.mooncake import writing as writing_module
-from hicache_ext.storage.tiers.mooncake.attachment import Attachment, address_of
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
-from hicache_ext.storage.tiers.mooncake.engine import environment
+from hicache_ext.storage.tiers.mooncake.engine import Attachment, environment
 from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 from hicache_ext.storage.tiers.mooncake.transfers import (
     HEADER_LENGTH,
@@ -151,8 +150,8 @@ class RecordingEngine:
             raise StoreSetupError("pool", "no master")
         return self.client
 
-    def replicate_config(self, page_hashes: list[str]) -> list[str]:
-        return page_hashes
+    def replicate_config(self) -> None:
+        return None
 
 
 @pytest.fixture
@@ -647,7 +646,7 @@ def test_a_late_read_keeps_all_calls_out_while_the_master_does_not_tell_where_it
 def test_late_writes_hold_back_writes_alone_and_those_after_them_are_small_and_waited_for_briefly(
     engine, store, monkeypatch
 ):
-    monkeypatch.setattr(writing_module, "_MOST_LATE", 1)
+    monkeypatch.setattr(pages_module, "_MOST_LATE", 1)
     keys = page_keys(2)
     store_pages(store, keys)
     go_on, put, sizes = threading.Event(), engine.client.batch_put_from_multi_buffers, []
@@ -666,9 +665,9 @@ def test_late_writes_hold_back_writes_alone_and_those_after_them_are_small_and_w
     assert sizes == [2]
     go_on.set()
     wait_until(lambda: read_pages(store, page_keys(2, "late"))[0] == [GetResult.HIT] * 2)
-    many = page_keys(writing_module._CAREFUL_PIECES + 1, "many")
+    many = page_keys(pages_module._CAREFUL_PIECES + 1, "many")
     assert store_pages(store, many) == [SetResult.STORED] * len(many)
-    assert sizes == [2, writing_module._CAREFUL_PIECES, 1]
+    assert sizes == [2, pages_module._CAREFUL_PIECES, 1]
     go_on.clear()
     begun = time.monotonic()
     assert store_pages(store, page_keys(2, "careful")) == [SetResult.REJECTED] * 2

@@ -17,8 +17,7 @@ from hicache_ext.page.transforms.sealing import Seal, SealKey, SealMode
 from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, PageStore, SetResult
 from hicache_ext.storage.contract.transforming.known_forms import stored_keys
-from hicache_ext.storage.contract.transforming.layers import transformed
-from hicache_ext.storage.contract.transforming.store import TransformedStore
+from hicache_ext.storage.contract.transforming.store import TransformedStore, transformed
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, assert_hits, read_pages, store_pages
 from hicache_ext.testing.conformance.second_reader import read_page_object, write_page_object

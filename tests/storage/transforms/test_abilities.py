@@ -15,11 +15,11 @@ from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.transforms.sealing import SealMode
 from hicache_ext.storage.contract.abilities import IdentityKeeper, PageLister, Resizable, ability
 from hicache_ext.storage.contract.registry import examine_tier
-from hicache_ext.storage.contract.transforming.layers import transformed
+from hicache_ext.storage.contract.transforming.store import transformed
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
+from hicache_ext.storage.tiers.object.catalog import identity_name
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
-from hicache_ext.storage.tiers.object.names import identity_name
 from hicache_ext.storage.tiers.object.store import ObjectPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, page_keys, store_pages
 from tests.storage.transforms.rig import AUTHENTICATE, ENCRYPT, seal

@@ -15,7 +15,7 @@ from hicache_ext.page.transforms.rows import Code
 from hicache_ext.storage.contract import lossy_pages
 from hicache_ext.storage.contract.reports import TierReports
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.contract.transforming.layers import transformed
+from hicache_ext.storage.contract.transforming.store import transformed
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from tests.page.test_lossless import page_of
 from tests.page.test_lossy import decoded_by, document, encoded_by, pages_for

@@ -11,8 +11,8 @@ import pytest
 
 from hicache_ext.runtime.threads import ThreadPool, run_alone
 from hicache_ext.storage.contract.store import StoreInfo
-from hicache_ext.storage.contract.transforming import portions as portions_module
-from hicache_ext.storage.contract.transforming.portions import Portions
+from hicache_ext.storage.contract.transforming import page_memory as portions_module
+from hicache_ext.storage.contract.transforming.page_memory import Portions
 
 MIB = 1 << 20
 DISK = StoreInfo("disk", "file", False, {"io": "direct, 4 threads"})

@@ -22,7 +22,7 @@ from hicache_ext.page.transforms.header import HEADER_LENGTH, Header
 from hicache_ext.page.transforms.lossless import LosslessCodec
 from hicache_ext.page.transforms.sealing import CipherKind, Seal, SealKey, SealMode
 from hicache_ext.storage.contract.store import GetResult, SetResult
-from hicache_ext.storage.contract.transforming.layers import transformed
+from hicache_ext.storage.contract.transforming.store import transformed
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, payload_of, read_pages, store_pages
 from hicache_ext.testing.conformance.second_reader import read_page_object

@@ -19,17 +19,19 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from hicache_ext.errors import ClearLaterError, StoreClosedError
 from hicache_ext.page.transforms import body
 from hicache_ext.page.transforms.codec import Codec
-from hicache_ext.page.transforms.forms import Form, Forms, Transforms, stored_as
+from hicache_ext.page.transforms.forms import STORED_AS, Form, Forms, Transforms, stored_as
+from hicache_ext.page.transforms.header import SALT_LENGTH
 from hicache_ext.page.transforms.lossy import lossy_name
-from hicache_ext.page.transforms.sealing import Seal
+from hicache_ext.page.transforms.sealing import Seal, new_salts
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.storage.contract import lossy_pages
-from hicache_ext.storage.contract.abilities import IdentityKeeper, ability, clear_or_raise
-from hicache_ext.storage.contract.base import error_reason, leading, one_for_each
+from hicache_ext.storage.contract.abilities import IdentityKeeper, PageLister, ability, clear_or_raise
+from hicache_ext.storage.contract.base import error_reason, leading_in_portions, one_for_each
 from hicache_ext.storage.contract.store import (
     GetResult,
     PageBatch,
@@ -38,18 +40,16 @@ from hicache_ext.storage.contract.store import (
     SetResult,
     StoreInfo,
 )
-from hicache_ext.storage.contract.transforming.bad_seals import BadSeals
 from hicache_ext.storage.contract.transforming.known_forms import (
+    BadSeals,
     KnownForms,
+    UnsealedPages,
     by_identity,
     chosen_of,
     stored_keys,
     stored_keys_of,
 )
-from hicache_ext.storage.contract.transforming.page_memory import PageMemory
-from hicache_ext.storage.contract.transforming.portions import Portions
-from hicache_ext.storage.contract.transforming.unsealed import UnsealedPages
-from hicache_ext.storage.contract.transforming.writing import Writing
+from hicache_ext.storage.contract.transforming.page_memory import PageMemory, Portions
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,6 @@ class TransformedStore(DelegatingStore):
         self._documents: dict[bytes, Mapping[str, Any]] = {}
         self._known = KnownForms(Transforms(codec, seal, block), self._documents)
         self._bad = BadSeals(inner, self._memory, shared=inner.describe().shared)
-        self._writing = Writing(inner, self._memory, self._portions, self._bad, self._forms_found)
         self._unsealed: UnsealedPages | None = None
         if seal is not None:
             self._unsealed = UnsealedPages(inner, KnownForms(Transforms(codec, None, block), self._documents))
@@ -195,14 +194,7 @@ class TransformedStore(DelegatingStore):
             if self._unsealed is not None and count < len(keys):
                 self._unsealed.note(groups[0][1][count:])
             return count
-        done, portion = 0, _LEADING_AT_ONCE
-        while done < len(keys):
-            present = self.contains(keys[done : done + portion])
-            if not all(present):
-                return done + leading(present)
-            done += len(present)
-            portion *= 4
-        return done
+        return leading_in_portions(keys, self.contains, _LEADING_AT_ONCE, 4)
 
     def remove(self, keys: Sequence[bytes]) -> int:
         if not len(keys):
@@ -220,9 +212,9 @@ class TransformedStore(DelegatingStore):
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def get(self, batch: PageBatch) -> list[GetResult]:
-        return (
-            self._moved("get", batch, self._get_of_identity, GetResult.ERROR) if len(batch) else self.inner.get(batch)
-        )
+        if not len(batch):
+            return self.inner.get(batch)
+        return self._moved("get", batch, self._get_of_identity, GetResult.ERROR)
 
     def _get_of_identity(self, known: KnownForms, keys: PageKeys, batch: PageBatch) -> list[GetResult]:
         forms = known.forms(keys.identity)
@@ -319,7 +311,110 @@ class TransformedStore(DelegatingStore):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def set(self, batch: PageBatch) -> list[SetResult]:
-        return self._moved("set", batch, self._writing.write, SetResult.ERROR) if len(batch) else self.inner.set(batch)
+        if not len(batch):
+            return self.inner.set(batch)
+        return self._moved("set", batch, self._set_of_identity, SetResult.ERROR)
+
+    def _set_of_identity(self, known: KnownForms, keys: PageKeys, batch: PageBatch) -> list[SetResult]:
+        forms = known.forms(keys.identity)
+        results = [SetResult.ERROR] * len(batch)
+        left = list(range(len(batch)))
+        if len(forms.written) > 1:
+            # To encode a page costs more than to ask whether it is there; and it may be there in another form.
+            found = self._forms_found(known, keys)
+            for page in left:
+                if (place := found[page]) is not None and place < len(forms.written):
+                    results[page] = SetResult.EXISTS
+            left = [page for page in left if results[page] is not SetResult.EXISTS]
+        raw = forms.written[0]
+        plain: list[int] = []
+        if raw.plain and not forms.encodes_now():
+            plain, left = left, []
+        portions = self._portions.of(left, [known.length(raw, batch.sizes[page]) for page in left])
+
+        def write(number: int) -> None:
+            positions = portions[number]
+            names = keys.chosen(np.array(positions))
+            for position, answer in zip(
+                positions, self._write_portion(known, forms, batch.select(positions), names), strict=True
+            ):
+                if answer is None:
+                    plain.append(position)
+                else:
+                    results[position] = answer
+
+        self._portions.run(len(portions), write)
+        plain.sort()
+        for position, stored in zip(plain, self._set_plain(known, chosen_of(batch, plain)), strict=True):
+            results[position] = stored
+        return results
+
+    def _set_plain(self, known: KnownForms, batch: PageBatch) -> list[SetResult]:
+        """Pages that are stored as they are, from their places."""
+        if not len(batch):
+            return []
+        began = time.monotonic()
+        answers = one_for_each(self.inner.set(batch), len(batch))
+        known.note_moved("set", batch, began, answers.count(SetResult.STORED))
+        return answers
+
+    def _write_portion(
+        self, known: KnownForms, forms: Forms, batch: PageBatch, keys: PageKeys
+    ) -> Sequence[SetResult | None]:
+        """Write pages of one identity; None of those that are to be stored as they are, without a seal."""
+        coded, raw = self._encoded(forms, batch), forms.written[0]
+        results: list[SetResult | None] = [None] * len(batch)
+        some = [page for page, piece in enumerate(coded) if piece is not None or not raw.plain]
+        if not some:
+            return results
+        if len(some) < len(batch):
+            batch, keys, coded = batch.select(some), keys.chosen(np.array(some)), [coded[page] for page in some]
+        chosen = [
+            raw if piece is None else next(form for form in forms.written[1:] if piece.nbytes <= form.room)
+            for piece in coded
+        ]
+        stored = stored_keys_of(keys, chosen)
+        lengths = [known.length(form, size) for form, size in zip(chosen, batch.sizes, strict=True)]
+        salts = new_salts(len(batch))
+        with self._memory.lent(lengths) as rooms:
+            of_thread = self._memory.of_thread
+            finish = [
+                body.writing(
+                    rooms[page],
+                    stored[page],
+                    chosen[page],
+                    batch.buffers[page],
+                    coded[page],
+                    salts[page * SALT_LENGTH : (page + 1) * SALT_LENGTH],
+                    of_thread,
+                )
+                for page in range(len(batch))
+            ]
+            self._portions.each(len(batch), lambda page: finish[page]())
+            given = PageBatch(stored, [[room] for room in rooms], lengths, batch.sizes)
+            kept = self._bad.keep(given, list(zip(chosen, batch.sizes, strict=True)))
+            if kept:
+                given = given.select([page for page in range(len(batch)) if page not in kept])
+            began = time.monotonic()
+            answers = iter(one_for_each(self.inner.set(given), len(given)))
+            written = [SetResult.REJECTED if page in kept else next(answers) for page in range(len(batch))]
+            known.note_moved("set", given, began, written.count(SetResult.STORED))
+        for page, answer in zip(some, written, strict=True):
+            results[page] = answer
+        return results
+
+    def _encoded(self, forms: Forms, batch: PageBatch) -> list[memoryview | None]:
+        """Each page encoded, None where it is stored as it is."""
+        codec = forms.written[-1].codec
+        if codec is None or not forms.encodes_now():
+            return [None] * len(batch)
+
+        def encode(page: int) -> memoryview | None:
+            if batch.sizes[page] != forms.payload:
+                return None
+            return body.encoded(codec, batch.buffers[page], self._memory.of_thread)
+
+        return self._portions.each(len(batch), encode)
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
@@ -351,3 +446,42 @@ class TransformedStore(DelegatingStore):
             self._unsealed.close()
         self.inner.close()
         self._portions.close()
+
+
+def transformed(inner: PageStore, codec: Codec | None, seal: Seal | None, *, block: int = 1) -> PageStore:
+    """``inner`` with its pages encoded, sealed or both; closing it closes ``inner``."""
+    pages = TransformedStore(inner, codec, seal, block=block)
+    store: PageStore = pages
+    if (keeper := ability(inner, IdentityKeeper)) is not None:
+        store = _KeepsIdentities(store, keeper)
+    if (lister := ability(inner, PageLister)) is not None:
+        store = _ListsPages(store, pages, lister)
+    return store
+
+
+class _KeepsIdentities(DelegatingStore):
+    """An ``IdentityKeeper``."""
+
+    def __init__(self, inner: PageStore, keeper: IdentityKeeper) -> None:
+        super().__init__(inner)
+        self._keeper = keeper
+
+    def identities(self) -> dict[bytes, dict[str, Any]]:
+        return {
+            digest: document
+            for digest, document in self._keeper.identities().items()
+            if isinstance(document, dict) and STORED_AS not in document
+        }
+
+
+class _ListsPages(DelegatingStore):
+    """A ``PageLister``. Pages whose names are hidden are not listed: their hashes cannot be told from the names."""
+
+    def __init__(self, inner: PageStore, pages: TransformedStore, lister: PageLister) -> None:
+        super().__init__(inner)
+        self._pages = pages
+        self._lister = lister
+
+    def block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
+        found = [self._lister.block_hashes(form.identity) for form in self._pages.forms(digest) if not form.hides]
+        return np.concatenate(found) if found else np.empty(0, np.int64)

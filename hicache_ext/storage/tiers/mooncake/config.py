@@ -11,8 +11,8 @@ from pydantic import Field, WithJsonSchema
 from hicache_ext.config.problems import quoted, refuse, shown
 from hicache_ext.config.schema import Allowed, checked, one_of, true_or_false
 from hicache_ext.config.tier import RemoteTierConfig
-from hicache_ext.config.units import SIZE_ALLOWED, format_size, parse_duration, parse_size
-from hicache_ext.config.values import NO_LIMIT, expand_templates, size, whole_number
+from hicache_ext.config.units import SIZE_ALLOWED, format_size, parse_size
+from hicache_ext.config.values import expand_templates, whole_number
 from hicache_ext.errors import ConfigError
 
 _ADDRESS_ALLOWED = "host:port, such as 10.0.0.1:50051"
@@ -22,7 +22,6 @@ _DEVICES_ALLOWED = (
 )
 _NAME_ALLOWED = "letters, digits, '_', '-' and '.'"
 _SEGMENTS_ALLOWED = "a list of segment names"
-_SOFT_PIN_ALLOWED = "true, false, or a duration such as 30m"
 _REPLICAS_ALLOWED = "1 to 16"
 ETCD = "etcd://"
 _HOST = re.compile(r"[^\s,;/:]+|\[[^\s,;/]+\]")
@@ -31,12 +30,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 Devices = str | dict[int, str]
 
 
-def parse_address(value: object) -> str:
-    """host:port, templates expanded."""
-    return _address(value, _ADDRESS_ALLOWED)
-
-
 def _address(value: object, allowed: str) -> str:
+    """host:port, templates expanded."""
     if not isinstance(value, str):
         raise refuse(value, allowed)
     address = expand_templates(value)
@@ -55,7 +50,7 @@ def _master(value: object) -> str:
 
 
 def _optional_address(value: object) -> str | None:
-    return None if value is None else parse_address(value)
+    return None if value is None else _address(value, _ADDRESS_ALLOWED)
 
 
 def _text(value: object) -> str:
@@ -100,23 +95,7 @@ def _segments(value: object) -> tuple[str, ...]:
     return tuple(expand_templates(name) for name in value)
 
 
-def _soft_pin(value: object) -> float | None:
-    """Seconds; 0 for the master's own time, None for no pin."""
-    if isinstance(value, bool):
-        return 0.0 if value else None
-    if value is None:
-        return None
-    try:
-        seconds = parse_duration(value)
-    except ConfigError as error:
-        raise ConfigError("", error.problem, _SOFT_PIN_ALLOWED) from None
-    if seconds <= 0:
-        raise refuse(value, _SOFT_PIN_ALLOWED)
-    return seconds
-
-
 _replicas = whole_number(1, 16, _REPLICAS_ALLOWED)
-_buffer_size = size(1 << 20, NO_LIMIT, SIZE_ALLOWED)
 _SIZE_SCHEMA = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]})
 
 
@@ -124,6 +103,11 @@ class MooncakeTierConfig(RemoteTierConfig):
     """A Mooncake Store cluster."""
 
     keeps_timeout: ClassVar[bool] = True
+    removed: ClassVar[Mapping[str, str]] = {
+        "group": "the master evicts each object by itself",
+        "local_buffer_size": "pages travel through memory of the tier, and the library's own buffer has 16MiB",
+        "soft_pin": "the master evicts what was used least lately",
+    }
 
     type: Annotated[Literal["mooncake"], Allowed("mooncake")] = "mooncake"
     master: Annotated[
@@ -172,13 +156,6 @@ class MooncakeTierConfig(RemoteTierConfig):
         checked(parse_size),
         _SIZE_SCHEMA,
     ] = 0
-    local_buffer_size: Annotated[
-        int,
-        Field(description="the library's own buffer"),
-        Allowed(SIZE_ALLOWED),
-        checked(_buffer_size),
-        _SIZE_SCHEMA,
-    ] = 16 * 1024 * 1024
     replica_num: Annotated[
         int,
         Field(description="copies of each page"),
@@ -192,22 +169,9 @@ class MooncakeTierConfig(RemoteTierConfig):
         checked(_segments),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
     ] = ()
-    soft_pin: Annotated[
-        float | None,
-        Field(description="evict these pages last, for the master's own time or for this long"),
-        Allowed(_SOFT_PIN_ALLOWED),
-        checked(_soft_pin),
-        WithJsonSchema({"type": ["boolean", "number", "string"]}),
-    ] = None
     hard_pin: Annotated[
         bool, Field(description="never evict these pages"), Allowed("true or false"), checked(true_or_false)
     ] = False
-    group: Annotated[
-        Literal["none", "page"],
-        Field(description="page: all pools of a page are one group to the master"),
-        Allowed("none, page"),
-        one_of("none", "page"),
-    ] = "none"
     prefix: Annotated[
         str, Field(description="first part of every object's name"), Allowed(_NAME_ALLOWED), checked(_name)
     ] = "hicache_ext"

@@ -1,8 +1,8 @@
 """The Mooncake client library: how it is imported and set up, and what its return codes mean.
 
 The library crashes the process on a call before ``setup`` or after ``close``, and its calls cannot be interrupted. So
-only attachment.py holds a client, and calls are bounded by the library itself, through environment variables set before
-its first import. A variable set by the user is kept.
+only ``Attachment`` holds a client, and calls are bounded by the library itself, through environment variables set
+before its first import. A variable set by the user is kept.
 """
 
 from __future__ import annotations
@@ -12,11 +12,19 @@ import logging
 import math
 import os
 import socket
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from hicache_ext.errors import StoreSetupError
+from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.packages import how_to_install
-from hicache_ext.runtime.threads import call_within
+from hicache_ext.page.memory import address_of
+from hicache_ext.runtime.background import Backoff
+from hicache_ext.runtime.breaker import Breaker, BreakerState
+from hicache_ext.runtime.log_limit import LimitedLog
+from hicache_ext.runtime.threads import ThreadPool, call_within
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 
 logger = logging.getLogger(__name__)
@@ -47,6 +55,8 @@ REASONS = {
     -901: "master_timeout",
 }
 
+_LIBRARY_BUFFER = 16 << 20
+"""Bytes of a buffer that the library wants, and no call of ours uses."""
 _SETUP_SECONDS = 10.0
 _SETUP_SECONDS_PER_BYTE = 1.0 / (1 << 30)
 """Setup allocates a contributed segment and, with RDMA, pins it: a second per GiB."""
@@ -119,7 +129,7 @@ class Engine:
                     self.tier.local_hostname,
                     self.tier.metadata_server,
                     self.tier.segment_size,
-                    self.tier.local_buffer_size,
+                    _LIBRARY_BUFFER,
                     self.tier.protocol,
                     self.tier.device_names(),
                     self.tier.master,
@@ -144,17 +154,292 @@ class Engine:
             )
         return client
 
-    def replicate_config(self, page_hashes: list[str]) -> Any:
-        """How the objects of one put are kept; ``page_hashes`` are theirs, in order."""
+    def replicate_config(self) -> Any:
+        """How the objects of a put are kept."""
         config = self._library.ReplicateConfig()
         config.replica_num = self.tier.replica_num
         if self.tier.preferred_segments:
             config.preferred_segments = list(self.tier.preferred_segments)
-        if self.tier.soft_pin is not None:
-            config.soft_pin_action = self._library.SoftPinAction.ENABLE
-            if self.tier.soft_pin > 0:
-                config.soft_pin_ttl_ms = math.ceil(self.tier.soft_pin * 1000)
         config.with_hard_pin = self.tier.hard_pin
-        if self.tier.group == "page":
-            config.group_ids = page_hashes
         return config
+
+
+# -- attachment --------------------------------------------------------------------------------------------------------
+#
+# Holds the Mooncake client, alone: no call reaches the library before setup, after close, or without a master.
+#
+# States: *attached* (calls go through), *away* (calls are refused at once; it is probed in the background), *closed*. A
+# late call keeps others out until it is known what it waits for: a master that hangs would hold each of them.
+
+
+Answer = TypeVar("Answer")
+
+_ATTEMPTS = Backoff(0.25, 5.0)
+"""Seconds between two attempts to get back."""
+_PROBE_SECONDS = 1.0
+_PROBE_KEY = "hicache_ext/probe"
+_MOST_LATE = 8
+"""Late calls that others go on beside. Each has memory of the tier, 32 MiB or a page."""
+_NICENESS = 5
+"""The library spins while it waits for a transfer, and would keep the thread that makes the transfer off its CPU. Not
+more: threads with 10 or 19 kept the GIL for up to 45 or 220 ms (docs/decisions/mooncake.md)."""
+
+
+@dataclass(slots=True)
+class _LateCall:
+    explained: bool = False
+
+
+class Attachment:
+    """The client, or the attempt to get one. Any thread."""
+
+    def __init__(self, name: str, engine: Engine, *, required: bool) -> None:
+        """Raises StoreSetupError when the pool cannot be reached and ``required`` is set."""
+        self.name = name
+        self.engine = engine
+        self.log = LimitedLog(logger)
+        """For all parts of the tier."""
+        self._condition = threading.Condition()
+        self._client: Any = None
+        self._master = Breaker(f"hicache-{name}-return", self._try_to_return, _ATTEMPTS, on_change=self._master_changed)
+        self._under_way = 0
+        self._late = 0
+        """Calls left behind by their callers; they only touch memory of the store."""
+        self._unexplained = 0
+        """Late calls of which it is not known yet what they wait for."""
+        self._closed = False
+        self._threads = ThreadPool(f"hicache-{name}-call", niceness=_NICENESS)
+        self._memory: list[tuple[int, int]] = []
+        """(address, bytes) of memory to register."""
+        self._registered: list[int] = []
+        self.on_return: Callable[[], None] = lambda: None
+        """Called when calls go through again, on the thread that found the master."""
+        try:
+            self._client = engine.open_client()
+        except StoreSetupError as error:
+            if required:
+                raise
+            logger.warning("hicache_ext: %s; going on without it until it answers (required: false)", error)
+            self._master.trip(str(error))
+
+    @contextlib.contextmanager
+    def client(self) -> Iterator[Any]:
+        """The client for one call of the store, or None while it is away. Raises StoreClosedError."""
+        with self._lent(lambda: self._open_to_calls) as client:
+            yield client
+
+    @contextlib.contextmanager
+    def inquiring(self) -> Iterator[Any]:
+        """The client, for finding out what late calls wait for: None only while there is no master."""
+        with self._lent(lambda: self._master.up) as client:
+            yield client
+
+    @contextlib.contextmanager
+    def _lent(self, is_open: Callable[[], bool]) -> Iterator[Any]:
+        with self._condition:
+            if self._closed:
+                raise StoreClosedError(self.name)
+            client = self._client if is_open() else None
+            self._under_way += 1
+        try:
+            yield client
+        finally:
+            with self._condition:
+                self._under_way -= 1
+                self._condition.notify_all()
+
+    @property
+    def _open_to_calls(self) -> bool:
+        return self._unexplained == 0 and self._late < _MOST_LATE and self._master.up
+
+    @property
+    def attached(self) -> bool:
+        return not self._closed and self._open_to_calls
+
+    def report(self, code: int) -> None:
+        """A call was answered with ``code``: without its master the pool is away until it answers again."""
+        if code in MASTER_LOST:
+            self._leave(f"the master does not answer ({code})")
+
+    def call_bounded(
+        self,
+        call: Callable[[], Answer],
+        deadline: float,
+        at_last: Callable[[], None] = lambda: None,
+        *,
+        explain: Callable[[], bool] | None = None,
+        learn: Callable[[Answer], object] = lambda answer: None,
+    ) -> Answer | None:
+        """The answer of ``call``, which uses the client and memory of the tier alone; None at ``deadline``.
+
+        It cannot be stopped: a late call goes on without its caller, and no other passes until it has ended, or
+        until ``explain``, on a thread of its own, knows what it waits for. Then ``at_last`` is called, when it no
+        longer uses its memory, and ``learn`` with its answer.
+        """
+        answers: list[Answer] = []
+        started = time.monotonic()
+        if started >= deadline:
+            at_last()
+            return None
+        late = _LateCall()
+
+        def run() -> Answer:
+            answers.append(call())
+            return answers[0]
+
+        def end_late() -> None:
+            try:
+                at_last()
+                if answers:
+                    self._report_all(answers[0])
+                    learn(answers[0])
+            finally:
+                with self._condition:
+                    self._late -= 1
+                self._is_explained(late)
+
+        try:
+            under_way = self._threads.start(run, end_late)
+        except RuntimeError as error:
+            self.log.log(logging.WARNING, "threads", "hicache_ext: tier %s: %s", self.name, error)
+            at_last()
+            return None
+        if under_way.ended_within(deadline - time.monotonic()):
+            return under_way.result()
+        # It may end between the line above and these: both sides only add and subtract.
+        with self._condition:
+            self._late += 1
+            self._unexplained += 1
+            self._condition.notify_all()
+        seconds = time.monotonic() - started
+        self.log.log(logging.WARNING, "late", "hicache_ext: tier %s: no answer in %.1f s", self.name, seconds)
+        if explain is not None:
+            self._explain(explain, late)
+        return None
+
+    def _explain(self, explain: Callable[[], bool], late: _LateCall) -> None:
+        def run() -> None:
+            if explain():
+                self._is_explained(late)
+
+        # Without a thread: when it ends.
+        with contextlib.suppress(RuntimeError):
+            self._threads.start(run)
+
+    def _is_explained(self, late: _LateCall) -> None:
+        with self._condition:
+            self._unexplained -= not late.explained
+            late.explained = True
+            self._condition.notify_all()
+
+    def master_answers(self) -> bool:
+        """Whether an attached client's master does: what a late transfer waits for is then a holder."""
+        try:
+            with self.inquiring() as client:
+                return client is not None and client.is_exist(_PROBE_KEY) not in MASTER_LOST
+        except StoreClosedError:
+            return False
+
+    def _report_all(self, answer: object) -> None:
+        for code in answer if isinstance(answer, list) else [answer]:
+            if isinstance(code, int):
+                self.report(code)
+
+    # -- memory that is moved ----------------------------------------------------------------------------------------
+
+    def register(self, regions: Sequence[memoryview]) -> None:
+        """Register memory with the library, each byte once. Raises StoreSetupError."""
+        with self._condition:
+            if self._closed:
+                raise StoreClosedError(self.name)
+            for region in regions:
+                if region.nbytes == 0:
+                    continue
+                place = (address_of(region), region.nbytes)
+                # The library refuses memory that is registered already.
+                if any(_contains(known, place) for known in self._memory):
+                    continue
+                self._memory.append(place)
+                if self._client is not None:
+                    self._register(self._client, place)
+
+    def _register(self, client: Any, place: tuple[int, int]) -> None:
+        result = client.register_buffer(*place)
+        if result != OK:
+            raise StoreSetupError(self.name, f"{place[1]} bytes of memory could not be registered (code {result})")
+        self._registered.append(place[0])
+
+    # -- away and back ---------------------------------------------------------------------------------------------
+
+    def _leave(self, reason: str) -> None:
+        with self._condition:
+            if not self._closed and self._master.trip(reason):
+                self.log.log(logging.WARNING, "master", "hicache_ext: tier %s: %s", self.name, reason)
+
+    def _try_to_return(self) -> bool:
+        if not self.engine.master_answers(_PROBE_SECONDS):
+            return False
+        try:
+            returned = self._return()
+        except Exception as error:  # noqa: BLE001 - the next attempt may do better
+            self.log.log(logging.WARNING, "return", "hicache_ext: tier %s: not back yet: %s", self.name, error)
+            return False
+        if returned:
+            self.log.log(logging.INFO, "back", "hicache_ext: tier %s: the master answers again", self.name)
+        return returned
+
+    def _master_changed(self, state: BreakerState, _: str) -> None:
+        if state is BreakerState.CLOSED:
+            self.on_return()
+
+    def _return(self) -> bool:
+        """Attach, or ask the attached client whether its master answers: a frozen master has an open port, too."""
+        client = self._client
+        if client is None:
+            client = self.engine.open_client()
+            with self._condition:
+                if self._closed:
+                    client.close()
+                    return True
+                try:
+                    for place in self._memory:
+                        self._register(client, place)
+                except StoreSetupError:
+                    self._registered.clear()
+                    client.close()
+                    raise
+                self._client = client
+        elif client.is_exist(_PROBE_KEY) in MASTER_LOST:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Wait for calls under way, give memory back, close the client. Idempotent.
+
+        Bounded by the tier's timeout: the client of a call that has not ended by then is not closed, which would crash
+        the process.
+        """
+        deadline = time.monotonic() + self.engine.tier.longest_call
+        with self._condition:
+            if self._closed:
+                return
+            self._closed = True
+            self._master.close(0)
+            ended = self._condition.wait_for(
+                lambda: self._under_way == 0 and self._late == 0, deadline - time.monotonic()
+            )
+        # It may be inside a probe or a setup.
+        ended = self._master.close(max(0.0, deadline - time.monotonic())) and ended
+        self._threads.close(max(0.0, deadline - time.monotonic()))
+        if not ended:
+            logger.warning("hicache_ext: tier %s: a call has not ended; its client stays open", self.name)
+        elif self._client is not None:
+            for address in self._registered:
+                self._client.unregister_buffer(address)
+            self._registered.clear()
+            self._client.close()
+            self._client = None
+
+
+def _contains(known: tuple[int, int], place: tuple[int, int]) -> bool:
+    return known[0] <= place[0] and place[0] + place[1] <= known[0] + known[1]

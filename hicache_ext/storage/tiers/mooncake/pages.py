@@ -4,39 +4,81 @@ Every call of the library works on memory of the tier's own and on another threa
 its deadline (transfers.py). Object names are ``<prefix>/<identity digest>/<page hash>`` in hex. Reads take the
 library's lease, which keeps an object from eviction for as long as the master was told (10 s by default); so does every
 way to ask whether it exists.
+
+The master says which holder a page goes to, and nobody else knows before it is there. So while a holder is out some
+writes go there, and take as long as the library waits for it. In that time writes are *careful*: small, waited for
+briefly, few of them behind their callers at a time. What is left behind goes on, and what went to the other holders is
+found there later.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from hicache_ext.errors import ClearLaterError, StoreClosedError, StoreSetupError
 from hicache_ext.page import envelope
-from hicache_ext.page.copying import scatter
+from hicache_ext.page.page_object import gather, scatter
 from hicache_ext.runtime.call_deadline import call_deadline
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.bad_pages import BadPages, Sighting
-from hicache_ext.storage.contract.base import TierStore
+from hicache_ext.storage.contract.base import TierStore, leading_in_portions
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.mooncake import engine
-from hicache_ext.storage.tiers.mooncake.attachment import Attachment
-from hicache_ext.storage.tiers.mooncake.bad_copies import MooncakeMedium
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
-from hicache_ext.storage.tiers.mooncake.holders import Holders
-from hicache_ext.storage.tiers.mooncake.transfers import HEADER_LENGTH, PIECES, Mover, Portion, Scratch, portions
-from hicache_ext.storage.tiers.mooncake.writing import Writing
+from hicache_ext.storage.tiers.mooncake.engine import Attachment
+from hicache_ext.storage.tiers.mooncake.holders import Holders, MooncakeMedium
+from hicache_ext.storage.tiers.mooncake.transfers import (
+    ALONE_BYTES,
+    COPY_THREADS,
+    HEADER_LENGTH,
+    PIECES,
+    Portion,
+    Scratch,
+    ScratchPool,
+    portions,
+)
+
+_T = TypeVar("_T")
 
 _FIRST_LOOK = 32
 _LOOK_GROWTH = 4
 _LONGEST_LOOK = 8192
 _CLEAR_WAIT = 0.5
 """Seconds clear() waits: SGLang calls it on the scheduler's thread."""
+
+_FULL_ATTEMPTS = 3
+_FULL_PAUSE = 0.02
+"""Seconds between two attempts of a page for which there was no room: the master evicts meanwhile."""
+_NO_SPACE_PAUSE = 1.0
+"""Seconds without writes after the pool was full in spite of that."""
+_WRITTEN_ELSEWHERE = 0.1
+"""Seconds for which pages that another process is writing are waited for, looking every _LOOK_AGAIN."""
+_LOOK_AGAIN = 0.005
+_SLOW_FAILURE = 0.5
+"""A failed transfer that took this long was waited for."""
+_CAREFUL = 5.0
+"""Seconds of careful writes after one that was late or failed slowly."""
+_CAREFUL_PIECES = 16
+_CAREFUL_WAIT = 0.25
+"""Seconds that a careful write is waited for."""
+_MOST_LATE = 4
+"""Writes that go on without their callers before no more are begun; fewer than those after which nothing is read."""
+
+_SET_RESULTS = {
+    engine.OK: SetResult.STORED,
+    engine.EXISTS: SetResult.EXISTS,
+    engine.NO_SPACE: SetResult.REJECTED,
+    -901: SetResult.TIMEOUT,
+}
 
 _GET_RESULTS = {
     engine.NOT_FOUND: GetResult.MISS,
@@ -63,17 +105,21 @@ class MooncakeStore(TierStore):
         self._checksum = checksum
         self._holders = Holders(attachment)
         try:
-            self._mover = Mover(attachment)
+            self._copying = ThreadPool(f"hicache-{name}-copy", COPY_THREADS)
         except RuntimeError as error:
             attachment.close()
             raise StoreSetupError(name, f"no threads: {error}") from None
+        self._scratch = ScratchPool(attachment)
         self._identities: set[bytes] = set()
         self._clearing = Clearing(name)
         medium = MooncakeMedium(attachment, self._holders, self._object_name, self._clearing.hides)
         self._bad_pages = BadPages(name, self.metrics, medium)
-        self._writing = Writing(
-            attachment, self._mover, self.metrics, self._object_name, self._exist, checksum=checksum
-        )
+        self._no_writes_until = 0.0
+        self._careful_until = 0.0
+        self._late = 0
+        """Writes that go on without their callers."""
+        self._writing: set[bytes] = set()
+        self._writing_ended = threading.Condition()
         attachment.on_return = self._clearing.try_again
 
     @property
@@ -99,7 +145,7 @@ class MooncakeStore(TierStore):
     def diagnose(self) -> Sequence[Finding]:
         from hicache_ext.storage.tiers.mooncake.examination import examine
 
-        return examine(self._tier, self._attachment)
+        return examine(self, self._tier, self._attachment)
 
     def _register(self, digest: bytes, document: dict[str, Any]) -> None:
         self._identities.add(digest)
@@ -121,7 +167,7 @@ class MooncakeStore(TierStore):
                     positions.append(position)
             if not positions:
                 return results
-            with self._mover.scratch.lent(max(batch.sizes)) as scratch:
+            with self._scratch.lent(max(batch.sizes)) as scratch:
                 while positions:
                     positions = self._on_answering_holders(client, batch, positions, deadline, results)
                     once = _without_repeats(batch.keys, positions)
@@ -171,7 +217,7 @@ class MooncakeStore(TierStore):
         """Read the pages of one portion; whether it makes sense to go on."""
         names = [self._object_name(batch.keys[position]) for position in portion.positions]
         lengths = dict(zip(names, map(len, portion.objects), strict=True))
-        codes = self._mover.transferred(
+        codes = self._transferred(
             scratch,
             lambda: client.batch_get_into_multi_buffers(names, portion.addresses, portion.sizes),
             deadline,
@@ -184,7 +230,7 @@ class MooncakeStore(TierStore):
                 results[position] = GetResult.TIMEOUT
             return False
         whole = [number for number, code in enumerate(codes) if code == len(portion.objects[number])]
-        reasons = self._mover.for_each_page(portion, whole, lambda number: self._received(batch, portion, number))
+        reasons = self._for_each_page(portion, whole, lambda number: self._received(batch, portion, number))
         reason_of = dict(zip(whole, reasons, strict=True))
         other_sizes: Mapping[str, int] | None = {}
         if any(code in _FAILED for code in codes):
@@ -238,14 +284,9 @@ class MooncakeStore(TierStore):
             if client is None:
                 self.metrics.add("rejected", "away", len(keys))
                 return 0
-            first, look = 0, _FIRST_LOOK
-            while first < len(keys):
-                present = self._contains(client, keys[first : first + look], deadline)
-                if False in present:
-                    return first + present.index(False)
-                first += len(present)
-                look = min(look * _LOOK_GROWTH, _LONGEST_LOOK)
-            return first
+            return leading_in_portions(
+                keys, lambda some: self._contains(client, some, deadline), _FIRST_LOOK, _LOOK_GROWTH, _LONGEST_LOOK
+            )
 
     def _contains(self, client: Any, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """Which of the pages can be read."""
@@ -281,9 +322,8 @@ class MooncakeStore(TierStore):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def _write(self, batch: PageBatch) -> list[SetResult]:
-        deadline = self._deadline()
         with self._attachment.client() as client:
-            return self._set(client, batch, deadline)
+            return self._set(client, batch, self._deadline())
 
     def _set(self, client: Any, batch: PageBatch, deadline: float) -> list[SetResult]:
         results = [SetResult.REJECTED] * len(batch)
@@ -311,16 +351,196 @@ class MooncakeStore(TierStore):
             takes = batch.sizes[position] > 0 and not self._clearing.hides(key)
             if takes and first_of.setdefault(key, position) == position:
                 positions.append(position)
-        if positions and (reason := self._writing.reason_to_wait()) is not None:
+        if positions and (reason := self._reason_to_wait()) is not None:
             self.metrics.add("rejected", reason, len(positions))
             positions = []
         if positions and self._attachment.attached:
-            self._writing.write(client, batch, positions, deadline, results)
+            self._write_absent(client, batch, positions, deadline, results)
         for position, key in enumerate(batch.keys):
             # A key written twice in one batch: the first one's result counts.
             if first_of.get(key, position) != position and results[first_of[key]].durable:
                 results[position] = SetResult.EXISTS
         return results
+
+    def _reason_to_wait(self) -> str | None:
+        """Why nothing is written now, as a label of ``rejected``."""
+        if self._late >= _MOST_LATE:
+            return "holder"
+        return "full" if time.monotonic() < self._no_writes_until else None
+
+    def _write_absent(
+        self, client: Any, batch: PageBatch, positions: list[int], deadline: float, results: list[SetResult]
+    ) -> None:
+        """Write the pages at ``positions``. A page that another thread is writing is waited for instead.
+
+        The library answers a put of an object that somebody else is still writing with success, before it can be read,
+        and for 30 s also where its writer has died (put_start_discard_timeout_sec of the master).
+        """
+        with self._writing_ended:
+            mine = [position for position in positions if batch.keys[position] not in self._writing]
+            claimed = {batch.keys[position] for position in mine}
+            self._writing |= claimed
+        try:
+            most = _CAREFUL_PIECES if self._careful else PIECES
+            with self._scratch.lent(max(batch.sizes)) as scratch:
+                for portion in portions(batch.sizes, mine, scratch.memory, most):
+                    if not self._write_portion(client, batch, portion, scratch, deadline, results):
+                        break
+            self._confirm(client, batch, mine, deadline, results)
+        finally:
+            with self._writing_ended:
+                self._writing -= claimed
+                self._writing_ended.notify_all()
+        others = [position for position in positions if batch.keys[position] not in claimed]
+        if others:
+            keys = [batch.keys[position] for position in others]
+            with self._writing_ended:
+                self._writing_ended.wait_for(
+                    lambda: self._writing.isdisjoint(keys), max(0.0, deadline - time.monotonic())
+                )
+            for position, present in zip(others, self._exist(client, keys, deadline), strict=True):
+                results[position] = SetResult.EXISTS if present else SetResult.REJECTED
+
+    def _confirm(
+        self, client: Any, batch: PageBatch, positions: Sequence[int], deadline: float, results: list[SetResult]
+    ) -> None:
+        """Reject what the library calls written and nobody can read, also not a moment later.
+
+        A look takes a lease, which keeps a page from eviction, so the first page stands for all: a process that died
+        while it wrote the same pages left this one unfinished, and what it had finished before is not written again.
+        """
+        written = [position for position in positions if results[position].durable]
+        if not written or self._exist(client, [batch.keys[written[0]]], deadline)[0]:
+            return
+        end = min(deadline, time.monotonic() + _WRITTEN_ELSEWHERE)
+        while written and time.monotonic() < end:
+            time.sleep(_LOOK_AGAIN)
+            present = self._exist(client, [batch.keys[position] for position in written], deadline)
+            written = [position for position, there in zip(written, present, strict=True) if not there]
+        for position in written:
+            results[position] = SetResult.REJECTED
+            self.metrics.add("rejected", "unconfirmed")
+
+    def _write_portion(
+        self,
+        client: Any,
+        batch: PageBatch,
+        portion: Portion,
+        scratch: Scratch,
+        deadline: float,
+        results: list[SetResult],
+    ) -> bool:
+        """Write the pages of one portion; whether it makes sense to go on."""
+        waiting = list(range(len(portion.positions)))
+        self._for_each_page(portion, waiting, lambda number: self._prepare(batch, portion, number))
+        for attempt in range(1, _FULL_ATTEMPTS + 1):
+            keys = [batch.keys[portion.positions[number]] for number in waiting]
+            put = functools.partial(
+                client.batch_put_from_multi_buffers,
+                [self._object_name(key) for key in keys],
+                [portion.addresses[number] for number in waiting],
+                [portion.sizes[number] for number in waiting],
+                self._attachment.engine.replicate_config(),
+            )
+            started = time.monotonic()
+            codes = self._put(scratch, put, deadline)
+            if isinstance(codes, SetResult):
+                for number in waiting:
+                    results[portion.positions[number]] = codes
+                if codes is SetResult.TIMEOUT:
+                    self.metrics.add("error", "timeout", len(waiting))
+                else:
+                    self.metrics.add("rejected", "holder", len(waiting))
+                return False
+            for number, code in zip(waiting, codes, strict=True):
+                results[portion.positions[number]] = _SET_RESULTS.get(code, SetResult.ERROR)
+                self._attachment.report(code)
+            waiting = [number for number, code in zip(waiting, codes, strict=True) if code == engine.NO_SPACE]
+            for code, count in Counter(codes).items():
+                if code not in (engine.OK, engine.EXISTS, engine.NO_SPACE):
+                    self.metrics.add("error", engine.reason_of(code), count)
+            if any(code in engine.MASTER_LOST for code in codes):
+                return False
+            if engine.TRANSFER_FAILED in codes and time.monotonic() - started > _SLOW_FAILURE:
+                self._begin_to_be_careful()
+                return False
+            if not waiting:
+                return True
+            if attempt < _FULL_ATTEMPTS:
+                time.sleep(_FULL_PAUSE)
+        self.metrics.add("rejected", "full", len(waiting))
+        self._no_writes_until = time.monotonic() + _NO_SPACE_PAUSE
+        return False
+
+    def _put(self, scratch: Scratch, put: Callable[[], list[int]], deadline: float) -> list[int] | SetResult:
+        """The codes of a put; the result of all its pages when it was left behind."""
+        careful = self._careful
+        if careful:
+            deadline = min(deadline, time.monotonic() + _CAREFUL_WAIT)
+        codes = self._transferred(
+            scratch, put, deadline, explain=self._attachment.master_answers, at_last=lambda: self._count_late(-1)
+        )
+        if codes is not None:
+            return codes
+        self._count_late(1)
+        self._begin_to_be_careful()
+        return SetResult.REJECTED if careful else SetResult.TIMEOUT
+
+    def _count_late(self, more: int) -> None:
+        # A late write may end before it is counted as late.
+        with self._writing_ended:
+            self._late += more
+
+    @property
+    def _careful(self) -> bool:
+        return time.monotonic() < self._careful_until
+
+    def _begin_to_be_careful(self) -> None:
+        self._careful_until = time.monotonic() + _CAREFUL
+        self._attachment.log.log(
+            logging.WARNING,
+            "careful",
+            "hicache_ext: tier %s: a holder does not take what is written; writes are small for %g s",
+            self._attachment.name,
+            _CAREFUL,
+        )
+
+    def _prepare(self, batch: PageBatch, portion: Portion, number: int) -> None:
+        """Copy a page into scratch memory, behind its header."""
+        position, page_object = portion.positions[number], portion.objects[number]
+        payload = page_object[HEADER_LENGTH:]
+        gather(batch.buffers[position], payload)
+        # Of the copy: should the page change meanwhile, the object is still one that can be trusted.
+        header = envelope.encode_header(batch.keys[position], [payload], checksum=self._checksum)
+        page_object[:HEADER_LENGTH] = header
+
+    # -- memory of the tier ------------------------------------------------------------------------------------------
+
+    def _transferred(
+        self,
+        scratch: Scratch,
+        call: Callable[[], list[int]],
+        deadline: float,
+        *,
+        explain: Callable[[], bool],
+        learn: Callable[[list[int]], object] = lambda codes: None,
+        at_last: Callable[[], None] = lambda: None,
+    ) -> list[int] | None:
+        """The codes of a call that moves pages; None when it was left behind, with the scratch memory."""
+
+        def end() -> None:
+            self._scratch.give_back(scratch)
+            at_last()
+
+        codes = self._attachment.call_bounded(call, deadline, end, explain=explain, learn=learn)
+        scratch.left_behind = codes is None
+        return codes
+
+    def _for_each_page(self, portion: Portion, numbers: Sequence[int], work: Callable[[int], _T]) -> list[_T]:
+        """``work`` for pages of the portion, which copies them."""
+        if sum([len(page_object) for page_object in portion.objects]) < ALONE_BYTES * len(portion.objects):
+            return [work(number) for number in numbers]
+        return self._copying.run(len(numbers), lambda i: work(numbers[i]))
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
@@ -392,7 +612,7 @@ class MooncakeStore(TierStore):
         # A removal cannot be ended. It is a call of the attachment, which waits for it as long as for any other.
         self._clearing.close(0, request=0)
         self._attachment.close()
-        self._mover.close()
+        self._copying.close()
 
     def _deadline(self) -> float:
         return call_deadline(self._attachment.engine.tier.longest_call)

@@ -21,8 +21,7 @@ class MooncakeTier(TierType):
 
     def open(self, name: str, tier: MooncakeTierConfig) -> PageStore:
         """With ``required: false`` a pool that is down is no error: the store answers REJECTED and attaches later."""
-        from hicache_ext.storage.tiers.mooncake.attachment import Attachment
-        from hicache_ext.storage.tiers.mooncake.engine import Engine
+        from hicache_ext.storage.tiers.mooncake.engine import Attachment, Engine
         from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 
         attachment = Attachment(name, Engine(name, tier), required=tier.required)

@@ -13,16 +13,13 @@ import functools
 import logging
 import mmap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.page import envelope
-from hicache_ext.runtime.threads import ThreadPool
-from hicache_ext.storage.tiers.mooncake.attachment import Attachment, address_of
-
-T = TypeVar("T")
+from hicache_ext.page.memory import address_of
+from hicache_ext.storage.tiers.mooncake.engine import Attachment
 
 HEADER_LENGTH = envelope.FIELDS_LENGTH
 PIECES = 128
@@ -36,7 +33,7 @@ ones the sockets' buffers outgrow the CPU's caches."""
 _ALIGNMENT = 4096
 COPY_THREADS = 2
 """That move the pages of one portion between host and scratch memory: meanwhile nothing is on the wire."""
-_ALONE_BYTES = 256 * 1024
+ALONE_BYTES = 256 * 1024
 """Pages smaller than that are copied by one thread: two would take the GIL from each other for each of them."""
 
 
@@ -130,43 +127,3 @@ class ScratchPool:
             # Its transfers will fail with a code, which is a result; this would not be one.
             self._attachment.log.log(logging.WARNING, "memory", "hicache_ext: %s", error)
         return region
-
-
-class Mover:
-    """Moves pages: between host and scratch memory on threads of its own, between scratch memory and the pool by calls
-    of the library. Any thread."""
-
-    def __init__(self, attachment: Attachment) -> None:
-        """Raises RuntimeError when the machine has no threads left."""
-        self.scratch = ScratchPool(attachment)
-        self._attachment = attachment
-        self._copying = ThreadPool(f"hicache-{attachment.name}-copy", COPY_THREADS)
-
-    def transferred(
-        self,
-        scratch: Scratch,
-        call: Callable[[], list[int]],
-        deadline: float,
-        *,
-        explain: Callable[[], bool],
-        learn: Callable[[list[int]], object] = lambda codes: None,
-        at_last: Callable[[], None] = lambda: None,
-    ) -> list[int] | None:
-        """The codes of a call that moves pages; None when it was left behind, with the scratch memory."""
-
-        def end() -> None:
-            self.scratch.give_back(scratch)
-            at_last()
-
-        codes = self._attachment.call_bounded(call, deadline, end, explain=explain, learn=learn)
-        scratch.left_behind = codes is None
-        return codes
-
-    def for_each_page(self, portion: Portion, numbers: Sequence[int], work: Callable[[int], T]) -> list[T]:
-        """``work`` for pages of the portion, which copies them."""
-        if sum([len(page_object) for page_object in portion.objects]) < _ALONE_BYTES * len(portion.objects):
-            return [work(number) for number in numbers]
-        return self._copying.run(len(numbers), lambda i: work(numbers[i]))
-
-    def close(self) -> None:
-        self._copying.close()

@@ -8,21 +8,109 @@ before the last one (``refresh``): ids of packs and tombstones rise with time, b
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from hicache_ext.page.pack import Pack, Tombstone, milliseconds_of, new_id
+from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.page.pack import Pack, Tombstone, milliseconds_of, new_id, parse_pack, parse_tombstone
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Retry
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.storage.contract.pack_index import PackIndex
-from hicache_ext.storage.tiers.object.names import packed, packed_name, packs_before, packs_between, packs_of, pages_of
-from hicache_ext.storage.tiers.object.requests import Requests
+from hicache_ext.storage.tiers.object.client import Requests
 
 logger = logging.getLogger(__name__)
 
-_LISTED_AT_ONCE = 1000
+# -- names -------------------------------------------------------------------------------------------------------------
+#
+# The names of objects below a tier's prefix.
+#
+# ::
+#
+#     pages/<identity digest, 32 hex digits>/<first 2 of the page hash>/<page hash, 64 hex digits>.page
+#     packs/<identity digest>/<first 7 digits of the id>/<name of a pack or a tombstone, as in page/pack.py>
+#     identities/<identity digest>.json
+#
+# The two-digit level keeps directories small where the store is a file system (file://), and costs nothing elsewhere.
+# The first 7 digits of an id are its time in units of 65.5 seconds: what came lately is listed by them where a listing
+# cannot begin in the middle.
+
+
+PAGES = "pages"
+PACKS = "packs"
+IDENTITIES = "identities"
+_PAGE = re.compile(r"pages/([0-9a-f]{32})/([0-9a-f]{2})/(\2[0-9a-f]{62})\.page", re.ASCII)
+_PACKED = re.compile(r"packs/([0-9a-f]{32})/([0-9a-f]{7})/(\2.*)", re.ASCII | re.DOTALL)
+_UNIT_DIGITS = 7
+_UNIT = 1 << 16
+"""Milliseconds."""
+LONGEST_NAME = 1024
+"""Bytes, the tier's prefix included."""
+_IDENTITY = re.compile(r"identities/([0-9a-f]{32})\.json", re.ASCII)
+
+
+def page_name(key: bytes) -> str:
+    """The object of the page ``key``."""
+    page_hash = key[IDENTITY_LENGTH:].hex()
+    return f"{PAGES}/{key[:IDENTITY_LENGTH].hex()}/{page_hash[:2]}/{page_hash}.page"
+
+
+def page_key(name: str) -> bytes | None:
+    """The key of a page object; None for any other object, which is not ours and never touched."""
+    found = _PAGE.fullmatch(name)
+    return bytes.fromhex(found.group(1) + found.group(3)) if found else None
+
+
+def pages_of(digest: bytes) -> str:
+    """The prefix of all pages of an identity."""
+    return f"{PAGES}/{digest.hex()}"
+
+
+def packed_name(digest: bytes, item: Pack | Tombstone) -> str:
+    """The object of a pack or a tombstone."""
+    return f"{packs_of(digest)}/{item.id[:_UNIT_DIGITS]}/{item.name}"
+
+
+def packed(name: str) -> tuple[bytes, Pack | Tombstone] | None:
+    """The identity, and what the object ``name`` is; None for any other object."""
+    found = _PACKED.fullmatch(name)
+    if found is None:
+        return None
+    item = parse_pack(found[3]) or parse_tombstone(found[3])
+    return None if item is None else (bytes.fromhex(found[1]), item)
+
+
+def packs_of(digest: bytes) -> str:
+    """The prefix of all packs of an identity."""
+    return f"{PACKS}/{digest.hex()}"
+
+
+def packs_before(digest: bytes, milliseconds: int) -> str:
+    """A name before those of all packs of an identity from this time on, and after those from before."""
+    digits = f"{max(0, milliseconds):011x}"
+    return f"{packs_of(digest)}/{digits[:_UNIT_DIGITS]}/{digits}"
+
+
+def packs_between(digest: bytes, first: int, last: int) -> Iterable[str]:
+    """The prefixes of the packs of an identity from one time to another, in milliseconds."""
+    for unit in range(max(0, first) // _UNIT, last // _UNIT + 1):
+        yield f"{packs_of(digest)}/{unit:0{_UNIT_DIGITS}x}"
+
+
+def identity_name(digest: bytes) -> str:
+    """The object with the document of an identity."""
+    return f"{IDENTITIES}/{digest.hex()}.json"
+
+
+def digest_of_identity(name: str) -> bytes | None:
+    """The identity that the object ``name`` describes; None for any other object."""
+    found = _IDENTITY.fullmatch(name)
+    return bytes.fromhex(found.group(1)) if found else None
+
+
+LISTED_AT_ONCE = 1000
 _MOST_LISTED = 10_000_000
 """Names of one listing: a store may list without end."""
 _CLOCKS_APART = 10.0
@@ -70,17 +158,9 @@ class PackCatalog:
         self._changed = threading.Condition()
         self._log = LimitedLog(logger)
         self._loop = BackgroundLoop(f"hicache-{requests.name}-packs", self._list_again)
-        self.clock_ahead = 0.0
-        """Seconds by which the store's clock is ahead of this machine's."""
-
-    # -- times and ids ---------------------------------------------------------------------------------------------
-
-    def now(self) -> float:
-        """By the store's clock, seconds since 1970."""
-        return time.time() + self.clock_ahead
 
     def new_id(self, after: str | None = None) -> str:
-        return new_id(int(self.now() * 1000), after)
+        return new_id(int(self._requests.now() * 1000), after)
 
     @property
     def _margin(self) -> float:
@@ -136,7 +216,7 @@ class PackCatalog:
             generation, since = known.generation, known.listed_at - self._margin
         if first:
             return self._list_whole(digest, known)
-        begun = self.now()
+        begun = self._requests.now()
         seen: dict[str, int] = {}
         for items in self._listed_since(digest, since):
             seen |= self._learn(known, items, generation)
@@ -148,8 +228,7 @@ class PackCatalog:
     def look_for_objects(self, digest: bytes) -> None:
         """Find out whether the identity has pages that are objects of their own."""
         known = self.of(digest)
-        requests = self._requests
-        for listed in requests.obstore.list(requests.client, pages_of(digest), chunk_size=1):
+        for listed in self._requests.listed(pages_of(digest), chunk_size=1):
             if listed:
                 known.has_objects = True
                 return
@@ -157,7 +236,12 @@ class PackCatalog:
     def _list_whole(self, digest: bytes, known: KnownPacks) -> dict[str, int]:
         """``known.listing`` is set, and belongs to this call."""
         try:
-            generation, before, begun, began = known.generation, known.index.ids(), self.now(), time.monotonic()
+            generation, before, begun, began = (
+                known.generation,
+                known.index.ids(),
+                self._requests.now(),
+                time.monotonic(),
+            )
             seen: dict[str, int] = {}
             for items in self._listed(packs_of(digest)):
                 seen |= self._learn(known, items, generation)
@@ -192,13 +276,13 @@ class PackCatalog:
         if self._lists_from:
             yield from self._listed(packs_of(digest), packs_before(digest, first))
             return
-        units = list(packs_between(digest, first, int((self.now() + _CLOCKS_APART) * 1000)))
+        units = list(packs_between(digest, first, int((self._requests.now() + _CLOCKS_APART) * 1000)))
         for prefix in units if len(units) <= _MOST_UNITS else [packs_of(digest)]:
             yield from self._listed(prefix)
 
     def _listed(self, prefix: str, offset: str | None = None) -> Iterator[list[_Listed]]:
         requests, names = self._requests, 0
-        for listed in requests.obstore.list(requests.client, prefix, offset=offset, chunk_size=_LISTED_AT_ONCE):
+        for listed in requests.listed(prefix, offset=offset, chunk_size=LISTED_AT_ONCE):
             yield [(found[1], entry["size"]) for entry in listed if (found := packed(entry["path"])) is not None]
             if (names := names + len(listed)) >= _MOST_LISTED:
                 words = "tier %s: the store lists more names than are read"
@@ -235,7 +319,7 @@ class PackCatalog:
     def _tidy(self, digest: bytes, known: KnownPacks) -> None:
         """Remove what a process that ended between two requests has left: packs without a living page, and tombstones
         of packs that are gone."""
-        old = int((self.now() - 2 * self._margin) * 1000)
+        old = int((self._requests.now() - 2 * self._margin) * 1000)
         try:
             for pack in known.index.packs:
                 if known.index.dead_mask(pack.id) & pack.all_dead == pack.all_dead:
@@ -265,8 +349,7 @@ class PackCatalog:
                 self._requests.delete([packed_name(digest, tombstone) for tombstone in tombstones])
             return
         tombstone = Tombstone(self.new_id(after=pack.id), pack.id, mask)
-        requests = self._requests
-        requests.obstore.put(requests.client, packed_name(digest, tombstone), b"", use_multipart=False)
+        self._requests.put(packed_name(digest, tombstone), b"")
         full = known.index.add_tombstone(tombstone)
         if full is not None:
             # Somebody else took the rest away meanwhile.

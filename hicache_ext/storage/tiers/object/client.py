@@ -1,4 +1,4 @@
-"""The obstore client of a tier: made from its configuration; its errors as reasons that can be counted.
+"""The obstore client of a tier, the requests that are made with it, and its errors as reasons that can be counted.
 
 obstore is imported when the first object tier is opened. Its messages repeat whole answers of servers. Only a reason of
 one or two words and an HTTP status are taken from them, so that no text of a server gets into a log.
@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import mmap
 import re
+import secrets
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -18,6 +22,10 @@ from typing import Any
 from hicache_ext.config import Secret
 from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.packages import how_to_install
+from hicache_ext.runtime.call_deadline import call_deadline
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.runtime.threads import Call, ThreadPool
+from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 
 logger = logging.getLogger(__name__)
@@ -234,26 +242,244 @@ def begins_behind_the_end(error: BaseException) -> bool:
     return any(word in text for word in ("status code: 416", "StartTooLarge", "InvalidRange"))
 
 
-def delete_objects(obstore: Any, client: Any, names: Sequence[str]) -> None:
-    """Delete objects, many by one request where the store can; missing ones are no error."""
-    try:
-        obstore.delete(client, list(names))
-        return
-    except FileNotFoundError:
-        pass
-    # All but S3 fail at the first missing one.
-    for name in names:
+def is_md5_of(data: bytes | memoryview, etag: str | None) -> bool:
+    return etag is not None and etag.strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+_NO_ANSWER = frozenset({"connection", "timeout", "denied", "no_bucket"})
+"""Failures after which no other request can work."""
+_STREAMED = 1 << 18
+"""Bytes of a piece of an answer."""
+_ASK_AGAIN = 30.0
+"""Seconds between trials of what a store can do while it cannot be reached."""
+
+Piece = Callable[[Call[Any]], Any]
+"""A request of a call."""
+
+
+class Requests:
+    """The requests of one tier: on threads of its own, within a deadline, their failures counted by reason.
+
+    Some S3-compatible servers ignore ``If-None-Match: *``. There a page is looked up before it is written, and two
+    writers that look at the same moment both write. That is harmless: both copies are the same page, whole, with a
+    checksum.
+
+    Threads: any. Methods raise what obstore raises, unless they say otherwise.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        client: Any,
+        metrics: TierMetrics,
+        connect_to_delete: Callable[[], Any] | None = None,
+        *,
+        at_once: int,
+        timeout: float,
+    ) -> None:
+        """``connect_to_delete``: makes a client for a server that cannot delete many objects by one request.
+
+        Raises StoreSetupError when threads are lacking.
+        """
+        self.name = name
+        self.obstore = import_obstore(name)
+        self.client = client
+        self.metrics = metrics
+        self._connect_to_delete = connect_to_delete
+        self._deleting = client
+        self.at_once = at_once
+        self.timeout = timeout
+        self.reached = False
+        """Whether the last request that ended was answered by the store."""
+        self.creates: bool | None = None
+        """Whether the store creates an object only if there is none; None while unknown: pages are then looked up
+        before they are written, too."""
+        self.etags_are_md5 = False
+        """Whether ETags are MD5 digests of the stored bytes, as those of S3 are (without SSE-KMS)."""
+        self.clock_ahead = 0.0
+        """Seconds by which the store's clock is ahead of this machine's; 0 where they agree as far as can be told."""
+        self._trial = threading.Lock()
+        self._next_trial = 0.0
         try:
-            obstore.delete(client, name)
+            self.threads = ThreadPool(f"hicache-{name}", at_once)
+        except RuntimeError as error:
+            raise StoreSetupError(name, f"no threads for {at_once} requests at once ({error})") from error
+
+    def deadline(self) -> float:
+        """Of the current call, by time.monotonic()."""
+        return call_deadline(self.timeout)
+
+    def now(self) -> float:
+        """Seconds since 1970 by the store's clock."""
+        return time.time() + self.clock_ahead
+
+    # -- calls and failures ------------------------------------------------------------------------------------------
+
+    def share(self, pieces: Sequence[Piece], deadline: float) -> tuple[list[Any], bool]:
+        """All pieces, as many at once as there are threads; what they answered, and whether all have ended in time."""
+        return self.threads.share(
+            len(pieces), lambda position, call: pieces[position](call), deadline - time.monotonic()
+        )
+
+    def trying(self, request: Callable[[], object], note: Callable[[Any], object] = lambda result: None) -> Piece:
+        """A piece that answers whether ``request`` ended well; ``note`` is called with the GetResult of a failure."""
+
+        def make(call: Call[Any]) -> bool:
+            try:
+                request()
+            except Exception as error:  # noqa: BLE001 - a client library's errors end here
+                note(self.failed(error, call, GetResult))
+                return False
+            return True
+
+        return make
+
+    def within(self, request: Callable[[], Any], timeout: float | None = None) -> tuple[bool, Failure | None]:
+        """Make a request on a thread of the store: whether it ended in time, and what went wrong if it did."""
+        failures: list[Failure] = []
+
+        def make(_: int, call: Call[bool]) -> bool:
+            try:
+                request()
+            except Exception as error:  # noqa: BLE001 - as above
+                failures.append(self.explained(error))
+            else:
+                self.reached = True
+            return True
+
+        _, done = self.threads.share(1, make, self.timeout if timeout is None else timeout)
+        if not done:
+            self.reached = False
+        return done, failures[0] if done and failures else None
+
+    def explained(self, error: BaseException) -> Failure:
+        """Why a request failed; what that says of the store is noted."""
+        failure = explain(error)
+        self.reached = failure.reason not in _NO_ANSWER
+        return failure
+
+    def is_absent(self, error: BaseException) -> bool:
+        """Whether a FileNotFoundError is about the object; it is counted where it is not."""
+        failure = self.explained(error)
+        if failure.reason != "absent":
+            self.metrics.add("error", failure.reason)
+        return failure.reason == "absent"
+
+    def failed(self, error: BaseException, call: Call[Any], results: type[GetResult] | type[SetResult]) -> Any:
+        """Count a failed request, TIMEOUT or ERROR of ``results``. Where no server can be reached the call ends: its
+        other requests would fail too."""
+        failure = self.explained(error)
+        self.metrics.add("error", failure.reason)
+        logger.debug("tier %s: %s", self.name, failure)
+        if failure.reason in ("connection", "denied"):
+            call.stop()
+        return results.TIMEOUT if failure.reason == "timeout" else results.ERROR
+
+    # -- objects -----------------------------------------------------------------------------------------------------
+
+    def body(self, reply: Any, most: int) -> memoryview:
+        """What a request is answered with. Cut where more than ``most`` bytes come: the length that a server claims is
+        not to be believed, and obstore ends the process where it has no memory for it."""
+        if isinstance(self.client, self.obstore.store.LocalStore):
+            return memoryview(reply.bytes())
+        whole, filled = memoryview(mmap.mmap(-1, most + 1)), 0
+        # In pieces: each is put together while nobody else runs Python.
+        for piece in reply.stream(min_chunk_size=_STREAMED):
+            part = memoryview(piece)[: most + 1 - filled]
+            whole[filled : filled + len(part)] = part
+            filled += len(part)
+            if filled > most:
+                break
+        return whole[:filled]
+
+    def part(self, name: str, begin: int, end: int) -> memoryview:
+        """Bytes of an object."""
+        return self.body(self.obstore.get(self.client, name, options={"range": (begin, end)}), end - begin)
+
+    def put(self, name: str, body: bytes | memoryview, **mode: str) -> Any:
+        """Write an object; the store's answer. ``mode="create"``: only if there is none."""
+        put = self.obstore.put(self.client, name, body, use_multipart=False, **mode)
+        self.reached = True
+        return put
+
+    def listed(self, prefix: str, **options: Any) -> Any:
+        """Iterate over names and facts of the objects below a prefix, many at a time."""
+        return self.obstore.list(self.client, prefix, **options)
+
+    def size_of(self, name: str) -> int | None:
+        """Bytes of an object; None where there is none."""
+        try:
+            size = int(self.obstore.head(self.client, name)["size"])
+        except FileNotFoundError as error:
+            if explain(error).reason != "absent":
+                raise
+            size = None
+        self.reached = True
+        return size
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete objects, many by one request where the store can; missing ones are no error."""
+        try:
+            self._delete(names)
+        except Exception as error:
+            if self._connect_to_delete is None or not _lacks_deletion_of_many(error):
+                raise
+            logger.info("tier %s: the store cannot delete many objects by one request: one by one", self.name)
+            self._deleting, self._connect_to_delete = self._connect_to_delete(), None
+            self._delete(names)
+
+    def _delete(self, names: Sequence[str]) -> None:
+        try:
+            self.obstore.delete(self._deleting, list(names))
+            return
         except FileNotFoundError:
-            continue
+            pass
+        # All but S3 fail at the first missing one.
+        for name in names:
+            try:
+                self.obstore.delete(self._deleting, name)
+            except FileNotFoundError:
+                continue
+
+    # -- what the store can do ---------------------------------------------------------------------------------------
+
+    def find_out(self) -> None:
+        """Write an object twice and remove it: what is said of the store, and its clock, is known then."""
+        name = f"probe/{secrets.token_hex(16)}"
+        self._next_trial = time.monotonic() + _ASK_AGAIN
+        probe = b"hicache_ext"
+        before = time.time()
+        put = self.put(name, probe, mode="create")
+        after = time.time()
+        stamped = self.obstore.head(self.client, name)["last_modified"].timestamp()
+        # The store's stamp has whole seconds.
+        self.clock_ahead = min(0.0, stamped + 1 - before) + max(0.0, stamped - after)
+        self.etags_are_md5 = is_md5_of(probe, put["e_tag"])
+        creates = False
+        try:
+            self.put(name, b"hicache_ext, again", mode="create")
+        except Exception as error:
+            if explain(error).reason != "exists":
+                raise
+            creates = True
+        finally:
+            self.delete([name])
+        self.creates = creates
+
+    def find_out_again(self) -> None:
+        """Try again now and then, for a quarter of the timeout each, if the store could not be reached at start."""
+        if self.creates is not None:
+            return
+        with self._trial:
+            if time.monotonic() < self._next_trial:
+                return
+            self._next_trial = time.monotonic() + _ASK_AGAIN
+        self.within(self.find_out, self.timeout / 4)
 
 
-def lacks_deletion_of_many(error: Exception) -> bool:
+def _lacks_deletion_of_many(error: Exception) -> bool:
     """Whether a server says that it cannot delete many objects by one request, which is how one is deleted, too."""
     text = str(error)
     return explain(error).status in (405, 501) or "NotImplemented" in text or "MethodNotAllowed" in text
-
-
-def is_md5_of(data: bytes | memoryview, etag: str | None) -> bool:
-    return etag is not None and etag.strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest()

@@ -21,11 +21,12 @@ from hicache_ext.page import envelope
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.pack import PACK_BYTES, decode_footer
 from hicache_ext.storage.contract.bad_pages import Removal, Stored, cut, reason_to_refuse
+from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.pack_index import Place
-from hicache_ext.storage.tiers.object.catalog import PackCatalog
-from hicache_ext.storage.tiers.object.client import begins_behind_the_end, explain, is_md5_of
-from hicache_ext.storage.tiers.object.names import packed_name, page_name
-from hicache_ext.storage.tiers.object.requests import Requests
+from hicache_ext.storage.contract.store import PageStore
+from hicache_ext.storage.contract.trial import try_store
+from hicache_ext.storage.tiers.object.catalog import PackCatalog, packed_name, page_name
+from hicache_ext.storage.tiers.object.client import Failure, Requests, begins_behind_the_end, explain, is_md5_of
 
 _MOST_READS = 8
 """Of a part of a pack that arrives damaged."""
@@ -39,7 +40,6 @@ class ObjectMedium:
         requests: Requests,
         reopen: Callable[[], Any],
         hides: Callable[[bytes], bool],
-        etags_are_md5: Callable[[], bool],
         catalog: PackCatalog,
     ) -> None:
         """``reopen``: another client, with connections of its own. ``hides``: the page is being cleared."""
@@ -47,7 +47,6 @@ class ObjectMedium:
         self._obstore = requests.obstore
         self._reopen = reopen
         self._hides = hides
-        self._etags_are_md5 = etags_are_md5
         self._catalog = catalog
 
     def read_again(self, key: bytes, most: int) -> Stored | None:
@@ -106,7 +105,7 @@ class ObjectMedium:
         name = page_name(key) if place is None else packed_name(key[:IDENTITY_LENGTH], place.pack)
         try:
             client = self._reopen()
-            if self._etags_are_md5() and bad.length == len(bad.data):
+            if self._requests.etags_are_md5 and bad.length == len(bad.data):
                 whole = bad.data if place is None else self._whole_pack(client, name, place, bad)
                 if not is_md5_of(whole, version):
                     return Removal.DENIED
@@ -175,3 +174,48 @@ def _is_footer(data: memoryview) -> bool:
     except FormatError:
         return False
     return True
+
+
+# -- what the doctor says ----------------------------------------------------------------------------------------------
+
+
+_CLOCK_SKEW = 60.0
+"""Seconds; S3 refuses signatures that are 15 minutes off."""
+
+
+def diagnose(store: PageStore, url: str, requests: Requests) -> list[Finding]:
+    """Reachability, versions, first writer, clock, eviction, round trip. Bounded by the store's timeout per step."""
+    findings = [Finding("client", Level.OK, f"obstore {requests.obstore.__version__}")]
+    done, failure = requests.within(requests.find_out)
+    if not done or failure:
+        seen = str(failure or Failure("timeout"))
+        remedy = "check url, endpoint, region and credentials, and the network between"
+        return [*findings, Finding("reachable", Level.ERROR, f"a small object cannot be written: {seen}", remedy)]
+    findings.append(Finding("reachable", Level.OK, f"{url} takes and gives objects"))
+    skew = abs(requests.clock_ahead)
+    if skew > _CLOCK_SKEW:
+        remedy = "set the clock (NTP): beyond 15 minutes S3 refuses every request"
+        seen = f"the store's clock is {skew:.0f} s off this machine's"
+        findings.append(Finding("clock", Level.WARNING, seen, remedy))
+    else:
+        findings.append(Finding("clock", Level.OK, "agrees with the store's"))
+    if requests.creates:
+        findings.append(Finding("first writer", Level.OK, "the store creates an object only if there is none"))
+    else:
+        findings.append(
+            Finding(
+                "first writer",
+                Level.NOTE,
+                "the store ignores If-None-Match: a page is looked for before it is written, one request more",
+                "harmless; two writers of one page may both write it, with equal content",
+            )
+        )
+    findings.append(
+        Finding(
+            "eviction",
+            Level.NOTE,
+            "this tier evicts nothing; the bucket's lifecycle rules are not visible from here",
+            "set a lifecycle rule that expires objects under the prefix by age, and no versioning",
+        )
+    )
+    return findings + try_store(store)

@@ -1,189 +1,336 @@
-"""Writing a batch: small pages in packs, large ones as objects of their own."""
+"""Writing a batch, small pages in packs and large ones as objects of their own; removal of pages by their keys, and of
+whole identities."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
+from hicache_ext.errors import ClearLaterError, FormatError
+from hicache_ext.page import envelope
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.pack import MOST_PAGES, SMALL, Pack, gather_pages, portions, seal_pack
-from hicache_ext.page.page_object import HEADER_LENGTH
+from hicache_ext.page.page_object import HEADER_LENGTH, encode_object
 from hicache_ext.runtime.threads import Call
-from hicache_ext.storage.contract.bad_pages import BadPages, Sighting, Verdict
-from hicache_ext.storage.contract.clearing import Clearing
-from hicache_ext.storage.contract.store import PageBatch, SetResult
-from hicache_ext.storage.tiers.object.catalog import PackCatalog
-from hicache_ext.storage.tiers.object.client import is_md5_of
-from hicache_ext.storage.tiers.object.conditional import ConditionalCreate
-from hicache_ext.storage.tiers.object.names import LONGEST_NAME, packed_name
-from hicache_ext.storage.tiers.object.page_objects import OF_ANOTHER_LENGTH, PageObjects
-from hicache_ext.storage.tiers.object.presence import Presence, Stored
-from hicache_ext.storage.tiers.object.requests import Piece, Requests
+from hicache_ext.storage.contract.bad_pages import Sighting, Verdict
+from hicache_ext.storage.contract.clearing import Cleared
+from hicache_ext.storage.contract.pack_index import Place
+from hicache_ext.storage.contract.store import PageBatch, SetResult, identities_of
+from hicache_ext.storage.tiers.object.catalog import (
+    LISTED_AT_ONCE,
+    LONGEST_NAME,
+    PACKS,
+    PAGES,
+    packed,
+    packed_name,
+    packs_of,
+    page_key,
+    page_name,
+    pages_of,
+)
+from hicache_ext.storage.tiers.object.client import Piece, begins_behind_the_end, explain, is_md5_of
+from hicache_ext.storage.tiers.object.reading import Pages, Stored, look_up
 
 _PACK_BYTES = 2 << 20
 """About so many of a pack: eight requests at once move 16 MiB in less time than four of twice the size."""
+_OF_ANOTHER_LENGTH = object()
+"""Not written, because an object of another length is there."""
 
 
-class Writing:
-    """Threads: any."""
+def most_in_a_pack(prefix: str) -> int:
+    """How many pages the name of a pack has room for behind what stands before every name."""
+    longest = packed_name(bytes(16), Pack("0" * 11 + "-" + "0" * 10, SMALL - 1, bytes(6 * MOST_PAGES)))
+    room = LONGEST_NAME - len(prefix.encode()) - 1 - len(longest)
+    return MOST_PAGES if room >= 0 else max(1, MOST_PAGES + room // 9)
 
-    def __init__(
-        self,
-        requests: Requests,
-        catalog: PackCatalog,
-        objects: PageObjects,
-        presence: Presence,
-        create: ConditionalCreate,
-        bad_pages: BadPages,
-        clearing: Clearing,
-        prefix: str,
-    ) -> None:
-        """``prefix``: what stands before every name."""
-        self._requests = requests
-        self._catalog = catalog
-        self._objects = objects
-        self._presence = presence
-        self._create = create
-        self._bad_pages = bad_pages
-        self._clearing = clearing
-        longest = packed_name(bytes(16), Pack("0" * 11 + "-" + "0" * 10, SMALL - 1, bytes(6 * MOST_PAGES)))
-        room = LONGEST_NAME - len(prefix.encode()) - 1 - len(longest)
-        self._most_pages = MOST_PAGES if room >= 0 else max(1, MOST_PAGES + room // 9)
 
-    def write(self, batch: PageBatch, deadline: float) -> list[SetResult]:
-        """One result for each page, in order."""
-        # On the caller's thread: those of the requests are for everybody. Half of the time is left for writing.
-        verdicts = self._bad_pages.settle(batch.keys, (time.monotonic() + deadline) / 2)
-        results = self._write_pages(batch, range(len(batch)), verdicts, deadline)
-        wrong = [position for position, result in enumerate(results) if result is OF_ANOTHER_LENGTH]
-        if wrong:
-            verdicts = self._bad_pages.settle([batch.keys[position] for position in wrong], deadline)
-            again = self._write_pages(batch, wrong, verdicts, deadline)
-            for position, result in zip(wrong, again, strict=True):
-                results[position] = SetResult.REJECTED if result is OF_ANOTHER_LENGTH else result
-        self._requests.metrics.add("rejected", "suspect", results.count(SetResult.REJECTED))
-        return results
+def write(pages: Pages, batch: PageBatch, deadline: float) -> list[SetResult]:
+    """One result for each page, in order."""
+    # On the caller's thread: those of the requests are for everybody. Half of the time is left for writing.
+    verdicts = pages.bad.settle(batch.keys, (time.monotonic() + deadline) / 2)
+    results = _write_pages(pages, batch, range(len(batch)), verdicts, deadline)
+    wrong = [position for position, result in enumerate(results) if result is _OF_ANOTHER_LENGTH]
+    if wrong:
+        verdicts = pages.bad.settle([batch.keys[position] for position in wrong], deadline)
+        again = _write_pages(pages, batch, wrong, verdicts, deadline)
+        for position, result in zip(wrong, again, strict=True):
+            results[position] = SetResult.REJECTED if result is _OF_ANOTHER_LENGTH else result
+    pages.requests.metrics.add("rejected", "suspect", results.count(SetResult.REJECTED))
+    return results
 
-    def _write_pages(
-        self, batch: PageBatch, positions: Sequence[int], verdicts: Mapping[bytes, Verdict], deadline: float
-    ) -> list[Any]:
-        first: dict[bytes, int] = {}
-        for position in positions:
-            first.setdefault(batch.keys[position], position)
-        small = [position for position in first.values() if batch.sizes[position] + HEADER_LENGTH < SMALL]
-        results: dict[int, Any] = {}
-        found = self._presence.look_up([batch.keys[p] for p in small], self._clearing.hides, deadline)
-        new: list[int] = []
-        for position in small:
+
+def _write_pages(
+    pages: Pages, batch: PageBatch, positions: Sequence[int], verdicts: Mapping[bytes, Verdict], deadline: float
+) -> list[Any]:
+    sizes = [HEADER_LENGTH + size for size in batch.sizes]
+    first: dict[bytes, int] = {}
+    for position in positions:
+        first.setdefault(batch.keys[position], position)
+    small = [position for position in first.values() if sizes[position] < SMALL]
+    results: dict[int, Any] = {}
+    found = look_up(pages, [batch.keys[p] for p in small], pages.clearing.hides, deadline)
+    new: dict[bytes, list[int]] = {}
+    for position in small:
+        key = batch.keys[position]
+        result = _answer(pages, key, sizes[position], found.get(key), verdicts.get(key))
+        if result is None:
+            new.setdefault(key[:IDENTITY_LENGTH], []).append(position)
+        else:
+            results[position] = result
+    pieces: list[Piece] = []
+    written: list[list[int]] = []
+    for mine in new.values():
+        for portion in portions([sizes[p] for p in mine], pages.most_in_a_pack, _PACK_BYTES):
+            written.append([mine[number] for number in portion])
+            pieces.append(partial(_write_pack, pages, batch, written[-1], verdicts, deadline))
+    for position in first.values():
+        if sizes[position] >= SMALL:
+            written.append([position])
             key = batch.keys[position]
-            result = self._answer(key, batch.sizes[position] + HEADER_LENGTH, found.get(key), verdicts.get(key))
-            if result is None:
-                new.append(position)
-            else:
-                results[position] = result
-        pieces: list[Piece] = []
-        written: list[list[int]] = []
-        for portion in self._portions(batch, new):
-            after = max((place.pack.id for p in portion if (place := self._known(batch.keys[p]))), default=None)
-            denied = any(verdicts.get(batch.keys[p]) is Verdict.DENIED for p in portion)
-            pieces.append(self._writing_pack(batch, portion, after, denied, deadline))
-            written.append(portion)
-        for position in first.values():
-            if batch.sizes[position] + HEADER_LENGTH >= SMALL:
-                pieces.append(self._writing_object(batch, position, verdicts.get(batch.keys[position])))
-                written.append([position])
-        answers, in_time = self._requests.share(pieces, deadline)
-        missing = SetResult.ERROR if in_time else SetResult.TIMEOUT
-        for portion, answer in zip(written, answers, strict=True):
-            results.update((position, missing if answer is None else answer) for position in portion)
-        return [self._for_each(batch, position, first, results) for position in positions]
+            pieces.append(
+                partial(_write_object, pages, key, batch.buffers[position], sizes[position], verdicts.get(key))
+            )
+    answers, in_time = pages.requests.share(pieces, deadline)
+    missing = SetResult.ERROR if in_time else SetResult.TIMEOUT
+    for portion, answer in zip(written, answers, strict=True):
+        results.update((position, missing if answer is None else answer) for position in portion)
+    # One that comes twice in a batch was there the second time.
+    return [
+        SetResult.EXISTS if first[key] != position and results[first[key]] is SetResult.STORED else results[first[key]]
+        for position, key in ((position, batch.keys[position]) for position in positions)
+    ]
 
-    @staticmethod
-    def _for_each(batch: PageBatch, position: int, first: Mapping[bytes, int], results: Mapping[int, Any]) -> Any:
-        """The result of a page; one that comes twice in a batch was there the second time."""
-        earlier = first[batch.keys[position]]
-        result = results[earlier]
-        return SetResult.EXISTS if earlier != position and result is SetResult.STORED else result
 
-    def _answer(self, key: bytes, size: int, found: Stored | None, verdict: Verdict | None) -> Any:
-        """What a small page is without being written; None where it is to be written."""
-        if verdict is Verdict.DENIED:
-            return None
-        if verdict in (Verdict.WITHHELD, Verdict.UNCLEAR):
-            return SetResult.REJECTED
-        if found is None:
-            return None
-        length = found if isinstance(found, int) else found.pack.page_bytes
-        if length == size:
-            return SetResult.EXISTS
-        if verdict is Verdict.GOOD:
-            # A whole page of its own: whoever expects another length is wrong, or this process is.
-            return SetResult.REJECTED
-        self._requests.metrics.add("corrupt", "length")
-        self._bad_pages.suspect(key, size, Sighting(length), "length")
-        return OF_ANOTHER_LENGTH
+def _answer(pages: Pages, key: bytes, size: int, found: Stored | None, verdict: Verdict | None) -> Any:
+    """What a page is without being written, where ``found`` is there; None where it is to be written."""
+    if verdict is Verdict.DENIED:
+        return None
+    if verdict in (Verdict.WITHHELD, Verdict.UNCLEAR):
+        return SetResult.REJECTED
+    if found is None:
+        return None
+    length = found if isinstance(found, int) else found.pack.page_bytes
+    if length == size:
+        return SetResult.EXISTS
+    if verdict is Verdict.GOOD:
+        # A whole page of its own: whoever expects another length is wrong, or this process is.
+        return SetResult.REJECTED
+    pages.suspect(key, size, Sighting(length), "length")
+    return _OF_ANOTHER_LENGTH
 
-    def _known(self, key: bytes) -> Any:
-        return self._catalog.of(key[:IDENTITY_LENGTH]).index.find([key])[0]
 
-    def _portions(self, batch: PageBatch, positions: Sequence[int]) -> list[list[int]]:
-        identities: dict[bytes, list[int]] = {}
-        for position in positions:
-            identities.setdefault(batch.keys[position][:IDENTITY_LENGTH], []).append(position)
-        return [
-            [mine[number] for number in portion]
-            for mine in identities.values()
-            for portion in portions([batch.sizes[p] + HEADER_LENGTH for p in mine], self._most_pages, _PACK_BYTES)
-        ]
+# -- requests of writes ------------------------------------------------------------------------------------------------
 
-    # -- requests --------------------------------------------------------------------------------------------------
 
-    def _writing_object(self, batch: PageBatch, position: int, verdict: Verdict | None) -> Piece:
-        return lambda call, _: self._objects.set(batch.keys[position], batch.buffers[position], call, verdict)
+def _write_pack(
+    pages: Pages,
+    batch: PageBatch,
+    positions: Sequence[int],
+    verdicts: Mapping[bytes, Verdict],
+    deadline: float,
+    call: Call[Any],
+) -> SetResult | None:
+    """Write pages of one identity and of one size."""
+    keys = [batch.keys[position] for position in positions]
+    digest, requests = keys[0][:IDENTITY_LENGTH], pages.requests
+    known = pages.catalog.of(digest).index
+    # Greater than the id of a pack whose pages these are to replace.
+    after = max((place.pack.id for place in known.find(keys) if place is not None), default=None)
+    pack = Pack.of_keys(pages.catalog.new_id(after), HEADER_LENGTH + batch.sizes[positions[0]], keys)
+    mark = _mark_of(digest, pack.id)
+    try:
+        with pages.clearing.writing([*keys, mark], deadline) as writing:
+            with call.memory() as mine:
+                if not mine:
+                    return None
+                body = gather_pages([batch.buffers[position] for position in positions])
+            # The checksums are of the copy: should a page change meanwhile, its copy can be trusted.
+            body = seal_pack(body, keys)
+            put = requests.put(packed_name(digest, pack), body)
+            # One of them arrived damaged here while the store said that it has others.
+            denied = any(verdicts.get(key) is Verdict.DENIED for key in keys)
+            if denied and _is_not_as_sent(pages, body, put):
+                return SetResult.ERROR
+            known.add(pack)
+            writing.stored.update(keys, [mark])
+            pages.bad.clear(keys)
+            return SetResult.STORED
+    except TimeoutError:
+        return SetResult.TIMEOUT
+    except Exception as error:  # noqa: BLE001 - a client library's errors end here
+        result: SetResult = requests.failed(error, call, SetResult)
+        return result
 
-    def _writing_pack(
-        self, batch: PageBatch, positions: Sequence[int], after: str | None, denied: bool, deadline: float
-    ) -> Piece:
-        """``after``: the id of a pack whose pages these are to replace. ``denied``: one of them arrived damaged here
-        while the store said that it has others."""
-        keys = [batch.keys[position] for position in positions]
 
-        def write(call: Call[Any], _: int) -> SetResult | None:
-            digest = keys[0][:IDENTITY_LENGTH]
-            size = HEADER_LENGTH + batch.sizes[positions[0]]
-            pack = Pack.of_keys(self._catalog.new_id(after), size, keys)
-            try:
-                with self._clearing.writing([*keys, mark_of(digest, pack.id)], deadline) as writing:
-                    with call.memory() as mine:
-                        if not mine:
-                            return None
-                        body = gather_pages([batch.buffers[position] for position in positions])
-                    # The checksums are of the copy: should a page change meanwhile, its copy can be trusted.
-                    result = self._put(digest, pack, seal_pack(body, keys), denied)
-                    if result.durable:
-                        writing.stored.update(keys, [mark_of(digest, pack.id)])
-                        self._bad_pages.clear(keys)
-                    return result
-            except TimeoutError:
-                return SetResult.TIMEOUT
-            except Exception as error:  # noqa: BLE001 - a client library's errors end here
-                failure = self._requests.failed(error, call)
-                return SetResult.TIMEOUT if failure.reason == "timeout" else SetResult.ERROR
+def _write_object(
+    pages: Pages, key: bytes, segments: Sequence[memoryview], size: int, verdict: Verdict | None, call: Call[Any]
+) -> Any:
+    """Write a page as an object of its own. ``verdict``: of one that arrived damaged here."""
+    requests = pages.requests
+    with pages.clearing.writing([key]) as writing:
+        replaces = key in writing.cleared or verdict is Verdict.DENIED
+        try:
+            if not replaces and verdict in (Verdict.WITHHELD, Verdict.UNCLEAR):
+                return SetResult.REJECTED
+            if not replaces and not requests.creates:
+                answer = _answer(pages, key, size, requests.size_of(page_name(key)), verdict)
+                if answer is not None:
+                    return answer
+            with call.memory() as mine:
+                if not mine:
+                    return None
+                body = encode_object(key, segments)
+            result = _put_object(pages, key, body, replaces)
+            if result.durable:
+                writing.stored.add(key)
+            return result
+        except Exception as error:  # noqa: BLE001 - as above
+            return requests.failed(error, call, SetResult)
 
-        return write
 
-    def _put(self, digest: bytes, pack: Pack, body: memoryview, denied: bool) -> SetResult:
-        requests = self._requests
-        put = requests.obstore.put(requests.client, packed_name(digest, pack), body, use_multipart=False)
+def _put_object(pages: Pages, key: bytes, body: memoryview, replaces: bool) -> SetResult:
+    requests = pages.requests
+    mode = {"mode": "create"} if requests.creates and not replaces else {}
+    try:
+        put = requests.put(page_name(key), body, **mode)
+    except Exception as error:
+        if explain(error).reason != "exists":
+            raise
         requests.reached = True
-        if denied and self._create.etags_are_md5 and not is_md5_of(body, put["e_tag"]):
-            requests.metrics.add("error", "not_as_sent")
-            return SetResult.ERROR
-        self._catalog.of(digest).index.add(pack)
-        return SetResult.STORED
+        return SetResult.EXISTS
+    if replaces and _is_not_as_sent(pages, body, put):
+        return SetResult.ERROR
+    pages.bad.clear([key])
+    return SetResult.STORED
 
 
-def mark_of(digest: bytes, pack_id: str) -> bytes:
+def _is_not_as_sent(pages: Pages, body: memoryview, put: Any) -> bool:
+    """Whether a store that could say what it received has other bytes."""
+    if not pages.requests.etags_are_md5 or is_md5_of(body, put["e_tag"]):
+        return False
+    pages.requests.metrics.add("error", "not_as_sent")
+    return True
+
+
+# -- removal of pages --------------------------------------------------------------------------------------------------
+
+
+def remove(pages: Pages, keys: Sequence[bytes], deadline: float) -> int:
+    """Remove every copy of these pages, for everybody; how many pages there were."""
+    requests, catalog = pages.requests, pages.catalog
+    looking: list[Piece] = []
+    for digest in identities_of(keys):
+        looking.append(requests.trying(partial(catalog.refresh, digest, deadline)))
+        looking.append(requests.trying(partial(catalog.look_for_objects, digest)))
+    requests.share(looking, deadline)
+    removed = _bury(pages, keys, deadline)
+    alone = [key for key in keys if catalog.of(key[:IDENTITY_LENGTH]).has_objects]
+    answers, _ = requests.share([partial(_remove_object, pages, key) for key in alone], deadline)
+    removed |= {key for key, was_there in zip(alone, answers, strict=True) if was_there}
+    return len(removed)
+
+
+def _bury(pages: Pages, keys: Sequence[bytes], deadline: float) -> set[bytes]:
+    """Take these pages out of packs; those that a pack had."""
+    places = [(key, place) for key in keys for place in pages.index(key).find_all([key])[0]]
+    are_pages, _ = pages.requests.share([partial(_is_page, pages, key, place) for key, place in places], deadline)
+    of_packs: dict[tuple[bytes, Pack], dict[bytes, int]] = {}
+    for (key, place), is_page in zip(places, are_pages, strict=True):
+        if is_page:
+            masks = of_packs.setdefault((key[:IDENTITY_LENGTH], place.pack), {})
+            masks[key] = masks.get(key, 0) | place.mask
+    burials = [
+        pages.requests.trying(partial(pages.catalog.bury, digest, pack, reduce(or_, masks.values())))
+        for (digest, pack), masks in of_packs.items()
+    ]
+    answers, _ = pages.requests.share(burials, deadline)
+    return {key for masks, done in zip(of_packs.values(), answers, strict=True) if done for key in masks}
+
+
+def _is_page(pages: Pages, key: bytes, place: Place, call: Call[Any]) -> bool:
+    """Whether a place has this page, or what was to be one; not another one with the same short hash."""
+    requests = pages.requests
+    name = packed_name(key[:IDENTITY_LENGTH], place.pack)
+    try:
+        header = requests.part(name, place.offset, place.offset + HEADER_LENGTH)
+        return envelope.decode_header(header).key == key
+    except FormatError:
+        return True
+    except FileNotFoundError as error:
+        if requests.is_absent(error):
+            pages.index(key).forget(place.pack.id)
+        return False
+    except Exception as error:  # noqa: BLE001 - as above
+        if begins_behind_the_end(error):
+            return True
+        requests.failed(error, call, SetResult)
+        return False
+
+
+def _remove_object(pages: Pages, key: bytes, call: Call[Any]) -> bool:
+    """Remove whatever has the page's name, whole or not; whether there was something."""
+    try:
+        if pages.requests.size_of(page_name(key)) is None:
+            return False
+        pages.requests.delete([page_name(key)])
+    except Exception as error:  # noqa: BLE001 - as above
+        pages.requests.failed(error, call, SetResult)
+        return False
+    return True
+
+
+# -- removal of identities ---------------------------------------------------------------------------------------------
+
+
+def sweep(pages: Pages, cleared: Cleared) -> None:
+    """Delete until a whole listing shows nothing but pages stored since. Raises ClearLaterError."""
+    digests = None if cleared.digests is None else sorted(cleared.digests)
+    prefixes = [PAGES, PACKS] if digests is None else [of(digest) for digest in digests for of in (pages_of, packs_of)]
+    try:
+        for prefix in prefixes:
+            while _delete_listed(pages, prefix, cleared):
+                pass
+    except Exception as error:  # noqa: BLE001 - as above
+        failure = pages.requests.explained(error)
+        pages.requests.metrics.add("error", failure.reason)
+        raise ClearLaterError(str(failure)) from None
+    # What a listing under way has seen of what is deleted now is not to be believed.
+    pages.catalog.reset(digests)
+
+
+def _delete_listed(pages: Pages, prefix: str, cleared: Cleared) -> int:
+    """How many objects there were to delete."""
+    deleted = 0
+    for listed in pages.requests.listed(prefix, chunk_size=LISTED_AT_ONCE):
+        if cleared.closing:
+            return 0
+        marks = _marks(entry["path"] for entry in listed)
+        with cleared.old_pages(mark for mark, _ in marks.values()) as old:
+            names = [name for name, (mark, _) in marks.items() if mark in old]
+            if names:
+                pages.requests.delete(names)
+        pages.requests.metrics.add("cleared", "", sum(marks[name][1] for name in names))
+        deleted += len(names)
+    return deleted
+
+
+def _marks(names: Iterable[str]) -> dict[str, tuple[bytes, int]]:
+    """Those names that are ours: the key of the page, or what stands for the pack that each belongs to; and how many
+    pages it has."""
+    marks: dict[str, tuple[bytes, int]] = {}
+    for name in names:
+        if (key := page_key(name)) is not None:
+            marks[name] = key, 1
+        elif (found := packed(name)) is not None:
+            digest, item = found
+            pack_id, count = (item.id, item.count) if isinstance(item, Pack) else (item.pack, 0)
+            marks[name] = _mark_of(digest, pack_id), count
+    return marks
+
+
+def _mark_of(digest: bytes, pack_id: str) -> bytes:
     """What stands for a pack where pages are cleared: a key that no page has."""
     return digest + pack_id.encode().ljust(32, b"\0")

@@ -5,15 +5,21 @@ from __future__ import annotations
 import logging
 import socket
 import ssl
+from binascii import hexlify
+from collections.abc import Sequence
 from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from hicache_ext.page.envelope import IDENTITY_LENGTH, KEY_LENGTH
 from hicache_ext.runtime.file_signature import FileSignature, file_signature
 from hicache_ext.runtime.log_limit import LimitedLog
+from hicache_ext.storage.contract.store import key_words
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
+
+logger = logging.getLogger(__name__)
 
 Address = tuple[int, tuple[str, int] | str]
 """Address family, and host and port or the path of a Unix socket."""
@@ -23,8 +29,6 @@ SHORT_CALL = 1.0
 
 MOST_RECEIVED = 8 << 20
 """Bytes of the answers to one request or pipeline: the map of 16,384 slots in pieces takes less."""
-
-logger = logging.getLogger(__name__)
 
 
 def short_call(tier: RedisTierConfig) -> float:
@@ -186,3 +190,46 @@ def resolve(endpoint: Endpoint) -> list[Address]:
     except (UnicodeError, OverflowError):
         raise OSError(f"{endpoint.host!r} is not the name of a host") from None
     return list(dict.fromkeys((int(family), (str(host), int(port))) for family, _, _, _, (host, port, *_) in found))
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+#
+# The Redis keys of a tier, below its prefix: ``page:<identity>:<page hash>`` and ``identity:<identity>``, in hex.
+
+
+def page_prefix(prefix: str) -> bytes:
+    return prefix.encode() + b"page:"
+
+
+def page_name(page_names: bytes, key: bytes) -> bytes:
+    """The Redis key of a page; ``page_names`` is its ``page_prefix``. No hash tag, so that a cluster spreads the pages
+    of one conversation over all nodes."""
+    (name,) = page_names_of(page_names, [key])
+    return name
+
+
+def page_names_of(page_names: bytes, keys: Sequence[bytes]) -> list[bytes]:
+    """``page_name`` of each key."""
+    text = hexlify(key_words(keys).tobytes())
+    length, split = 2 * KEY_LENGTH, 2 * IDENTITY_LENGTH
+    return [
+        page_names + text[first : first + split] + b":" + text[first + split : first + length]
+        for first in range(0, len(text), length)
+    ]
+
+
+def page_key(page_names: bytes, name: bytes) -> bytes | None:
+    """The key of a page of ours; None for any other Redis key."""
+    rest = name.removeprefix(page_names)
+    if rest == name or rest[32:33] != b":" or not is_hex(rest[:32], 32) or not is_hex(rest[33:], 64):
+        return None
+    return bytes.fromhex((rest[:32] + rest[33:]).decode())
+
+
+def identity_name(prefix: str, digest: bytes) -> bytes:
+    return b"%bidentity:%b" % (prefix.encode(), digest.hex().encode())
+
+
+def is_hex(text: bytes, length: int) -> bool:
+    """Whether ``text`` is that many lower-case hex digits."""
+    return len(text) == length and not text.strip(b"0123456789abcdef")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
@@ -15,13 +15,10 @@ from hicache_ext.config.problems import quoted, refuse, shown
 from hicache_ext.config.schema import Allowed, as_pydantic_error, checked, one_of
 from hicache_ext.config.secrets import SECRET_ALLOWED, Secret
 from hicache_ext.config.tier import RemoteTierConfig
-from hicache_ext.config.units import format_size
-from hicache_ext.config.values import absolute_path, duration, expand_templates, or_word, size, whole_number
+from hicache_ext.config.values import absolute_path, duration, expand_templates, or_word, whole_number
 from hicache_ext.errors import ConfigError
 
 MOST_CONNECTIONS = 64
-SMALLEST_IN_FLIGHT = 64 * 1024
-LARGEST_IN_FLIGHT = 1 << 30
 LONGEST_PREFIX = 64
 LONGEST_TTL = 365 * 86400
 DEFAULT_PORT = 6379
@@ -36,17 +33,11 @@ _CLUSTER_ALLOWED = "auto, true, false"
 _DATABASE_ALLOWED = "a whole number from 0 to 65535"
 _PREFIX_ALLOWED = f"1 to {LONGEST_PREFIX} of the characters A-Z a-z 0-9 _ . : / -"
 _CONNECTIONS_ALLOWED = f"1 to {MOST_CONNECTIONS}"
-_IN_FLIGHT_ALLOWED = "a size from 64KiB to 1GiB, such as 8MiB"
 _TTL_ALLOWED = "a duration of whole seconds from 1s to a year, such as 24h, or none"
 _FILE_ALLOWED = "an absolute path"
 _NAME_ALLOWED = "text"
-_CLIENT_NAME_ALLOWED = "1 to 64 printable characters without blanks"
 
 _PREFIX = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{LONGEST_PREFIX}}}", re.ASCII)
-
-
-_CLIENT_NAME = re.compile(r"[!-~]{1,64}", re.ASCII)
-
 
 _NAMED_HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}")
 
@@ -163,13 +154,6 @@ def parse_username(value: object) -> str:
     return value
 
 
-def parse_client_name(value: object) -> str:
-    expanded = expand_templates(value, "") if isinstance(value, str) else value
-    if not isinstance(expanded, str) or not _CLIENT_NAME.fullmatch(expanded):
-        raise refuse(value, _CLIENT_NAME_ALLOWED)
-    return expanded
-
-
 _file = absolute_path(_FILE_ALLOWED)
 _TLS_KEYS = ("tls_ca", "tls_certificate", "tls_key", "tls_verify")
 
@@ -180,6 +164,10 @@ class RedisTierConfig(RemoteTierConfig):
     keeps_timeout: ClassVar[bool] = True
     carries_hints: ClassVar[bool] = True
     keeps_identities: ClassVar[bool] = True
+    removed: ClassVar[Mapping[str, str]] = {
+        "client_name": "CLIENT LIST shows hicache_ext",
+        "in_flight": "the round trip of a connection decides, up to 8MiB",
+    }
 
     type: Annotated[Literal["redis"], Allowed("redis")] = "redis"
     url: Annotated[
@@ -218,12 +206,6 @@ class RedisTierConfig(RemoteTierConfig):
         Field(description="pages are read from replicas, too; what one lacks is asked of its primary"),
         Allowed("true, false"),
     ] = False
-    client_name: Annotated[
-        str,
-        Field(description="what CLIENT LIST shows for the connections of this tier"),
-        Allowed(_CLIENT_NAME_ALLOWED),
-        checked(parse_client_name),
-    ] = "hicache_ext"
     database: Annotated[
         int,
         Field(description="a cluster has only 0"),
@@ -244,13 +226,6 @@ class RedisTierConfig(RemoteTierConfig):
         checked(whole_number(1, MOST_CONNECTIONS, _CONNECTIONS_ALLOWED)),
         WithJsonSchema({"type": "integer", "minimum": 1, "maximum": MOST_CONNECTIONS}),
     ] = 4
-    in_flight: Annotated[
-        int,
-        Field(description="bytes under way on one connection"),
-        Allowed(_IN_FLIGHT_ALLOWED),
-        checked(size(SMALLEST_IN_FLIGHT, LARGEST_IN_FLIGHT, _IN_FLIGHT_ALLOWED)),
-        WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string"}]}),
-    ] = 8 << 20
     ttl: Annotated[
         int | None,
         Field(
@@ -297,7 +272,7 @@ class RedisTierConfig(RemoteTierConfig):
 
     def summary(self) -> str:
         limits = "" if self.ttl is None else f", ttl {self.ttl}s"
-        return f"redis, {format_size(self.in_flight)} in flight{limits}, {', '.join(self.url)}"
+        return f"redis{limits}, {', '.join(self.url)}"
 
     @field_validator("cluster", mode="after")
     @classmethod

@@ -15,10 +15,9 @@ from hicache_ext.errors import ConfigError, ProtocolError, RefusedError
 from hicache_ext.storage.contract.diagnosis import Finding, Level, moves_of
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.redis import talk_code
-from hicache_ext.storage.tiers.redis.clients import admin_client
+from hicache_ext.storage.tiers.redis.clients import admin_client, page_name, page_prefix
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import Connection
-from hicache_ext.storage.tiers.redis.names import page_name, page_prefix
 from hicache_ext.storage.tiers.redis.node import Node, error_words
 from hicache_ext.storage.tiers.redis.page_calls import PageCall, ask_integers, read_pages, write_pages
 from hicache_ext.storage.tiers.redis.topology import SLOTS, Topology
@@ -151,7 +150,7 @@ def _round_trip(tier: RedisTierConfig, topology: Topology, node: Node) -> Findin
     names = [PageCall(call.key, call.name) for call in calls]
     try:
         with node.connection(node.pages, deadline) as connection:
-            writing, reading = _timed_pages(connection, calls, tier)
+            writing, reading = _timed_pages(connection, calls)
             ask_integers(connection, names, b"UNLINK")
     except (OSError, ProtocolError, RefusedError) as error:
         return Finding(subject, Level.ERROR, f"a round trip of pages failed: {error_words(error)}", "look at its log")
@@ -163,12 +162,10 @@ def _round_trip(tier: RedisTierConfig, topology: Topology, node: Node) -> Findin
     return Finding(subject, Level.OK, seen)
 
 
-def _timed_pages(
-    connection: Connection, calls: Sequence[PageCall], tier: RedisTierConfig
-) -> tuple[float | None, float | None]:
+def _timed_pages(connection: Connection, calls: Sequence[PageCall]) -> tuple[float | None, float | None]:
     """Seconds for writing and for reading; None for what did not do it all."""
     begun = time.perf_counter()
-    write_pages(connection, calls, 60, tier.in_flight)
+    write_pages(connection, calls, 60)
     written = time.perf_counter()
     if any(call.result is not SetResult.STORED for call in calls):
         return None, None
@@ -177,7 +174,7 @@ def _timed_pages(
         for segment in call.segments:
             segment[:] = bytes(segment.nbytes)
     read_begun = time.perf_counter()
-    read_pages(connection, calls, tier.in_flight)
+    read_pages(connection, calls)
     read = time.perf_counter()
     whole = all(call.result is GetResult.HIT for call in calls)
     return written - begun, read - read_begun if whole else None

@@ -170,7 +170,7 @@ class _IdleConnections:
 
     def closed(self, connection: Connection) -> None:
         """Close one in use."""
-        connection.close()
+        connection.wire.close()
         with self._changed:
             self._in_use -= 1
             self._changed.notify_all()
@@ -180,7 +180,7 @@ class _IdleConnections:
         with self._changed:
             dropped = [self._of.pop(one, []) for one in ([lane] if lane is not None else list(self._of))]
         for connection in (connection for idle in dropped for connection in idle):
-            connection.close()
+            connection.wire.close()
 
 
 class Node:
@@ -257,7 +257,7 @@ class Node:
     def _is_good(self, connection: Connection) -> bool:
         """Of an idle one."""
         old = time.monotonic() - connection.opened > _OLDEST
-        return not old and connection.address in self._addresses and not connection.is_stale
+        return not old and connection.address in self._addresses and not connection.wire.has_something()
 
     def _open(self, deadline: float) -> Connection:
         """One connection more, or an idle one of another lane where the server takes no more of them."""

@@ -11,7 +11,7 @@ import hashlib
 import re
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hicache_ext.errors import OversizedValueError, ProtocolError, RefusedError
@@ -19,8 +19,14 @@ from hicache_ext.page import envelope
 from hicache_ext.storage.contract.bad_pages import Removal, Sighting, Stored
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.redis.config import Endpoint
-from hicache_ext.storage.tiers.redis.connection import Connection
-from hicache_ext.storage.tiers.redis.resp import ErrorReply, Reply, Status, command, command_of_equals
+from hicache_ext.storage.tiers.redis.connection import (
+    Connection,
+    ErrorReply,
+    Reply,
+    Status,
+    command,
+    command_of_equals,
+)
 
 HEADER_LENGTH = envelope.FIELDS_LENGTH
 
@@ -92,10 +98,10 @@ class PageCall:
         self.reason = reason
 
 
-def read_pages(connection: Connection, calls: Sequence[PageCall], in_flight: int) -> None:
-    """GET into the pages' memory, with at most ``in_flight`` bytes of replies asked for (or one page)."""
+def read_pages(connection: Connection, calls: Sequence[PageCall]) -> None:
+    """GET into the pages' memory, with at most so many bytes of replies as ``window`` says asked for (or one page)."""
     header = memoryview(bytearray(HEADER_LENGTH))
-    in_flight = connection.window(in_flight)
+    in_flight = connection.window()
     sent = flying = 0
     for number, call in enumerate(calls):
         if sent < len(calls) and (sent == number or flying <= in_flight // 2):
@@ -148,7 +154,7 @@ def _read_page(connection: Connection, call: PageCall, header: memoryview) -> No
             call.finish(GetResult.CORRUPT, reason)
 
 
-def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | None, in_flight: int) -> str:
+def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | None) -> str:
     """SET NX of the pages that are not there. A copy of another length is REJECTED, and ``seen``: the caller looks.
 
     Which are there is asked first: the payload of those need not be sent, and STRLEN renews their recency. The answer
@@ -156,7 +162,7 @@ def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | No
     """
     missing = _pages_missing(connection, calls)
     try:
-        refusal, raced = _set_pages(connection, missing, ttl, in_flight)
+        refusal, raced = _set_pages(connection, missing, ttl)
         connection.confirm()
     except BaseException:
         # Not confirmed: they are asked for again.
@@ -178,9 +184,7 @@ def look_for_pages(connection: Connection, calls: Sequence[PageCall], refusal: s
     return ""
 
 
-def _set_pages(
-    connection: Connection, missing: Sequence[PageCall], ttl: int | None, in_flight: int
-) -> tuple[str, list[PageCall]]:
+def _set_pages(connection: Connection, missing: Sequence[PageCall], ttl: int | None) -> tuple[str, list[PageCall]]:
     """Why the server takes no writes, and the pages that were there when they came."""
     options = (
         b"\r\n$2\r\nNX\r\n" if ttl is None else b"\r\n$2\r\nNX\r\n$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(ttl)), ttl)
@@ -205,7 +209,7 @@ def _set_pages(
         return _written(connection, call, raced)
 
     refusal = ""
-    in_flight = connection.window(in_flight)
+    in_flight = connection.window()
     created_ms = int(time.time() * 1000)
     for call in missing:
         while not refusal and unanswered and flying + call.size > in_flight:
@@ -394,3 +398,7 @@ def _is_redirect(call: PageCall, error: ErrorReply) -> bool:
         return False
     call.redirect = (found[1], int(found[2]), named._replace(host=found[3]))
     return True
+
+
+Talk = Callable[[Connection, Sequence[PageCall]], str | None]
+"""The commands for some pages on one connection. Of writes, it says why the server takes none."""

@@ -6,6 +6,7 @@ spread over the nodes that hold them and over several connections per node; a no
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -17,42 +18,67 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from hicache_ext.errors import (
+    LaneBusyError,
     NodeDownError,
     NotReadError,
     ProtocolError,
+    RefusedError,
     StoreClosedError,
     StoreSetupError,
 )
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.call_gate import CallGate
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.bad_pages import BadPages, Removal, Stored, Verdict
-from hicache_ext.storage.contract.base import TierStore
+from hicache_ext.storage.contract.base import TierStore, leading_in_portions
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
-from hicache_ext.storage.tiers.redis import hints
-from hicache_ext.storage.tiers.redis.clients import TlsSettings, admin_client, short_call
+from hicache_ext.storage.tiers.redis.clients import (
+    TlsSettings,
+    admin_client,
+    identity_name,
+    page_name,
+    page_names_of,
+    page_prefix,
+    short_call,
+)
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
-from hicache_ext.storage.tiers.redis.dispatch import Dispatch, Talk
-from hicache_ext.storage.tiers.redis.names import identity_name, page_name, page_names_of, page_prefix
+from hicache_ext.storage.tiers.redis.connection import LARGEST_VALUE, command
+from hicache_ext.storage.tiers.redis.node import Lane, Node
 from hicache_ext.storage.tiers.redis.page_calls import (
     PageCall,
+    Talk,
     ask_integers,
     ask_presence,
+    look_for_pages,
     read_again,
     read_pages,
     remove_bad,
     write_pages,
 )
-from hicache_ext.storage.tiers.redis.resp import LARGEST_VALUE, command
-from hicache_ext.storage.tiers.redis.scanning import stored_identities, sweep_nodes
-from hicache_ext.storage.tiers.redis.topology import Topology
+from hicache_ext.storage.tiers.redis.talk_code import Columns, Limits, PageWords, talk_code
+from hicache_ext.storage.tiers.redis.topology import Topology, post_hint, read_hints, stored_identities, sweep_nodes
 
 logger = logging.getLogger(__name__)
 
+_ATTEMPTS = 2
+"""Connections tried for one page: the first may have died while it was idle."""
+_REDIRECTIONS = 3
+_SHARE = 256 * 1024
+"""Bytes below which another connection does not pay."""
+_COMPILED_SHARE = 8 << 20
+_LARGE_SHARE, _LARGE_PAGE = 4 << 20, 512 * 1024
+"""The same for compiled code, of which one thread does what a server can; measured in docs/decisions/redis.md."""
+_MOST_THREADS = 64
+_AWAY = frozenset({"LOADING", "MASTERDOWN", "NOAUTH"})
+"""Errors that are a state of the node: it is out of service until a login works again."""
 _LEADING_AT_ONCE = 1024
 _IDENTITY_INTERVAL = 60.0
 """Seconds between two renewals of an identity document: a restart, an eviction or a clear() may remove it."""
@@ -103,8 +129,15 @@ class RedisPageStore(TierStore):
             raise StoreSetupError(name, f"the TLS files cannot be used: {error.strerror or error}") from None
         self._topology = Topology(name, tier, tls, self.metrics)
         self._clearing = Clearing(name, self._endpoint_of)
+        self._turns = itertools.count()
+        self._page_words: dict[int, PageWords] = {}
+        # Loaded, or begun to be compiled, when a tier opens and not by its first call.
+        if not tier.tls:
+            talk_code()
+        nodes = max(3, len(self._topology.nodes)) if self._topology.is_cluster else 1
         try:
-            self._dispatch = Dispatch(name, tier, self._topology, self._clearing.hides, self.metrics)
+            # One thread for every connection, so that a node that hangs cannot keep the others' pages waiting.
+            self._threads = ThreadPool(f"hicache-{name}", min(_MOST_THREADS, tier.connections * nodes))
         except RuntimeError as error:
             self._topology.close()
             raise StoreSetupError(name, f"no threads: {error}") from None
@@ -166,22 +199,13 @@ class RedisPageStore(TierStore):
             )
         ]
 
-    def _moved_at_once(
-        self, batch: PageBatch, deadline: float, results: type[GetResult] | type[SetResult]
-    ) -> list[Any]:
-        """As ``Dispatch.move``; nothing is moved so while pages are hidden, or writes wait for verdicts."""
-        if self._clearing.hides_some or (results is SetResult and self._bad_pages.hides_some):
-            return [None] * len(batch)
-        return self._dispatch.move(batch, lambda: page_names_of(self._page_names, batch.keys), deadline, results)
-
     def _read(self, batch: PageBatch) -> list[GetResult]:
         deadline = self._deadline()
-        results = self._moved_at_once(batch, deadline, GetResult)
+        results = self._move(batch, deadline, GetResult)
         if None in results:
             left = [position for position, result in enumerate(results) if result is None]
             calls = self._page_calls(batch.select(left))
-            talk = partial(read_pages, in_flight=self._tier.in_flight)
-            self._dispatch.run(calls, talk, deadline, GetResult, hidden=GetResult.MISS, looks=True)
+            self._run(calls, read_pages, deadline, GetResult, hidden=GetResult.MISS, looks=True)
             self._note_suspects(calls)
             self.metrics.add_many("corrupt", _reasons(calls, GetResult.CORRUPT))
             self.metrics.add_many("error", _reasons(calls, GetResult.ERROR))
@@ -202,7 +226,7 @@ class RedisPageStore(TierStore):
     def _examine(self, key: bytes, talk: Talk) -> Any:
         """What ``talk`` finds out about one page over a connection of its own. Raises NotReadError."""
         call = PageCall(key, self._page_name(key))
-        self._dispatch.run([call], talk, self._deadline(), GetResult, hidden=GetResult.MISS, examines=True)
+        self._run([call], talk, self._deadline(), GetResult, hidden=GetResult.MISS, examines=True)
         if call.result in (GetResult.ERROR, GetResult.TIMEOUT):
             raise NotReadError(call.reason)
         return call.result
@@ -211,7 +235,7 @@ class RedisPageStore(TierStore):
 
     def _write(self, batch: PageBatch) -> list[SetResult]:
         deadline = self._deadline()
-        results = self._moved_at_once(batch, deadline, SetResult)
+        results = self._move(batch, deadline, SetResult)
         if None in results:
             left = [position for position, result in enumerate(results) if result is None]
             for position, result in zip(left, self._write_each(batch.select(left), deadline), strict=True):
@@ -242,17 +266,17 @@ class RedisPageStore(TierStore):
     def _write_pages(self, calls: list[PageCall], deadline: float) -> None:
         if not calls:
             return
-        talk = partial(write_pages, ttl=self._tier.ttl, in_flight=self._tier.in_flight)
+        talk = partial(write_pages, ttl=self._tier.ttl)
         with self._clearing.writing([call.key for call in calls], deadline) as writing:
             if writing.cleared:
                 self._remove_before([call for call in calls if call.key in writing.cleared], deadline)
-            self._dispatch.run([call for call in calls if call.result is None], talk, deadline, SetResult)
+            self._run([call for call in calls if call.result is None], talk, deadline, SetResult)
             writing.stored.update(call.key for call in calls if call.result in (SetResult.STORED, SetResult.EXISTS))
 
     def _remove_before(self, calls: Sequence[PageCall], deadline: float) -> None:
         """The stored copies of these pages were cleared: a write would find them and answer EXISTS."""
         removals = [PageCall(call.key, call.name) for call in calls]
-        self._dispatch.run(removals, partial(ask_integers, word=b"UNLINK"), deadline, None)
+        self._run(removals, partial(ask_integers, word=b"UNLINK"), deadline, None)
         for call, removal in zip(calls, removals, strict=True):
             if removal.reason:
                 call.finish(SetResult.REJECTED, "clearing")
@@ -297,11 +321,7 @@ class RedisPageStore(TierStore):
 
     def _lead(self, keys: Sequence[bytes]) -> int:
         deadline = self._deadline()
-        for first in range(0, len(keys), _LEADING_AT_ONCE):
-            present = self._present(keys[first : first + _LEADING_AT_ONCE], deadline)
-            if False in present:
-                return first + present.index(False)
-        return len(keys)
+        return leading_in_portions(keys, lambda some: self._present(some, deadline), _LEADING_AT_ONCE)
 
     def _present(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """EXISTS, and not STRLEN or TYPE: it alone leaves the order of eviction as it is."""
@@ -321,7 +341,7 @@ class RedisPageStore(TierStore):
     def _present_on_one(self, names: Sequence[bytes], deadline: float) -> list[bool]:
         """There is one server: one call stands for all pages."""
         call = PageCall(b"", names[0])
-        self._dispatch.run([call], partial(ask_presence, names=names), deadline, None, looks=True)
+        self._run([call], partial(ask_presence, names=names), deadline, None, looks=True)
         if call.reason:
             self.metrics.add("error", call.reason, len(names))
             return [False] * len(names)
@@ -334,7 +354,7 @@ class RedisPageStore(TierStore):
 
     def _ask_integers(self, keys: Sequence[bytes], deadline: float, talk: Talk, *, looks: bool = False) -> list[int]:
         calls = [PageCall(*one) for one in zip(keys, page_names_of(self._page_names, keys), strict=True)]
-        self._dispatch.run(calls, talk, deadline, None, hidden=0, looks=looks)
+        self._run(calls, talk, deadline, None, hidden=0, looks=looks)
         failed = Counter(call.reason for call in calls if call.reason)
         if failed:
             self.metrics.add_many("error", failed)
@@ -362,15 +382,237 @@ class RedisPageStore(TierStore):
         node = self._topology.node_of(self._page_name(key))
         return None if node is None else node.endpoint
 
+    # -- pages on their way: over nodes and connections, and sent on where a cluster has moved them -----------------
+
+    def _run(
+        self,
+        calls: list[PageCall],
+        talk: Talk,
+        deadline: float,
+        results: type[GetResult] | type[SetResult] | None,
+        hidden: Any = None,
+        *,
+        examines: bool = False,
+        looks: bool = False,
+    ) -> None:
+        """Give every call a result: by ``talk`` with the nodes, and where that fails TIMEOUT or ERROR of ``results``.
+
+        Without ``results`` the answer is 0. ``hidden`` is the result of pages that were cleared; without it they are
+        asked for like any other. ``examines``: over connections that are used for nothing else. ``looks``: nothing is
+        changed, so that a replica may answer while its primary is down.
+        """
+        timed_out: Any = 0 if results is None else results.TIMEOUT
+        failed: Any = 0 if results is None else results.ERROR
+        waiting: dict[Node, list[PageCall]] = {}
+        for call in calls:
+            node = self._topology.node_of(call.name)
+            if looks and node is not None and not node.up:
+                node = self._topology.reader_of(node, next(self._turns))
+            if node is None:
+                call.finish(failed, "no_node")
+            elif hidden is not None and self._clearing.hides(call.key):
+                call.finish(hidden)
+            else:
+                waiting.setdefault(node, []).append(call)
+        for _ in range(1 + _REDIRECTIONS):
+            if examines:
+                shares = [(node, node.examinations, pages) for node, pages in waiting.items()]
+            else:
+                shares = self._shares(waiting, short=results is None)
+            self._threads.run(len(shares), lambda n: self._talk(*shares[n], talk, deadline, timed_out, failed))  # noqa: B023
+            if not self._topology.is_cluster:
+                break
+            waiting = self._redirected([call for pages in waiting.values() for call in pages], deadline, failed)
+            if not waiting:
+                return
+        # Sent on without end, or by a server that was no cluster when it was last looked at.
+        left = [call for pages in waiting.values() for call in pages if call.result is None]
+        if left:
+            self._topology.refresh_soon()
+        for call in left:
+            call.finish(failed, "redirected")
+
+    def _move(
+        self,
+        batch: PageBatch,
+        deadline: float,
+        results: type[GetResult] | type[SetResult],
+    ) -> list[Any]:
+        """Results of the pages that need nothing but a healthy server, moved by compiled code. None is while pages are
+        hidden, or writes wait for verdicts.
+
+        Only good news is told: read or stored, and that a page is not there (read) or there already (written). None
+        for any other page: ``_run`` finds out what is wrong, and says what it makes of it.
+        """
+        write, nothing = results is SetResult, [None] * len(batch)
+        if self._clearing.hides_some or (write and self._bad_pages.hides_some):
+            return nothing
+        code = None if self._tier.tls or not len(batch) else talk_code()
+        columns = None if code is None else Columns.of(batch, writable=not write)
+        if code is None or columns is None:
+            return nothing
+        talk = code.write if write else code.read
+        words = self._words(columns.memory.page_bytes)
+        shares: list[tuple[int, Node, npt.NDArray[np.int64], bool]] = []
+        of_replicas: list[int] = []
+        turn = next(self._turns)
+        for primary, positions in self._positions_by_node(batch.keys):
+            # What a replica lacks is left, and asked of its primary.
+            node = primary if write else self._topology.reader_of(primary, turn)
+            if node is None or not node.up or (write and node.writes.in_doubt):
+                continue
+            of_replicas += [] if node is primary else positions.tolist()
+            size = batch.sizes[0]
+            # A page to write is hashed before its first byte can be sent: meanwhile other connections send large ones.
+            share = _LARGE_SHARE if write and size >= _LARGE_PAGE else _COMPILED_SHARE
+            count = max(1, min(node.pages.free, len(positions) * size // share, len(positions)))
+            # Dealt round-robin, as in ``_shares``.
+            again = node is primary
+            shares += [(first, node, np.ascontiguousarray(positions[first::count]), again) for first in range(count)]
+        shares.sort(key=lambda share: share[0])
+
+        def move(number: int) -> None:
+            _, node, positions, is_asked_again = shares[number]
+            try:
+                with node.connection(node.pages, deadline) as connection:
+                    descriptor = connection.wire.descriptor
+                    if descriptor is None or (write and not connection.answers_questions):
+                        return
+                    limits = Limits(deadline, connection.window())
+                    talk(descriptor, columns, positions, words, limits)
+            except LaneBusyError:
+                return
+            except (OSError, ProtocolError) as error:
+                # Whatever else it is ``_run`` meets again, unless it has passed. It asks no replica, and has no time.
+                if isinstance(error, TimeoutError) or not is_asked_again:
+                    node.mark_down(error)
+
+        self._threads.run(len(shares), move)
+        if write:
+            return code.results(columns, SetResult.STORED, SetResult.EXISTS)
+        moved = code.results(columns, GetResult.HIT, GetResult.MISS)
+        for position in of_replicas:
+            if moved[position] is GetResult.MISS:
+                moved[position] = None
+        return moved
+
+    def _words(self, payload: int) -> PageWords:
+        words = self._page_words.get(payload)
+        if words is None:
+            words = self._page_words[payload] = PageWords.of(self._page_names, payload, self._tier.ttl)
+        return words
+
+    def _positions_by_node(self, keys: Sequence[bytes]) -> list[tuple[Node | None, npt.NDArray[np.int64]]]:
+        if not self._topology.is_cluster:
+            return [(self._topology.node_of(b""), np.arange(len(keys), dtype=np.int64))]
+        positions: dict[Node | None, list[int]] = {}
+        for position, name in enumerate(page_names_of(self._page_names, keys)):
+            positions.setdefault(self._topology.node_of(name), []).append(position)
+        return [(node, np.array(found, np.int64)) for node, found in positions.items()]
+
+    def _shares(self, waiting: dict[Node, list[PageCall]], *, short: bool) -> list[tuple[Node, Lane, list[PageCall]]]:
+        """The work of one connection each, the nodes taking turns."""
+        by_turn: list[tuple[int, Node, Lane, list[PageCall]]] = []
+        for node, calls in waiting.items():
+            if short:
+                by_turn.append((0, node, node.requests, calls))
+                continue
+            wanted = sum([call.size for call in calls]) // _SHARE
+            count = max(1, min(self._tier.connections, wanted, len(calls)))
+            # Dealt round-robin: the pages that came before a call is cut are then nearly a leading run.
+            by_turn += [(turn, node, node.pages, calls[turn::count]) for turn in range(count)]
+        by_turn.sort(key=lambda share: share[0])
+        return [share[1:] for share in by_turn]
+
+    def _talk(
+        self, node: Node, lane: Lane, calls: list[PageCall], talk: Talk, deadline: float, timed_out: Any, failed: Any
+    ) -> None:
+        reason = "connection"
+        for attempt in range(_ATTEMPTS):
+            waiting = [call for call in calls if call.result is None and call.redirect is None]
+            if not waiting:
+                return
+            if time.monotonic() >= deadline:
+                # Used up by others: nothing is known of this node.
+                _finish(calls, timed_out, "timeout")
+                return
+            try:
+                refusal = node.writes.reason if failed is SetResult.ERROR else ""
+                with node.connection(lane, deadline, fresh=attempt > 0) as connection:
+                    if refusal:
+                        look_for_pages(connection, waiting, refusal)
+                        return
+                    refusal = talk(connection, waiting) or ""
+                if refusal:
+                    # Nothing else is wrong with the server: it goes on being read.
+                    node.writes.begin(refusal)
+                    self._topology.refresh_soon()
+                elif failed is SetResult.ERROR and any(call.result is SetResult.STORED for call in waiting):
+                    node.writes.end()
+                return
+            except NodeDownError:
+                reason = "down"
+                break
+            except LaneBusyError:
+                _finish(calls, timed_out, "busy")
+                return
+            except TimeoutError as error:
+                node.mark_down(error)
+                _finish(calls, timed_out, "timeout")
+                return
+            except RefusedError as error:
+                reason = error.code
+                if error.code == "READONLY":
+                    node.writes.begin("readonly")
+                    self._topology.refresh_soon()
+                    break
+                if error.code in _AWAY:
+                    node.mark_down(error)
+                    break
+                if error.code == "CLUSTERDOWN":
+                    self._topology.refresh_soon()
+                    break
+            except ProtocolError as error:
+                reason = "protocol"
+                words = "tier %s: %s does not speak RESP: %s"
+                self._log.log(logging.WARNING, "protocol", words, self.name, node.endpoint, error)
+            except OSError as error:
+                reason = "connection"
+                logger.debug("tier %s: %s: %s", self.name, node.endpoint, error)
+            self.metrics.add("connection", "lost")
+        _finish(calls, failed, reason)
+
+    def _redirected(self, calls: list[PageCall], deadline: float, failed: Any) -> dict[Node, list[PageCall]]:
+        """The calls that another node was named for, by that node; ``failed`` where too many strangers were named."""
+        waiting: dict[Node, list[PageCall]] = {}
+        for call in calls:
+            if call.redirect is None:
+                continue
+            kind, slot, endpoint = call.redirect
+            call.redirect = None
+            call.asking = kind == "ASK"
+            self.metrics.add("redirect", kind.lower())
+            known = self._topology.node_of(call.name)
+            if not endpoint.host and known is not None:
+                # "The same host as the one that was asked."
+                endpoint = endpoint._replace(host=known.endpoint.host)
+            node = self._topology.asked(endpoint) if call.asking else self._topology.redirected(slot, endpoint)
+            if node is None:
+                call.finish(failed, "redirected")
+                continue
+            node.wait_until_tried(min(short_call(self._tier), max(0.0, deadline - time.monotonic())))
+            waiting.setdefault(node, []).append(call)
+        return waiting
+
     # -- the rest --------------------------------------------------------------------------------------------------
 
     def post_hint(self, hint: bytes, limits: BoardLimits) -> None:
         with self._calls:
-            hints.post_hint(self._tier, self._topology, hint, limits)
+            post_hint(self._tier, self._topology, hint, limits)
 
     def read_hints(self, since: bytes | None, limits: BoardLimits) -> tuple[bytes, list[bytes]]:
         with self._calls:
-            return hints.read_hints(self._tier, self._topology, since, limits)
+            return read_hints(self._tier, self._topology, since, limits)
 
     def diagnose(self) -> list[Finding]:
         from hicache_ext.storage.tiers.redis.diagnosis import diagnose
@@ -385,7 +627,7 @@ class RedisPageStore(TierStore):
     def _close(self) -> None:
         self._last_look.close(short_call(self._tier))
         self._bad_pages.close()
-        self._dispatch.close()
+        self._threads.close()
         self._clearing.close(_CLEAR_AT_CLOSE)
         self._topology.close()
 
@@ -416,3 +658,9 @@ class _Medium:
 def _reasons(calls: Sequence[PageCall], result: GetResult | SetResult) -> Counter[str]:
     """Why calls ended so."""
     return Counter([call.reason for call in calls if call.result is result])
+
+
+def _finish(calls: Sequence[PageCall], result: Any, reason: str) -> None:
+    for call in calls:
+        if call.result is None and call.redirect is None:
+            call.finish(result, reason)

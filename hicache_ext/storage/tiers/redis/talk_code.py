@@ -23,8 +23,8 @@ from hicache_ext.page.memory import Addresses, addresses_of
 from hicache_ext.runtime.compiled_part import CompiledPart
 from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.store import PageBatch, key_words
-from hicache_ext.storage.tiers.redis.names import page_name
-from hicache_ext.storage.tiers.redis.resp import command, new_nonce
+from hicache_ext.storage.tiers.redis.clients import page_name
+from hicache_ext.storage.tiers.redis.connection import command, new_nonce
 
 _CRLF = b"\r\n"
 _TEXT = 64 * 1024

@@ -10,21 +10,35 @@ from __future__ import annotations
 
 import binascii
 import logging
+import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import redis
 
-from hicache_ext.errors import ConfigError, StoreSetupError
+from hicache_ext.errors import ClearLaterError, ConfigError, StoreError, StoreSetupError
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import Call, ThreadPool
-from hicache_ext.storage.tiers.redis.clients import TlsSettings, admin_client, sentinel_client, short_call
+from hicache_ext.storage.contract.abilities import LARGEST_DOCUMENT, LARGEST_SUM, document_in
+from hicache_ext.storage.contract.clearing import Cleared
+from hicache_ext.storage.contract.hint_board import AT_ONCE, BoardLimits
+from hicache_ext.storage.tiers.redis.clients import (
+    TlsSettings,
+    admin_client,
+    identity_name,
+    is_hex,
+    page_key,
+    page_name,
+    page_prefix,
+    sentinel_client,
+    short_call,
+)
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.node import Node, error_words
 
@@ -450,3 +464,170 @@ def _without_redis(error: BaseException) -> BaseException:
     if isinstance(error, redis.RedisError):
         return ConnectionError(type(error).__name__)
     return error
+
+
+# -- hints -------------------------------------------------------------------------------------------------------------
+#
+# Hints as a Redis stream of bounded length, ``<prefix>hints``; it goes by itself when nobody has written for long.
+
+
+_FIELD = b"h"
+_BEFORE_ALL = b"0-0"
+
+
+def post_hint(tier: RedisTierConfig, topology: Topology, hint: bytes, limits: BoardLimits) -> None:
+    name = stream_name(tier)
+    try:
+        with _client(tier, topology, name) as client, client.pipeline(transaction=False) as pipeline:
+            pipeline.xadd(name, {_FIELD: hint}, maxlen=limits.keep, approximate=False)
+            pipeline.pexpire(name, int(2000 * limits.lifetime))
+            pipeline.execute()
+    except redis.RedisError as error:
+        raise StoreError(f"no hint was left: {type(error).__name__}") from error
+
+
+def read_hints(
+    tier: RedisTierConfig, topology: Topology, since: bytes | None, limits: BoardLimits
+) -> tuple[bytes, list[bytes]]:
+    name = stream_name(tier)
+    try:
+        with _client(tier, topology, name) as client:
+            if since is None:
+                newest: Any = client.xrevrange(name, count=1)
+                return (newest[0][0] if newest else _BEFORE_ALL), []
+            entries: Any = client.xrange(name, min=b"(" + since, count=AT_ONCE)
+    except redis.RedisError as error:
+        raise StoreError(f"hints cannot be read: {type(error).__name__}") from error
+    hints = [fields.get(_FIELD, b"") for _, fields in entries]
+    return (entries[-1][0] if entries else since), [hint for hint in hints if len(hint) <= limits.longest]
+
+
+def stream_name(tier: RedisTierConfig) -> bytes:
+    return tier.prefix.encode() + b"hints"
+
+
+def _client(tier: RedisTierConfig, topology: Topology, name: bytes) -> Any:
+    """redis-py's client of the node that has the stream. Raises StoreError."""
+    node = topology.node_of(name)
+    if node is None or not node.up:
+        raise StoreError("the node that holds the hints is down")
+    try:
+        return admin_client(tier, node.endpoint)
+    except ConfigError as error:
+        raise StoreError(str(error)) from error
+
+
+# -- scanning ----------------------------------------------------------------------------------------------------------
+#
+# SCAN over the keys of a node: for clear(), which removes pages by UNLINK, and for the identity documents of a tier.
+#
+# It takes about a second per million keys, whatever they are. Why the keys hold no generation:
+# docs/decisions/what-waits-for-a-tier.md.
+
+
+_SCAN_COUNT = 2000
+_MOST_SCANS = 1_000_000
+"""Requests of one walk, for two billion keys: a server may never say that it has come to an end."""
+_DIGEST_DIGITS = 32
+_GLOB_SPECIAL = re.compile(rb"[\\*?\[\]]")
+
+
+def sweep_nodes(cleared: Cleared, nodes: Sequence[Node], tier: RedisTierConfig, metrics: TierMetrics) -> None:
+    """Remove cleared pages from every node; the pages of a node that left the cluster are gone with it.
+
+    Raises ClearLaterError while a node is down.
+    """
+    left = []
+    for node in nodes:
+        if cleared.is_finished(node.endpoint):
+            continue
+        if not node.up:
+            left.append(f"{node.endpoint} is down")
+            continue
+        try:
+            with admin_client(tier, node.endpoint, tier.longest_call) as client:
+                _sweep_node(cleared, client, tier.prefix, metrics)
+        except (redis.RedisError, OSError, ConfigError) as error:
+            metrics.add("error", "clear")
+            left.append(f"{node.endpoint}: {type(error).__name__}")
+        else:
+            cleared.finish(node.endpoint)
+    if left:
+        raise ClearLaterError(", ".join(left))
+
+
+def _sweep_node(cleared: Cleared, client: redis.Redis, prefix: str, metrics: TierMetrics) -> None:
+    pages = page_prefix(prefix)
+    # One walk whatever the number of identities: each walk looks at every key of the server.
+    digests = cleared.digests or ()
+    only = next(iter(digests)).hex().encode() if len(digests) == 1 else b""
+    for names in scan(client, pages, only):
+        keys = [key for name in names if (key := page_key(pages, name)) is not None and cleared.has(key[:16])]
+        with cleared.old_pages(keys) as old:
+            metrics.add("cleared", "", _unlink(client, [page_name(pages, key) for key in old]))
+        if cleared.closing:
+            return
+    if cleared.digests is None:
+        identities = identity_name(prefix, b"")
+        for names in scan(client, identities, b""):
+            _unlink(client, [name for name in names if is_hex(name.removeprefix(identities), _DIGEST_DIGITS)])
+
+
+def stored_identities(name: str, tier: RedisTierConfig, nodes: Sequence[Node]) -> dict[bytes, dict[str, Any]]:
+    """Digest -> document, as servers have left them on all ``nodes``, for tools. Raises StoreError where a node cannot
+    be asked."""
+    prefix = identity_name(tier.prefix, b"")
+    documents: dict[bytes, dict[str, Any]] = {}
+    for node in nodes:
+        try:
+            with admin_client(tier, node.endpoint, tier.longest_call) as client:
+                room = LARGEST_SUM
+                for names in scan(client, prefix, b""):
+                    for digest in [name.removeprefix(prefix) for name in names]:
+                        if not is_hex(digest, _DIGEST_DIGITS):
+                            continue
+                        stored = _document(client, prefix + digest)
+                        if (room := room - len(stored)) < 0:
+                            break
+                        if (document := document_in(stored)) is not None:
+                            documents[bytes.fromhex(digest.decode())] = document
+                    if room < 0:
+                        break
+        except (redis.RedisError, OSError, ConfigError) as error:
+            raise StoreError(
+                f"tier {name!r}: {node.endpoint} cannot be asked which identities it has ({type(error).__name__})"
+            ) from None
+    return documents
+
+
+def _document(client: Any, name: bytes) -> bytes:
+    """Empty where there is none, or something else: whoever may write may leave anything there."""
+    try:
+        return client.get(name) or b"" if client.strlen(name) <= LARGEST_DOCUMENT else b""
+    except redis.ResponseError as error:
+        if "WRONGTYPE" in str(error):
+            return b""
+        raise
+
+
+def _unlink(client: redis.Redis, names: Sequence[bytes]) -> int:
+    if not names:
+        return 0
+    # One key per request: in a cluster the keys of one request must share a slot.
+    pipeline = client.pipeline(transaction=False)
+    for name in names:
+        pipeline.unlink(name)
+    return sum(pipeline.execute())
+
+
+def scan(client: redis.Redis, prefix: bytes, more: bytes) -> Iterator[list[bytes]]:
+    """The names of one node that begin with ``prefix`` and ``more``, portion by portion."""
+    pattern = _GLOB_SPECIAL.sub(rb"\\\g<0>", prefix) + more + b"*"
+    scan: Callable[..., Any] = client.scan
+    cursor = 0
+    for _ in range(_MOST_SCANS):
+        cursor, names = scan(cursor, match=pattern, count=_SCAN_COUNT)
+        yield list(names)
+        if cursor == 0:
+            return
+    raise redis.InvalidResponse("a scan without end")

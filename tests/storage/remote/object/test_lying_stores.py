@@ -16,8 +16,8 @@ from hicache_ext.page.pack import Pack, new_id
 from hicache_ext.storage.contract import pack_index
 from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.storage.tiers.object import catalog
+from hicache_ext.storage.tiers.object.catalog import packed_name, packs_of
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
-from hicache_ext.storage.tiers.object.names import packed_name, packs_of
 from hicache_ext.storage.tiers.object.store import ObjectPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, page_key, read_pages
 from tests.rigs.small_memory import run_in_small_memory

@@ -72,7 +72,7 @@ class DamagedPath:
             if tier is self.tier:
                 connection.reader._receive_into = self._damaging(connection.reader._receive_into)
                 # Compiled code would receive past the damage.
-                monkeypatch.setattr(type(connection._wire), "descriptor", None)
+                monkeypatch.setattr(type(connection.wire), "descriptor", None)
             return connection
 
         monkeypatch.setattr(node, "open_connection", open_connection)

@@ -120,7 +120,7 @@ def test_a_server_that_takes_no_more_connections_is_served_by_those_that_are_ope
     # Two are left to the store: one of the others asks for itself.
     for one in store._topology.nodes[0]._idle._of.values():
         for connection in one[1:]:
-            connection.close()
+            connection.wire.close()
     results: list[GetResult] = []
 
     def read() -> None:
@@ -290,9 +290,9 @@ class Stray:
 
 def open_stray(server: FakeServer, monkeypatch: pytest.MonkeyPatch, compiled: bool) -> RedisPageStore:
     if not compiled:
-        from hicache_ext.storage.tiers.redis import dispatch
+        from hicache_ext.storage.tiers.redis import store as store_module
 
-        monkeypatch.setattr(dispatch, "talk_code", lambda: None)
+        monkeypatch.setattr(store_module, "talk_code", lambda: None)
     tier = tier_of(server.endpoint.port, cluster=False, connections=1, prefix=PREFIX)
     return RedisPageStore("pool", tier)
 

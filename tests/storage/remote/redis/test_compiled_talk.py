@@ -44,7 +44,7 @@ def test_pages_whose_pieces_fill_a_system_call_are_stored_beside_no_other_memory
     monkeypatch.setattr(code._scratch, "vectors", guarded[: 2 * IOV_MAX])
     keys, sizes = page_keys(pages), [1] * pieces
     batch = PageBatch(keys, filled(keys, [sizes] * pages).buffers)
-    moved = store._moved_at_once(batch, store._deadline(), SetResult)
+    moved = store._move(batch, store._deadline(), SetResult)
     assert set(guarded[2 * IOV_MAX :].tolist()) == {7}
     assert moved == [SetResult.STORED] * pages
     assert_hits(store, keys, sizes)

@@ -14,8 +14,8 @@ from hicache_ext.config import Secret
 from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.storage.tiers.redis import page_calls
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
+from hicache_ext.storage.tiers.redis.connection import Wire
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
-from hicache_ext.storage.tiers.redis.wire import PlainWire
 from hicache_ext.testing.conformance.pages import assert_hits, page_key, page_keys, read_pages, store_pages
 from tests.rigs.redis_servers import SentinelPair
 from tests.storage.remote.redis.conftest import PREFIX, set_timeout
@@ -35,7 +35,7 @@ def test_a_call_without_time_takes_no_node_down(server, open_store) -> None:
         if not idle:
             node._drop_idle()
         call.finish(None)
-        store._dispatch.run([call], talk, time.monotonic() - 0.01, GetResult)
+        store._run([call], talk, time.monotonic() - 0.01, GetResult)
         assert call.result is GetResult.TIMEOUT and call.reason == "timeout"
         store._documents[page_key("one")[:16]] = b"{}"
         store._documents_saved.clear()
@@ -111,7 +111,7 @@ def test_a_page_that_was_removed_does_not_come_back_from_a_replica_that_lags(
 def test_a_timer_that_compiled_code_set_is_not_taken_for_ones_own() -> None:
     ours, other = socket.socketpair()
     with other:
-        wire = PlainWire(ours)
+        wire = Wire(ours)
         other.sendall(b"a")
         deadline = time.monotonic() + 0.2
         wire.receive_into([memoryview(bytearray(1))], deadline)

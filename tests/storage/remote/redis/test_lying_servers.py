@@ -14,7 +14,8 @@ from hicache_ext.config import Secret
 from hicache_ext.errors import ProtocolError, StoreSetupError
 from hicache_ext.runtime.call_deadline import ending_within
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiers.redis import dispatch, node
+from hicache_ext.storage.tiers.redis import node
+from hicache_ext.storage.tiers.redis import store as store_module
 from hicache_ext.storage.tiers.redis.clients import resolve
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import open_connection
@@ -234,7 +235,7 @@ def test_a_wrong_answer_to_a_look_up_is_absence(sent):
 
 def test_a_read_that_is_cut_ends_by_the_limit_of_its_call_and_what_came_is_a_leading_run(monkeypatch):
     # So that small pages are dealt to all connections.
-    monkeypatch.setattr(dispatch, "_COMPILED_SHARE", 1)
+    monkeypatch.setattr(store_module, "_COMPILED_SHARE", 1)
     """SGLang uses the leading run alone: pages that came behind a gap would have been sent in vain."""
     size, answered = 32 * 1024, 5
     keys = page_keys(40)
@@ -284,9 +285,9 @@ def test_a_reply_too_many_of_a_node_that_is_asked_during_a_move_makes_no_page_ex
         (address,) = resolve(server.endpoint)
         connection = open_connection(tier, server.endpoint, address, None, time.monotonic() + PATIENCE)
         with pytest.raises(ProtocolError):
-            write_pages(connection, [call], None, 1 << 20)
+            write_pages(connection, [call], None)
         assert call.result is None
-        connection.close()
+        connection.wire.close()
 
 
 # -- numbers, lists and names without a bound --------------------------------------------------------------------------

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from hicache_ext.page.transforms.sealing import SealMode
-from hicache_ext.storage.tiers.redis import dispatch
+from hicache_ext.storage.tiers.redis import connection
+from hicache_ext.storage.tiers.redis import store as store_module
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.state_machine import page_store_machine
 from tests.rigs.redis_servers import RedisCluster, RedisServer
@@ -30,14 +31,15 @@ class TestRedisServer(PageStoreTests):
 class TestRedisServerWithoutCompiledCode(PageStoreTests):
     @pytest.fixture
     def medium(self, shared_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Values:
-        monkeypatch.setattr(dispatch, "talk_code", lambda: None)
+        monkeypatch.setattr(store_module, "talk_code", lambda: None)
         return Values(shared_server)
 
 
 class TestRedisServerWithOneConnectionAndLittleInFlight(PageStoreTests):
     @pytest.fixture
-    def medium(self, shared_server: RedisServer) -> Values:
-        return Values(shared_server, connections=1, in_flight=65536)
+    def medium(self, shared_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Values:
+        monkeypatch.setattr(connection, "MOST_IN_FLIGHT", 65536)
+        return Values(shared_server, connections=1)
 
 
 class TestSealedRedisServer(PageStoreTests):

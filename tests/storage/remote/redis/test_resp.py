@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache_ext.errors import OversizedValueError, ProtocolError, ServerClosedError
-from hicache_ext.storage.tiers.redis.resp import (
+from hicache_ext.storage.tiers.redis.connection import (
     LARGEST_VALUE,
     LONGEST_DRAINED,
     LONGEST_LINE,
