@@ -66,8 +66,6 @@ class LaunchFacts:
     kv_cache_dtype: str | None = None
     compute: str = ""
     role: ServerRole = "both"
-    decode_offload: bool = False
-    """Whether a decode node writes what it has decoded."""
     metrics: bool = False
     config_file: str | None = None
     """The file behind ``--hicache-storage-backend-extra-config @FILE``; None where it was given inline."""
@@ -108,7 +106,6 @@ def _facts_of_server() -> LaunchFacts:
         kv_cache_dtype=_kv_cache_dtype(_target_runner()) or resolved("kv_cache_dtype"),
         compute=_compute(),
         role=_ROLES.get(str(resolved("disaggregation_mode")), "both"),
-        decode_offload=bool(resolved("disaggregation_decode_enable_offload_kvcache")),
         metrics=bool(resolved("enable_metrics")),
         config_file=_config_file(),
         prefetch_policy=resolved("hicache_storage_prefetch_policy"),

@@ -47,7 +47,6 @@ from hicache_ext.sglang.releases import (
     installed_release,
     rank_replicated,
     refuse_old_release,
-    refuse_unsafe_offload,
     untested,
 )
 from hicache_ext.sglang.self_check import check_installed, ignored_parameters, lacking
@@ -77,8 +76,6 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         """Raises ConfigError, StoreSetupError or UnsupportedError with one sentence: SGLang then does not start."""
         _refuse_unusable_release()
         self._facts = read_launch_facts()
-        if self._facts.decode_offload:
-            refuse_unsafe_offload()
         self._ranks_before_this = int(storage_config.tp_rank or 0) + int(storage_config.pp_rank or 0)
         view = server_view(self._facts.role, int(storage_config.tp_rank or 0), _writers(storage_config))
         configured = load_config(storage_config.extra_config or {})

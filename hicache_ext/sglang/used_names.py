@@ -135,10 +135,9 @@ USED: tuple[Use, ...] = (
     _names(
         f"{_STORAGE}.HiCacheStorageConfig",
         "tp_rank tp_size pp_rank pp_size attn_cp_rank attn_cp_size is_mla_model|is_rank_replicated model_name"
-        " tp_lcm_size extra_config",
+        " tp_lcm_size extra_config dp_rank",
         STORAGE,
     ),
-    _names(f"{_STORAGE}.HiCacheStorageConfig", "dp_rank", STORAGE, since="0.5.21"),
     _names(f"{_STORAGE}.HiCacheStorageConfig", "dcp_rank dcp_size", STORAGE, since="0.5.23"),
     _names(_STORAGE, "HiCacheStorageExtraInfo", STORAGE),
     _names(f"{_STORAGE}.PoolName", "KV MAMBA", STORAGE),
@@ -188,8 +187,8 @@ USED: tuple[Use, ...] = (
         for source in ("disk", "distributed", "tensor", "ipc")
     ),
     # Between begin and end somebody else may write the weights, with no call at all (P2P, RDMA).
-    _hook("before", _UPDATER, "begin_weight_update", WEIGHTS_UPDATES, since="0.5.21"),
-    _hook("before", _UPDATER, "end_weight_update", WEIGHTS_UPDATES, since="0.5.21"),
+    _hook("before", _UPDATER, "begin_weight_update", WEIGHTS_UPDATES),
+    _hook("before", _UPDATER, "end_weight_update", WEIGHTS_UPDATES),
     _hook("before", _UPDATER, "release_memory_occupation", WEIGHTS_UPDATES),
     _names(_UPDATER, "tp_cpu_group", WEIGHTS_UPDATES),
     _names("managers.io_struct.ReleaseMemoryOccupationReqInput", "tags", WEIGHTS_UPDATES),

@@ -10,7 +10,7 @@ what SGLang's CPU build of today lacks:
 | ``sgl_kernel`` | a stub module with the functions that are called |
 | what hybrid models need | ``hicache_ext.testing.hybrid_on_cpu`` |
 | pinned host memory | HiCache host pools, PD transfers and LoRA are told not to pin |
-| Triton, for token slots (until 0.5.21) | plain torch (cpu_allocation.py) |
+| Triton, for token slots (in 0.5.21) | plain torch (cpu_allocation.py) |
 | host <-> device copy operations | the reference engine, through ``hicache_ext.sglang.kernel_hooks`` |
 | CPU engine switch, CUDA events in PD | environment variables (only where unset) |
 

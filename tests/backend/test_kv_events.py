@@ -17,7 +17,6 @@ from hicache_ext.storage.serving.events.changes import Change, Kind
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices
 from hicache_ext.testing.server import free_port
-from tests.releases.needs import needs_release
 from tests.rigs.kv_events import LONG, encode, follow_until, subscriber_class
 from tests.waiting import wait_until
 
@@ -146,7 +145,6 @@ def test_one_rank_speaks_for_all(open_backend: Callable[..., Any], events: dict[
     assert open_backend(ours={"events": events}, **sizes, **{rank: 1})._events is None
 
 
-@needs_release("0.5.21", "the replica in what a backend is given")
 def test_each_replica_has_a_port_of_its_own(
     open_backend: Callable[..., Any], events: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -212,7 +212,7 @@ def test_what_sglang_ignores_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(
     ("version", "level"),
-    [("0.5.23", "ok"), ("0.5.20", "ok"), ("0.5.19", "error"), ("0.5.24", "warning"), (None, "error")],
+    [("0.5.23", "ok"), ("0.5.21", "ok"), ("0.5.20", "error"), ("0.5.24", "warning"), (None, "error")],
 )
 def test_sglang_must_not_be_too_old(monkeypatch: pytest.MonkeyPatch, version: str | None, level: str) -> None:
     monkeypatch.setattr(sglang_names, "installed_version", lambda package: version)
