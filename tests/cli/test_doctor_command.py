@@ -21,9 +21,9 @@ from hicache_ext.storage.tiers.file import users
 from hicache_ext.storage.tiers.file.slab import loading
 from hicache_ext.storage.tiers.file.slab.loading import NotCompiled
 from hicache_ext.storage.tiers.memory import MemoryPageStore
-from hicache_ext.testing.faults import DroppingStore, FailingStore, PageStoreWrapper
 from hicache_ext.testing.server import free_port
 from tests.rigs.container import Program
+from tests.rigs.faults import DroppingStore, FailingStore, PageStoreWrapper
 from tests.rigs.otlp_collector import OtlpCollector
 
 SECRET = "hunter2-is-the-secret"

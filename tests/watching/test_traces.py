@@ -21,8 +21,8 @@ from hicache_ext.storage.tiering import tracing
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages
-from hicache_ext.testing.faults import RaisingStore
 from hicache_ext.testing.server import free_port
+from tests.rigs.faults import RaisingStore
 from tests.rigs.otlp_collector import OtlpCollector
 from tests.storage.transforms.test_lossy import CONTENTS, opened, read, write
 from tests.waiting import wait_until

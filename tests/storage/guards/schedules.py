@@ -35,7 +35,7 @@ from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
 from hicache_ext.storage.tiering.write_behind import QueueSettings
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, HostPages, page_key
-from hicache_ext.testing.faults import PageStoreWrapper
+from tests.rigs.faults import PageStoreWrapper
 from tests.waiting import wait_until
 
 _KEYS = [page_key(number) for number in range(5)]
