@@ -50,13 +50,11 @@ class Continuation:
     born: int
     """Milliseconds on the ranks' common clock."""
     prefix_known: bool = False
-    """The prompt's pages are in the pool, or need not be."""
+    """The prompt's pages are in the pool, or it has none."""
     finished: bool = False
     closed: bool = False
     """Nothing more of this request will be written."""
     epoch: int = 0
-    started_over: int = 0
-    """Pieces from before this epoch are not tried again."""
     generated: int = 0
     attempts: int = 0
     first_failure: int = 0

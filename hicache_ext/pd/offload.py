@@ -40,9 +40,6 @@ class Offload(Protocol):
     def is_on_device(self, request: Any) -> bool:
         """Whether the request's KV has a place in device memory."""
 
-    def was_aborted(self, request: Any) -> bool:
-        """Whether a finished request ended because it was aborted."""
-
     def page_chain(self, request: Any) -> PageChain:
         """An empty chain that hashes the request's pages as a prefill node does."""
 

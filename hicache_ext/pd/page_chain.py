@@ -1,8 +1,6 @@
 """The page hashes of one request, computed as a prefill node computes them.
 
 A page hash chains: sha256(hash before || token ids of the page), the first one seeded from extra_key and cache_salt.
-Under EAGLE a prefill node keys its radix tree by bigrams: page k covers the pairs (t[i], t[i+1]) for its positions i,
-so it needs the first token of page k + 1. SGLang's decode offload hashes plain tokens there and never hits.
 """
 
 from __future__ import annotations
@@ -16,10 +14,9 @@ HashPages = Callable[[Sequence[int], str | None], list[str]]
 class PageChain:
     """Hashes of the pages 0, 1, 2, ... of a growing sequence of tokens. For one thread at a time."""
 
-    def __init__(self, page_size: int, hash_pages: HashPages, *, bigrams: bool) -> None:
-        """``hash_pages`` knows what the request's hashes are seeded from; ``bigrams`` is as it hashes."""
+    def __init__(self, page_size: int, hash_pages: HashPages) -> None:
+        """``hash_pages`` knows what the request's hashes are seeded from."""
         self.page_size = page_size
-        self.bigrams = bigrams
         self._hash_pages = hash_pages
         self._hashes: list[str] = []
 
@@ -29,11 +26,11 @@ class PageChain:
 
     def tokens_for(self, first_page: int, end_page: int) -> slice:
         """The tokens that the pages from ``first_page`` up to ``end_page`` are hashed from."""
-        return slice(first_page * self.page_size, end_page * self.page_size + self.bigrams)
+        return slice(first_page * self.page_size, end_page * self.page_size)
 
     def pages_in(self, tokens: int) -> int:
         """Whole pages of a prompt of ``tokens`` tokens, as a prefill node stores it."""
-        return max(0, tokens - self.bigrams) // self.page_size
+        return tokens // self.page_size
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Hash the next pages from exactly their tokens: ``tokens_for(len(self), ...)``."""

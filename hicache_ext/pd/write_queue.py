@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hicache_ext.config.pd import DropPolicy
 from hicache_ext.pd.continuation import Continuation, Piece
 
 
 class WriteQueue:
     """Continuations with pieces to write, in order of arrival."""
 
-    def __init__(self, policy: DropPolicy) -> None:
-        self._policy = policy
+    def __init__(self) -> None:
         self._waiting: dict[int, Continuation] = {}
         self.pages = 0
 
@@ -66,7 +64,7 @@ class WriteQueue:
         return pieces
 
     def victims(self, spare: Continuation) -> Iterator[Continuation]:
-        """Continuations that lose their waiting pieces, first to go first: by priority, then by the policy.
+        """Continuations that lose their waiting pieces, first to go first: by priority, then by age.
 
         Never ``spare``, for which memory is freed, nor one of a higher priority than ``spare``.
         """
@@ -75,8 +73,5 @@ class WriteQueue:
             for order, continuation in enumerate(self._waiting.values())
             if continuation is not spare and continuation.priority <= spare.priority
         ]
-        if self._policy == "oldest":
-            candidates.sort(key=lambda item: (item[1].priority, item[1].born, item[0]))
-        else:
-            candidates.sort(key=lambda item: (item[1].priority, item[1].generated, item[0]))
+        candidates.sort(key=lambda item: (item[1].priority, item[1].born, item[0]))
         return (continuation for _, continuation in candidates)

@@ -24,6 +24,14 @@ _MEMORY = 32 * 1024 * 1024
 """Bytes of pages that are on their way at once because of a hint."""
 _MOST_KEYS = 2048
 """Keys looked up at once."""
+_INTERVAL = 0.5
+"""Seconds between two looks of a prefill node for hints."""
+_MOST_PAGES = 2048
+"""Pages that one hint names, 32 bytes each, from the first page of the conversation on."""
+_KEPT = 256
+"""Hints that the pool keeps; the oldest go first."""
+_LIFETIME = 60.0
+"""Seconds after which a hint is ignored; the nodes' clocks must agree better than this."""
 
 
 class HintTraffic:
@@ -41,9 +49,7 @@ class HintTraffic:
         hints = config.pd.hints
         if hints.enabled and config.role == "prefill":
             board, limits = self._board(config.retrieve_locations)
-            self._receiver = HintReceiver(
-                board, self._bring_inward, self._scope, limits, hints.max_pages, hints.interval
-            )
+            self._receiver = HintReceiver(board, self._bring_inward, self._scope, limits, _MOST_PAGES, _INTERVAL)
 
     def sender(self, metrics: TierMetrics) -> HintSender | None:
         """What announces on a decode node; None unless hints are on. One rank speaks for all [pd, scheduler]."""
@@ -51,7 +57,7 @@ class HintTraffic:
         if not hints.enabled or self._ranks.tp_rank or self._ranks.pp_rank:
             return None
         board, limits = self._board(self._config.store_locations)
-        return HintSender(board, lambda: self._scope() or b"", limits, hints.max_pages, metrics, self._in_pool)
+        return HintSender(board, lambda: self._scope() or b"", limits, _MOST_PAGES, metrics, self._in_pool)
 
     @property
     def metrics(self) -> list[TierMetrics]:
@@ -62,9 +68,8 @@ class HintTraffic:
             self._receiver.close(_CLOSE_TIMEOUT)
 
     def _board(self, locations: Sequence[str]) -> tuple[Callable[[], HintBoard], BoardLimits]:
-        hints = self._config.pd.hints
-        over = hints_over(hints, locations) or ""
-        limits = BoardLimits(hints.keep, longest_hint(hints.max_pages), hints.lifetime)
+        over = hints_over(self._config.pd.hints, locations) or ""
+        limits = BoardLimits(_KEPT, longest_hint(_MOST_PAGES), _LIFETIME)
         return lambda: board_among(self._store().tiers, over), limits
 
     def _scope(self) -> bytes | None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,28 +30,13 @@ logger = logging.getLogger(__name__)
 _OPTIONS = "hicache_ext"
 
 
-class Manager(Protocol):
-    """What is used of SGLang's DecodeKVCacheOffloadManager."""
-
-    req_to_token_pool: Any
-    page_size: int
-    cache_controller: Any
-    decode_host_mem_pool: Any
-    ongoing_offload: dict[int, Any]
-
-    def _mark_offload_started(self, req: Any) -> None: ...
-    def _mark_offload_finished(self, req: Any) -> None: ...
-    def _has_inflight_offload(self, req: Any) -> bool: ...
-    def _release_finished_req(self, req: Any) -> None: ...
-
-
 class ManagerOffload:
-    """``bigrams``: whether prefill nodes of this launch key their tree by bigrams (EAGLE, MTP)."""
+    """See the module docstring."""
 
-    def __init__(self, manager: Manager, *, bigrams: bool = False) -> None:
-        self.page_size = manager.page_size
+    def __init__(self, manager: Any) -> None:
+        """``manager`` is SGLang's DecodeKVCacheOffloadManager."""
+        self.page_size: int = manager.page_size
         self._manager = manager
-        self._bigrams = bigrams
         self._copies_made = 0
 
     def prompt(self, request: Any) -> Sequence[int]:
@@ -64,13 +49,8 @@ class ManagerOffload:
     def is_on_device(self, request: Any) -> bool:
         return request.kv.req_pool_idx not in (None, -1)
 
-    def was_aborted(self, request: Any) -> bool:
-        return type(getattr(request, "finished_reason", None)).__name__ == "FINISH_ABORT"
-
     def page_chain(self, request: Any) -> PageChain:
-        return page_chain(
-            self.page_size, bigrams=self._bigrams, extra_key=request.extra_key, cache_salt=request.cache_salt
-        )
+        return page_chain(self.page_size, extra_key=request.extra_key, cache_salt=request.cache_salt)
 
     @property
     def host_tokens(self) -> int:
@@ -159,7 +139,7 @@ def options_of(request: Any) -> RequestOptions:
     )
 
 
-def page_chain(page_size: int, *, bigrams: bool, extra_key: str | None, cache_salt: str | None) -> PageChain:
+def page_chain(page_size: int, *, extra_key: str | None, cache_salt: str | None) -> PageChain:
     """A chain hashed by SGLang itself."""
 
     def hash_pages(tokens: Sequence[int], before: str | None) -> list[str]:
@@ -167,8 +147,8 @@ def page_chain(page_size: int, *, bigrams: bool, extra_key: str | None, cache_sa
         from sglang.srt.mem_cache.utils import get_storage_hash_str
 
         ids = tokens if isinstance(tokens, array) else array("q", tokens)
-        key = RadixKey(ids, extra_key=extra_key, is_bigram=bigrams, cache_salt=cache_salt)
+        key = RadixKey(ids, extra_key=extra_key, cache_salt=cache_salt)
         hashes: list[str] = get_storage_hash_str(key, before, page_size=page_size)
         return hashes
 
-    return PageChain(page_size, hash_pages, bigrams=bigrams)
+    return PageChain(page_size, hash_pages)

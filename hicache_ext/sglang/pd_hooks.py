@@ -62,9 +62,8 @@ def around_init(original: Callable[..., None], manager: Any, *arguments: Any, **
     if not config.pd.write.enabled:
         logger.info("hicache_ext: pd.write is off, SGLang's own decode offload writes")
         return
-    bigrams = _keys_are_bigrams()
-    _refuse_what_prefill_cannot_use(manager.kv_cache, config.pd.write, bigrams)
-    setattr(manager, _WRITER, _make_writer(manager, config.pd.write, bigrams))
+    _refuse_what_prefill_cannot_use(manager.kv_cache, _keys_are_bigrams())
+    setattr(manager, _WRITER, _make_writer(manager, config.pd.write))
     logger.info("hicache_ext: decode writer in force: %s", config.pd.write)
 
 
@@ -149,7 +148,7 @@ def _keys_are_bigrams() -> bool:
     return bool(SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm).is_eagle())
 
 
-def _refuse_what_prefill_cannot_use(kv_cache: Any, config: WriteConfig, bigrams: bool) -> None:
+def _refuse_what_prefill_cannot_use(kv_cache: Any, bigrams: bool) -> None:
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
 
     remedy = "set pd.write.enabled: false, or leave out --disaggregation-decode-enable-offload-kvcache"
@@ -162,15 +161,15 @@ def _refuse_what_prefill_cannot_use(kv_cache: Any, config: WriteConfig, bigrams:
     if not isinstance(kv_cache, MHATokenToKVPool | MLATokenToKVPool):
         reason = "it has side pools that a decode node does not write"
         raise UnsupportedError(f"decode-side writing of {name}", reason, remedy)
-    if bigrams and config.speculative == "refuse":
+    if bigrams:
         reason = (
             "with EAGLE or MTP a prefill node stores the draft model's KV beside the target's or packed in its pages,"
             " and a decode node writes the target's only"
         )
-        raise UnsupportedError("decode-side writing with speculation", reason, f"{remedy}; see pd.write.speculative")
+        raise UnsupportedError("decode-side writing with speculation", reason, remedy)
 
 
-def _make_writer(manager: Any, config: WriteConfig, bigrams: bool) -> DecodeWriter:
+def _make_writer(manager: Any, config: WriteConfig) -> DecodeWriter:
     import torch
 
     # Not through the controller: SGLang's fault injector may be wrapped around its reference.
@@ -188,7 +187,7 @@ def _make_writer(manager: Any, config: WriteConfig, bigrams: bool) -> DecodeWrit
         return [int(number) for number in tensor.tolist()]
 
     return DecodeWriter(
-        ManagerOffload(manager, bigrams=bigrams),
+        ManagerOffload(manager),
         config,
         PoolWriter(backend, metrics, writes=not manager.cache_controller.backup_skip),
         metrics,

@@ -255,7 +255,7 @@ USED: tuple[Use, ...] = (
     _names("speculative.spec_info.SpeculativeAlgorithm", "from_string is_eagle", DECODE_WRITER),
     _names("mem_cache.memory_pool", "DSATokenToKVPool MHATokenToKVPool MLATokenToKVPool", DECODE_WRITER),
     _names("mem_cache.memory_pool.ReqToTokenPool", "req_to_token", DECODE_WRITER),
-    _call("mem_cache.radix_cache.RadixKey", "__init__", "token_ids extra_key is_bigram cache_salt", DECODE_WRITER),
+    _call("mem_cache.radix_cache.RadixKey", "__init__", "token_ids extra_key cache_salt", DECODE_WRITER),
     _call("mem_cache.utils", "get_storage_hash_str", "key prior_hash page_size", DECODE_WRITER),
     _names(
         _REQUEST,
