@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.packages import how_to_install, installed_version
-from hicache_ext.sglang.features import FEATURES, HOOKED, STORAGE, Feature
 from hicache_ext.sglang.releases import TESTED, comes_with, is_tested, other_release, untested
 from hicache_ext.sglang.self_check import Checked, check_installed, lacking
+from hicache_ext.sglang.used_names import FEATURES, HOOKED, STORAGE, Feature
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 
 

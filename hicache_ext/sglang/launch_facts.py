@@ -19,7 +19,7 @@ from typing import Any
 
 from hicache_ext.config import ServerRole
 from hicache_ext.errors import UnsupportedError
-from hicache_ext.sglang import loaded_models
+from hicache_ext.sglang import process
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ def longest_prompt() -> int | None:
 
 
 def _target_runner() -> Any:
-    target = loaded_models.target()
+    target = process.target()
     return target and target.runner
 
 
@@ -180,7 +180,7 @@ def _compute() -> str:
         computed = _computed_as(target)
     compute |= {name: value for name, value in computed.items() if value is not None}
     # Drafts may be kept and computed in another dtype, in pools that look like the target's.
-    if drafts := sorted({json.dumps(_computed_as(model.runner), sort_keys=True) for model in loaded_models.drafts()}):
+    if drafts := sorted({json.dumps(_computed_as(model.runner), sort_keys=True) for model in process.drafts()}):
         compute["drafts"] = ",".join(drafts)
     return json.dumps(compute, sort_keys=True)
 

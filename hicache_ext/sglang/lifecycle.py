@@ -25,8 +25,21 @@ from hicache_ext.page.transforms.lossy import lossy_fact
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
 from hicache_ext.sglang import kernel_hooks
-from hicache_ext.sglang.attached import attach, detach
-from hicache_ext.sglang.features import (
+from hicache_ext.sglang.announcements import HintTraffic, kv_events, recording_of
+from hicache_ext.sglang.hooks import not_in_force
+from hicache_ext.sglang.launch_facts import longest_prompt, read_launch_facts
+from hicache_ext.sglang.never_raise import answering, guarded_calls
+from hicache_ext.sglang.process import attach, detach
+from hicache_ext.sglang.releases import (
+    installed_release,
+    rank_replicated,
+    refuse_old_release,
+    untested,
+)
+from hicache_ext.sglang.scheduler_hooks import prefill_cost
+from hicache_ext.sglang.self_check import check_installed, ignored_parameters, lacking
+from hicache_ext.sglang.served_pools import KV, ServedPools
+from hicache_ext.sglang.used_names import (
     ADAPTERS,
     DECODE_WRITER,
     DRAFTS,
@@ -36,21 +49,6 @@ from hicache_ext.sglang.features import (
     REQUEST_TRACES,
     STORAGE,
 )
-from hicache_ext.sglang.hint_traffic import HintTraffic
-from hicache_ext.sglang.hooks import not_in_force
-from hicache_ext.sglang.kv_events import kv_events
-from hicache_ext.sglang.launch_facts import longest_prompt, read_launch_facts
-from hicache_ext.sglang.never_raise import answering, guarded_calls
-from hicache_ext.sglang.prefill_cost import prefill_cost
-from hicache_ext.sglang.recorded import recording_of
-from hicache_ext.sglang.releases import (
-    installed_release,
-    rank_replicated,
-    refuse_old_release,
-    untested,
-)
-from hicache_ext.sglang.self_check import check_installed, ignored_parameters, lacking
-from hicache_ext.sglang.served_pools import KV, ServedPools
 from hicache_ext.storage.contract.reports import TierReports
 from hicache_ext.storage.guards.scheduler import answering_at_once
 from hicache_ext.storage.opening import open_tiers, server_view

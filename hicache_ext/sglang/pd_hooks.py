@@ -15,20 +15,22 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from hicache_ext.config import load_config
 from hicache_ext.config.model import BACKEND_NAME
 from hicache_ext.config.pd import WriteConfig
 from hicache_ext.errors import UnsupportedError
-from hicache_ext.pd.decode_writer import DecodeWriter
+from hicache_ext.pd.continuation import PageChain, Piece
+from hicache_ext.pd.decode_writer import DecodeWriter, RequestOptions
 from hicache_ext.pd.pool_writer import PoolWriter
-from hicache_ext.pd.stopwatch import Stopwatch
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.sglang.attached import attached_backends
 from hicache_ext.sglang.launch_facts import configuration_given_as
-from hicache_ext.sglang.offload import ManagerOffload
+from hicache_ext.sglang.process import attached_backends
 
 logger = logging.getLogger(__name__)
 
@@ -194,3 +196,186 @@ def _make_writer(manager: Any, config: WriteConfig) -> DecodeWriter:
         minimum=minimum if manager.tp_world_size > 1 else None,
         hints=backend.hint_sender(metrics),
     )
+
+
+# -- SGLang's side of the decode writer --------------------------------------------------------------------------------
+# Options of a request for its own KV come in ``sampling_params.custom_params``::
+#
+#     {"sampling_params": {"custom_params": {"hicache_ext": {"store": false, "priority": 2}}}, ...}
+#
+# This field is the only free mapping that SGLang carries from every entry point (/generate and the OpenAI calls, which
+# have it at the top level) to the scheduler's Req; otherwise only custom logit processors read it. extra_key and
+# cache_salt change the page hashes, and ``priority`` changes the scheduling.
+
+_OPTIONS = "hicache_ext"
+
+
+class ManagerOffload:
+    """SGLang's DecodeKVCacheOffloadManager as the writer's ``Offload``.
+
+    Keeps that manager's promises to the scheduler: a finished request's device memory is released once, after the last
+    copy out of it; ``ongoing_offload`` names the copies under way.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        """``manager`` is SGLang's DecodeKVCacheOffloadManager."""
+        self.page_size: int = manager.page_size
+        self._manager = manager
+        self._copies_made = 0
+
+    def prompt(self, request: Any) -> Sequence[int]:
+        prompt: Sequence[int] = request.origin_input_ids
+        return prompt
+
+    def options(self, request: Any) -> RequestOptions:
+        return options_of(request)
+
+    def is_on_device(self, request: Any) -> bool:
+        return request.kv.req_pool_idx not in (None, -1)
+
+    def page_chain(self, request: Any) -> PageChain:
+        return page_chain(self.page_size, extra_key=request.extra_key, cache_salt=request.cache_salt)
+
+    @property
+    def host_tokens(self) -> int:
+        return int(self._manager.decode_host_mem_pool.size)
+
+    @property
+    def free_host_tokens(self) -> int:
+        return int(self._manager.decode_host_mem_pool.available_size())
+
+    def allocate(self, tokens: int) -> torch.Tensor | None:
+        host_indices: torch.Tensor | None = self._manager.decode_host_mem_pool.alloc(tokens)
+        return host_indices
+
+    def free(self, host_indices: torch.Tensor) -> None:
+        self._manager.decode_host_mem_pool.free(host_indices)
+
+    def queue_copy(self, request: Any, piece: Piece) -> None:
+        from sglang.srt.managers.cache_controller import CacheOperation
+
+        manager = self._manager
+        row = manager.req_to_token_pool.req_to_token[request.kv.req_pool_idx]
+        tokens = slice(piece.first_page * self.page_size, piece.end_page * self.page_size)
+        self._copies_made += 1
+        operation = CacheOperation(piece.host_indices, row[tokens].to(torch.int64), self._copies_made)
+        manager.cache_controller.write_queue.append(operation)
+        manager.ongoing_offload[self._copies_made] = (request, piece)
+        manager._mark_offload_started(request)
+
+    def start_copies(self) -> Iterator[Piece]:
+        controller = self._manager.cache_controller
+        if not controller.write_queue:
+            return
+        numbers = [number for operation in controller.write_queue for number in operation.node_ids]
+        try:
+            controller.start_writing()
+        except Exception:
+            logger.exception("hicache_ext: copies to host memory were refused, their pages will not be written")
+            controller.write_queue.clear()
+        else:
+            return
+        yield from self._take(numbers)
+
+    def copying(self) -> Iterable[Piece]:
+        return (piece for _, piece in self._manager.ongoing_offload.values())
+
+    def ended_copies(self) -> int:
+        ended = 0
+        for ack in self._manager.cache_controller.ack_write_queue:
+            if not ack.finish_event.query():
+                break
+            ended += 1
+        return ended
+
+    def take_copies(self, operations: int) -> Iterator[Piece]:
+        queue = self._manager.cache_controller.ack_write_queue
+        for _ in range(operations):
+            yield from self._take(queue.pop(0).node_ids)
+
+    def wait(self) -> int:
+        acks = self._manager.cache_controller.ack_write_queue
+        for ack in acks:
+            ack.finish_event.synchronize()
+        return len(acks)
+
+    def _take(self, numbers: Sequence[int]) -> Iterator[Piece]:
+        manager = self._manager
+        for number in numbers:
+            request, piece = manager.ongoing_offload.pop(number)
+            manager._mark_offload_finished(request)
+            # Before the release, which may raise: the piece holds host memory.
+            yield piece
+            if request.finished() and not manager._has_inflight_offload(request):
+                manager._release_finished_req(request)
+
+
+def options_of(request: Any) -> RequestOptions:
+    """The options of SGLang's ``Req``; absent or invalid ones have their defaults."""
+    parameters = getattr(getattr(request, "sampling_params", None), "custom_params", None)
+    ours = parameters.get(_OPTIONS) if isinstance(parameters, Mapping) else None
+    if not isinstance(ours, Mapping):
+        return RequestOptions()
+    priority = ours.get("priority", 0)
+    return RequestOptions(
+        store=ours.get("store") is not False,
+        priority=priority if isinstance(priority, int) and not isinstance(priority, bool) else 0,
+    )
+
+
+def page_chain(page_size: int, *, extra_key: str | None, cache_salt: str | None) -> PageChain:
+    """A chain hashed by SGLang itself."""
+
+    def hash_pages(tokens: Sequence[int], before: str | None) -> list[str]:
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+        from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+        ids = tokens if isinstance(tokens, array) else array("q", tokens)
+        key = RadixKey(ids, extra_key=extra_key, cache_salt=cache_salt)
+        hashes: list[str] = get_storage_hash_str(key, before, page_size=page_size)
+        return hashes
+
+    return PageChain(page_size, hash_pages)
+
+
+# -- the time that offload takes on the scheduler thread ---------------------------------------------------------------
+
+_LOG_INTERVAL = 60.0
+
+
+class Stopwatch:
+    """Scheduler-thread seconds spent in the manager, by step with running requests; for either implementation."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = 0.0
+        self.longest = 0.0
+        self._this_step = 0.0
+        self._requests = 0
+        self._last_log = time.monotonic()
+
+    def add(self, seconds: float, requests: int = 0) -> None:
+        self._this_step += seconds
+        self._requests += requests
+
+    def step_ends(self) -> None:
+        """Count a step in which requests advanced; turns of an idle scheduler do not count."""
+        seconds, self._this_step = self._this_step, 0.0
+        requests, self._requests = self._requests, 0
+        if not requests:
+            return
+        self.steps += 1
+        self.seconds += seconds
+        self.longest = max(self.longest, seconds)
+        if time.monotonic() - self._last_log >= _LOG_INTERVAL:
+            self._last_log = time.monotonic()
+            self.log()
+
+    def log(self) -> None:
+        if self.steps:
+            logger.info(
+                "hicache_ext: decode offload took the scheduler %.1f us a step on average, %.1f us at most (%d steps)",
+                self.seconds / self.steps * 1e6,
+                self.longest * 1e6,
+                self.steps,
+            )

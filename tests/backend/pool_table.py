@@ -51,7 +51,7 @@ def _moved(directory: Path, pools: HostPoolsByName) -> dict[str, str]:
     from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
     from hicache_ext.sglang.backend import HiCacheExtBackend
-    from hicache_ext.sglang.copied_pages import CopiedPages
+    from hicache_ext.sglang.host_pool import CopiedPages
     from tests.backend.test_conformance import extra_config
 
     def transfers(pages: list[int]) -> list[Any]:

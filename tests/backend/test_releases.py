@@ -18,8 +18,11 @@ from hicache_ext.testing.sglang_cpu import prepare_process
 prepare_process()
 
 from hicache_ext.errors import UnsupportedError  # noqa: E402
-from hicache_ext.sglang import hooks, lifecycle, loaded_models, releases, self_check  # noqa: E402
-from hicache_ext.sglang.features import (  # noqa: E402
+from hicache_ext.sglang import hooks, lifecycle, process, releases, self_check  # noqa: E402
+from hicache_ext.sglang.host_pool import HostPages  # noqa: E402
+from hicache_ext.sglang.launch_facts import LaunchFacts, longest_prompt  # noqa: E402
+from hicache_ext.sglang.self_check import Checked, Sources, check, features_off, ignored_parameters  # noqa: E402
+from hicache_ext.sglang.used_names import (  # noqa: E402  # noqa: E402
     ADAPTERS,
     COPIES,
     DECODE_WRITER,
@@ -27,12 +30,10 @@ from hicache_ext.sglang.features import (  # noqa: E402
     LINKER,
     MODEL_WEIGHTS,
     STORAGE,
+    USED,
     WEIGHTS_UPDATES,
+    Use,
 )
-from hicache_ext.sglang.host_pool import HostPages  # noqa: E402
-from hicache_ext.sglang.launch_facts import LaunchFacts, longest_prompt  # noqa: E402
-from hicache_ext.sglang.self_check import Checked, Sources, check, features_off, ignored_parameters  # noqa: E402
-from hicache_ext.sglang.used_names import USED, Use  # noqa: E402
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys  # noqa: E402
 from hicache_ext.testing.host_pools import mha_pools, mla_pools, page_indices  # noqa: E402
 from tests.releases.wheels import ROOT, package_of  # noqa: E402
@@ -365,8 +366,8 @@ def test_host_memory_smaller_than_the_longest_prompt_is_warned_about_with_both_n
 
 def test_the_longest_prompt_is_the_context_or_what_the_device_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     def longest(**runner: Any) -> int | None:
-        loaded = [loaded_models.LoadedModel(SimpleNamespace(**runner), False, None)]  # type: ignore[arg-type]
-        monkeypatch.setattr(loaded_models, "loaded", loaded)
+        loaded = [process.LoadedModel(SimpleNamespace(**runner), False, None)]  # type: ignore[arg-type]
+        monkeypatch.setattr(process, "loaded", loaded)
         return longest_prompt()
 
     context = SimpleNamespace(context_len=131072)
@@ -374,7 +375,7 @@ def test_the_longest_prompt_is_the_context_or_what_the_device_holds(monkeypatch:
     assert longest(model_config=context, max_total_num_tokens=50_000) == 50_000
     assert longest(model_config=context) == 131072
     assert longest() is None
-    monkeypatch.setattr(loaded_models, "loaded", [])
+    monkeypatch.setattr(process, "loaded", [])
     assert longest_prompt() is None
 
 

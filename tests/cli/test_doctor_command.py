@@ -14,7 +14,7 @@ import yaml
 from hicache_ext.cli.main import main
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.doctor import installation, sglang_names
-from hicache_ext.sglang import features, self_check, used_names
+from hicache_ext.sglang import self_check, used_names
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.contract.trial import try_store
 from hicache_ext.storage.tiers.file import users
@@ -251,8 +251,8 @@ def test_what_the_installed_sglang_lacks_is_named_in_that_sentence() -> None:
 
 def test_what_sglang_lacks_is_an_error_or_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = [
-        used_names.Use("sglang.srt.managers.scheduler.Scheduler", ("no_such",), (features.PREFILL_COST,)),
-        used_names.Use("sglang.srt.mem_cache.hicache_storage.PoolTransfer", ("keys", "gone"), (features.STORAGE,)),
+        used_names.Use("sglang.srt.managers.scheduler.Scheduler", ("no_such",), (used_names.PREFILL_COST,)),
+        used_names.Use("sglang.srt.mem_cache.hicache_storage.PoolTransfer", ("keys", "gone"), (used_names.STORAGE,)),
     ]
     checked = tuple(self_check.check(self_check.Sources.installed(), "0.5.99", gone))
     monkeypatch.setattr(sglang_names, "check_installed", lambda: checked)

@@ -22,7 +22,7 @@ from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import ServerError
 from hicache_ext.page.hashes import page_hashes
-from hicache_ext.sglang.features import DECODE_WRITER
+from hicache_ext.sglang.used_names import DECODE_WRITER
 from tests.e2e.conftest import file_tier_config
 from tests.releases.needs import needs
 from tests.rigs.mooncake_servers import MooncakeServers, missing_mooncake

@@ -22,7 +22,7 @@ from hicache_ext.config.pd import WriteConfig  # noqa: E402
 from hicache_ext.pd.decode_writer import DecodeWriter  # noqa: E402
 from hicache_ext.pd.pool_writer import PoolWriter  # noqa: E402
 from hicache_ext.runtime.metrics import TierMetrics  # noqa: E402
-from hicache_ext.sglang.offload import ManagerOffload, page_chain  # noqa: E402
+from hicache_ext.sglang.pd_hooks import ManagerOffload, page_chain  # noqa: E402
 from hicache_ext.storage.contract.store import SetResult  # noqa: E402
 from hicache_ext.testing.host_pools import mha_pools  # noqa: E402
 

@@ -14,10 +14,10 @@ from hicache_ext.testing.sglang_cpu import prepare_process
 prepare_process()
 
 from hicache_ext.errors import UnsupportedError  # noqa: E402
-from hicache_ext.pd.stopwatch import Stopwatch  # noqa: E402
 from hicache_ext.sglang import pd_hooks as sglang_hooks  # noqa: E402
-from hicache_ext.sglang.features import DECODE_WRITER  # noqa: E402
 from hicache_ext.sglang.hooks import HOOKS  # noqa: E402
+from hicache_ext.sglang.pd_hooks import Stopwatch  # noqa: E402
+from hicache_ext.sglang.used_names import DECODE_WRITER  # noqa: E402
 from tests.releases.needs import needs  # noqa: E402
 
 
