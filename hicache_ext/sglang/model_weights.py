@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 
 # -- weights at the start ----------------------------------------------------------------------------------------------
-# Which weights this server computes its KV with: the target model's and the draft models', as SGLang loads them.
-#
 # Every model of a server, target or draft, goes through ``ModelRunner.load_model``.
 # The hook on it notes the files before the load, lets them be read meanwhile (fingerprint.py), and looks once more
 # afterwards. It also says what SGLang has resolved the launch arguments to: dtypes and quantisation live in the runner.
@@ -189,11 +187,10 @@ def _quietly(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 # -- online updates ----------------------------------------------------------------------------------------------------
-# Hooks for online weight updates, of which SGLang does not tell its storage backend.
-#
-# Every call that may change weights counts as a change, before it runs and also if it fails: an update that stops
-# half-way leaves unknown weights. From then on the backend serves and stores nothing until SGLang has flushed its
-# caches, because L1 and L2 hold KV of the old weights. With the flush a new weights epoch begins, hence other keys.
+# SGLang does not tell its storage backend of them. Every call that may change weights counts as a change, before it
+# runs and also if it fails: an update that stops half-way leaves unknown weights. From then on the backend serves and
+# stores nothing until SGLang has flushed its caches, because L1 and L2 hold KV of the old weights. With the flush a new
+# weights epoch begins, hence other keys.
 #
 # An epoch is a random number drawn by the first rank of a tensor-parallel group and broadcast to the others, which
 # SGLang brings to the same point. No other launch or update has the same. Reasons: docs/decisions/weights-identity.md.
@@ -270,7 +267,7 @@ def _backed_up() -> bool:
 
 
 # -- LoRA adapters -----------------------------------------------------------------------------------------------------
-# LoRA: adapters of equal weights share pages, adapters of different weights never do.
+# Adapters of equal weights share pages, adapters of different weights never do.
 #
 # SGLang names adapters by a ``lora_id`` (a digest of name and path, or a random number for one loaded over HTTP), which
 # is part of a request's ``extra_key`` and so of its page hashes. Two hooks: after an adapter is loaded, its content is
@@ -291,15 +288,15 @@ _digests: dict[str, str] = {}
 """SGLang's lora_id -> digest, for every adapter loaded in this process. No id is used twice."""
 
 
-def after_start(_: Any, manager: Any, *__: Any, **___: Any) -> None:
+def after_lora_start(_: Any, manager: Any, *__: Any, **___: Any) -> None:
     """AFTER hook: the adapters of the command line are loaded, and the modules that they apply to are known."""
     for lora_id, lora_ref in manager.lora_refs.items() if uses_storage() else ():
         _identify(manager, lora_id, lora_ref.lora_name)
 
 
-def after_load(_: Any, manager: Any, lora_ref: Any, *__: Any, **___: Any) -> None:
+def after_lora_load(_: Any, manager: Any, lora_ref: Any, *__: Any, **___: Any) -> None:
     """AFTER hook: the weights of an adapter are in host memory [scheduler thread, which waits for the load]."""
-    if hasattr(manager, "memory_pool") and uses_storage():  # or else after_start comes
+    if hasattr(manager, "memory_pool") and uses_storage():  # or else after_lora_start comes
         _identify(manager, lora_ref.lora_id, lora_ref.lora_name)
 
 

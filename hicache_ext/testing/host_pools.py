@@ -50,21 +50,11 @@ def mha_pools(
 
     With ``device="cuda"`` the host buffer is page-locked and left as it is.
     """
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
     on_gpu = device != "cpu"
     tokens = pages * page_size
-    device_pool = MHATokenToKVPool(
-        size=tokens,
-        page_size=page_size,
-        dtype=dtype,
-        head_num=heads,
-        head_dim=head_dim,
-        layer_num=layers,
-        device=device,
-        enable_memory_saver=False,
-    )
+    device_pool = mha_device_pool(pages, page_size, layers, heads=heads, head_dim=head_dim, dtype=dtype, device=device)
     source, facts = mha_host_arguments(device_pool, tokens)
     host = MHATokenToKVPoolHost(
         source,
@@ -134,19 +124,29 @@ def page_indices(page_size: int, pages: list[int]) -> torch.Tensor:
     return torch.cat([torch.arange(page * page_size, (page + 1) * page_size) for page in pages]).to(torch.int64)
 
 
-def mha_device_pool(pages: int, page_size: int, layers: int, *, v_head_dim: int | None = None) -> Any:
-    """SGLang's MHA pool of 2 heads of 32 elements, on the CPU."""
+def mha_device_pool(
+    pages: int,
+    page_size: int,
+    layers: int,
+    *,
+    heads: int = 2,
+    head_dim: int = 32,
+    v_head_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+) -> Any:
+    """SGLang's MHA pool on a device; ``v_head_dim`` None: as ``head_dim``."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     return MHATokenToKVPool(
         size=pages * page_size,
         page_size=page_size,
-        dtype=torch.bfloat16,
-        head_num=2,
-        head_dim=32,
+        dtype=dtype,
+        head_num=heads,
+        head_dim=head_dim,
         v_head_dim=v_head_dim,
         layer_num=layers,
-        device="cpu",
+        device=device,
         enable_memory_saver=False,
     )
 

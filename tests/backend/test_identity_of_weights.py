@@ -389,7 +389,7 @@ def test_a_server_without_storage_is_left_alone(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(model_weights, "uses_storage", lambda: False)
     adapter = loaded_adapter(make_tiny_adapter(tmp_path / "a", seed=1))
     tensors = dict(adapter.layers[0].weights)
-    model_weights.after_start(None, manager_of(id1=adapter))
+    model_weights.after_lora_start(None, manager_of(id1=adapter))
     assert all(adapter.layers[0].weights[name] is tensor for name, tensor in tensors.items())
     assert request("id1", "tenant").extra_key == "tenantid1"
 
@@ -470,9 +470,9 @@ def test_the_content_of_an_adapter_takes_the_place_of_sglangs_name_for_it(tmp_pa
     old = loaded_adapter(make_tiny_adapter(tmp_path / "a", seed=1))
     equal = loaded_adapter(make_tiny_adapter(tmp_path / "b", seed=1))
     new = loaded_adapter(make_tiny_adapter(tmp_path / "a", seed=2))
-    model_weights.after_start(None, manager_of(id1=old))
+    model_weights.after_lora_start(None, manager_of(id1=old))
     for lora_id, adapter in (("id2", equal), ("id3", new)):
-        model_weights.after_load(
+        model_weights.after_lora_load(
             None, manager_of(**{lora_id: adapter}), SimpleNamespace(lora_id=lora_id, lora_name="x")
         )
     assert request("id1").extra_key == request("id2").extra_key != request("id3").extra_key
@@ -484,14 +484,14 @@ def test_what_an_adapter_is_does_not_change_with_its_file(tmp_path: Path) -> Non
     mapped = torch.ones(64)
     adapter = loaded_adapter(make_tiny_adapter(tmp_path / "a", seed=1))
     adapter.layers[0].weights["o_proj"] = mapped
-    model_weights.after_start(None, manager_of(id1=adapter))
+    model_weights.after_lora_start(None, manager_of(id1=adapter))
     mapped.zero_()
     assert adapter.layers[0].weights["o_proj"].sum() == 64
 
 
 def test_an_adapter_that_cannot_be_identified_shares_pages_with_nobody() -> None:
     broken = SimpleNamespace(config=None, layers=[], embedding_layers={}, added_tokens_embeddings={})
-    model_weights.after_start(None, manager_of(id1=broken, id2=broken))
+    model_weights.after_lora_start(None, manager_of(id1=broken, id2=broken))
     assert request("id1").extra_key == request("id1").extra_key
     assert len({request(name).extra_key for name in ("id1", "id2", "never loaded")}) == 3
 
