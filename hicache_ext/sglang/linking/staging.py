@@ -111,9 +111,6 @@ class Portion:
         self.pages = Pages(wanted.source, keys, theirs[[number for _, number in kept]].reshape(-1), size)
         return keys
 
-    def indices_of(self, begin: int, end: int) -> torch.Tensor:
-        return self.host_indices[begin * self.pages.page_size : end * self.pages.page_size]
-
 
 class Staging:
     """See the module docstring. Threads: any; copies go one after the other."""
