@@ -1,7 +1,7 @@
 """The decode node's writer: copies generated pages to host memory and has them written to the pool.
 
 It replaces the working parts of SGLang's own decode offload (sglang/pd_hooks.py routes its methods here). Requests are
-known by identity alone; they, copies and host memory are behind :class:`Offload`.
+known by identity alone; they, copies and host memory are behind ``offload``.
 
 A page is generated, copied to host memory at the next stride or at the finish, queued in the WriteQueue, given to the
 PoolWriter, and written, tried again, or counted as lost. Its host memory is freed in every case.
@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from hicache_ext.config.pd import WriteConfig
-from hicache_ext.pd.continuation import Continuation, PageChain, Piece, WriteQueue
+from hicache_ext.pd.continuation import Continuation, Piece, WriteQueue
 from hicache_ext.pd.pool_writer import Finished, Outcome, PoolWriter, WriteJob, describe
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.serving.hints.sender import HintSender
@@ -56,71 +56,12 @@ class RequestOptions:
     """When host memory is full, the lowest priority is dropped first."""
 
 
-class Offload(Protocol):
-    """What the writer needs from the server: requests, copies from device to host memory, host memory.
-
-    ``ManagerOffload`` (sglang/pd_hooks.py) implements it. Scheduler thread only; nothing waits except ``wait``. A
-    request can be weakly referenced and hashed; what it is, only the server knows. A finished one is released once,
-    after its last copy.
-    """
-
-    page_size: int
-
-    def prompt(self, request: Any) -> Sequence[int]:
-        """The token ids that the request came with; not copied."""
-
-    def options(self, request: Any) -> RequestOptions:
-        """What it says about its KV."""
-
-    def is_on_device(self, request: Any) -> bool:
-        """Whether the request's KV has a place in device memory."""
-
-    def page_chain(self, request: Any) -> PageChain:
-        """An empty chain that hashes the request's pages as a prefill node does."""
-
-    @property
-    def host_tokens(self) -> int:
-        """Host memory for copies, in tokens."""
-
-    @property
-    def free_host_tokens(self) -> int:
-        """How much of it is free."""
-
-    def allocate(self, tokens: int) -> torch.Tensor | None:
-        """Host indices, one per token; None if too few are free."""
-
-    def free(self, host_indices: torch.Tensor) -> None:
-        """Give host memory back."""
-
-    def queue_copy(self, request: Any, piece: Piece) -> None:
-        """Copy the piece's pages with the next ``start_copies``."""
-
-    def start_copies(self) -> Iterator[Piece]:
-        """Start all queued copies as one operation, which costs the scheduler once; nothing happens before the first
-        ``next``.
-
-        The pieces of refused copies: these have ended, and their bytes are nowhere. Releases finished requests.
-        """
-
-    def copying(self) -> Iterable[Piece]:
-        """Pieces whose copies were queued and not yet taken."""
-
-    def ended_copies(self) -> int:
-        """Leading operations whose bytes are in host memory."""
-
-    def take_copies(self, operations: int) -> Iterator[Piece]:
-        """The pieces of the first ``operations`` operations, which have ended. Releases finished requests."""
-
-    def wait(self) -> int:
-        """Wait for all operations under way; returns their number."""
-
-
 class DecodeWriter:
     """See the module docstring. Scheduler thread only; any thread may read the counters."""
 
     def __init__(
         self,
-        offload: Offload,
+        offload: Any,
         config: WriteConfig,
         writer: PoolWriter,
         metrics: TierMetrics,
@@ -130,8 +71,10 @@ class DecodeWriter:
         stride: int = 256,
         prefix_grace: float = 5.0,
     ) -> None:
-        """``stride``: generated tokens between two copies of a running request, at least a page. ``prefix_grace``:
-        seconds that the prefill node may take to write the prompt before it counts as missing."""
+        """``offload``: what the writer needs of the server: requests, copies from device to host memory, host memory
+        (``ManagerOffload`` in sglang/pd_hooks.py). ``stride``: generated tokens between two copies of a running
+        request, at least a page. ``prefix_grace``: seconds that the prefill node may take to write the prompt before it
+        counts as missing."""
         self._offload = offload
         self._config = config
         self._writer = writer

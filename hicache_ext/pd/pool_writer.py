@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,16 +24,6 @@ from hicache_ext.storage.contract.store import SetResult
 logger = logging.getLogger(__name__)
 
 _PAGES_PER_CALL = 128
-
-
-class Pool(Protocol):
-    """What the thread needs of the backend."""
-
-    def stored_leading(self, keys: list[str]) -> int: ...
-
-    def stored(self, keys: list[str]) -> list[bool]: ...
-
-    def store_pages(self, keys: list[str], host_indices: torch.Tensor) -> list[SetResult]: ...
 
 
 class Outcome(enum.IntEnum):
@@ -70,8 +60,9 @@ class PoolWriter:
     """``submit`` and ``finished`` run on the scheduler thread and never wait; everything else on a thread of its
     own."""
 
-    def __init__(self, pool: Pool, metrics: TierMetrics, *, writes: bool = True) -> None:
-        """``writes=False``: a rank whose pages another rank writes; its jobs end at once."""
+    def __init__(self, pool: Any, metrics: TierMetrics, *, writes: bool = True) -> None:
+        """``pool``: the backend (sglang/backend.py). ``writes=False``: a rank whose pages another rank writes; its jobs
+        end at once."""
         self._pool = pool
         self._metrics = metrics
         self._writes = writes

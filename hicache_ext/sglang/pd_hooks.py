@@ -211,10 +211,11 @@ _OPTIONS = "hicache_ext"
 
 
 class ManagerOffload:
-    """SGLang's DecodeKVCacheOffloadManager as the writer's ``Offload``.
+    """SGLang's DecodeKVCacheOffloadManager, as the writer needs it. Scheduler thread only; nothing waits but ``wait``.
 
-    Keeps that manager's promises to the scheduler: a finished request's device memory is released once, after the last
-    copy out of it; ``ongoing_offload`` names the copies under way.
+    A request can be weakly referenced and hashed; what it is, only this class knows. It keeps the manager's promises to
+    the scheduler: a finished request's device memory is released once, after the last copy out of it;
+    ``ongoing_offload`` names the copies under way.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -234,10 +235,12 @@ class ManagerOffload:
         return request.kv.req_pool_idx not in (None, -1)
 
     def page_chain(self, request: Any) -> PageChain:
+        """Return an empty chain that hashes the request's pages as a prefill node does."""
         return page_chain(self.page_size, extra_key=request.extra_key, cache_salt=request.cache_salt)
 
     @property
     def host_tokens(self) -> int:
+        """Host memory for copies, in tokens."""
         return int(self._manager.decode_host_mem_pool.size)
 
     @property
@@ -245,6 +248,7 @@ class ManagerOffload:
         return int(self._manager.decode_host_mem_pool.available_size())
 
     def allocate(self, tokens: int) -> torch.Tensor | None:
+        """Return host indices, one per token; None if too few are free."""
         host_indices: torch.Tensor | None = self._manager.decode_host_mem_pool.alloc(tokens)
         return host_indices
 
@@ -252,6 +256,7 @@ class ManagerOffload:
         self._manager.decode_host_mem_pool.free(host_indices)
 
     def queue_copy(self, request: Any, piece: Piece) -> None:
+        """Copy the piece's pages with the next ``start_copies``."""
         from sglang.srt.managers.cache_controller import CacheOperation
 
         manager = self._manager
@@ -264,6 +269,11 @@ class ManagerOffload:
         manager._mark_offload_started(request)
 
     def start_copies(self) -> Iterator[Piece]:
+        """Start all queued copies as one operation, which costs the scheduler once; nothing happens before the first
+        ``next``.
+
+        The pieces of refused copies: these have ended, and their bytes are nowhere. Releases finished requests.
+        """
         controller = self._manager.cache_controller
         if not controller.write_queue:
             return
@@ -278,9 +288,11 @@ class ManagerOffload:
         yield from self._take(numbers)
 
     def copying(self) -> Iterable[Piece]:
+        """Return the pieces whose copies were queued and not yet taken."""
         return (piece for _, piece in self._manager.ongoing_offload.values())
 
     def ended_copies(self) -> int:
+        """Count the leading operations whose bytes are in host memory."""
         ended = 0
         for ack in self._manager.cache_controller.ack_write_queue:
             if not ack.finish_event.query():
@@ -289,11 +301,13 @@ class ManagerOffload:
         return ended
 
     def take_copies(self, operations: int) -> Iterator[Piece]:
+        """Return the pieces of the first ``operations`` operations, which have ended. Releases finished requests."""
         queue = self._manager.cache_controller.ack_write_queue
         for _ in range(operations):
             yield from self._take(queue.pop(0).node_ids)
 
     def wait(self) -> int:
+        """Wait for all operations under way; return their number."""
         acks = self._manager.cache_controller.ack_write_queue
         for ack in acks:
             ack.finish_event.synchronize()
