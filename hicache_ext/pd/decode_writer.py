@@ -81,7 +81,7 @@ class DecodeWriter:
         self.metrics = metrics
         self._minimum = minimum
         self._hints = hints
-        self._page_size = offload.page_size
+        self._page_size: int = offload.page_size
         self._stride = max(1, stride // self._page_size) * self._page_size
         self._prefix_grace = prefix_grace
         self._queue = WriteQueue()
@@ -187,7 +187,8 @@ class DecodeWriter:
         """Host indices for a copy; drops queued pages if needed."""
         if self._offload.free_host_tokens < tokens and not self._evict(tokens, continuation):
             return None
-        return self._offload.allocate(tokens)
+        host_indices: torch.Tensor | None = self._offload.allocate(tokens)
+        return host_indices
 
     def _start_copies(self) -> None:
         for piece in self._offload.start_copies():
