@@ -154,7 +154,7 @@ def mha_device_pool(
 def mha_host(
     layout: str, *, page_size: int = 16, layers: int = LAYERS, v_head_dim: int | None = None, drafts: int = 0
 ) -> Any:
-    """``drafts`` one-layer drafts are packed into the pages of the target."""
+    """Return a host pool of an MHA model; ``drafts`` one-layer drafts are packed into the pages of the target."""
     from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
 
     def info_of(layer_num: int) -> Any:
@@ -204,6 +204,7 @@ def mamba_host(
 
 
 def minimax_index_host(layout: str, anchor: Any) -> Any:
+    """Index keys of a MiniMax model, which lie on the pages of ``anchor``."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKOnlyPool
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKOnlyPoolHost
 
