@@ -82,7 +82,7 @@ class DecodeWriter:
         self._minimum = minimum
         self._hints = hints
         self._page_size: int = offload.page_size
-        self._stride = max(1, stride // self._page_size) * self._page_size
+        self._stride: int = max(1, stride // self._page_size) * self._page_size
         self._prefix_grace = prefix_grace
         self._queue = WriteQueue()
         self._continuations: WeakKeyDictionary[Any, Continuation] = WeakKeyDictionary()
