@@ -31,7 +31,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from hicache_ext.page.identity import page_hash_bytes
 from hicache_ext.runtime.metrics import TransferSamples
-from hicache_ext.sglang.host_pool import AnyPages, CopiedPages, HostPages
+from hicache_ext.sglang.host_pool import AnyPages, CopiedPages, HostPages, flat_buffers
 from hicache_ext.sglang.lifecycle import BackendLifecycle, name_of
 from hicache_ext.sglang.never_raise import (
     all_false,
@@ -66,16 +66,23 @@ class HiCacheExtBackend(BackendLifecycle):
             return 0
         pool = self._pools.bound.get(KV)
         if self._pull_rule is None or pool is None or pool.pages is None:
-            return self._count_leading(pool, keys)
+            return self._leading_of_any_kind(pool, keys)
         parts = len(pool.digests)
         with self._pull_rule.looking_up(len(keys), pool.pages.page_size, pool.pages.page_bytes, parts) as asked:
-            leading = 0 if asked is None else self._count_leading(pool, keys)
+            leading = 0 if asked is None else self._leading_of_any_kind(pool, keys)
         if asked is None:
             self._store.count_absent(len(keys) * parts)
         return 0 if asked is None else self._pull_rule.pages_to_pull(asked, leading, partial(_probe_keys, pool, keys))
 
-    def _count_leading(self, pool: BoundPool | None, keys: Sequence[str]) -> int:
+    def _leading_of_any_kind(self, pool: BoundPool | None, keys: Sequence[str]) -> int:
         leading, absent = self._leading(pool, keys) if pool is not None and pool.pages is not None else (0, len(keys))
+        if not leading and (self._pools.flat or self._scheduler is None):
+            # Pages that came as flat tensors; a server has them only where SGLang uses the generic calls. A chain is of
+            # one kind.
+            for flat in {None: self._pools.flat_pool(), **self._pools.flat}.values():
+                leading, absent = self._leading(flat, keys)
+                if leading:
+                    break
         if absent:
             self._store.count_absent(absent)
         return leading
@@ -311,23 +318,27 @@ class HiCacheExtBackend(BackendLifecycle):
                 worst[owner] = result
         return [SetResult.ERROR if result is None else result for result in worst]
 
-    # -- flat tensors: SGLang calls these without interface_v1 alone, which is refused at the start -----------------
+    # -- generic calls: flat tensors -------------------------------------------------------------------------------
 
     @answering(lambda *_, **__: None)
-    def get(self, key: str, target_location: Any | None = None, target_sizes: Any | None = None) -> None:
-        return None
+    def get(self, key: str, target_location: Any | None = None, target_sizes: Any | None = None) -> torch.Tensor | None:
+        return self.batch_get([key], [target_location], [target_sizes])[0]
 
     @answering(all_none)
     def batch_get(
         self, keys: list[str], target_locations: Any | None = None, target_sizes: Any | None = None
-    ) -> list[None]:
-        return all_none(keys)
+    ) -> list[torch.Tensor | None]:
+        return self._flat_transfer(keys, target_locations, target_sizes, self._store.get)
 
     @answering(lambda *_, **__: False)
     def set(
-        self, key: str, value: Any | None = None, target_location: Any | None = None, target_sizes: Any | None = None
+        self,
+        key: str,
+        value: Any | None = None,
+        target_location: Any | None = None,
+        target_sizes: Any | None = None,
     ) -> bool:
-        return False
+        return self.batch_set([key], [value], [target_location], [target_sizes])
 
     @answering(lambda *_, **__: False)
     def batch_set(
@@ -337,7 +348,35 @@ class HiCacheExtBackend(BackendLifecycle):
         target_locations: Any | None = None,
         target_sizes: Any | None = None,
     ) -> bool:
-        return False
+        sources = values if values is not None and any(value is not None for value in values) else target_locations
+        readable = [
+            source.detach().cpu().contiguous() if isinstance(source, torch.Tensor) else source
+            for source in sources or ()
+        ]
+        done = self._flat_transfer(keys, readable, target_sizes, self._store.set)
+        return len(done) == len(keys) and all(value is not None for value in done)
+
+    def _flat_transfer(
+        self,
+        keys: Sequence[str],
+        tensors: Sequence[Any] | None,
+        sizes: Sequence[Any] | None,
+        move: Callable[[PageBatch], list[Any]],
+    ) -> list[Any]:
+        """Move the bytes of one tensor (or address and size) per key; the tensor where it went well, else None."""
+        done: list[Any] = [None] * len(keys)
+        if self._pools.unavailable:
+            return done
+        of_size: dict[int, dict[int, list[memoryview]]] = {}
+        for position, segments in flat_buffers(len(keys), tensors, sizes).items():
+            of_size.setdefault(sum(segment.nbytes for segment in segments), {})[position] = segments
+        for page_bytes, buffers in of_size.items():
+            digest = self._pools.flat_pool(page_bytes).digests[0]
+            batch = PageBatch([digest + page_hash_bytes(keys[position]) for position in buffers], [*buffers.values()])
+            for position, ok in zip(buffers, went_well(move(batch)), strict=True):
+                if ok and tensors is not None:
+                    done[position] = tensors[position]
+        return done
 
 
 def _probe_keys(pool: BoundPool, keys: Sequence[str], count: int) -> list[bytes]:
