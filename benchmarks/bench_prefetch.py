@@ -13,7 +13,7 @@ byte.
 Measured per request: the share of its pages that were inside when SGLang asked for them, and the time from the arrival
 of the queue until its last page was in host memory, which is when its prefill can begin. Afterwards the same queue with
 half of its requests aborted between exists() and the read: what was fetched in vain. The defaults take about four
-minutes: ``python benchmarks/bench_prefetch.py --report build/prefetch.md``.
+minutes: ``python -m benchmarks.bench_prefetch --report build/prefetch.md``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, 
 from hicache_ext.storage.tiering.settings import PrefetchSettings, TieringSettings
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
-from hicache_ext.testing.faults import PageStoreWrapper
+from tests.rigs.faults import PageStoreWrapper
 
 IDENTITY = bytes(16)
 MOST_PAGES_A_CALL = 128

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from hicache_ext.testing.gdn_reference import (
+from hicache_ext.testing.sglang_cpu import declare_torchvision_operators
+from tests.rigs.gdn_reference import (
     CHUNK,
     causal_conv1d_fn_cpu,
     causal_conv1d_update_cpu,
@@ -16,7 +17,6 @@ from hicache_ext.testing.gdn_reference import (
     rms_norm_gated,
     track_mamba_states,
 )
-from hicache_ext.testing.sglang_cpu import declare_torchvision_operators
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]  # importing transformers' model takes its time
 

@@ -39,8 +39,7 @@ OFF = (
     *("storage.guards.late_open", "storage.serving", "storage.tiering.admission", "storage.tiering.reuse"),
     *("storage.tiering.prefetch", "storage.tiering.pulling", "storage.tiering.recording"),
     *("storage.tiering.tracing", "storage.tiers.memory", "storage.tiers.mooncake", "storage.tiers.object"),
-    *("storage.tiers.redis", "sglang.hint_traffic", "sglang.kv_events", "sglang.linker", "sglang.linking"),
-    *("sglang.offload", "sglang.recorded"),
+    *("storage.tiers.redis", "sglang.announcements", "sglang.linker", "sglang.linking", "sglang.offload"),
 )
 """Rooms and modules of which such a server has no use."""
 

@@ -33,9 +33,9 @@ from hicache_ext.page.recording import SUFFIX
 from hicache_ext.page.transforms.sealing import CipherKind, fastest_cipher
 from hicache_ext.runtime.results import print_json
 from hicache_ext.runtime.signals import terminated_in_order
-from hicache_ext.sglang.features import FEATURES, HOOKED, STORAGE
 from hicache_ext.sglang.releases import TESTED, comes_with, is_tested, other_release, untested
 from hicache_ext.sglang.self_check import Checked, check_installed, lacking
+from hicache_ext.sglang.used_names import FEATURES, HOOKED, STORAGE
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.registry import broken_tier_types, examine_tier
 from hicache_ext.storage.tiering.recording import SALT_FILE

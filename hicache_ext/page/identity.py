@@ -38,7 +38,7 @@ class ModelIdentity:
     ``fingerprint``: digest of every byte of the weight files, equal under any path; "" when it is switched off.
     ``draft``: the same of draft models. ``weights_epoch``: the configured epoch, extended when SGLang updates weights
     online. ``compute``: launch facts that change KV values without changing the weights (dtype, quantization, rope
-    overrides, KV scales). LoRA adapters are part of the page hashes instead (sglang/adapters.py).
+    overrides, KV scales). LoRA adapters are part of the page hashes instead (sglang/model_weights.py).
     """
 
     id: str

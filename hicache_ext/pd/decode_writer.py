@@ -1,7 +1,7 @@
 """The decode node's writer: copies generated pages to host memory and has them written to the pool.
 
 It replaces the working parts of SGLang's own decode offload (sglang/pd_hooks.py routes its methods here). Requests are
-known by identity alone; they, copies and host memory are behind :class:`Offload`.
+known by identity alone; they, copies and host memory are behind ``offload``.
 
 A page is generated, copied to host memory at the next stride or at the finish, queued in the WriteQueue, given to the
 PoolWriter, and written, tried again, or counted as lost. Its host memory is freed in every case.
@@ -16,16 +16,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from hicache_ext.config.pd import WriteConfig
-from hicache_ext.pd.continuation import Continuation, Piece
-from hicache_ext.pd.offload import Offload
+from hicache_ext.pd.continuation import Continuation, Piece, WriteQueue
 from hicache_ext.pd.pool_writer import Finished, Outcome, PoolWriter, WriteJob, describe
-from hicache_ext.pd.write_queue import WriteQueue
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.serving.hints import HintSender
 
@@ -37,10 +36,24 @@ _COPIES_PER_STEP = 8
 _LOG_INTERVAL = 60.0
 _LEVEL_INTERVAL = 1.0
 _FIRST_BACKOFF_MS = 250
+_RETRY_WITHIN_MS = 30_000
+"""No write is tried again later than this after its first failure."""
+_PAGES_IN_FLIGHT = 512
+"""Pages handed to the storage thread; the others wait where they can be dropped."""
 _HINTS_TIMEOUT = 2.0
 
 Minimum = Callable[[list[int]], list[int]]
 """The element-wise minimum over the ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What a request says about its own KV."""
+
+    store: bool = True
+    """False: nothing this request generates is written."""
+    priority: int = 0
+    """When host memory is full, the lowest priority is dropped first."""
 
 
 class DecodeWriter:
@@ -48,23 +61,30 @@ class DecodeWriter:
 
     def __init__(
         self,
-        offload: Offload,
+        offload: Any,
         config: WriteConfig,
         writer: PoolWriter,
         metrics: TierMetrics,
         *,
         minimum: Minimum | None = None,
         hints: HintSender | None = None,
+        stride: int = 256,
+        prefix_grace: float = 5.0,
     ) -> None:
+        """``offload``: what the writer needs of the server: requests, copies from device to host memory, host memory
+        (``ManagerOffload`` in sglang/pd_hooks.py). ``stride``: generated tokens between two copies of a running
+        request, at least a page. ``prefix_grace``: seconds that the prefill node may take to write the prompt before it
+        counts as missing."""
         self._offload = offload
         self._config = config
         self._writer = writer
         self.metrics = metrics
         self._minimum = minimum
         self._hints = hints
-        self._page_size = offload.page_size
-        self._stride = max(1, config.stride // self._page_size) * self._page_size
-        self._queue = WriteQueue(config.drop)
+        self._page_size: int = offload.page_size
+        self._stride: int = max(1, stride // self._page_size) * self._page_size
+        self._prefix_grace = prefix_grace
+        self._queue = WriteQueue()
         self._continuations: WeakKeyDictionary[Any, Continuation] = WeakKeyDictionary()
         self._continuations_made = 0
         self._copies_this_step = 0
@@ -117,7 +137,7 @@ class DecodeWriter:
             copied_pages=prompt_pages,
             next_copy_at=max(self._copy_due_at(len(prompt), prompt_pages), self._config.min_tokens + 1),
             born=self._now,
-            prefix_known=self._config.missing_prefix == "write" or prompt_pages == 0,
+            prefix_known=prompt_pages == 0,
             closed=not options.store,
         )
         self.metrics.add("request", "seen" if options.store else "opted_out")
@@ -137,10 +157,6 @@ class DecodeWriter:
             if finished:
                 self.metrics.add("request", "too_short")
             return False
-        if finished and not self._config.flush_on_abort and self._offload.was_aborted(request):
-            self.metrics.add("request", "aborted")
-            self._close(continuation, "aborted")
-            return False
         return True
 
     def _copy(self, request: Any, output: Sequence[int], continuation: Continuation) -> bool:
@@ -149,11 +165,6 @@ class DecodeWriter:
         prompt_length, generated = len(continuation.prompt), continuation.generated
         end_page = (prompt_length + generated) // page_size
         first_page = continuation.copied_pages
-        lacks_prefix = not continuation.prefix_known and self._config.missing_prefix == "complete"
-        if finished and lacks_prefix and end_page > continuation.prompt_pages:
-            # The prompt's KV is gone after the release: copy it now, in case the pool lacks it.
-            first_page = 0
-            self._start_over(continuation)
         pages = end_page - first_page
         if pages <= 0:
             return False
@@ -176,7 +187,8 @@ class DecodeWriter:
         """Host indices for a copy; drops queued pages if needed."""
         if self._offload.free_host_tokens < tokens and not self._evict(tokens, continuation):
             return None
-        return self._offload.allocate(tokens)
+        host_indices: torch.Tensor | None = self._offload.allocate(tokens)
+        return host_indices
 
     def _start_copies(self) -> None:
         for piece in self._offload.start_copies():
@@ -195,7 +207,7 @@ class DecodeWriter:
             return False
         for victim in victims:
             pages = victim.waiting_pages
-            self.metrics.add("dropped", self._config.drop, pages)
+            self.metrics.add("dropped", "oldest", pages)
             self._forget_waiting(victim)
             if victim.finished:
                 self._close(victim, "dropped")
@@ -240,14 +252,13 @@ class DecodeWriter:
             self._free([piece])
 
     def _hand_out(self) -> None:
-        while self._pages_in_flight < self._config.pages_in_flight:
+        while self._pages_in_flight < _PAGES_IN_FLIGHT:
             run = self._queue.take_run(self._now, _PAGES_PER_WRITE)
             if not run:
                 return
             continuation = run[0].continuation
             continuation.in_flight = True
-            look = not continuation.prefix_known and run[0].first_page > 0
-            job = WriteJob(continuation, run, look)
+            job = WriteJob(continuation, run, look_for_prefix=not continuation.prefix_known)
             self._pages_in_flight += job.pages
             self._writer.submit(job)
 
@@ -263,10 +274,10 @@ class DecodeWriter:
                 if self._hints is not None and _is_last(job):
                     # The last write: the storage thread no longer uses the chain.
                     self._hints.announce(continuation.chain.hashes(0, job.pieces[-1].end_page))
-            elif continuation.closed or job.pieces[0].epoch < continuation.started_over:
+            elif continuation.closed:
                 self._free(job.pieces)
             elif finished.outcome is Outcome.PREFIX_MISSING:
-                self._prefix_is_missing(job, finished.prefix_pages)
+                self._prefix_is_missing(job)
             elif finished.outcome is Outcome.REFUSED:
                 self._free(job.pieces)
                 self._close(continuation, "refused", lost_pages=job.pages)
@@ -276,28 +287,16 @@ class DecodeWriter:
     def _agreed(self, finished: Sequence[Finished]) -> list[Finished]:
         if self._minimum is None:
             return list(finished)
-        agreed = self._minimum([number for one in finished for number in (one.outcome, one.prefix_pages)])
-        return [
-            Finished(one.job, Outcome(agreed[2 * place]), agreed[2 * place + 1]) for place, one in enumerate(finished)
-        ]
+        agreed = self._minimum([one.outcome for one in finished])
+        return [Finished(one.job, Outcome(outcome)) for one, outcome in zip(finished, agreed, strict=True)]
 
-    def _prefix_is_missing(self, job: WriteJob, present: int) -> None:
-        continuation = job.continuation
-        if self._now - continuation.born < self._config.prefix_grace * 1000:
+    def _prefix_is_missing(self, job: WriteJob) -> None:
+        if self._now - job.continuation.born < self._prefix_grace * 1000:
             # The prefill node may still be writing it.
             self._wait_until(job, self._now + _FIRST_BACKOFF_MS)
             return
-        if self._config.missing_prefix == "complete" and not continuation.finished:
-            self.metrics.add("request", "prefix_completed")
-            self._free(job.pieces)
-            self._start_over(continuation)
-            # Copy again from the first missing page on: the device still has everything.
-            continuation.copied_pages = present
-            continuation.prefix_known = True
-            continuation.next_copy_at = 0
-            return
         self._free(job.pieces)
-        self._close(continuation, "prefix_missing", lost_pages=job.pages)
+        self._close(job.continuation, "prefix_missing", lost_pages=job.pages)
 
     def _write_failed(self, job: WriteJob) -> None:
         continuation = job.continuation
@@ -305,8 +304,9 @@ class DecodeWriter:
             continuation.first_failure = self._now
         continuation.attempts += 1
         pause = _FIRST_BACKOFF_MS * 2 ** (continuation.attempts - 1)
-        deadline = continuation.first_failure + self._config.retry_within * 1000
-        if continuation.attempts <= self._config.retries and self._now + pause <= deadline:
+        if continuation.attempts <= self._config.retries and (
+            self._now + pause <= continuation.first_failure + _RETRY_WITHIN_MS
+        ):
             self.metrics.add("write", "retried")
             self._wait_until(job, self._now + pause)
             return
@@ -334,11 +334,6 @@ class DecodeWriter:
         dropped_from += [piece.first_page for piece in self._offload.copying() if piece.continuation is continuation]
         if dropped_from:
             continuation.copied_pages = min(dropped_from)
-
-    def _start_over(self, continuation: Continuation) -> None:
-        """Like ``_forget_waiting``, and the run under way is not tried again: all is copied anew."""
-        self._forget_waiting(continuation)
-        continuation.started_over = continuation.epoch
 
     def _close(self, continuation: Continuation, reason: str, lost_pages: int = 0) -> None:
         """Write nothing more of this request: pages behind a gap could never be found."""

@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,16 +24,6 @@ from hicache_ext.storage.contract.store import SetResult
 logger = logging.getLogger(__name__)
 
 _PAGES_PER_CALL = 128
-
-
-class Pool(Protocol):
-    """What the thread needs of the backend."""
-
-    def stored_leading(self, keys: list[str]) -> int: ...
-
-    def stored(self, keys: list[str]) -> list[bool]: ...
-
-    def store_pages(self, keys: list[str], host_indices: torch.Tensor) -> list[SetResult]: ...
 
 
 class Outcome(enum.IntEnum):
@@ -64,16 +54,15 @@ class WriteJob:
 class Finished:
     job: WriteJob
     outcome: Outcome
-    prefix_pages: int
-    """With PREFIX_MISSING: how many leading pages are there."""
 
 
 class PoolWriter:
     """``submit`` and ``finished`` run on the scheduler thread and never wait; everything else on a thread of its
     own."""
 
-    def __init__(self, pool: Pool, metrics: TierMetrics, *, writes: bool = True) -> None:
-        """``writes=False``: a rank whose pages another rank writes; its jobs end at once."""
+    def __init__(self, pool: Any, metrics: TierMetrics, *, writes: bool = True) -> None:
+        """``pool``: the backend (sglang/backend.py). ``writes=False``: a rank whose pages another rank writes; its jobs
+        end at once."""
         self._pool = pool
         self._metrics = metrics
         self._writes = writes
@@ -108,22 +97,21 @@ class PoolWriter:
             except (Exception, SystemExit) as error:  # noqa: BLE001 - without this thread nothing is ever written again
                 self._metrics.add("failure", type(error).__name__)
                 self._log.log(logging.ERROR, "write", "hicache_ext: a decode node's write failed", exc_info=error)
-                finished = Finished(job, Outcome.FAILED, 0)
+                finished = Finished(job, Outcome.FAILED)
             self._finished.append(finished)
         return math.inf
 
     def _write(self, job: WriteJob) -> Finished:
         if not self._writes:
-            return Finished(job, Outcome.WRITTEN, 0)
+            return Finished(job, Outcome.WRITTEN)
         continuation, pieces = job.continuation, job.pieces
         chain = continuation.chain
         first_page = pieces[0].first_page
         if first_page and len(chain) < continuation.prompt_pages:
             chain.extend(continuation.prompt[chain.tokens_for(len(chain), continuation.prompt_pages)])
-        if job.look_for_prefix:
-            present = self._pool.stored_leading(chain.hashes(0, continuation.prompt_pages))
-            if present < continuation.prompt_pages:
-                return Finished(job, Outcome.PREFIX_MISSING, present)
+        prompt = chain.hashes(0, continuation.prompt_pages) if job.look_for_prefix else []
+        if prompt and self._pool.stored_leading(prompt) < len(prompt):
+            return Finished(job, Outcome.PREFIX_MISSING)
         keys: list[str] = []
         for piece in pieces:
             if len(chain) < piece.first_page:
@@ -136,8 +124,8 @@ class PoolWriter:
             end = first + _PAGES_PER_CALL
             outcome = self._write_pages(keys[first:end], host_indices[first:end])
             if outcome is not Outcome.WRITTEN:
-                return Finished(job, outcome, 0)
-        return Finished(job, Outcome.WRITTEN, 0)
+                return Finished(job, outcome)
+        return Finished(job, Outcome.WRITTEN)
 
     def _write_pages(self, keys: list[str], host_indices: torch.Tensor) -> Outcome:
         """Write the pages that the pool lacks: WRITTEN where it has all of them now."""

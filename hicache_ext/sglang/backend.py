@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageExtraInfo,
@@ -28,9 +31,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from hicache_ext.page.identity import page_hash_bytes
 from hicache_ext.runtime.metrics import TransferSamples
-from hicache_ext.sglang import page_moves
-from hicache_ext.sglang.copied_pages import AnyPages
-from hicache_ext.sglang.host_pool import flat_buffers
+from hicache_ext.sglang.host_pool import AnyPages, CopiedPages, HostPages, flat_buffers
 from hicache_ext.sglang.lifecycle import BackendLifecycle, name_of
 from hicache_ext.sglang.never_raise import (
     all_false,
@@ -43,7 +44,7 @@ from hicache_ext.sglang.never_raise import (
 )
 from hicache_ext.sglang.releases import hit_policy
 from hicache_ext.sglang.served_pools import KV, BoundPool
-from hicache_ext.storage.contract.store import PageBatch, PageKeys, SetResult
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, PageStore, SetResult
 
 _FIRST_LOOK_UP = 8
 _LOOK_UP_PORTION = 2048
@@ -180,7 +181,7 @@ class HiCacheExtBackend(BackendLifecycle):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._move_pages(KV, keys, host_indices, page_moves.read, self._prefetched)
+        return self._move_pages(KV, keys, host_indices, read_pages, self._prefetched)
 
     @answering(all_false)
     def batch_set_v1(
@@ -189,28 +190,28 @@ class HiCacheExtBackend(BackendLifecycle):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._move_pages(KV, keys, host_indices, page_moves.write, self._backed_up)
+        return self._move_pages(KV, keys, host_indices, write_pages, self._backed_up)
 
     @answering(transfers_false)
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[Any, list[bool]]:
-        return self._move_transfers(transfers, page_moves.read, self._prefetched)
+        return self._move_transfers(transfers, read_pages, self._prefetched)
 
     @answering(transfers_false)
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[Any, list[bool]]:
-        return self._move_transfers(transfers, page_moves.write, self._backed_up)
+        return self._move_transfers(transfers, write_pages, self._backed_up)
 
     def _move_transfers(
-        self, transfers: list[PoolTransfer], move: page_moves.Move, samples: TransferSamples
+        self, transfers: list[PoolTransfer], move: Move, samples: TransferSamples
     ) -> dict[Any, list[bool]]:
         moved = [(answered_name(transfer), self._move_transfer(transfer, move, samples)) for transfer in transfers]
         return {name: pages for name, pages in moved if name is not None}
 
     @answering(transfer_false)
-    def _move_transfer(self, transfer: PoolTransfer, move: page_moves.Move, samples: TransferSamples) -> list[bool]:
+    def _move_transfer(self, transfer: PoolTransfer, move: Move, samples: TransferSamples) -> list[bool]:
         """Never raises by itself: the other transfers of the call are answered with what became of them."""
         name, keys = name_of(transfer.name), transfer.keys or []
         return self._move_pages(name, keys, transfer.host_indices, move, samples)
@@ -220,7 +221,7 @@ class HiCacheExtBackend(BackendLifecycle):
         name: str,
         keys: Sequence[str],
         host_indices: torch.Tensor | None,
-        move: page_moves.Move,
+        move: Move,
         samples: TransferSamples,
     ) -> list[bool]:
         """Move pages between the store and a registered host pool; which of them went well."""
@@ -234,7 +235,7 @@ class HiCacheExtBackend(BackendLifecycle):
         pool: BoundPool,
         keys: Sequence[str],
         host_indices: torch.Tensor | None,
-        move: page_moves.Move,
+        move: Move,
         samples: TransferSamples,
     ) -> list[bool]:
         if pool.pages is None:
@@ -248,10 +249,10 @@ class HiCacheExtBackend(BackendLifecycle):
         pages: AnyPages,
         keys: Sequence[str],
         host_indices: torch.Tensor | None,
-        move: page_moves.Move,
+        move: Move,
         samples: TransferSamples,
-    ) -> tuple[page_moves.Asked, page_moves.Moved]:
-        asked, complaint = page_moves.asked_pages(pool, pages, keys, host_indices)
+    ) -> tuple[Asked, Moved]:
+        asked, complaint = asked_pages(pool, pages, keys, host_indices)
         if complaint is not None:
             self.report_failure("host_indices", ValueError(complaint))
         started = time.perf_counter()
@@ -272,12 +273,12 @@ class HiCacheExtBackend(BackendLifecycle):
     @answering(lambda *_, **__: False)
     def read_whole(self, pool: BoundPool, keys: Sequence[str], host_indices: torch.Tensor) -> bool:
         """Read pages into a host pool; whether all of them are there."""
-        return all(self._moved(pool, keys, host_indices, page_moves.read, self._prefetched))
+        return all(self._moved(pool, keys, host_indices, read_pages, self._prefetched))
 
     @answering(lambda *_, **__: False)
     def write_whole(self, pool: BoundPool, keys: Sequence[str], host_indices: torch.Tensor) -> bool:
         """Store pages of a host pool; whether all of them can be read from now on, or are not worth it."""
-        return all(self._moved(pool, keys, host_indices, page_moves.write, self._backed_up))
+        return all(self._moved(pool, keys, host_indices, write_pages, self._backed_up))
 
     # -- a decode node's own writer (pd/) --------------------------------------------------------------------------
 
@@ -309,7 +310,7 @@ class HiCacheExtBackend(BackendLifecycle):
         pool = self._pools.usable(KV)
         if pool is None or pool.pages is None:
             return [SetResult.REJECTED] * len(keys)
-        asked, moved = self._timed(pool, pool.pages, keys, host_indices, page_moves.write, self._backed_up)
+        asked, moved = self._timed(pool, pool.pages, keys, host_indices, write_pages, self._backed_up)
         worst: list[SetResult | None] = [None] * len(keys)
         for owner, result in zip(asked.owner_of_each(), moved.results, strict=True):
             before = worst[owner]
@@ -372,7 +373,7 @@ class HiCacheExtBackend(BackendLifecycle):
         for page_bytes, buffers in of_size.items():
             digest = self._pools.flat_pool(page_bytes).digests[0]
             batch = PageBatch([digest + page_hash_bytes(keys[position]) for position in buffers], [*buffers.values()])
-            for position, ok in zip(buffers, page_moves.went_well(move(batch)), strict=True):
+            for position, ok in zip(buffers, went_well(move(batch)), strict=True):
                 if ok and tensors is not None:
                     done[position] = tensors[position]
         return done
@@ -381,3 +382,118 @@ class HiCacheExtBackend(BackendLifecycle):
 def _probe_keys(pool: BoundPool, keys: Sequence[str], count: int) -> list[bytes]:
     """Store keys of the first ``count`` pages, of their first parts."""
     return [pool.digests[0] + page_hash_bytes(key) for key in keys[:count]]
+
+
+# -- pages of host pools on their way from and to the store ------------------------------------------------------------
+# Any thread. ``read_pages`` and ``write_pages`` raise what the store raises after its close, and what a pool raises
+# that is copied.
+
+_GOOD = (GetResult.HIT, SetResult.STORED, SetResult.EXISTS, SetResult.REFUSED)
+"""A page that is not worth storing is no failure: SGLang would end its whole backup, and log it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The sound pages of a call of SGLang's, under the pool that holds them."""
+
+    pool: BoundPool
+    pages: AnyPages
+    of_first: PageKeys
+    """The keys of their first parts."""
+    numbers: npt.NDArray[np.int64]
+    """Their places in the host pool."""
+    owners: list[int] | None
+    """Which page of the call each is; None where all are sound, as they mostly are."""
+
+    def owner_of_each(self) -> Sequence[int]:
+        """For each part of each of these pages, the page of the call that it belongs to."""
+        owners = range(len(self.numbers)) if self.owners is None else self.owners
+        parts = len(self.pool.digests)
+        return owners if parts == 1 else [page for page in owners for _ in range(parts)]
+
+    def per_page(self, pages: int, moved: list[bool]) -> list[bool]:
+        """Which of the ``pages`` of the call went well in all their parts; one that was not sound did not."""
+        parts = len(self.pool.digests)
+        if self.owners is None and parts == 1:
+            return moved
+        good = [0] * pages
+        for owner, ok in zip(self.owner_of_each(), moved, strict=True):
+            good[owner] += ok
+        return [count == parts for count in good]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What became of each part of the pages asked for, and its bytes."""
+
+    results: list[Any]
+    """Of GetResult or of SetResult."""
+    sizes: Sequence[int]
+
+    def went_well(self) -> list[bool]:
+        """Which parts were read_pages, or are stored as far as that is wanted."""
+        return went_well(self.results)
+
+    def bytes_moved(self) -> int:
+        moved = self.went_well()
+        if SetResult.REFUSED in self.results:
+            moved = [result is not SetResult.REFUSED and ok for result, ok in zip(self.results, moved, strict=True)]
+        if all(moved):
+            return sum(self.sizes)
+        return sum([size for size, ok in zip(self.sizes, moved, strict=True) if ok])
+
+
+def asked_pages(
+    pool: BoundPool, pages: AnyPages, keys: Sequence[str], host_indices: torch.Tensor | None
+) -> tuple[Asked, str | None]:
+    """The sound pages of a call, and what is wrong with the others; None where nothing is."""
+    numbers, sound = pages.page_numbers(host_indices, len(keys))
+    owners = complaint = None
+    if sound is not None:
+        given = host_indices.numel() if host_indices is not None else "no"
+        wanted = f"{len(keys)} pages of {pages.page_size} in {pool.name}, {sound.sum()} of them sound"
+        complaint = f"{given} indices for {wanted}"
+        owners = np.flatnonzero(sound).tolist()
+        numbers, keys = numbers[sound], [keys[page] for page in owners]
+    return Asked(pool, pages, PageKeys.of_hashes(pool.digests[0], keys), numbers, owners), complaint
+
+
+def read_pages(store: PageStore, asked: Asked) -> Moved:
+    """Read pages into their places in the host pool."""
+    if isinstance(asked.pages, CopiedPages):
+        results = asked.pages.read(asked.of_first, asked.numbers, store.get)
+        return Moved(results, [asked.pages.page_bytes] * len(results))
+    batch = _in_place(asked, asked.pages)
+    return Moved(store.get(batch), batch.sizes)
+
+
+def write_pages(store: PageStore, asked: Asked) -> Moved:
+    """Write pages of the host pool to the store."""
+    if isinstance(asked.pages, CopiedPages):
+        results = asked.pages.write(asked.of_first, asked.numbers, store.set)
+        return Moved(results, [asked.pages.page_bytes] * len(results))
+    batch = _in_place(asked, asked.pages)
+    return Moved(store.set(batch), batch.sizes)
+
+
+Move = Callable[[PageStore, Asked], Moved]
+"""``read_pages`` or ``write_pages``."""
+
+
+def went_well(results: list[Any]) -> list[bool]:
+    """Which pages were read_pages, or are stored as far as that is wanted."""
+    if results and results.count(results[0]) == len(results):
+        return [results[0] in _GOOD] * len(results)
+    return [result in _GOOD for result in results]
+
+
+def _in_place(asked: Asked, pages: HostPages) -> PageBatch:
+    """The batch of all parts of these pages; the parts of a page stand one after the other."""
+    numbers, digests = asked.numbers, asked.pool.digests
+    if len(digests) == 1:
+        return PageBatch(asked.of_first, pages.memory_of(numbers), [pages.page_bytes] * len(numbers))
+    parts = range(len(digests))
+    keys = [key for page in zip(*[asked.of_first.under(digest) for digest in digests], strict=True) for key in page]
+    buffers = zip(*[pages.memory_of(numbers, part) for part in parts], strict=True)
+    sizes = [pages.part_bytes(part) for part in parts] * len(numbers)
+    return PageBatch(keys, [segments for page in buffers for segments in page], sizes)

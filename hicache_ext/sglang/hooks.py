@@ -12,21 +12,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hicache_ext.sglang import (
-    adapters,
-    draft_hooks,
-    kernel_hooks,
-    linker_hooks,
-    model_weights,
-    pd_hooks,
-    prefill_cost,
-    trace_hooks,
-    weights_hooks,
-)
-from hicache_ext.sglang.features import COPIES, HOOKED, Feature
+from hicache_ext.sglang import kernel_hooks, model_weights, pd_hooks, scheduler_hooks
 from hicache_ext.sglang.releases import comes_with, installed_release
 from hicache_ext.sglang.self_check import check_installed, features_off
-from hicache_ext.sglang.used_names import USED, HookKind
+from hicache_ext.sglang.used_names import COPIES, HOOKED, USED, Feature, HookKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +30,20 @@ class Hook:
 
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "SchedulerWeightUpdaterManager.update_weights_from_disk": weights_hooks.before_update,
-    "SchedulerWeightUpdaterManager.update_weights_from_distributed": weights_hooks.before_update,
-    "SchedulerWeightUpdaterManager.update_weights_from_tensor": weights_hooks.before_update,
-    "SchedulerWeightUpdaterManager.update_weights_from_ipc": weights_hooks.before_update,
-    "SchedulerWeightUpdaterManager.begin_weight_update": weights_hooks.before_update,
-    "SchedulerWeightUpdaterManager.end_weight_update": weights_hooks.before_update,
-    "SchedulerWeightUpdaterManager.release_memory_occupation": weights_hooks.before_release,
-    "Scheduler.flush_cache": weights_hooks.after_flush,
+    "SchedulerWeightUpdaterManager.update_weights_from_disk": model_weights.before_update,
+    "SchedulerWeightUpdaterManager.update_weights_from_distributed": model_weights.before_update,
+    "SchedulerWeightUpdaterManager.update_weights_from_tensor": model_weights.before_update,
+    "SchedulerWeightUpdaterManager.update_weights_from_ipc": model_weights.before_update,
+    "SchedulerWeightUpdaterManager.begin_weight_update": model_weights.before_update,
+    "SchedulerWeightUpdaterManager.end_weight_update": model_weights.before_update,
+    "SchedulerWeightUpdaterManager.release_memory_occupation": model_weights.before_release,
+    "Scheduler.flush_cache": model_weights.after_flush,
     "ModelRunner.load_model": model_weights.around_load,
     "ModelRunner.finalize_startup_weight_load": model_weights.after_late_load,
-    "LoRAManager.init_state": adapters.after_start,
-    "LoRAManager.load_lora_weights": adapters.after_load,
-    "LoRAManager.load_lora_weights_from_tensors": adapters.after_load,
-    "Req.__init__": adapters.after_request,
+    "LoRAManager.init_state": model_weights.after_lora_start,
+    "LoRAManager.load_lora_weights": model_weights.after_lora_load,
+    "LoRAManager.load_lora_weights_from_tensors": model_weights.after_lora_load,
+    "Req.__init__": model_weights.after_request,
     "MHATokenToKVPoolHost.load_to_device_per_layer": kernel_hooks.load_layer,
     "MHATokenToKVPoolHost.backup_from_device_all_layer": kernel_hooks.back_up_layers,
     "MLATokenToKVPoolHost.load_to_device_per_layer": kernel_hooks.load_layer,
@@ -64,15 +53,15 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "DecodeKVCacheOffloadManager.check_offload_progress": pd_hooks.around_check,
     "DecodeKVCacheOffloadManager.drain_before_retraction": pd_hooks.around_drain,
     "DecodeKVCacheOffloadManager.release_host_resources": pd_hooks.around_release,
-    "HybridCacheController.should_backup": draft_hooks.around_should_backup,
-    "Scheduler.run_batch": prefill_cost.around_run,
-    "Scheduler.process_batch_result": prefill_cost.around_result,
-    "Scheduler.get_new_batch_prefill": linker_hooks.around_new_batch,
-    "Scheduler._prefetch_kvcache": trace_hooks.before_prefetch,
-    "HiCacheController._storage_hit_query": trace_hooks.around_look_up,
-    "HiCacheController._page_transfer": trace_hooks.around_storage,
-    "HybridCacheController._storage_hit_query": trace_hooks.around_look_up,
-    "HybridCacheController._page_transfer": trace_hooks.around_storage,
+    "HybridCacheController.should_backup": scheduler_hooks.around_should_backup,
+    "Scheduler.run_batch": scheduler_hooks.around_run,
+    "Scheduler.process_batch_result": scheduler_hooks.around_result,
+    "Scheduler.get_new_batch_prefill": scheduler_hooks.around_new_batch,
+    "Scheduler._prefetch_kvcache": scheduler_hooks.before_prefetch,
+    "HiCacheController._storage_hit_query": scheduler_hooks.around_look_up,
+    "HiCacheController._page_transfer": scheduler_hooks.around_storage,
+    "HybridCacheController._storage_hit_query": scheduler_hooks.around_look_up,
+    "HybridCacheController._page_transfer": scheduler_hooks.around_storage,
 }
 """Class and function of SGLang -> ours."""
 

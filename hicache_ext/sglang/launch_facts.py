@@ -19,7 +19,7 @@ from typing import Any
 
 from hicache_ext.config import ServerRole
 from hicache_ext.errors import UnsupportedError
-from hicache_ext.sglang import loaded_models
+from hicache_ext.sglang import process
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,6 @@ class LaunchFacts:
     kv_cache_dtype: str | None = None
     compute: str = ""
     role: ServerRole = "both"
-    decode_offload: bool = False
-    """Whether a decode node writes what it has decoded."""
     metrics: bool = False
     config_file: str | None = None
     """The file behind ``--hicache-storage-backend-extra-config @FILE``; None where it was given inline."""
@@ -108,7 +106,6 @@ def _facts_of_server() -> LaunchFacts:
         kv_cache_dtype=_kv_cache_dtype(_target_runner()) or resolved("kv_cache_dtype"),
         compute=_compute(),
         role=_ROLES.get(str(resolved("disaggregation_mode")), "both"),
-        decode_offload=bool(resolved("disaggregation_decode_enable_offload_kvcache")),
         metrics=bool(resolved("enable_metrics")),
         config_file=_config_file(),
         prefetch_policy=resolved("hicache_storage_prefetch_policy"),
@@ -156,7 +153,7 @@ def longest_prompt() -> int | None:
 
 
 def _target_runner() -> Any:
-    target = loaded_models.target()
+    target = process.target()
     return target and target.runner
 
 
@@ -183,7 +180,7 @@ def _compute() -> str:
         computed = _computed_as(target)
     compute |= {name: value for name, value in computed.items() if value is not None}
     # Drafts may be kept and computed in another dtype, in pools that look like the target's.
-    if drafts := sorted({json.dumps(_computed_as(model.runner), sort_keys=True) for model in loaded_models.drafts()}):
+    if drafts := sorted({json.dumps(_computed_as(model.runner), sort_keys=True) for model in process.drafts()}):
         compute["drafts"] = ",".join(drafts)
     return json.dumps(compute, sort_keys=True)
 

@@ -24,8 +24,19 @@ from hicache_ext.page.transforms.codec import LOSSY_CODECS
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
 from hicache_ext.sglang import kernel_hooks
-from hicache_ext.sglang.attached import attach, detach
-from hicache_ext.sglang.features import (
+from hicache_ext.sglang.hooks import not_in_force
+from hicache_ext.sglang.launch_facts import longest_prompt, read_launch_facts
+from hicache_ext.sglang.never_raise import answering, guarded_calls
+from hicache_ext.sglang.process import attach, detach
+from hicache_ext.sglang.releases import (
+    installed_release,
+    rank_replicated,
+    refuse_old_release,
+    untested,
+)
+from hicache_ext.sglang.self_check import check_installed, ignored_parameters, lacking
+from hicache_ext.sglang.served_pools import KV, ServedPools
+from hicache_ext.sglang.used_names import (
     ADAPTERS,
     DECODE_WRITER,
     DRAFTS,
@@ -35,25 +46,13 @@ from hicache_ext.sglang.features import (
     REQUEST_TRACES,
     STORAGE,
 )
-from hicache_ext.sglang.hooks import not_in_force
-from hicache_ext.sglang.launch_facts import longest_prompt, read_launch_facts
-from hicache_ext.sglang.never_raise import answering, guarded_calls
-from hicache_ext.sglang.releases import (
-    installed_release,
-    rank_replicated,
-    refuse_old_release,
-    refuse_unsafe_offload,
-    untested,
-)
-from hicache_ext.sglang.self_check import check_installed, ignored_parameters, lacking
-from hicache_ext.sglang.served_pools import KV, ServedPools
 from hicache_ext.storage.contract.reports import TierReports
 from hicache_ext.storage.guards.scheduler import answering_at_once
 from hicache_ext.storage.opening import open_tiers, server_view
 from hicache_ext.storage.tiering import observers
 
 if TYPE_CHECKING:
-    from hicache_ext.sglang.hint_traffic import HintTraffic
+    from hicache_ext.sglang.announcements import HintTraffic
     from hicache_ext.storage.serving.config_file import ConfigFile
     from hicache_ext.storage.serving.events import EventPublisher
     from hicache_ext.storage.serving.hints import HintSender
@@ -77,8 +76,6 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         """Raises ConfigError, StoreSetupError or UnsupportedError with one sentence: SGLang then does not start."""
         _refuse_unusable_release()
         self._facts = read_launch_facts()
-        if self._facts.decode_offload:
-            refuse_unsafe_offload()
         self._ranks_before_this = int(storage_config.tp_rank or 0) + int(storage_config.pp_rank or 0)
         view = server_view(self._facts.role, int(storage_config.tp_rank or 0), _writers(storage_config))
         configured = load_config(storage_config.extra_config or {})
@@ -129,7 +126,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
 
     def _begin_recording(self, ranks: HiCacheStorageConfig) -> None:
         if self._config.record is not None:
-            from hicache_ext.sglang.recorded import recording_of
+            from hicache_ext.sglang.announcements import recording_of
 
             self._recorder = recording_of(self._config, ranks, self._pools)
 
@@ -143,16 +140,16 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
 
             self._config_file = config_file_of(self._facts.config_file, self._store, config, view)
         if config.pd.pull.mode != "off":
-            from hicache_ext.sglang.prefill_cost import prefill_cost
+            from hicache_ext.sglang.scheduler_hooks import prefill_cost
             from hicache_ext.storage.tiering.pulling import PullRule
 
             self._pull_rule = PullRule(config.pd.pull, lambda: self._store.tiers, prefill_cost())
         if config.pd.hints.enabled:
-            from hicache_ext.sglang.hint_traffic import HintTraffic
+            from hicache_ext.sglang.announcements import HintTraffic
 
             self._hints = HintTraffic(config, ranks, self._pools, lambda: self._store)
         if config.events is not None:
-            from hicache_ext.sglang.kv_events import kv_events
+            from hicache_ext.sglang.announcements import kv_events
 
             self._events = kv_events(config, ranks, self._pools, lambda: self._store)
         if self._facts.metrics:

@@ -16,29 +16,34 @@ No call but the constructor raises. Trouble is a miss, or pages that were not st
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hicache_ext.config import load_config
-from hicache_ext.errors import UnsupportedError
+import torch
+
+from hicache_ext.config import ExtraConfig, check_document, load_config, read_document
+from hicache_ext.config.model import SECTION
+from hicache_ext.config.problems import did_you_mean
+from hicache_ext.errors import ConfigError, UnsupportedError
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.sglang.backend import HiCacheExtBackend
-from hicache_ext.sglang.features import LINKER, READ_AHEAD
 from hicache_ext.sglang.hooks import not_in_force
 from hicache_ext.sglang.launch_facts import configuration_given_as
+from hicache_ext.sglang.lifecycle import name_of
 from hicache_ext.sglang.linking.ahead import OUTCOMES, ReadAhead
-from hicache_ext.sglang.linking.launch import launched_with
-from hicache_ext.sglang.linking.loads import Loads
-from hicache_ext.sglang.linking.look_ups import LookUps
-from hicache_ext.sglang.linking.moves import Pages, pages_of
-from hicache_ext.sglang.linking.offloads import Offloads
-from hicache_ext.sglang.linking.ranks import agreed
-from hicache_ext.sglang.linking.staging import Staging
+from hicache_ext.sglang.linking.staging import Pages, Staging, pages_of
+from hicache_ext.sglang.linking.transfers import Loads, Offloads
 from hicache_ext.sglang.never_raise import answering, guarded_calls
 from hicache_ext.sglang.releases import end_registration, installed_release, refuse_release_without_linker
 from hicache_ext.sglang.self_check import check_installed, lacking
 from hicache_ext.sglang.served_pools import KV, BoundPool
+from hicache_ext.sglang.used_names import LINKER, READ_AHEAD
+
+logger = logging.getLogger(__name__)
 
 refuse_release_without_linker()
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer  # noqa: E402
@@ -46,8 +51,6 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (  # noqa: E
     LayerWiseLoadCounter,
     UnifiedCacheLinker,
 )
-
-logger = logging.getLogger(__name__)
 
 _CLOSE_WAIT = 10.0
 """Seconds for threads to end at the close; SGLang waits as long for its own."""
@@ -134,7 +137,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
     def requests_to_hold(self, queue: Sequence[Any], tree: Any) -> set[str]:
         """Ids of the waiting requests that are not to be scheduled yet, because their pages are being read.
 
-        Called by linker_hooks.py. ``tree`` is SGLang's.
+        Called by scheduler_hooks.py. ``tree`` is SGLang's.
         """
         if self._closed:
             return set()
@@ -327,3 +330,139 @@ def _storage_config(staging: Staging, document: dict[str, Any]) -> Any:
     from sglang.srt.runtime_context import get_serving
 
     return staging.controller._generate_storage_config(get_serving().served_model_name, dict(document))
+
+
+# -- look-ups ----------------------------------------------------------------------------------------------------------
+# What of a prompt can be restored, as SGLang asks its linker.
+#
+# What was read while a request was in the queue is known (linking/ahead.py). Of others the store is asked. SGLang asks
+# again in every round of its scheduler for a request that waits at the head of its queue; for a moment it is answered
+# what it was answered before: a pool over a network would cost its budget of look-ups each time.
+
+REMEMBERED = 0.5
+"""Seconds for which an answer counts. What has gone meanwhile is found out when it is read."""
+_MOST_REQUESTS = 1024
+
+_Question = tuple[tuple[str, int, str, str], ...]
+"""Of each component its name, and how many keys from which to which: a key stands for all before it."""
+
+
+class LookUps:
+    """Threads: any."""
+
+    def __init__(
+        self,
+        staging: Staging,
+        find: Callable[[list[str], list[Any]], list[int]],
+        ahead: ReadAhead,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``find``: prefix lengths that can be restored, of KV keys and transfers of the pools beside."""
+        self._staging = staging
+        self._find = find
+        self._ahead = ahead
+        self._clock = clock
+        self._answers: OrderedDict[str, tuple[_Question, float, list[int]]] = OrderedDict()
+
+    def restorable(self, rid: str, transfers: Sequence[Any]) -> list[int]:
+        """Every prefix length in pages at which all pools have what they need."""
+        by_name = {name_of(transfer.name): transfer for transfer in transfers}
+        kv = by_name.get(KV)
+        if kv is None or not kv.keys:
+            return []
+        beside = self._beside(by_name)
+        if beside is None:
+            return []
+        keys = list(kv.keys)
+        if self._ahead.note(
+            rid, keys, {source: len(by_name[source].keys) for source in self._staging.pools_on}, beside
+        ):
+            return []
+        if (answer := self._ahead.answer(rid, keys)) is not None:
+            return answer
+        question = tuple((name, len(one.keys), one.keys[0], one.keys[-1]) for name, one in by_name.items() if one.keys)
+        known = self._answers.get(rid)
+        if known is not None and known[0] == question and self._clock() - known[1] < REMEMBERED:
+            return list(known[2])
+        found = self._find(keys, beside)
+        self._answers[rid] = (question, self._clock(), found)
+        while len(self._answers) > _MOST_REQUESTS:
+            self._answers.popitem(last=False)
+        return list(found)
+
+    def forget(self, rid: str | None = None) -> None:
+        """An answer, or all of them."""
+        if rid is None:
+            self._answers.clear()
+        else:
+            self._answers.pop(rid, None)
+
+    def _beside(self, by_name: Mapping[str, Any]) -> list[Any] | None:
+        """What is asked of the pools beside KV; None where SGLang asks for too few: nothing can be restored then."""
+        from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+
+        beside = []
+        for source, names in self._staging.pools_on.items():
+            asked = by_name.get(source)
+            if asked is None or not asked.keys:
+                return None
+            for name in names:
+                if name != KV:
+                    policy = asked.hit_policy if name == source else self._staging.policies[name]
+                    beside.append(PoolTransfer(self._staging.pool_name(name), keys=asked.keys, hit_policy=policy))
+        return beside
+
+
+# -- what all ranks of a deployment must decide alike ------------------------------------------------------------------
+
+
+def agreed(params: Any, mine: Sequence[bool]) -> list[bool]:
+    """Which of them are so on every rank that computes the same requests; each rank must ask, for as many.
+
+    The groups are those in which SGLang's cache agrees (``UnifiedRadixCache._all_reduce_attn_groups``).
+    """
+    ranks = torch.distributed
+    groups = [
+        group
+        for group in (params.attn_cp_cache_group, params.attn_tp_cache_group)
+        if group is not None and ranks.get_world_size(group=group) > 1
+    ]
+    if not groups and params.tp_cache_group is not None and ranks.get_world_size(group=params.tp_cache_group) > 1:
+        groups = [params.tp_cache_group]
+    answer = torch.tensor([int(one) for one in mine], dtype=torch.int)
+    for group in groups:
+        ranks.all_reduce(answer, op=ranks.ReduceOp.MIN, group=group)
+    return [bool(one) for one in answer.tolist()]
+
+
+# -- configuration -----------------------------------------------------------------------------------------------------
+# What ``linker_extra_config`` of ``--unified-cache-external-linker-config`` may hold, and what is made of it.
+
+FILE = "config_file"
+PLACE = "linker_extra_config"
+_ALLOWED = f"{{{SECTION}: {{tiers: ...}}}}, or {{{FILE}: /path/hicache.yaml}}"
+
+
+def launched_with(extra_config: Mapping[str, Any] | None) -> tuple[dict[str, Any], str | None]:
+    """The document that HiCache would be given, and the file that holds it, if one does. Raises ConfigError.
+
+    A file may hold the keys that SGLang reads for HiCache alone (``prefetch_threshold``, ...); they mean nothing here.
+    """
+    given = dict(extra_config or {})
+    for key in given:
+        if key not in (SECTION, FILE):
+            raise ConfigError(f"{PLACE}.{key}", f"unknown key{did_you_mean(key, (SECTION, FILE))}", _ALLOWED)
+    if len(given) != 1:
+        problem = "holds nothing" if not given else f"holds both {SECTION} and {FILE}"
+        raise ConfigError(PLACE, problem, _ALLOWED)
+    if SECTION in given:
+        if not isinstance(given[SECTION], Mapping):
+            raise ConfigError(f"{PLACE}.{SECTION}", "is no mapping", _ALLOWED)
+        return ExtraConfig.around(given[SECTION]), None
+    file = given[FILE]
+    if not isinstance(file, str) or not file.strip():
+        raise ConfigError(f"{PLACE}.{FILE}", "is no path", "/path/hicache.yaml")
+    file = os.path.abspath(file.removeprefix("@"))
+    document = read_document(file)
+    check_document(document)
+    return ExtraConfig.around(document[SECTION]), file

@@ -1,7 +1,4 @@
-"""SGLang's side of the decode writer: its DecodeKVCacheOffloadManager as an ``Offload`` (pd/offload.py).
-
-Keeps that manager's promises to the scheduler: a finished request's device memory is released once, after the last copy
-out of it; ``ongoing_offload`` names the copies under way.
+"""SGLang's side of the decode writer.
 
 Options of a request for its own KV come in ``sampling_params.custom_params``::
 
@@ -17,41 +14,30 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from hicache_ext.pd.continuation import Piece
-from hicache_ext.pd.offload import RequestOptions
-from hicache_ext.pd.page_chain import PageChain
+from hicache_ext.pd.continuation import PageChain, Piece
+from hicache_ext.pd.decode_writer import RequestOptions
 
 logger = logging.getLogger(__name__)
 
 _OPTIONS = "hicache_ext"
 
 
-class Manager(Protocol):
-    """What is used of SGLang's DecodeKVCacheOffloadManager."""
-
-    req_to_token_pool: Any
-    page_size: int
-    cache_controller: Any
-    decode_host_mem_pool: Any
-    ongoing_offload: dict[int, Any]
-
-    def _mark_offload_started(self, req: Any) -> None: ...
-    def _mark_offload_finished(self, req: Any) -> None: ...
-    def _has_inflight_offload(self, req: Any) -> bool: ...
-    def _release_finished_req(self, req: Any) -> None: ...
-
-
 class ManagerOffload:
-    """``bigrams``: whether prefill nodes of this launch key their tree by bigrams (EAGLE, MTP)."""
+    """SGLang's DecodeKVCacheOffloadManager, as the writer needs it. Scheduler thread only; nothing waits but ``wait``.
 
-    def __init__(self, manager: Manager, *, bigrams: bool = False) -> None:
-        self.page_size = manager.page_size
+    A request can be weakly referenced and hashed; what it is, only this class knows. It keeps the manager's promises to
+    the scheduler: a finished request's device memory is released once, after the last copy out of it;
+    ``ongoing_offload`` names the copies under way.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        """``manager`` is SGLang's DecodeKVCacheOffloadManager."""
+        self.page_size: int = manager.page_size
         self._manager = manager
-        self._bigrams = bigrams
         self._copies_made = 0
 
     def prompt(self, request: Any) -> Sequence[int]:
@@ -64,16 +50,13 @@ class ManagerOffload:
     def is_on_device(self, request: Any) -> bool:
         return request.kv.req_pool_idx not in (None, -1)
 
-    def was_aborted(self, request: Any) -> bool:
-        return type(getattr(request, "finished_reason", None)).__name__ == "FINISH_ABORT"
-
     def page_chain(self, request: Any) -> PageChain:
-        return page_chain(
-            self.page_size, bigrams=self._bigrams, extra_key=request.extra_key, cache_salt=request.cache_salt
-        )
+        """Return an empty chain that hashes the request's pages as a prefill node does."""
+        return page_chain(self.page_size, extra_key=request.extra_key, cache_salt=request.cache_salt)
 
     @property
     def host_tokens(self) -> int:
+        """Host memory for copies, in tokens."""
         return int(self._manager.decode_host_mem_pool.size)
 
     @property
@@ -81,6 +64,7 @@ class ManagerOffload:
         return int(self._manager.decode_host_mem_pool.available_size())
 
     def allocate(self, tokens: int) -> torch.Tensor | None:
+        """Return host indices, one per token; None if too few are free."""
         host_indices: torch.Tensor | None = self._manager.decode_host_mem_pool.alloc(tokens)
         return host_indices
 
@@ -88,6 +72,7 @@ class ManagerOffload:
         self._manager.decode_host_mem_pool.free(host_indices)
 
     def queue_copy(self, request: Any, piece: Piece) -> None:
+        """Copy the piece's pages with the next ``start_copies``."""
         from sglang.srt.managers.cache_controller import CacheOperation
 
         manager = self._manager
@@ -100,6 +85,11 @@ class ManagerOffload:
         manager._mark_offload_started(request)
 
     def start_copies(self) -> Iterator[Piece]:
+        """Start all queued copies as one operation, which costs the scheduler once; nothing happens before the first
+        ``next``.
+
+        The pieces of refused copies: these have ended, and their bytes are nowhere. Releases finished requests.
+        """
         controller = self._manager.cache_controller
         if not controller.write_queue:
             return
@@ -114,9 +104,11 @@ class ManagerOffload:
         yield from self._take(numbers)
 
     def copying(self) -> Iterable[Piece]:
+        """Return the pieces whose copies were queued and not yet taken."""
         return (piece for _, piece in self._manager.ongoing_offload.values())
 
     def ended_copies(self) -> int:
+        """Count the leading operations whose bytes are in host memory."""
         ended = 0
         for ack in self._manager.cache_controller.ack_write_queue:
             if not ack.finish_event.query():
@@ -125,11 +117,13 @@ class ManagerOffload:
         return ended
 
     def take_copies(self, operations: int) -> Iterator[Piece]:
+        """Return the pieces of the first ``operations`` operations, which have ended. Releases finished requests."""
         queue = self._manager.cache_controller.ack_write_queue
         for _ in range(operations):
             yield from self._take(queue.pop(0).node_ids)
 
     def wait(self) -> int:
+        """Wait for all operations under way; return their number."""
         acks = self._manager.cache_controller.ack_write_queue
         for ack in acks:
             ack.finish_event.synchronize()
@@ -159,7 +153,7 @@ def options_of(request: Any) -> RequestOptions:
     )
 
 
-def page_chain(page_size: int, *, bigrams: bool, extra_key: str | None, cache_salt: str | None) -> PageChain:
+def page_chain(page_size: int, *, extra_key: str | None, cache_salt: str | None) -> PageChain:
     """A chain hashed by SGLang itself."""
 
     def hash_pages(tokens: Sequence[int], before: str | None) -> list[str]:
@@ -167,8 +161,8 @@ def page_chain(page_size: int, *, bigrams: bool, extra_key: str | None, cache_sa
         from sglang.srt.mem_cache.utils import get_storage_hash_str
 
         ids = tokens if isinstance(tokens, array) else array("q", tokens)
-        key = RadixKey(ids, extra_key=extra_key, is_bigram=bigrams, cache_salt=cache_salt)
+        key = RadixKey(ids, extra_key=extra_key, cache_salt=cache_salt)
         hashes: list[str] = get_storage_hash_str(key, before, page_size=page_size)
         return hashes
 
-    return PageChain(page_size, hash_pages, bigrams=bigrams)
+    return PageChain(page_size, hash_pages)

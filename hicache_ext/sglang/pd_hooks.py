@@ -23,8 +23,8 @@ from hicache_ext.config.model import BACKEND_NAME
 from hicache_ext.config.pd import WriteConfig
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.sglang.attached import attached_backends
 from hicache_ext.sglang.launch_facts import configuration_given_as
+from hicache_ext.sglang.process import attached_backends
 
 if TYPE_CHECKING:
     from hicache_ext.pd.decode_writer import DecodeWriter
@@ -44,8 +44,6 @@ def around_init(original: Callable[..., None], manager: Any, *arguments: Any, **
     """Construction [scheduler thread, before the first request]. Raises ConfigError or UnsupportedError."""
     from sglang.srt.runtime_context import get_context, get_memory
 
-    from hicache_ext.pd.stopwatch import Stopwatch
-
     setattr(manager, _STOPWATCH, Stopwatch())
     written = getattr(get_memory(), _CONFIG_FIELD)
     extra_config = _read_extra_config(written) if get_memory().hicache_storage_backend == "dynamic" else {}
@@ -63,9 +61,8 @@ def around_init(original: Callable[..., None], manager: Any, *arguments: Any, **
     if not config.pd.write.enabled:
         logger.info("hicache_ext: pd.write is off, SGLang's own decode offload writes")
         return
-    bigrams = _keys_are_bigrams()
-    _refuse_what_prefill_cannot_use(manager.kv_cache, config.pd.write, bigrams)
-    setattr(manager, _WRITER, _make_writer(manager, config.pd.write, bigrams))
+    _refuse_what_prefill_cannot_use(manager.kv_cache, _keys_are_bigrams())
+    setattr(manager, _WRITER, _make_writer(manager, config.pd.write))
     logger.info("hicache_ext: decode writer in force: %s", config.pd.write)
 
 
@@ -150,7 +147,7 @@ def _keys_are_bigrams() -> bool:
     return bool(SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm).is_eagle())
 
 
-def _refuse_what_prefill_cannot_use(kv_cache: Any, config: WriteConfig, bigrams: bool) -> None:
+def _refuse_what_prefill_cannot_use(kv_cache: Any, bigrams: bool) -> None:
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
 
     remedy = "set pd.write.enabled: false, or leave out --disaggregation-decode-enable-offload-kvcache"
@@ -163,15 +160,15 @@ def _refuse_what_prefill_cannot_use(kv_cache: Any, config: WriteConfig, bigrams:
     if not isinstance(kv_cache, MHATokenToKVPool | MLATokenToKVPool):
         reason = "it has side pools that a decode node does not write"
         raise UnsupportedError(f"decode-side writing of {name}", reason, remedy)
-    if bigrams and config.speculative == "refuse":
+    if bigrams:
         reason = (
             "with EAGLE or MTP a prefill node stores the draft model's KV beside the target's or packed in its pages,"
             " and a decode node writes the target's only"
         )
-        raise UnsupportedError("decode-side writing with speculation", reason, f"{remedy}; see pd.write.speculative")
+        raise UnsupportedError("decode-side writing with speculation", reason, remedy)
 
 
-def _make_writer(manager: Any, config: WriteConfig, bigrams: bool) -> DecodeWriter:
+def _make_writer(manager: Any, config: WriteConfig) -> DecodeWriter:
     import torch
 
     # What is off is not imported: only a decode node needs these.
@@ -194,10 +191,53 @@ def _make_writer(manager: Any, config: WriteConfig, bigrams: bool) -> DecodeWrit
         return [int(number) for number in tensor.tolist()]
 
     return DecodeWriter(
-        ManagerOffload(manager, bigrams=bigrams),
+        ManagerOffload(manager),
         config,
         PoolWriter(backend, metrics, writes=not manager.cache_controller.backup_skip),
         metrics,
         minimum=minimum if manager.tp_world_size > 1 else None,
         hints=backend.hint_sender(metrics),
     )
+
+
+# -- the time that offload takes on the scheduler thread ---------------------------------------------------------------
+
+_LOG_INTERVAL = 60.0
+
+
+class Stopwatch:
+    """Scheduler-thread seconds spent in the manager, by step with running requests; for either implementation."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = 0.0
+        self.longest = 0.0
+        self._this_step = 0.0
+        self._requests = 0
+        self._last_log = time.monotonic()
+
+    def add(self, seconds: float, requests: int = 0) -> None:
+        self._this_step += seconds
+        self._requests += requests
+
+    def step_ends(self) -> None:
+        """Count a step in which requests advanced; turns of an idle scheduler do not count."""
+        seconds, self._this_step = self._this_step, 0.0
+        requests, self._requests = self._requests, 0
+        if not requests:
+            return
+        self.steps += 1
+        self.seconds += seconds
+        self.longest = max(self.longest, seconds)
+        if time.monotonic() - self._last_log >= _LOG_INTERVAL:
+            self._last_log = time.monotonic()
+            self.log()
+
+    def log(self) -> None:
+        if self.steps:
+            logger.info(
+                "hicache_ext: decode offload took the scheduler %.1f us a step on average, %.1f us at most (%d steps)",
+                self.seconds / self.steps * 1e6,
+                self.longest * 1e6,
+                self.steps,
+            )

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.packages import how_to_install
 
-TESTED = ("0.5.20", "0.5.21", "0.5.22", "0.5.23")
+TESTED = ("0.5.21", "0.5.22", "0.5.23")
 """The releases that the tests run with, the oldest one first."""
 
 _VERSION = re.compile(r"(\d+)\.(\d+)\.?(\d*)")
@@ -40,22 +40,12 @@ def comes_with(release: str, since: str) -> bool:
 def refuse_old_release(release: str | None = None) -> None:
     """Raises UnsupportedError for a release that is older than the oldest tested one.
 
-    Releases before it lack calls that this package answers, and left LoRA and cache_salt out of page hashes in places.
+    Releases before it lack calls that this package answers, left LoRA and cache_salt out of page hashes in places, and
+    gave memory away that a decode node's copy still read.
     """
     release = installed_release() if release is None else release
     if not comes_with(release, TESTED[0]):
         raise UnsupportedError(f"SGLang {release}", f"this package needs {TESTED[0]} or newer", other_release())
-
-
-def refuse_unsafe_offload(release: str | None = None) -> None:
-    """Raises UnsupportedError for a decode node whose SGLang may store other requests' KV under a page's hash."""
-    release = installed_release() if release is None else release
-    if not comes_with(release, "0.5.21"):
-        raise UnsupportedError(
-            f"--disaggregation-decode-enable-offload-kvcache of SGLang {release}",
-            "a request that is retracted gives its memory away while a copy of it is still under way",
-            "leave it out, or use 0.5.21 or newer",
-        )
 
 
 def refuse_release_without_linker(release: str | None = None) -> None:
@@ -120,7 +110,7 @@ def dcp_shard(config: Any, pool: Any) -> tuple[int, int]:
 
 
 def pool_fact(pool: Any, name: str) -> Any:
-    """An attribute of a host pool; until 0.5.21 a plain MHA pool leaves ``v_head_dim`` to its device pool."""
+    """An attribute of a host pool; in 0.5.21 a plain MHA pool leaves ``v_head_dim`` to its device pool."""
     value = getattr(pool, name, None)
     if value is None and name == "v_head_dim" and getattr(pool, "head_dim", None) is not None:
         return getattr(getattr(pool, "device_pool", None), name, None)

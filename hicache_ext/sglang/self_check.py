@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from hicache_ext.sglang.features import FEATURES, LINKER, STORAGE, Feature
 from hicache_ext.sglang.releases import comes_with, installed_release
-from hicache_ext.sglang.used_names import LAUNCH_ARGUMENTS, USED, Use
+from hicache_ext.sglang.used_names import FEATURES, LAUNCH_ARGUMENTS, LINKER, STORAGE, USED, Feature, Use
 
 _ARGUMENT_FIELDS = "sglang.srt.arg_groups.fields"
 _DUTIES = {

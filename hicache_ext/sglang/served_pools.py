@@ -19,14 +19,13 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from hicache_ext.config import HicacheExtConfig
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
-from hicache_ext.sglang import weights_hooks
-from hicache_ext.sglang.copied_pages import AnyPages, CopiedPages, pages_of
-from hicache_ext.sglang.features import ADAPTERS, DRAFTS
+from hicache_ext.sglang import model_weights
 from hicache_ext.sglang.hooks import not_in_force
-from hicache_ext.sglang.host_pool import is_logical_anchor
+from hicache_ext.sglang.host_pool import AnyPages, CopiedPages, is_logical_anchor, pages_of
 from hicache_ext.sglang.launch_facts import LaunchFacts, logical_dtype
 from hicache_ext.sglang.model_weights import ModelWeights, records_directory, weights_of_server
 from hicache_ext.sglang.releases import dcp_shard, pool_fact, rank_replicated
+from hicache_ext.sglang.used_names import ADAPTERS, DRAFTS
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ class ServedPools:
         """Pools that SGLang registered and that cannot be served, with the reason."""
         self.flat: dict[int | None, BoundPool] = {}
         """By the bytes of a page; None: as many as SGLang's have."""
-        self.suspended_because = None if weights_hooks.caches_are_flushed() else weights_hooks.NOT_FLUSHED
+        self.suspended_because = None if model_weights.caches_are_flushed() else model_weights.NOT_FLUSHED
         self.closed = False
         self._ranks = ranks
         self._config = config
@@ -285,7 +284,7 @@ class ServedPools:
             id=model.id or self._ranks.model_name or "",
             revision=model.revision or self._facts.revision or "",
             fingerprint="" if model.fingerprint in ("auto", "off") else model.fingerprint,
-            weights_epoch=self._epoch_after(weights_hooks.updated_to()),
+            weights_epoch=self._epoch_after(model_weights.updated_to()),
             compute=self._facts.compute,
         )
 
@@ -304,7 +303,7 @@ def _weights_to_identify(facts: LaunchFacts, config: HicacheExtConfig) -> ModelW
     if facts.lora and (missing := not_in_force([ADAPTERS])):
         remedy = "leave SGLANG_PLUGINS unset, or let it name hicache_ext"
         raise UnsupportedError("--enable-lora", missing[ADAPTERS], remedy)
-    if config.model.fingerprint != "auto" or weights_hooks.updated_to() is not None:
+    if config.model.fingerprint != "auto" or model_weights.updated_to() is not None:
         # The files do not hold what an update has put in their place, and its epoch is like no other.
         return None
     weights = weights_of_server(facts)

@@ -12,22 +12,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hicache_ext.sglang.features import (
-    ADAPTERS,
-    COPIES,
-    DECODE_WRITER,
-    DRAFTS,
-    EVENTS,
-    HOOKED,
-    LINKER,
-    MODEL_WEIGHTS,
-    PREFILL_COST,
-    READ_AHEAD,
-    REQUEST_TRACES,
-    STORAGE,
-    WEIGHTS_UPDATES,
-    Feature,
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """What a user loses together when one of the names or hooks that it needs is missing.
+
+    ``by_halves``: hooks that only watch; those that exist stay in force although the feature counts as off.
+    """
+
+    name: str
+    loss: str
+    by_halves: bool = False
+
+
+STORAGE = Feature("storage", "the server cannot start with this backend")
+WEIGHTS_UPDATES = Feature("weights updates", "do not update weights online", by_halves=True)
+MODEL_WEIGHTS = Feature("weights at the start", "weights are identified by their files as they are after the load")
+ADAPTERS = Feature("LoRA adapters", "adapters cannot be told apart", by_halves=True)
+COPIES = Feature("copy engines", "copies between host and device stay with SGLang's own path")
+DECODE_WRITER = Feature("decode writer", "a decode node writes as SGLang does")
+DRAFTS = Feature("drafts of every rank", "rank 0 alone writes the draft of an MLA model, whose heads differ per rank")
+EVENTS = Feature("KV events", "routers are told nothing")
+PREFILL_COST = Feature("cost of prefill", "pull or recompute does not know what a prefill takes")
+REQUEST_TRACES = Feature(
+    "traces of requests", "spans of storage do not say which request they belong to, and nothing is recorded"
 )
+READ_AHEAD = Feature("reading ahead", "the scheduler waits while a prompt is read through the external linker")
+
+LINKER = Feature("external linker", "pages move through HiCache's host memory alone")
+
+HOOKED = (
+    *(WEIGHTS_UPDATES, MODEL_WEIGHTS, ADAPTERS, COPIES, DECODE_WRITER, DRAFTS, PREFILL_COST, REQUEST_TRACES),
+    READ_AHEAD,
+)
+"""Those that change functions of SGLang, through its plug-ins."""
+FEATURES = (STORAGE, *HOOKED, EVENTS, LINKER)
+
 
 HookKind = Literal["before", "after", "around"]
 
@@ -135,10 +155,9 @@ USED: tuple[Use, ...] = (
     _names(
         f"{_STORAGE}.HiCacheStorageConfig",
         "tp_rank tp_size pp_rank pp_size attn_cp_rank attn_cp_size is_mla_model|is_rank_replicated model_name"
-        " tp_lcm_size extra_config",
+        " tp_lcm_size extra_config dp_rank",
         STORAGE,
     ),
-    _names(f"{_STORAGE}.HiCacheStorageConfig", "dp_rank", STORAGE, since="0.5.21"),
     _names(f"{_STORAGE}.HiCacheStorageConfig", "dcp_rank dcp_size", STORAGE, since="0.5.23"),
     _names(_STORAGE, "HiCacheStorageExtraInfo", STORAGE),
     _names(f"{_STORAGE}.PoolName", "KV MAMBA", STORAGE),
@@ -188,8 +207,8 @@ USED: tuple[Use, ...] = (
         for source in ("disk", "distributed", "tensor", "ipc")
     ),
     # Between begin and end somebody else may write the weights, with no call at all (P2P, RDMA).
-    _hook("before", _UPDATER, "begin_weight_update", WEIGHTS_UPDATES, since="0.5.21"),
-    _hook("before", _UPDATER, "end_weight_update", WEIGHTS_UPDATES, since="0.5.21"),
+    _hook("before", _UPDATER, "begin_weight_update", WEIGHTS_UPDATES),
+    _hook("before", _UPDATER, "end_weight_update", WEIGHTS_UPDATES),
     _hook("before", _UPDATER, "release_memory_occupation", WEIGHTS_UPDATES),
     _names(_UPDATER, "tp_cpu_group", WEIGHTS_UPDATES),
     _names("managers.io_struct.ReleaseMemoryOccupationReqInput", "tags", WEIGHTS_UPDATES),
@@ -256,7 +275,7 @@ USED: tuple[Use, ...] = (
     _names("speculative.spec_info.SpeculativeAlgorithm", "from_string is_eagle", DECODE_WRITER),
     _names("mem_cache.memory_pool", "DSATokenToKVPool MHATokenToKVPool MLATokenToKVPool", DECODE_WRITER),
     _names("mem_cache.memory_pool.ReqToTokenPool", "req_to_token", DECODE_WRITER),
-    _call("mem_cache.radix_cache.RadixKey", "__init__", "token_ids extra_key is_bigram cache_salt", DECODE_WRITER),
+    _call("mem_cache.radix_cache.RadixKey", "__init__", "token_ids extra_key cache_salt", DECODE_WRITER),
     _call("mem_cache.utils", "get_storage_hash_str", "key prior_hash page_size", DECODE_WRITER),
     _names(
         _REQUEST,

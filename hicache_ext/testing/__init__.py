@@ -1,1 +1,1 @@
-"""For tests: conformance suite, fault injection, and a launcher that runs SGLang on a machine without a GPU."""
+"""For tests: conformance suites, and a launcher that runs SGLang on a machine without a GPU."""

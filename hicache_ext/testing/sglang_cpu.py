@@ -8,9 +8,9 @@ what SGLang's CPU build of today lacks:
 |---|---|
 | torchvision's operators (a CUDA build) | declaring the two schemas that its import needs |
 | ``sgl_kernel`` | a stub module with the functions that are called |
-| what hybrid models need | ``hicache_ext.testing.hybrid_on_cpu`` |
+| attention to new tokens alone, and over a window's own pool | torch_attention.py, in place of torch_native |
 | pinned host memory | HiCache host pools, PD transfers and LoRA are told not to pin |
-| Triton, for token slots (until 0.5.21) | plain torch (cpu_allocation.py) |
+| Triton, for token slots (in 0.5.21) | plain torch (cpu_allocation.py) |
 | host <-> device copy operations | the reference engine, through ``hicache_ext.sglang.kernel_hooks`` |
 | CPU engine switch, CUDA events in PD | environment variables (only where unset) |
 
@@ -43,11 +43,10 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
-from hicache_ext.sglang.features import COPIES
 from hicache_ext.sglang.hooks import not_in_force, register
 from hicache_ext.sglang.kernel_hooks import has_accelerator
 from hicache_ext.sglang.releases import TESTED, comes_with, installed_release
-from hicache_ext.testing import hybrid_on_cpu
+from hicache_ext.sglang.used_names import COPIES
 from hicache_ext.testing.cpu_allocation import allocate_without_triton
 
 MODULES_VARIABLE = "HICACHE_EXT_RIG_MODULES"
@@ -216,14 +215,19 @@ def _install_sgl_kernel_stub() -> None:
     stub.__getattr__ = _missing_cpu_kernel  # type: ignore[method-assign]
     for name in _NAMED_AT_IMPORT:
         setattr(torch.ops.sgl_kernel, name, _missing_cpu_kernel(name))
-    sys.modules |= {"sgl_kernel": stub, **hybrid_on_cpu.add_kernels(stub)}
+    mamba = ModuleType("sgl_kernel.mamba")
+    mamba.__getattr__ = _missing_cpu_kernel  # type: ignore[method-assign]
+    stub.mamba = mamba  # type: ignore[attr-defined]
+    sys.modules |= {"sgl_kernel": stub, mamba.__name__: mamba}
 
 
 _NAMED_AT_IMPORT = (
+    "fused_gdn_gating_cpu",
     "fused_moe_router_cpu",
     "fused_qk_gemma_rmsnorm_cpu",
     "fused_qk_gemma_rmsnorm_with_gate_cpu",
     "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_sigmoid_gating_delta_rule_update_cpu",
     "fused_sigmoid_mul_cpu",
 )
 """Operators that modules of SGLang name when they are imported, the processor of Qwen's images among them."""
@@ -279,8 +283,8 @@ def _register_hooks() -> None:
         ),
     ]
     if comes_with(installed_release(), TESTED[-1]):
-        hooks += [(f"{_HOST_POOL}.mamba.MambaPoolHost.__init__", _without_pinned_states, "before")]
-        hooks += hybrid_on_cpu.hooks()
+        setup = "sglang.srt.model_executor.model_runner_components.attention_backend_setup"
+        hooks += [(f"{setup}._build_full_attention_backend_from_str", _torch_attention, "around")]
     for target, hook, kind in hooks:
         if not any(registered is hook for _, registered, _ in HookRegistry._hooks.get(target, ())):
             HookRegistry.register(target, hook, HookType(kind))
@@ -300,8 +304,12 @@ def _without_pinned_host_pool(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...
     return given.args, given.kwargs
 
 
-def _without_pinned_states(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return args, {**kwargs, "pin_memory": False}
+def _torch_attention(original: Callable[..., Any], **named: Any) -> Any:
+    if named["backend_str"] != "torch_native":
+        return original(**named)
+    from hicache_ext.testing.torch_attention import TorchAttention
+
+    return TorchAttention(named["model_runner"])
 
 
 def _without_pinned_page_indices(scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:

@@ -14,12 +14,17 @@ from hicache_ext.testing.sglang_cpu import prepare_process
 from tests.backend import linker_rig as rig
 from tests.backend.ahead_rig import Rig
 from tests.backend.test_conformance import extra_config
+from tests.rigs import hybrid_on_cpu
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _sglang() -> None:
     """Before the first import of SGLang, whichever file of these a process runs first."""
     prepare_process()
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    hybrid_on_cpu.register()
+    HookRegistry.apply_hooks()
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ import torch
 from hicache_ext.sglang import launch_facts
 from hicache_ext.sglang.launch_facts import LaunchFacts
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.testing.faults import PageStoreWrapper
-from hicache_ext.testing.host_pool_kinds import mha_device_pool
+from hicache_ext.testing.host_pools import mha_device_pool
+from tests.rigs.faults import PageStoreWrapper
 
 PAGE = 16
 PAGES = 96

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.testing.conformance.storage_backend import page_keys
-from hicache_ext.testing.host_pool_kinds import (
-    LAYOUTS,
-    MODELS,
+from hicache_ext.testing.host_pools import (
     HostPoolsByName,
     buffers_of,
     fill_pools_with_noise,
+    make_storage_config,
     page_content,
+    page_indices,
 )
-from hicache_ext.testing.host_pools import make_storage_config, page_indices
 from hicache_ext.testing.sglang_cpu import prepare_process
+from tests.rigs.host_pool_kinds import LAYOUTS, MODELS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "pools.md"
 BEGIN, END = "<!-- made by tests/backend/pool_table.py -->", "<!-- end of what was made -->"
@@ -51,7 +51,7 @@ def _moved(directory: Path, pools: HostPoolsByName) -> dict[str, str]:
     from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
     from hicache_ext.sglang.backend import HiCacheExtBackend
-    from hicache_ext.sglang.copied_pages import CopiedPages
+    from hicache_ext.sglang.host_pool import CopiedPages
     from tests.backend.test_conformance import extra_config
 
     def transfers(pages: list[int]) -> list[Any]:

@@ -16,12 +16,12 @@ from hicache_ext.testing.sglang_cpu import prepare_process
 prepare_process()
 
 from hicache_ext.sglang import hooks  # noqa: E402
-from hicache_ext.sglang.features import ADAPTERS, COPIES, HOOKED, WEIGHTS_UPDATES  # noqa: E402
 from hicache_ext.sglang.hooks import HOOKS, Hook  # noqa: E402
 from hicache_ext.sglang.self_check import check_installed, features_off  # noqa: E402
+from hicache_ext.sglang.used_names import ADAPTERS, COPIES, HOOKED, WEIGHTS_UPDATES  # noqa: E402
 
 OFF = features_off(check_installed())
-"""What this release cannot have (0.5.20: the decode writer)."""
+"""What this release cannot have."""
 IN_FORCE = [hook for hook in hooks._wanted(HOOKED) if hook.feature not in OFF]
 
 

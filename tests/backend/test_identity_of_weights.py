@@ -18,9 +18,9 @@ from hicache_ext.errors import UnsupportedError
 from hicache_ext.page import fingerprint
 from hicache_ext.page.fingerprint import ModelFingerprint
 from hicache_ext.page.hashes import namespaced_extra_key
-from hicache_ext.sglang import adapters, hooks, launch_facts, loaded_models, model_weights
+from hicache_ext.sglang import hooks, launch_facts, model_weights, process
 from hicache_ext.sglang.launch_facts import LaunchFacts, logical_dtype
-from hicache_ext.sglang.loaded_models import LoadedModel
+from hicache_ext.sglang.process import LoadedModel
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices
 from hicache_ext.testing.tiny_model import make_tiny_model
@@ -35,8 +35,8 @@ INDICES = page_indices(PAGE_SIZE, [0, 1])
 
 @pytest.fixture(autouse=True)
 def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loaded_models, "loaded", [])
-    monkeypatch.setattr(adapters, "_digests", {})
+    monkeypatch.setattr(process, "loaded", [])
+    monkeypatch.setattr(model_weights, "_digests", {})
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_other_draft_weights_are_another_identity(
     load(make_tiny_model(tmp_path / "draft", seed=2), draft=True)
     assert serve(target).batch_set_v1(KEYS, INDICES) == [True, True]
     assert serve(target).batch_exists(KEYS) == 2
-    loaded_models.loaded[1].fingerprint = ModelFingerprint(str(make_tiny_model(tmp_path / "other draft", seed=3)))
+    process.loaded[1].fingerprint = ModelFingerprint(str(make_tiny_model(tmp_path / "other draft", seed=3)))
     assert serve(target).batch_exists(KEYS) == 0
 
 
@@ -230,7 +230,7 @@ def test_a_closed_backend_is_not_kept_alive(
     model = make_tiny_model(tmp_path / "model")
     load(model)
     gone = weakref.ref(serve(model)._pools)
-    for callback in loaded_models.loaded[0].fingerprint._callbacks:
+    for callback in process.loaded[0].fingerprint._callbacks:
         assert all(cell.cell_contents is not gone() for cell in callback.__closure__ or ())
 
 
@@ -240,7 +240,7 @@ def test_an_incomplete_model_that_sglang_completes_is_identified_by_what_is_ther
     model = make_tiny_model(tmp_path / "model", seed=1)
     load(model, meanwhile=lambda: shutil.copy(model / "model.safetensors", model / "more.safetensors"))
     assert serve(model).batch_set_v1(KEYS, INDICES) == [True, True]
-    loaded_models.loaded.clear()
+    process.loaded.clear()
     (model / "more.safetensors").unlink()
     assert serve(model).batch_exists(KEYS) == 0
 
@@ -311,7 +311,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LaunchFacts]:
         monkeypatch.setattr(launch_facts, "resolved", {"model_path": "m", **arguments}.get)
         files = ModelFingerprint("m", None)
         models = [LoadedModel(runner, False, files)] + ([LoadedModel(draft, True, files)] if draft else [])
-        monkeypatch.setattr(loaded_models, "loaded", models)
+        monkeypatch.setattr(process, "loaded", models)
         return launch_facts.read_launch_facts()
 
     return launched_
@@ -386,10 +386,10 @@ def test_a_server_whose_arguments_cannot_be_read_is_refused(monkeypatch: pytest.
 
 def test_a_server_without_storage_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plug-in is in force in every SGLang server of an environment."""
-    monkeypatch.setattr(adapters, "uses_storage", lambda: False)
+    monkeypatch.setattr(model_weights, "uses_storage", lambda: False)
     adapter = loaded_adapter(make_tiny_adapter(tmp_path / "a", seed=1))
     tensors = dict(adapter.layers[0].weights)
-    adapters.after_start(None, manager_of(id1=adapter))
+    model_weights.after_lora_start(None, manager_of(id1=adapter))
     assert all(adapter.layers[0].weights[name] is tensor for name, tensor in tensors.items())
     assert request("id1", "tenant").extra_key == "tenantid1"
 
@@ -418,17 +418,17 @@ def loaded_adapter(path: Path) -> Any:
 def test_adapters_of_equal_content_have_one_digest_wherever_they_lie(tmp_path: Path) -> None:
     here, there = (loaded_adapter(make_tiny_adapter(tmp_path / name, seed=1)) for name in ("here", "there"))
     assert here.config.hf_config != there.config.hf_config  # the path of the base model
-    assert adapters.adapter_digest(here, ()) == adapters.adapter_digest(there, ())
+    assert model_weights.adapter_digest(here, ()) == model_weights.adapter_digest(there, ())
 
 
 def test_every_value_and_every_setting_of_an_adapter_counts(tmp_path: Path) -> None:
     path = make_tiny_adapter(tmp_path / "adapter", seed=1)
-    seen = {adapters.adapter_digest(loaded_adapter(path), ())}
+    seen = {model_weights.adapter_digest(loaded_adapter(path), ())}
 
     def also(change: Callable[[Any], None], modules: tuple[str, ...] = ()) -> None:
         adapter = loaded_adapter(path)
         change(adapter)
-        seen.add(adapters.adapter_digest(adapter, modules))
+        seen.add(model_weights.adapter_digest(adapter, modules))
 
     def one_value(adapter: Any) -> None:
         next(iter(adapter.layers[1].weights.values())).view(-1)[7] += 1
@@ -462,7 +462,7 @@ def request(lora_id: str | None, extra_key: str | None = None) -> Any:
     made = SimpleNamespace(lora_id=lora_id, extra_key=extra_key)
     if lora_id is not None:
         made.extra_key = (extra_key or "") + lora_id
-    adapters.after_request(None, made)
+    model_weights.after_request(None, made)
     return made
 
 
@@ -470,9 +470,11 @@ def test_the_content_of_an_adapter_takes_the_place_of_sglangs_name_for_it(tmp_pa
     old = loaded_adapter(make_tiny_adapter(tmp_path / "a", seed=1))
     equal = loaded_adapter(make_tiny_adapter(tmp_path / "b", seed=1))
     new = loaded_adapter(make_tiny_adapter(tmp_path / "a", seed=2))
-    adapters.after_start(None, manager_of(id1=old))
+    model_weights.after_lora_start(None, manager_of(id1=old))
     for lora_id, adapter in (("id2", equal), ("id3", new)):
-        adapters.after_load(None, manager_of(**{lora_id: adapter}), SimpleNamespace(lora_id=lora_id, lora_name="x"))
+        model_weights.after_lora_load(
+            None, manager_of(**{lora_id: adapter}), SimpleNamespace(lora_id=lora_id, lora_name="x")
+        )
     assert request("id1").extra_key == request("id2").extra_key != request("id3").extra_key
     assert request("id1", "tenant").extra_key == "tenant" + request("id2").extra_key
     assert request(None).extra_key is None
@@ -482,14 +484,14 @@ def test_what_an_adapter_is_does_not_change_with_its_file(tmp_path: Path) -> Non
     mapped = torch.ones(64)
     adapter = loaded_adapter(make_tiny_adapter(tmp_path / "a", seed=1))
     adapter.layers[0].weights["o_proj"] = mapped
-    adapters.after_start(None, manager_of(id1=adapter))
+    model_weights.after_lora_start(None, manager_of(id1=adapter))
     mapped.zero_()
     assert adapter.layers[0].weights["o_proj"].sum() == 64
 
 
 def test_an_adapter_that_cannot_be_identified_shares_pages_with_nobody() -> None:
     broken = SimpleNamespace(config=None, layers=[], embedding_layers={}, added_tokens_embeddings={})
-    adapters.after_start(None, manager_of(id1=broken, id2=broken))
+    model_weights.after_lora_start(None, manager_of(id1=broken, id2=broken))
     assert request("id1").extra_key == request("id1").extra_key
     assert len({request(name).extra_key for name in ("id1", "id2", "never loaded")}) == 3
 

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 
 from hicache_ext.errors import ConfigError
-from hicache_ext.sglang import weights_hooks
+from hicache_ext.sglang import model_weights
 from hicache_ext.storage.serving import events as publisher_module
 from hicache_ext.storage.serving.events import Change, Kind
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices
 from hicache_ext.testing.server import free_port
-from tests.releases.needs import needs_release
 from tests.rigs.kv_events import LONG, encode, follow_until, subscriber_class
 from tests.waiting import wait_until
 
@@ -92,7 +91,7 @@ def test_the_block_hashes_are_those_that_sglang_publishes_of_the_same_tokens() -
 def test_what_the_tests_of_storage_encode_by_hand_reads_as_what_sglang_encodes() -> None:
     import msgspec
 
-    from hicache_ext.sglang.kv_events import _encoder
+    from hicache_ext.sglang.announcements import _encoder
 
     stored, removed = np.array([1, -2]), np.array([3])
     changes = [Change(Kind.CLEARED), Change(Kind.STORED, "DISK", stored), Change(Kind.REMOVED, "EXTERNAL", removed)]
@@ -106,8 +105,8 @@ def test_what_the_tests_of_storage_encode_by_hand_reads_as_what_sglang_encodes()
 def test_nothing_is_stored_while_nothing_may_be_served_and_pages_of_old_weights_are_removed(
     open_backend: Callable[..., Any], events: dict[str, Any], following: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights_hooks, "_nonce", None)
-    monkeypatch.setattr(weights_hooks, "_flushed", True)
+    monkeypatch.setattr(model_weights, "_nonce", None)
+    monkeypatch.setattr(model_weights, "_flushed", True)
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host, ours={"events": events})
     backend.batch_set_v1(KEYS, INDICES)
     everything = {"DISK": blocks_of(KEYS)}
@@ -146,11 +145,10 @@ def test_one_rank_speaks_for_all(open_backend: Callable[..., Any], events: dict[
     assert open_backend(ours={"events": events}, **sizes, **{rank: 1})._events is None
 
 
-@needs_release("0.5.21", "the replica in what a backend is given")
 def test_each_replica_has_a_port_of_its_own(
     open_backend: Callable[..., Any], events: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hicache_ext.sglang.kv_events._replica", lambda ranks: ranks.dp_rank)
+    monkeypatch.setattr("hicache_ext.sglang.announcements._replica", lambda ranks: ranks.dp_rank)
     address, _, port = events["endpoint"].rpartition(":")
     open_backend(mha_pools(page_size=PAGE_SIZE).host, ours={"events": events}, dp_rank=0)
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host, ours={"events": events}, dp_rank=3)
@@ -184,7 +182,7 @@ def test_the_scheduler_never_waits_for_events(
     import threading
 
     release = threading.Event()
-    monkeypatch.setattr("hicache_ext.sglang.kv_events.blocks_in", lambda *_: release.wait(LONG) and {})
+    monkeypatch.setattr("hicache_ext.sglang.announcements.blocks_in", lambda *_: release.wait(LONG) and {})
     monkeypatch.setattr(publisher_module, "_CLOSE_TIMEOUT", 0.05)
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host, ours={"events": events})
     begun = time.monotonic()

@@ -257,7 +257,7 @@ def test_a_pool_that_hicache_does_not_know_is_refused_at_the_start(tmp_path: Pat
         rig.linker_of(device, rig.extra_config(tmp_path))
 
 
-@pytest.mark.parametrize("release", ["0.5.20", "0.5.22"])
+@pytest.mark.parametrize("release", ["0.5.21", "0.5.22"])
 def test_an_older_release_is_refused_with_one_sentence(release: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"^the external linker of SGLang {release} cannot be served[^\n]*$"):
         refuse_release_without_linker(release)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.sglang.linker_hooks import around_new_batch
+from hicache_ext.sglang.scheduler_hooks import around_new_batch
 
 pytestmark = pytest.mark.sglang
 

@@ -271,7 +271,7 @@ _RANK = """
 import sys
 from types import SimpleNamespace
 import torch.distributed as ranks
-from hicache_ext.sglang.linking.ranks import agreed
+from hicache_ext.sglang.linker import agreed
 rank, path = int(sys.argv[1]), sys.argv[2]
 ranks.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
 params = SimpleNamespace(tp_cache_group=ranks.group.WORLD, attn_tp_cache_group=None, attn_cp_cache_group=None)

@@ -13,25 +13,21 @@ import pytest
 import torch
 
 from hicache_ext.errors import UnsupportedError
-from hicache_ext.sglang import copied_pages
-from hicache_ext.sglang.copied_pages import CopiedPages, pages_of
-from hicache_ext.sglang.host_pool import HostPages
+from hicache_ext.sglang import host_pool
+from hicache_ext.sglang.host_pool import CopiedPages, HostPages, pages_of
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.testing.conformance.storage_backend import page_keys
-from hicache_ext.testing.host_pool_kinds import (
-    LAYOUTS,
-    MODELS,
+from hicache_ext.testing.host_pools import (
     fill_pools_with_noise,
     mamba_host,
     mha_host,
     minimax_index_host,
-    minimax_nvfp4_hosts,
-    mla_host,
     page_content,
+    page_indices,
 )
-from hicache_ext.testing.host_pools import page_indices
 from tests.backend import pool_table
 from tests.releases.needs import needs_release
+from tests.rigs.host_pool_kinds import LAYOUTS, MODELS, minimax_nvfp4_hosts, mla_host
 
 pytestmark = [pytest.mark.sglang, needs_release("0.5.23", "host pools are made as it makes them")]
 
@@ -117,7 +113,7 @@ def test_only_a_hit_is_put_into_the_pool(result: GetResult) -> None:
         return [result, GetResult.HIT, result]
 
     pages = CopiedPages(host, "mamba")
-    keys = copied_pages.PageKeys.of_hashes(bytes(16), KEYS[:3])
+    keys = host_pool.PageKeys.of_hashes(bytes(16), KEYS[:3])
     assert pages.read(keys, np.array([1, 4, 8]), half_written) == [result, GetResult.HIT, result]
     after = [page_content(host, page) for page in range(13)]
     assert after[4] == b"\xee" * pages.page_bytes
@@ -139,7 +135,7 @@ def test_a_pool_that_refuses_a_page_is_a_miss(
 def test_the_memory_of_copies_is_bounded(
     open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    monkeypatch.setattr(copied_pages, "COPIES_AT_ONCE", limit)
+    monkeypatch.setattr(host_pool, "COPIES_AT_ONCE", limit)
     host = states_of_slots()
     backend = open_backend(mha_host("page_first", page_size=1))
     backend.register_mem_host_pool_v2(host, "mamba")
@@ -295,11 +291,11 @@ def test_whatever_is_registered_later_ends_nothing(open_backend: Callable[..., A
 def _drafts_hooked() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from hicache_ext.sglang import features, hooks
+    from hicache_ext.sglang import hooks, used_names
 
-    hooks.register([features.DRAFTS])
+    hooks.register([used_names.DRAFTS])
     HookRegistry.apply_hooks()
-    assert not hooks.not_in_force([features.DRAFTS])
+    assert not hooks.not_in_force([used_names.DRAFTS])
 
 
 @pytest.fixture

@@ -18,8 +18,11 @@ from hicache_ext.testing.sglang_cpu import prepare_process
 prepare_process()
 
 from hicache_ext.errors import UnsupportedError  # noqa: E402
-from hicache_ext.sglang import hooks, lifecycle, loaded_models, releases, self_check  # noqa: E402
-from hicache_ext.sglang.features import (  # noqa: E402
+from hicache_ext.sglang import hooks, lifecycle, process, releases, self_check  # noqa: E402
+from hicache_ext.sglang.host_pool import HostPages  # noqa: E402
+from hicache_ext.sglang.launch_facts import LaunchFacts, longest_prompt  # noqa: E402
+from hicache_ext.sglang.self_check import Checked, Sources, check, features_off, ignored_parameters  # noqa: E402
+from hicache_ext.sglang.used_names import (  # noqa: E402  # noqa: E402
     ADAPTERS,
     COPIES,
     DECODE_WRITER,
@@ -27,12 +30,10 @@ from hicache_ext.sglang.features import (  # noqa: E402
     LINKER,
     MODEL_WEIGHTS,
     STORAGE,
+    USED,
     WEIGHTS_UPDATES,
+    Use,
 )
-from hicache_ext.sglang.host_pool import HostPages  # noqa: E402
-from hicache_ext.sglang.launch_facts import LaunchFacts, longest_prompt  # noqa: E402
-from hicache_ext.sglang.self_check import Checked, Sources, check, features_off, ignored_parameters  # noqa: E402
-from hicache_ext.sglang.used_names import USED, Use  # noqa: E402
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys  # noqa: E402
 from hicache_ext.testing.host_pools import mha_pools, mla_pools, page_indices  # noqa: E402
 from tests.releases.wheels import ROOT, package_of  # noqa: E402
@@ -45,13 +46,15 @@ LINKERS = "srt/mem_cache/unified_cache/linker_factory.py"
 # -- the gate ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("release", ["0.5.9", "0.5.19", "0.5.19.post3", "0.4.21"])
+@pytest.mark.parametrize("release", ["0.5.9", "0.5.20", "0.5.20.post3", "0.4.21"])
 def test_a_release_that_is_too_old_is_refused_with_one_sentence(release: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"SGLang {release} cannot be served: this package needs 0\.5\.20"):
+    with pytest.raises(
+        UnsupportedError, match=rf"SGLang {release} cannot be served: this package needs 0\.5\.21 or newer"
+    ):
         releases.refuse_old_release(release)
 
 
-@pytest.mark.parametrize("release", ["0.5.24", "0.5.23.post1", "0.6.0rc1", "0.5.24.dev12+gabc", "1.0", "0.5.20rc1"])
+@pytest.mark.parametrize("release", ["0.5.24", "0.5.23.post1", "0.6.0rc1", "0.5.24.dev12+gabc", "1.0", "0.5.21rc1"])
 def test_a_release_that_was_not_tested_is_served_with_a_warning(release: str) -> None:
     releases.refuse_old_release(release)
     assert f"this is {release}." in (releases.untested(release) or "")
@@ -61,13 +64,6 @@ def test_a_release_that_was_not_tested_is_served_with_a_warning(release: str) ->
 def test_a_tested_release_is_served_without_a_word(release: str) -> None:
     releases.refuse_old_release(release)
     assert releases.untested(release) is None
-
-
-def test_a_decode_node_that_would_copy_memory_given_away_is_refused() -> None:
-    """0.5.20 has no drain_before_retraction: what a copy still reads may be another request's by then."""
-    with pytest.raises(UnsupportedError, match=r"kvcache of SGLang 0\.5\.20 cannot be served: a request that is"):
-        releases.refuse_unsafe_offload("0.5.20")
-    releases.refuse_unsafe_offload("0.5.21")
 
 
 # -- the list and the check --------------------------------------------------------------------------------------------
@@ -85,11 +81,7 @@ def test_every_tested_release_has_all_that_its_features_need(release: str) -> No
     found = list(check(sources_of(release), release))
     off = features_off(found)
     assert ignored_parameters([one for one in found if one.expected]) is None
-    assert set(off) == {
-        *([DECODE_WRITER] if release == "0.5.20" else []),
-        *([LINKER] if release != "0.5.23" else []),
-    }
-    assert "drain_before_retraction" in off.get(DECODE_WRITER, "drain_before_retraction")
+    assert set(off) == ({LINKER} if release != "0.5.23" else set())
 
 
 def test_names_that_came_later_are_marked_with_the_release_they_came_with() -> None:
@@ -375,8 +367,8 @@ def test_host_memory_smaller_than_the_longest_prompt_is_warned_about_with_both_n
 
 def test_the_longest_prompt_is_the_context_or_what_the_device_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     def longest(**runner: Any) -> int | None:
-        loaded = [loaded_models.LoadedModel(SimpleNamespace(**runner), False, None)]  # type: ignore[arg-type]
-        monkeypatch.setattr(loaded_models, "loaded", loaded)
+        loaded = [process.LoadedModel(SimpleNamespace(**runner), False, None)]  # type: ignore[arg-type]
+        monkeypatch.setattr(process, "loaded", loaded)
         return longest_prompt()
 
     context = SimpleNamespace(context_len=131072)
@@ -384,7 +376,7 @@ def test_the_longest_prompt_is_the_context_or_what_the_device_holds(monkeypatch:
     assert longest(model_config=context, max_total_num_tokens=50_000) == 50_000
     assert longest(model_config=context) == 131072
     assert longest() is None
-    monkeypatch.setattr(loaded_models, "loaded", [])
+    monkeypatch.setattr(process, "loaded", [])
     assert longest_prompt() is None
 
 

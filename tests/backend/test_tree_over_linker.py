@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from hicache_ext.sglang.releases import comes_with, installed_release
-from hicache_ext.testing.host_pool_kinds import mha_device_pool
+from hicache_ext.testing.host_pools import mha_device_pool
 
 pytestmark = [
     pytest.mark.sglang,

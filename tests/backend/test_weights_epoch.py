@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.sglang import weights_hooks
+from hicache_ext.sglang import model_weights
 from hicache_ext.sglang.hooks import HOOKS
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices
@@ -25,14 +25,14 @@ INDICES = page_indices(PAGE_SIZE, [0, 1])
 
 @pytest.fixture(autouse=True)
 def _a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_hooks, "_nonce", None)
-    monkeypatch.setattr(weights_hooks, "_flushed", True)
+    monkeypatch.setattr(model_weights, "_nonce", None)
+    monkeypatch.setattr(model_weights, "_flushed", True)
 
 
 def update(flushes: bool) -> None:
     """What SGLang does: our BEFORE hook, the new weights, a flush, and our AFTER hook on that."""
-    weights_hooks.before_update(SimpleNamespace(tp_cpu_group=None))
-    weights_hooks.after_flush(flushes)
+    model_weights.before_update(SimpleNamespace(tp_cpu_group=None))
+    model_weights.after_flush(flushes)
 
 
 def test_pages_of_the_old_weights_are_out_of_reach_after_an_update(open_backend: Callable[..., Any]) -> None:
@@ -52,9 +52,9 @@ def test_until_the_cache_is_flushed_nothing_is_stored_or_served(open_backend: Ca
     assert backend._pools.suspended_because is not None
     assert backend.batch_exists(KEYS) == 0
     assert backend.batch_set_v1(page_keys(2, "more"), INDICES) == [False, False]
-    weights_hooks.after_flush(False)
+    model_weights.after_flush(False)
     assert backend._pools.suspended_because is not None
-    weights_hooks.after_flush(True)
+    model_weights.after_flush(True)
     assert backend._pools.suspended_because is None
     assert backend.batch_exists(KEYS) == 0
     assert backend.batch_exists(page_keys(2, "more")) == 0
@@ -63,13 +63,13 @@ def test_until_the_cache_is_flushed_nothing_is_stored_or_served(open_backend: Ca
 def test_a_flush_without_an_update_changes_nothing(open_backend: Callable[..., Any]) -> None:
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
     backend.batch_set_v1(KEYS, INDICES)
-    weights_hooks.after_flush(True)
+    model_weights.after_flush(True)
     assert backend.batch_exists(KEYS) == 2
 
 
 AGREE = """
 import sys, torch.distributed as ranks
-from hicache_ext.sglang.weights_hooks import _agreed
+from hicache_ext.sglang.model_weights import _agreed
 ranks.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 print(_agreed(ranks.group.WORLD), _agreed(ranks.group.WORLD))
 """
@@ -107,7 +107,7 @@ def test_an_update_that_fails_or_loads_nothing_itself_counts_as_one(
     assert hook.kind == "before"
     hook.function(SimpleNamespace(tp_cpu_group=None), SimpleNamespace())
     assert backend.batch_exists(KEYS) == 0
-    weights_hooks.after_flush(True)
+    model_weights.after_flush(True)
     assert backend.batch_exists(KEYS) == 0
 
 
@@ -127,11 +127,11 @@ def test_weights_that_were_given_away_are_not_taken_for_the_same(
     backed_up: bool,
     changes: bool,
 ) -> None:
-    monkeypatch.setattr(weights_hooks, "_backed_up", lambda: backed_up)
+    monkeypatch.setattr(model_weights, "_backed_up", lambda: backed_up)
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
     assert backend.batch_set_v1(KEYS, INDICES) == [True, True]
-    weights_hooks.before_release(SimpleNamespace(tp_cpu_group=None), SimpleNamespace(tags=tags))
-    weights_hooks.after_flush(True)
+    model_weights.before_release(SimpleNamespace(tp_cpu_group=None), SimpleNamespace(tags=tags))
+    model_weights.after_flush(True)
     assert backend.batch_exists(KEYS) == (0 if changes else 2)
 
 
@@ -147,7 +147,7 @@ def test_a_backend_that_is_attached_after_an_update_serves_nothing_of_the_old_we
     attached = open_backend(host)
     assert attached.batch_exists(KEYS) == 0
     assert attached.batch_set_v1(KEYS, INDICES) == [False, False]
-    weights_hooks.after_flush(True)
+    model_weights.after_flush(True)
     assert attached.batch_exists(KEYS) == 0
     assert attached.batch_set_v1(KEYS, INDICES) == [True, True]
     attached.close()

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -78,13 +78,12 @@ class Measured:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Decode throughput with and without the decode writer.")
     parser.add_argument("--minutes", type=float, default=11, help="until the last round begins")
-    parser.add_argument("--stride", type=int, default=256, help="pd.write.stride; SGLang's own is one page")
     parser.add_argument("--report", type=Path, help="a .md file to write; the figures go beside it as .json")
     arguments = parser.parse_args()
     deadline = time.monotonic() + 60 * arguments.minutes
     with terminated_in_order(), tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        with _nodes(directory, arguments.stride) as (pair, nodes):
+        with _nodes(directory) as (pair, nodes):
             measured = _measure(pair, nodes, directory, deadline)
         said = _said(directory / "writer.log", r"decode writer: (\{.*\})")
         facts = machine_facts(directory, ("sglang", "torch"))
@@ -98,14 +97,14 @@ def main() -> None:
 
 
 @contextmanager
-def _nodes(directory: Path, stride: int) -> Iterator[tuple[PdPair, dict[str, RigServer]]]:
+def _nodes(directory: Path) -> Iterator[tuple[PdPair, dict[str, RigServer]]]:
     """The pair and its decode nodes, all warm; those that are not needed at once are frozen."""
     model = make_tiny_model(directory / "model")
     small = ("--max-total-tokens", "8192")
     pair = PdPair(
         model,
         directory=directory,
-        prefill_config=_config(directory, stride),
+        prefill_config=_config(directory, "ours"),
         decode_offload=False,
         decode_arguments=small,
     )
@@ -125,8 +124,8 @@ def _nodes(directory: Path, stride: int) -> Iterator[tuple[PdPair, dict[str, Rig
     nodes = {
         "without": pair.decode,
         "second": node("second", None),
-        "sglang": node("sglang", _config(directory, None)),
-        "writer": node("writer", _config(directory, stride), fault),
+        "sglang": node("sglang", _config(directory, "sglang")),
+        "writer": node("writer", _config(directory, "ours"), fault),
     }
     with pair:
         try:
@@ -203,11 +202,10 @@ def _all_at_once(calls: Sequence[Callable[[], Any]]) -> None:
         thread.join()
 
 
-def _config(directory: Path, stride: int | None) -> dict[str, Any]:
-    """Without a stride it is SGLang's own offload that writes."""
+def _config(directory: Path, writer: Literal["ours", "sglang"]) -> dict[str, Any]:
+    """``sglang``: its own offload writes."""
     pool = {"type": "file", "path": str(directory / "pool"), "capacity": "1GiB"}
-    write = {"enabled": False} if stride is None else {"stride": stride}
-    return ExtraConfig.around({"tiers": {"pool": pool}, "pd": {"write": write}})
+    return ExtraConfig.around({"tiers": {"pool": pool}, "pd": {"write": {"enabled": writer == "ours"}}})
 
 
 def _said(log: Path, pattern: str) -> str:
@@ -256,13 +254,13 @@ def _paired(values: Sequence[float], base: Sequence[float]) -> str:
 def _report(
     arguments: argparse.Namespace, table: Table, measured: dict[str, Measured], said: str, facts: dict[str, Any]
 ) -> None:
-    file, stride = arguments.report, arguments.stride
+    file = arguments.report
     text = f"""# Decode throughput with the decode writer
 
 `python -m tests.campaigns.decode_throughput --minutes {arguments.minutes:g} --report {file}`, {today()[:10]}, \
 {facts["cpus"]} cores, Linux {facts["kernel"].partition("-")[0]}, \
 SGLang {facts["packages"]["sglang"]} on CPU with a tiny model, batches \
-of {BATCH} requests of {PROMPT_TOKENS} tokens with {TOKENS} generated, pages of 16, stride {stride}. How it is \
+of {BATCH} requests of {PROMPT_TOKENS} tokens with {TOKENS} generated, pages of 16. How it is \
 measured stands at the top of that file. Ratios are to the mean of the two servers without offload, whose own distance \
 from 1 is the noise: of all rounds together, and of the rounds (median, quartiles). CPU time is that of all processes \
 of the decode node during a batch; it says more than \
@@ -278,7 +276,7 @@ The writer's counters at the end, all its arms together: `{said}`
     document = {
         "date": today(),
         "machine": facts,
-        "batch": {"requests": BATCH, "prompt_tokens": PROMPT_TOKENS, "generated": TOKENS, "stride": stride},
+        "batch": {"requests": BATCH, "prompt_tokens": PROMPT_TOKENS, "generated": TOKENS},
         "arms": {
             name: {
                 **asdict(ARMS[name]),

@@ -89,7 +89,9 @@ def main() -> None:
 def _servers(directory: Path) -> Iterator[dict[str, RigServer]]:
     """All three, frozen."""
     model = make_tiny_model(directory / "model", layers=8, hidden_size=256)
-    fault = rig_environment({tier_faults.VARIABLE: f"file:{directory / 'fault'}"})
+    fault = rig_environment(
+        {tier_faults.VARIABLE: f"file:{directory / 'fault'}"}, [tier_faults.__name__, "tests.rigs.quick_pd"]
+    )
 
     def server(name: str, pull: dict[str, Any] | None) -> RigServer:
         return RigServer(
@@ -104,7 +106,7 @@ def _servers(directory: Path) -> Iterator[dict[str, RigServer]]:
     servers = {
         RECOMPUTE: server(RECOMPUTE, None),
         PULL: server(PULL, {"mode": "off"}),
-        ADAPTIVE: server(ADAPTIVE, {"mode": "adaptive", "min_tokens": 64, "probe_interval": "2s"}),
+        ADAPTIVE: server(ADAPTIVE, {"mode": "adaptive", "min_tokens": 64}),
     }
     try:
         starting = [threading.Thread(target=one.start) for one in servers.values()]

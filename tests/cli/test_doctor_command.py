@@ -14,16 +14,16 @@ import yaml
 from hicache_ext.cli import doctor_command
 from hicache_ext.cli.main import main
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.sglang import features, self_check, used_names
+from hicache_ext.sglang import self_check, used_names
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.contract.trial import try_store
 from hicache_ext.storage.tiers.file import users
 from hicache_ext.storage.tiers.file.slab import loading
 from hicache_ext.storage.tiers.file.slab.loading import NotCompiled
 from hicache_ext.storage.tiers.memory import MemoryPageStore
-from hicache_ext.testing.faults import DroppingStore, FailingStore, PageStoreWrapper
 from hicache_ext.testing.server import free_port
 from tests.rigs.container import Program
+from tests.rigs.faults import DroppingStore, FailingStore, PageStoreWrapper
 from tests.rigs.otlp_collector import OtlpCollector
 
 SECRET = "hunter2-is-the-secret"
@@ -214,7 +214,7 @@ def test_what_sglang_ignores_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(
     ("version", "level"),
-    [("0.5.23", "ok"), ("0.5.20", "ok"), ("0.5.19", "error"), ("0.5.24", "warning"), (None, "error")],
+    [("0.5.23", "ok"), ("0.5.21", "ok"), ("0.5.20", "error"), ("0.5.24", "warning"), (None, "error")],
 )
 def test_sglang_must_not_be_too_old(monkeypatch: pytest.MonkeyPatch, version: str | None, level: str) -> None:
     monkeypatch.setattr(doctor_command, "installed_version", lambda package: version)
@@ -253,8 +253,8 @@ def test_what_the_installed_sglang_lacks_is_named_in_that_sentence() -> None:
 
 def test_what_sglang_lacks_is_an_error_or_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = [
-        used_names.Use("sglang.srt.managers.scheduler.Scheduler", ("no_such",), (features.PREFILL_COST,)),
-        used_names.Use("sglang.srt.mem_cache.hicache_storage.PoolTransfer", ("keys", "gone"), (features.STORAGE,)),
+        used_names.Use("sglang.srt.managers.scheduler.Scheduler", ("no_such",), (used_names.PREFILL_COST,)),
+        used_names.Use("sglang.srt.mem_cache.hicache_storage.PoolTransfer", ("keys", "gone"), (used_names.STORAGE,)),
     ]
     checked = tuple(self_check.check(self_check.Sources.installed(), "0.5.99", gone))
     monkeypatch.setattr(doctor_command, "check_installed", lambda: checked)

@@ -26,7 +26,7 @@ VERSIONS = ("1.29.0", kubernetes_validate.latest_version())
 """Of Kubernetes: the oldest that docs/kubernetes.md names, and the newest whose schemas the package has."""
 SGLANG_ENDS_WITHIN = 5 + 15
 """Seconds that SGLang takes at most from the last answer to its end: the pause of its watch, and what its schedulers
-get (``sigterm_watchdog`` in managers/tokenizer_manager.py; 0.5.20 to 0.5.23 alike)."""
+get (``sigterm_watchdog`` in managers/tokenizer_manager.py; 0.5.21 to 0.5.23 alike)."""
 
 Document = dict[str, Any]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import tempfile
 import time
@@ -15,8 +14,8 @@ from hicache_ext.cli.main import main
 from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer
-from hicache_ext.testing.sglang_cpu import MODULES_VARIABLE
 from tests.e2e.conftest import LENGTH, file_tier_config, random_prompt
+from tests.rigs.server_hooks import rig_environment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -24,7 +23,6 @@ PAGE_SIZE = 16
 PAGES = LENGTH // PAGE_SIZE
 REUSABLE = LENGTH - PAGE_SIZE
 RANKS = 2
-REPOSITORY = Path(__file__).parents[2]
 
 
 def decisions(server: SglangServer) -> dict[str, float]:
@@ -58,8 +56,7 @@ def test_a_first_request_is_refused_a_second_one_written_and_a_third_one_restore
             extra_config=f"@{file}",
             extra_arguments=("--enable-metrics",),
             environment={
-                MODULES_VARIABLE: "tests.rigs.quick_admission",
-                "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
+                **rig_environment(modules=["tests.rigs.quick_admission"]),
                 "HICACHE_EXT_RUNTIME_DIR": runtime,
             },
         ) as server,

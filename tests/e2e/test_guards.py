@@ -36,7 +36,7 @@ registry._OURS["file"] = "hanging_file_tier:HangingFileTier"
 _STORE = """
 import os, time
 from hicache_ext.storage.tiers.file.tier_type import FileTier
-from hicache_ext.testing.faults import BeforeEachCall
+from tests.rigs.faults import BeforeEachCall
 
 class Hanging(BeforeEachCall):
     def before_call(self):

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from hicache_ext.testing.server import SglangServer
-from hicache_ext.testing.tiny_hybrid import WINDOW, Kind, make_tiny_hybrid
 from tests.e2e.conftest import file_tier_config
+from tests.rigs.server_hooks import hybrid_environment
+from tests.rigs.tiny_hybrid import WINDOW, Kind, make_tiny_hybrid
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -59,6 +60,7 @@ def test_all_pools_of_a_hybrid_model_are_restored_after_a_flush_and_a_restart(
             storage_backend="dynamic",
             extra_config=config,
             extra_arguments=ARGUMENTS.get(kind, ()),
+            environment=hybrid_environment(),
         )
 
     with serve("first") as server:
@@ -106,7 +108,7 @@ def test_all_pools_of_a_hybrid_model_are_restored_after_a_flush_and_a_restart(
 
 REFERENCE = """
 import json, sys, torch
-from hicache_ext.testing.tiny_hybrid import load_reference
+from tests.rigs.tiny_hybrid import load_reference
 reference, found = load_reference(sys.argv[1]), {}
 for name, prompt in json.load(sys.stdin).items():
     with torch.no_grad():

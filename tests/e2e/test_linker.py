@@ -19,12 +19,13 @@ from hicache_ext.errors import ServerError
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer
-from hicache_ext.testing.tiny_hybrid import KINDS, Kind, make_tiny_hybrid
 from tests.e2e.conftest import FIRST_PROMPT, SECOND_PROMPT, file_tier_config, prompt_of
 from tests.e2e.test_file_tier import damage
 from tests.e2e.test_hybrid_models import ARGUMENTS, restorable
 from tests.e2e.test_hybrid_models import PROMPTS as HYBRID_PROMPTS
 from tests.rigs.redis_servers import RedisServer, redis_program
+from tests.rigs.server_hooks import hybrid_environment
+from tests.rigs.tiny_hybrid import KINDS, Kind, make_tiny_hybrid
 from tests.storage.raw_access import stored_keys
 from tests.waiting import wait_until
 
@@ -125,12 +126,16 @@ def test_all_pools_of_a_hybrid_model_pass_through_either_door(tmp_path: Path, ki
     config = file_tier_config(tmp_path / "l3")
     first, second = HYBRID_PROMPTS["first"], [*SECOND_PROMPT, *range(70)]
 
-    with hierarchical(model, tmp_path / "hicache.log", config, extra_arguments=ARGUMENTS.get(kind, ())) as server:
+    settings: dict[str, Any] = {
+        "extra_arguments": ARGUMENTS.get(kind, ()),
+        "environment": hybrid_environment(),
+    }
+    with hierarchical(model, tmp_path / "hicache.log", config, **settings) as server:
         cold = server.generate(first)
         assert cold.cached_tokens == 0
         server.flush_cache()
 
-    with linked(model, tmp_path / "linker.log", config, extra_arguments=ARGUMENTS.get(kind, ())) as server:
+    with linked(model, tmp_path / "linker.log", config, **settings) as server:
         restored = server.generate(first)
         assert (restored.cached_tokens, restored.cached.device) == (restorable(kind, len(first)), 0)
         assert restored.output_ids == cold.output_ids

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from hicache_ext.testing.server import SglangServer
-from hicache_ext.testing.tiny_hybrid import make_tiny_hybrid
 from tests.e2e.conftest import FIRST_PROMPT
 from tests.e2e.test_hybrid_models import ARGUMENTS
+from tests.rigs.server_hooks import hybrid_environment
+from tests.rigs.tiny_hybrid import make_tiny_hybrid
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -49,6 +50,7 @@ def test_a_forward_waits_for_each_layer_before_it_reads_it(
         page_size=PAGE_SIZE,
         linker_config=rig_linker(place),
         extra_arguments=ARGUMENTS.get(kind, ()),
+        environment=hybrid_environment(),
     ) as server:
         cold = server.generate(PROMPT)
         assert cold.cached_tokens == 0

@@ -14,12 +14,13 @@ import pytest
 from PIL import Image
 
 from hicache_ext.testing.server import SglangServer
-from hicache_ext.testing.tiny_hybrid import make_tiny_hybrid
-from hicache_ext.testing.tiny_vision import IMAGE, make_tiny_vision
 from tests.e2e.conftest import file_tier_config
 from tests.e2e.modes import saw
 from tests.e2e.test_file_tier import PROMPT
 from tests.e2e.test_hybrid_models import PROMPTS, restorable
+from tests.rigs.server_hooks import hybrid_environment
+from tests.rigs.tiny_hybrid import make_tiny_hybrid
+from tests.rigs.tiny_vision import IMAGE, make_tiny_vision
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -128,7 +129,7 @@ def test_replicas_of_dp_attention_restore_what_either_stored(tmp_path: Path) -> 
     """The tiny Llama has no DP attention in SGLang; Qwen3-Next does."""
     model, prompt = make_tiny_hybrid(tmp_path / "model", "qwen3_next"), PROMPTS["first"]
     mode = Mode("`--tp 2 --dp 2 --enable-dp-attention` (Qwen3-Next)", ("--enable-dp-attention",), tp=2, dp=2)
-    with serve(model, tmp_path, mode) as server:
+    with serve(model, tmp_path, mode, environment=hybrid_environment()) as server:
         cold = [server.generate(prompt) for _ in range(mode.dp)]
         server.flush_cache()
         warm = [server.generate(prompt) for _ in range(mode.dp)]

@@ -22,13 +22,14 @@ from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import ServerError
 from hicache_ext.page.hashes import page_hashes
-from hicache_ext.sglang.features import DECODE_WRITER
+from hicache_ext.sglang.used_names import DECODE_WRITER
 from tests.e2e.conftest import file_tier_config
 from tests.releases.needs import needs
 from tests.rigs.mooncake_servers import MooncakeServers, missing_mooncake
 from tests.rigs.network_namespace import NetworkNamespace, missing_for_namespaces
 from tests.rigs.pd_pair import PdPair
 from tests.rigs.redis_servers import RedisServer, redis_program
+from tests.rigs.server_hooks import rig_environment
 from tests.storage.raw_access import stored_keys
 from tests.waiting import wait_until
 
@@ -235,7 +236,6 @@ def test_many_conversations_give_all_host_memory_back_and_leave_no_orphans(tiny_
     """Requests are cut off at random and retracted, host memory holds a fraction of what is generated: nothing leaks,
     every page in the pool can be reached from its conversation's first one, no error lines."""
     document = file_tier_config(tmp_path / "pool", layout="pages")
-    document["hicache_ext"]["pd"] = {"write": {"stride": 32, "drop": "shortest"}}
     config = as_file(tmp_path, document)
     generator = random.Random(6)
     plans = [
@@ -250,7 +250,9 @@ def test_many_conversations_give_all_host_memory_back_and_leave_no_orphans(tiny_
         prefill_config=config,
         decode_config=config,
         decode_arguments=("--hicache-ratio", "0.05"),
-        decode_environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"},
+        decode_environment=rig_environment(
+            {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"}, ["tests.rigs.quick_pd"]
+        ),
     ) as pair:
         # What would be answered without an abort, in a namespace of its own.
         whole = [pair.generate(prompt, 120, cache_salt="whole").output_ids for prompt, _ in plans[:3]]

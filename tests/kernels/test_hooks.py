@@ -11,8 +11,8 @@ import torch
 from hicache_ext.kernels.selection import Selector
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.sglang import kernel_hooks as sglang_hooks
-from hicache_ext.sglang.features import COPIES
 from hicache_ext.sglang.hooks import not_in_force, register
+from hicache_ext.sglang.used_names import COPIES
 from hicache_ext.testing.sglang_cpu import prepare_process
 from tests.kernels.conftest import Rig
 from tests.kernels.pools import (

@@ -1,4 +1,4 @@
-"""Page hashes of a decode node equal those of SGLang's own prefill hashing, in every namespace and under EAGLE."""
+"""Page hashes of a decode node equal those of SGLang's own prefill hashing, in every namespace."""
 
 from __future__ import annotations
 
@@ -21,26 +21,24 @@ from tests.releases.needs import needs_release  # noqa: E402
 PAGE_SIZE = 16
 
 
-def prefill_hashes(tokens: list[int], *, eagle: bool, extra_key: str | None, cache_salt: str | None) -> list[str]:
+def prefill_hashes(tokens: list[int], *, extra_key: str | None, cache_salt: str | None) -> list[str]:
     """What the prefill node stores: its radix key, cut to whole pages as its tree cuts it, hashed by SGLang."""
     key = RadixKey(array("q", tokens), extra_key=extra_key, cache_salt=cache_salt)
-    key, _ = key.maybe_to_bigram_view(eagle)
     whole = key[: len(key) // PAGE_SIZE * PAGE_SIZE]
     hashes = get_storage_hash_str(whole, None, page_size=PAGE_SIZE)
     assert isinstance(hashes, list)
     return hashes
 
 
-@pytest.mark.parametrize("eagle", [False, True], ids=["tokens", "eagle"])
 @pytest.mark.parametrize("extra_key", [None, "lora-7"])
 @pytest.mark.parametrize("cache_salt", [None, "tenant"])
 @pytest.mark.parametrize("prompt_length", [5, 16, 17, 640, 641])
 def test_a_chain_grown_piece_by_piece_equals_the_next_turns_prefill(
-    eagle: bool, extra_key: str | None, cache_salt: str | None, prompt_length: int
+    extra_key: str | None, cache_salt: str | None, prompt_length: int
 ) -> None:
     generator = random.Random(prompt_length)
     conversation = [generator.randrange(150_000) for _ in range(prompt_length + 200)]
-    chain = page_chain(PAGE_SIZE, bigrams=eagle, extra_key=extra_key, cache_salt=cache_salt)
+    chain = page_chain(PAGE_SIZE, extra_key=extra_key, cache_salt=cache_salt)
     prompt_pages = chain.pages_in(prompt_length)
     if prompt_pages:
         chain.extend(conversation[chain.tokens_for(0, prompt_pages)])
@@ -48,35 +46,33 @@ def test_a_chain_grown_piece_by_piece_equals_the_next_turns_prefill(
         end = min(len(chain) + generator.randint(1, 4), prompt_pages + 11)
         chain.extend(conversation[chain.tokens_for(len(chain), end)])
 
-    expected = prefill_hashes(conversation, eagle=eagle, extra_key=extra_key, cache_salt=cache_salt)
+    expected = prefill_hashes(conversation, extra_key=extra_key, cache_salt=cache_salt)
     assert chain.hashes(0, len(chain)) == expected[: len(chain)]
     # The prompt alone, as the prefill node of this turn stores it.
-    alone = prefill_hashes(conversation[:prompt_length], eagle=eagle, extra_key=extra_key, cache_salt=cache_salt)
+    alone = prefill_hashes(conversation[:prompt_length], extra_key=extra_key, cache_salt=cache_salt)
     assert chain.hashes(0, prompt_pages) == alone
 
 
-def test_eagle_and_plain_hashes_never_meet_and_neither_do_namespaces() -> None:
+def test_hashes_of_namespaces_never_meet() -> None:
     tokens = list(range(100, 100 + 4 * PAGE_SIZE + 1))
     seen = set()
-    for eagle in (False, True):
-        for extra_key in (None, "", "a"):
-            for salt in (None, "a", "b"):
-                chain = page_chain(PAGE_SIZE, bigrams=eagle, extra_key=extra_key, cache_salt=salt)
-                chain.extend(tokens[chain.tokens_for(0, 4)])
-                seen.update(chain.hashes(0, 4))
-    assert len(seen) == 2 * 3 * 3 * 4
+    for extra_key in (None, "", "a"):
+        for salt in (None, "a", "b"):
+            chain = page_chain(PAGE_SIZE, extra_key=extra_key, cache_salt=salt)
+            chain.extend(tokens[chain.tokens_for(0, 4)])
+            seen.update(chain.hashes(0, 4))
+    assert len(seen) == 3 * 3 * 4
 
 
 def test_hashes_that_are_not_there_yet_are_refused() -> None:
-    chain = page_chain(PAGE_SIZE, bigrams=False, extra_key=None, cache_salt=None)
+    chain = page_chain(PAGE_SIZE, extra_key=None, cache_salt=None)
     chain.extend(list(range(PAGE_SIZE)))
     with pytest.raises(IndexError):
         chain.hashes(0, 2)
 
 
 @needs_release("0.5.23", "identities of images")
-@pytest.mark.parametrize("eagle", [False, True], ids=["tokens", "eagle"])
-def test_pages_of_other_images_have_other_hashes_and_a_decode_node_finds_the_same(eagle: bool) -> None:
+def test_pages_of_other_images_have_other_hashes_and_a_decode_node_finds_the_same() -> None:
     """SGLang puts 62-bit numbers, made of what an image shows, in the places of its tokens."""
 
     def prompt(shown: bytes) -> list[int]:
@@ -84,11 +80,11 @@ def test_pages_of_other_images_have_other_hashes_and_a_decode_node_finds_the_sam
         image.set_identity(shown * 32)
         return [*range(100, 120), *image.padding_sequence(3 * PAGE_SIZE), *range(200, 240)]
 
-    hashes = [prefill_hashes(prompt(shown), eagle=eagle, extra_key=None, cache_salt=None) for shown in (b"a", b"b")]
+    hashes = [prefill_hashes(prompt(shown), extra_key=None, cache_salt=None) for shown in (b"a", b"b")]
     # The pages before the image are of both.
     alike = [one == other for one, other in zip(*hashes, strict=True)]
     assert alike == sorted(alike, reverse=True) and sum(alike) == 1
-    chain = page_chain(PAGE_SIZE, bigrams=eagle, extra_key=None, cache_salt=None)
+    chain = page_chain(PAGE_SIZE, extra_key=None, cache_salt=None)
     pages = chain.pages_in(len(prompt(b"a")))
     chain.extend(prompt(b"a")[chain.tokens_for(0, pages)])
     assert chain.hashes(0, pages) == hashes[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.pd.offload import RequestOptions
+from hicache_ext.pd.decode_writer import RequestOptions
 from hicache_ext.sglang.offload import options_of
 
 

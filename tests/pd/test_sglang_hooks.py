@@ -13,12 +13,11 @@ from hicache_ext.testing.sglang_cpu import prepare_process
 
 prepare_process()
 
-from hicache_ext.config.pd import WriteConfig  # noqa: E402
 from hicache_ext.errors import UnsupportedError  # noqa: E402
-from hicache_ext.pd.stopwatch import Stopwatch  # noqa: E402
 from hicache_ext.sglang import pd_hooks as sglang_hooks  # noqa: E402
-from hicache_ext.sglang.features import DECODE_WRITER  # noqa: E402
 from hicache_ext.sglang.hooks import HOOKS  # noqa: E402
+from hicache_ext.sglang.pd_hooks import Stopwatch  # noqa: E402
+from hicache_ext.sglang.used_names import DECODE_WRITER  # noqa: E402
 from tests.releases.needs import needs  # noqa: E402
 
 
@@ -51,16 +50,15 @@ def test_every_method_that_the_scheduler_calls_and_that_moves_pages_is_hooked() 
 def test_pools_that_a_prefill_node_could_not_use_are_refused(pool: str) -> None:
     cls = pkgutil.resolve_name(f"sglang.srt.mem_cache.memory_pool.{pool}")
     with pytest.raises(UnsupportedError, match=r"pd\.write\.enabled: false"):
-        sglang_hooks._refuse_what_prefill_cannot_use(object.__new__(cls), WriteConfig(), bigrams=False)
+        sglang_hooks._refuse_what_prefill_cannot_use(object.__new__(cls), bigrams=False)
 
 
-def test_speculation_is_refused_unless_asked_for() -> None:
+def test_speculation_is_refused() -> None:
     cls = pkgutil.resolve_name("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool")
     pool = object.__new__(cls)
-    sglang_hooks._refuse_what_prefill_cannot_use(pool, WriteConfig(), bigrams=False)
+    sglang_hooks._refuse_what_prefill_cannot_use(pool, bigrams=False)
     with pytest.raises(UnsupportedError, match="EAGLE or MTP"):
-        sglang_hooks._refuse_what_prefill_cannot_use(pool, WriteConfig(), bigrams=True)
-    sglang_hooks._refuse_what_prefill_cannot_use(pool, WriteConfig(speculative="target_only"), bigrams=True)
+        sglang_hooks._refuse_what_prefill_cannot_use(pool, bigrams=True)
 
 
 def test_without_our_writer_sglangs_own_methods_run_and_are_timed() -> None:

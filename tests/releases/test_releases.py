@@ -35,7 +35,7 @@ def test_a_row_says_yes_only_when_all_of_its_tests_passed(tmp_path: Path) -> Non
         <testcase classname="tests.backend.test_contracts" name="test_c"/>
         <testcase classname="tests.pd.test_sglang_hooks" name="test_d"/>
         <testcase classname="tests.pd.test_sglang_hooks" name="test_e">
-          <skipped type="pytest.skip" message="off in SGLang 0.5.20, which lacks x"/></testcase>
+          <skipped type="pytest.skip" message="off in SGLang 0.5.21, which lacks x"/></testcase>
         <testcase classname="tests.backend.test_conformance.TestHiCacheExtBackend" name="test_f"/>
         </testsuite></testsuites>"""
     )

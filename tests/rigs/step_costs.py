@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "HICACHE_EXT_RIG_STEP_COSTS"
-_TARGET = "hicache_ext.pd.stopwatch.Stopwatch.step_ends"
+_TARGET = "hicache_ext.sglang.pd_hooks.Stopwatch.step_ends"
 
 _costs: list[float] = []
 

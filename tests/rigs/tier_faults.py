@@ -14,7 +14,7 @@ from typing import Any
 
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.contract.wrapper import DelegatingStore
-from hicache_ext.testing.faults import FailingStore, SlowStore
+from tests.rigs.faults import FailingStore, SlowStore
 
 VARIABLE = "HICACHE_EXT_RIG_TIER_FAULT"
 _TARGET = "hicache_ext.storage.tiering.live_tiers.open_tier"

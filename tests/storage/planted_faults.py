@@ -23,7 +23,7 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.medium import Medium
 from hicache_ext.testing.conformance.page_store import PageStoreTests
-from hicache_ext.testing.faults import DroppingStore, LyingStore, PageStoreWrapper
+from tests.rigs.faults import DroppingStore, LyingStore, PageStoreWrapper
 from tests.storage.media import Memory, Over, PageFiles
 from tests.storage.raw_access import RawFiles
 

@@ -13,7 +13,7 @@ from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
-from hicache_ext.testing.faults import (
+from tests.rigs.faults import (
     DroppingStore,
     FailingStore,
     LyingStore,

@@ -22,7 +22,7 @@ from hicache_ext.config.sections import RecordConfig
 from hicache_ext.errors import ConfigError, RecordingError
 from hicache_ext.page.recording import MAGIC, SUFFIX, Asked, Encoder, Entry, block, read_file
 from hicache_ext.plan.traces import read_trace
-from hicache_ext.sglang import trace_hooks
+from hicache_ext.sglang import scheduler_hooks
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering import observers, recording
 from hicache_ext.storage.tiering.recording import Recorder
@@ -107,14 +107,14 @@ def test_what_a_request_asked_for_and_which_tier_had_it_comes_back(
     store_pages(near, keys_of(pages)[:1])
     store_pages(far, keys_of(pages)[1:3])
     recorder, request = record(), Request()
-    trace_hooks.before_prefetch(None, request)
+    scheduler_hooks.before_prefetch(None, request)
 
     def look_up(controller: Any, operation: Any) -> tuple[list[str], int]:
         found = store.count_leading(keys_of(operation.all_hash_values))
         return operation.all_hash_values[:found], found * 64
 
     operation = Operation("one", pages, last_hash=hashes(1, "before")[0])
-    assert trace_hooks.around_look_up(look_up, None, operation) == (pages[:3], 192)
+    assert scheduler_hooks.around_look_up(look_up, None, operation) == (pages[:3], 192)
     store.close()
     recorder.close()
     (path,) = files_in(tmp_path / "rec")
@@ -160,7 +160,7 @@ def test_what_is_assumed_and_what_cannot_be_read_is_not_recorded(
         Operation(["two", "requests"], hashes(2)),  # type: ignore[arg-type]
         object(),
     ):
-        assert trace_hooks.around_look_up(lambda *_: ([], 0), None, operation) == ([], 0)
+        assert scheduler_hooks.around_look_up(lambda *_: ([], 0), None, operation) == ([], 0)
     recorder.close()
     assert files_in(tmp_path / "rec") == []
 

@@ -55,7 +55,7 @@ def test_a_file_says_what_is_wrong_now(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_step_costs_are_read_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hicache_ext.pd.stopwatch import Stopwatch
+    from hicache_ext.sglang.pd_hooks import Stopwatch
 
     assert pkgutil.resolve_name(step_costs._TARGET) is Stopwatch.step_ends
     file = tmp_path / "steps"

@@ -18,7 +18,7 @@ from hicache_ext.testing.conformance.pages import (
     read_pages,
     store_pages,
 )
-from hicache_ext.testing.faults import FailingStore, PageStoreWrapper, RaisingStore
+from tests.rigs.faults import FailingStore, PageStoreWrapper, RaisingStore
 from tests.waiting import wait_until
 
 NO_PREFETCH = TieringSettings(prefetch=PrefetchSettings(buffer=0))

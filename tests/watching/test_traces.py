@@ -15,15 +15,15 @@ from hicache_ext.config.sections import TracingConfig
 from hicache_ext.errors import ConfigError, MissingPackageError
 from hicache_ext.page.transforms.lossy import LossyCodec
 from hicache_ext.page.transforms.rows import Code
-from hicache_ext.sglang import trace_hooks
+from hicache_ext.sglang import scheduler_hooks
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiering import observers, tracing
 from hicache_ext.storage.tiering.settings import TieringSettings
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages
-from hicache_ext.testing.faults import RaisingStore
 from hicache_ext.testing.server import free_port
+from tests.rigs.faults import RaisingStore
 from tests.rigs.otlp_collector import OtlpCollector
 from tests.storage.transforms.test_lossy import CONTENTS, opened, read, write
 from tests.waiting import wait_until
@@ -291,22 +291,22 @@ def test_a_look_up_and_a_read_are_in_the_trace_of_their_request(
     untraced = Thing(rid="untraced", time_stats=Thing(trace_ctx=Thing(tracing_enable=False)))
     store = tiered(MemoryPageStore("disk"))
     for request in (traced, untraced):
-        trace_hooks.before_prefetch(None, request)
+        scheduler_hooks.before_prefetch(None, request)
 
     def look_up(controller: Any, operation: Any) -> int:
         return store.count_leading(KEYS)
 
     for rid in ("traced", "untraced", "gone"):
-        assert trace_hooks.around_storage(look_up, None, Thing(request_id=rid)) == 0
-    assert trace_hooks.around_storage(look_up, None, Thing()) == 0
+        assert scheduler_hooks.around_storage(look_up, None, Thing(request_id=rid)) == 0
+    assert scheduler_hooks.around_storage(look_up, None, Thing()) == 0
     for unknown in (object(), Thing(), Thing(rid=["two", "requests"])):
-        trace_hooks.before_prefetch(None, unknown)
+        scheduler_hooks.before_prefetch(None, unknown)
     mine, *others = finished()
     assert mine.parent.span_id == span.get_span_context().span_id
     assert [other.parent for other in others] == [None] * 3
     assert [span.attributes.get("hicache.rid") for span in finished()] == ["traced", "untraced", "gone", None]
     del traced, request
-    assert "traced" not in trace_hooks._requests, "a request is kept alive"
+    assert "traced" not in scheduler_hooks._requests, "a request is kept alive"
 
 
 def test_bytes_of_a_batch_are_those_that_moved() -> None:

@@ -1,8 +1,8 @@
 """Stored pages that are read while their request waits in SGLang's queue, so that its scheduler waits for no store.
 
 SGLang asks a linker only when it admits a request: ``lookup``, and at once ``load``, on its scheduler's thread. So each
-waiting request is asked about before (``hold``, called by the hook in linker_hooks.py), what can be restored of it is
-read into staging memory by another thread, and the request is kept out of SGLang's sight until that has ended. Then
+waiting request is asked about before (``hold``, called by the hook in scheduler_hooks.py), what can be restored of it
+is read into staging memory by another thread, and the request is kept out of SGLang's sight until that has ended. Then
 ``lookup`` is answered from memory, and ``load`` finds the pages there.
 
 Which requests are held back is the same on every rank: it depends on SGLang's queue, on what SGLang asked, and on what
@@ -24,8 +24,8 @@ import torch
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import Call, ThreadPool
-from hicache_ext.sglang.linking.moves import Pages
-from hicache_ext.sglang.linking.staging import PageReader, Portion, Staging
+from hicache_ext.sglang.backend import HiCacheExtBackend
+from hicache_ext.sglang.linking.staging import Pages, Portion, Staging
 from hicache_ext.sglang.served_pools import KV
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class ReadAhead:
     def __init__(
         self,
         staging: Staging,
-        reader: PageReader,
+        reader: HiCacheExtBackend,
         find: Callable[[list[str], list[Any]], list[int]],
         agreed: Callable[[Sequence[bool]], Sequence[bool]],
         metrics: TierMetrics,

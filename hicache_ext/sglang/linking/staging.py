@@ -11,31 +11,63 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
 from hicache_ext.errors import HicacheExtError, UnsupportedError
+from hicache_ext.sglang.backend import HiCacheExtBackend
 from hicache_ext.sglang.lifecycle import name_of
-from hicache_ext.sglang.linking.moves import PORTION_PAGES, Pages
-from hicache_ext.sglang.served_pools import BoundPool
+from hicache_ext.sglang.served_pools import KV
 
 logger = logging.getLogger(__name__)
+
+PORTION_PAGES = 128
+"""Pages of a portion, at most: as many as SGLang gives its storage at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Pages of one component: ``page_size`` device indices for each key."""
+
+    source: str
+    keys: list[str]
+    device_indices: torch.Tensor
+    page_size: int
+
+    def portions(self, pages: int) -> Iterator[Pages]:
+        for begin in range(0, len(self.keys), pages):
+            keys = self.keys[begin : begin + pages]
+            tokens = self.device_indices[begin * self.page_size : (begin + len(keys)) * self.page_size]
+            yield Pages(self.source, keys, tokens, self.page_size)
+
+
+def pages_of(transfers: Sequence[Any], page_sizes: Mapping[str, int]) -> list[Pages]:
+    """The pages of SGLang's transfers that have both keys and places on the device; KV last.
+
+    KV last: where it is found, what lies beside it was written before. Raises UnsupportedError where the indices are
+    not whole pages.
+    """
+    found = []
+    for transfer in transfers:
+        name, keys, indices = name_of(transfer.name), transfer.keys, transfer.device_indices
+        if name not in page_sizes or not keys or indices is None:
+            continue
+        if indices.numel() != len(keys) * page_sizes[name]:
+            given = f"{indices.numel()} indices for {len(keys)} pages of {page_sizes[name]}"
+            raise UnsupportedError(f"a transfer of pool {name!r}", given)
+        found.append(Pages(name, list(keys), indices, page_sizes[name]))
+    return sorted(found, key=lambda pages: pages.source == KV)
+
 
 Side = Literal["load", "offload"]
 
 _LEAST_PAGES = 4
 """Pages of each pool, two for each direction."""
-
-
-class PageReader(Protocol):
-    def served_pool(self, name: str) -> BoundPool | None: ...
-
-    def read_whole(self, pool: BoundPool, keys: Sequence[str], host_indices: torch.Tensor) -> bool: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +86,7 @@ class Portion:
     def release(self) -> None:
         self.staging.give_back(self)
 
-    def read(self, reader: PageReader) -> bool:
+    def read(self, reader: HiCacheExtBackend) -> bool:
         """Fill it with stored pages of all its pools; whether all of them are there. Where not, it is released."""
         whole = False
         try:
@@ -78,9 +110,6 @@ class Portion:
         self.host_indices = mine[[number for number, _ in kept]].reshape(-1)
         self.pages = Pages(wanted.source, keys, theirs[[number for _, number in kept]].reshape(-1), size)
         return keys
-
-    def indices_of(self, begin: int, end: int) -> torch.Tensor:
-        return self.host_indices[begin * self.pages.page_size : end * self.pages.page_size]
 
 
 class Staging:

@@ -5,8 +5,8 @@ prefix). The rule acts where the backend answers ``batch_exists``: a prefix to b
 
 Modes: ``off``: no rule. ``fixed``: pull from ``min_tokens`` on. ``adaptive``: also compare the expected time of the
 read (from each tier's last reads) with that of computing (from the last prefill batches, or the configured rate). After
-a tier was too slow, a pull must be cheaper by ``hysteresis``. A tier from which not even a hit of the whole prefix
-would pay, look-up included, is not asked. Unused tiers are measured in the background, never on a request. Reasons:
+a tier was too slow, a pull must be cheaper by a fifth. A tier from which not even a hit of the whole prefix would
+pay, look-up included, is not asked. Unused tiers are measured in the background, never on a request. Reasons:
 docs/decisions/pull-rule.md.
 """
 
@@ -214,6 +214,10 @@ class MeasuredStore(DelegatingStore):
 
 _MARGIN = 0.1
 """A pull must be cheaper by this share: SGLang's own work around a read is not measured."""
+_MARGIN_AFTER_SLOW = 0.2
+"""The share after a tier was too slow, so that a tier at the limit is not taken and left in turns."""
+PROBE_INTERVAL = 10.0
+"""Seconds between two measurements of a tier that is not used."""
 _PROBE_PAGES = (1, 32)
 """Two sizes determine the line: start-up and cost per byte."""
 _PROBE_KEYS = 256
@@ -270,6 +274,7 @@ class PullRule:
         self._compute_cost = compute_cost
         self.metrics = TierMetrics("pull", prefix="pull_")
         self._was_too_dear = False
+        self._probe_interval = PROBE_INTERVAL
         self._probing = threading.Lock()
 
     @contextmanager
@@ -353,7 +358,7 @@ class PullRule:
         return self._compute_cost.saved_by(tokens)
 
     def _bound(self, computing: float, tokens: int) -> float:
-        margin = max(_MARGIN, self._config.hysteresis) if self._was_too_dear else _MARGIN
+        margin = _MARGIN_AFTER_SLOW if self._was_too_dear else _MARGIN
         doubt = self._compute_cost.doubt(tokens) if self._config.prefill_rate is None else 1.0
         return computing * (1 - margin) / doubt
 
@@ -374,7 +379,7 @@ class PullRule:
 
         In the background, one probe at a time. A tier without the pages has only its look-ups measured.
         """
-        stale = [tier for tier in unused if tier.age() >= self._config.probe_interval]
+        stale = [tier for tier in unused if tier.age() >= self._probe_interval]
         if not stale:
             return
         probed = keys(min(asked.pages, _PROBE_KEYS))

@@ -3,7 +3,7 @@
 A span is made when its call has ended, handed to OpenTelemetry's batch processor, and sent by a thread of that; what
 does not fit its queue is dropped. Nothing here raises into a call, and no call waits for a collector.
 
-Its parent is whatever span the thread is in: sglang/trace_hooks.py puts the storage threads into that of the request.
+Its parent is whatever span the thread is in: sglang/scheduler_hooks.py puts storage threads into that of the request.
 """
 
 from __future__ import annotations

@@ -18,13 +18,8 @@ A store's test file:
 
 from __future__ import annotations
 
-from hicache_ext.testing.conformance.damage import DamageCases
-from hicache_ext.testing.conformance.declared import DeclaredCases
-from hicache_ext.testing.conformance.processes import ProcessCases
-from hicache_ext.testing.conformance.removal import RemovalCases
-from hicache_ext.testing.conformance.round_trips import RoundTripCases
-from hicache_ext.testing.conformance.several_stores import SeveralStoresCases
-from hicache_ext.testing.conformance.threads import ThreadCases
+from hicache_ext.testing.conformance.concurrency import ProcessCases, SeveralStoresCases, ThreadCases
+from hicache_ext.testing.conformance.one_store import DamageCases, DeclaredCases, RemovalCases, RoundTripCases
 
 
 class PageStoreTests(

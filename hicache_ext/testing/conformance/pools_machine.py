@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hicache_ext.testing.conformance.storage_backend import page_keys
-from hicache_ext.testing.host_pool_kinds import (
+from hicache_ext.testing.host_pools import (
     PAGES,
     fill_pools_with_noise,
     mamba_host,
     mha_host,
     minimax_index_host,
     page_content,
+    page_indices,
 )
-from hicache_ext.testing.host_pools import page_indices
 
 _CHAIN = 6
 """Pages of a chain; the other half of a pool is what pages are read into."""

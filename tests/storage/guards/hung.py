@@ -6,7 +6,7 @@ import threading
 
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, page_key
-from hicache_ext.testing.faults import BeforeEachCall
+from tests.rigs.faults import BeforeEachCall
 
 KEY = page_key("one")
 OTHER = page_key("other", IDENTITY)

@@ -34,7 +34,7 @@ from hicache_ext.storage.tiering.tiered import Arrangement as TierArrangement
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, HostPages, page_key
-from hicache_ext.testing.faults import PageStoreWrapper
+from tests.rigs.faults import PageStoreWrapper
 from tests.waiting import wait_until
 
 _KEYS = [page_key(number) for number in range(5)]

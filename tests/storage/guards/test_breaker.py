@@ -16,7 +16,7 @@ from hicache_ext.storage.guards.deadline import DeadlineStore
 from hicache_ext.storage.guards.tier_breaker import LONGEST_PROBE_INTERVAL, BreakerSettings, Outcome, TierBreaker
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import HostPages, assert_hits, page_keys, read_pages, store_pages
-from hicache_ext.testing.faults import FailingStore, PageStoreWrapper, RaisingStore
+from tests.rigs.faults import FailingStore, PageStoreWrapper, RaisingStore
 from tests.storage.guards.hung import KEY, OTHER, Clock, HungStore, ScribblingStore
 from tests.waiting import wait_until
 

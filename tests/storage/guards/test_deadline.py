@@ -23,7 +23,7 @@ from hicache_ext.testing.conformance.pages import (
     read_pages,
     store_pages,
 )
-from hicache_ext.testing.faults import PageStoreWrapper, RaisingStore
+from tests.rigs.faults import PageStoreWrapper, RaisingStore
 from tests.storage.guards.hung import KEY, HungStore, ScribblingStore
 from tests.waiting import wait_until
 

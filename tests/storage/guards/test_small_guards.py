@@ -21,7 +21,7 @@ from hicache_ext.storage.guards.scheduler import answering_at_once
 from hicache_ext.storage.guards.tier_breaker import BreakerSettings
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, payload_of, read_pages, store_pages
-from hicache_ext.testing.faults import PageStoreWrapper
+from tests.rigs.faults import PageStoreWrapper
 from tests.storage.guards.hung import KEY, OTHER, Clock, CountingStore, HungStore
 from tests.waiting import wait_until
 

@@ -23,7 +23,7 @@ from hicache_ext.storage.guards.tier_breaker import BreakerSettings
 from hicache_ext.storage.guards.time_limit import LEAST_READ, LEAST_WRITE, TimeLimitStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import HostPages, page_keys, read_pages, store_pages
-from hicache_ext.testing.faults import PageStoreWrapper
+from tests.rigs.faults import PageStoreWrapper
 from tests.storage.guards.hung import KEY, Clock, HungStore
 from tests.waiting import wait_until
 

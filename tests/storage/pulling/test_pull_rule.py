@@ -14,7 +14,7 @@ from hicache_ext.config.pd import PullConfig
 from hicache_ext.runtime.linear_cost import LinearCost
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch
-from hicache_ext.storage.tiering.pulling import LookUp, MeasuredStore, PullRule, SizedCost
+from hicache_ext.storage.tiering.pulling import PROBE_INTERVAL, LookUp, MeasuredStore, PullRule, SizedCost
 from tests.waiting import wait_until
 
 MIB = 2**20
@@ -73,10 +73,16 @@ def compute_cost(start_up: float, per_token: float) -> SizedCost:
 
 
 def rule_of(
-    *tiers: MeasuredStore, compute: SizedCost | None = None, mode: str = "adaptive", **settings: Any
+    *tiers: MeasuredStore,
+    compute: SizedCost | None = None,
+    mode: str = "adaptive",
+    probe_interval: float = PROBE_INTERVAL,
+    **settings: Any,
 ) -> PullRule:
     config = PullConfig(**{"mode": mode, "min_tokens": 64, **settings})
-    return PullRule(config, lambda: tiers, compute or SizedCost())
+    rule = PullRule(config, lambda: tiers, compute or SizedCost())
+    rule._probe_interval = probe_interval
+    return rule
 
 
 def tier_with(start_up: float, per_byte: float, name: str = "pool") -> MeasuredStore:
@@ -175,7 +181,7 @@ def test_no_decision_is_expected_to_cost_more_than_computing(slowness: float) ->
 
 def test_after_a_slow_phase_a_pull_must_be_clearly_cheaper() -> None:
     tier = tier_with(0.0, 2e-7)
-    rule = rule_of(tier, prefill_rate=1000.0, hysteresis=0.2)
+    rule = rule_of(tier, prefill_rate=1000.0)
     assert rule.decide(1000, 4_400_000, {tier: 60}).pull  # 0.88 s against 1 s
     assert rule.decide(1000, 6_000_000, {tier: 60}).reason == "dearer"
     assert rule.decide(1000, 4_500_000, {tier: 60}).reason == "not_cheaper_enough"

@@ -1,7 +1,9 @@
-"""The models that SGLang has loaded in this process, as the hook on the load saw them (model_weights.py)."""
+"""What this process of SGLang's holds, for hooks, which must not import SGLang's storage modules: the backends that are
+attached, and the models that were loaded."""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,3 +29,19 @@ def target() -> LoadedModel | None:
 
 def drafts() -> list[LoadedModel]:
     return [model for model in loaded if model.draft]
+
+
+_attached: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def attach(backend: Any) -> None:
+    _attached.add(backend)
+
+
+def detach(backend: Any) -> None:
+    _attached.discard(backend)
+
+
+def attached_backends() -> list[Any]:
+    """Backends that are not closed. Any thread."""
+    return list(_attached)

@@ -1,0 +1,239 @@
+"""What one process of a server tells others of its pages: hints to prefill nodes, events to routers, a recording."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hicache_ext.config import HicacheExtConfig
+from hicache_ext.config.model import hints_over
+from hicache_ext.page.identity import PageIdentity, Shard
+from hicache_ext.runtime.log_limit import LimitedLog
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.sglang.self_check import check_installed, features_off
+from hicache_ext.sglang.served_pools import KV, BoundPool, ServedPools
+from hicache_ext.sglang.used_names import EVENTS
+from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard, board_among
+from hicache_ext.storage.serving.events import Blocks, Change, Encode, EventPublisher, Kind, Media, blocks_in
+from hicache_ext.storage.serving.hints import HintReceiver, HintSender
+from hicache_ext.storage.serving.hints import longest as longest_hint
+from hicache_ext.storage.tiering.observers import begin_recording
+from hicache_ext.storage.tiering.recording import Recorder
+from hicache_ext.storage.tiering.reload import ReloadableStore
+
+logger = logging.getLogger(__name__)
+
+_RANKS = ("tp_rank", "pp_rank", "attn_cp_rank", "dcp_rank")
+"""One process speaks for all that differ in these alone."""
+
+
+# -- hints -------------------------------------------------------------------------------------------------------------
+# From decode to prefill nodes (storage/serving/hints.py), for the pages of this server's KV pool.
+
+_CLOSE_TIMEOUT = 1.0
+"""Seconds that close() waits for a hint that is being followed."""
+_MEMORY = 32 * 1024 * 1024
+"""Bytes of pages that are on their way at once because of a hint."""
+_MOST_KEYS = 2048
+"""Keys looked up at once."""
+_INTERVAL = 0.5
+"""Seconds between two looks of a prefill node for hints."""
+_MOST_PAGES = 2048
+"""Pages that one hint names, 32 bytes each, from the first page of the conversation on."""
+_KEPT = 256
+"""Hints that the pool keeps; the oldest go first."""
+_LIFETIME = 60.0
+"""Seconds after which a hint is ignored; the nodes' clocks must agree better than this."""
+
+
+class HintTraffic:
+    """A prefill node follows hints on a thread of its own as long as this is open; a decode node makes a sender."""
+
+    def __init__(
+        self, config: HicacheExtConfig, ranks: Any, pools: ServedPools, store: Callable[[], ReloadableStore]
+    ) -> None:
+        """``ranks`` is SGLang's HiCacheStorageConfig; ``store`` answers with the tiers as one."""
+        self._config = config
+        self._ranks = ranks
+        self._pools = pools
+        self._store = store
+        self._receiver: HintReceiver | None = None
+        hints = config.pd.hints
+        if hints.enabled and config.role == "prefill":
+            board, limits = self._board(config.retrieve_locations)
+            self._receiver = HintReceiver(board, self._bring_inward, self._scope, limits, _MOST_PAGES, _INTERVAL)
+
+    def sender(self, metrics: TierMetrics) -> HintSender | None:
+        """What announces on a decode node; None unless hints are on. One rank speaks for all [pd, scheduler]."""
+        hints = self._config.pd.hints
+        if not hints.enabled or self._ranks.tp_rank or self._ranks.pp_rank:
+            return None
+        board, limits = self._board(self._config.store_locations)
+        return HintSender(board, lambda: self._scope() or b"", limits, _MOST_PAGES, metrics, self._in_pool)
+
+    @property
+    def metrics(self) -> list[TierMetrics]:
+        return [] if self._receiver is None else [self._receiver.metrics]
+
+    def close(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close(_CLOSE_TIMEOUT)
+
+    def _board(self, locations: Sequence[str]) -> tuple[Callable[[], HintBoard], BoardLimits]:
+        over = hints_over(self._config.pd.hints, locations) or ""
+        limits = BoardLimits(_KEPT, longest_hint(_MOST_PAGES), _LIFETIME)
+        return lambda: board_among(self._store().tiers, over), limits
+
+    def _scope(self) -> bytes | None:
+        """Equal on nodes whose pages are of the same weights and size; None before pools and weights are known."""
+        pool = self._pools.usable(KV)
+        if pool is None or not pool.identities:
+            return None
+        identity = pool.identities[0]
+        common = replace(identity.pool, kind="hint", layout="", segments=(), geometry=())
+        return PageIdentity(identity.model, common, Shard()).digest()
+
+    def _in_pool(self, page_hashes: Sequence[bytes]) -> int:
+        """Leading pages of which a prefill node finds every part [hints' thread]."""
+        pool, store = self._pools.usable(KV), self._store()
+        if pool is None:
+            return 0
+        parts = [[digest + page_hash for page_hash in page_hashes] for digest in pool.digests]
+        return min((store.count_leading_in_pool(keys) for keys in parts), default=0)
+
+    def _bring_inward(self, page_hashes: Sequence[bytes]) -> Counter[str]:
+        """Pages that are likely to be asked for soon, to the tier ``promote_to`` [hints' thread]."""
+        pool = self._pools.usable(KV)
+        outcomes: Counter[str] = Counter()
+        if pool is None or pool.pages is None:
+            return outcomes
+        at_once = max(1, min(_MOST_KEYS, _MEMORY // pool.pages.page_bytes))
+        for first in range(0, len(page_hashes), at_once):
+            if self._pools.unavailable or outcomes["absent"] or outcomes["dropped"]:
+                outcomes["dropped"] += len(page_hashes) - first
+                break
+            for digest in pool.digests:
+                keys = [digest + page_hash for page_hash in page_hashes[first : first + at_once]]
+                outcomes.update(self._store().bring_inward(keys))
+        return outcomes
+
+
+# -- KV events ---------------------------------------------------------------------------------------------------------
+# For KV-aware routers (storage/serving/events.py), of the pages of this server's KV pool, in SGLang's structs.
+#
+# SGLang tells what is on the device and in host memory, and nothing of storage. A block hash is the first 8 bytes of a
+# page hash, as there. A storage backend is never given the tokens of a page: ``token_ids`` is empty, no parent is
+# named.
+
+
+def kv_events(
+    config: HicacheExtConfig, ranks: Any, pools: ServedPools, store: Callable[[], ReloadableStore]
+) -> EventPublisher | None:
+    """The publisher of this process; None where events are off, or where another rank speaks for this one.
+
+    ``ranks`` is SGLang's HiCacheStorageConfig. Raises ConfigError, MissingPackageError.
+    """
+    if config.events is None or any(getattr(ranks, rank, 0) for rank in _RANKS):
+        return None
+    if (lacking := features_off(check_installed()).get(EVENTS)) is not None:
+        logger.warning("hicache_ext: SGLang lacks %s: %s", lacking, EVENTS.loss)
+        return None
+    from sglang.srt.disaggregation.kv_events import StorageMedium
+
+    media = Media(private=StorageMedium.DISK.value, shared=StorageMedium.EXTERNAL.value)
+    silent = [name for name in config.retrieve_locations if not config.tiers[name].tells_pages]
+    if silent:
+        logger.warning(
+            "hicache_ext: KV events tell nothing of %s: they do not say which pages they hold (docs/pd.md)",
+            ", ".join(silent),
+        )
+
+    log = LimitedLog(logger, math.inf)
+
+    def look() -> Blocks:
+        pool = pools.usable(KV)
+        if pool is None:
+            return {}
+        if pool.pages is None:
+            words = "hicache_ext: KV events tell nothing: the KV pool of this model has no bytes of its own"
+            log.log(logging.WARNING, "anchor", words)
+        return blocks_in(store().arrangement.retrieve, pool.digests, media)
+
+    replica = _replica(ranks)
+    return EventPublisher(config.events, replica, look, _encoder(ranks, lambda: pools.bound.get(KV), replica))
+
+
+def _replica(ranks: Any) -> int:
+    """Which of the server's KV caches this process has, as SGLang counts them for its own publishers' ports."""
+    try:
+        from sglang.srt.disaggregation.kv_events import select_kv_publisher_dp_rank
+        from sglang.srt.runtime_context import get_parallel
+
+        parallel = get_parallel()
+        return int(select_kv_publisher_dp_rank(parallel.attn_dp_size, parallel.attn_dp_rank, parallel.dp_rank))
+    except Exception as error:  # noqa: BLE001 - outside a server SGLang raises whatever it likes here
+        logger.debug("which replica this is, is not known: %s", error)
+        return int(getattr(ranks, "dp_rank", 0) or 0)
+
+
+def _encoder(ranks: Any, pool: Callable[[], BoundPool | None], replica: int) -> Encode:
+    import msgspec
+    from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+
+    encoder = msgspec.msgpack.Encoder()
+
+    def block_size() -> int:
+        """Tokens of a page."""
+        bound = pool()
+        logical = getattr(ranks, "logical_page_size", None)
+        return int(logical or (0 if bound is None or bound.pages is None else bound.pages.page_size))
+
+    def event(change: Change) -> Any:
+        if change.kind is Kind.CLEARED:
+            return AllBlocksCleared()
+        if change.kind is Kind.REMOVED:
+            return BlockRemoved(block_hashes=change.blocks.tolist(), medium=change.medium)
+        return BlockStored(
+            block_hashes=change.blocks.tolist(),
+            parent_block_hash=None,
+            token_ids=[],
+            block_size=block_size(),
+            lora_id=None,
+            medium=change.medium,
+        )
+
+    def encode(changes: Sequence[Change]) -> bytes:
+        batch = KVEventBatch(ts=time.time(), events=[event(change) for change in changes], attn_dp_rank=replica)
+        return encoder.encode(batch)
+
+    return encode
+
+
+# -- recordings --------------------------------------------------------------------------------------------------------
+# Which process of a server records what requests ask for, and what it says about itself in the files.
+
+_SIZES = ("tp_size", "pp_size", "attn_cp_size", "dcp_size")
+
+
+def recording_of(config: HicacheExtConfig, ranks: Any, pools: ServedPools) -> Recorder | None:
+    """The recorder of this process; None where nothing is recorded, or where another rank speaks for this one: all
+    ranks of a replica are asked for the same pages. ``ranks`` is SGLang's HiCacheStorageConfig. Raises ConfigError."""
+    if any(getattr(ranks, rank, 0) for rank in _RANKS):
+        return None
+
+    def facts() -> dict[str, Any]:
+        kv = pools.bound.get(KV)
+        pages = None if kv is None else kv.pages
+        return {
+            "model": str(getattr(ranks, "model_name", None) or ""),
+            **{name: int(getattr(ranks, name, None) or 1) for name in _SIZES},
+            "page_size": int(getattr(ranks, "logical_page_size", None) or (0 if pages is None else pages.page_size)),
+            "page_bytes": 0 if pages is None else pages.page_bytes * pages.parts,
+        }
+
+    return begin_recording(config.record, facts)
