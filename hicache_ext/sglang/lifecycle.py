@@ -22,6 +22,7 @@ from hicache_ext.errors import HicacheExtError, UnsupportedError
 from hicache_ext.kernels.selection import kernel_metrics
 from hicache_ext.page.transforms.codec import LOSSY_CODECS
 from hicache_ext.page.transforms.lossy import lossy_fact
+from hicache_ext.runtime.call_deadline import answering_at_once
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
 from hicache_ext.sglang import kernel_hooks
@@ -53,7 +54,6 @@ from hicache_ext.sglang.releases import (
 from hicache_ext.sglang.self_check import check_installed, ignored_parameters, lacking
 from hicache_ext.sglang.served_pools import KV, ServedPools
 from hicache_ext.storage.contract.reports import TierReports
-from hicache_ext.storage.guards.scheduler import answering_at_once
 from hicache_ext.storage.opening import open_tiers, server_view
 from hicache_ext.storage.serving.config_file import config_file_of
 from hicache_ext.storage.serving.hints.sender import HintSender

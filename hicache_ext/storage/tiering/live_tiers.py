@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from hicache_ext.config import HicacheExtConfig, TierConfig
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import PageStore
-from hicache_ext.storage.contract.wrapper import DelegatingStore
-from hicache_ext.storage.guards.composition import guarded, plan_guards
 from hicache_ext.storage.guards.late_open import LateStore
+from hicache_ext.storage.guards.pipeline import GuardedStore, guarded, plan_guards
 from hicache_ext.storage.tiering.admission.gate import AdmissionSettings
 from hicache_ext.storage.tiering.pulling.measured_store import MeasuredStore
 from hicache_ext.storage.tiering.tier_handle import TierHandle
@@ -25,35 +24,6 @@ _FIRST_WAIT = 10.0
 """Seconds that the start waits for a tier that is not required; it goes on opening in the background."""
 
 
-class _Guarded(DelegatingStore):
-    """A store inside its guards: closing them closes it, unless it goes on with others."""
-
-    goes_on = False
-
-    def close(self) -> None:
-        if not self.goes_on:
-            self.inner.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Guards:
-    """What stands around a tier."""
-
-    store: PageStore
-    """The tier with them; the same one where it has none."""
-    innermost: _Guarded | None = None
-
-    def close(self) -> None:
-        """Close them and the tier."""
-        self.store.close()
-
-    def let_go(self) -> None:
-        """Close them alone: the tier goes on without them."""
-        if self.innermost is not None:
-            self.innermost.goes_on = True
-            self.store.close()
-
-
 @dataclass(slots=True)
 class LiveTier:
     """A tier in use, with the configuration and the guards it has now."""
@@ -61,7 +31,8 @@ class LiveTier:
     config: TierConfig
     bare: PageStore
     """The store as registry.py opened it."""
-    guards: Guards
+    guarded: PageStore
+    """That store with its guards; the same one where it has none."""
     handle: TierHandle
 
     def close(self) -> None:
@@ -82,23 +53,21 @@ def open_live_tiers(configs: Mapping[str, TierConfig], role: str, *, measured: b
             bare = _open(name, config)
             with ExitStack() as unguarded:
                 unguarded.callback(bare.close)
-                guards = guard(config, bare)
+                store = guarded(bare, plan_guards(config))
                 unguarded.pop_all()
             # Through the guards alone, which do not wait for ever.
-            undo.callback(guards.close)
-            store = MeasuredStore(guards.store) if measured else guards.store
-            handle = TierHandle(store, bare=bare)
+            undo.callback(store.close)
+            handle = TierHandle(MeasuredStore(store) if measured else store, bare=bare)
             handle.admit_by(AdmissionSettings.of(config, role))
-            opened[name] = LiveTier(config, bare, guards, handle)
+            opened[name] = LiveTier(config, bare, store, handle)
         undo.pop_all()
     return opened
 
 
-def guard(config: TierConfig, bare: PageStore, before: Guards | None = None) -> Guards:
-    """Guards as configured around a store; ``before``: its old ones. Raises StoreSetupError."""
-    innermost = _Guarded(bare)
-    store = guarded(innermost, plan_guards(config), None if before is None else before.store)
-    return Guards(bare) if store is innermost else Guards(store, innermost)
+def let_go(store: PageStore) -> None:
+    """Close the guards of a tier, and not the tier."""
+    if isinstance(store, GuardedStore):
+        store.let_go()
 
 
 def arrange(config: HicacheExtConfig, tiers: Mapping[str, LiveTier]) -> Arrangement:

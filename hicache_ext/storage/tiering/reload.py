@@ -20,10 +20,11 @@ from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page.transforms.codec import LOSSY_CODECS
 from hicache_ext.page.transforms.sealing import Seal
 from hicache_ext.storage.contract.abilities import Resizable, ability
+from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.transforming.store import TransformedStore
-from hicache_ext.storage.guards.breaker_store import BreakerStore
+from hicache_ext.storage.guards.pipeline import GuardedStore, guarded, plan_guards
 from hicache_ext.storage.tiering.admission.gate import AdmissionSettings
-from hicache_ext.storage.tiering.live_tiers import Guards, LiveTier, arrange, guard, open_live_tiers, used_tiers
+from hicache_ext.storage.tiering.live_tiers import LiveTier, arrange, let_go, open_live_tiers, used_tiers
 from hicache_ext.storage.tiering.tier_use import tier_use
 from hicache_ext.storage.tiering.tiered import TieredStore
 
@@ -94,7 +95,7 @@ class ReloadableStore(TieredStore):
         wanted = used_tiers(config)
         before = dict(self._live)
         changed = {name: tier for name, tier in before.items() if name in wanted and tier.config != wanted[name]}
-        guards: dict[str, Guards] = {}
+        guards: dict[str, PageStore] = {}
         try:
             with ExitStack() as undo:
                 new = {name: tier for name, tier in wanted.items() if name not in before}
@@ -102,8 +103,8 @@ class ReloadableStore(TieredStore):
                 for tier in opened.values():
                     undo.callback(tier.close)
                 for name, tier in changed.items():
-                    guards[name] = guard(wanted[name], tier.bare, tier.guards)
-                    undo.callback(guards[name].let_go)
+                    guards[name] = guarded(tier.bare, plan_guards(wanted[name]), tier.guarded)
+                    undo.callback(let_go, guards[name])
                 seals = {name: seal for name in changed if (seal := _new_seal(name, before[name], wanted[name]))}
                 for name, tier in changed.items():
                     undo.callback(_end, name, functools.partial(_resize, tier, tier.config))
@@ -127,16 +128,16 @@ class ReloadableStore(TieredStore):
         for name, new_guards in guards.items():
             tier = before[name]
             tier.handle.admit_by(AdmissionSettings.of(wanted[name], config.role))
-            old_guards, tier.guards, tier.config = tier.guards, new_guards, wanted[name]
-            if not tier.handle.put_guards(new_guards.store):
+            old_guards, tier.guarded, tier.config = tier.guarded, new_guards, wanted[name]
+            if not tier.handle.put_guards(new_guards):
                 # Closed meanwhile, with the old ones.
-                _end(name, new_guards.let_go)
+                _end(name, functools.partial(let_go, new_guards))
                 continue
-            _end(name, old_guards.let_go)
+            _end(name, functools.partial(let_go, old_guards))
             # What went through the old ones since is nothing that these know of.
             tier.handle.forget_look_ups()
-            if (breaker := ability(new_guards.store, BreakerStore)) is not None:
-                breaker.resume()
+            if isinstance(new_guards, GuardedStore):
+                new_guards.resume()
         for name, tier in before.items():
             if name not in wanted:
                 _end(name, tier.close)
