@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from hicache_ext.errors import NotBegunError, StoreSetupError, TooLateError
 from hicache_ext.page.copying import gather, scatter
@@ -154,7 +154,7 @@ class Deadline:
         with self._calls:
             try:
                 for portion in self._portions(batch, results, kind.REJECTED):
-                    answers = self._transfer_portion(call, batch.select(portion), move, kind)
+                    answers = self._transfer_portion(call, batch.select(portion), move)
                     for position, answer in zip(portion, answers, strict=True):
                         results[position] = answer
             except TooLateError:
@@ -183,11 +183,9 @@ class Deadline:
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
-    def _transfer_portion(
-        self, call: Call, given: PageBatch, move: Callable[[PageBatch], list[R]], kind: type[R]
-    ) -> list[R]:
+    def _transfer_portion(self, call: Call, given: PageBatch, move: Callable[[PageBatch], list[R]]) -> list[R]:
         with self._lent(given, call.deadline) as (lease, bounced):
-            if kind is SetResult:
+            if call.name == "set":
                 for segments, (target,) in zip(given.buffers, bounced.buffers, strict=True):
                     gather(segments, target)
                 self._being_written[id(bounced)] = bounced
@@ -203,8 +201,9 @@ class Deadline:
             except NotBegunError:
                 self._being_written.pop(id(bounced), None)
                 raise
-            if kind is GetResult:
-                for answer, segments, (source,) in zip(answers, given.buffers, bounced.buffers, strict=True):
+            if call.name == "get":
+                read = cast("list[GetResult]", answers)
+                for answer, segments, (source,) in zip(read, given.buffers, bounced.buffers, strict=True):
                     if answer is GetResult.HIT:
                         scatter(source, segments)
             return answers
