@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState
@@ -118,7 +118,7 @@ class TierBreaker(Breaker):
         self.record(ticket, outcome, reason)
         if call.name == "get":
             # A damaged page is computed again. If most pages are damaged, reads cost their transfers for nothing.
-            read = cast("list[GetResult]", results)
+            read: list[Any] = results
             damaged, good = read.count(GetResult.CORRUPT), read.count(GetResult.HIT)
             if damaged or good:
                 self.record_read(ticket, damaged >= good, f"{damaged} of {damaged + good} pages were damaged")

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 from hicache_ext.errors import NotBegunError, StoreSetupError, TooLateError
 from hicache_ext.page.copying import gather, scatter
@@ -202,7 +202,7 @@ class Deadline:
                 self._being_written.pop(id(bounced), None)
                 raise
             if call.name == "get":
-                read = cast("list[GetResult]", answers)
+                read: list[Any] = answers
                 for answer, segments, (source,) in zip(read, given.buffers, bounced.buffers, strict=True):
                     if answer is GetResult.HIT:
                         scatter(source, segments)
