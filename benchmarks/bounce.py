@@ -21,7 +21,7 @@ from hicache_ext.bench.frame import machine_facts, today, write_json
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.config import format_size, parse_size
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
-from hicache_ext.storage.guards.composition import GuardPlan, guarded
+from hicache_ext.storage.guards.pipeline import GuardPlan, guarded
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 
 _PAGES = 64

@@ -6,7 +6,7 @@ HALF_OPEN, the slow start: after a good probe a share of the calls goes through 
 so that a store that has just come up is not run over. One bad call opens the breaker again.
 
 A breaker that was tripped *in doubt* is probed at once, and a good probe before the first regular one closes it without
-a slow start. When calls are bad enough to trip is the user's own rule (guards/tier_breaker.py has the one for tiers).
+a slow start. When calls are bad enough to trip is the user's own rule (that for tiers: storage/guards/breaker.py).
 """
 
 from __future__ import annotations

@@ -1,50 +1,53 @@
-"""By when the current call must have ended: a guard sets it, the store below reads it.
+"""What the current call may take: by when it must have ended, and whether its caller may wait at all.
 
-A context variable, so that the guards in between need not pass it on. A store reads it on the thread that was called,
-before it gives work to other threads. Where no guard has set it, the store's own timeout counts.
+The calls of a PageStore carry neither, so both are context variables: guards set the deadline and the store below reads
+it, on the thread that was called, before it gives work to other threads. Where no guard has set it, the store's own
+timeout counts. SGLang's backend marks the calls of the scheduler's thread, and what is further down reads the mark. A
+store that goes on in another thread takes both along with ``contextvars.copy_context().run``.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class CallLimit:
-    """The time that one call has."""
-
-    seconds: float
-    deadline: float
-    """By time.monotonic()."""
-    learnt: bool
-    """Shorter than configured, because recent calls of the tier took less (guards/learnt_limit.py)."""
-
-
-_limit: ContextVar[CallLimit | None] = ContextVar("hicache_ext_call_limit", default=None)
+_deadline: ContextVar[float] = ContextVar("hicache_ext_call_deadline", default=math.inf)
+_at_once: ContextVar[bool] = ContextVar("hicache_ext_answer_at_once", default=False)
 
 
 @contextmanager
-def ending_within(seconds: float, *, learnt: bool = False) -> Iterator[CallLimit]:
-    """Calls inside end within ``seconds``; replaces a limit set further out."""
-    limit = CallLimit(seconds, time.monotonic() + seconds, learnt)
-    token = _limit.set(limit)
+def ending_at(deadline: float) -> Iterator[None]:
+    """Calls inside end by ``deadline`` (time.monotonic()); replaces a deadline set further out."""
+    token = _deadline.set(deadline)
     try:
-        yield limit
+        yield
     finally:
-        _limit.reset(token)
+        _deadline.reset(token)
 
 
-def call_limit() -> CallLimit | None:
-    """The limit of the current call, if a guard has set one."""
-    return _limit.get()
+def ending_within(seconds: float) -> AbstractContextManager[None]:
+    """Calls inside end within ``seconds``."""
+    return ending_at(time.monotonic() + seconds)
 
 
 def call_deadline(longest: float) -> float:
     """The time.monotonic() by which the current call must have ended: ``longest`` seconds from now at the latest."""
-    limit = _limit.get()
-    own = time.monotonic() + longest
-    return own if limit is None else min(own, limit.deadline)
+    return min(time.monotonic() + longest, _deadline.get())
+
+
+@contextmanager
+def answering_at_once() -> Iterator[None]:
+    """Calls inside come from SGLang's scheduler: look-ups end within each tier's ``guards.exists_budget``."""
+    token = _at_once.set(True)
+    try:
+        yield
+    finally:
+        _at_once.reset(token)
+
+
+def must_answer_at_once() -> bool:
+    """Whether the current call comes from SGLang's scheduler, which must not wait for a store."""
+    return _at_once.get()

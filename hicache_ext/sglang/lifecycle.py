@@ -21,6 +21,7 @@ from hicache_ext.config.problems import listed
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.kernels.selection import kernel_metrics
 from hicache_ext.page.transforms.codec import LOSSY_CODECS
+from hicache_ext.runtime.call_deadline import answering_at_once
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
 from hicache_ext.sglang import kernel_hooks
@@ -47,7 +48,6 @@ from hicache_ext.sglang.used_names import (
     STORAGE,
 )
 from hicache_ext.storage.contract.reports import TierReports
-from hicache_ext.storage.guards.scheduler import answering_at_once
 from hicache_ext.storage.opening import open_tiers, server_view
 from hicache_ext.storage.tiering import observers
 

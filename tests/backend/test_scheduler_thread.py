@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.storage.guards.scheduler import must_answer_at_once
+from hicache_ext.runtime.call_deadline import must_answer_at_once
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices
 from hicache_ext.testing.sglang_cpu import prepare_process

@@ -64,13 +64,8 @@ def test_everything_that_is_left_out_has_its_documented_default() -> None:
         "guards": {
             "retries": None,
             "breaker": None,
-            "slow_call": 0.5,
-            "probe_interval": 1.0,
-            "slow_start": 5.0,
-            "negative_cache": None,
             "concurrency": None,
             "exists_budget": None,
-            "bounce_memory": 256 * 2**20,
         },
         "codec": "off",
         "seal": None,

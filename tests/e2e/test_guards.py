@@ -61,7 +61,7 @@ def test_requests_go_on_while_a_tier_hangs_and_it_comes_back_without_a_restart(
     (hooks / "hanging_file_tier.py").write_text(_STORE)
     flag = tmp_path / "hang"
     config = file_tier_config(tmp_path / "l3")
-    config["hicache_ext"]["tiers"]["disk"] |= {"layout": "pages", "timeout": "1s", "guards": {"slow_start": "1s"}}
+    config["hicache_ext"]["tiers"]["disk"] |= {"layout": "pages", "timeout": "1s"}
     file = tmp_path / "hicache.yaml"
     file.write_text(yaml.safe_dump(config))
 

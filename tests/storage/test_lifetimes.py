@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_config
+from hicache_ext.runtime.call_deadline import answering_at_once
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.guards.composition import GuardPlan, guarded
-from hicache_ext.storage.guards.exists_budget import ExistsBudgetStore
-from hicache_ext.storage.guards.scheduler import answering_at_once
-from hicache_ext.storage.guards.tier_breaker import BreakerSettings
+from hicache_ext.storage.guards.breaker import BreakerSettings
+from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan, guarded
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering import live_tiers
 from hicache_ext.storage.tiering.io_priority import IoPriority
@@ -522,7 +521,7 @@ def test_a_page_stored_after_a_clear_is_not_erased_by_it(held: Callable[..., Hel
 
 def test_what_a_look_up_found_before_a_clear_is_not_remembered_after_it(held: Callable[..., Held]) -> None:
     pool = held()
-    budget = ExistsBudgetStore(pool, 0.01)
+    budget = GuardedStore(pool, GuardPlan(exists_budget=0.01))
     tier = TierHandle(budget, bare=pool)
     keys = page_keys(5)
     store_pages(pool, keys)
@@ -541,7 +540,7 @@ def test_what_a_look_up_found_before_a_clear_is_not_remembered_after_it(held: Ca
     tier.clear(None)
     go_on.set()
     del pool.contains
-    wait_until(lambda: budget._threads.left_behind == 0)
+    wait_until(lambda: budget._budget.threads.left_behind == 0)
     with answering_at_once():
         assert tier.contains(keys) == [False] * 5
     tier.close()

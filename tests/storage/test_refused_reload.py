@@ -16,17 +16,18 @@ from hicache_ext.errors import StoreClosedError, StoreError, StoreSetupError
 from hicache_ext.runtime.breaker import BreakerState
 from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.store import PageStore, SetResult
-from hicache_ext.storage.guards.breaker_store import BreakerStore
-from hicache_ext.storage.guards.tier_breaker import Outcome
+from hicache_ext.storage.guards import pipeline
+from hicache_ext.storage.guards.breaker import Outcome, TierBreaker
+from hicache_ext.storage.guards.pipeline import GuardedStore
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering import live_tiers, reload
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import store_pages
-from tests.storage.guards.hung import KEY
+from tests.storage.guards.hung import KEY, configured_breakers_have
 from tests.waiting import wait_until
 
-TOO_MUCH = "200TiB"
+TOO_MUCH = 200 << 40
 
 
 @pytest.fixture
@@ -74,11 +75,11 @@ def is_closed(store: PageStore) -> bool:
     return False
 
 
-def breaker(store: ReloadableStore) -> BreakerStore:
+def breaker(store: ReloadableStore) -> TierBreaker:
     (tier,) = store._live.values()
-    found = ability(tier.handle, BreakerStore)
-    assert found is not None
-    return found
+    found = ability(tier.handle, GuardedStore)
+    assert found is not None and found.breaker is not None
+    return found.breaker
 
 
 def probers() -> int:
@@ -86,22 +87,29 @@ def probers() -> int:
 
 
 def test_guards_that_cannot_be_made_close_the_tiers_opened_before_them(
-    config: Callable[..., HicacheExtConfig], opened: list[PageStore], store: ReloadableStore
+    config: Callable[..., HicacheExtConfig],
+    opened: list[PageStore],
+    store: ReloadableStore,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = store.arrangement
+    monkeypatch.setattr(pipeline, "BOUNCE_MEMORY", TOO_MUCH)
     for _ in range(3):
-        sentence = r"tier 'disk' cannot start: guards\.bounce_memory \(\d+ bytes\) is not to be had: .*; set less"
+        sentence = (
+            r"tier 'disk' cannot start: \d+ bytes of memory for calls with a timeout are not to be had: .*; leave"
+        )
         with pytest.raises(StoreSetupError, match=sentence):
-            store.reload(config("more", timeout="50s", guards={"bounce_memory": TOO_MUCH}))
+            store.reload(config("more", timeout="50s"))
     assert [is_closed(tier) for tier in opened] == [False, True, True, True]
     assert store.arrangement is before
 
 
 def test_a_tier_whose_guards_cannot_be_made_is_closed(
-    config: Callable[..., HicacheExtConfig], opened: list[PageStore]
+    config: Callable[..., HicacheExtConfig], opened: list[PageStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(StoreSetupError, match=r"guards\.bounce_memory"):
-        open_tiers(config(timeout="60s", guards={"bounce_memory": TOO_MUCH}))
+    monkeypatch.setattr(pipeline, "BOUNCE_MEMORY", TOO_MUCH)
+    with pytest.raises(StoreSetupError, match="memory for calls with a timeout"):
+        open_tiers(config(timeout="60s"))
     assert [is_closed(tier) for tier in opened] == [True]
 
 
@@ -195,8 +203,9 @@ def test_whatever_a_new_tier_raises_is_an_error_of_the_reload(
 def test_new_guards_of_a_tier_that_is_down_probe_it_once_they_are_in_force_and_not_before(
     config: Callable[..., HicacheExtConfig], store: ReloadableStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.reload(config(timeout="60s", guards={"probe_interval": "30s"}))
-    breaker(store)._breaker.record(0, Outcome.TIMEOUT, "for this test")
+    configured_breakers_have(monkeypatch, probe_interval=30.0)
+    store.reload(config(timeout="59s"))
+    breaker(store).record(0, Outcome.TIMEOUT, "for this test")
     wait_until(lambda: probers() == 1)
 
     at_that_moment: list[int] = []
@@ -208,8 +217,9 @@ def test_new_guards_of_a_tier_that_is_down_probe_it_once_they_are_in_force_and_n
     with monkeypatch.context() as patch:
         patch.setattr(live_tiers, "Arrangement", no_thread)
         with pytest.raises(StoreError):
-            store.reload(config("more", timeout="50s", guards={"probe_interval": "30s"}))
+            store.reload(config("more", timeout="50s"))
     assert [*at_that_moment, probers()] == [1, 1]
-    store.reload(config(timeout="50s", guards={"probe_interval": "10ms", "slow_start": "0s"}))
+    configured_breakers_have(monkeypatch, probe_interval=0.01, slow_start=0.0)
+    store.reload(config(timeout="50s"))
     wait_until(lambda: breaker(store).state is BreakerState.CLOSED)
     wait_until(lambda: probers() == 0)

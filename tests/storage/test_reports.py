@@ -29,9 +29,9 @@ from hicache_ext.storage.contract.reports import (
 )
 from hicache_ext.storage.contract.store import PageBatch
 from hicache_ext.storage.contract.wrapper import DelegatingStore
-from hicache_ext.storage.guards.breaker_store import BreakerStore
+from hicache_ext.storage.guards.breaker import Outcome, TierBreaker
 from hicache_ext.storage.guards.late_open import LateStore
-from hicache_ext.storage.guards.tier_breaker import Outcome
+from hicache_ext.storage.guards.pipeline import GuardedStore
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.storage.tiering.settings import QueueSettings
@@ -41,6 +41,7 @@ from hicache_ext.storage.tiers.memory import MemoryPageStore, MemoryTier
 from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages
 from hicache_ext.testing.server import free_port
 from tests.rigs.redis_servers import RedisServer, redis_program
+from tests.storage.guards.hung import configured_breakers_have
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -192,28 +193,29 @@ def test_a_tier_that_was_taken_out_is_reported_no_more(tmp_path: Path, opened: C
 # -- the breaker over a reload -----------------------------------------------------------------------------------------
 
 
-def breaker(store: ReloadableStore, tier: str) -> BreakerStore:
-    (found,) = [ability(known, BreakerStore) for known in store.tiers if known.name == tier]
-    assert found is not None
-    return found
+def breaker(store: ReloadableStore, tier: str) -> TierBreaker:
+    (found,) = [ability(known, GuardedStore) for known in store.tiers if known.name == tier]
+    assert found is not None and found.breaker is not None
+    return found.breaker
 
 
 def open_breaker(store: ReloadableStore, tier: str) -> None:
-    rules = breaker(store, tier)._breaker
+    rules = breaker(store, tier)
     ticket = rules.admit()
     assert ticket is not None
     rules.record(ticket, Outcome.TIMEOUT, "a call did not end")
 
 
-def guarded(path: Path, **guards: Any) -> Section:
-    # Seldom probed: nothing comes back while a test looks.
-    return file_tier(path, guards={"breaker": True, "probe_interval": "60s", **guards})
+def guarded(path: Path) -> Section:
+    return file_tier(path, guards={"breaker": True})
 
 
 @pytest.mark.parametrize("change", [{}, {"capacity": "32MiB"}, {"timeout": "20s"}])
 def test_a_breaker_stays_open_over_a_reload(
-    change: Section, tmp_path: Path, opened: Callable[..., ReloadableStore]
+    change: Section, tmp_path: Path, opened: Callable[..., ReloadableStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Seldom probed: nothing comes back while the test looks.
+    configured_breakers_have(monkeypatch, probe_interval=60.0)
     far, other = guarded(tmp_path / "far"), file_tier(tmp_path / "other")
     store, reports = opened({"far": far}), TierReports()
     assert levels(store, "far", reports)["breaker_state"] == 0
@@ -230,9 +232,10 @@ def test_a_breaker_stays_open_over_a_reload(
 
 
 def test_a_breaker_that_was_taken_over_still_comes_back_by_itself(
-    tmp_path: Path, opened: Callable[..., ReloadableStore]
+    tmp_path: Path, opened: Callable[..., ReloadableStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    far = guarded(tmp_path / "far", probe_interval="100ms", slow_start="0s")
+    configured_breakers_have(monkeypatch, probe_interval=0.1, slow_start=0.0)
+    far = guarded(tmp_path / "far")
     store = opened({"far": far})
     before = breaker(store, "far")
     open_breaker(store, "far")

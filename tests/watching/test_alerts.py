@@ -20,15 +20,14 @@ from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.abilities import gauges_of
 from hicache_ext.storage.contract.store import GetResult, SetResult
-from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages
 from hicache_ext.testing.server import free_port
 from tests.rigs.redis_servers import RedisServer, redis_program
-from tests.storage.guards.hung import HungStore
+from tests.storage.guards.hung import HungStore, configured_breakers_have
 from tests.storage.raw_access import RawFiles
-from tests.storage.test_reports import breaker, file_tier, open_breaker
+from tests.storage.test_reports import file_tier, open_breaker
 from tests.waiting import wait_until
 from tests.watching.recording import Recording
 from tests.watching.timeline import Timeline
@@ -108,12 +107,14 @@ def test_a_pool_that_nobody_ever_reached_is_told(tmp_path: Path, opened: Callabl
     timeline.play(tmp_path)
 
 
-def test_a_tier_whose_breaker_is_open_is_told(tmp_path: Path, opened: Callable[..., ReloadableStore]) -> None:
-    store = opened({"far": file_tier(tmp_path / "far", guards={"breaker": True, "probe_interval": "60s"})})
+def test_a_tier_whose_breaker_is_open_is_told(
+    tmp_path: Path, opened: Callable[..., ReloadableStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configured_breakers_have(monkeypatch, probe_interval=60.0)
+    store = opened({"far": file_tier(tmp_path / "far", guards={"breaker": True})})
     recording = Recording.of_store(store)
     closed = recording.look()
     open_breaker(store, "far")
-    assert isinstance(breaker(store, "far"), BreakerStore)
     is_open = recording.look()
     timeline = Timeline()
     timeline.at_rest(REST, closed)

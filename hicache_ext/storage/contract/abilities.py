@@ -69,14 +69,6 @@ def clear_or_raise(store: PageStore, digests: Sequence[bytes] | None) -> int:
 
 
 @runtime_checkable
-class LooksUpFromMemory(Protocol):
-    """A wrapper that answers look-ups from what it has learnt. clear() goes past the guards (tier_handle.py)."""
-
-    def forget_look_ups(self) -> None:
-        """Answer the next look-up from the medium again."""
-
-
-@runtime_checkable
 class IdentityKeeper(Protocol):
     """A store that keeps the documents of ``register_identity`` where every node can read them."""
 

@@ -5,7 +5,7 @@ Abilities beside the contract are not forwarded: ``ability`` finds them behind w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from hicache_ext.runtime.metrics import TierMetrics
@@ -52,3 +52,12 @@ class DelegatingStore:
 
     def close(self) -> None:
         self.inner.close()
+
+    def forget_look_ups(self) -> None:
+        """Pages may have come or gone on a way that was not seen: ask the store again."""
+        if isinstance(self.inner, DelegatingStore):
+            self.inner.forget_look_ups()
+
+    def being_written(self) -> Set[bytes]:
+        """Return pages whose write may still reach the store, also after its caller was answered TIMEOUT."""
+        return self.inner.being_written() if isinstance(self.inner, DelegatingStore) else frozenset()

@@ -1,9 +1,9 @@
-"""The deadline guard: no call takes longer than its timeout, and what comes late touches no host page.
+"""The deadline guard: no call takes longer than its limit, and what comes late touches no host page.
 
 For stores that cannot end a call themselves (a hung NFS mount, a client library that waits). The call runs on another
-thread, with memory of the guard (bounce.py) in place of SGLang's host pages: a read is copied into the host pages only
-if it ended in time; a write goes out from a copy. A late call is left behind and keeps its piece of that memory until
-it ends. When too many calls are left behind, or they hold too much, further calls are REJECTED at once.
+thread, with *bounce memory* of the guard in place of SGLang's host pages: a read is copied into the host pages only if
+it ended in time; a write goes out from a copy. A late call is left behind and keeps its piece of that memory until it
+ends. When too many calls are left behind, or they hold too much, further calls are REJECTED immediately.
 Reasons and cost: docs/decisions/time-limits-of-calls.md.
 """
 
@@ -12,45 +12,118 @@ from __future__ import annotations
 import contextvars
 import functools
 import logging
+import mmap
+import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from hicache_ext.errors import NotBegunError, StoreClosedError, StoreSetupError, TooLateError
+from hicache_ext.errors import NotBegunError, StoreSetupError, TooLateError
 from hicache_ext.page.page_object import gather, scatter
-from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.call_gate import CallGate
-from hicache_ext.runtime.threads import ThreadPool
-from hicache_ext.storage.contract.base import one_for_each
+from hicache_ext.runtime.threads import ThreadPool, call_within
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.contract.wrapper import DelegatingStore
-from hicache_ext.storage.guards.bounce import BounceMemory, Lease
+from hicache_ext.storage.guards.time_limits import Call
 
 logger = logging.getLogger(__name__)
 
+R = TypeVar("R", GetResult, SetResult)
 T = TypeVar("T")
 
 MOST_STUCK_CALLS = 8
 """Calls left behind at which further ones are refused: each holds a thread."""
 _PORTIONS = 4
-"""A batch takes at most this part of the bounce memory at once, so that several calls can have some."""
+"""A batch takes at most this part of the bounce memory at a time, so that several calls can have some."""
+_ALIGNMENT = 4096
 
 
-class DeadlineStore(DelegatingStore):
-    """Ends each call of ``inner`` within ``timeout`` seconds, or within its own shorter limit. Threads: any."""
+@dataclass(slots=True)
+class Lease:
+    """One contiguous piece of bounce memory; return it with ``BounceMemory.give_back``."""
 
-    def __init__(self, inner: PageStore, timeout: float, bounce_memory: int) -> None:
+    memory: memoryview
+    offset: int
+    length: int
+    in_use: bool = False
+    """A call may still touch it. One that was left behind gives it back when it ends."""
+
+
+class BounceMemory:
+    """``size`` bytes, lent in pieces to calls that may outlive their callers. Threads: any.
+
+    One anonymous mapping: pages are allocated as they are used, and a store that must register memory (RDMA) does it
+    once.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = -(-size // _ALIGNMENT) * _ALIGNMENT
+        self.memory = memoryview(mmap.mmap(-1, self.size))
+        self._condition = threading.Condition()
+        self._free: list[tuple[int, int]] = [(0, self.size)]
+        """(offset, length), sorted by offset; adjacent pieces are merged."""
+        self._stuck = 0
+
+    @property
+    def lent(self) -> int:
+        """Bytes lent now."""
+        with self._condition:
+            return self.size - sum(length for _, length in self._free)
+
+    def take(self, length: int, deadline: float) -> Lease | None:
+        """A piece of ``length`` bytes; waits for one until ``deadline`` (monotonic), then None.
+
+        None immediately where calls left behind hold so much that the others cannot give back enough.
+        """
+        wanted = max(_ALIGNMENT, -(-length // _ALIGNMENT) * _ALIGNMENT)
+        with self._condition:
+            while True:
+                for number, (offset, free) in enumerate(self._free):
+                    if free >= wanted:
+                        self._free[number : number + 1] = [(offset + wanted, free - wanted)] if free > wanted else []
+                        return Lease(self.memory[offset : offset + length], offset, wanted)
+                left = deadline - time.monotonic()
+                if left <= 0 or wanted > self.size - self._stuck:
+                    return None
+                self._condition.wait(left)
+
+    def leave_behind(self, lease: Lease) -> None:
+        """The call that holds this piece goes on without its caller."""
+        with self._condition:
+            self._stuck += lease.length
+            self._condition.notify_all()
+
+    def give_back(self, lease: Lease, *, stuck: bool = False) -> None:
+        """Take a piece back. ``stuck``: by the call that was left behind, which may end while it is being left."""
+        with self._condition:
+            if stuck:
+                self._stuck -= lease.length
+            self._free.append((lease.offset, lease.length))
+            self._free.sort()
+            merged: list[tuple[int, int]] = []
+            for offset, length in self._free:
+                if merged and sum(merged[-1]) == offset:
+                    merged[-1] = (merged[-1][0], merged[-1][1] + length)
+                else:
+                    merged.append((offset, length))
+            self._free = merged
+            self._condition.notify_all()
+
+
+class Deadline:
+    """Ends each call of ``store`` by its own deadline. Threads: any."""
+
+    def __init__(self, store: PageStore, bounce_memory: int) -> None:
         """``bounce_memory``: bytes. A larger page is REJECTED. Raises StoreSetupError if it cannot be had."""
-        super().__init__(inner)
-        self._timeout = timeout
+        self._store = store
         try:
-            self._bounce = BounceMemory(bounce_memory)
+            self.bounce = BounceMemory(bounce_memory)
         except (OSError, OverflowError, ValueError) as error:
-            raise StoreSetupError(
-                inner.name, f"guards.bounce_memory ({bounce_memory} bytes) is not to be had: {error}", ["set less"]
-            ) from error
-        self._threads = ThreadPool(f"hicache-{inner.name}-deadline")
-        self._calls = CallGate(inner.name)
+            reason = f"{bounce_memory} bytes of memory for calls with a timeout are not to be had: {error}"
+            raise StoreSetupError(store.name, reason, ["leave `timeout` out, or set it to off"]) from error
+        self._threads = ThreadPool(f"hicache-{store.name}-deadline")
+        self._calls = CallGate(store.name)
         self._being_written: dict[int, PageBatch] = {}
         """Writes under way, and those left behind."""
         self._reported_too_large = False
@@ -59,82 +132,92 @@ class DeadlineStore(DelegatingStore):
         """Pages whose write may still reach the store, also after its caller was answered TIMEOUT."""
         return {key for batch in list(self._being_written.values()) for key in batch.keys}
 
-    def is_writing(self, keys: Collection[bytes]) -> bool:
-        return bool(self._being_written) and not self.being_written().isdisjoint(keys)
-
     @property
     def stuck_calls(self) -> int:
         """Calls that were left behind and have not ended."""
         return self._threads.left_behind
 
-    # -- pages -----------------------------------------------------------------------------------------------------
-
-    def get(self, batch: PageBatch) -> list[GetResult]:
-        return self._moved("get", batch, self._get_portion, GetResult.TIMEOUT, GetResult.REJECTED)
-
-    def _get_portion(self, wanted: PageBatch, deadline: float) -> list[GetResult]:
-        lease = self._lease(wanted, deadline)
-        bounced = PageBatch(wanted.keys, _cut(lease.memory, wanted.sizes))
-        answers = self._answered(lambda: self.inner.get(bounced), deadline, lease, [GetResult.ERROR] * len(wanted))
-        for answer, segments, (source,) in zip(answers, wanted.buffers, bounced.buffers, strict=True):
-            if answer is GetResult.HIT:
-                scatter(source, segments)
-        self._bounce.give_back(lease)
-        return answers
-
-    def set(self, batch: PageBatch) -> list[SetResult]:
-        return self._moved("set", batch, self._set_portion, SetResult.TIMEOUT, SetResult.REJECTED)
-
-    def _set_portion(self, given: PageBatch, deadline: float) -> list[SetResult]:
-        lease = self._lease(given, deadline)
-        bounced = PageBatch(given.keys, _cut(lease.memory, given.sizes))
-        for segments, (target,) in zip(given.buffers, bounced.buffers, strict=True):
-            gather(segments, target)
-
-        def write() -> list[SetResult]:
-            try:
-                return self.inner.set(bounced)
-            finally:
-                del self._being_written[id(bounced)]
-
-        self._being_written[id(bounced)] = bounced
-        try:
-            answers = self._answered(write, deadline, lease, [SetResult.ERROR] * len(given))
-        except NotBegunError:
-            del self._being_written[id(bounced)]
-            raise
-        self._bounce.give_back(lease)
-        return answers
-
-    def _moved(
-        self,
-        call: str,
-        batch: PageBatch,
-        move_portion: Callable[[PageBatch, float], list[T]],
-        timed_out: T,
-        rejected: T,
-    ) -> list[T]:
-        results = [timed_out] * len(batch)
+    def answer(self, call: Call, work: Callable[[], T], otherwise: T) -> T:
+        """What ``work`` returns or raises; ``otherwise`` if it does not end in time."""
         with self._calls:
-            deadline = call_deadline(self._timeout)
             try:
-                for portion in self._portions(batch, results, rejected):
-                    for position, answer in zip(portion, move_portion(batch.select(portion), deadline), strict=True):
+                return self._ended(work, call.deadline)
+            except TooLateError:
+                self._count("timeout", call.name)
+            except NotBegunError:
+                self._count("rejected", "stuck")
+            return otherwise
+
+    def transfer(self, call: Call, batch: PageBatch, move: Callable[[PageBatch], list[R]], kind: type[R]) -> list[R]:
+        """``move`` of the batch over bounce memory, portion by portion; what did not end in time is TIMEOUT."""
+        results = [kind.TIMEOUT] * len(batch)
+        with self._calls:
+            try:
+                for portion in self._portions(batch, results, kind.REJECTED):
+                    answers = self._transfer_portion(call, batch.select(portion), move)
+                    for position, answer in zip(portion, answers, strict=True):
                         results[position] = answer
             except TooLateError:
-                self._count("timeout", call, results.count(timed_out))
+                self._count("timeout", call.name, results.count(kind.TIMEOUT))
             except NotBegunError:
-                results = [rejected if result is timed_out else result for result in results]
-                self._count("rejected", "stuck", results.count(rejected))
+                results = [kind.REJECTED if result is kind.TIMEOUT else result for result in results]
+                self._count("rejected", "stuck", results.count(kind.REJECTED))
         return results
 
-    def _portions(self, batch: PageBatch, results: list[T], too_large: T) -> Iterator[list[int]]:
+    def close(self, close_store: Callable[[], None], seconds: float) -> None:
+        """Waits for calls under way, the store's own close() included, for at most ``seconds``."""
+        if not self._calls.shut():
+            return
+        name, deadline = self._store.name, time.monotonic() + seconds
+        try:
+            closing = call_within(seconds, f"hicache-{name}-close", close_store)
+        except RuntimeError:
+            closing = None
+        if closing is None:
+            logger.warning("hicache_ext: tier %s: did not close within %g s", name, seconds)
+        left = self._threads.close(max(0.0, deadline - time.monotonic()))
+        if left:
+            logger.warning("hicache_ext: tier %s: %d calls hang in the store; their threads end with them", name, left)
+        if closing is not None:
+            closing.result()
+
+    # -- helpers ---------------------------------------------------------------------------------------------------
+
+    def _transfer_portion(self, call: Call, given: PageBatch, move: Callable[[PageBatch], list[R]]) -> list[R]:
+        with self._lent(given, call.deadline) as (lease, bounced):
+            if call.name == "set":
+                for segments, (target,) in zip(given.buffers, bounced.buffers, strict=True):
+                    gather(segments, target)
+                self._being_written[id(bounced)] = bounced
+
+            def carry_out() -> list[R]:
+                try:
+                    return move(bounced)
+                finally:
+                    self._being_written.pop(id(bounced), None)
+
+            try:
+                answers = self._ended(carry_out, call.deadline, lease)
+            except NotBegunError:
+                self._being_written.pop(id(bounced), None)
+                raise
+            if call.name == "get":
+                read: list[Any] = answers
+                for answer, segments, (source,) in zip(read, given.buffers, bounced.buffers, strict=True):
+                    if answer is GetResult.HIT:
+                        scatter(source, segments)
+            return answers
+
+    def _portions(self, batch: PageBatch, results: list[R], too_large: R) -> Iterator[Sequence[int]]:
         """Positions, cut so that each portion fits its part of the bounce memory."""
-        limit = self._bounce.size // _PORTIONS
+        limit = self.bounce.size // _PORTIONS
+        if 0 < sum(batch.sizes) <= limit:
+            yield range(len(batch))
+            return
         portion: list[int] = []
         filled = 0
         for position, size in enumerate(batch.sizes):
-            if size > self._bounce.size:
+            if size > self.bounce.size:
                 results[position] = too_large
                 self._say_too_large(size)
                 continue
@@ -146,134 +229,60 @@ class DeadlineStore(DelegatingStore):
         if portion:
             yield portion
 
-    def _lease(self, batch: PageBatch, deadline: float) -> Lease:
-        lease = self._bounce.take(sum(batch.sizes), deadline)
+    @contextmanager
+    def _lent(self, batch: PageBatch, deadline: float) -> Iterator[tuple[Lease, PageBatch]]:
+        """A piece of bounce memory, and the batch over it, a segment for each page."""
+        lease = self.bounce.take(sum(batch.sizes), deadline)
         if lease is None:
             raise TooLateError if time.monotonic() >= deadline else NotBegunError
-        return lease
-
-    # -- everything else -------------------------------------------------------------------------------------------
-
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        asked = list(keys)
-        return self._answer("contains", lambda: self.inner.contains(asked), [False] * len(asked))
-
-    def count_leading(self, keys: Sequence[bytes]) -> int:
-        asked = list(keys)
-        return self._answer("count_leading", lambda: self.inner.count_leading(asked), 0)
-
-    def remove(self, keys: Sequence[bytes]) -> int:
-        asked = list(keys)
-        return self._answer("remove", lambda: self.inner.remove(asked), 0)
-
-    # clear() and register_identity() are carried out past the guards, on a thread of their own (tier_handle.py).
-
-    def close(self) -> None:
-        """Waits for calls under way, the store's own close() included, for at most ``timeout`` seconds."""
-        if not self._calls.shut():
-            return
-        deadline = time.monotonic() + self._timeout
         try:
-            self._ended(self.inner.close, deadline, most_stuck=None)
-        except (TooLateError, NotBegunError):
-            logger.warning("hicache_ext: tier %s: did not close within %g s", self.name, self._timeout)
-        left = self._threads.close(max(0.0, deadline - time.monotonic()))
-        if left:
-            logger.warning(
-                "hicache_ext: tier %s: %d calls hang in the store; their threads end with them", self.name, left
-            )
+            pages, offset = [], 0
+            for size in batch.sizes:
+                pages.append([lease.memory[offset : offset + size]])
+                offset += size
+            yield lease, PageBatch(batch.keys, pages, batch.sizes)
+        finally:
+            if not lease.in_use:
+                self.bounce.give_back(lease)
 
-    # -- helpers ---------------------------------------------------------------------------------------------------
-
-    def _answer(self, call: str, work: Callable[[], T], otherwise: T) -> T:
-        with self._calls:
-            try:
-                return self._ended(work, call_deadline(self._timeout))
-            except TooLateError:
-                self._count("timeout", call)
-            except NotBegunError:
-                self._count("rejected", "stuck")
-            except StoreClosedError:
-                raise
-            except Exception as error:  # noqa: BLE001 - a store that breaks its promise is a store that failed
-                self._say_raised(error)
-            return otherwise
-
-    def _answered(self, work: Callable[[], list[T]], deadline: float, lease: Lease, otherwise: list[T]) -> list[T]:
-        """The results of a transfer through ``lease``, ``otherwise`` if it raised; the caller gives the lease back.
-
-        Raises TooLateError and NotBegunError, which settle the lease, and StoreClosedError.
-        """
-        try:
-            return one_for_each(self._ended(work, deadline, lease), len(otherwise))
-        except (TooLateError, NotBegunError):
-            raise
-        except StoreClosedError:
-            self._bounce.give_back(lease)
-            raise
-        except Exception as error:  # noqa: BLE001 - a store that breaks its promise is a store that failed
-            self._say_raised(error)
-            return otherwise
-
-    def _ended(
-        self,
-        work: Callable[[], T],
-        deadline: float,
-        lease: Lease | None = None,
-        *,
-        most_stuck: int | None = MOST_STUCK_CALLS,
-    ) -> T:
+    def _ended(self, work: Callable[[], T], deadline: float, lease: Lease | None = None) -> T:
         """What ``work`` returns or raises, if it ends by ``deadline``; else TooLateError or NotBegunError."""
 
         def end_late() -> None:
             if lease is not None:
-                self._bounce.give_back(lease, stuck=True)
+                self.bounce.give_back(lease, stuck=True)
             self._count("late", "")
 
+        if self.stuck_calls >= MOST_STUCK_CALLS:
+            raise NotBegunError
         try:
-            if most_stuck is not None and self.stuck_calls >= most_stuck:
-                raise NotBegunError
-            try:
-                # The context carries the limit of this call.
-                call = self._threads.start(functools.partial(contextvars.copy_context().run, work), end_late)
-            except RuntimeError:
-                raise NotBegunError from None
-        except NotBegunError:
-            if lease is not None:
-                self._bounce.give_back(lease)
-            raise
-        if call.ended_within(deadline - time.monotonic()):
-            return call.result()
+            # The context carries the deadline of this call.
+            running = self._threads.start(functools.partial(contextvars.copy_context().run, work), end_late)
+        except RuntimeError:
+            raise NotBegunError from None
         if lease is not None:
-            # The call may end between the lines above and this: both sides only add and subtract.
-            self._bounce.mark_stuck(lease)
-        raise TooLateError
-
-    def _say_raised(self, error: Exception) -> None:
-        self._count("error", "raised")
-        logger.warning("hicache_ext: tier %s: a call raised %r", self.name, error)
+            lease.in_use = True
+        if not running.ended_within(deadline - time.monotonic()):
+            if lease is not None:
+                # The call may end between the lines above and this: both sides only add and subtract.
+                self.bounce.leave_behind(lease)
+            raise TooLateError
+        if lease is not None:
+            lease.in_use = False
+        return running.result()
 
     def _say_too_large(self, size: int) -> None:
         self._count("rejected", "bounce_memory")
         if not self._reported_too_large:
             self._reported_too_large = True
             logger.warning(
-                "hicache_ext: tier %s: a page of %d bytes is larger than guards.bounce_memory (%d); it is refused",
-                self.name,
+                "hicache_ext: tier %s: a page of %d bytes is larger than the memory of calls with a timeout (%d); "
+                "it is refused",
+                self._store.name,
                 size,
-                self._bounce.size,
+                self.bounce.size,
             )
 
     def _count(self, event: str, reason: str, amount: int = 1) -> None:
         if amount:
-            self.metrics.add(event, reason, amount)
-
-
-def _cut(memory: memoryview, sizes: Sequence[int]) -> list[list[memoryview]]:
-    """One segment of ``memory`` per page."""
-    pages = []
-    offset = 0
-    for size in sizes:
-        pages.append([memory[offset : offset + size]])
-        offset += size
-    return pages
+            self._store.metrics.add(event, reason, amount)

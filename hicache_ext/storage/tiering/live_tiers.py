@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from hicache_ext.config import GuardsConfig, HicacheExtConfig, TierConfig
 from hicache_ext.runtime.mounts import is_on_network
@@ -20,41 +20,13 @@ from hicache_ext.storage.tiering.tier_use import tier_use
 from hicache_ext.storage.tiering.tiered import Arrangement
 
 if TYPE_CHECKING:
+    from hicache_ext.storage.guards.pipeline import GuardedStore
     from hicache_ext.storage.tiering.admission import AdmissionSettings
 
 logger = logging.getLogger(__name__)
 
 _FIRST_WAIT = 10.0
 """Seconds that the start waits for a tier that is not required; it goes on opening in the background."""
-
-
-class _Guarded(DelegatingStore):
-    """A store inside its guards: closing them closes it, unless it goes on with others."""
-
-    goes_on = False
-
-    def close(self) -> None:
-        if not self.goes_on:
-            self.inner.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Guards:
-    """What stands around a tier."""
-
-    store: PageStore
-    """The tier with them; the same one where it has none."""
-    innermost: _Guarded | None = None
-
-    def close(self) -> None:
-        """Close them and the tier."""
-        self.store.close()
-
-    def let_go(self) -> None:
-        """Close them alone: the tier goes on without them."""
-        if self.innermost is not None:
-            self.innermost.goes_on = True
-            self.store.close()
 
 
 @dataclass(slots=True)
@@ -64,7 +36,8 @@ class LiveTier:
     config: TierConfig
     bare: PageStore
     """The store as registry.py opened it."""
-    guards: Guards
+    guarded: PageStore
+    """That store with its guards; the same one where it has none."""
     handle: TierHandle
 
     def close(self) -> None:
@@ -85,26 +58,35 @@ def open_live_tiers(configs: Mapping[str, TierConfig], role: str, *, measured: b
             bare = _open(name, config)
             with ExitStack() as unguarded:
                 unguarded.callback(bare.close)
-                guards = guard(config, bare)
+                store = guard(config, bare)
                 unguarded.pop_all()
             # Through the guards alone, which do not wait for ever.
-            undo.callback(guards.close)
-            handle = TierHandle(guards.store, bare=bare, measured=_measured(guards.store) if measured else None)
+            undo.callback(store.close)
+            handle = TierHandle(store, bare=bare, measured=_measured(store) if measured else None)
             handle.admit_by(admission_of(config, role))
-            opened[name] = LiveTier(config, bare, guards, handle)
+            opened[name] = LiveTier(config, bare, store, handle)
         undo.pop_all()
     return opened
 
 
-def guard(config: TierConfig, bare: PageStore, before: Guards | None = None) -> Guards:
-    """Guards as configured around a store; ``before``: its old ones. Raises StoreSetupError."""
+def guard(config: TierConfig, bare: PageStore, before: PageStore | None = None) -> PageStore:
+    """``bare`` with its guards as configured, or itself; ``before``: with those it had. Raises StoreSetupError."""
     if not _may_have_guards(config):
-        return Guards(bare)
-    from hicache_ext.storage.guards.composition import guarded, plan_guards
+        return bare
+    from hicache_ext.storage.guards.pipeline import guarded, plan_guards
 
-    innermost = _Guarded(bare)
-    store = guarded(innermost, plan_guards(config), None if before is None else before.store)
-    return Guards(bare) if store is innermost else Guards(store, innermost)
+    return guarded(bare, plan_guards(config), before)
+
+
+def guards_of(store: PageStore, bare: PageStore) -> GuardedStore | None:
+    """The guards that ``guard`` put around ``bare``."""
+    return None if store is bare else cast("GuardedStore", store)
+
+
+def let_go(store: PageStore, bare: PageStore) -> None:
+    """Close the guards of a tier, and not the tier."""
+    if (guards := guards_of(store, bare)) is not None:
+        guards.let_go()
 
 
 def _may_have_guards(config: TierConfig) -> bool:

@@ -20,12 +20,14 @@ from hicache_ext.config.seal import SealConfig
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page.transforms.codec import LOSSY_CODECS
 from hicache_ext.storage.contract.abilities import Resizable, ability
+from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.tiering.live_tiers import (
-    Guards,
     LiveTier,
     admission_of,
     arrange,
     guard,
+    guards_of,
+    let_go,
     open_live_tiers,
     used_tiers,
 )
@@ -103,7 +105,7 @@ class ReloadableStore(TieredStore):
         wanted = used_tiers(config)
         before = dict(self._live)
         changed = {name: tier for name, tier in before.items() if name in wanted and tier.config != wanted[name]}
-        guards: dict[str, Guards] = {}
+        guards: dict[str, PageStore] = {}
         try:
             with ExitStack() as undo:
                 new = {name: tier for name, tier in wanted.items() if name not in before}
@@ -111,8 +113,8 @@ class ReloadableStore(TieredStore):
                 for tier in opened.values():
                     undo.callback(tier.close)
                 for name, tier in changed.items():
-                    guards[name] = guard(wanted[name], tier.bare, tier.guards)
-                    undo.callback(guards[name].let_go)
+                    guards[name] = guard(wanted[name], tier.bare, tier.guarded)
+                    undo.callback(let_go, guards[name], tier.bare)
                 seals = {name: seal for name in changed if (seal := _new_seal(name, before[name], wanted[name]))}
                 for name, tier in changed.items():
                     undo.callback(_end, name, functools.partial(_resize, tier, tier.config))
@@ -136,18 +138,16 @@ class ReloadableStore(TieredStore):
         for name, new_guards in guards.items():
             tier = before[name]
             tier.handle.admit_by(admission_of(wanted[name], config.role))
-            old_guards, tier.guards, tier.config = tier.guards, new_guards, wanted[name]
-            if not tier.handle.put_guards(new_guards.store):
+            old_guards, tier.guarded, tier.config = tier.guarded, new_guards, wanted[name]
+            if not tier.handle.put_guards(new_guards):
                 # Closed meanwhile, with the old ones.
-                _end(name, new_guards.let_go)
+                _end(name, functools.partial(let_go, new_guards, tier.bare))
                 continue
-            _end(name, old_guards.let_go)
+            _end(name, functools.partial(let_go, old_guards, tier.bare))
             # What went through the old ones since is nothing that these know of.
             tier.handle.forget_look_ups()
-            from hicache_ext.storage.guards.breaker_store import BreakerStore
-
-            if (breaker := ability(new_guards.store, BreakerStore)) is not None:
-                breaker.resume()
+            if (in_force := guards_of(new_guards, tier.bare)) is not None:
+                in_force.resume()
         for name, tier in before.items():
             if name not in wanted:
                 _end(name, tier.close)

@@ -13,21 +13,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.page_object import scatter
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
+from hicache_ext.runtime.call_deadline import must_answer_at_once
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.threads import call_within
-from hicache_ext.storage.contract.abilities import LooksUpFromMemory, clear_or_raise, layers
+from hicache_ext.storage.contract.abilities import clear_or_raise
 from hicache_ext.storage.contract.base import leading
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 from hicache_ext.storage.contract.wrapper import DelegatingStore
-from hicache_ext.storage.guards.scheduler import must_answer_at_once
 from hicache_ext.storage.tiering.generations import StillWanted, always
 from hicache_ext.storage.tiering.settings import QueueSettings
 from hicache_ext.storage.tiering.write_behind import PromotionQueue, WriteBehind
@@ -48,15 +48,6 @@ _WRITES_END = 0.01
 """Seconds before pages that are being written are looked at again."""
 _UNKNOWN = ("error", "timeout", "rejected", "failure")
 """Events that a store counts when it does not know whether it has a page."""
-
-
-@runtime_checkable
-class LateWriter(Protocol):
-    """A guard that leaves calls behind: a write that it answered with TIMEOUT may reach the store later."""
-
-    def is_writing(self, keys: Collection[bytes]) -> bool: ...
-
-    def being_written(self) -> set[bytes]: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -100,8 +91,8 @@ class TierHandle(DelegatingStore):
         self._clears_all = False
         self._cleared: frozenset[bytes] = frozenset()
         """Identities, or all, of which a clear() waits or is under way."""
-        self._former_writers: list[LateWriter] = []
-        """Of former guards: what they have left behind may still reach the store."""
+        self._former_guards: list[DelegatingStore] = []
+        """What they have left behind may still reach the store."""
         self._closed = False
         self._log = LimitedLog(logger, 60.0)
         self.admission: Admission | None = None
@@ -116,7 +107,7 @@ class TierHandle(DelegatingStore):
         with self._lock:
             if self._closed:
                 return False
-            self._former_writers = self._late_writers()
+            self._former_guards = self._late_writers()
             if self._measured is not None:
                 self._measured.inner = store
             else:
@@ -352,9 +343,7 @@ class TierHandle(DelegatingStore):
 
     def forget_look_ups(self) -> None:
         """What guards remember of pages that are here or not."""
-        for layer in layers(self.inner):
-            if isinstance(layer, LooksUpFromMemory):
-                layer.forget_look_ups()
+        super().forget_look_ups()
 
     def _administration_failed(self, error: Exception) -> None:
         words = "hicache_ext: tier %s: a clear() or a new identity is tried again: %r"
@@ -394,15 +383,18 @@ class TierHandle(DelegatingStore):
         for writer in self._late_writers():
             self.hide([key for key in writer.being_written() if wanted(key)])
 
-    def _late_writers(self) -> list[LateWriter]:
-        former = [writer for writer in self._former_writers if writer.being_written()]
-        return [*former, *[layer for layer in layers(self.inner) if isinstance(layer, LateWriter)]]
+    def _late_writers(self) -> list[DelegatingStore]:
+        """Guards whose writes may reach the store although they were answered TIMEOUT."""
+        former = [guards for guards in self._former_guards if guards.being_written()]
+        store = self.inner if self._measured is None else self._measured.inner
+        return [*former, store] if isinstance(store, DelegatingStore) else former
 
     def _remove_hidden(self) -> float | Retry | None:
         """Remove the hidden pages whose writes have ended."""
         hidden = list(self._hidden)
-        writers: list[Any] = [self.writes, self.promotions, *self._late_writers()]
-        ended = [key for key in hidden if not any(writer.is_writing([key]) for writer in writers)]
+        late = frozenset[bytes]().union(*(guards.being_written() for guards in self._late_writers()))
+        queues = (self.writes, self.promotions)
+        ended = [key for key in hidden if key not in late and not any(queue.is_writing([key]) for queue in queues)]
         if ended and not self._is_gone(ended):
             return RETRY
         with self._lock:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from hicache_ext.config import ExtraConfig, TierConfig, load_config
+from hicache_ext.runtime.call_deadline import answering_at_once
 from hicache_ext.storage.contract.reports import TierReports
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.guards.scheduler import answering_at_once
 from hicache_ext.storage.opening import server_view
 from hicache_ext.storage.tiering.admission import Admission, AdmissionSettings, WriteBudget
 from hicache_ext.storage.tiering.settings import TieringSettings

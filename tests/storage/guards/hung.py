@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from typing import Any
+
+import pytest
 
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
+from hicache_ext.storage.guards import pipeline
+from hicache_ext.storage.guards.breaker import BreakerSettings
+from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan
 from hicache_ext.testing.conformance.pages import IDENTITY, page_key
 from tests.rigs.faults import BeforeEachCall
 
@@ -23,6 +30,24 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
+
+
+def guard(store: PageStore, *, clock: Clock | None = None, **plan: Any) -> GuardedStore:
+    """``store`` behind the guards of this plan. Time passes by ``clock``, if there is one."""
+    if clock is None:
+        return GuardedStore(store, GuardPlan(**plan))
+    return GuardedStore(store, GuardPlan(**plan), clock=clock, sleep=clock.sleep)
+
+
+def set_timeout(store: GuardedStore, seconds: float) -> None:
+    """From now on each call of ``store`` has so long."""
+    for limits in (store._reads, store._look_ups, store._writes):
+        limits.longest = seconds
+
+
+def configured_breakers_have(monkeypatch: pytest.MonkeyPatch, **settings: float) -> None:
+    """Breakers of tiers that are opened from now on have these settings, which no key sets."""
+    monkeypatch.setattr(pipeline, "BreakerSettings", functools.partial(BreakerSettings, **settings))
 
 
 class HungStore(BeforeEachCall):

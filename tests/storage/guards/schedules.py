@@ -13,7 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -21,14 +21,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from hicache_ext.errors import ClearLaterError
 from hicache_ext.page import envelope
 from hicache_ext.runtime.breaker import BreakerState
-from hicache_ext.storage.contract.abilities import ability
+from hicache_ext.runtime.call_deadline import answering_at_once
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.contract.wrapper import DelegatingStore
-from hicache_ext.storage.guards.breaker_store import BreakerStore
-from hicache_ext.storage.guards.composition import GuardPlan, guarded
-from hicache_ext.storage.guards.deadline import DeadlineStore
-from hicache_ext.storage.guards.scheduler import answering_at_once
-from hicache_ext.storage.guards.tier_breaker import BreakerSettings
+from hicache_ext.storage.guards.breaker import BreakerSettings
+from hicache_ext.storage.guards.deadline import Deadline
+from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan, guarded
 from hicache_ext.storage.tiering.settings import PrefetchSettings, QueueSettings, TieringSettings
 from hicache_ext.storage.tiering.tiered import Arrangement as TierArrangement
 from hicache_ext.storage.tiering.tiered import TieredStore
@@ -460,7 +457,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.near_is_only_what_was_written_or_read_in_a_leading_run()
         if self.arrangement.guards:
             for store in self.tiers:
-                assert _deadline(store)._bounce.lent == 0
+                assert _deadline(store).bounce.lent == 0
                 assert _deadline(store).stuck_calls == 0
         self.counts["schedules"] += 1
         self.counts["with guards" if self.arrangement.guards else "without guards"] += 1
@@ -470,19 +467,11 @@ class TiersMachine(RuleBasedStateMachine):
                     self.counts[f"{event} {reason}".strip()] += amount
 
 
-def _layer(store: PageStore, kind: type[Any]) -> Any:
-    while not isinstance(store, kind):
-        assert isinstance(store, DelegatingStore)
-        store = store.inner
-    return store
-
-
-def _deadline(store: PageStore) -> DeadlineStore:
-    found: DeadlineStore = _layer(store, DeadlineStore)
-    return found
+def _deadline(store: PageStore) -> Deadline:
+    assert isinstance(store, GuardedStore) and store.deadline is not None
+    return store.deadline
 
 
 def _breaker_state(store: PageStore) -> BreakerState:
-    breaker = ability(store, BreakerStore)
-    assert breaker is not None
-    return breaker.state
+    assert isinstance(store, GuardedStore) and store.breaker is not None
+    return store.breaker.state

@@ -11,13 +11,12 @@ import pytest
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.runtime.breaker import BreakerState
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.guards.breaker_store import BreakerStore
-from hicache_ext.storage.guards.deadline import DeadlineStore
-from hicache_ext.storage.guards.tier_breaker import LONGEST_PROBE_INTERVAL, BreakerSettings, Outcome, TierBreaker
+from hicache_ext.storage.guards.breaker import LONGEST_PROBE_INTERVAL, BreakerSettings, Outcome, TierBreaker
+from hicache_ext.storage.guards.pipeline import GuardedStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import HostPages, assert_hits, page_keys, read_pages, store_pages
 from tests.rigs.faults import FailingStore, PageStoreWrapper, RaisingStore
-from tests.storage.guards.hung import KEY, OTHER, Clock, HungStore, ScribblingStore
+from tests.storage.guards.hung import KEY, OTHER, Clock, HungStore, ScribblingStore, guard, set_timeout
 from tests.waiting import wait_until
 
 CLOSED, HALF_OPEN, OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN
@@ -33,15 +32,21 @@ def changes() -> list[tuple[BreakerState, str]]:
     return []
 
 
-def made(clock: Clock, changes: list[tuple[BreakerState, str]], slow_start: float = 10.0) -> TierBreaker:
-    """Of no store; no probe of it ever succeeds."""
-    settings = BreakerSettings(slow_start=slow_start)
-    return TierBreaker("none", settings, lambda: False, lambda *change: changes.append(change), clock)
+class Noting(TierBreaker):
+    """Notes its changes. No probe of it ever succeeds."""
+
+    def __init__(self, clock: Clock, changes: list[tuple[BreakerState, str]], slow_start: float = 10.0) -> None:
+        self._changes = changes
+        settings = BreakerSettings(slow_start=slow_start)
+        super().__init__(MemoryPageStore("none"), settings, lambda batch: [GetResult.ERROR], clock)
+
+    def _changed(self, state: BreakerState, reason: str) -> None:
+        self._changes.append((state, reason))
 
 
 @pytest.fixture
 def breaker(clock: Clock, changes: list[tuple[BreakerState, str]]) -> Iterator[TierBreaker]:
-    breaker = made(clock, changes)
+    breaker = Noting(clock, changes)
     yield breaker
     assert breaker.close(30)
 
@@ -138,7 +143,7 @@ def test_a_breaker_taken_over_goes_on_as_the_one_before_it_would(
     breaker: TierBreaker, clock: Clock, outcome: Outcome
 ) -> None:
     call(breaker, outcome)
-    after = made(clock, [])
+    after = Noting(clock, [])
     after.take_over(breaker)
     assert after.state is OPEN and after.admit() is None
     assert after.probe_interval == breaker.probe_interval
@@ -153,7 +158,7 @@ def test_a_breaker_taken_over_goes_on_as_the_one_before_it_would(
 def test_evidence_against_a_tier_outlives_new_guards(breaker: TierBreaker, clock: Clock) -> None:
     for _ in range(2):
         call(breaker, Outcome.FAILED)
-    after = made(clock, [])
+    after = Noting(clock, [])
     after.take_over(breaker)
     call(after, Outcome.FAILED)
     assert after.state is OPEN
@@ -161,7 +166,7 @@ def test_evidence_against_a_tier_outlives_new_guards(breaker: TierBreaker, clock
 
 
 def test_without_a_slow_start_a_recovered_tier_is_in_full_use(clock: Clock) -> None:
-    breaker = made(clock, [], slow_start=0.0)
+    breaker = Noting(clock, [], slow_start=0.0)
     call(breaker, Outcome.TIMEOUT)
     breaker.recover()
     assert call(breaker, Outcome.GOOD)
@@ -185,11 +190,10 @@ def test_a_dead_store_costs_one_deadline_and_comes_back_by_itself(
     hung: HungStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = set(threading.enumerate())
-    deadline = DeadlineStore(hung, 60.0, 1 << 20)
-    store = BreakerStore(deadline, QUICK, 60.0)
+    store = guard(hung, timeout=60.0, bounce_memory=1 << 20, breaker=QUICK)
     store_pages(store, [KEY])
     hung.hang()
-    deadline._timeout = 0.1
+    set_timeout(store, 0.1)
     assert read_pages(store, [KEY])[0] == [GetResult.TIMEOUT]
     for _ in range(1000):
         assert read_pages(store, [KEY])[0] == [GetResult.REJECTED]
@@ -200,8 +204,8 @@ def test_a_dead_store_costs_one_deadline_and_comes_back_by_itself(
     assert store.describe().details["breaker"] == "open"
     assert store.metrics.value("rejected", "breaker") == 5000
     hung.let_go()
-    deadline._timeout = 60.0
-    wait_until(lambda: read_pages(store, [KEY])[0] == [GetResult.HIT] and store.state is CLOSED)
+    set_timeout(store, 60.0)
+    wait_until(lambda: read_pages(store, [KEY])[0] == [GetResult.HIT] and store.breaker.state is CLOSED)
     assert_hits(store, [KEY])
     assert "tier memory is left out: a call did not end within " in caplog.text
     assert "tier memory answers again after" in caplog.text
@@ -222,14 +226,14 @@ def test_probes_touch_neither_host_pages_nor_the_callers_thread() -> None:
 
     inner.get = get  # type: ignore[method-assign]
     failing = FailingStore(inner)
-    store = BreakerStore(failing, QUICK, None)
+    store = guard(failing, breaker=QUICK)
     pages = HostPages([[100]], fill=0x77)
     before = pages.snapshot()
     for _ in range(3):
         assert store.get(PageBatch([KEY], pages.buffers)) == [GetResult.ERROR]
-    assert store.state is OPEN
+    assert store.breaker.state is OPEN
     failing.active = False
-    wait_until(lambda: store.state is not OPEN)
+    wait_until(lambda: store.breaker.state is not OPEN)
     assert seen == {"hicache-memory-probe"}
     assert pages.snapshot() == before
     store.close()
@@ -237,15 +241,15 @@ def test_probes_touch_neither_host_pages_nor_the_callers_thread() -> None:
 
 def test_a_tier_that_nobody_asks_after_its_recovery_is_in_full_use_when_the_slow_start_is_over() -> None:
     failing = FailingStore(MemoryPageStore())
-    store = BreakerStore(failing, replace(QUICK, slow_start=0.2), None)
+    store = guard(failing, breaker=replace(QUICK, slow_start=0.2))
     for _ in range(2):
         failing.active = True
         for _ in range(3):
             store.get(PageBatch([KEY], HostPages([[100]]).buffers))
-        assert store.state is OPEN
+        assert store.breaker.state is OPEN
         failing.active = False
         wait_until(lambda: store.gauges()["breaker_state"] == 0)
-        assert store.state is CLOSED
+        assert store.breaker.state is CLOSED
     assert store.metrics.value("breaker", "closed") == 2
     store.close()
 
@@ -253,30 +257,30 @@ def test_a_tier_that_nobody_asks_after_its_recovery_is_in_full_use_when_the_slow
 def test_closing_does_not_sit_out_a_slow_start() -> None:
     failing = FailingStore(MemoryPageStore())
     failing.active = True
-    store = BreakerStore(failing, replace(QUICK, slow_start=3600.0), None)
+    store = guard(failing, breaker=replace(QUICK, slow_start=3600.0))
     for _ in range(3):
         store.get(PageBatch([KEY], HostPages([[100]]).buffers))
     failing.active = False
-    wait_until(lambda: store.state is HALF_OPEN)
+    wait_until(lambda: store.breaker.state is HALF_OPEN)
     store.close()
-    assert not store._breaker.probing
+    assert not store.breaker.probing
 
 
 @pytest.mark.parametrize("result", [GetResult.ERROR, GetResult.TIMEOUT, GetResult.REJECTED])
 def test_a_probe_without_an_answer_leaves_the_breaker_open(result: GetResult) -> None:
     inner = FailingStore(MemoryPageStore(), get_result=GetResult.TIMEOUT)
-    store = BreakerStore(inner, QUICK, None)
+    store = guard(inner, breaker=QUICK)
     read_pages(store, [KEY])
     inner.get_result = result
     wait_until(lambda: store.metrics.value("breaker_probe", "bad") >= 2)
-    assert store.state is OPEN
+    assert store.breaker.state is OPEN
     store.close()
 
 
 def test_answers_are_no_failures() -> None:
     """A cold cache, a page beyond capacity and a damaged page here and there say that the tier works."""
     inner = MemoryPageStore()
-    store = BreakerStore(inner, QUICK, None)
+    store = guard(inner, breaker=QUICK)
     keys = page_keys(30)
     for number, key in enumerate(keys):
         assert read_pages(store, [key])[0] == [GetResult.MISS]
@@ -284,21 +288,21 @@ def test_answers_are_no_failures() -> None:
         if number % 3 == 0:
             inner.objects[key] = b"damaged"
         assert read_pages(store, [key])[0] == [GetResult.CORRUPT if number % 3 == 0 else GetResult.HIT]
-    refusing = BreakerStore(FailingStore(inner, set_result=SetResult.REJECTED), QUICK, None)
+    refusing = guard(FailingStore(inner, set_result=SetResult.REJECTED), breaker=QUICK)
     for key in keys:
         store_pages(refusing, [key])
-    assert store.state is refusing.state is CLOSED
+    assert store.breaker.state is refusing.breaker.state is CLOSED
     store.close()
 
 
 def test_a_tier_that_returns_garbage_is_left_out_though_it_writes_and_looks_up_well() -> None:
     """Each of its reads costs the transfer of a whole prefix, and the prefix is computed all the same."""
     inner = MemoryPageStore()
-    store = BreakerStore(inner, BreakerSettings(probe_interval=60.0), None)
+    store = guard(inner, breaker=BreakerSettings(probe_interval=60.0))
     keys = page_keys(12)
     store_pages(store, keys)
     damaged = 0
-    while store.state is CLOSED:
+    while store.breaker.state is CLOSED:
         batch = keys[4 * damaged : 4 * damaged + 4]
         assert batch, "it was never left out"
         for key in batch[:2]:  # half of what is read
@@ -343,17 +347,17 @@ def test_damaged_reads_of_long_ago_are_forgotten(breaker: TierBreaker, clock: Cl
 
 def test_a_store_that_raises_is_a_store_that_fails() -> None:
     inner = RaisingStore(MemoryPageStore(), lambda: ConnectionResetError("gone"))
-    store = BreakerStore(inner, QUICK, None)
+    store = guard(inner, breaker=QUICK)
     assert read_pages(store, [KEY])[0] == [GetResult.ERROR]
     assert store_pages(store, [KEY]) == [SetResult.ERROR]
     assert store.contains([KEY]) == [False]
-    assert store.state is OPEN
+    assert store.breaker.state is OPEN
     store.close()
 
 
-def _with_clock(inner: PageStore, clock: Clock, timeout: float | None = 5.0) -> BreakerStore:
+def _with_clock(inner: PageStore, clock: Clock, timeout: float | None = 5.0) -> GuardedStore:
     settings = BreakerSettings(slow_call=0.5, probe_interval=3600)
-    return BreakerStore(inner, settings, timeout, clock=clock)
+    return guard(inner, clock=clock, timeout=timeout, breaker=settings)
 
 
 class TakingTime(PageStoreWrapper):
@@ -375,16 +379,16 @@ def test_a_pool_of_two_seconds_a_call_is_given_up_after_three_calls(clock: Clock
     store = _with_clock(TakingTime(clock, 2.0), clock)
     store.count_leading([KEY])
     read_pages(store, [KEY])
-    assert store.state is CLOSED
+    assert store.breaker.state is CLOSED
     read_pages(store, [KEY])
-    assert store.state is OPEN
+    assert store.breaker.state is OPEN
     store.close()
 
 
 def test_a_look_up_that_takes_the_timeout_opens_at_once(clock: Clock) -> None:
     store = _with_clock(TakingTime(clock, 5.0), clock)
     store.count_leading([KEY])
-    assert store.state is OPEN
+    assert store.breaker.state is OPEN
     store.close()
 
 
@@ -395,7 +399,7 @@ def test_a_large_read_may_take_the_time_of_its_bytes(clock: Clock) -> None:
     inner.seconds = 0.7  # 0.5 s and 0.3 s for the bytes are allowed
     for _ in range(10):
         assert read_pages(store, [KEY], [30_000_000])[0] == [GetResult.HIT]
-    assert store.state is CLOSED
+    assert store.breaker.state is CLOSED
     store.close()
 
 
@@ -404,16 +408,16 @@ def test_pages_that_arrived_before_the_deadline_speak_for_the_tier() -> None:
         def get(self, batch: PageBatch) -> list[GetResult]:
             return [*super().get(batch)[:1], GetResult.TIMEOUT]
 
-    store = BreakerStore(Half(MemoryPageStore()), QUICK, None)
+    store = guard(Half(MemoryPageStore()), breaker=QUICK)
     store_pages(store, [KEY, OTHER])
     assert read_pages(store, [KEY, OTHER])[0] == [GetResult.HIT, GetResult.TIMEOUT]
-    assert store.state is CLOSED
+    assert store.breaker.state is CLOSED
     store.close()
 
 
 def test_close_ends_the_probes_and_an_open_breaker_then_raises(hung: HungStore) -> None:
     before = set(threading.enumerate())
-    store = BreakerStore(FailingStore(MemoryPageStore(), get_result=GetResult.TIMEOUT), QUICK, None)
+    store = guard(FailingStore(MemoryPageStore(), get_result=GetResult.TIMEOUT), breaker=QUICK)
     read_pages(store, [KEY])
     store.close()
     assert set(threading.enumerate()) <= before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
@@ -11,11 +12,9 @@ from hicache_ext.config.schema import Allowed
 from hicache_ext.storage.contract.abilities import IdentityKeeper, Resizable, ability
 from hicache_ext.storage.contract.hint_board import HintBoard
 from hicache_ext.storage.contract.store import PageStore
-from hicache_ext.storage.contract.wrapper import DelegatingStore
-from hicache_ext.storage.guards import composition
-from hicache_ext.storage.guards.breaker_store import BreakerStore
-from hicache_ext.storage.guards.composition import GuardPlan, guarded, plan_guards
-from hicache_ext.storage.guards.tier_breaker import BreakerSettings
+from hicache_ext.storage.guards import pipeline
+from hicache_ext.storage.guards.breaker import BreakerSettings
+from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan, guarded, plan_guards
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 
 
@@ -33,16 +32,23 @@ def file_tier(**settings: Any) -> TierConfig:
 
 
 def names(store: PageStore) -> list[str]:
-    found = []
-    while isinstance(store, DelegatingStore):
-        found.append(type(store).__name__.removesuffix("Store"))
-        store = store.inner
-    return found
+    """The guards that it has, outermost first."""
+    assert isinstance(store, GuardedStore)
+    rules = {
+        "exists budget": store._budget is not None,
+        "negative cache": store._absent is not None,
+        "time limit": store._reads.longest < math.inf,
+        "breaker": store.breaker is not None,
+        "concurrency": store._places is not None,
+        "deadline": store.deadline is not None,
+        "retry": store._retries > 0,
+    }
+    return [name for name, there in rules.items() if there]
 
 
 @pytest.fixture(autouse=True)
 def _local(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(composition, "is_on_network", lambda path: path.startswith("/nfs"))
+    monkeypatch.setattr(pipeline, "is_on_network", lambda path: path.startswith("/nfs"))
 
 
 def test_a_local_disk_has_no_guards_so_that_reads_go_straight_into_host_pages() -> None:
@@ -52,7 +58,7 @@ def test_a_local_disk_has_no_guards_so_that_reads_go_straight_into_host_pages() 
 
 
 def test_a_network_file_system_and_a_pool_get_all_of_them() -> None:
-    everything = ["ExistsBudget", "NegativeCache", "TimeLimit", "Breaker", "ConcurrencyLimit", "Deadline", "Retry"]
+    everything = ["exists budget", "negative cache", "time limit", "breaker", "concurrency", "deadline", "retry"]
     for tier in (file_tier(path="/nfs/cache"), file_tier(path=["/mnt/a", "/nfs/b"]), PoolConfig()):
         store = guarded(MemoryPageStore(), plan_guards(tier))
         assert names(store) == everything
@@ -71,49 +77,49 @@ def test_a_configured_timeout_bounds_every_call() -> None:
 
 def test_a_store_that_keeps_its_timeout_reads_straight_into_host_pages() -> None:
     plan = plan_guards(TimelyPoolConfig(timeout="2s"))
-    assert plan.timeout == 2.0 and plan.store_keeps_timeout
-    assert "Deadline" not in names(guarded(MemoryPageStore(), plan))
+    assert plan.timeout == 2.0 and plan.bounce_memory == 0
+    assert "deadline" not in names(guarded(MemoryPageStore(), plan))
 
 
 def test_a_timeout_on_a_local_disk_brings_what_makes_it_useful() -> None:
     store = guarded(MemoryPageStore(), plan_guards(file_tier(timeout="2s")))
-    assert names(store) == ["ExistsBudget", "TimeLimit", "Breaker", "ConcurrencyLimit", "Deadline"]
+    assert names(store) == ["exists budget", "time limit", "breaker", "concurrency", "deadline"]
     store.close()
 
 
 def test_the_timeout_of_a_network_file_system_can_be_switched_off() -> None:
     plan = plan_guards(file_tier(path="/nfs/cache", timeout="off"))
     assert plan.timeout is None
-    assert "Deadline" not in names(guarded(MemoryPageStore(), plan))
+    assert "deadline" not in names(guarded(MemoryPageStore(), plan))
 
 
 def test_every_key_reaches_its_guard() -> None:
     guards = {
         "retries": 3,
         "breaker": True,
-        "slow_call": "2s",
-        "probe_interval": "3s",
-        "slow_start": "4s",
-        "negative_cache": "5s",
         "concurrency": 6,
         "exists_budget": "7ms",
-        "bounce_memory": "8MiB",
     }
     assert plan_guards(file_tier(timeout="9s", guards=guards)) == GuardPlan(
         timeout=9.0,
-        bounce_memory=8 << 20,
+        bounce_memory=256 << 20,
         retries=3,
-        breaker=BreakerSettings(2.0, 3.0, 4.0),
-        negative_cache=5.0,
+        breaker=BreakerSettings(slow_call=4.5),
         concurrency=6,
         exists_budget=0.007,
     )
 
 
-def test_every_guard_can_be_left_out() -> None:
-    off = {"retries": 0, "breaker": False, "negative_cache": "off", "exists_budget": False}
+@pytest.mark.parametrize(("timeout", "slow"), [(None, 0.5), ("200ms", 0.5), ("1s", 0.5), ("5s", 2.5)])
+def test_a_call_is_slow_after_half_of_the_time_that_it_has(timeout: str | None, slow: float) -> None:
+    breaker = plan_guards(PoolConfig(timeout=timeout)).breaker
+    assert breaker is not None and breaker.slow_call == slow
+
+
+def test_every_guard_that_has_a_key_can_be_left_out() -> None:
+    off = {"retries": 0, "breaker": False, "exists_budget": False}
     store = guarded(MemoryPageStore(), plan_guards(TimelyPoolConfig(guards=off)))
-    assert names(store) == ["TimeLimit", "ConcurrencyLimit"]
+    assert names(store) == ["negative cache", "time limit", "concurrency"]
 
 
 def test_abilities_are_found_behind_guards() -> None:
@@ -129,5 +135,4 @@ def test_abilities_are_found_behind_guards() -> None:
     assert ability(store, Resizable) is bare
     assert ability(store, IdentityKeeper) is bare
     assert ability(store, HintBoard) is None
-    breaker = ability(store, BreakerStore)
-    assert breaker is not None and ability(breaker.inner, BreakerStore) is None
+    assert ability(store, GuardedStore) is store and ability(bare, GuardedStore) is None

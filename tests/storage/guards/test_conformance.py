@@ -6,18 +6,13 @@ import time
 
 import pytest
 
+from hicache_ext.runtime.call_deadline import answering_at_once
 from hicache_ext.storage.contract.store import PageStore
-from hicache_ext.storage.guards.breaker_store import BreakerStore
-from hicache_ext.storage.guards.composition import GuardPlan, guarded
-from hicache_ext.storage.guards.concurrency import ConcurrencyLimitStore
-from hicache_ext.storage.guards.deadline import DeadlineStore
-from hicache_ext.storage.guards.exists_budget import ExistsBudgetStore
+from hicache_ext.storage.guards.breaker import BreakerSettings
 from hicache_ext.storage.guards.late_open import LateStore
-from hicache_ext.storage.guards.negative_cache import NegativeCacheStore
-from hicache_ext.storage.guards.retry import RetryStore
-from hicache_ext.storage.guards.scheduler import answering_at_once
-from hicache_ext.storage.guards.tier_breaker import BreakerSettings
+from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan, guarded
 from hicache_ext.testing.conformance.page_store import PageStoreTests
+from tests.storage.guards.hung import guard
 from tests.storage.media import Memory, Over, PageFiles, Slabs
 
 pytestmark = pytest.mark.slow
@@ -47,12 +42,12 @@ class _OverMemory(PageStoreTests):
 
 class TestDeadline(_OverMemory):
     def guard(self, store):
-        return DeadlineStore(store, LONG, 64 * MIB)
+        return guard(store, timeout=LONG, bounce_memory=64 * MIB)
 
 
 class TestDeadlineWithLittleMemory(_OverMemory):
     def guard(self, store):
-        return DeadlineStore(store, LONG, 4 * MIB)
+        return guard(store, timeout=LONG, bounce_memory=4 * MIB)
 
     @pytest.fixture
     def medium(self):
@@ -61,39 +56,39 @@ class TestDeadlineWithLittleMemory(_OverMemory):
 
 class TestRetry(_OverMemory):
     def guard(self, store):
-        return RetryStore(store, 2, LONG)
+        return guard(store, retries=2)
 
 
 class TestBreaker(_OverMemory):
     def guard(self, store):
-        return BreakerStore(store, BreakerSettings(slow_call=LONG), LONG)
+        return guard(store, timeout=LONG, breaker=BreakerSettings(slow_call=LONG))
 
 
 class TestNegativeCache(_OverMemory):
     """Without what other writers do, which it sees when an entry's life is over (test_small_guards.py)."""
 
     def guard(self, store):
-        return NegativeCacheStore(store, LONG)
+        return guard(store, negative_cache=LONG)
 
 
 class TestConcurrency(_OverMemory):
     def guard(self, store):
-        return ConcurrencyLimitStore(store, 3, None)
+        return guard(store, concurrency=3)
 
 
 class TestExistsBudget(_OverMemory):
     def guard(self, store):
-        return ExistsBudgetStore(store, LONG)
+        return guard(store, exists_budget=LONG)
 
 
-class _MovesOn(ExistsBudgetStore):
+class _MovesOn(GuardedStore):
     """Its clock moves on by an hour with every removal: what is remembered of pages that another store took away is a
     hint, whose life is over soon."""
 
     hours = 0
 
     def __init__(self, inner):
-        super().__init__(inner, LONG, clock=lambda: time.monotonic() + 3600 * _MovesOn.hours)
+        super().__init__(inner, GuardPlan(exists_budget=LONG), clock=lambda: time.monotonic() + 3600 * _MovesOn.hours)
 
     def remove(self, keys):
         _MovesOn.hours += 1

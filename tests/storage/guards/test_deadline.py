@@ -11,8 +11,8 @@ import pytest
 
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.guards.bounce import BounceMemory
-from hicache_ext.storage.guards.deadline import MOST_STUCK_CALLS, DeadlineStore
+from hicache_ext.storage.guards.deadline import MOST_STUCK_CALLS, BounceMemory
+from hicache_ext.storage.guards.pipeline import GuardedStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import (
     HostPages,
@@ -24,7 +24,8 @@ from hicache_ext.testing.conformance.pages import (
     store_pages,
 )
 from tests.rigs.faults import PageStoreWrapper, RaisingStore
-from tests.storage.guards.hung import KEY, HungStore, ScribblingStore
+from tests.storage.guards import hung as rig
+from tests.storage.guards.hung import KEY, HungStore, ScribblingStore, set_timeout
 from tests.waiting import wait_until
 
 TIMEOUT = 0.1
@@ -43,17 +44,13 @@ def hung() -> Iterator[HungStore]:
     store.let_go()
 
 
-def guard(store: PageStoreWrapper, bounce: int = MIB) -> DeadlineStore:
-    return DeadlineStore(store, PATIENCE, bounce)
+def guard(store: PageStoreWrapper, bounce: int = MIB) -> GuardedStore:
+    return rig.guard(store, timeout=PATIENCE, bounce_memory=bounce)
 
 
-def set_timeout(store: DeadlineStore, timeout: float) -> None:
-    store._timeout = timeout
-
-
-def wait_for_late_ends(store: DeadlineStore, calls: int) -> None:
+def wait_for_late_ends(store: GuardedStore, calls: int) -> None:
     """Wait until the ``calls`` calls left behind have ended: they are counted, then their threads are free."""
-    wait_until(lambda: store.metrics.value("late") == calls and store.stuck_calls == 0)
+    wait_until(lambda: store.metrics.value("late") == calls and store.deadline.stuck_calls == 0)
 
 
 def test_each_call_of_a_hung_store_ends_and_says_so(hung: HungStore) -> None:
@@ -148,7 +145,7 @@ def test_calls_left_behind_keep_their_memory_until_they_end(hung: HungStore) -> 
     wait_for_late_ends(store, 2)
     assert store_pages(store, keys, [400_000]) == [SetResult.STORED] * 3
     assert_hits(store, keys, [400_000])
-    assert store._bounce.lent == 0
+    assert store.deadline.bounce.lent == 0
     store.close()
 
 
@@ -167,7 +164,7 @@ def test_a_page_larger_than_the_bounce_memory_is_refused_and_said_once(caplog: p
     for _ in range(2):
         results = store.set(PageBatch([small, large], filled([small, large], sizes).buffers))
         assert results[0].durable and results[1] is SetResult.REJECTED
-    assert caplog.text.count("larger than guards.bounce_memory") == 1
+    assert caplog.text.count("larger than the memory of calls with a timeout") == 1
     store.close()
 
 
@@ -176,7 +173,7 @@ def test_a_store_that_raises_has_failed() -> None:
     assert read_pages(store, [KEY])[0] == [GetResult.ERROR]
     assert store_pages(store, [KEY]) == [SetResult.ERROR]
     assert store.contains([KEY]) == [False]
-    assert store._bounce.lent == 0
+    assert store.deadline.bounce.lent == 0
     store.close()
 
 
@@ -192,7 +189,7 @@ def test_a_store_with_too_few_answers_has_failed_and_keeps_no_memory() -> None:
     assert read_pages(store, keys)[0] == [GetResult.ERROR] * 3
     assert store_pages(store, keys) == [SetResult.ERROR] * 3
     assert store.metrics.value("error", "raised") == 2
-    assert store._bounce.lent == 0
+    assert store.deadline.bounce.lent == 0
     store.close()
 
 
@@ -249,7 +246,7 @@ def test_eight_threads_share_little_bounce_memory() -> None:
     for thread in threads:
         thread.join()
     assert problems == []
-    assert store._bounce.lent == 0
+    assert store.deadline.bounce.lent == 0
     store.close()
 
 

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 
 import pytest
 
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.runtime.breaker import BreakerState
-from hicache_ext.runtime.call_deadline import ending_within
+from hicache_ext.runtime.call_deadline import answering_at_once
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.guards.breaker_store import BreakerStore
-from hicache_ext.storage.guards.concurrency import ConcurrencyLimitStore
-from hicache_ext.storage.guards.exists_budget import ExistsBudgetStore
-from hicache_ext.storage.guards.negative_cache import NegativeCacheStore
-from hicache_ext.storage.guards.retry import RetryStore
-from hicache_ext.storage.guards.scheduler import answering_at_once
-from hicache_ext.storage.guards.tier_breaker import BreakerSettings
+from hicache_ext.storage.guards.breaker import BreakerSettings
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, payload_of, read_pages, store_pages
 from tests.rigs.faults import PageStoreWrapper
-from tests.storage.guards.hung import KEY, OTHER, Clock, CountingStore, HungStore
+from tests.storage.guards.hung import KEY, OTHER, Clock, CountingStore, HungStore, guard
 from tests.waiting import wait_until
 
 
@@ -69,7 +63,7 @@ class Flaky(PageStoreWrapper):
 
 def test_only_the_pages_that_failed_are_tried_again(clock: Clock) -> None:
     inner = Flaky(failures=1)
-    store = RetryStore(inner, 2, 10.0, clock=clock, sleep=clock.sleep)
+    store = guard(inner, clock=clock, timeout=10.0, retries=2)
     store_pages(inner.inner, [KEY, OTHER])
     results, payloads = read_pages(store, [OTHER, KEY])
     assert results == [GetResult.HIT, GetResult.HIT]
@@ -79,13 +73,13 @@ def test_only_the_pages_that_failed_are_tried_again(clock: Clock) -> None:
 
 
 def test_a_write_that_failed_after_all_had_been_stored_is_durable(clock: Clock) -> None:
-    store = RetryStore(Flaky(failures=1), 1, 10.0, clock=clock, sleep=clock.sleep)
+    store = guard(Flaky(failures=1), clock=clock, timeout=10.0, retries=1)
     assert store_pages(store, [KEY]) == [SetResult.EXISTS]
 
 
 def test_retries_are_bounded(clock: Clock) -> None:
     inner = Flaky(failures=100)
-    store = RetryStore(inner, 3, 10.0, clock=clock, sleep=clock.sleep)
+    store = guard(inner, clock=clock, timeout=10.0, retries=3)
     assert read_pages(store, [KEY])[0] == [GetResult.ERROR]
     assert len(inner.batches) == 4
 
@@ -97,7 +91,7 @@ def test_no_retry_begins_when_a_quarter_of_the_time_is_gone(clock: Clock) -> Non
             return super().get(batch)
 
     inner = Slow(failures=1)
-    store = RetryStore(inner, 3, 10.0, clock=clock, sleep=clock.sleep)
+    store = guard(inner, clock=clock, timeout=10.0, retries=3)
     assert read_pages(store, [KEY])[0] == [GetResult.ERROR]
     assert len(inner.batches) == 1
 
@@ -105,7 +99,7 @@ def test_no_retry_begins_when_a_quarter_of_the_time_is_gone(clock: Clock) -> Non
 @pytest.mark.parametrize("result", [r for r in GetResult if r is not GetResult.ERROR])
 def test_answers_are_not_asked_for_twice(clock: Clock, result: GetResult) -> None:
     inner = Flaky(failures=100, result=result)
-    store = RetryStore(inner, 3, 10.0, clock=clock, sleep=clock.sleep)
+    store = guard(inner, clock=clock, timeout=10.0, retries=3)
     assert read_pages(store, [KEY])[0] == [result]
     assert len(inner.batches) == 1
 
@@ -119,7 +113,7 @@ def counting() -> CountingStore:
 
 
 def test_an_absent_page_is_asked_for_once_in_its_life(counting: CountingStore, clock: Clock) -> None:
-    store = NegativeCacheStore(counting, 1.0, clock=clock)
+    store = guard(counting, clock=clock, negative_cache=1.0)
     for _ in range(5):
         assert read_pages(store, [KEY])[0] == [GetResult.MISS]
         assert store.contains([KEY]) == [False]
@@ -133,7 +127,7 @@ def test_an_absent_page_is_asked_for_once_in_its_life(counting: CountingStore, c
 
 
 def test_own_writes_are_seen_at_once(counting: CountingStore, clock: Clock) -> None:
-    store = NegativeCacheStore(counting, 1.0, clock=clock)
+    store = guard(counting, clock=clock, negative_cache=1.0)
     assert store.contains([KEY, OTHER]) == [False, False]
     store_pages(store, [KEY])
     assert store.contains([KEY, OTHER]) == [True, False]
@@ -141,7 +135,7 @@ def test_own_writes_are_seen_at_once(counting: CountingStore, clock: Clock) -> N
 
 
 def test_only_the_first_gap_of_a_chain_is_remembered(counting: CountingStore, clock: Clock) -> None:
-    store = NegativeCacheStore(counting, 1.0, clock=clock)
+    store = guard(counting, clock=clock, negative_cache=1.0)
     keys = page_keys(5)
     store_pages(counting.inner, [keys[0], keys[1], keys[3]])
     assert store.count_leading(keys) == 2
@@ -151,7 +145,7 @@ def test_only_the_first_gap_of_a_chain_is_remembered(counting: CountingStore, cl
 
 
 def test_a_mixed_batch_asks_only_for_what_may_be_there(counting: CountingStore, clock: Clock) -> None:
-    store = NegativeCacheStore(counting, 1.0, clock=clock)
+    store = guard(counting, clock=clock, negative_cache=1.0)
     store_pages(store, [OTHER])
     assert read_pages(store, [KEY])[0] == [GetResult.MISS]
     results, payloads = read_pages(store, [KEY, OTHER])
@@ -169,7 +163,7 @@ def test_a_look_up_that_a_write_overtakes_remembers_nothing(hung: HungStore) -> 
             hung.before_call()
             return answer
 
-    store = NegativeCacheStore(LateAnswer(hung.inner), 60.0)
+    store = guard(LateAnswer(hung.inner), negative_cache=60.0)
     hung.hang()
     looking = threading.Thread(target=store.contains, args=([KEY],))
     looking.start()
@@ -182,7 +176,7 @@ def test_a_look_up_that_a_write_overtakes_remembers_nothing(hung: HungStore) -> 
 
 def test_trouble_is_not_absence(clock: Clock) -> None:
     inner = Flaky(failures=1)
-    store = NegativeCacheStore(inner, 60.0, clock=clock)
+    store = guard(inner, clock=clock, negative_cache=60.0)
     store_pages(inner.inner, [KEY])
     assert read_pages(store, [KEY])[0] == [GetResult.ERROR]
     assert_hits(store, [KEY])
@@ -201,7 +195,7 @@ def test_a_look_up_that_failed_teaches_nothing(clock: Clock, event: str) -> None
             return 0 if not any(self.contains(keys)) else len(keys)
 
     inner = Out(MemoryPageStore())
-    store = NegativeCacheStore(inner, 60.0, clock=clock)
+    store = guard(inner, clock=clock, negative_cache=60.0)
     store_pages(inner, [KEY])
     assert store.contains([KEY]) == [False]
     assert store.count_leading([KEY]) == 0
@@ -209,8 +203,8 @@ def test_a_look_up_that_failed_teaches_nothing(clock: Clock, event: str) -> None
 
 
 def test_the_negative_cache_is_bounded(counting: CountingStore, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hicache_ext.storage.guards.negative_cache._MOST_ENTRIES", 10)
-    store = NegativeCacheStore(counting, 60.0, clock=clock)
+    monkeypatch.setattr("hicache_ext.storage.guards.look_ups._MOST_ENTRIES", 10)
+    store = guard(counting, clock=clock, negative_cache=60.0)
     store.contains(page_keys(1000))
     assert len(store._absent) == 10
 
@@ -219,7 +213,7 @@ def test_the_negative_cache_is_bounded(counting: CountingStore, clock: Clock, mo
 
 
 def test_more_calls_than_the_limit_wait_or_are_refused(hung: HungStore) -> None:
-    store = ConcurrencyLimitStore(hung, 2, patience=0.05)
+    store = guard(hung, concurrency=2, timeout=0.1)
     store_pages(store, [KEY])
     hung.hang()
     results: list[int] = []
@@ -240,7 +234,7 @@ def test_more_calls_than_the_limit_wait_or_are_refused(hung: HungStore) -> None:
 
 
 def test_a_caller_that_waits_gets_its_turn(hung: HungStore) -> None:
-    store = ConcurrencyLimitStore(hung, 1, patience=None)
+    store = guard(hung, concurrency=1)
     store_pages(store, [KEY])
     hung.hang()
     results: list[int] = []
@@ -254,41 +248,41 @@ def test_a_caller_that_waits_gets_its_turn(hung: HungStore) -> None:
     assert results == [1] * 5
 
 
-@pytest.mark.parametrize(("limit", "patience", "expected"), [(60.0, 3600.0, 30.0), (60.0, 5.0, 5.0), (None, 5.0, 5.0)])
+@pytest.mark.parametrize(
+    ("timeout", "learnt", "expected"), [(7200.0, 60.0, 30.0), (10.0, 10.0, 5.0), (None, math.inf, None)]
+)
 def test_a_call_waits_for_its_turn_for_half_of_its_limit_at_most(
-    monkeypatch: pytest.MonkeyPatch, limit: float | None, patience: float, expected: float
+    monkeypatch: pytest.MonkeyPatch, timeout: float | None, learnt: float, expected: float | None
 ) -> None:
-    store = ConcurrencyLimitStore(MemoryPageStore(), 1, patience)
+    store = guard(MemoryPageStore(), concurrency=1, timeout=timeout)
+    monkeypatch.setattr(store._reads, "seconds", lambda amount: learnt)
     waited: list[float | None] = []
 
     def acquire(timeout: float | None = None) -> bool:
         waited.append(timeout)
         return False
 
-    monkeypatch.setattr(store._free, "acquire", acquire)
-    with nullcontext() if limit is None else ending_within(limit):
-        assert read_pages(store, [KEY])[0] == [GetResult.REJECTED]
+    monkeypatch.setattr(store._places, "acquire", acquire)
+    assert read_pages(store, [KEY])[0] == [GetResult.REJECTED]
     assert waited == [expected]
 
 
-def test_what_waited_for_its_turn_in_vain_is_no_evidence_against_the_tier(hung: HungStore) -> None:
+@pytest.mark.parametrize("learnt", [True, False])
+def test_what_waited_for_its_turn_in_vain_is_no_evidence_against_the_tier(
+    monkeypatch: pytest.MonkeyPatch, learnt: bool
+) -> None:
     settings = BreakerSettings(slow_call=0.01, probe_interval=3600.0)
-    store = BreakerStore(ConcurrencyLimitStore(hung, 1, patience=3600.0), settings, 0.1)
-    hung.hang()
-    # Not through the breaker: this test is about those that wait.
-    first = threading.Thread(target=store.inner.count_leading, args=([KEY],))
-    first.start()
-    wait_until(lambda: hung.waiting == 1)
+    timeout = 3600.0 if learnt else 0.1
+    store = guard(MemoryPageStore(), concurrency=1, timeout=timeout, breaker=settings)
+    for limits in (store._reads, store._look_ups):
+        monkeypatch.setattr(limits, "seconds", lambda amount: 0.1)
+    # Another call has the place.
+    assert store._places is not None and store._places.acquire()
     for _ in range(4):
-        with ending_within(0.1, learnt=True):
-            assert read_pages(store, [KEY])[0] == [GetResult.REJECTED]
-        with ending_within(0.1, learnt=True):
-            assert store.count_leading([KEY]) == 0
-        with ending_within(0.1, learnt=True):
-            assert store.contains([KEY]) == [False]
-    assert store.state is BreakerState.CLOSED
-    hung.let_go()
-    first.join()
+        assert read_pages(store, [KEY])[0] == [GetResult.REJECTED]
+        assert store.count_leading([KEY]) == 0
+        assert store.contains([KEY]) == [False]
+    assert store.breaker is not None and store.breaker.state is BreakerState.CLOSED
     store.close()
 
 
@@ -296,7 +290,7 @@ def test_what_waited_for_its_turn_in_vain_is_no_evidence_against_the_tier(hung: 
 
 
 def test_the_scheduler_gets_what_is_known_and_later_what_was_found(hung: HungStore, clock: Clock) -> None:
-    store = ExistsBudgetStore(hung, 0.02, clock=clock)
+    store = guard(hung, clock=clock, exists_budget=0.02)
     keys = page_keys(5)
     store_pages(hung.inner, keys[:3])
     hung.hang()
@@ -306,7 +300,7 @@ def test_the_scheduler_gets_what_is_known_and_later_what_was_found(hung: HungSto
     wait_until(lambda: hung.calls == 2)
     hung.let_go()
     wait_until(lambda: hung.waiting == 0)
-    wait_until(lambda: store._present)
+    wait_until(lambda: len(store._budget.found))
     hung.hang()
     with answering_at_once():
         assert store.count_leading(keys) == 3
@@ -316,7 +310,7 @@ def test_the_scheduler_gets_what_is_known_and_later_what_was_found(hung: HungSto
 
 
 def test_a_store_in_time_answers_the_scheduler_exactly(clock: Clock) -> None:
-    store = ExistsBudgetStore(MemoryPageStore(), 10.0, clock=clock)
+    store = guard(MemoryPageStore(), clock=clock, exists_budget=10.0)
     keys = page_keys(4)
     store_pages(store, [keys[0], keys[1], keys[3]])
     with answering_at_once():
@@ -327,7 +321,7 @@ def test_a_store_in_time_answers_the_scheduler_exactly(clock: Clock) -> None:
 
 
 def test_other_threads_go_straight_through(hung: HungStore) -> None:
-    store = ExistsBudgetStore(hung, 0.001)
+    store = guard(hung, exists_budget=0.001)
     store_pages(store, [KEY])
     hung.hang()
     results: list[int] = []
@@ -341,7 +335,7 @@ def test_other_threads_go_straight_through(hung: HungStore) -> None:
 
 
 def test_look_ups_of_a_hung_store_do_not_pile_up(hung: HungStore) -> None:
-    store = ExistsBudgetStore(hung, 0.001)
+    store = guard(hung, exists_budget=0.001)
     hung.hang()
     with answering_at_once():
         for key in page_keys(50):
@@ -355,7 +349,7 @@ def test_look_ups_of_a_hung_store_do_not_pile_up(hung: HungStore) -> None:
 def test_what_was_found_is_forgotten_when_it_goes() -> None:
     clock = Clock()
     inner = MemoryPageStore()
-    store = ExistsBudgetStore(inner, 10.0, clock=clock)
+    store = guard(inner, clock=clock, exists_budget=10.0)
     first, second, third = page_keys(3)
     store_pages(store, [first, second, third])
     with answering_at_once():
@@ -372,7 +366,7 @@ def test_what_was_found_is_forgotten_when_it_goes() -> None:
 
 def test_what_was_found_is_forgotten_when_all_was_cleared(hung: HungStore) -> None:
     """clear() goes past the guards, and says so."""
-    store = ExistsBudgetStore(hung, 10.0)
+    store = guard(hung, exists_budget=10.0)
     store_pages(store, [KEY])
     with answering_at_once():
         assert store.count_leading([KEY]) == 1
@@ -384,7 +378,7 @@ def test_what_was_found_is_forgotten_when_all_was_cleared(hung: HungStore) -> No
 
 def test_close_ends_its_threads(hung: HungStore) -> None:
     before = set(threading.enumerate())
-    store = ExistsBudgetStore(hung, 0.01)
+    store = guard(hung, exists_budget=0.01)
     with answering_at_once():
         store.count_leading([KEY])
     store.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
@@ -10,21 +11,15 @@ import pytest
 
 from hicache_ext.config import RemoteTierConfig
 from hicache_ext.runtime.breaker import BreakerState
-from hicache_ext.runtime.call_deadline import call_deadline, call_limit, ending_within
-from hicache_ext.storage.contract.abilities import ability
+from hicache_ext.runtime.call_deadline import call_deadline, ending_within
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.guards.breaker_store import BreakerStore
-from hicache_ext.storage.guards.composition import guarded, plan_guards
-from hicache_ext.storage.guards.concurrency import ConcurrencyLimitStore
-from hicache_ext.storage.guards.deadline import DeadlineStore
-from hicache_ext.storage.guards.learnt_limit import LearntLimit
-from hicache_ext.storage.guards.retry import RetryStore
-from hicache_ext.storage.guards.tier_breaker import BreakerSettings
-from hicache_ext.storage.guards.time_limit import LEAST_READ, LEAST_WRITE, TimeLimitStore
+from hicache_ext.storage.guards.breaker import BreakerSettings
+from hicache_ext.storage.guards.pipeline import LEAST_READ, LEAST_WRITE, GuardedStore, plan_guards
+from hicache_ext.storage.guards.time_limits import LearntLimit
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import HostPages, page_keys, read_pages, store_pages
 from tests.rigs.faults import PageStoreWrapper
-from tests.storage.guards.hung import KEY, Clock, HungStore
+from tests.storage.guards.hung import KEY, Clock, HungStore, guard
 from tests.waiting import wait_until
 
 READS, WRITES = 1.0, 5.0
@@ -56,16 +51,19 @@ class Pool(PageStoreWrapper):
         return self.inner.count_leading(keys) if self._takes("look_up") else 0
 
     def _takes(self, kind: str) -> bool:
-        limit = call_limit()
-        assert limit is not None
-        self.limits[kind] = limit.seconds
-        self._clock.sleep(min(self.seconds, limit.seconds))
-        return self.seconds < limit.seconds
+        limit = call_deadline(math.inf) - self._clock.now
+        self.limits[kind] = limit
+        self._clock.sleep(min(self.seconds, limit))
+        return self.seconds < limit
 
 
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
+
+
+def limited(store: PageStore, clock: Clock, breaker: BreakerSettings | None) -> GuardedStore:
+    return guard(store, clock=clock, timeout=READS, write_timeout=WRITES, breaker=breaker)
 
 
 @pytest.fixture
@@ -75,8 +73,7 @@ def pool(clock: Clock) -> Pool:
 
 @pytest.fixture
 def store(pool: Pool, clock: Clock) -> Iterator[PageStore]:
-    breaker = BreakerStore(pool, BreakerSettings(probe_interval=0.4, slow_start=3600.0), READS, clock=clock)
-    store = TimeLimitStore(breaker, READS, WRITES, 0.5, clock)
+    store = limited(pool, clock, BreakerSettings(probe_interval=0.4, slow_start=3600.0))
     yield store
     store.close()
 
@@ -93,9 +90,8 @@ def settle(store: PageStore) -> None:
 
 
 def state(store: PageStore) -> BreakerState:
-    breaker = ability(store, BreakerStore)
-    assert breaker is not None
-    return breaker.state
+    assert isinstance(store, GuardedStore) and store.breaker is not None
+    return store.breaker.state
 
 
 # -- what is learnt ----------------------------------------------------------------------------------------------------
@@ -288,8 +284,7 @@ def test_a_look_up_that_found_pages_until_it_was_cut_is_no_reason_to_give_the_ti
             clock.sleep(READS)
             return len(keys) * 3 // 4
 
-    breaker = BreakerStore(Found(MemoryPageStore()), BreakerSettings(), READS, clock=clock)
-    store = TimeLimitStore(breaker, READS, WRITES, 0.5, clock)
+    store = limited(Found(MemoryPageStore()), clock, BreakerSettings())
     keys = page_keys(1000)
     for _ in range(20):
         assert store.count_leading(keys) == 750
@@ -306,8 +301,7 @@ def test_a_large_read_that_is_cut_counts_by_what_came_in_time(clock: Clock, page
             clock.sleep(READS)
             return [GetResult.HIT] * pages + [GetResult.TIMEOUT] * (len(batch) - pages)
 
-    breaker = BreakerStore(Cut(MemoryPageStore()), BreakerSettings(probe_interval=3600.0), READS, clock=clock)
-    store = TimeLimitStore(breaker, READS, WRITES, 0.5, clock)
+    store = limited(Cut(MemoryPageStore()), clock, BreakerSettings(probe_interval=3600.0))
     segment = memoryview(bytearray(size))
     batch = PageBatch(page_keys(200), [[segment]] * 200)
     for _ in range(5):
@@ -317,14 +311,14 @@ def test_a_large_read_that_is_cut_counts_by_what_came_in_time(clock: Clock, page
 
 
 def test_a_tier_without_a_breaker_gets_its_timeout_since_nobody_would_try_it_again(pool: Pool, clock: Clock) -> None:
-    store = TimeLimitStore(pool, READS, WRITES, None, clock)
+    store = limited(pool, clock, None)
     settle(store)
     store_pages(store, page_keys(4, "one more"))
     assert (pool.limits["get"], pool.limits["look_up"], pool.limits["set"]) == (READS, READS, WRITES)
 
 
 def test_a_larger_slow_call_raises_the_least_that_a_call_gets(pool: Pool, clock: Clock) -> None:
-    store = TimeLimitStore(pool, 10.0, 10.0, 4.0, clock)
+    store = guard(pool, clock=clock, timeout=10.0, breaker=BreakerSettings(slow_call=4.0))
     settle(store)
     store_pages(store, page_keys(4, "one more"))
     assert pool.limits == {"look_up": 2.0, "get": 2.0, "set": 2.0}
@@ -343,8 +337,8 @@ def _call_of_each_kind(store: PageStore) -> None:
 @pytest.mark.parametrize(
     "wrap",
     [
-        lambda store: DeadlineStore(store, 3600.0, 1 << 20),
-        lambda store: ConcurrencyLimitStore(store, 0, 3600.0),
+        lambda store: guard(store, timeout=0.02, bounce_memory=1 << 20),
+        lambda store: guard(store, timeout=0.02, concurrency=0),
     ],
 )
 def test_guards_that_wait_end_by_the_limit_of_the_call(wrap: Callable[[PageStore], PageStore]) -> None:
@@ -352,8 +346,7 @@ def test_guards_that_wait_end_by_the_limit_of_the_call(wrap: Callable[[PageStore
     hung.hang()
     store = wrap(hung)
     began = time.monotonic()
-    with ending_within(0.02):
-        _call_of_each_kind(store)
+    _call_of_each_kind(store)
     assert time.monotonic() - began < 1800
     hung.let_go()
     store.close()
@@ -369,25 +362,22 @@ def test_no_retry_begins_when_a_quarter_of_the_limit_is_over(clock: Clock) -> No
             return [GetResult.ERROR] * len(batch)
 
     failing = Failing(MemoryPageStore())
-    store = RetryStore(failing, 5, 3600.0, clock=clock, sleep=clock.sleep)
-    with ending_within(0.5):
-        read_pages(store, [KEY])
+    store = guard(failing, clock=clock, timeout=0.5, retries=5)
+    read_pages(store, [KEY])
     assert failing.calls == 1
 
 
 def test_the_deadline_guard_tells_the_store_that_it_runs_elsewhere_what_the_limit_is() -> None:
-    seen: list[float | None] = []
+    seen: list[float] = []
 
     class Asked(PageStoreWrapper):
         def count_leading(self, keys: Sequence[bytes]) -> int:
-            limit = call_limit()
-            seen.append(None if limit is None else limit.seconds)
+            seen.append(call_deadline(3600.0) - time.monotonic())
             return 0
 
-    store = DeadlineStore(Asked(MemoryPageStore()), 3600.0, 1 << 20)
-    with ending_within(60.0):
-        store.count_leading([KEY])
-    assert seen == [60.0]
+    store = guard(Asked(MemoryPageStore()), timeout=60.0, bounce_memory=1 << 20)
+    store.count_leading([KEY])
+    assert len(seen) == 1 and 0 < seen[0] <= 60.0
     store.close()
 
 
@@ -396,7 +386,7 @@ def test_a_store_that_nobody_gives_less_has_its_own_timeout() -> None:
     with ending_within(60.0):
         assert call_deadline(3600.0) - time.monotonic() <= 60
         assert call_deadline(1.0) - time.monotonic() <= 1
-    assert call_limit() is None
+    assert call_deadline(3600.0) - time.monotonic() > 1800
 
 
 def test_a_store_that_keeps_its_timeout_is_told_the_limits_of_reads_and_writes_by_default() -> None:
@@ -405,7 +395,7 @@ def test_a_store_that_keeps_its_timeout_is_told_the_limits_of_reads_and_writes_b
 
     clock = Clock()
     pool = Pool(clock)
-    store = guarded(pool, plan_guards(TimelyPoolConfig(type="pool")))
+    store = GuardedStore(pool, plan_guards(TimelyPoolConfig(type="pool")), clock=clock)
     store_pages(store, KEYS)
     read_pages(store, KEYS)
     assert pool.limits == {"set": 5.0, "get": 1.0}

@@ -14,7 +14,7 @@ import pytest
 from hicache_ext.runtime.call_deadline import ending_within
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import GetResult, PageStore, SetResult
-from hicache_ext.storage.guards.composition import guarded, plan_guards
+from hicache_ext.storage.guards.pipeline import guarded, plan_guards
 from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 from hicache_ext.testing.conformance.pages import page_keys, payload_of, read_pages, store_pages
 from tests.rigs.mooncake_servers import MooncakeServers

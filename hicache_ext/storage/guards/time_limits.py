@@ -1,4 +1,4 @@
-"""How long a call may take, learnt from how long such calls took lately.
+"""How long a call may take: the configured timeout, or less where calls of the tier took less lately.
 
 A tier that answers within milliseconds and then hangs should not cost the whole timeout. A call gets four times what
 the slowest of the last 32 calls of its size took, at least ``least`` (a busy machine, a new connection) and at most
@@ -17,7 +17,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
+AT_LIMIT = 0.9
+"""A call that took this share of its limit was cut; a look-up cannot report that itself."""
 _FACTOR = 4.0
 """Sizes of one class differ by a factor of two; the other two are for a call slower than all before it."""
 _RECENT_CALLS = 32
@@ -27,10 +30,49 @@ _LIFE = 300.0
 """Seconds for which a call counts: connections of an idle tier are cold, its pages swapped out."""
 
 
+@dataclass(slots=True)
+class Call:
+    """One call on its way through the guards. Seconds, by the clock of the guards."""
+
+    name: str
+    """Of the PageStore's method."""
+    pages: int
+    begun: float
+    seconds: float
+    """Its limit; infinite without a timeout."""
+    amount: int = 0
+    """Bytes or keys."""
+    limits: LearntLimit | None = None
+    """What learns from it, if anything does."""
+    queued: float = 0.0
+    """How long it has waited for its place."""
+
+    @property
+    def deadline(self) -> float:
+        return self.begun + self.seconds
+
+    @property
+    def learnt(self) -> bool:
+        """Whether its limit is shorter than configured."""
+        return self.limits is not None and self.seconds < self.limits.longest
+
+    def ended(self, shown: int, now: float) -> None:
+        """Learn from it. ``shown``: the amount that its answer is evidence for: absent pages take no time, and failed
+        ones are no evidence."""
+        if self.limits is None:
+            return
+        taken = now - self.begun
+        if taken >= self.seconds * AT_LIMIT:
+            (self.limits.observe_cut if self.learnt else self.limits.observe)(self.amount, taken)
+        elif shown:
+            self.limits.observe(shown, taken)
+
+
 class LearntLimit:
     """The limit of calls of one kind; an amount is bytes or keys. Threads: any."""
 
     def __init__(self, longest: float, least: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Nothing is learnt where ``least`` is no less than ``longest``."""
         self.longest = longest
         self._least = least
         self._clock = clock
@@ -38,8 +80,14 @@ class LearntLimit:
         self._by_size: dict[int, deque[tuple[float, float]]] = {}
         """log2 of the amount -> (when, seconds) of recent calls."""
 
+    def begin(self, name: str, pages: int, amount: int) -> Call:
+        """A call of ``amount`` that begins now."""
+        return Call(name, pages, self._clock(), self.seconds(amount), amount, self)
+
     def seconds(self, amount: int) -> float:
         """The limit of a call of ``amount``."""
+        if self._least >= self.longest:
+            return self.longest
         since = self._clock() - _LIFE
         with self._lock:
             recent: list[float] = []

@@ -1,0 +1,220 @@
+"""The circuit breaker of a tier: judges its calls, gives it up, and probes it in the background.
+
+A call that ran into its deadline opens the breaker immediately, because the next one would cost as much. Half of the
+recent calls failed or slow open it, too; so do reads with damaged pages, if they are half of the recent reads. After a
+call that ran into a learnt deadline the breaker is in *doubt*: the tier hangs, or is slower than it was.
+
+A probe reads the page whose read failed, or one that is absent, on a thread of its own into memory of its own: never on
+SGLang's threads, never into host pages. States, slow start and pauses: runtime/breaker.py. Reasons:
+docs/decisions/time-limits-of-calls.md.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from hicache_ext.runtime.background import Backoff
+from hicache_ext.runtime.breaker import Breaker, BreakerState
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
+from hicache_ext.storage.guards.time_limits import AT_LIMIT, Call
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R", GetResult, SetResult)
+
+LONGEST_PROBE_INTERVAL = 30.0
+
+_RECENT_CALLS = 10
+_RECENT_SECONDS = 60.0
+_LEAST_BAD_CALLS = 3
+_BAD_SHARE = 0.5
+_PROBE_KEY = b"hicache_ext/prob" + bytes(32)
+"""A page that nobody stores."""
+_SLOWEST_BANDWIDTH = 100e6
+"""Bytes per second. A slower read takes longer than to compute the pages again."""
+_SLOWEST_LOOK_UP = 0.001
+"""Seconds per key found, beyond ``slow_call``: to compute a page takes several times as long."""
+
+
+class Outcome(enum.Enum):
+    """What a call shows about its tier."""
+
+    GOOD = "good"
+    SLOW = "slow"
+    FAILED = "failed"
+    TIMEOUT = "timeout"
+    LATE = "late"
+    """Cut by a learnt deadline: the tier hangs, or is slower than it was."""
+    UNKNOWN = "unknown"
+    """Nothing: the call may not have reached the medium."""
+
+
+Judgement = tuple[Outcome, str]
+"""With the reason, for the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerSettings:
+    """Seconds."""
+
+    slow_call: float = 0.5
+    """A call that takes longer, and longer than its bytes take at 100 MB/s on top, is slow."""
+    probe_interval: float = 1.0
+    """Before the first probe of a tier that was given up."""
+    slow_start: float = 5.0
+    """During which a tier that came back gets a growing share of the calls."""
+
+
+class TierBreaker(Breaker):
+    """A Breaker that judges calls, for a pipeline. Threads: any."""
+
+    def __init__(
+        self,
+        store: PageStore,
+        settings: BreakerSettings,
+        read: Callable[[PageBatch], list[GetResult]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``store``: whose name and metrics it uses. ``read``: a read by the probe, with the whole timeout."""
+        self._store = store
+        self._settings = settings
+        self._read = read
+        self._recent: deque[tuple[float, bool]] = deque(maxlen=_RECENT_CALLS)
+        """(when, whether bad)."""
+        self._reads: deque[tuple[float, bool]] = deque(maxlen=_RECENT_CALLS)
+        """(when, whether damaged), of reads that got pages."""
+        self._suspect: tuple[bytes, int] | None = None
+        """Key and payload bytes of a page whose read failed."""
+        self._opened_at = 0.0
+        super().__init__(
+            f"hicache-{store.name}-probe",
+            self._is_healthy,
+            Backoff(settings.probe_interval, LONGEST_PROBE_INTERVAL),
+            on_change=self._changed,
+            slow_start=settings.slow_start,
+            clock=clock,
+        )
+
+    def take_over(self, before: Breaker) -> None:
+        super().take_over(before)
+        if isinstance(before, TierBreaker):
+            with before._lock, self._lock:
+                self._recent, self._reads = before._recent.copy(), before._reads.copy()
+            self._suspect, self._opened_at = before._suspect, before._opened_at
+
+    # -- what a call shows -----------------------------------------------------------------------------------------
+
+    def transferred(self, ticket: int, call: Call, batch: PageBatch, results: list[R], seconds: float) -> None:
+        """A ``get`` or ``set`` has ended after ``seconds``, without those in our own queue: that is no evidence."""
+        outcome, reason = self._judge_transfer(call, batch, results, seconds) if results else (Outcome.UNKNOWN, "")
+        if call.name == "get" and outcome is not Outcome.GOOD and results:
+            self._suspect = (batch.keys[0], batch.sizes[0])
+        self.record(ticket, outcome, reason)
+        if call.name == "get":
+            # A damaged page is computed again. If most pages are damaged, reads cost their transfers for nothing.
+            read: list[Any] = results
+            damaged, good = read.count(GetResult.CORRUPT), read.count(GetResult.HIT)
+            if damaged or good:
+                self.record_read(ticket, damaged >= good, f"{damaged} of {damaged + good} pages were damaged")
+
+    def answered(self, ticket: int, call: Call, found: int, seconds: float) -> None:
+        """A look-up has ended: failures look like absence, so only time and pages found are evidence."""
+        if not found and seconds >= (call.seconds - call.queued) * AT_LIMIT:
+            self.record(ticket, *_ran_out_of_time(call, "look-up", seconds))
+        elif seconds > self._settings.slow_call + found * _SLOWEST_LOOK_UP:
+            self.record(ticket, Outcome.SLOW, f"a look-up took {seconds:.2g} s")
+        elif found:
+            self.record(ticket, Outcome.GOOD)
+
+    def _judge_transfer(self, call: Call, batch: PageBatch, results: list[R], seconds: float) -> Judgement:
+        kind = type(results[0])
+        timeouts, errors = results.count(kind.TIMEOUT), results.count(kind.ERROR)
+        answered = len(results) - timeouts - errors - results.count(kind.REJECTED)
+        if timeouts and not answered:
+            return _ran_out_of_time(call, "call", seconds)
+        if timeouts:
+            unanswered = (kind.TIMEOUT, kind.ERROR, kind.REJECTED)
+            arrived = sum([size for size, r in zip(batch.sizes, results, strict=True) if r not in unanswered])
+            if arrived >= seconds * _SLOWEST_BANDWIDTH:
+                # Slow for this size, but the pages that came in time are of use.
+                return Outcome.GOOD, ""
+            return Outcome.SLOW, f"{timeouts} of {len(results)} pages did not arrive within {seconds:.2g} s"
+        if errors and errors >= answered:
+            return Outcome.FAILED, f"{errors} of {len(results)} pages failed"
+        if not answered:
+            return Outcome.UNKNOWN, ""
+        if seconds > self._settings.slow_call + sum(batch.sizes) / _SLOWEST_BANDWIDTH:
+            return Outcome.SLOW, f"a call took {seconds:.2g} s"
+        return Outcome.GOOD, ""
+
+    def record(self, ticket: int, outcome: Outcome, reason: str = "") -> None:
+        """How the call ended that ``ticket`` was given for; ``reason`` is for the log."""
+        if outcome is Outcome.UNKNOWN:
+            return
+        too_much = self._is_too_much(self._recent, ticket, outcome is not Outcome.GOOD)
+        if too_much or outcome in (Outcome.TIMEOUT, Outcome.LATE):
+            self.trip(reason, ticket, in_doubt=outcome is Outcome.LATE)
+
+    def record_read(self, ticket: int, damaged: bool, reason: str) -> None:
+        """Whether the pages that a call read, besides how it ended, were mostly not what somebody had written."""
+        if self._is_too_much(self._reads, ticket, damaged):
+            self.trip(reason, ticket)
+
+    def _is_too_much(self, calls: deque[tuple[float, bool]], ticket: int, bad: bool) -> bool:
+        """Note a call; whether enough of those of the last minute were bad. In the slow start one is enough."""
+        now = self._clock()
+        with self._lock:
+            if ticket != self._generation or self._state is BreakerState.OPEN:
+                return False
+            calls.append((now, bad))
+            recent = [was_bad for when, was_bad in calls if now - when <= _RECENT_SECONDS]
+            half = sum(recent) >= _LEAST_BAD_CALLS and sum(recent) >= _BAD_SHARE * len(recent)
+            return bad and (half or self._state is not BreakerState.CLOSED)
+
+    def _change(self, state: BreakerState) -> None:
+        super()._change(state)
+        self._recent.clear()
+        self._reads.clear()
+
+    def _changed(self, state: BreakerState, reason: str) -> None:
+        name = self._store.name
+        self._store.metrics.add("breaker", state.value)
+        match state:
+            case BreakerState.OPEN:
+                self._opened_at = self._clock()
+                logger.warning(
+                    "hicache_ext: tier %s is left out: %s; its pages are misses until it answers", name, reason
+                )
+            case BreakerState.HALF_OPEN:
+                down, slow_start = self._clock() - self._opened_at, self._settings.slow_start
+                words = "hicache_ext: tier %s answers again after %.2g s; calls come back over %g s"
+                logger.warning(words, name, down, slow_start)
+            case BreakerState.CLOSED:
+                logger.warning("hicache_ext: tier %s is in full use again", name)
+
+    # -- probing ---------------------------------------------------------------------------------------------------
+
+    def _is_healthy(self) -> bool:
+        """Whether a read is answered in time."""
+        key, size = self._suspect or (_PROBE_KEY, 1)
+        begun = self._clock()
+        try:
+            (result,) = self._read(PageBatch([key], [[memoryview(bytearray(size))]]))
+        except Exception as error:  # noqa: BLE001 - whatever it raises, it is not well
+            logger.debug("hicache_ext: tier %s: the probe raised %r", self._store.name, error)
+            result = GetResult.ERROR
+        quick = self._clock() - begun <= self._settings.slow_call + size / _SLOWEST_BANDWIDTH
+        healthy = quick and result in (GetResult.HIT, GetResult.MISS, GetResult.CORRUPT)
+        self._store.metrics.add("breaker_probe", "good" if healthy else "bad")
+        return healthy
+
+
+def _ran_out_of_time(call: Call, what: str, seconds: float) -> Judgement:
+    reason = f"a {what} did not end within {seconds:.2g} s"
+    return (Outcome.LATE, f"{reason}, the limit learnt from earlier ones") if call.learnt else (Outcome.TIMEOUT, reason)

@@ -1,0 +1,438 @@
+"""Which guards a tier gets, and the one object that they are: a pipeline that every call of the tier passes.
+
+The order of its rules, from SGLang inwards, and why each stands where it does:
+
+1. *Exists budget* (look_ups.py): look-ups of SGLang's scheduler go on on another thread. It is the outermost, because
+   everything below may wait.
+2. *Negative cache* (look_ups.py): a page that was absent a moment ago is not asked for. Answers that need no store come
+   before the breaker. Writes of this process are visible immediately, those of others when the entry expires. A look-up
+   during which the tier counted trouble is not remembered: its answers may mean that the tier could not be asked.
+3. *Time limit* (time_limits.py): from here on a call has a deadline, which the queue, the retries and the store share.
+   The breaker's probes begin behind it and have the whole timeout, not the learnt one. Reads and look-ups delay a first
+   token; writes do not, and may take longer. Each kind learns separately.
+4. *Breaker* (breaker.py): refuses calls while the tier is given up. One that it refuses takes no place in the queue.
+5. *Concurrency limit*: a bounded number of calls simultaneously (reads, writes, promotion, prefetch together); removals
+   are rare and go past it. The queue is this process's own and says nothing about the tier. So a call waits at most
+   half of its time, which leaves the tier twice what its slowest recent call took; the breaker subtracts the wait.
+6. *Deadline* (deadline.py): ends the call, for a store that cannot do so itself. What waits for a place holds none of
+   its memory.
+7. *Retry*: pages whose transfer failed are tried again while there is time, on the thread of the deadline.
+
+Then comes the store. One that opens itself later (late_open.py) is a store like any other here: it outlives the guards,
+which a reload replaces. clear() and register_identity() are rare, and a refused one is lost: they pass in every state.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hicache_ext.config.tier import READ_TIMEOUT, WRITE_TIMEOUT, TierConfig
+from hicache_ext.errors import StoreClosedError
+from hicache_ext.runtime.background import Backoff
+from hicache_ext.runtime.call_deadline import ending_at, must_answer_at_once
+from hicache_ext.runtime.mounts import is_on_network
+from hicache_ext.storage.contract.base import one_for_each
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
+from hicache_ext.storage.contract.wrapper import DelegatingStore
+from hicache_ext.storage.guards.breaker import BreakerSettings, Outcome, TierBreaker
+from hicache_ext.storage.guards.deadline import Deadline
+from hicache_ext.storage.guards.look_ups import ExistsBudget, RecentKeys
+from hicache_ext.storage.guards.time_limits import Call, LearntLimit
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R", GetResult, SetResult)
+T = TypeVar("T")
+
+REMOTE_RETRIES = 1
+NEGATIVE_LIFE = 1.0
+CONCURRENCY = 16
+EXISTS_BUDGET = 0.005
+SLOW_CALL = 0.5
+"""Seconds, besides what the bytes take at 100 MB/s."""
+BOUNCE_MEMORY = 256 * 1024 * 1024
+"""Bytes; a page must fit, and only what is used is allocated."""
+
+LEAST_READ = 0.25
+"""Seconds. Less would cut good calls: a busy machine, a server that forks, a new connection."""
+LEAST_WRITE = 1.0
+_RETRY_PAUSES = Backoff(0.015, math.inf)
+"""Seconds before a retry."""
+_LATEST_RETRY = 0.25
+"""Share of the limit after which no retry begins: a retry may take as long as the first attempt."""
+_CLOSE_WAIT = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class GuardPlan:
+    """The guards of one tier, every "auto" resolved. None, 0 and 0.0 leave a guard out. Seconds and bytes."""
+
+    timeout: float | None = None
+    """Of a read or a look-up."""
+    write_timeout: float | None = None
+    """None: as ``timeout``."""
+    bounce_memory: int = 0
+    """0: the store keeps its timeout itself."""
+    retries: int = 0
+    breaker: BreakerSettings | None = None
+    negative_cache: float = 0.0
+    concurrency: int | None = None
+    exists_budget: float | None = None
+
+
+def plan_guards(tier: TierConfig) -> GuardPlan:
+    """The guards for a tier as configured, on this node.
+
+    A tier on local disks has none unless they are asked for: its reads go straight into host pages, and a copy through
+    bounce memory would cost more than it protects from (docs/guards.md).
+    """
+    guards = tier.guards
+    remote = tier.remote or any(is_on_network(path) for path in tier.directories())
+    timeout = tier.timeout if tier.timeout is not None else READ_TIMEOUT if remote else math.inf
+    limited = timeout != math.inf
+    guarded = remote or limited
+    breaker = guards.breaker if guards.breaker is not None else guarded
+    budget = guards.exists_budget if guards.exists_budget is not None else EXISTS_BUDGET if guarded else math.inf
+    # Who gives calls more time expects slow ones.
+    slow_call = max(SLOW_CALL, timeout / 2) if limited else SLOW_CALL
+    return GuardPlan(
+        timeout=timeout if limited else None,
+        write_timeout=WRITE_TIMEOUT if remote and tier.timeout is None else None,
+        bounce_memory=BOUNCE_MEMORY if limited and not tier.keeps_timeout else 0,
+        retries=guards.retries if guards.retries is not None else REMOTE_RETRIES if remote else 0,
+        breaker=BreakerSettings(slow_call) if breaker else None,
+        negative_cache=NEGATIVE_LIFE if remote else 0.0,
+        concurrency=guards.concurrency if guards.concurrency is not None else CONCURRENCY if guarded else None,
+        exists_budget=budget if budget != math.inf else None,
+    )
+
+
+def guarded(store: PageStore, plan: GuardPlan, before: PageStore | None = None) -> PageStore:
+    """``store`` with its guards around it, or itself where it has none; closing that closes ``store``.
+
+    ``before``: what it was with other guards. A tier that is down is not up because its limits have changed. Probing
+    continues with ``resume``, because the new guards may never be put in force. Raises StoreSetupError.
+    """
+    if plan == GuardPlan():
+        return store
+    guards = GuardedStore(store, plan)
+    if isinstance(before, GuardedStore) and guards.breaker is not None and before.breaker is not None:
+        guards.breaker.take_over(before.breaker)
+    return guards
+
+
+class GuardedStore(DelegatingStore):
+    """A store behind the guards of a plan. Threads: any. Raises StoreSetupError."""
+
+    def __init__(
+        self,
+        inner: PageStore,
+        plan: GuardPlan,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        super().__init__(inner)
+        self._clock = clock
+        self._sleep = sleep
+        self._closed = False
+        timeout = plan.timeout if plan.timeout is not None else math.inf
+        write_timeout = plan.write_timeout if plan.write_timeout is not None else timeout
+        # Without a breaker nobody would try a tier again that was cut too early, so nothing is learnt.
+        least = math.inf if plan.breaker is None or plan.timeout is None else plan.breaker.slow_call / 2
+        self._reads = LearntLimit(timeout, max(LEAST_READ, least), clock)
+        self._look_ups = LearntLimit(timeout, max(LEAST_READ, least), clock)
+        self._writes = LearntLimit(write_timeout, max(LEAST_WRITE, least), clock)
+        self._retries = plan.retries
+        self._places = None if plan.concurrency is None else threading.Semaphore(plan.concurrency)
+        self._absent = RecentKeys(plan.negative_cache, clock) if plan.negative_cache else None
+        self._budget = None if plan.exists_budget is None else ExistsBudget(inner, plan.exists_budget, clock)
+        self.deadline = Deadline(inner, plan.bounce_memory) if plan.bounce_memory else None
+        self.breaker = None if plan.breaker is None else TierBreaker(inner, plan.breaker, self._read_to_probe, clock)
+
+    # -- what others ask of the guards ---------------------------------------------------------------------------------
+
+    def describe(self) -> StoreInfo:
+        info = self.inner.describe()
+        if self.breaker is None:
+            return info
+        details = {**info.details, "breaker": self.breaker.state.value}
+        return StoreInfo(info.name, info.type, info.shared, details)
+
+    def gauges(self) -> dict[str, float]:
+        return {} if self.breaker is None else {"breaker_state": self.breaker.state.level}
+
+    def resume(self) -> None:
+        """These guards are in force now: probe the tier if its former breaker was open."""
+        if self.breaker is not None:
+            self.breaker.resume()
+
+    def forget_look_ups(self) -> None:
+        """Pages may have come or gone on a way that these guards have not seen: ask the store again."""
+        if self._absent is not None:
+            self._absent.forget_all()
+        if self._budget is not None:
+            self._budget.found.forget_all()
+
+    def being_written(self) -> set[bytes]:
+        """Pages whose write may still reach the store, also after its caller was answered TIMEOUT."""
+        return set() if self.deadline is None else self.deadline.being_written()
+
+    def close(self) -> None:
+        self._close(self.inner.close)
+
+    def let_go(self) -> None:
+        """Close the guards alone: the store goes on with others."""
+        self._close(lambda: None)
+
+    def _close(self, close_store: Callable[[], None]) -> None:
+        self._closed = True
+        if self.breaker is not None:
+            self.breaker.close(0)
+        try:
+            if self.deadline is None:
+                close_store()
+            else:
+                self.deadline.close(close_store, self._writes.longest)
+        finally:
+            if self.breaker is not None:
+                self.breaker.close(_CLOSE_WAIT)
+            if self._budget is not None:
+                self._budget.close()
+
+    # -- calls: what is answered from memory ---------------------------------------------------------------------------
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        self._check_open()
+        results = self._get(batch)
+        if self._budget is not None and len(self._budget.found) and results.count(GetResult.HIT) < len(results):
+            gone = [key for key, result in zip(batch.keys, results, strict=True) if result is not GetResult.HIT]
+            self._budget.found.forget(gone)
+        return results
+
+    def _get(self, batch: PageBatch) -> list[GetResult]:
+        if self._absent is None:
+            return self._read(batch)
+        known = self._absent.known(batch.keys)
+        asked = batch if known is None else batch.select([i for i, absent in enumerate(known) if not absent])
+        if self._all_known(batch.keys, len(asked)):
+            return [GetResult.MISS] * len(batch)
+        with self._absent.look_up() as forgotten:
+            answers = self._read(asked)
+            if GetResult.MISS in answers:
+                missing = [key for key, answer in zip(asked.keys, answers, strict=True) if answer is GetResult.MISS]
+                self._absent.remember(missing, forgotten)
+        return answers if known is None else _merged(known, GetResult.MISS, answers)
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        try:
+            return self._write(batch)
+        finally:
+            if self._absent is not None:
+                self._absent.forget(batch.keys)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        self._check_open()
+        if self._budget is not None and must_answer_at_once():
+            return self._budget.contains(keys, self._contains)
+        return self._contains(keys)
+
+    def _contains(self, keys: Sequence[bytes]) -> list[bool]:
+        if self._absent is None:
+            return self._ask_each(keys)
+        known = self._absent.known(keys)
+        asked = keys if known is None else [key for key, absent in zip(keys, known, strict=True) if not absent]
+        if self._all_known(keys, len(asked)):
+            return [False] * len(keys)
+        with self._absent.look_up() as forgotten:
+            trouble = self._trouble()
+            present = self._ask_each(asked)
+            if False in present and self._trouble() == trouble:
+                missing = [key for key, there in zip(asked, present, strict=True) if not there]
+                self._absent.remember(missing, forgotten)
+        return present if known is None else _merged(known, False, present)
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        self._check_open()
+        if self._budget is not None and must_answer_at_once():
+            return self._budget.count_leading(keys, self._count_leading)
+        return self._count_leading(keys)
+
+    def _count_leading(self, keys: Sequence[bytes]) -> int:
+        if self._absent is None:
+            return self._ask_leading(keys)
+        known = self._absent.known(keys)
+        asked = keys if known is None else keys[: known.index(True)]
+        if self._all_known(keys, len(asked)):
+            return 0
+        with self._absent.look_up() as forgotten:
+            trouble = self._trouble()
+            leading = self._ask_leading(asked)
+            if leading < len(asked) and self._trouble() == trouble:
+                self._absent.remember(asked[leading : leading + 1], forgotten)
+        return leading
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        call = Call("remove", len(keys), self._clock(), self._writes.longest)
+        try:
+            return self._ask(call, self.inner.remove, keys, 0, int)
+        finally:
+            if self._budget is not None:
+                self._budget.found.forget(keys)
+
+    def _all_known(self, keys: Sequence[bytes], asked: int) -> bool:
+        """Whether nothing is left to ask the store for; counts what is not asked for."""
+        if asked < len(keys):
+            self.metrics.add("negative_cache", "hit", len(keys) - asked)
+        return not asked and len(keys) > 0
+
+    def _trouble(self) -> int:
+        return sum(self.metrics.total(event) for event in ("error", "timeout", "rejected"))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(self.name)
+
+    # -- calls: what is asked of the store -----------------------------------------------------------------------------
+
+    def _read(self, batch: PageBatch) -> list[GetResult]:
+        call = self._reads.begin("get", len(batch), sum(batch.sizes))
+        return self._transfer(call, batch, self.inner.get, GetResult, GetResult.HIT)
+
+    def _write(self, batch: PageBatch) -> list[SetResult]:
+        call = self._writes.begin("set", len(batch), sum(batch.sizes))
+        return self._transfer(call, batch, self.inner.set, SetResult, SetResult.STORED)
+
+    def _read_to_probe(self, batch: PageBatch) -> list[GetResult]:
+        """A read of the breaker's own: with the whole timeout."""
+        call = Call("get", len(batch), self._clock(), self._reads.longest)
+        work = functools.partial(self._in_time, call, batch, self.inner.get, GetResult)
+        return self._in_turn(call, work, [GetResult.REJECTED])
+
+    def _transfer(
+        self, call: Call, batch: PageBatch, move: Callable[[PageBatch], list[R]], kind: type[R], moved: R
+    ) -> list[R]:
+        def judge(ticket: int, results: list[R], seconds: float) -> int:
+            if self.breaker is not None:
+                self.breaker.transferred(ticket, call, batch, results, seconds)
+            return batch.bytes_of(moved, results)
+
+        work = functools.partial(self._in_time, call, batch, move, kind)
+        return self._passed(call, work, [kind.REJECTED] * call.pages, [kind.ERROR] * call.pages, judge)
+
+    def _in_time(self, call: Call, batch: PageBatch, move: Callable[[PageBatch], list[R]], kind: type[R]) -> list[R]:
+        """``move`` of the batch, with retries, by its deadline."""
+
+        def tried(part: PageBatch) -> list[R]:
+            return self._tried(call, part, move, kind.ERROR)
+
+        return tried(batch) if self.deadline is None else self.deadline.transfer(call, batch, tried, kind)
+
+    def _ask_each(self, keys: Sequence[bytes]) -> list[bool]:
+        call = self._look_ups.begin("contains", len(keys), len(keys))
+        return self._ask(call, self.inner.contains, keys, [False] * len(keys), sum)
+
+    def _ask_leading(self, keys: Sequence[bytes]) -> int:
+        call = self._look_ups.begin("count_leading", len(keys), len(keys))
+        return self._ask(call, self.inner.count_leading, keys, 0, int)
+
+    def _ask(
+        self,
+        call: Call,
+        ask: Callable[[Sequence[bytes]], T],
+        keys: Sequence[bytes],
+        nothing: T,
+        found: Callable[[T], int],
+    ) -> T:
+        def ask_in_time() -> T:
+            if self.deadline is None:
+                return ask(keys)
+            # What is left behind must not see what the caller makes of its list.
+            return self.deadline.answer(call, functools.partial(ask, list(keys)), nothing)
+
+        def judge(ticket: int, answer: T, seconds: float) -> int:
+            number = found(answer)
+            if self.breaker is not None:
+                self.breaker.answered(ticket, call, number, seconds)
+            # contains() has looked at all of them, count_leading() up to the first gap.
+            return call.amount if number and call.name == "contains" else number
+
+        return self._passed(call, ask_in_time, nothing, nothing, judge)
+
+    # -- the rules that every call passes ------------------------------------------------------------------------------
+
+    def _passed(
+        self, call: Call, work: Callable[[], T], refused: T, failed: T, judge: Callable[[int, T, float], int]
+    ) -> T:
+        """The answer of ``work``. ``judge(ticket, answer, seconds)`` tells the breaker, and returns the amount that the
+        answer is evidence for."""
+        self._check_open()
+        ticket = 0 if self.breaker is None else self.breaker.admit()
+        if ticket is None:
+            self.metrics.add("rejected", "breaker", call.pages)
+            return refused
+        begun = self._clock()
+        evidence = 0
+        try:
+            answer = self._in_turn(call, work, refused)
+        except StoreClosedError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a store that breaks its promise is a store that failed
+            logger.warning("hicache_ext: tier %s: a call raised %r", self.name, error)
+            self.metrics.add("error", "raised")
+            answer = failed
+            if self.breaker is not None:
+                self.breaker.record(ticket, Outcome.FAILED, f"a call raised {type(error).__name__}")
+        else:
+            # Our own queue is no evidence against the tier.
+            evidence = judge(ticket, answer, self._clock() - begun - call.queued)
+        call.ended(evidence, self._clock())
+        return answer
+
+    def _in_turn(self, call: Call, work: Callable[[], T], refused: T) -> T:
+        """``work``, in a place of the concurrency limit, with the deadline of its call."""
+        places = None if call.name == "remove" else self._places
+        if places is not None:
+            patience = 0.0 if must_answer_at_once() else min(call.seconds, self._reads.longest) / 2
+            begun = self._clock()
+            admitted = places.acquire(timeout=None if patience == math.inf else patience)
+            call.queued = self._clock() - begun
+            if not admitted:
+                self.metrics.add("rejected", "concurrency", call.pages)
+                return refused
+        try:
+            with ending_at(call.deadline):
+                return work()
+        finally:
+            if places is not None:
+                places.release()
+
+    def _tried(self, call: Call, batch: PageBatch, move: Callable[[PageBatch], list[R]], error: R) -> list[R]:
+        """Move the batch, and what ended in ERROR again: MISS, CORRUPT, REJECTED and TIMEOUT are answers."""
+        latest = self._clock() + call.seconds * _LATEST_RETRY
+        results = one_for_each(move(batch), len(batch))
+        for attempt in range(1, self._retries + 1):
+            pause = _RETRY_PAUSES.pause(attempt)
+            if error not in results or self._clock() + pause > latest:
+                break
+            self._sleep(pause)
+            failed = [position for position, result in enumerate(results) if result is error]
+            self.metrics.add("retry", call.name, len(failed))
+            again = one_for_each(move(batch.select(failed)), len(failed))
+            results = list(results)
+            for position, result in zip(failed, again, strict=True):
+                results[position] = result
+        return results
+
+
+def _merged(known: list[bool], answer: T, others: list[T]) -> list[T]:
+    """``answer`` where it is known, and the answers for the rest in their order."""
+    rest = iter(others)
+    return [answer if is_known else next(rest) for is_known in known]
