@@ -11,7 +11,7 @@ from typing import Any
 
 from hicache_ext.errors import StoreError
 from hicache_ext.storage.tiers.file.inspection import Inspector, open_inspector
-from hicache_ext.storage.tiers.file.pages.tree import load_document
+from hicache_ext.storage.tiers.file.manifest import load_document
 
 
 @dataclass(slots=True)

@@ -30,9 +30,8 @@ from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.transforms.forms import STORED_AS
 from hicache_ext.page.transforms.sealing import SealKey, SealMode
 from hicache_ext.storage.tiers.file.inspection import open_inspector
-from hicache_ext.storage.tiers.file.manifest import layout_in
-from hicache_ext.storage.tiers.file.modes import IDENTITY_NAME
-from hicache_ext.storage.tiers.file.pages.tree import load_document
+from hicache_ext.storage.tiers.file.manifest import layout_in, load_document
+from hicache_ext.storage.tiers.file.names import IDENTITY_NAME
 from hicache_ext.storage.tiers.file.pins import Pin, add_pin, read_pins, remove_pin
 
 

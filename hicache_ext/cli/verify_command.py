@@ -23,7 +23,7 @@ from hicache_ext.storage.tiers.file.inspection import (
     open_editor,
     reason_it_is_bad,
 )
-from hicache_ext.storage.tiers.file.pages.tree import load_document
+from hicache_ext.storage.tiers.file.manifest import load_document
 
 _REMOVE_BATCH = 256
 _GONE = "gone"

@@ -60,7 +60,7 @@ def test_a_sound_file_tier_has_a_round_trip_and_leaves_nothing_behind(
         **({"pages": "ok"} if layout == "slab" else {}),
     }
     assert layout in found["tier disk"]["layout"]["seen"]
-    assert not list(tmp_path.rglob("*.page"))
+    assert not list(tmp_path.rglob("*.pack"))
     assert found["installation"]["sglang"]["level"] == "ok"
     assert found["configuration"]["prefetch_threshold"]["level"] == "note"
 
@@ -187,7 +187,7 @@ def test_one_tier_alone_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureF
     assert code == 0
     assert "tier nowhere" not in found
     assert found["tier cold"]["first writer"]["level"] == "ok"
-    assert not list(tmp_path.rglob("*.page"))
+    assert not list(tmp_path.rglob("*.pack"))
     assert main(["doctor", file, "--tier", "warm"]) == 2
     assert "no tier is named 'warm'" in capsys.readouterr().err
 

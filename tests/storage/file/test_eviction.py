@@ -13,7 +13,7 @@ import time
 import pytest
 
 from hicache_ext.storage.contract.store import GetResult, SetResult
-from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
+from hicache_ext.storage.tiers.file.pages.directory import PackDirectory
 from hicache_ext.testing.conformance.pages import (
     OTHER_IDENTITY,
     assert_hits,
@@ -224,7 +224,7 @@ def test_a_start_does_not_wait_for_a_long_count_and_keeps_to_the_capacity_meanwh
     _fill(open_store)
     (place / "usage").write_bytes(b"")
     may_end = threading.Event()
-    occupied_parts = PageDirectory.occupied_parts
+    occupied_parts = PackDirectory.occupied_parts
 
     def slow(directory):
         for share, found in occupied_parts(directory):
@@ -232,7 +232,7 @@ def test_a_start_does_not_wait_for_a_long_count_and_keeps_to_the_capacity_meanwh
                 may_end.wait(60)
             yield share, found
 
-    monkeypatch.setattr(PageDirectory, "occupied_parts", slow)
+    monkeypatch.setattr(PackDirectory, "occupied_parts", slow)
     monkeypatch.setattr("hicache_ext.storage.tiers.file.pages.upkeep._WAIT_AT_START", 0.05)
     store = open_store(capacity=CAPACITY)
     assert store._usage.in_doubt()
@@ -256,8 +256,8 @@ def test_in_a_large_directory_the_pages_just_written_stay(open_store, monkeypatc
     old, new = page_keys(600, prefix="old"), page_keys(150, prefix="new")
     store_one_by_one(store, old, PAGE)
     now = time.time()
-    for key in old:
-        os.utime(store._directory.page_path(key), (now - 5000, now - 5000))
+    for file in store._directory.packs.rglob("*.pack"):
+        os.utime(file, (now - 5000, now - 5000))
     store_pages(store, new, PAGE)
     store.resize(store.used_bytes() - (1 << 20))
     assert store_pages(store, [page_key("one more")], PAGE) == [SetResult.STORED]

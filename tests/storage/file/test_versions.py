@@ -43,8 +43,8 @@ MANIFEST_OF_SLABS = {"format": 3, "layout": "slab", "checksum": 368090112}
 
 def make_pages(path: Path) -> Path:
     path.mkdir(exist_ok=True)
-    (path / "pages").mkdir()
-    (path / "pages" / bytes(16).hex()).mkdir()
+    (path / "packs").mkdir()
+    (path / "packs" / bytes(16).hex()).mkdir()
     (path / "hicache_ext.json").write_text(manifest_text(1, "pages"))
     return path
 

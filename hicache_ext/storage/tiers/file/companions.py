@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.page.identity import KV_POOL
-from hicache_ext.storage.tiers.file.pages.tree import load_document
+from hicache_ext.storage.tiers.file.manifest import load_document
 
 _MISSING_INTERVAL = 10.0
 """Seconds between two looks for documents that were missing."""

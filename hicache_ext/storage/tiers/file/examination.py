@@ -17,7 +17,7 @@ from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.storage.tiers.file.diagnosis import of_paths, trial_page
 from hicache_ext.storage.tiers.file.layout_choice import LayoutChoice
 from hicache_ext.storage.tiers.file.manifest import check_before_start, format_and_layout, newer_versions, slab_home
-from hicache_ext.storage.tiers.file.modes import MANIFEST
+from hicache_ext.storage.tiers.file.names import MANIFEST
 from hicache_ext.storage.tiers.file.opening import chosen_layout, open_paths
 from hicache_ext.storage.tiers.file.users import of_users
 

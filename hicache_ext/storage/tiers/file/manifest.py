@@ -1,7 +1,8 @@
 """PATH/hicache_ext.json and PATH/v3/hicache_ext.json: the layout and the format of a directory of the file tier.
 
-Page files (format 1) are in PATH itself, with the manifest in PATH. Slabs are in PATH/v3, with a manifest there and
+Packs (format 1) are in PATH itself, with the manifest in PATH. Slabs are in PATH/v3, with a manifest there and
 none in PATH. Versions to come have directories of their own (``v4``).
+PATH/identities/<identity>.json: the facts behind an identity digest, for people and tools.
 
 A manifest that cannot be read, because of a flipped bit say, is made anew from the names of the files next to it.
 Reasons: docs/decisions/versions-beside-each-other.md, docs/decisions/power-loss-of-small-files.md.
@@ -16,18 +17,14 @@ import re
 import stat
 import zlib
 from pathlib import Path
+from typing import Any
 
 from hicache_ext.errors import StoreSetupError
+from hicache_ext.page.transforms.forms import STORED_AS
 from hicache_ext.runtime.access import make_directory, move_aside
-from hicache_ext.runtime.whole_file import create_whole, parsed, read_small, write_whole
-from hicache_ext.storage.tiers.file.modes import (
-    IDENTITY_NAME,
-    MANIFEST,
-    SLAB_FILE,
-    SLAB_VERSION,
-    VERSION_NAME,
-    holds_only_ours,
-)
+from hicache_ext.runtime.whole_file import create_whole, parsed, read_document, read_small, write_whole
+from hicache_ext.storage.tiers.file.modes import holds_only_ours
+from hicache_ext.storage.tiers.file.names import IDENTITY_NAME, MANIFEST, SLAB_FILE, SLAB_VERSION, VERSION_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +32,8 @@ FORMATS = {"pages": 1, "slab": SLAB_VERSION}
 """Layout -> format of its files."""
 
 _SLABS = "slabs"
+_PARTS = ("model", "pool", "shard", STORED_AS)
+"""Keys of an identity's document."""
 
 
 def slab_home(path: Path) -> Path:
@@ -125,7 +124,7 @@ def check_before_start(path: Path, layout: str, tier: str) -> None:
 
 
 def adopt_pages(path: Path, tier: str) -> None:
-    """Make the manifest for page files in ``path`` if it is missing. Raises as ``check_before_start``."""
+    """Make the manifest for packs in ``path`` if it is missing. Raises as ``check_before_start``."""
     check_before_start(path, "pages", tier)
     _complete(path, "pages", tier)
     # Another process may have been first, with another layout.
@@ -156,6 +155,24 @@ def check_manifest_is_there(path: Path) -> None:
         read_small(slab_home(path) / MANIFEST)
     except FileNotFoundError:
         read_small(path / MANIFEST)
+
+
+def load_document(path: Path, digest: bytes) -> dict[str, Any] | None:
+    """The facts behind an identity in the directory ``path``, None when they were not recorded.
+
+    Also None for any other content: after a power loss, or written by others.
+    """
+    document = read_document(path / "identities" / f"{digest.hex()}.json")
+    if document is None or not all(isinstance(document.get(part, {}), dict) for part in _PARTS):
+        return None
+    return document
+
+
+def save_document(path: Path, digest: bytes, document: dict[str, Any]) -> None:
+    """Record the facts behind an identity, if they are missing or spoilt by a power loss."""
+    if load_document(path, digest) is None:
+        text = json.dumps(document, indent=1, sort_keys=True)
+        write_whole(path / "identities" / f"{digest.hex()}.json", text)
 
 
 def _complete(directory: Path, layout: str, tier: str) -> None:
@@ -197,11 +214,11 @@ def _not_ours(directory: Path, tier: str) -> StoreSetupError:
 
 
 def _holds_pages(path: Path) -> bool:
-    """Return whether page files are in PATH itself, without a look into its manifest."""
-    if any(_has(path / home, IDENTITY_NAME) for home in ("pages", "packs")):
+    """Return whether packs are in PATH itself, without a look into its manifest."""
+    if _has(path / "packs", IDENTITY_NAME):
         return True
     # Nothing was stored yet, perhaps. Without any manifest, empty directories prove nothing.
-    return _is_there(path / MANIFEST) and all((path / name).is_dir() for name in ("pages", "identities", "tmp"))
+    return _is_there(path / MANIFEST) and all((path / name).is_dir() for name in ("packs", "identities", "tmp"))
 
 
 def _is_there(manifest: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Eviction of page files and packs: which files go when a directory is full. Packs go whole."""
+"""Eviction of packs: which files go when a directory is full. Packs go whole."""
 
 from __future__ import annotations
 
@@ -11,15 +11,9 @@ from collections.abc import Iterator, Set
 
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.reports import RecentMean
-from hicache_ext.storage.tiers.file.pages.directory import PageDirectory, page_hash_in
-from hicache_ext.storage.tiers.file.pages.pack_tree import (
-    PackFile,
-    hashes_in,
-    is_pack_path,
-    occupied_by_name,
-    short_hash_of,
-)
-from hicache_ext.storage.tiers.file.pages.scanning import occupied
+from hicache_ext.storage.tiers.file.names import occupied
+from hicache_ext.storage.tiers.file.pages.directory import PackDirectory
+from hicache_ext.storage.tiers.file.pages.tree import PackFile, hashes_in, occupied_by_name, short_hash_of
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 
 _SAMPLE = 4096
@@ -27,7 +21,7 @@ _SAMPLE = 4096
 _PARTS = 4
 """Of a sample the oldest of so many parts is removed."""
 _PASSES = 64
-"""Over a directory: a hundred millionth of its pages would be left."""
+"""Over a directory: a hundred millionth of its packs would be left."""
 _QUICK = 0.25
 """Seconds that an eviction takes beyond what it must free."""
 _TELL_INTERVAL = 0.1
@@ -38,7 +32,7 @@ class Evictor:
     """Removes the least recently used files of one directory. For one thread of one process at a time."""
 
     def __init__(
-        self, directory: PageDirectory, metrics: TierMetrics, pins: PinnedPages, evicted_age: RecentMean
+        self, directory: PackDirectory, metrics: TierMetrics, pins: PinnedPages, evicted_age: RecentMean
     ) -> None:
         """``evicted_age``: told the seconds since the last use of evicted pages."""
         self._directory = directory
@@ -52,7 +46,7 @@ class Evictor:
         the walk is then paid for by many batches, and others wait for their turn meanwhile.
 
         Yields the bytes freed, every so often. Never raises OSError. The order is exact in a small directory. In a
-        large one it is that of random samples of fan-out directories, which hashes fill evenly.
+        large one it is that of random samples of buckets.
         """
         freed = told = 0
         begun = told_at = time.monotonic()
@@ -67,8 +61,7 @@ class Evictor:
                     told, told_at = freed, now
                 if self._removed(path):
                     freed += size
-                    if is_pack_path(path):
-                        buckets.add(os.path.dirname(path))
+                    buckets.add(os.path.dirname(path))
                     self._evicted_age.note(max(0.0, time.time() - used))
                     self._metrics.add("evicted", "capacity", _pages_in(path))
             freed += self._directory.remove_buckets_if_empty(buckets)
@@ -84,14 +77,13 @@ class Evictor:
 
     def _oldest(self) -> Iterator[tuple[float, str, int]]:
         """(last use, path, bytes of disk) of the pages to remove, in this order, until there are none."""
-        spared = self._pins.spared()
-        short = {short_hash_of(page_hash) for page_hash in spared}
+        spared = {short_hash_of(page_hash) for page_hash in self._pins.spared()}
         for _ in range(_PASSES):
-            directories = [*self._directory.fan_out_directories(), *self._directory.packs.all_buckets()]
-            random.shuffle(directories)
-            remaining = iter(directories)
+            buckets = self._directory.all_buckets()
+            random.shuffle(buckets)
+            remaining = iter(buckets)
             is_all = True
-            while sample := self._sample(remaining, spared, short):
+            while sample := self._sample(remaining, spared):
                 is_all = is_all and len(sample) < _SAMPLE
                 sample.sort()
                 # Of a part of the directory the older pages only: those just written would go, too.
@@ -99,19 +91,20 @@ class Evictor:
             if is_all:
                 return
 
-    def _sample(
-        self, directories: Iterator[str], spared: Set[bytes], short: Set[bytes]
-    ) -> list[tuple[float, str, int]]:
-        """At least ``_SAMPLE`` files of the next directories, if there are that many."""
+    def _sample(self, buckets: Iterator[str], spared: Set[bytes]) -> list[tuple[float, str, int]]:
+        """At least ``_SAMPLE`` packs of the next buckets, if there are that many."""
         sample: list[tuple[float, str, int]] = []
-        for directory in directories:
-            for path, status in self._directory.files_in(directory):
+        for bucket in buckets:
+            for path, status in self._directory.pack_files(bucket):
                 if (
                     stat.S_ISREG(status.st_mode)
                     and path not in self._undeletable
-                    and not (spared and _is_spared(path, spared, short))
+                    and not (spared and _is_spared(path, spared))
                 ):
-                    sample.append((_last_use(path, status), path, _counted_for(path, status)))
+                    counted = min(occupied(status.st_size), occupied_by_name(os.path.basename(path)))
+                    # What a pack takes that is larger than it says is in no account: it goes first.
+                    used = status.st_mtime if occupied(status.st_size) == counted else 0.0
+                    sample.append((used, path, counted))
             if len(sample) >= _SAMPLE:
                 break
         return sample
@@ -133,24 +126,12 @@ class Evictor:
 
 
 def _pages_in(path: str) -> int:
-    """Of a file with the name of a page or a pack."""
+    """Of a file with the name of a pack."""
     found = PackFile.parse(os.path.basename(path))
     return 1 if found is None else len(found.living)
 
 
-def _counted_for(path: str, status: os.stat_result) -> int:
-    """Bytes of disk that the account has of a file."""
-    size = occupied(status.st_size)
-    return min(size, occupied_by_name(os.path.basename(path))) if is_pack_path(path) else size
-
-
-def _last_use(path: str, status: os.stat_result) -> float:
-    """Never, of a pack that is larger than it says: what it takes is in no account."""
-    return status.st_mtime if occupied(status.st_size) == _counted_for(path, status) else 0.0
-
-
-def _is_spared(path: str, spared: Set[bytes], short: Set[bytes]) -> bool:
+def _is_spared(path: str, spared: Set[bytes]) -> bool:
+    """``spared``: short hashes."""
     found = PackFile.parse(os.path.basename(path))
-    if found is None:
-        return not is_pack_path(path) and bytes.fromhex(page_hash_in(path)) in spared
-    return not short.isdisjoint(hashes_in(found))
+    return found is not None and not spared.isdisjoint(hashes_in(found))

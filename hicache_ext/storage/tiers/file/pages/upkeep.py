@@ -1,4 +1,4 @@
-"""What one directory of page files needs beside the calls: left-overs removed, and its account put right by a count.
+"""What one directory of packs needs besides the calls: left-overs removed, and its account put right by a count.
 
 On a thread of its own, of one process at a time, without a lock that a call needs.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.file_lock import OfdLock
 from hicache_ext.runtime.members import ID_LIMIT
-from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
+from hicache_ext.storage.tiers.file.pages.directory import PackDirectory
 from hicache_ext.storage.tiers.file.usage import Usage
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ _WAIT_AT_END = 5.0
 class Upkeep:
     """Threads: any."""
 
-    def __init__(self, tier: str, directory: PageDirectory, usage: Usage) -> None:
+    def __init__(self, tier: str, directory: PackDirectory, usage: Usage) -> None:
         """Begins. Small directories are in order when it returns; it waits a second at most. Raises OSError."""
         self._tier = tier
         self._directory = directory

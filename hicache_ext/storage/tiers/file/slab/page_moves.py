@@ -18,7 +18,7 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.store import PageBatch, key_words
 from hicache_ext.storage.tiers.file.io_plan import IoPlan
-from hicache_ext.storage.tiers.file.pages.scanning import BLOCK
+from hicache_ext.storage.tiers.file.names import BLOCK
 from hicache_ext.storage.tiers.file.slab.compiled_code import LEFT, OfCall, facts_of
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.loading import compiled_code

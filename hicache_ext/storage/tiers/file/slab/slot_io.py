@@ -19,7 +19,7 @@ from hicache_ext.runtime import vectored
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.tiers.file.device_probe import RWF_DONTCACHE, Mode
 from hicache_ext.storage.tiers.file.io_plan import IoPlan
-from hicache_ext.storage.tiers.file.pages.scanning import BLOCK
+from hicache_ext.storage.tiers.file.names import BLOCK
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab, SlabFile
 from hicache_ext.storage.tiers.file.slab.slot_code import SEAL
