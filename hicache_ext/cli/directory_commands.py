@@ -17,7 +17,7 @@ from hicache_ext.cli.terminal import fitted, rough_span
 from hicache_ext.cli.usage import describe, show
 from hicache_ext.config import format_duration, rounded_size
 from hicache_ext.page.transforms.forms import STORED_AS
-from hicache_ext.storage.tiers.file.expiry import recorded_ttl
+from hicache_ext.storage.tiers.file.path_store import recorded_ttl
 from hicache_ext.storage.tiers.file.pins import read_pins
 
 _AMOUNTS = ("pages", "bytes", "hits", "last written", "last used")

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from hicache_ext.storage.tiers.file import device_probe
-from hicache_ext.storage.tiers.file.device_probe import MODES, Measured, measured_device, takes_direct
+from hicache_ext.storage.tiers.file import devices as device_probe
+from hicache_ext.storage.tiers.file.devices import MODES, Measured, measured_device, takes_direct
 
 
 @pytest.fixture(autouse=True)

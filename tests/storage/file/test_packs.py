@@ -15,9 +15,10 @@ from hicache_ext.page.pack import SMALL, Pack, new_id
 from hicache_ext.storage.contract import pack_index
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.file.inspection import open_inspector, reason_it_is_bad
-from hicache_ext.storage.tiers.file.pages import catalogue, eviction
+from hicache_ext.storage.tiers.file.pages import catalogue
 from hicache_ext.storage.tiers.file.pages import packs as packs_module
 from hicache_ext.storage.tiers.file.pages import store as store_module
+from hicache_ext.storage.tiers.file.pages import upkeep as eviction
 from hicache_ext.storage.tiers.file.pages.tree import MOST_PAGES, PackFile, file_name
 from hicache_ext.storage.tiers.file.pins import add_pin
 from hicache_ext.testing.conformance.pages import (
