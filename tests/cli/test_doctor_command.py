@@ -17,7 +17,7 @@ from hicache_ext.doctor import installation, sglang_names
 from hicache_ext.sglang import features, self_check, used_names
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.contract.trial import try_store
-from hicache_ext.storage.tiers.file import examination as users
+from hicache_ext.storage.tiers.file import examination
 from hicache_ext.storage.tiers.file.slab import loading
 from hicache_ext.storage.tiers.file.slab.loading import NotCompiled
 from hicache_ext.storage.tiers.memory import MemoryPageStore
@@ -114,7 +114,7 @@ def test_processes_that_cannot_be_seen_and_give_no_index_are_a_warning(
         assert holder.line() == "open"
         with holder.stopped():
             # As for a process of another container.
-            monkeypatch.setattr(users, "stopped_processes", lambda path: iter(()))
+            monkeypatch.setattr(examination, "stopped_processes", lambda path: iter(()))
             _, found = findings(capsys, [file])
     assert "none of them gives its index: stopped, perhaps" in found["tier disk"]["processes"]["seen"]
     assert found["tier disk"]["processes"]["remedy"].startswith(f"fuser {tmp_path}/l3/v3/lock")

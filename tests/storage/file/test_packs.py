@@ -15,10 +15,9 @@ from hicache_ext.page.pack import SMALL, Pack, new_id
 from hicache_ext.storage.contract import pack_index
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.file.inspection import open_inspector, reason_it_is_bad
-from hicache_ext.storage.tiers.file.pages import catalogue
+from hicache_ext.storage.tiers.file.pages import catalogue, upkeep
 from hicache_ext.storage.tiers.file.pages import packs as packs_module
 from hicache_ext.storage.tiers.file.pages import store as store_module
-from hicache_ext.storage.tiers.file.pages import upkeep as eviction
 from hicache_ext.storage.tiers.file.pages.tree import MOST_PAGES, PackFile, file_name
 from hicache_ext.storage.tiers.file.pins import add_pin
 from hicache_ext.testing.conformance.pages import (
@@ -391,7 +390,7 @@ def test_packs_of_any_size_never_take_more_than_the_capacity(open_store):
 
 
 def test_eviction_of_a_large_directory_goes_over_its_buckets(open_store, monkeypatch):
-    monkeypatch.setattr(eviction, "_SAMPLE", 4)
+    monkeypatch.setattr(upkeep, "_SAMPLE", 4)
     monkeypatch.setattr(catalogue, "PACKS_IN_A_BUCKET", 3)
     store = open_store(capacity=CAPACITY)
     for number in range(150):
