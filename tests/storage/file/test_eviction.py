@@ -27,7 +27,7 @@ from tests.storage.file.page_files import store_one_by_one
 from tests.storage.raw_access import account_and_walk
 from tests.waiting import wait_until
 
-PAGE = [8000]
+PAGE = [7900]
 CAPACITY = 160 * 1024
 
 
