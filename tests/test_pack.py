@@ -83,7 +83,7 @@ def test_a_foreign_name_is_none(name: str) -> None:
         ("-1x", "-2x"),
         ("-1x", "-0x"),
         ("x1128-", "x127-"),
-        ("x1128-", "x4194304-"),
+        ("-1x1128-", "-2x4194304-"),
         (".pack", ".pack\n"),
         (".pack", ".part"),
         ("-AAAAAAAA", "-AAAA/AAAA"),
