@@ -83,6 +83,7 @@ def test_a_foreign_name_is_none(name: str) -> None:
         ("-1x", "-2x"),
         ("-1x", "-0x"),
         ("x1128-", "x127-"),
+        ("x1128-", "x4194304-"),
         (".pack", ".pack\n"),
         (".pack", ".part"),
         ("-AAAAAAAA", "-AAAA/AAAA"),
@@ -103,10 +104,11 @@ def test_ids_rise_with_time_and_after_another_one() -> None:
     assert len({new_id(7) for _ in range(100)}) == 100
 
 
-def test_a_page_of_four_mebibytes_and_more_is_in_a_pack_alone() -> None:
+def test_a_page_of_four_mebibytes_and_more_is_in_a_pack_alone_if_at_all() -> None:
     alone, two = (Pack(new_id(5), SMALL, bytes(6 * count)) for count in (1, 2))
-    assert parse_pack(alone.name) == alone
-    assert parse_pack(two.name) is None
+    assert parse_pack(alone.name) is None
+    assert parse_pack(alone.name, SMALL) == alone
+    assert parse_pack(two.name, SMALL) is None
 
 
 @given(st.integers(1, MOST_PAGES), st.integers(128, SMALL - 1))

@@ -115,15 +115,15 @@ class Pack:
         return f"{self.id}-{self.count}x{self.page_bytes}-{parts}.pack"
 
 
-def parse_pack(name: str) -> Pack | None:
-    """The pack of this name; None for any other name."""
+def parse_pack(name: str, largest_alone: int = SMALL - 1) -> Pack | None:
+    """The pack of this name; None for any other name. ``largest_alone``: bytes of a page in a pack of one, at most."""
     found = _PACK.fullmatch(name)
     if found is None:
         return None
     count, page_bytes, letters = int(found[2]), int(found[3]), found[4].replace("/", "")
     if len(letters) != count * _HASH_LETTERS or page_bytes < HEADER_LENGTH or count > MOST_PAGES:
         return None
-    if page_bytes >= SMALL and count > 1:
+    if page_bytes > (largest_alone if count == 1 else SMALL - 1):
         return None
     pack = Pack(found[1], page_bytes, urlsafe_b64decode(letters))
     return pack if pack.name == name else None

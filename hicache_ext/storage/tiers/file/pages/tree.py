@@ -48,6 +48,8 @@ from hicache_ext.storage.tiers.file.usage import Writers
 MOST_PAGES = pack_format.HASHES_IN_A_COMPONENT
 """Of a pack in a file: its name is one component of a path."""
 _END = ".pack"
+_LARGEST = 10**15 - 1
+"""Bytes of a page alone, of which a name has 15 digits."""
 _NAME = re.compile(r"(.+?)(?:\.([0-9a-f]{1,6}))?\.pack")
 _NAME_WITHOUT_HASHES = len("01234567890-0123456789-24x4194303-.ffffff.pack")
 _LETTERS = HASH_BYTES * 4 // 3
@@ -77,7 +79,7 @@ class PackFile:
     def parse(cls, name: str) -> PackFile | None:
         """None for any other name."""
         found = _NAME.fullmatch(name)
-        pack = None if found is None else parse_pack(found[1] + _END)
+        pack = None if found is None else parse_pack(found[1] + _END, _LARGEST)
         if found is None or pack is None or pack.count > MOST_PAGES:
             return None
         dead = int(found[2] or "0", 16)
