@@ -154,8 +154,8 @@ def test_a_file_in_the_place_of_a_directory_of_pages_costs_those_pages(open_stor
     assert store.remove(keys[:1]) == 0
     assert store_pages(store, keys[:1]) == [SetResult.STORED]
     assert_hits(store, keys[:1])
-    (aside,) = home.parent.glob("*.not-ours-*")
-    assert aside.read_text() == "somebody's"
+    (kept,) = [entry for entry in home.parent.iterdir() if entry.is_file()]
+    assert kept.read_text() == "somebody's"
 
 
 @pytest.mark.parametrize("name", ["usage", "members"])
@@ -367,18 +367,18 @@ def test_what_is_ours_by_now_is_not_moved_aside(tmp_path: Path) -> None:
     (tmp_path / "members").write_text("")
     move_aside(tmp_path / "packs", unless=stat.S_ISDIR)
     move_aside(tmp_path / "members", unless=stat.S_ISREG)
-    assert {path.name for path in tmp_path.iterdir()} == {"pages", "members"}
+    assert {path.name for path in tmp_path.iterdir()} == {"packs", "members"}
 
 
 def test_a_link_to_a_disk_that_is_not_mounted_stays_and_refuses_the_start(place: Path) -> None:
     PackDirectory(place, "disk").close()
-    shutil.rmtree(place / "pages")
-    (place / "pages").symlink_to(place.parent / "disk of its own")
+    shutil.rmtree(place / "packs")
+    (place / "packs").symlink_to(place.parent / "disk of its own")
     with pytest.raises(StoreSetupError, match="a link that leads nowhere"):
         PackDirectory(place, "disk")
     (place.parent / "disk of its own").mkdir()
     PackDirectory(place, "disk").close()
-    assert (place / "pages").is_symlink()
+    assert (place / "packs").is_symlink()
 
 
 def test_a_manifest_that_a_downgrade_left_empty_costs_no_page_in_slabs(place: Path) -> None:
