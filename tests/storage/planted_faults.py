@@ -693,7 +693,9 @@ class ShowsHalfPages(PageStoreWrapper):
         raw, results = RawFiles(self.inner._directory.path), super().contains(batch.keys)
         for key, segments, known in zip(batch.keys, batch.buffers, results, strict=True):
             if not known:
-                raw.write(key, b"".join((encode_header(key, segments), *segments)))
+                stored = b"".join((encode_header(key, segments), *segments))
+                raw.write(key, bytes(len(stored)))
+                raw.write(key, stored)
         return [SetResult.EXISTS if known else SetResult.STORED for known in results]
 
 
@@ -930,7 +932,7 @@ class TearsPages(PageStoreWrapper):
         for key, segments, known in zip(batch.keys, batch.buffers, results, strict=True):
             if not known:
                 stored = b"".join((encode_header(key, segments), *segments))
-                raw.write(key, stored[: len(stored) // 2])
+                raw.write(key, stored[: len(stored) // 2].ljust(len(stored), b"\0"))
                 time.sleep(0.01)
                 raw.write(key, stored)
         return [SetResult.EXISTS if known else SetResult.STORED for known in results]
