@@ -63,8 +63,7 @@ demo: setup
 	@.venv/bin/hicache-ext demo $(if $(MODEL),--model $(MODEL)) $(DEMO_ARGUMENTS)
 
 test: lint
-	$(PYTEST) $(FAST) -m "not slow and $(SOON)"
-	$(PYTEST) $(BESIDE) -m "slow and $(SOON)" --durations=20
+	$(PYTEST) $(BESIDE) -m "$(SOON)" --durations=20
 
 test-all: setup-test-all lint coverage
 	$(PYTEST) $(BESIDE) -m slow --durations=100

@@ -128,7 +128,7 @@ def _summary(checked: ExtraConfig) -> Iterator[str]:
 _LONG_TIMEOUT = 30.0
 """Seconds of a tier's timeout that are a mistake rather."""
 _LONGEST_DRAIN = 13.0
-"""Seconds: SGLang kills its schedulers 15 s after it asked them to end (0.5.20 to 0.5.23); a close takes one more."""
+"""Seconds: SGLang kills its schedulers 15 s after it asked them to end (0.5.21 to 0.5.23); a close takes one more."""
 
 
 def notes_on(checked: ExtraConfig, inline: bool) -> Iterator[str]:
