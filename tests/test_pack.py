@@ -104,13 +104,6 @@ def test_ids_rise_with_time_and_after_another_one() -> None:
     assert len({new_id(7) for _ in range(100)}) == 100
 
 
-def test_a_page_of_four_mebibytes_and_more_is_in_a_pack_alone_if_at_all() -> None:
-    alone, two = (Pack(new_id(5), SMALL, bytes(6 * count)) for count in (1, 2))
-    assert parse_pack(alone.name) is None
-    assert parse_pack(alone.name, SMALL) == alone
-    assert parse_pack(two.name, SMALL) is None
-
-
 @given(st.integers(1, MOST_PAGES), st.integers(128, SMALL - 1))
 def test_a_footer_has_the_whole_keys(count: int, page_bytes: int) -> None:
     keys = keys_of(count)

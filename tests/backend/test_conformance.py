@@ -48,7 +48,7 @@ class TestHiCacheExtBackend(StorageBackendTests):
         return HiCacheExtBackend(storage_config, {})
 
     def stored_files(self, directory: Path) -> list[Path]:
-        return sorted(directory.rglob("*.pack"))
+        return sorted(directory.rglob("*.page"))
 
 
 class TestHiCacheExtBackendGenericCalls(TestHiCacheExtBackend):

@@ -194,20 +194,20 @@ def test_clear_returns_while_pages_are_still_being_deleted(
     open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """SGLang calls clear() on the scheduler's thread: it must not wait for millions of unlinks."""
-    from hicache_ext.storage.tiers.file.pages.directory import PackDirectory
+    from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 
     disk = {"type": "file", "path": str(tmp_path / "pages"), "capacity": "64MiB", "layout": "pages"}
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host, {"tiers": {"disk": disk}})
     backend.batch_set_v1(KEYS, indices(0, 1, 2))
-    delete = PackDirectory.delete_detached
+    delete = PageDirectory.delete_detached
     returned = threading.Event()
     told: list[bool] = []
 
-    def late_delete(self: PackDirectory, tree: Any) -> int:
+    def late_delete(self: PageDirectory, tree: Any) -> int:
         told.append(returned.wait(60))
         return delete(self, tree)
 
-    monkeypatch.setattr(PackDirectory, "delete_detached", late_delete)
+    monkeypatch.setattr(PageDirectory, "delete_detached", late_delete)
     assert backend.clear() is True
     assert backend.batch_exists(KEYS) == 0
     returned.set()

@@ -75,7 +75,7 @@ def damage_payloads(directory: Path, layout: str, page_bytes: int) -> None:
                     file.seek(place)
                     file.write(bytes([byte ^ 0x10]))
         return
-    for path in stored_files(directory, "*.pack"):
+    for path in stored_files(directory, "*.pack" if layout == "packs" else "*.page"):
         content = bytearray(path.read_bytes())
         for place in range(HEADER + 7, len(content), HEADER + page_bytes):
             content[place] ^= 0x10

@@ -220,7 +220,7 @@ def test_a_rank_that_writes_nothing_of_a_replicated_model_is_done_at_once(tmp_pa
         finally:
             stores[0].mode = "well"
             linker.close()
-        assert not [file for file in (tmp_path / "l3").rglob("*") if file.suffix == ".pack"]
+        assert not [file for file in (tmp_path / "l3").rglob("*") if file.suffix in (".page", ".pack")]
 
 
 def test_nothing_is_stored_or_served_while_the_weights_are_of_another_epoch(open_linker: Open) -> None:

@@ -7,11 +7,11 @@ that grows.
     python -m tests.campaigns.soak --seconds 1200 --namespaces --stops --report build/reports/soak-pods.md
     python -m tests.campaigns.soak --seconds 400 --layout pages --report build/reports/soak-pages.md
 
-Four processes work on one tier of two paths, slabs or packs, whose capacity is a tenth of what they
+Four processes work on one tier of two paths, slabs or page files and packs, whose capacity is a tenth of what they
 write. In three of them the disk fails by chance: single calls with EIO and ENOSPC, short transfers, slow reads, and
 from time to time a whole path with EIO for a few seconds, so that it goes out of service and comes back. The fourth has
 no faults and verifies. The bytes of a page follow from its key. Every second slots (occupied, free, being written) or
-files (packs, packs of one, temporary ones), resident memory and open descriptors, without those of slabs, are noted.
+files (packs, page files, temporary ones), resident memory and open descriptors, without those of slabs, are noted.
 
 ``--namespaces``: each process has PID, host name, /proc, network and IPC of its own, as a pod's container has.
 ``--stops``: processes are stopped (SIGSTOP) for 0.1 to 4 seconds, some for 20, and go on; no call of another one may
@@ -64,7 +64,7 @@ OUTAGE_EVERY = 20.0
 OUTAGE_SECONDS = 3.0
 PAUSE_BETWEEN_STOPS = 4.0
 """Seconds, at most: now and then all must be able to say what they take."""
-FILES = {"slab": ("occupied", "free", "pending"), "pages": ("packs", "packs of one", "temporary")}
+FILES = {"slab": ("occupied", "free", "pending"), "pages": ("packs", "page files", "temporary")}
 """What is counted all the time, by layout: slots, or files."""
 LONG = 120.0
 """Seconds in which anything must have come to its end."""
@@ -216,9 +216,9 @@ def open_descriptors() -> int:
 def files(root: Path, layout: str) -> tuple[int, int, int]:
     """As in ``FILES``, over both paths."""
     if layout == "pages":
-        names = ("*/packs/*/*/*.pack", "*/packs/*/*/*-1x*.pack", "*/tmp/*")
+        names = ("*/packs/*/*/*.pack", "*/pages/*/*/*.page", "*/tmp/*")
         packs, alone, temporary = (len(glob.glob(f"{root}/{each}")) for each in names)
-        return packs - alone, alone, temporary
+        return packs, alone, temporary
     total: Counter[str] = Counter()
     for path in (root / "a", root / "b"):
         total.update(slots_by_state(path))
@@ -435,7 +435,7 @@ def plot(findings: Findings, file: Path, layout: str) -> None:
 
 
 def report(found: Findings, command: str, plot_name: str, namespaces: bool, layout: str) -> str:
-    counted, kept = ("slots", "slabs") if layout == "slab" else ("files", "packs")
+    counted, kept = ("slots", "slabs") if layout == "slab" else ("files", "page files and packs")
     packs = f"{found.packs['packs']}, {found.packs['pages']}"
     amid = f"{found.stops}, {found.stops_amid_a_change} of them amid a change of an index"
     stops = [("processes stopped for a while", amid)] if found.stops else []

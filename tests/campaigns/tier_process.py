@@ -33,7 +33,7 @@ from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering.reload import ReloadableStore
-from hicache_ext.storage.tiers.file.names import PACK_NAME, SLAB_FILE
+from hicache_ext.storage.tiers.file.modes import PACK_NAME, PAGE_NAME, SLAB_FILE
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key
 from tests.rigs.both_transforms import document_of, numbers_of
 
@@ -280,7 +280,7 @@ def bytes_on_disk(directory: Path) -> int:
     files = {}
     for root, _, names in os.walk(directory):
         for name in names:
-            ours = any(kind.fullmatch(name) for kind in (PACK_NAME, SLAB_FILE))
+            ours = any(kind.fullmatch(name) for kind in (PAGE_NAME, PACK_NAME, SLAB_FILE))
             if ours or Path(root).name == "tmp":
                 status = os.lstat(os.path.join(root, name))
                 files[status.st_ino] = status.st_blocks * 512
@@ -288,12 +288,11 @@ def bytes_on_disk(directory: Path) -> int:
 
 
 def packs_in(directory: Path) -> Counter[str]:
-    """By the names that the documents give: how many "packs" of several pages a tier's directory has, and "pages"
-    written in them."""
+    """By the names that the documents give: how many "packs" a tier's directory has, and "pages" written in them."""
     found: Counter[str] = Counter()
     for file in directory.glob("packs/*/*/*.pack"):
         count, _, _ = file.name.split("-", 3)[2].partition("x")
-        if count.isdecimal() and int(count) > 1:
+        if count.isdecimal():
             found.update(packs=1, pages=int(count))
     return found
 
@@ -304,5 +303,6 @@ def pack_lines(seen: Counter[str]) -> list[str]:
 
 
 def problems_of_packs(seen: Counter[str]) -> Counter[str]:
-    """A campaign whose pages are all packs of one says nothing of packs."""
-    return Counter({"pages: too few packs were seen": 1} if not seen["packs"] else {})
+    """A campaign whose pages are all files of their own says nothing of packs."""
+    few = seen["pages"] < 2 * seen["packs"] or not seen["packs"]
+    return Counter({"pages: too few packs were seen": 1} if few else {})

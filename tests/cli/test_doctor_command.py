@@ -17,7 +17,7 @@ from hicache_ext.config.model import ExtraConfig
 from hicache_ext.sglang import self_check, used_names
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.contract.trial import try_store
-from hicache_ext.storage.tiers.file import examination
+from hicache_ext.storage.tiers.file import users
 from hicache_ext.storage.tiers.file.slab import loading
 from hicache_ext.storage.tiers.file.slab.loading import NotCompiled
 from hicache_ext.storage.tiers.memory import MemoryPageStore
@@ -60,7 +60,7 @@ def test_a_sound_file_tier_has_a_round_trip_and_leaves_nothing_behind(
         **({"pages": "ok"} if layout == "slab" else {}),
     }
     assert layout in found["tier disk"]["layout"]["seen"]
-    assert not list(tmp_path.rglob("*.pack"))
+    assert not list(tmp_path.rglob("*.page"))
     assert found["installation"]["sglang"]["level"] == "ok"
     assert found["configuration"]["prefetch_threshold"]["level"] == "note"
 
@@ -116,7 +116,7 @@ def test_processes_that_cannot_be_seen_and_give_no_index_are_a_warning(
         assert holder.line() == "open"
         with holder.stopped():
             # As for a process of another container.
-            monkeypatch.setattr(examination, "stopped_processes", lambda path: iter(()))
+            monkeypatch.setattr(users, "stopped_processes", lambda path: iter(()))
             _, found = findings(capsys, [file])
     assert "none of them gives its index: stopped, perhaps" in found["tier disk"]["processes"]["seen"]
     assert found["tier disk"]["processes"]["remedy"].startswith(f"fuser {tmp_path}/l3/v3/lock")
@@ -189,7 +189,7 @@ def test_one_tier_alone_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureF
     assert code == 0
     assert "tier nowhere" not in found
     assert found["tier cold"]["first writer"]["level"] == "ok"
-    assert not list(tmp_path.rglob("*.pack"))
+    assert not list(tmp_path.rglob("*.page"))
     assert main(["doctor", file, "--tier", "warm"]) == 2
     assert "no tier is named 'warm'" in capsys.readouterr().err
 

@@ -76,8 +76,8 @@ def test_the_documented_reader_decodes_a_stored_page_and_refuses_a_damaged_one(
     key = bytes(range(48))
     assert store.set(PageBatch([key], [[memoryview(b"some"), memoryview(b"KV")]])) == [SetResult.STORED]
     store.close()
-    (file,) = tmp_path.rglob("*.pack")
-    data = file.read_bytes()[: 128 + len(b"someKV")]
+    (file,) = tmp_path.rglob("*.page")
+    data = file.read_bytes()
     assert documented_reader(data) == (key[:16], key[16:], b"someKV")
     for position in range(len(data)):
         damaged = bytearray(data)

@@ -61,7 +61,9 @@ def _damage(place: Path, chance: random.Random) -> None:
     """Turn over bytes in a few slots, files of pages or packs, whatever is there."""
     # Not by rglob: directories are being cleared.
     files = [Path(folder, name) for folder, _, names in os.walk(place) for name in names]
-    slabs, pages = ([file for file in sorted(files) if file.suffix in kinds] for kinds in ({".slab"}, {".pack"}))
+    slabs, pages = (
+        [file for file in sorted(files) if file.suffix in kinds] for kinds in ({".slab"}, {".page", ".pack"})
+    )
     for file in slabs or chance.sample(pages, min(4, len(pages))):
         with suppress(FileNotFoundError), file.open("r+b") as opened:
             for slot in chance.sample(range(CAPACITY // PAGE), 24) if slabs else [0]:

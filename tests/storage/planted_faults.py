@@ -693,9 +693,7 @@ class ShowsHalfPages(PageStoreWrapper):
         raw, results = RawFiles(self.inner._directory.path), super().contains(batch.keys)
         for key, segments, known in zip(batch.keys, batch.buffers, results, strict=True):
             if not known:
-                stored = b"".join((encode_header(key, segments), *segments))
-                raw.write(key, bytes(len(stored)))
-                raw.write(key, stored)
+                raw.write(key, b"".join((encode_header(key, segments), *segments)))
         return [SetResult.EXISTS if known else SetResult.STORED for known in results]
 
 
@@ -932,7 +930,7 @@ class TearsPages(PageStoreWrapper):
         for key, segments, known in zip(batch.keys, batch.buffers, results, strict=True):
             if not known:
                 stored = b"".join((encode_header(key, segments), *segments))
-                raw.write(key, stored[: len(stored) // 2].ljust(len(stored), b"\0"))
+                raw.write(key, stored[: len(stored) // 2])
                 time.sleep(0.01)
                 raw.write(key, stored)
         return [SetResult.EXISTS if known else SetResult.STORED for known in results]

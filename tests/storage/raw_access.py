@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import itertools
-import secrets
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,12 +13,12 @@ import xxhash
 
 from hicache_ext.errors import FormatError
 from hicache_ext.page import envelope
-from hicache_ext.storage.tiers.file.multipath import PathChoice
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
+from hicache_ext.storage.tiers.file.path_choice import PathChoice
 from hicache_ext.storage.tiers.file.slab.index import milliseconds
 from hicache_ext.storage.tiers.file.slab.listing import SlabListing
-from hicache_ext.storage.tiers.file.slab.shapes import SlotReference, SlotReferences
 from hicache_ext.storage.tiers.file.slab.slot_code import SEAL
+from hicache_ext.storage.tiers.file.slab.slot_references import SlotReference, SlotReferences
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 
@@ -66,15 +64,18 @@ class RawPack(NamedTuple):
 
 
 class RawFiles:
-    """Packs found by the names that the documents give, not by the package's code."""
+    """Page files and packs found by the names that the documents give, not by the package's code."""
 
     def __init__(self, *paths: Path) -> None:
         """Every path holds every page."""
         self._paths = paths
 
+    def _files(self, key: bytes) -> list[Path]:
+        page_hash = key[16:].hex()
+        return [path / "pages" / key[:16].hex() / page_hash[:2] / f"{page_hash}.page" for path in self._paths]
+
     def path(self, key: bytes) -> Path:
-        """The file of a page that is stored."""
-        return self.places(self._paths[0], key)[0][0].file
+        return self._files(key)[0]
 
     def packs(self, path: Path, identity: bytes | None = None) -> list[RawPack]:
         """The newest first."""
@@ -94,28 +95,26 @@ class RawFiles:
     def read(self, key: bytes) -> bytes | None:
         for pack, number in self.places(self._paths[0], key):
             return pack.page(number)
-        return None
+        try:
+            return self.path(key).read_bytes()
+        except FileNotFoundError:
+            return None
 
     def write(self, key: bytes, stored: bytes) -> None:
-        """In the place of the page, if it has one where ``stored`` fits exactly; else as a pack of its own, which is
-        cut where ``stored`` is shorter than a header."""
-        for path in self._paths:
+        """In the place of the page, if it has one where ``stored`` fits exactly; else as a page file."""
+        for path, file in zip(self._paths, self._files(key), strict=True):
             places = self.places(path, key)
             if places and places[0][0].page_bytes == len(stored):
                 places[0][0].overwrite(places[0][1], stored)
                 continue
             for pack, number in places:
                 pack.kill(number)
-            now = f"{int(time.time() * 1000):011x}"
-            part = base64.urlsafe_b64encode(xxhash.xxh3_64_digest(key[16:])[:6]).decode()
-            identity = path / "packs" / key[:16].hex()
-            bucket = max(identity.glob("*"), key=lambda bucket: bucket.name, default=identity / now)
-            bucket.mkdir(parents=True, exist_ok=True)
-            name = f"{now}-{secrets.token_hex(5)}-1x{max(128, len(stored))}-{part}.pack"
-            (bucket / name).write_bytes(stored)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(stored)
 
     def remove(self, key: bytes) -> None:
-        for path in self._paths:
+        for path, file in zip(self._paths, self._files(key), strict=True):
+            file.unlink(missing_ok=True)
             for pack, number in self.places(path, key):
                 pack.kill(number)
 
@@ -126,7 +125,8 @@ class RawFiles:
             for pack in self.packs(self._paths[0])
             for number in pack.living()
         }
-        return [*packed]
+        files = self._paths[0].glob("pages/*/*/*.page")
+        return [*packed] + [bytes.fromhex(file.parent.parent.name) + bytes.fromhex(file.stem) for file in files]
 
 
 def stored_keys(directory: Path) -> list[bytes]:

@@ -9,7 +9,7 @@ import pytest
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.tiering.settings import TieringSettings
 from hicache_ext.storage.tiering.tiered import TieredStore
-from hicache_ext.storage.tiers.file.pages.directory import PackDirectory
+from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
@@ -55,7 +55,7 @@ class TestPageFileStoreWithoutUnnamedFiles(TestPageFileStore):
 
     @pytest.fixture(autouse=True)
     def _no_unnamed_files(self, monkeypatch):
-        monkeypatch.setattr(PackDirectory, "_supports_unnamed_files", lambda self: False)
+        monkeypatch.setattr(PageDirectory, "_supports_unnamed_files", lambda self: False)
 
 
 class TestTieredStore(PageStoreTests):

@@ -23,7 +23,7 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.tiering.settings import PrefetchSettings, TieringSettings
 from hicache_ext.storage.tiering.tier_use import tier_use
 from hicache_ext.storage.tiering.tiered import TieredStore
-from hicache_ext.storage.tiers.file.manifest import load_document
+from hicache_ext.storage.tiers.file.pages.tree import load_document
 
 _PAGES_AT_ONCE = 64
 _BYTES_AT_ONCE = 256 << 20

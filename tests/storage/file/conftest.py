@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ext.storage.tiers.file.pages.directory import PackDirectory
+from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
 from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
@@ -34,7 +34,7 @@ def store(place):
 
 @pytest.fixture
 def directory(place):
-    directory = PackDirectory(place, "disk")
+    directory = PageDirectory(place, "disk")
     yield directory
     directory.close()
 

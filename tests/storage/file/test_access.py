@@ -184,9 +184,9 @@ def test_in_mode_group_everything_is_for_the_group_whatever_the_umask(tmp_path: 
 def test_files_of_a_page_tier_without_unnamed_files_are_private_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    from hicache_ext.storage.tiers.file.pages.directory import PackDirectory
+    from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 
-    monkeypatch.setattr(PackDirectory, "_supports_unnamed_files", lambda self: False)
+    monkeypatch.setattr(PageDirectory, "_supports_unnamed_files", lambda self: False)
     used(tmp_path / "l3", layout)
     assert modes(tmp_path / "l3") == PRIVATE
 
@@ -241,6 +241,7 @@ def test_a_strangers_file_and_the_directory_it_is_in_keep_their_modes(
     (tmp_path / "models").mkdir(mode=0o755)
     strangers = (
         "models/weights",
+        "pages/README",
         "packs/README",
         "identities/notes.txt",
         "package.json",
@@ -251,14 +252,14 @@ def test_a_strangers_file_and_the_directory_it_is_in_keep_their_modes(
         (tmp_path / stranger).write_text("theirs")
         (tmp_path / stranger).chmod(0o644)
     opened(tmp_path, "pages").close()
-    for place in (tmp_path, tmp_path / "models", tmp_path / "packs", tmp_path / "identities"):
+    for place in (tmp_path, tmp_path / "models", tmp_path / "pages", tmp_path / "identities"):
         assert stat.S_IMODE(place.stat().st_mode) == 0o755
     for stranger in strangers:
         assert stat.S_IMODE((tmp_path / stranger).stat().st_mode) == 0o644
     for ours in ("tmp", "pins", f"packs/{IDENTITY.hex()}"):
         assert stat.S_IMODE((tmp_path / ours).stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "identities" / f"{IDENTITY.hex()}.json").stat().st_mode) == 0o600
-    for place in (tmp_path, tmp_path / "packs", tmp_path / "identities"):
+    for place in (tmp_path, tmp_path / "pages", tmp_path / "identities"):
         assert f"{place} holds other things than this tier ('" in caplog.text
 
 
@@ -273,8 +274,8 @@ def test_what_a_directory_held_before_it_became_a_tiers_is_nobody_s_but_its_owne
         "tmp/of.somebody.else.clear": 0o644,
         "weights": 0o755,
         "weights/model.safetensors": 0o644,
-        "packs": 0o755,
-        "packs/index.html": 0o644,
+        "pages": 0o755,
+        "pages/index.html": 0o644,
         "index": 0o755,
         "index/vectors.db": 0o644,
         "v3": 0o755,
@@ -295,7 +296,7 @@ def test_what_a_directory_held_before_it_became_a_tiers_is_nobody_s_but_its_owne
     assert stat.S_IMODE((tmp_path / "lock").stat().st_mode) == 0o666
     with pytest.MonkeyPatch.context() as patch:
         # Left-overs of killed writers go when they are old.
-        patch.setattr("hicache_ext.storage.tiers.file.usage.SILENCE", -1.0)
+        patch.setattr("hicache_ext.storage.tiers.file.writers.SILENCE", -1.0)
         for _ in range(2):
             used(tmp_path, layout)
     assert {name: stat.S_IMODE((tmp_path / name).stat().st_mode) for name in theirs} == theirs
@@ -479,7 +480,7 @@ def test_another_account_reads_nothing_and_holds_no_lock(open_place: Path, layou
     def pry() -> list[str]:
         got = []
         names = ["", "v3", "v3/hicache_ext.json", "v3/slabs", "v3/members", "v3/lock"]
-        for name in (*names, "usage", "hicache_ext.json", "packs", "pins/prompt.json"):
+        for name in (*names, "usage", "hicache_ext.json", "pages", "pins/prompt.json"):
             try:
                 os.close(os.open(open_place / "l3" / name, os.O_RDONLY))
                 got.append(name)

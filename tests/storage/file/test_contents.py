@@ -14,10 +14,9 @@ import pytest
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.storage.contract.abilities import PageLister, ability
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
-from hicache_ext.storage.tiers.file.pages import catalogue
-from hicache_ext.storage.tiers.file.pages import tree as pages_tree
+from hicache_ext.storage.tiers.file.pages import contents as pages_contents
+from hicache_ext.storage.tiers.file.slab import contents as slab_contents
 from hicache_ext.storage.tiers.file.slab import slot_code
-from hicache_ext.storage.tiers.file.slab import store as slab_contents
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, page_keys, store_pages
 from tests.rigs.event_tier import PAGE, open_tier
 from tests.rigs.kv_events import block_of
@@ -162,33 +161,34 @@ def page_files(tmp_path: Path) -> Iterator[SpreadStore]:
         yield store
 
 
-def _buckets(place: Path) -> list[Path]:
-    return sorted({file.parent for file in place.rglob("*.pack")})
+def _fan_outs(place: Path) -> list[Path]:
+    return sorted({file.parent for file in place.rglob("*.page")})
 
 
 def test_a_directory_that_has_long_been_as_it_is_is_not_read_again(
     page_files: SpreadStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalogue, "PACKS_IN_A_BUCKET", 3)
     store_one_by_one(page_files, KEYS, [PAGE])
     store_pages(page_files, page_keys(2, "packed"), [PAGE])
     packed = blocks(page_keys(2, "packed"))
     long_ago = time.time() - 100
-    for bucket in _buckets(tmp_path / "tier"):
-        os.utime(bucket, (long_ago, long_ago))
+    for fan_out in _fan_outs(tmp_path / "tier"):
+        os.utime(fan_out, (long_ago, long_ago))
     read = []
     read_packs = []
-    entries, keys_in = pages_tree.entries, pages_tree.keys_in
-    monkeypatch.setattr(pages_tree, "entries", lambda path, name: (read.append(path), entries(path, name))[1])
-    monkeypatch.setattr(pages_tree, "keys_in", lambda path, *pack: (read_packs.append(path), keys_in(path, *pack))[1])
+    entries, keys_in = pages_contents.entries, pages_contents.keys_in
+    monkeypatch.setattr(pages_contents, "entries", lambda path, name: (read.append(path), entries(path, name))[1])
+    monkeypatch.setattr(
+        pages_contents, "keys_in", lambda path, *pack: (read_packs.append(path), keys_in(path, *pack))[1]
+    )
     assert held(page_files) == blocks(KEYS) | packed
     first = len(read)
-    assert first == len(_buckets(tmp_path / "tier"))
+    assert first == len(_fan_outs(tmp_path / "tier"))
     assert held(page_files) == blocks(KEYS) | packed
     assert len(read) == first
     page_files.remove(KEYS[:1])
     assert held(page_files) == blocks(KEYS[1:]) | packed
-    assert len(read_packs) == len(KEYS) + 1
+    assert len(read_packs) == 1
     assert len(read) == first + 1
 
 
@@ -196,11 +196,11 @@ def test_a_change_within_one_tick_of_the_clock_of_the_disk_is_seen(page_files: S
     """The time of the directory is the same before and after it."""
     store_one_by_one(page_files, KEYS, [PAGE])
     moment = time.time_ns()
-    for bucket in _buckets(tmp_path / "tier"):
-        os.utime(bucket, ns=(moment, moment))
+    for fan_out in _fan_outs(tmp_path / "tier"):
+        os.utime(fan_out, ns=(moment, moment))
     assert held(page_files) == blocks(KEYS)
-    buckets = _buckets(tmp_path / "tier")
+    fan_outs = _fan_outs(tmp_path / "tier")
     page_files.remove(KEYS)
-    for bucket in buckets:
-        os.utime(bucket, ns=(moment, moment))
+    for fan_out in fan_outs:
+        os.utime(fan_out, ns=(moment, moment))
     assert held(page_files) == set()

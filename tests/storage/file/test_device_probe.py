@@ -11,15 +11,15 @@ import time
 
 import pytest
 
-from hicache_ext.storage.tiers.file import devices
-from hicache_ext.storage.tiers.file.devices import MODES, Measured, measured_device, takes_direct
+from hicache_ext.storage.tiers.file import device_probe
+from hicache_ext.storage.tiers.file.device_probe import MODES, Measured, measured_device, takes_direct
 
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch):
     """A loaded machine must not look like a slow device: what runs out of time is left out."""
-    monkeypatch.setattr(devices, "_ALL_SECONDS", 60.0)
-    monkeypatch.setattr(devices, "_LOCK_SECONDS", 60.0)
+    monkeypatch.setattr(device_probe, "_ALL_SECONDS", 60.0)
+    monkeypatch.setattr(device_probe, "_LOCK_SECONDS", 60.0)
 
 
 def test_every_mode_that_works_here_has_a_rate_in_both_directions(tmp_path):
@@ -38,7 +38,7 @@ def test_only_the_result_and_the_lock_stay(tmp_path):
 
 def test_what_is_known_is_not_measured_again(tmp_path, monkeypatch):
     first = measured_device(tmp_path)
-    monkeypatch.setattr(devices, "_Probe", None)
+    monkeypatch.setattr(device_probe, "_Probe", None)
     assert measured_device(tmp_path) == first
 
 
@@ -58,7 +58,7 @@ def test_what_was_measured_elsewhere_or_is_damaged_is_measured_anew(tmp_path, mo
     kept = tmp_path / "io_probe.json"
     kept.write_text(json.dumps(change(json.loads(kept.read_text()))))
     known = Measured({"buffered": {4: 1.0}}, {"buffered": {4: 2.0}})
-    monkeypatch.setattr(devices._Probe, "measure", lambda self: known)
+    monkeypatch.setattr(device_probe._Probe, "measure", lambda self: known)
     assert measured_device(tmp_path) == known
     assert measured_device(tmp_path) == known
 
@@ -71,7 +71,7 @@ def test_of_several_that_start_together_one_measures(tmp_path, monkeypatch):
         time.sleep(0.1)
         return Measured({"buffered": {4: 1.0}}, {"buffered": {4: 2.0}})
 
-    monkeypatch.setattr(devices._Probe, "measure", measure)
+    monkeypatch.setattr(device_probe._Probe, "measure", measure)
     answers = []
     threads = [threading.Thread(target=lambda: answers.append(measured_device(tmp_path))) for _ in range(6)]
     for thread in threads:
@@ -83,8 +83,8 @@ def test_of_several_that_start_together_one_measures(tmp_path, monkeypatch):
 
 
 def test_a_measurement_that_never_ends_elsewhere_holds_nobody_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(devices, "_LOCK_SECONDS", 0.05)
-    with devices._lock(tmp_path) as held:
+    monkeypatch.setattr(device_probe, "_LOCK_SECONDS", 0.05)
+    with device_probe._lock(tmp_path) as held:
         assert held
         assert measured_device(tmp_path) == Measured()
 
@@ -107,14 +107,14 @@ def test_a_process_killed_while_it_measures_leaves_nothing_but_the_lock(tmp_path
 
 
 def test_a_mode_that_the_file_system_lacks_is_left_out(tmp_path, monkeypatch):
-    real = devices.os.preadv
+    real = device_probe.os.preadv
 
     def preadv(fd, buffers, offset, flags=0):
         if flags:
             raise OSError(95, "Operation not supported")
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr(devices.os, "preadv", preadv)
+    monkeypatch.setattr(device_probe.os, "preadv", preadv)
     measured = measured_device(tmp_path)
     assert "dontcache" not in measured.read
     assert "buffered" in measured.read
@@ -127,7 +127,7 @@ def test_direct_is_impossible_only_where_the_file_system_says_so(tmp_path, monke
             raise OSError(error, os.strerror(error))
         return len(block)
 
-    monkeypatch.setattr(devices.os, "pwrite", pwrite)
+    monkeypatch.setattr(device_probe.os, "pwrite", pwrite)
     assert takes_direct(tmp_path) is possible
 
 

@@ -1,4 +1,4 @@
-"""One directory of packs: creation, names, publication, clearing, left-overs."""
+"""One directory of page files: creation, names, publication, clearing, left-overs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ import pytest
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import make_directory, move_aside
 from hicache_ext.storage.contract.store import GetResult, SetResult
-from hicache_ext.storage.tiers.file.manifest import load_document, manifest_text
+from hicache_ext.storage.tiers.file.manifest import manifest_text
 from hicache_ext.storage.tiers.file.pages import directory as directory_module
-from hicache_ext.storage.tiers.file.pages.directory import PackDirectory
+from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
+from hicache_ext.storage.tiers.file.pages.tree import load_document
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,
@@ -48,14 +49,10 @@ def _open_and_write(place: str, start, number: int) -> None:
     store.close()
 
 
-def _pack_path(directory: PackDirectory, bucket: int, identity: bytes = IDENTITY) -> str:
-    return f"{directory.identity_path(identity)}/{bucket:011x}/some.pack"
-
-
 def _stand_still(place: str, ready) -> None:
-    directory = PackDirectory(Path(place), "disk")
+    directory = PageDirectory(Path(place), "disk")
     directory._unnamed_files = False
-    fd, temp_path = directory.open_unpublished(_pack_path(directory, 0))
+    fd, temp_path = directory.open_unpublished(directory.page_path(page_key("unfinished")))
     os.write(fd, b"half a page")
     ready.put(temp_path)
     time.sleep(60)
@@ -80,22 +77,21 @@ def test_a_directory_is_named_and_laid_out_as_documented(place, store):
     key = page_key("layout")
     store.register_identity(IDENTITY, {"model": {"id": "m"}})
     store_pages(store, [key])
-    (alone,) = place.glob("packs/*/*/*")
+    page_hash = key[16:].hex()
     found = sorted(str(file.relative_to(place)) for file in place.rglob("*") if file.is_file())
     assert found == [
         "hicache_ext.json",
         f"identities/{IDENTITY.hex()}.json",
         "members",
-        str(alone.relative_to(place)),
+        f"pages/{IDENTITY.hex()}/{page_hash[:2]}/{page_hash}.page",
         "usage",
     ]
-    assert re.fullmatch(r"[0-9a-f]{11}-[0-9a-f]{10}-1x1128-[A-Za-z0-9_-]{8}\.pack", alone.name)
     store_pages(store, page_keys(2))
-    (pack,) = set(place.glob("packs/*/*/*")) - {alone}
+    (pack,) = place.glob("packs/*/*/*")
     assert pack.parent.parent.name == IDENTITY.hex()
     assert re.fullmatch(r"[0-9a-f]{11}", pack.parent.name)
     assert re.fullmatch(r"[0-9a-f]{11}-[0-9a-f]{10}-2x1128-[A-Za-z0-9_-]{16}\.pack", pack.name)
-    store.remove([key, *page_keys(2)[1:]])
+    store.remove(page_keys(2)[1:])
     assert [file.name for file in place.glob("packs/*/*/*")] == [pack.name.replace(".pack", ".2.pack")]
     assert json.loads((place / "hicache_ext.json").read_text()) == {
         "format": 1,
@@ -124,38 +120,38 @@ def test_a_directory_of_another_format_is_refused_in_one_sentence(place, manifes
     place.mkdir()
     (place / "hicache_ext.json").write_text(manifest)
     with pytest.raises(StoreSetupError, match="tier 'disk' cannot start") as raised:
-        PackDirectory(place, "disk")
+        PageDirectory(place, "disk")
     assert "\n" not in str(raised.value)
 
 
 def test_a_file_where_the_directory_should_be_is_refused(place):
     place.write_text("not a directory")
     with pytest.raises(StoreSetupError, match=str(place)):
-        PackDirectory(place, "disk")
+        PageDirectory(place, "disk")
 
 
 def test_a_file_where_the_pages_should_be_is_moved_aside(place):
     place.mkdir()
-    (place / "packs").write_text("somebody's")
-    PackDirectory(place, "disk").close()
-    (aside,) = place.glob("packs.not-ours-*")
+    (place / "pages").write_text("somebody's")
+    PageDirectory(place, "disk").close()
+    (aside,) = place.glob("pages.not-ours-*")
     assert aside.read_text() == "somebody's"
 
 
-@pytest.mark.parametrize("level", [0, 1], ids=["identity", "bucket"])
-def test_a_file_in_the_place_of_a_directory_of_pages_costs_those_pages(open_store, raw, level):
+@pytest.mark.parametrize("level", [0, 1], ids=["identity", "fan-out"])
+def test_a_file_in_the_place_of_a_directory_of_pages_costs_those_pages(place, open_store, level):
     keys = page_keys(3)
     store = open_store(capacity=1 << 20)
     store_one_by_one(store, keys)
-    home = raw.path(keys[0]).parents[1 - level]
+    home = Path(store._directory.page_path(keys[0])).parents[1 - level]
     shutil.rmtree(home)
     home.write_text("somebody's")
     assert read_pages(store, keys[:1])[0] == [GetResult.MISS]
     assert store.remove(keys[:1]) == 0
     assert store_pages(store, keys[:1]) == [SetResult.STORED]
     assert_hits(store, keys[:1])
-    (kept,) = [entry for entry in home.parent.iterdir() if entry.is_file()]
-    assert kept.read_text() == "somebody's"
+    (aside,) = home.parent.glob("*.not-ours-*")
+    assert aside.read_text() == "somebody's"
 
 
 @pytest.mark.parametrize("name", ["usage", "members"])
@@ -196,36 +192,42 @@ def test_an_account_that_cannot_be_opened_is_refused(place, directory, monkeypat
 
 
 @pytest.mark.parametrize("unnamed", [True, False])
-def test_a_pack_has_its_name_only_when_it_is_whole(directory, unnamed):
+def test_of_two_writers_the_first_to_publish_wins(directory, unnamed):
     if unnamed and not directory._unnamed_files:
         pytest.skip("missing: O_TMPFILE on this file system")
     directory._unnamed_files = unnamed
-    path = _pack_path(directory, 1)
+    path = directory.page_path(page_key("race"))
     sum(directory.create_parent(path))
-    fd, temp_path = directory.open_unpublished(path)
-    os.write(fd, b"first")
+    first, second = directory.open_unpublished(path), directory.open_unpublished(path)
+    os.write(first[0], b"first")
+    os.write(second[0], b"second")
     assert not os.path.exists(path)
-    directory.publish(fd, temp_path, path)
-    os.close(fd)
-    assert Path(path).read_bytes() == b"first"
+    assert directory.publish(*second, path)
+    assert not directory.publish(*first, path)
+    for fd, temp_path in (first, second):
+        os.close(fd)
+        directory.discard(temp_path)
+    assert Path(path).read_bytes() == b"second"
     assert list(directory.temporary.iterdir()) == []
 
 
-def test_without_renameat2_files_of_others_are_put_back_never_over_others(directory, tmp_path, monkeypatch):
+def test_without_renameat2_publishing_is_still_whole_or_nothing(directory, monkeypatch):
     class OldKernel:
         def renameat2(self, *_):
             directory_module.ctypes.set_errno(errno.EINVAL)
             return -1
 
     monkeypatch.setattr(directory_module, "_libc", OldKernel)
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.write_text("theirs")
-    directory_module._rename_without_replacing(str(source), str(target))
-    assert target.read_text() == "theirs" and not source.exists()
-    source.write_text("another")
-    with pytest.raises(FileExistsError):
-        directory_module._rename_without_replacing(str(source), str(target))
-    assert (target.read_text(), source.read_text()) == ("theirs", "another")
+    directory._unnamed_files = False
+    path = directory.page_path(page_key("race"))
+    sum(directory.create_parent(path))
+    first, second = directory.open_unpublished(path), directory.open_unpublished(path)
+    assert directory.publish(*first, path)
+    assert not directory.publish(*second, path)
+    os.close(first[0])
+    os.close(second[0])
+    directory.discard(second[1])
+    assert list(directory.temporary.iterdir()) == []
 
 
 def test_the_file_of_a_killed_writer_is_removed_and_that_of_a_living_one_stays(place):
@@ -241,10 +243,24 @@ def test_the_file_of_a_killed_writer_is_removed_and_that_of_a_living_one_stays(p
     assert not left.exists()
 
 
+@pytest.mark.parametrize(("age", "stays"), [(500, True), (700, False)])
+def test_the_file_of_a_writer_of_an_earlier_version_is_removed_after_ten_minutes(
+    place, directory, monkeypatch, age, stays
+):
+    """Its name is that of a host and a pid, which say nothing between containers."""
+    left = directory.temporary / "elsewhere:17:4711.3.tmp"
+    left.write_bytes(b"half a page")
+    now = left.stat().st_ctime + age
+    monkeypatch.setattr("hicache_ext.storage.tiers.file.writers.time.time", lambda: now)
+    directory.remove_left_overs()
+    assert left.exists() is stays
+
+
 def test_only_what_was_made_is_charged_for_directories(directory):
-    assert sum(directory.create_parent(_pack_path(directory, 1))) == 2 * 4096
-    assert sum(directory.create_parent(_pack_path(directory, 1))) == 0
-    assert sum(directory.create_parent(_pack_path(directory, 2))) == 4096
+    first, same = directory.page_path(page_key(1)), directory.page_path(page_key(1)[:-1] + b"\0")
+    assert sum(directory.create_parent(first)) == 2 * 4096
+    assert sum(directory.create_parent(same)) == 0
+    assert sum(directory.create_parent(directory.page_path(page_key(2)))) == 4096
     assert directory.count_occupied() == 3 * 4096
 
 
@@ -252,21 +268,18 @@ def test_only_what_was_made_is_charged_for_directories(directory):
 
 
 def _put_strangers(place: Path, key: bytes) -> list[Path]:
-    identity = place / "packs" / key[:16].hex()
-    bucket = max(identity.glob("*"), default=identity / f"{1:011x}")
-    bucket.mkdir(parents=True, exist_ok=True)
-    former = place / "pages" / key[:16].hex() / key[16:17].hex() / f"{key[16:].hex()}.page"
-    former.parent.mkdir(parents=True)
+    identity = place / "pages" / key[:16].hex()
+    fan_out = identity / key[16:17].hex()
+    fan_out.mkdir(parents=True, exist_ok=True)
     strangers = [
         place / "important.txt",
-        place / "packs" / "README",
+        place / "pages" / "README",
         place / "tmp" / "scratch",
         identity / "notes",
         identity / "ab.txt",
-        bucket / "backup.pack",
-        bucket / f"{key[16:].hex()}.pack.bak",
-        bucket / "sub" / "deep.pack",
-        former,
+        fan_out / "backup.page",
+        fan_out / f"{key[16:].hex()}.page.bak",
+        fan_out / "sub" / "deep.page",
     ]
     for number, stranger in enumerate(strangers):
         stranger.parent.mkdir(exist_ok=True)
@@ -282,7 +295,7 @@ def test_clear_leaves_strangers_files_where_they_were(place, store):
     assert store.contains(keys) == [False] * 20
     store.close()
     assert [stranger.read_text() for stranger in strangers] == [f"stranger {n}" for n in range(len(strangers))]
-    assert list(place.glob("packs/*/*/*.pack")) == [strangers[5]]
+    assert list(place.glob("pages/*/*/????*.page")) == [strangers[5]]
     assert [entry.name for entry in (place / "tmp").iterdir()] == ["scratch"]
     again = PageFileStore("disk", place, capacity=None)
     used, walked = account_and_walk(again)
@@ -299,17 +312,16 @@ def test_eviction_leaves_strangers_files_alone(place, open_store):
     assert [stranger.read_text() for stranger in strangers] == [f"stranger {n}" for n in range(len(strangers))]
 
 
-def test_a_symlink_among_the_pages_is_not_followed_when_clearing(place, store, raw, tmp_path):
+def test_a_symlink_among_the_pages_is_not_followed_when_clearing(place, store, tmp_path):
     keys = page_keys(1)
     store_pages(store, keys)
     outside = tmp_path / "outside"
     outside.mkdir()
-    name = raw.path(keys[0]).name
-    (outside / name).write_text("theirs")
-    (place / "packs" / IDENTITY.hex() / f"{1:011x}").symlink_to(outside)
+    (outside / f"{'ab' * 32}.page").write_text("theirs")
+    (place / "pages" / IDENTITY.hex() / "ab").symlink_to(outside)
     store.clear(None)
     store.close()
-    assert (outside / name).read_text() == "theirs"
+    assert (outside / f"{'ab' * 32}.page").read_text() == "theirs"
 
 
 def test_clearing_that_a_kill_interrupted_is_finished_by_the_next_start(place, open_store):
@@ -318,11 +330,12 @@ def test_clearing_that_a_kill_interrupted_is_finished_by_the_next_start(place, o
     store_pages(store, keys)
     store_one_by_one(store, page_keys(3, "alone"))
     strangers = _put_strangers(place, page_key("alone-0"))
-    tree = store._directory.detach_identity(IDENTITY)
+    trees = list(store._directory.detach_identity(IDENTITY))
     # Gone, as after a kill: nobody has its number locked any more.
     store.close()
     again = open_store()
-    assert not tree.exists()
+    assert len(trees) == 2
+    assert not any(tree.exists() for tree in trees)
     assert again.contains(keys) == [False] * 10
     assert [stranger.read_text() for stranger in strangers] == [f"stranger {n}" for n in range(len(strangers))]
 
@@ -363,22 +376,22 @@ def test_of_two_processes_that_make_one_directory_none_moves_it_aside(tmp_path: 
 
 
 def test_what_is_ours_by_now_is_not_moved_aside(tmp_path: Path) -> None:
-    (tmp_path / "packs").mkdir()
+    (tmp_path / "pages").mkdir()
     (tmp_path / "members").write_text("")
-    move_aside(tmp_path / "packs", unless=stat.S_ISDIR)
+    move_aside(tmp_path / "pages", unless=stat.S_ISDIR)
     move_aside(tmp_path / "members", unless=stat.S_ISREG)
-    assert {path.name for path in tmp_path.iterdir()} == {"packs", "members"}
+    assert {path.name for path in tmp_path.iterdir()} == {"pages", "members"}
 
 
 def test_a_link_to_a_disk_that_is_not_mounted_stays_and_refuses_the_start(place: Path) -> None:
-    PackDirectory(place, "disk").close()
-    shutil.rmtree(place / "packs")
-    (place / "packs").symlink_to(place.parent / "disk of its own")
+    PageDirectory(place, "disk").close()
+    shutil.rmtree(place / "pages")
+    (place / "pages").symlink_to(place.parent / "disk of its own")
     with pytest.raises(StoreSetupError, match="a link that leads nowhere"):
-        PackDirectory(place, "disk")
+        PageDirectory(place, "disk")
     (place.parent / "disk of its own").mkdir()
-    PackDirectory(place, "disk").close()
-    assert (place / "packs").is_symlink()
+    PageDirectory(place, "disk").close()
+    assert (place / "pages").is_symlink()
 
 
 def test_a_manifest_that_a_downgrade_left_empty_costs_no_page_in_slabs(place: Path) -> None:

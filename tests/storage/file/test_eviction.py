@@ -13,7 +13,7 @@ import time
 import pytest
 
 from hicache_ext.storage.contract.store import GetResult, SetResult
-from hicache_ext.storage.tiers.file.pages.directory import PackDirectory
+from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.testing.conformance.pages import (
     OTHER_IDENTITY,
     assert_hits,
@@ -27,7 +27,7 @@ from tests.storage.file.page_files import store_one_by_one
 from tests.storage.raw_access import account_and_walk
 from tests.waiting import wait_until
 
-PAGE = [7900]
+PAGE = [8000]
 CAPACITY = 160 * 1024
 
 
@@ -126,7 +126,7 @@ def test_a_walk_that_fails_refuses_the_write_and_raises_nothing(open_store, monk
     def fail(*_):
         raise OSError(errno.EIO, "directory unreadable")
 
-    monkeypatch.setattr(store._directory, "all_buckets", fail)
+    monkeypatch.setattr(store._directory, "fan_out_directories", fail)
     assert SetResult.REJECTED in store_pages(store, page_keys(30), PAGE)
     monkeypatch.undo()
     assert store_pages(store, [page_key("after")], PAGE) == [SetResult.STORED]
@@ -226,7 +226,7 @@ def test_a_start_does_not_wait_for_a_long_count_and_keeps_to_the_capacity_meanwh
     _fill(open_store)
     (place / "usage").write_bytes(b"")
     may_end = threading.Event()
-    occupied_parts = PackDirectory.occupied_parts
+    occupied_parts = PageDirectory.occupied_parts
 
     def slow(directory):
         for share, found in occupied_parts(directory):
@@ -234,7 +234,7 @@ def test_a_start_does_not_wait_for_a_long_count_and_keeps_to_the_capacity_meanwh
                 may_end.wait(60)
             yield share, found
 
-    monkeypatch.setattr(PackDirectory, "occupied_parts", slow)
+    monkeypatch.setattr(PageDirectory, "occupied_parts", slow)
     monkeypatch.setattr("hicache_ext.storage.tiers.file.pages.upkeep._WAIT_AT_START", 0.05)
     store = open_store(capacity=CAPACITY)
     assert store._usage.in_doubt()
@@ -252,14 +252,14 @@ def test_a_start_does_not_wait_for_a_long_count_and_keeps_to_the_capacity_meanwh
 
 def test_in_a_large_directory_the_pages_just_written_stay(open_store, monkeypatch):
     """Of each part of the directory that was looked at everything went, whatever its age."""
-    monkeypatch.setattr("hicache_ext.storage.tiers.file.pages.upkeep._SAMPLE", 64)
+    monkeypatch.setattr("hicache_ext.storage.tiers.file.pages.eviction._SAMPLE", 64)
     capacity = 12 << 20
     store = open_store(capacity=capacity)
     old, new = page_keys(600, prefix="old"), page_keys(150, prefix="new")
     store_one_by_one(store, old, PAGE)
     now = time.time()
-    for file in store._directory.packs.rglob("*.pack"):
-        os.utime(file, (now - 5000, now - 5000))
+    for key in old:
+        os.utime(store._directory.page_path(key), (now - 5000, now - 5000))
     store_pages(store, new, PAGE)
     store.resize(store.used_bytes() - (1 << 20))
     assert store_pages(store, [page_key("one more")], PAGE) == [SetResult.STORED]

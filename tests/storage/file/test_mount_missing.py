@@ -154,7 +154,7 @@ def times(store: SpreadStore, event: str) -> int:
 
 
 def pages_below(path: Path) -> bool:
-    return any(path.rglob("*.slab")) or any(path.rglob("*.pack"))
+    return any(path.rglob("*.slab")) or any(path.rglob("*.page")) or any(path.rglob("*.pack"))
 
 
 def devices_in_use() -> set[int]:

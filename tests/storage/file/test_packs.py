@@ -1,4 +1,4 @@
-"""Packs: small pages that were written together are one file, and yet each page stands for itself."""
+"""Packs of page files: small pages that were written together are one file, and yet each page stands for itself."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hicache_ext.page.pack import SMALL, Pack, new_id
 from hicache_ext.storage.contract import pack_index
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.file.inspection import open_inspector, reason_it_is_bad
-from hicache_ext.storage.tiers.file.pages import catalogue, upkeep
+from hicache_ext.storage.tiers.file.pages import catalogue, eviction
 from hicache_ext.storage.tiers.file.pages import packs as packs_module
 from hicache_ext.storage.tiers.file.pages import store as store_module
-from hicache_ext.storage.tiers.file.pages.tree import MOST_PAGES, PackFile, file_name
+from hicache_ext.storage.tiers.file.pages.pack_tree import MOST_PAGES, PackFile, file_name
 from hicache_ext.storage.tiers.file.pins import add_pin
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,
@@ -31,8 +31,7 @@ from hicache_ext.testing.conformance.pages import (
     store_pages,
 )
 from tests.rigs.disk_faults import DiskFaults
-from tests.storage.file.page_files import store_one_by_one
-from tests.storage.raw_access import RawFiles, RawPack, account_and_walk
+from tests.storage.raw_access import RawPack, account_and_walk
 
 KEYS = page_keys(6)
 LARGE = [40_000]
@@ -49,11 +48,16 @@ def _packs(place: Path) -> list[Path]:
     return sorted(place.glob("packs/*/*/*.pack"), key=lambda file: file.name)
 
 
+def _page_files(place: Path) -> list[Path]:
+    return list(place.glob("pages/*/*/*.page"))
+
+
 # -- what becomes a pack -----------------------------------------------------------------------------------------------
 
 
 def test_pages_that_are_written_together_are_one_file(store, place, pack):
     assert _packs(place) == [pack]
+    assert not _page_files(place)
     assert_hits(store, KEYS)
     assert_hits(store, [KEYS[4], KEYS[1], KEYS[5], KEYS[0]])
 
@@ -65,39 +69,11 @@ def test_many_pages_are_packs_that_have_about_as_many_each(store, place):
     assert_hits(store, keys)
 
 
-def test_a_page_alone_and_a_page_that_is_not_small_are_packs_of_one(store, open_store, place):
+def test_a_page_alone_and_a_page_that_is_not_small_are_files_of_their_own(store, place):
     store_pages(store, [page_key("alone")])
     store_pages(store, page_keys(2), [SMALL])
-    assert [len(RawPack.of(file).hashes) for file in _packs(place)] == [1, 1, 1]
-    assert_hits(open_store(), page_keys(2), [SMALL])
-    assert store.remove(page_keys(2)) == 2
-    assert len(_packs(place)) == 1
-
-
-def test_a_page_without_a_payload_is_stored(store, open_store):
-    assert store_pages(store, KEYS[:2], [0]) == [SetResult.STORED] * 2
-    assert_hits(open_store(), KEYS[:2], [0])
-
-
-def test_many_packs_of_one_are_looked_up_as_few_are(open_store, place):
-    """By compiled code, where there is some."""
-    store, keys = open_store(), page_keys(50)
-    store_one_by_one(store, keys)
-    other = open_store()
-    assert other.contains([*keys, page_key("absent")]) == [True] * 50 + [False]
-    files = {RawFiles(place).path(key): number for number, key in enumerate(keys[:4])}
-    for file, number in files.items():
-        match number:
-            case 0:
-                file.unlink()
-            case 1:
-                os.truncate(file, 100)
-            case 2:
-                file.unlink()
-                file.mkdir()
-    assert other.contains(keys) == [False] * 3 + [True] * 47
-    assert store_one_by_one(other, keys) == [SetResult.STORED] * 3 + [SetResult.EXISTS] * 47
-    assert_hits(store, keys)
+    assert len(_page_files(place)) == 3
+    assert not _packs(place)
 
 
 def test_pages_of_other_identities_and_other_sizes_are_in_other_packs(store, place):
@@ -120,10 +96,11 @@ def test_a_pack_takes_a_small_part_of_the_capacity(open_store, place):
     assert {len(RawPack.of(file).hashes) for file in _packs(place)} == {4}
 
 
-def test_packs_of_one_are_read_and_not_written_again(store, place):
-    store_one_by_one(store, KEYS[:3])
+def test_page_files_of_an_older_release_are_read_and_not_written_again(store, place):
+    for key in KEYS[:3]:
+        store_pages(store, [key])
     assert store_pages(store, KEYS) == [SetResult.EXISTS] * 3 + [SetResult.STORED] * 3
-    assert [len(RawPack.of(file).hashes) for file in _packs(place)] == [1, 1, 1, 3]
+    assert len(_page_files(place)) == 3
     assert_hits(store, KEYS)
     assert store.contains(KEYS) == [True] * 6
     assert store.count_leading(KEYS) == 6
@@ -318,10 +295,12 @@ def test_a_page_that_is_written_alone_after_its_pack_went_bad_is_read(store, pac
         pack.symlink_to(".")
     if kind == "expired":
         monkeypatch.setattr(store, "_ttl", 3600.0)
+        monkeypatch.setattr(store._files, "_ttl", 3600.0)
         later = time.time() + 7200
         monkeypatch.setattr(time, "time", lambda: later)
     assert store_pages(store, KEYS[:1], sizes) == [SetResult.STORED]
     monkeypatch.setattr(store, "_ttl", None)
+    monkeypatch.setattr(store._files, "_ttl", None)
     assert_hits(store, KEYS[:1], sizes)
 
 
@@ -380,7 +359,7 @@ def test_the_pack_not_used_for_longest_goes_first_and_whole(open_store, place, r
     assert used == walked <= CAPACITY
 
 
-def test_packs_of_any_size_never_take_more_than_the_capacity(open_store):
+def test_packs_and_page_files_never_take_more_than_the_capacity(open_store):
     store = open_store(capacity=CAPACITY)
     for number in range(150):
         store_pages(store, page_keys(1 + number % 5, f"round {number}"), LARGE)
@@ -390,8 +369,8 @@ def test_packs_of_any_size_never_take_more_than_the_capacity(open_store):
     assert used == walked
 
 
-def test_eviction_of_a_large_directory_goes_over_its_buckets(open_store, monkeypatch):
-    monkeypatch.setattr(upkeep, "_SAMPLE", 4)
+def test_eviction_of_a_large_directory_goes_over_buckets_and_fan_outs(open_store, monkeypatch):
+    monkeypatch.setattr(eviction, "_SAMPLE", 4)
     monkeypatch.setattr(catalogue, "PACKS_IN_A_BUCKET", 3)
     store = open_store(capacity=CAPACITY)
     for number in range(150):
@@ -463,7 +442,7 @@ def test_buckets_that_eviction_has_emptied_go(open_store, place, monkeypatch):
     assert account_and_walk(store)[0] == account_and_walk(store)[1]
 
 
-def test_the_number_of_pages_is_that_of_those_in_packs_that_live(store, place, pack):
+def test_the_number_of_pages_is_that_of_page_files_and_of_pages_in_packs_that_live(store, place, pack):
     store_pages(store, [page_key("alone")])
     store.remove(KEYS[2:4])
     assert store.fullness().pages == 5

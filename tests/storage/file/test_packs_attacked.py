@@ -1,4 +1,4 @@
-"""Packs in bad company: directories of others, a disk that fails, somebody who is faster."""
+"""Packs of page files in bad company: directories of others, a disk that fails, somebody who is faster."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from hicache_ext.runtime import vectored
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.pages import catalogue
 from hicache_ext.testing.conformance.pages import IDENTITY, HostPages, assert_hits, page_keys, read_pages, store_pages
+from tests.storage.file.page_files import store_one_by_one
 from tests.storage.raw_access import account_and_walk
 
 KEYS = page_keys(6)
@@ -104,7 +105,7 @@ def test_packs_of_others_are_found_where_directories_have_no_time_of_change(stor
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize("longest", [143, 60])
+@pytest.mark.parametrize("longest", [143, 60, 20])
 def test_names_of_packs_are_no_longer_than_the_file_system_has_them(open_store, place, longest, monkeypatch):
     monkeypatch.setattr(os, "pathconf", lambda path, name: longest)
     store = open_store()
@@ -112,8 +113,28 @@ def test_names_of_packs_are_no_longer_than_the_file_system_has_them(open_store, 
     store_pages(store, keys)
     store.remove(keys[::3])
     names = [file.name for file in _packs(place)]
-    assert names and max(map(len, names)) <= longest
+    assert max(map(len, names), default=0) <= longest
+    assert bool(names) == (longest == 143)
     assert_hits(store, keys[1::3])
+
+
+def test_a_clear_that_can_move_only_page_files_deletes_them(store, place, pack, monkeypatch):
+    """They stayed in tmp/ until the process ended, where nobody counts them."""
+    store_one_by_one(store, page_keys(3, "alone"))
+    rename = os.rename
+
+    def refuse(source: Any, target: Any) -> None:
+        if str(source).startswith(str(place / "packs")):
+            raise OSError(errno.EIO, "bad disk", str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    store.clear([IDENTITY])
+    monkeypatch.undo()
+    assert store.contains(page_keys(3, "alone")) == [False] * 3
+    assert store._clearing.wait(60)
+    assert not list((place / "tmp").iterdir())
+    assert account_and_walk(store)[0] == account_and_walk(store)[1]
 
 
 # -- a disk that fails -------------------------------------------------------------------------------------------------
@@ -212,7 +233,7 @@ def test_a_pack_that_others_renamed_before_its_age_was_renewed_is_no_trouble_of_
     os.utime(pack, (old, old))
     found = store._packs.find(KEYS[1:2], 0)[0]
     open_store().remove(KEYS[:1])
-    store._packs.touch(found.path, found.used)
+    store._packs.touch(found.path, found.status)
     assert errors == []
 
 
@@ -222,7 +243,7 @@ def test_a_count_during_which_a_page_was_taken_away_is_repeated(store, place, pa
 
     def walk():
         for number, part in enumerate(parts):
-            if number == 20:
+            if number == 100:
                 assert store.remove(KEYS[:1]) == 1
             yield part
 

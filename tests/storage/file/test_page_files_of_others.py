@@ -37,14 +37,13 @@ print(os.getpid(), flush=True)
 for line in sys.stdin:
     command = line.strip()
     if command == "begin a page":
-        path = f"{directory.identity_path(bytes(16))}/0{9:010x}/theirs.pack"
+        path = directory.page_path(page_key("theirs"))
         sum(directory.create_parent(path))
         fd, temporary = directory.open_unpublished(path)
         os.write(fd, b"half")
         print(temporary, flush=True)
     elif command == "end it":
-        directory.publish(fd, temporary, path)
-        print(os.path.exists(path), flush=True)
+        print(directory.publish(fd, temporary, path), flush=True)
     elif command == "reserve":
         print(bool(usage.reserve(500_000, 1 << 20, lambda need: [])), flush=True)
     elif command == "take the account":

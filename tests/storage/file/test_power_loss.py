@@ -18,14 +18,9 @@ from hicache_ext.runtime import whole_file
 from hicache_ext.runtime.whole_file import create_whole, write_whole
 from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.storage.opening import open_tiers
-from hicache_ext.storage.tiers.file.manifest import (
-    check_before_start,
-    layout_in,
-    load_document,
-    manifest_text,
-    slab_home,
-)
+from hicache_ext.storage.tiers.file.manifest import check_before_start, layout_in, manifest_text, slab_home
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
+from hicache_ext.storage.tiers.file.pages.tree import load_document
 from hicache_ext.storage.tiers.file.pins import add_pin, read_pins
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, read_pages, store_pages
@@ -150,7 +145,7 @@ def test_a_spoilt_manifest_is_made_anew_where_all_that_is_left_beside_it_is_ours
 ) -> None:
     first_start(tmp_path, layout)
     manifest_of(tmp_path, layout).write_bytes(b"")
-    pages = tmp_path / ("packs" if layout == "pages" else "v3/slabs")
+    pages = tmp_path / ("pages" if layout == "pages" else "v3/slabs")
     shutil.rmtree(pages)
     if instead:
         pages.write_bytes(b"")
@@ -189,7 +184,7 @@ def test_a_manifest_of_a_newer_format_is_refused_and_kept(tmp_path: Path, layout
 def test_a_directory_of_somebody_else_is_refused_and_left_alone(tmp_path: Path, layout: str) -> None:
     (tmp_path / "hicache_ext.json").write_bytes(b"my own notes")
     (tmp_path / "thesis.tex").write_text("...")
-    (tmp_path / "packs").mkdir()
+    (tmp_path / "pages").mkdir()
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(StoreSetupError, match="is not a manifest of this package"):
         opened(tmp_path, layout)
@@ -256,10 +251,10 @@ def test_bytes_reach_the_disk_before_the_name_and_the_name_before_anybody_goes_o
 def test_every_small_file_of_a_start_is_synced_with_its_directory(tmp_path: Path, disk: _Disk, layout: str) -> None:
     first_start(tmp_path / "l3", layout)
     named = [(at, name) for at, (call, name) in enumerate(disk.calls) if call in ("rename", "link")]
-    names = {name for _, name in named if not name.endswith(".pack")}
+    names = {name for _, name in named if not name.endswith((".page", ".pack"))}
     assert names >= {"hicache_ext.json", "ttl.json", "prompt.json", f"{IDENTITY.hex()}.json"}
     for at, name in named:
-        if name.endswith((".pack", ".tmp")):
+        if name.endswith((".page", ".pack", ".tmp")):
             continue
         assert any(call == "fsync" and synced.startswith(f".{name}.") for call, synced in disk.calls[:at]), name
         assert disk.calls[at + 1][0] == "fsync", name

@@ -10,7 +10,7 @@ import pytest
 
 from hicache_ext.page import envelope
 from hicache_ext.storage.contract.store import GetResult, SetResult
-from hicache_ext.storage.tiers.file import path_store, pins
+from hicache_ext.storage.tiers.file import expiry, pins
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pins import add_pin
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
@@ -114,14 +114,14 @@ def test_expired_pages_leave_their_slots_to_new_ones_and_none_is_evicted(tmp_pat
 
 
 def test_expired_page_files_are_deleted_without_anybody_asking_for_them(clock, monkeypatch, tmp_path):
-    monkeypatch.setattr(path_store, "_LONGEST_INTERVAL", 0.05)
-    monkeypatch.setattr(path_store, "_SHORTEST_INTERVAL", 0.05)
+    monkeypatch.setattr(expiry, "_LONGEST_INTERVAL", 0.05)
+    monkeypatch.setattr(expiry, "_SHORTEST_INTERVAL", 0.05)
     store = PageFileStore("disk", tmp_path, capacity=64 * MIB, ttl=HOUR)
     old, young = page_keys(40, "old"), page_keys(40, "young")
     store_pages(store, old, SIZES)
     clock[0] = HOUR - 60
     store_pages(store, young, SIZES)
-    for file in tmp_path.rglob("*.pack"):
+    for file in [*tmp_path.rglob("*.page"), *tmp_path.rglob("*.pack")]:
         # The kernel, which gave them their times, does not run ahead; and use does not make the old ones younger.
         os.utime(file)
     clock[0] = HOUR + 60

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from hicache_ext.errors import StoreSetupError
+from hicache_ext.storage.tiers.file.layout_choice import choose_layout
 from hicache_ext.storage.tiers.file.manifest import (
     adopt_pages,
     adopt_slabs,
     check_before_start,
     check_manifest_is_there,
-    choose_layout,
     layout_in,
     manifest_text,
     slab_home,
@@ -43,8 +43,8 @@ MANIFEST_OF_SLABS = {"format": 3, "layout": "slab", "checksum": 368090112}
 
 def make_pages(path: Path) -> Path:
     path.mkdir(exist_ok=True)
-    (path / "packs").mkdir()
-    (path / "packs" / bytes(16).hex()).mkdir()
+    (path / "pages").mkdir()
+    (path / "pages" / bytes(16).hex()).mkdir()
     (path / "hicache_ext.json").write_text(manifest_text(1, "pages"))
     return path
 

@@ -20,21 +20,24 @@ from hicache_ext.page import envelope
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.pack import milliseconds_of
 from hicache_ext.runtime.members import living_members
-from hicache_ext.storage.tiers.file.devices import IoPlan
+from hicache_ext.storage.tiers.file.io_plan import IoPlan
 from hicache_ext.storage.tiers.file.manifest import (
     check_before_start,
     format_and_layout,
     layout_in,
     slab_home,
 )
-from hicache_ext.storage.tiers.file.names import ABSENT, MANIFEST
+from hicache_ext.storage.tiers.file.modes import MANIFEST
+from hicache_ext.storage.tiers.file.pages.pack_tree import PackedPage, PackFile, keys_in
+from hicache_ext.storage.tiers.file.pages.scanning import ABSENT
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
-from hicache_ext.storage.tiers.file.pages.tree import PackedPage, PackFile, PackTree, keys_in
+from hicache_ext.storage.tiers.file.pages.tree import PageTree
 from hicache_ext.storage.tiers.file.slab.index import Uses
 from hicache_ext.storage.tiers.file.slab.listing import ListedPage, SlabListing
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
-from hicache_ext.storage.tiers.file.usage import Writers, no_space_since, occupied_bytes
+from hicache_ext.storage.tiers.file.usage import no_space_since, occupied_bytes
+from hicache_ext.storage.tiers.file.writers import Writers
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,17 +200,21 @@ class PageFileInspector(Inspector):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._tree = PackTree(path)
+        self._tree = PageTree(path)
 
     @property
     def no_space_since(self) -> int:
         return no_space_since(self.path)
 
     def pages(self) -> Iterator[StoredPage]:
-        for identity in sorted(self._tree.known_identities()):
-            home = self._tree.identity_path(identity)
-            for bucket in self._tree.buckets(identity):
-                for file, found in sorted(self._tree.packs_in(f"{home}/{bucket}")):
+        for fan_out in sorted(self._tree.fan_out_directories()):
+            identity = bytes.fromhex(Path(fan_out).parent.name)
+            for file, status in self._tree.page_files(fan_out):
+                yield StoredPage(identity + bytes.fromhex(Path(file).stem), status.st_size, used=status.st_mtime)
+        packs = self._tree.packs
+        for identity in sorted(packs.known_identities()):
+            for bucket in packs.buckets(identity):
+                for file, found in sorted(packs.packs_in(f"{packs.identity_path(identity)}/{bucket}")):
                     yield from self._pages_of(file, identity, found)
 
     def _pages_of(self, file: str, identity: bytes, found: PackFile) -> Iterator[StoredPage]:
@@ -223,7 +230,12 @@ class PageFileInspector(Inspector):
                 yield StoredPage(key, found.pack.page_bytes, used=used, written=written, packed=packed)
 
     def _content(self, page: StoredPage) -> bytes | None:
-        return None if page.packed is None else self._tree.read_page(page.packed)
+        if page.packed is not None:
+            return self._tree.packs.read_page(page.packed)
+        try:
+            return Path(self._tree.page_path(page.key)).read_bytes()
+        except FileNotFoundError:
+            return None
 
     def left_overs(self) -> int:
         living = set(living_members(self._tree.members_path))

@@ -1,39 +1,33 @@
 """PATH/hicache_ext.json and PATH/v3/hicache_ext.json: the layout and the format of a directory of the file tier.
 
-Packs (format 1) are in PATH itself, with the manifest in PATH. Slabs are in PATH/v3, with a manifest there and
+Page files (format 1) are in PATH itself, with the manifest in PATH. Slabs are in PATH/v3, with a manifest there and
 none in PATH. Versions to come have directories of their own (``v4``).
-PATH/identities/<identity>.json: the facts behind an identity digest, for people and tools.
 
 A manifest that cannot be read, because of a flipped bit say, is made anew from the names of the files next to it.
 Reasons: docs/decisions/power-loss-of-small-files.md.
-
-The layout that suits a new directory: slabs have an index in memory that one machine's processes share, and are
-preallocated. A file system that other machines may see, or that writes a changed block elsewhere, so that preallocated
-files keep no room, gets packs. Reasons: docs/decisions/layout-and-io-auto.md.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import json
 import logging
 import os
 import re
 import stat
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 from hicache_ext.errors import StoreSetupError
-from hicache_ext.page.transforms.forms import STORED_AS
 from hicache_ext.runtime.access import make_directory, move_aside
-from hicache_ext.runtime.file_systems import file_system_of
-from hicache_ext.runtime.mounts import MOUNTINFO
-from hicache_ext.runtime.whole_file import create_whole, parsed, read_document, read_small, write_whole
-from hicache_ext.storage.tiers.file.modes import holds_only_ours
-from hicache_ext.storage.tiers.file.names import IDENTITY_NAME, MANIFEST, SLAB_FILE, SLAB_VERSION, VERSION_NAME
+from hicache_ext.runtime.whole_file import create_whole, parsed, read_small, write_whole
+from hicache_ext.storage.tiers.file.modes import (
+    IDENTITY_NAME,
+    MANIFEST,
+    SLAB_FILE,
+    SLAB_VERSION,
+    VERSION_NAME,
+    holds_only_ours,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +35,6 @@ FORMATS = {"pages": 1, "slab": SLAB_VERSION}
 """Layout -> format of its files."""
 
 _SLABS = "slabs"
-_PARTS = ("model", "pool", "shard", STORED_AS)
-"""Keys of an identity's document."""
 
 
 def slab_home(path: Path) -> Path:
@@ -133,7 +125,7 @@ def check_before_start(path: Path, layout: str, tier: str) -> None:
 
 
 def adopt_pages(path: Path, tier: str) -> None:
-    """Make the manifest for packs in ``path`` if it is missing. Raises as ``check_before_start``."""
+    """Make the manifest for page files in ``path`` if it is missing. Raises as ``check_before_start``."""
     check_before_start(path, "pages", tier)
     _complete(path, "pages", tier)
     # Another process may have been first, with another layout.
@@ -164,24 +156,6 @@ def check_manifest_is_there(path: Path) -> None:
         read_small(slab_home(path) / MANIFEST)
     except FileNotFoundError:
         read_small(path / MANIFEST)
-
-
-def load_document(path: Path, digest: bytes) -> dict[str, Any] | None:
-    """The facts behind an identity in the directory ``path``, None when they were not recorded.
-
-    Also None for any other content: after a power loss, or written by others.
-    """
-    document = read_document(path / "identities" / f"{digest.hex()}.json")
-    if document is None or not all(isinstance(document.get(part, {}), dict) for part in _PARTS):
-        return None
-    return document
-
-
-def save_document(path: Path, digest: bytes, document: dict[str, Any]) -> None:
-    """Record the facts behind an identity, if they are missing or spoilt by a power loss."""
-    if load_document(path, digest) is None:
-        text = json.dumps(document, indent=1, sort_keys=True)
-        write_whole(path / "identities" / f"{digest.hex()}.json", text)
 
 
 def _complete(directory: Path, layout: str, tier: str) -> None:
@@ -223,11 +197,11 @@ def _not_ours(directory: Path, tier: str) -> StoreSetupError:
 
 
 def _holds_pages(path: Path) -> bool:
-    """Return whether packs are in PATH itself, without a look into its manifest."""
-    if _has(path / "packs", IDENTITY_NAME):
+    """Return whether page files are in PATH itself, without a look into its manifest."""
+    if any(_has(path / home, IDENTITY_NAME) for home in ("pages", "packs")):
         return True
     # Nothing was stored yet, perhaps. Without any manifest, empty directories prove nothing.
-    return _is_there(path / MANIFEST) and all((path / name).is_dir() for name in ("packs", "identities", "tmp"))
+    return _is_there(path / MANIFEST) and all((path / name).is_dir() for name in ("pages", "identities", "tmp"))
 
 
 def _is_there(manifest: Path) -> bool:
@@ -244,68 +218,3 @@ def _has(directory: Path, name: re.Pattern[str]) -> bool:
             return any(name.fullmatch(entry.name) for entry in listing)
     except OSError:
         return False
-
-
-Layout = Literal["pages", "slab"]
-
-_FALLOCATE_PROBE = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutChoice:
-    layout: Layout
-    reason: str
-
-
-def choose_layout(
-    path: Path, capacity: int | None, mountinfo: Path = MOUNTINFO, *, shared: bool = False
-) -> LayoutChoice:
-    """What ``layout: auto`` means for ``path``. A directory that is a tier already keeps its layout. Never raises."""
-    kept = _layout_of_manifest(path)
-    if kept is not None:
-        return LayoutChoice(kept, "the directory has that layout already")
-    if shared:
-        return LayoutChoice("pages", "shared is true, and slabs belong to one machine")
-    if capacity is None:
-        return LayoutChoice("pages", "capacity is unlimited, and slabs are preallocated")
-    file_system = file_system_of(path, mountinfo)
-    if not file_system.local:
-        return LayoutChoice("pages", file_system.reason)
-    if not file_system.in_place:
-        elsewhere = "writes changed blocks elsewhere, so that preallocated slabs reserve no room"
-        return LayoutChoice("pages", f"{file_system.reason}, but {elsewhere}")
-    refusal = _cannot_allocate(path)
-    if refusal is not None:
-        return LayoutChoice("pages", f"{file_system.type} is local and cannot preallocate: {refusal}")
-    return LayoutChoice("slab", file_system.reason)
-
-
-def _layout_of_manifest(path: Path) -> Layout | None:
-    try:
-        layout = layout_in(path)
-    except OSError:
-        # The store reports what is wrong.
-        return None
-    return "pages" if layout == "pages" else "slab" if layout == "slab" else None
-
-
-def _cannot_allocate(path: Path) -> str | None:
-    """Why the file system cannot preallocate, None when it can.
-
-    By the system call: posix_fallocate would write zeros itself where the file system cannot preallocate.
-    """
-    directory = path
-    while not directory.is_dir() and directory != directory.parent:
-        directory = directory.parent
-    try:
-        fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        # The store reports a directory that cannot be written; one without unnamed files can still preallocate.
-        return None if error.errno in (errno.EACCES, errno.EROFS, errno.EOPNOTSUPP, errno.EISDIR) else error.strerror
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(_FALLOCATE_PROBE)) == 0:
-            return None
-        return os.strerror(ctypes.get_errno())
-    finally:
-        os.close(fd)

@@ -17,25 +17,32 @@ from pathlib import Path
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import IDENTITIES, Access, make_directory, make_tier_directory
-from hicache_ext.storage.tiers.file.names import (
-    BUCKET_NAME,
-    IDENTITY_NAME,
-    MANIFEST,
-    PACK_NAME,
-    SLAB_FILE,
-    SLAB_VERSION,
-    TEMPORARY_FILE,
-    VERSION_NAME,
-)
 
 logger = logging.getLogger(__name__)
 
+MANIFEST = "hicache_ext.json"
+SLAB_VERSION = 3
+"""Format of the slabs of this version, and the number of their directory."""
+VERSION_NAME = re.compile(r"v([0-9]{1,9})")
+"""A directory in PATH with one version's files."""
+
+_PAGES = "pages"
+_PACKS = "packs"
+
+IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
+FANOUT_NAME = re.compile(r"[0-9a-f]{2}")
+PAGE_NAME = re.compile(r"[0-9a-f]{64}\.page")
+BUCKET_NAME = re.compile(r"[0-9a-f]{11}")
+"""A directory of packs."""
+PACK_NAME = re.compile(r"[0-9a-f]{11}-[0-9a-f]{10}-.+\.pack")
+SLAB_FILE = re.compile(r"([0-9a-f]{8})-([0-9]+)\.(slab|headers)")
+TEMPORARY_FILE = re.compile(r"([0-9]+|.+:[0-9]+:(?:[0-9]+|gone))\.[0-9]+\.(?:tmp|[0-9a-f]{32}\.(?:clear|packs))")
+"""In PATH/tmp; its first group is the writer (writers.py)."""
 _FILES = re.compile(
-    r"hicache_ext\.json|usage|members|ttl\.json|expiry\.lock|io_probe\.(json|lock)"
-    r"|\.(hicache_ext\.json|ttl\.json|io_probe\.json)\.[0-9]+\.[0-9]+|\.probe\.[0-9]+"
+    r"hicache_ext\.json|usage|lock|members|trust|ttl\.json|expiry\.lock|io_probe\.(json|lock)"
+    r"|\.(hicache_ext\.json|trust|ttl\.json|io_probe\.json)\.[0-9]+\.[0-9]+|\.probe\.[0-9]+"
 )
 """Our files in PATH."""
-_PACKS = "packs"
 _OF_IDENTITY = r"([0-9a-f]{32}|all)\.(json|cleared)"
 
 
@@ -57,16 +64,21 @@ _DIRECTORIES = {
     "pins": _Directory(re.compile(r".+\.json|\..+\.json\.[0-9]+\.[0-9]+")),
     "hints": _Directory(re.compile(r".+\.(hint|new)")),
     "tmp": _Directory(TEMPORARY_FILE),
+    _PAGES: _Directory(IDENTITY_NAME),
     _PACKS: _Directory(IDENTITY_NAME),
+    "weights": _Directory(re.compile(r"[0-9a-f]{32}")),
 }
 """Our directories in PATH."""
 _TIER = _Directory(_FILES, _DIRECTORIES)
 _NOBODYS = re.compile(r"lost\+found|.+\.not-ours-[0-9a-f]{8}|\.hicache-ext-trial-.+")
 """Not ours, and not harmed when PATH is closed to others."""
 
-_PACKS_SECONDS = 10.0
-"""Longest time for packs in a directory that was just closed to others: nobody can reach them any more, so their own
-mode matters little."""
+_NAMES_BELOW = {_PAGES: (FANOUT_NAME, PAGE_NAME), _PACKS: (BUCKET_NAME, PACK_NAME)}
+"""Directories of an identity's directory, and files in them."""
+
+_PAGE_FILES_SECONDS = 10.0
+"""Longest time for page files and packs in a directory that was just closed to others: nobody can reach them any more,
+so their own mode matters little."""
 
 
 def prepare_directory(path: Path, access: Access, tier: str, *, is_tier: bool) -> None:
@@ -74,7 +86,7 @@ def prepare_directory(path: Path, access: Access, tier: str, *, is_tier: bool) -
     anything. Raises OSError where PATH cannot be made, StoreSetupError where this account is not in the group.
 
     ``is_tier``: whether PATH was a tier's before (manifest.py). If not, everything in it is somebody else's, whatever
-    its name: others use names like ``packs`` and ``usage``, too.
+    its name: others use names like ``index`` and ``weights``, too.
     """
     try:
         make_tier_directory(path, access)
@@ -129,8 +141,8 @@ class _Modes:
         for entry in entries if is_tier else ():
             if not _has_our_name(entry):
                 continue
-            if entry.name == _PACKS and entry.is_dir(follow_symlinks=False):
-                self._put_packs_right(entry)
+            if entry.name in _NAMES_BELOW and entry.is_dir(follow_symlinks=False):
+                self._put_pages_right(entry)
             else:
                 self._put_all(entry, _directory(entry))
         if self._access.group:
@@ -183,32 +195,33 @@ class _Modes:
             else "",
         )
 
-    def _put_packs_right(self, packs: os.DirEntry[str]) -> None:
-        """Packs are many: they are corrected only when the mode of their directory was wrong."""
-        status = packs.stat(follow_symlinks=False)
+    def _put_pages_right(self, pages: os.DirEntry[str]) -> None:
+        """Page files and packs are many: they are corrected only when the mode of their directory was wrong."""
+        directory_name, file_name = _NAMES_BELOW[pages.name]
+        status = pages.stat(follow_symlinks=False)
         if not self._is_wrong(status):
             return
-        until = float("inf") if self._access.group else time.monotonic() + _PACKS_SECONDS
-        identities, strangers = _ours_and_others(packs.path, _DIRECTORIES[_PACKS])
+        until = float("inf") if self._access.group else time.monotonic() + _PAGE_FILES_SECONDS
+        identities, strangers = _ours_and_others(pages.path, _DIRECTORIES[pages.name])
         if not self._access.group:
-            self._put_shared(Path(packs.path), strangers)
+            self._put_shared(Path(pages.path), strangers)
         for identity in identities:
             if strangers and self._is_right(identity):
                 # Beside files of others the mode of the directory stays wrong and cannot say that this was done.
                 continue
             if not self._access.group:
                 self._put(identity)
-            for bucket in _entries(identity.path):
-                if not BUCKET_NAME.fullmatch(bucket.name):
+            for fan_out in _entries(identity.path):
+                if not directory_name.fullmatch(fan_out.name):
                     continue
-                self._put(bucket)
-                for pack in _entries(bucket.path) if time.monotonic() < until else ():
-                    if PACK_NAME.fullmatch(pack.name):
-                        self._put(pack)
+                self._put(fan_out)
+                for page in _entries(fan_out.path) if time.monotonic() < until else ():
+                    if file_name.fullmatch(page.name):
+                        self._put(page)
             if self._access.group:
                 self._put(identity)
         if self._access.group:
-            self._put_shared(Path(packs.path), strangers)
+            self._put_shared(Path(pages.path), strangers)
 
     def _put(self, entry: os.DirEntry[str]) -> None:
         try:

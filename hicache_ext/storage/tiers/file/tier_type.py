@@ -35,7 +35,7 @@ class FileTier(TierType):
             "bytes": ("evicted",),
             "evicted": ("capacity", "ttl"),
             "corrupt": ("seal", "unreadable", "not_a_file"),
-            "rejected": ("capacity", "no_space", "held"),
+            "rejected": ("capacity", "no_space", "held", "obstacle"),
             "error": _ERRORS,
             "io": ("unaligned",),
             "suspect": ("good",),

@@ -22,8 +22,9 @@ from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.pack import Pack, Tombstone
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.pack_index import PackIndex, Place
-from hicache_ext.storage.tiers.file.names import ABSENT, PACK_NAME
-from hicache_ext.storage.tiers.file.pages.tree import PackFile, PackTree, file_name, pack_id_in
+from hicache_ext.storage.tiers.file.modes import PACK_NAME
+from hicache_ext.storage.tiers.file.pages.pack_tree import PackFile, PackTree, file_name, pack_id_in
+from hicache_ext.storage.tiers.file.pages.scanning import ABSENT
 
 PACKS_IN_A_BUCKET = 512
 _NEWEST = 2

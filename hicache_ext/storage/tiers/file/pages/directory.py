@@ -1,4 +1,4 @@
-"""One directory of packs: its names, its creation by several processes simultaneously, its left-overs.
+"""One directory of page files and packs: its names, its creation by several processes at once, its left-overs.
 
 ::
 
@@ -6,14 +6,15 @@
     PATH/members                              empty; who uses the directory has a byte of it locked (members.py)
     PATH/usage                                the shared account (usage.py)
     PATH/identities/<identity>.json           the facts behind an identity digest, for people and tools
-    PATH/packs/                               the pages (tree.py)
-    PATH/tmp/                                 packs being written where O_TMPFILE is missing; trees being cleared
+    PATH/pages/<identity>/<2 hex>/<hash>.page page objects (envelope.py)
+    PATH/packs/                               small pages that were written together (pack_tree.py)
+    PATH/tmp/                                 pages being written where O_TMPFILE is missing; trees being cleared
     PATH/pins/                                pinned pages (pins.py)
     PATH/hints/                               what decode nodes announce (hints.py), in the first path of a tier
-    PATH/expiry.lock, ttl.json, io_probe.*    see path_store.py, devices.py
+    PATH/expiry.lock, ttl.json, io_probe.*    see expiry.py, device_probe.py
 
 Only names of exactly these forms are read, counted or removed. Other files stay: where clear() moves the directory
-around them, they are put back; a directory with the name of a pack is moved aside whole.
+around them, they are put back; a directory with a page's name is moved aside whole.
 """
 
 from __future__ import annotations
@@ -31,27 +32,28 @@ from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import Access, access_in, make_directory, make_tier_directory, move_aside, settle
 from hicache_ext.runtime.members import Members
 from hicache_ext.storage.tiers.file.manifest import adopt_pages, check_before_start
-from hicache_ext.storage.tiers.file.names import (
-    BLOCK,
-    BUCKET_NAME,
-    IDENTITY_NAME,
-    PACK_NAME,
-    directories,
-    entries,
-    occupied,
-)
-from hicache_ext.storage.tiers.file.pages.tree import PackTree
-from hicache_ext.storage.tiers.file.usage import Writers
+from hicache_ext.storage.tiers.file.modes import BUCKET_NAME, FANOUT_NAME, IDENTITY_NAME, PACK_NAME, PAGE_NAME
+from hicache_ext.storage.tiers.file.pages.scanning import BLOCK, directories, entries, occupied
+from hicache_ext.storage.tiers.file.pages.tree import PageTree
+from hicache_ext.storage.tiers.file.writers import Writers
 
 _TEMP_NUMBERS = itertools.count()
 """One count for the whole process: two stores of one process may share a directory."""
+
+_OURS = {"clear": (FANOUT_NAME, PAGE_NAME), "packs": (BUCKET_NAME, PACK_NAME)}
+"""End of the name of a tree that is being cleared -> names of the directories in it, and of the files in those."""
 
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
 
 
-class PackDirectory(PackTree):
-    """Publishes packs whole or not at all in one directory, and cleans up there. Thread-safe."""
+def page_hash_in(page_path: str) -> str:
+    """The hexadecimal page hash in the name of a page file."""
+    return os.path.basename(page_path).partition(".")[0]
+
+
+class PageDirectory(PageTree):
+    """Publishes pages whole or not at all in one directory, and cleans up there. Thread-safe."""
 
     def __init__(self, path: Path, tier: str) -> None:
         """Create or adopt ``path``. Raises StoreSetupError with a sentence on anything that would fail later."""
@@ -59,7 +61,7 @@ class PackDirectory(PackTree):
         try:
             check_before_start(path, "pages", tier)
             make_tier_directory(path)
-            for directory in (self.identities, self.packs, self.temporary):
+            for directory in (self.identities, self.pages, self.packs.home, self.temporary):
                 make_directory(directory)
             adopt_pages(path, tier)
             self.members = Members(self.members_path)
@@ -77,29 +79,29 @@ class PackDirectory(PackTree):
         """Leave the members of the directory. What this process has in tmp/ counts as left over from then on."""
         self.members.close()
 
-    def create_parent(self, pack_path: str) -> Iterator[int]:
-        """Make the directories of a pack, where missing; the bytes of disk of each, as soon as it is made.
+    def create_parent(self, page_path: str) -> Iterator[int]:
+        """Make the directories of a page, where missing; the bytes of disk of each, as soon as it is made.
 
         Several threads may come here for a new identity: each counts only what it made itself.
         """
-        bucket = os.path.dirname(pack_path)
+        fan_out = os.path.dirname(page_path)
         try:
-            yield _make_directory(bucket, self._access)
+            yield _make_directory(fan_out, self._access)
         except FileNotFoundError:
-            yield _make_directory(os.path.dirname(bucket), self._access)
-            yield _make_directory(bucket, self._access)
+            yield _make_directory(os.path.dirname(fan_out), self._access)
+            yield _make_directory(fan_out, self._access)
 
-    def clear_the_way(self, pack_path: str) -> None:
-        """Move aside what is no directory and has the name of one that the pack is in. Never raises OSError."""
-        bucket = os.path.dirname(pack_path)
-        for place in (os.path.dirname(bucket), bucket):
+    def clear_the_way(self, page_path: str) -> None:
+        """Move aside what is no directory and has the name of one that the page is in. Never raises OSError."""
+        fan_out = os.path.dirname(page_path)
+        for place in (os.path.dirname(fan_out), fan_out):
             with suppress(OSError):
                 if not stat.S_ISDIR(os.lstat(place).st_mode):
                     move_aside(Path(place), unless=stat.S_ISDIR)
 
-    def open_unpublished(self, pack_path: str) -> tuple[int, str | None]:
-        """A descriptor for a pack that nobody can see yet, and its temporary path (None: it has no name)."""
-        where, kind, temp_path = os.path.dirname(pack_path), os.O_TMPFILE, None
+    def open_unpublished(self, page_path: str) -> tuple[int, str | None]:
+        """A descriptor for a page that nobody can see yet, and its temporary path (None: it has no name)."""
+        where, kind, temp_path = os.path.dirname(page_path), os.O_TMPFILE, None
         if not self._unnamed_files:
             where = temp_path = self._temp_path()
             kind = os.O_CREAT | os.O_EXCL
@@ -109,10 +111,21 @@ class PackDirectory(PackTree):
             settle(fd, self._access.file_mode)
         return fd, temp_path
 
-    def publish(self, fd: int, temp_path: str | None, pack_path: str) -> None:
-        """Give the written file its name, whole. Nobody else can have that name."""
+    def publish(self, fd: int, temp_path: str | None, page_path: str) -> bool:
+        """Give the written file its name, at once and whole; False when another writer was first."""
+        try:
+            if temp_path is None:
+                # With the descriptor argument CPython calls linkat, which follows the /proc link; link does not.
+                os.link(f"/proc/self/fd/{fd}", page_path, src_dir_fd=fd, follow_symlinks=True)
+            else:
+                _rename_without_replacing(temp_path, page_path)
+        except FileExistsError:
+            return False
+        return True
+
+    def publish_pack(self, fd: int, temp_path: str | None, pack_path: str) -> None:
+        """``publish`` for a name that nobody else can have."""
         if temp_path is None:
-            # With the descriptor argument CPython calls linkat, which follows the /proc link; link does not.
             os.link(f"/proc/self/fd/{fd}", pack_path, src_dir_fd=fd, follow_symlinks=True)
         else:
             # One round trip to a server; to link and to unlink are two.
@@ -122,44 +135,56 @@ class PackDirectory(PackTree):
         if temp_path is not None:
             _unlink_quietly(temp_path)
 
-    def remove_pack(self, pack_path: str) -> int:
-        """Remove whatever has the name of a pack; the size of the file removed.
+    def remove_page(self, page_path: str, seen: os.stat_result | None = None) -> int:
+        """Remove whatever has the name of a page or a pack; the size of the file removed.
 
-        A directory is not ours: it is removed if empty, and moved aside otherwise. Raises OSError when the name cannot
-        be freed, FileNotFoundError when it is free already.
+        With ``seen``, only if it still is the file with this status: another process may have replaced it. A directory
+        is not ours: it is removed if empty, and moved aside otherwise. Raises OSError when the name cannot be freed,
+        FileNotFoundError when it is free already or (with ``seen``) another file's.
         """
-        status = os.lstat(pack_path)
+        status = os.lstat(page_path)
+        if seen is not None and (status.st_ino, status.st_ctime_ns) != (seen.st_ino, seen.st_ctime_ns):
+            raise FileNotFoundError(errno.ENOENT, "replaced meanwhile", page_path)
         if not stat.S_ISDIR(status.st_mode):
-            os.unlink(pack_path)
+            os.unlink(page_path)
             return status.st_size
         try:
-            os.rmdir(pack_path)
+            os.rmdir(page_path)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            move_aside(Path(pack_path))
+            move_aside(Path(page_path))
         return 0
 
     def remove_buckets_if_empty(self, buckets: Iterable[str]) -> int:
-        """Remove those of these buckets that are empty: new ones are made all the time. Bytes freed."""
+        """Remove those of these directories of packs that are empty: new ones are made all the time. Bytes freed."""
         return sum(map(_remove_directory, buckets))
 
     def remove_empty_directories(self) -> int:
-        """Remove the buckets and the directories of identities that are empty; bytes of disk freed. Writers make them
+        """Remove the directories of pages, packs and identities that are empty; bytes of disk freed. Writers make them
         anew."""
         freed = 0
-        for identity in directories(self.packs, IDENTITY_NAME):
-            for bucket in directories(identity.path, BUCKET_NAME):
-                freed += _remove_directory(bucket.path)
-            freed += _remove_directory(identity.path)
+        for end, (directory_name, _) in _OURS.items():
+            for identity in directories(self._home(end), IDENTITY_NAME):
+                for inner in directories(identity.path, directory_name):
+                    freed += _remove_directory(inner.path)
+                freed += _remove_directory(identity.path)
         return freed
 
-    def detach_identity(self, identity: bytes) -> Path | None:
-        """Take all pages of an identity out of sight by one rename. The tree to delete; None without one. Raises
-        OSError."""
+    def detach_identity(self, identity: bytes) -> Iterator[Path]:
+        """Take all pages of an identity out of sight: those in files at once, and those in packs at once. The trees to
+        delete, as soon as each was moved. Raises OSError."""
+        for end in _OURS:
+            if (tree := self._detach(identity, end)) is not None:
+                yield tree
+
+    def _home(self, end: str) -> Path:
+        return self.packs.home if end == "packs" else self.pages
+
+    def _detach(self, identity: bytes, end: str) -> Path | None:
         # The name holds the identity, so that files of others can be put back after a kill.
-        moved = self.temporary / f"{self.members.id}.{next(_TEMP_NUMBERS)}.{identity.hex()}.packs"
-        home = self.packs / identity.hex()
+        moved = self.temporary / f"{self.members.id}.{next(_TEMP_NUMBERS)}.{identity.hex()}.{end}"
+        home = self._home(end) / identity.hex()
         try:
             if not stat.S_ISDIR(os.lstat(home).st_mode):
                 return None
@@ -176,22 +201,33 @@ class PackDirectory(PackTree):
                 return None
         return moved
 
+    def has_pages(self, tree: Path) -> bool:
+        """Whether a detached tree holds a page, or cannot be read. Ends at the first page."""
+        if tree.name.endswith(".packs"):
+            return self.packs.has_packs(tree)
+        try:
+            fan_outs = directories(tree, FANOUT_NAME)
+            return any(next(self.page_files(fan_out.path), None) is not None for fan_out in fan_outs)
+        except OSError:
+            return True
+
     def delete_detached(self, tree: Path) -> int:
-        """Delete the packs that ``detach_identity`` moved; returns bytes of disk freed. Other files are put back."""
-        home = self.packs / tree.name.split(".")[-2]
+        """Delete the pages that ``detach_identity`` moved; returns bytes of disk freed. Other files are put back."""
+        identity, end = tree.name.split(".")[-2:]
+        home, (directory_name, file_name) = self._home(end) / identity, _OURS[end]
         freed = 0
-        for bucket in list(directories(tree, BUCKET_NAME)):
-            for entry in list(entries(bucket.path, PACK_NAME)):
+        for inner in list(directories(tree, directory_name)):
+            for entry in list(entries(inner.path, file_name)):
                 if not entry.is_dir(follow_symlinks=False):
                     freed += _delete(entry)
-            freed += _remove_directory(bucket.path) or _put_back(bucket.path, home / bucket.name, self._access)
+            freed += _remove_directory(inner.path) or _put_back(inner.path, home / inner.name, self._access)
         return freed + (_remove_directory(tree) or _put_back(tree, home, self._access))
 
     def remove_left_overs(self) -> int:
         """Delete what processes that no longer run have left in tmp/; the number of entries."""
         left = list(self.left_overs(self.writers))
         for entry in left:
-            if entry.name.endswith(".packs"):
+            if entry.name.endswith(tuple(f".{end}" for end in _OURS)):
                 self.delete_detached(Path(entry.path))
             else:
                 _unlink_quietly(entry.path)
@@ -250,8 +286,9 @@ def _put_back(source: str | Path, target: Path, access: Access) -> int:
         # Another process removes the same tree, or the disk fails: what it is for stays out of sight.
         return 0
     for entry in found:
-        # A pack that could not be deleted, or a bucket with such packs, must stay out of sight.
-        if (BUCKET_NAME if entry.is_dir(follow_symlinks=False) else PACK_NAME).fullmatch(entry.name):
+        # A page that could not be deleted, or a directory with such pages, must stay out of sight.
+        kind = 0 if entry.is_dir(follow_symlinks=False) else 1
+        if any(names[kind].fullmatch(entry.name) for names in _OURS.values()):
             continue
         try:
             freed -= _make_directory(target.parent, access) + _make_directory(target, access)
@@ -290,7 +327,7 @@ def _rename_without_replacing(source: str, target: str) -> None:
     code = ctypes.get_errno()
     if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         os.link(source, target)
-        # It is there now; a second name left in tmp/ is removed by the next start.
+        # Published now; a second name left in tmp/ is removed by the next start.
         _unlink_quietly(source)
         return
     raise OSError(code, os.strerror(code), target)

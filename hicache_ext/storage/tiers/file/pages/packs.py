@@ -1,9 +1,8 @@
 """Pages in packs: how they are found, read, written and taken away.
 
-A page that is written alone, or is large, is a pack of one. A pack gets its name only when it is whole. A page is taken
-away by renaming its pack to a name that says which pages are dead; a pack whose last page goes is deleted. So whoever
-finds a pack under the name that it knows, knows which of its pages are there.
-Reasons: docs/decisions/packs-of-page-files.md.
+A pack gets its name only when it is whole. A page is taken away by renaming its pack to a name that says which pages
+are dead; a pack whose last page goes is deleted. So whoever finds a pack under the name that it knows, knows which of
+its pages are there. Reasons: docs/decisions/packs-of-page-files.md.
 """
 
 from __future__ import annotations
@@ -22,18 +21,17 @@ from hicache_ext.page import envelope
 from hicache_ext.page import pack as pack_format
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.pack import PACK_BYTES, SMALL, Pack, encode_footer, milliseconds_of, new_id, short_hash
-from hicache_ext.page.page_object import HEADER_LENGTH
 from hicache_ext.runtime import vectored
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.pack_index import Place, Run, runs
 from hicache_ext.storage.contract.store import GetResult, PageBatch
-from hicache_ext.storage.tiers.file.names import ABSENT, occupied
 from hicache_ext.storage.tiers.file.pages.catalogue import PackCatalogue
-from hicache_ext.storage.tiers.file.pages.directory import PackDirectory
-from hicache_ext.storage.tiers.file.pages.tree import PackFile, file_name, keys_in, most_pages, open_pack
-from hicache_ext.storage.tiers.file.slab.loading import compiled_code
+from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
+from hicache_ext.storage.tiers.file.pages.pack_tree import PackFile, file_name, keys_in, most_pages
+from hicache_ext.storage.tiers.file.pages.page_file import EXPIRED, HEADER_LENGTH, TOUCH_INTERVAL, UNREADABLE
+from hicache_ext.storage.tiers.file.pages.scanning import ABSENT, occupied
 from hicache_ext.storage.tiers.file.usage import Usage
 
 logger = logging.getLogger(__name__)
@@ -43,14 +41,6 @@ _ATTEMPTS = 4
 _SHARE = 64
 """A pack takes at most this part of the capacity: packs are evicted whole."""
 _UNHEALED_LIMIT = 65536
-_TOUCH_INTERVAL = 60.0
-"""Seconds between two renewals of a pack's recency (its mtime): eviction needs no finer order."""
-_UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO)
-"""Errors of open() that say: what has this name is nothing this tier can have written and may read."""
-_EXPIRED = "expired"
-"""The reason for a sound page older than the ttl."""
-_COMPILED_FROM = 32
-"""Packs in a look-up from which compiled code looks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +49,7 @@ class FoundPack:
 
     path: str
     dead: int
-    used: float
-    """Its mtime, wall-clock seconds."""
+    status: os.stat_result
     page_bytes: int
     pages: int
     """How many of its pages can be read: less than it has where it is cut or too old, or is no file."""
@@ -87,7 +76,7 @@ class Packs:
     def __init__(
         self,
         tier: str,
-        directory: PackDirectory,
+        directory: PageDirectory,
         usage: Usage,
         metrics: TierMetrics,
         note_error: Callable[[OSError], None],
@@ -103,10 +92,8 @@ class Packs:
         self._look_over = look_over
         self._bad_log = LimitedLog(logger)
         self._read_flags, self._write_flags = flags
-        self._most_pages = most_pages(directory.packs)
-        self.catalogue = PackCatalogue(tier, directory, note_error)
-        # Loaded now, and not in front of the first look-up.
-        compiled_code()
+        self._most_pages = most_pages(directory.packs.home)
+        self.catalogue = PackCatalogue(tier, directory.packs, note_error)
         # Pages that could not be read or taken away: absent to callers until a read succeeds.
         self._unhealed: set[tuple[str, int]] = set()
 
@@ -124,7 +111,6 @@ class Packs:
                 moved: list[int] = []
                 places = self.catalogue.find([keys[i] for i in positions], again=attempt == 0)
                 unhealed = self._unhealed
-                self._look_at_many(identity, places, oldest_valid_ms, statuses)
                 for position, place in zip(positions, places, strict=True):
                     if place is None:
                         continue
@@ -156,27 +142,6 @@ class Packs:
             return [key for position in PackFile(pack, dead).living if (key := keys[position]) is not None]
         return []
 
-    def _look_at_many(
-        self,
-        identity: bytes,
-        places: Sequence[Place | None],
-        oldest_valid_ms: int,
-        statuses: dict[str, FoundPack | None],
-    ) -> None:
-        """``_status`` of many packs that are there, by compiled code: each call of the system by itself would give the
-        GIL to whoever computes, for milliseconds each time."""
-        packs = {place.pack.id: place.pack for place in places if place is not None and place.pack.id not in statuses}
-        code = compiled_code() if len(packs) >= _COMPILED_FROM else None
-        if code is None:
-            return
-        known = [(pack, *self.catalogue.path(identity, pack)) for pack in packs.values()]
-        sizes, times = code.sizes_and_times([path for _, path, _ in known])
-        for (pack, path, dead), size, used in zip(known, sizes, times, strict=True):
-            if size >= 0:
-                is_young = milliseconds_of(pack.id) >= oldest_valid_ms
-                pages = size // pack.page_bytes if is_young else 0
-                statuses[pack.id] = FoundPack(path, dead, used, pack.page_bytes, pages)
-
     def _status(self, identity: bytes, pack: Pack, oldest_valid_ms: int) -> FoundPack | None:
         """None: it is not there under the name that was known; its bucket was read again."""
         path, dead = self.catalogue.path(identity, pack)
@@ -189,7 +154,7 @@ class Packs:
         else:
             is_pack = stat.S_ISREG(status.st_mode) and milliseconds_of(pack.id) >= oldest_valid_ms
             pages = status.st_size // pack.page_bytes if is_pack else 0
-            return FoundPack(path, dead, status.st_mtime, pack.page_bytes, pages)
+            return FoundPack(path, dead, status, pack.page_bytes, pages)
         return None
 
     def runs(self, keys: Sequence[bytes], *, again: bool = True) -> list[PackRun]:
@@ -212,12 +177,13 @@ class Packs:
             # Taken away since it was found, as another thread has learned.
             return [None] * count
         try:
-            fd = open_pack(path)
+            # O_NONBLOCK: opening a pipe that has the name would wait for its writer for ever.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except ABSENT:
             self.catalogue.look_for(identity, pack)
             return [None] * count
         except OSError as error:
-            if error.errno not in _UNREADABLE:
+            if error.errno not in UNREADABLE:
                 return [self._failed_read(pages.place(number), path, error) for number in range(count)]
             # For others it may be readable: it is absent to this process, and its pages are written anew.
             for number in range(count):
@@ -236,7 +202,7 @@ class Packs:
                 return [GetResult.MISS] * count
             results = self._read_run(fd, pages, batch)
             if GetResult.HIT in results:
-                self.touch(fd, status.st_mtime)
+                self.touch(fd, status)
             return results
         except OSError as error:
             return [self._failed_read(pages.place(number), path, error) for number in range(count)]
@@ -299,9 +265,9 @@ class Packs:
         logger.debug("tier %s: reading %s: %s", self._tier, path, error)
         return GetResult.ERROR
 
-    def touch(self, file: int | str, used: float) -> None:
-        """Renew the recency of a pack, which was used at ``used``."""
-        if time.time() - used > _TOUCH_INTERVAL:
+    def touch(self, file: int | str, status: os.stat_result) -> None:
+        """Renew the recency of a pack."""
+        if time.time() - status.st_mtime > TOUCH_INTERVAL:
             try:
                 os.utime(file)
             except ABSENT:
@@ -312,8 +278,10 @@ class Packs:
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def portions(self, batch: PageBatch, positions: Sequence[int], capacity: int | None) -> list[list[int]]:
-        """Which pages make a pack each."""
+    def portions(
+        self, batch: PageBatch, positions: Sequence[int], capacity: int | None
+    ) -> tuple[list[list[int]], list[int]]:
+        """Which pages make a pack each, and which are to be files of their own."""
         alike: dict[tuple[bytes, int], list[int]] = {}
         for position in positions:
             alike.setdefault((batch.keys[position][:IDENTITY_LENGTH], batch.sizes[position]), []).append(position)
@@ -321,9 +289,11 @@ class Packs:
         for (_, payload), pages in alike.items():
             page_bytes = HEADER_LENGTH + payload
             share = self._most_pages if capacity is None else max(1, capacity // _SHARE // page_bytes)
-            most = min(self._most_pages, share) if page_bytes < SMALL else 1
+            most = min(self._most_pages, share)
+            if payload == 0 or page_bytes >= SMALL:
+                most = 1
             found += [[pages[n] for n in part] for part in pack_format.portions([page_bytes] * len(pages), most)]
-        return found
+        return [part for part in found if len(part) > 1], [part[0] for part in found if len(part) == 1]
 
     def write(self, batch: PageBatch, positions: Sequence[int]) -> tuple[OSError | None, int]:
         """Write a pack of these pages, which are of one identity and one size; why it was not written, and the bytes of
@@ -340,7 +310,7 @@ class Packs:
         added = 0
         for attempt in range(1, _ATTEMPTS + 1):
             bucket = self.catalogue.bucket_for_writing(identity)
-            path = f"{self._directory.identity_path(identity)}/{bucket}/{file_name(pack, 0)}"
+            path = f"{self._directory.packs.identity_path(identity)}/{bucket}/{file_name(pack, 0)}"
             try:
                 for made in self._directory.create_parent(path):
                     added += made
@@ -366,7 +336,7 @@ class Packs:
         try:
             if vectored.write_from(fd, buffers, 0, self._write_flags) != length:
                 raise OSError(errno.ENOSPC, "short write", path)
-            self._directory.publish(fd, temp_path, path)
+            self._directory.publish_pack(fd, temp_path, path)
             published = True
         finally:
             os.close(fd)
@@ -408,7 +378,7 @@ class Packs:
                 ]
                 for place in in_the_way:
                     expired = milliseconds_of(place.pack.id) < oldest_valid_ms
-                    self._heal(identity, place, _EXPIRED if expired else "unreadable")
+                    self._heal(identity, place, EXPIRED if expired else "unreadable")
                 if not in_the_way:
                     break
 
@@ -426,7 +396,7 @@ class Packs:
 
     def _heal(self, identity: bytes, place: Place, reason: str) -> None:
         """Take a page away that is not the page its name says, or too old."""
-        if reason == _EXPIRED:
+        if reason == EXPIRED:
             self._metrics.add("evicted", "ttl")
         else:
             self._metrics.add("corrupt", reason)
@@ -443,7 +413,7 @@ class Packs:
                 logging.WARNING, "bad", "tier %s: %s was bad (%s) and is removed", self._tier, what, reason
             )
         self._unhealed.discard((place.pack.id, place.position))
-        if reason != _EXPIRED:
+        if reason != EXPIRED:
             self._look_over((identity, place.pack))
 
     def _take_away(self, identity: bytes, place: Place) -> bool:
@@ -474,7 +444,7 @@ class Packs:
     def _unlink(self, found: PackFile, path: str) -> None:
         """Raises OSError."""
         with self._usage.removing() as removal:
-            size = self._directory.remove_pack(path)
+            size = self._directory.remove_page(path)
             # A damaged file must not take more out of the account than its pack once put in.
             removal.freed = occupied(min(size, found.length))
             removal.uncertain = size != found.length
@@ -496,7 +466,7 @@ class Packs:
 
     def remove_all_expired(self, loop: BackgroundLoop, oldest_valid_ms: int) -> int:
         """Delete the packs written before, until ``loop`` is stopped; how many pages that were."""
-        removed, tree = 0, self._directory
+        removed, tree = 0, self._directory.packs
         for identity in tree.known_identities():
             for name in tree.buckets(identity):
                 bucket = f"{tree.identity_path(identity)}/{name}"
@@ -530,7 +500,7 @@ class Packs:
         """What stands in front of the page in this place; None where it cannot be read."""
         path = self.catalogue.path(identity, place.pack)[0]
         try:
-            fd = open_pack(path)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             return None
         try:

@@ -1,5 +1,5 @@
 """The layout of the file tier for file systems that several machines share: small pages that are written together are
-one file, a pack (packs.py); every other page is a pack of one.
+one file, a pack (packs.py); every other page is a file of its own.
 
 No mapped memory, and no index but that of the packs' names in memory: only what NFS, Lustre and 3FS keep their word on,
 create, link, rename, unlink, flock. Files of a batch are read and written in parallel by a few threads, straight into
@@ -22,18 +22,21 @@ import numpy.typing as npt
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.page.pack import Pack, pack_length
-from hicache_ext.page.page_object import HEADER_LENGTH
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiers.file.devices import flags_of
-from hicache_ext.storage.tiers.file.names import BLOCK, occupied
-from hicache_ext.storage.tiers.file.pages.directory import PackDirectory
+from hicache_ext.storage.tiers.file.device_probe import flags_of
+from hicache_ext.storage.tiers.file.expiry import oldest_valid_ms
+from hicache_ext.storage.tiers.file.pages import page_file as page_io
+from hicache_ext.storage.tiers.file.pages.contents import TreeContents
+from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
+from hicache_ext.storage.tiers.file.pages.eviction import Evictor
 from hicache_ext.storage.tiers.file.pages.packs import PackRun, Packs
-from hicache_ext.storage.tiers.file.pages.tree import TreeContents
-from hicache_ext.storage.tiers.file.pages.upkeep import Evictor, Upkeep
-from hicache_ext.storage.tiers.file.path_store import NO_SPACE, Fullness, PathStore, oldest_valid_ms
+from hicache_ext.storage.tiers.file.pages.scanning import ABSENT, BLOCK, occupied
+from hicache_ext.storage.tiers.file.pages.single import Found, PageFiles
+from hicache_ext.storage.tiers.file.pages.upkeep import Upkeep
+from hicache_ext.storage.tiers.file.path_store import NO_SPACE, Fullness, PathStore
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.usage import Grant, Removal, Usage
 
@@ -48,8 +51,8 @@ _PORTIONS = 8
 """A write takes at most this part of the capacity at once, so that several processes can have one under way."""
 _LOOKS = 3
 """For a page of a pack that others rename or remove meanwhile."""
-_BUCKETS_COUNTED = 64
-"""Buckets listed to say how many pages there are."""
+_FAN_OUTS_COUNTED = 64
+"""Fan-out directories listed to say how many pages there are: hashes fill all of them evenly."""
 _COUNT_INTERVAL = 60.0
 """Seconds between two such counts."""
 
@@ -74,12 +77,12 @@ class PageFileStore(PathStore):
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
         # Headers of 128 bytes exclude O_DIRECT.
         flags = flags_of(self._plan.read), flags_of(self._plan.write)
-        self._directory = PackDirectory(path, self.name)
+        self._directory = PageDirectory(path, self.name)
         self._resources.callback(self._directory.close)
         self._open_account()
-        self._packs = Packs(
-            self.name, self._directory, self._usage, self.metrics, self._count_error, flags, self._look_over
-        )
+        common = self.name, self._directory, self._usage, self.metrics, self._count_error, flags
+        self._files = PageFiles(*common, self._ttl, self._failed_write)
+        self._packs = Packs(*common, self._look_over)
         self._resources.callback(self._packs.close)
         self._pins = PinnedPages(self.name, path, _pin_limit(self._capacity), self._directory.occupied_by)
         self._evictor = Evictor(self._directory, self.metrics, self._pins, evicted_age)
@@ -125,7 +128,7 @@ class PageFileStore(PathStore):
             else:
                 free = max(0, capacity - used)
             if time.monotonic() >= self._count_pages_at:
-                self._pages = self._directory.count_pages(_BUCKETS_COUNTED)
+                self._pages = self._directory.count_pages(_FAN_OUTS_COUNTED)
                 self._count_pages_at = time.monotonic() + _COUNT_INTERVAL
             return Fullness(capacity, used, free, self._pages, self.no_space_since)
 
@@ -133,11 +136,19 @@ class PageFileStore(PathStore):
 
     def _read(self, batch: PageBatch) -> list[GetResult]:
         oldest = oldest_valid_ms(self._ttl)
-        runs = self._packs.runs(batch.keys)
+        in_packs = self._packs.runs(batch.keys)
+        rest = sorted(set(range(len(batch))).difference(*[pages.run.members for pages in in_packs]))
+
+        def read_file(number: int) -> list[GetResult]:
+            if number < len(in_packs):
+                return self._get_run(in_packs[number], batch, oldest)
+            position = rest[number - len(in_packs)]
+            return [self._files.get(batch.keys[position], batch.buffers[position])]
+
+        members = [*[pages.run.members for pages in in_packs], *[[position] for position in rest]]
         results = [GetResult.MISS] * len(batch)
-        read = self._workers.run(len(runs), lambda number: self._get_run(runs[number], batch, oldest))
-        for pages, found in zip(runs, read, strict=True):
-            for position, result in zip(pages.run.members, found, strict=True):
+        for positions, found in zip(members, self._workers.run(len(members), read_file), strict=True):
+            for position, result in zip(positions, found, strict=True):
                 results[position] = result
         return results
 
@@ -147,7 +158,7 @@ class PageFileStore(PathStore):
 
     def _pages_in(self, place: tuple[bytes, Pack]) -> Iterator[tuple[list[bytes], list[int]]]:
         keys = self._packs.keys_in(*place)
-        yield keys, [place[1].page_bytes - HEADER_LENGTH] * len(keys)
+        yield keys, [place[1].page_bytes - page_io.HEADER_LENGTH] * len(keys)
 
     def _get_run(self, pages: PackRun, batch: PageBatch, oldest: int) -> list[GetResult]:
         """Pages that were in a pack, as far as its name told."""
@@ -164,12 +175,18 @@ class PageFileStore(PathStore):
                 (result,) = self._packs.read(pages, one, oldest)
                 if result is not None:
                     return result
-        return GetResult.MISS
+        return self._files.get(batch.keys[position], batch.buffers[position])
 
     # -- presence --------------------------------------------------------------------------------------------------
 
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
-        return [found is not None for found in self._packs.find(keys, oldest_valid_ms(self._ttl))]
+        in_packs = self._packs.find(keys, oldest_valid_ms(self._ttl))
+        present = [found is not None for found in in_packs]
+        rest = [position for position, known in enumerate(present) if not known]
+        if rest:
+            for position, known in zip(rest, self._files.has([keys[i] for i in rest]), strict=True):
+                present[position] = known
+        return present
 
     def _lead(self, keys: Sequence[bytes]) -> int:
         for first in range(0, len(keys), _LEADING_AT_ONCE):
@@ -181,19 +198,25 @@ class PageFileStore(PathStore):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def _write_absent(self, batch: PageBatch) -> list[SetResult]:
-        sizes = [HEADER_LENGTH + size for size in batch.sizes]
+        sizes = [page_io.object_size(segments) for segments in batch.buffers]
         results = [SetResult.REJECTED] * len(batch)
         missing: dict[bytes, int] = {}
         in_packs = self._packs.find(batch.keys, oldest_valid_ms(self._ttl))
         for pack in {found.path: found for found in in_packs if found is not None}.values():
-            self._packs.touch(pack.path, pack.used)
+            self._packs.touch(pack.path, pack.status)
         for position, (key, size, found) in enumerate(zip(batch.keys, sizes, in_packs, strict=True)):
             # A page of another size is none: a newer one counts before it.
             if found is not None and found.page_bytes == size:
                 results[position] = SetResult.EXISTS
-            else:
-                # A page that the batch has twice is written once.
-                missing.setdefault(key, position)
+                continue
+            match self._files.find(key, size):
+                case Found.PAGE:
+                    results[position] = SetResult.EXISTS
+                case Found.NOTHING:
+                    # A page that the batch has twice is written once.
+                    missing.setdefault(key, position)
+                case Found.OBSTACLE:
+                    self.metrics.add("rejected", "obstacle")
         if time.monotonic() < self._no_writes_until:
             self.metrics.add("rejected", "no_space", len(missing))
             return results
@@ -209,8 +232,9 @@ class PageFileStore(PathStore):
     def _set_missing(self, batch: PageBatch, sizes: list[int], positions: list[int], results: list[SetResult]) -> None:
         """Write the pages at ``positions`` within the capacity, in portions that the capacity can hold."""
         for portion in self._portions(positions, sizes, _room, _PORTIONS):
-            packs = self._packs.portions(batch, portion, self._capacity)
-            reserved = sum(_room(pack_length(len(pack), sizes[pack[0]])) for pack in packs)
+            packs, singles = self._packs.portions(batch, portion, self._capacity)
+            lengths = [pack_length(len(pack), sizes[pack[0]]) for pack in packs] + [sizes[i] for i in singles]
+            reserved = sum(map(_room, lengths))
             try:
                 grant = self._usage.reserve(reserved, self._capacity, self._evict)
             except OSError as error:
@@ -223,24 +247,38 @@ class PageFileStore(PathStore):
                 continue
             stored = 0
             try:
-                written = self._workers.run(len(packs), partial(self._set_pack, batch, packs))
-                for pack, (result, added) in zip(packs, written, strict=True):
+                for position, result, added in self._set_pages(batch, packs, singles):
+                    results[position] = result
                     stored += added
-                    for position in pack:
-                        results[position] = result
             finally:
                 self._usage.commit(reserved, stored)
             if stored and self._is_full and time.monotonic() >= self._no_writes_until:
                 self._is_full = not self._note_space(None)
 
-    def _set_pack(self, batch: PageBatch, packs: Sequence[list[int]], number: int) -> tuple[SetResult, int]:
-        """Write the pages at these positions as one pack; their result and the bytes of disk that took."""
-        error, added = self._packs.write(batch, packs[number])
+    def _set_pages(
+        self, batch: PageBatch, packs: list[list[int]], singles: list[int]
+    ) -> Iterator[tuple[int, SetResult, int]]:
+        """Position, result and bytes of disk of each page; those of a pack are told with its first page."""
+
+        def write_file(number: int) -> tuple[SetResult, int]:
+            if number < len(packs):
+                return self._set_pack(batch, packs[number])
+            position = singles[number - len(packs)]
+            return self._files.write(batch.keys[position], batch.buffers[position])
+
+        files = [*packs, *[[position] for position in singles]]
+        for members, (result, added) in zip(files, self._workers.run(len(files), write_file), strict=True):
+            for position in members:
+                yield position, result, added if position == members[0] else 0
+
+    def _set_pack(self, batch: PageBatch, positions: list[int]) -> tuple[SetResult, int]:
+        """Write pages as one pack; their result and the bytes of disk that took."""
+        error, added = self._packs.write(batch, positions)
         if error is None:
             return SetResult.STORED, added
-        return self._failed_write(error), added
+        return self._failed_write(f"a pack in {self._directory.packs.home}", error), added
 
-    def _failed_write(self, error: OSError) -> SetResult:
+    def _failed_write(self, path: str, error: OSError) -> SetResult:
         self._count_error(error)
         if error.errno in NO_SPACE:
             now = time.monotonic()
@@ -249,7 +287,7 @@ class PageFileStore(PathStore):
                 self._is_full = True
                 self._note_space(error)
             return SetResult.REJECTED
-        logger.debug("tier %s: writing a pack in %s: %s", self.name, self._directory.packs, error)
+        logger.debug("tier %s: writing %s: %s", self.name, path, error)
         return SetResult.ERROR
 
     def _evict(self, need: int) -> Iterator[int]:
@@ -258,24 +296,32 @@ class PageFileStore(PathStore):
     # -- removal ---------------------------------------------------------------------------------------------------
 
     def _remove(self, keys: Sequence[bytes]) -> int:
-        return sum(self._removed(partial(self._packs.remove, key)) for key in keys)
+        return sum(self._removed(partial(self._packs.remove, key), partial(self._files.remove, key)) for key in keys)
 
     def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
-        return sum(self._removed(partial(self._packs.remove_copy, *copy)) for copy in copies.items())
+        return sum(
+            self._removed(partial(self._packs.remove_copy, *copy), partial(self._files.remove_copy, *copy))
+            for copy in copies.items()
+        )
 
-    def _removed(self, remove: Callable[[], bool]) -> bool:
-        """Whether a page was there."""
-        try:
-            return remove()
-        except OSError as error:
-            self._count_error(error)
-            return False
+    def _removed(self, *removals: Callable[[], bool]) -> bool:
+        """Whether a page was there, in a pack or by itself."""
+        was_there = False
+        for remove in removals:
+            try:
+                was_there = remove() or was_there
+            except ABSENT:
+                continue
+            except OSError as error:
+                self._count_error(error)
+        return was_there
 
     def remove_expired(self, loop: BackgroundLoop) -> int:
-        return self._packs.remove_all_expired(loop, oldest_valid_ms(self._ttl))
+        oldest = oldest_valid_ms(self._ttl)
+        return self._files.remove_expired(loop) + self._packs.remove_all_expired(loop, oldest)
 
     def _clear(self, digests: Sequence[bytes] | None) -> int:
-        """Out of sight immediately, for everybody: the trees of these identities are moved away, then deleted."""
+        """Out of sight at once, for everybody: the trees of these identities are moved away, then deleted."""
         wanted = self._directory.known_identities() if digests is None else digests
         had_pages, failed = 0, None
         for digest in wanted:
@@ -294,22 +340,23 @@ class PageFileStore(PathStore):
         with ExitStack() as operation:
             # Under way before the tree moves: killed from here on, the account is known to be off.
             removal = operation.enter_context(self._usage.detaching())
+            trees: list[Path] = []
             try:
-                tree = self._directory.detach_identity(digest)
+                for tree in self._directory.detach_identity(digest):
+                    trees.append(tree)  # noqa: PERF402 -- what was moved before an error is deleted, too
+                return any(self._directory.has_pages(tree) for tree in trees)
             finally:
                 self._packs.catalogue.forget_identity(digest)
-            if tree is None:
-                return False
-            had_pages = self._directory.has_packs(tree)
-            self._clearing.clear([digest], partial(self._delete, tree, removal, operation.pop_all()))
-            return had_pages
+                if trees:
+                    self._clearing.clear([digest], partial(self._delete, trees, removal, operation.pop_all()))
 
-    def _delete(self, tree: Path, removal: Removal, operation: ExitStack, _: Cleared) -> None:
+    def _delete(self, trees: Sequence[Path], removal: Removal, operation: ExitStack, _: Cleared) -> None:
         try:
             with operation:
-                removal.freed += self._directory.delete_detached(tree)
+                for tree in trees:
+                    removal.freed += self._directory.delete_detached(tree)
         except OSError as error:
-            self._count_clearing(error, str(tree))
+            self._count_clearing(error, str(trees[0]))
 
     def _count_clearing(self, error: OSError, what: str) -> None:
         self.count_error(error)

@@ -31,9 +31,10 @@ from hicache_ext.page.envelope import (
 from hicache_ext.page.memory import addresses_of
 from hicache_ext.runtime.jit import Function, compiled_kernels
 from hicache_ext.runtime.vectored import IOV_MAX
-from hicache_ext.storage.contract.store import key_words
-from hicache_ext.storage.tiers.file.devices import Mode
-from hicache_ext.storage.tiers.file.names import BLOCK
+from hicache_ext.storage.contract.store import identities_of, key_words
+from hicache_ext.storage.tiers.file.device_probe import Mode
+from hicache_ext.storage.tiers.file.pages.scanning import BLOCK
+from hicache_ext.storage.tiers.file.pages.tree import PageTree
 from hicache_ext.storage.tiers.file.slab import miniature_code, slot_code
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, slot_size_of
 from hicache_ext.storage.tiers.file.slab.slot_code import ROW_WORDS, SEAL, WAYS
@@ -92,14 +93,14 @@ class CompiledCode:
         self.read = compiled_runs.read_pages
         self.write = compiled_runs.write_pages
         self.check_headers = compiled_runs.check_headers
-        self._sizes_and_times = compiled_runs.sizes_and_times
+        self._find_page_files, self._page_path = compiled_runs.find_page_files, compiled_runs.PAGE_PATH
         self._at_once = compiled_runs.AT_ONCE
         self.zeros = np.zeros(BLOCK, np.uint8)
         self.nowhere = np.zeros(BLOCK, np.uint8)
         self.zeros_at, self.nowhere_at = self.zeros.ctypes.data, self.nowhere.ctypes.data
         self.scratch = _Scratch(native_calls.HashState)
         self._check()
-        self._check_files()
+        self._check_page_files()
         self.plain_kernels: Mapping[str, Function] = {}
         """The Python functions that the kernels replaced."""
         self.kernels = compiled_kernels(slot_code)
@@ -108,36 +109,54 @@ class CompiledCode:
         self.batch_kernels = compiled_kernels(batch_code)
         _check_batch_kernels(self.batch_kernels)
 
-    def sizes_and_times(self, paths: Sequence[str]) -> tuple[list[int], list[int]]:
-        """The size of each file, -1 where there is none, and when it was changed last, in seconds."""
-        joined, begins = bytearray(), []
-        for path in paths:
-            begins.append(len(joined))
-            joined += os.fsencode(path) + b"\0"
-        found = np.zeros((len(paths), 2), np.int64)
-        self._sizes_and_times(
-            self.functions,
-            np.frombuffer(joined, np.uint8),
-            np.array(begins, np.int64),
-            np.zeros(32, np.int64),
-            found,
-        )
-        sizes, times = found.T.tolist()
-        return sizes, times
+    def has_page_files(self, pages: str, keys: Sequence[bytes], least: int, oldest: int) -> npt.NDArray[np.uint8]:
+        """For each key whether ``pages`` has a page file of at least ``least`` bytes, used at ``oldest`` (seconds) or
+        later. Raises OSError where the directory of an identity cannot be looked into."""
+        present = np.zeros(len(keys), np.uint8)
+        of_pages = key_words(keys).view(np.uint8)
+        identities = identities_of(keys)
+        for identity in identities:
+            of_identity = slice(None)
+            if len(identities) > 1:
+                of_identity = (of_pages[:, :IDENTITY_LENGTH] == np.frombuffer(identity, np.uint8)).all(axis=1)
+            try:
+                directory = os.open(f"{pages}/{identity.hex()}", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            try:
+                present[of_identity] = self._page_files_in(directory, of_pages[of_identity], least, oldest)
+            finally:
+                os.close(directory)
+        return present
 
-    def _check_files(self) -> None:
-        """Raises ImportError if it finds other files than there are."""
+    def _page_files_in(
+        self, directory: int, keys: npt.NDArray[np.uint8], least: int, oldest: int
+    ) -> npt.NDArray[np.uint8]:
+        path, status = np.frombuffer(bytearray(self._page_path), np.uint8), np.zeros(32, np.int64)
+        present = np.zeros(len(keys), np.uint8)
+        self._find_page_files(self.functions, keys, directory, least, oldest, path, status, present)
+        return present
+
+    def _check_page_files(self) -> None:
+        """Raises ImportError if page files are found elsewhere than PageTree has them."""
+        keys = [os.urandom(KEY_LENGTH) for _ in range(3)]
         try:
             with TemporaryDirectory(prefix="hicache-") as place:
-                path = Path(place, "file")
-                path.write_bytes(bytes(100))
+                tree = PageTree(Path(place))
+                for key in keys[:2]:
+                    path = Path(tree.page_path(key))
+                    path.parent.mkdir(parents=True)
+                    path.write_bytes(bytes(100))
                 os.utime(path, (5, 5))
-                found = self.sizes_and_times([str(path), place, f"{path}s"])
+                found = [
+                    self.has_page_files(str(tree.pages), keys, least, oldest).tolist()
+                    for least, oldest in ((100, 0), (101, 0), (100, 6))
+                ]
         except OSError:
             # No place to try it: it is left out.
-            found = [], []
-        if found[0] != [100, -1, -1] or found[1][0] != 5:
-            raise ImportError("it finds other files: remove the files hicache_ext-*.compiled")
+            found = []
+        if found != [[1, 1, 0], [0, 0, 0], [1, 0, 0]]:
+            raise ImportError("it finds other page files: remove the files hicache_ext-*.compiled")
 
     def _check(self) -> None:
         """Raises ImportError if the compiled code writes or accepts other pages than envelope.py: numba's cache does

@@ -3,7 +3,7 @@
 Threads share the pages of a call, which are sorted by place. Neighbours move in one preadv2 or pwritev2, at most as
 many bytes at once as stay in the processor's cache until they are checked. A page is good only if the seal of its key,
 its length and the checksum of what was read is the one in the index (``envelope.page_seal``). Other pages are left to
-page_moves.py and envelope.py, which find out what is wrong.
+slot_io.py and envelope.py, which find out what is wrong.
 
 Importing this module imports numba, and compiles nothing: runtime/jit.py does.
 """
@@ -323,23 +323,36 @@ check_headers = compiled("void(int64[::1], uint64[:, ::1], int64, int64, uint64[
 """``(functions, headers, start, second, seals, valid)``: which headers, a row each, begin with these two words and
 agree with their checksum; the seals of those. Never raises."""
 
-_HERE = -100
 _NO_FOLLOW = 0x100
 _TYPE_SIZE_MTIME = 0x1 | 0x2 | 0x40 | 0x200
 _MODE_WORD, _SIZE_WORD, _MTIME_WORD = 3, 5, 14
 """Of struct statx, in words."""
 
 
-def _sizes_and_times(functions: Words, paths: Bytes, begins: Words, status: Words, found: Words) -> None:
-    for number in range(len(begins)):
-        path = paths.ctypes.data + begins[number]
-        answer = call(functions[STATX], _HERE, path, _NO_FOLLOW, _TYPE_SIZE_MTIME, status.ctypes.data)
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _hex(digit: int) -> int:
+    return digit + (48 if digit < 10 else 87)
+
+
+def _find_page_files(
+    functions: Words, keys: Bytes, directory: int, least: int, oldest: int, path: Bytes, status: Words, present: Bytes
+) -> None:
+    for page in range(len(keys)):
+        # A directory that is named by the first byte of the page hash, a slash, the page hash.
+        path[0], path[1] = _hex(keys[page, 16] >> 4), _hex(keys[page, 16] & 15)
+        for position in range(32):
+            digits = keys[page, 16 + position]
+            path[3 + 2 * position], path[4 + 2 * position] = _hex(digits >> 4), _hex(digits & 15)
+        answer = call(functions[STATX], directory, path.ctypes.data, _NO_FOLLOW, _TYPE_SIZE_MTIME, status.ctypes.data)
         is_file = (answer & 0xFFFFFFFF) == 0 and (status[_MODE_WORD] >> 32) & 0xF000 == 0x8000
-        found[number, 0] = status[_SIZE_WORD] if is_file else -1
-        found[number, 1] = status[_MTIME_WORD]
+        present[page] = is_file and status[_SIZE_WORD] >= least and status[_MTIME_WORD] >= oldest
 
 
-sizes_and_times = compiled("void(int64[::1], uint8[::1], int64[::1], int64[::1], int64[:, ::1])", _sizes_and_times)
-"""``(functions, paths, begins, status, found)``: of the file whose path begins at each of ``begins`` in ``paths``, and
-ends with a zero byte, its size, -1 where there is no file, and when it was changed last (seconds). ``status`` is memory
-for a struct statx. Never raises."""
+find_page_files = compiled(
+    "void(int64[::1], uint8[:, ::1], int64, int64, int64, uint8[::1], int64[::1], uint8[::1])", _find_page_files
+)
+"""``(functions, keys, directory, least, oldest, path, status, present)``: of which ``keys``, a row of 48 bytes each and
+all of one identity, whose ``directory`` (a descriptor) is given, there is a page file of at least ``least`` bytes, used
+at ``oldest`` (seconds) or later. ``path`` is the caller's own ``PAGE_PATH``, ``status`` is memory for a struct statx.
+Never raises."""
+PAGE_PATH = b"00/" + bytes(64) + b".page\0"

@@ -5,7 +5,7 @@
     PATH/v3/hicache_ext.json                    what this directory is (manifest.py)
     PATH/v3/members                             who is there: each process locks a byte of it (members.py)
     PATH/v3/lock                                bytes to lock: changes of the index, joining, rebuild, notes of clears
-    PATH/v3/<member>.sock                       where a process gives the index to others (index_memory.py)
+    PATH/v3/<member>.sock                       where a process gives the index to others (sharing.py)
     PATH/v3/slabs/<number>-<slot size>.slab     slots: the payloads of pages
     PATH/v3/slabs/<number>-<slot size>.headers  the headers of those pages, in the order of the slots
     PATH/identities/<identity>.json             the facts behind an identity digest
@@ -41,21 +41,21 @@ from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock
 from hicache_ext.runtime.file_signature import why_replaced
 from hicache_ext.runtime.members import Members, living_members
 from hicache_ext.runtime.whole_file import read_small, sync_whole, write_whole
+from hicache_ext.storage.tiers.file.config import DEFAULT_OPEN_FILES
 from hicache_ext.storage.tiers.file.manifest import adopt_slabs, slab_home
-from hicache_ext.storage.tiers.file.names import BLOCK, SLAB_FILE
+from hicache_ext.storage.tiers.file.modes import SLAB_FILE
+from hicache_ext.storage.tiers.file.pages.scanning import BLOCK
 from hicache_ext.storage.tiers.file.slab.index import EVERY, SlabIndex
 from hicache_ext.storage.tiers.file.slab.index_memory import (
     LARGEST_NUMBER,
     LARGEST_SLOT,
     MOST_SLABS,
     IndexMemory,
-    IndexSharing,
     new_index,
-    remove_left_sockets,
-    shared_index,
 )
 from hicache_ext.storage.tiers.file.slab.rebuild import Rebuild
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab, SlabFile
+from hicache_ext.storage.tiers.file.slab.sharing import IndexSharing, remove_left_sockets, shared_index
 from hicache_ext.storage.tiers.file.slab.slot_code import Words
 
 CHANGING, JOINING, REBUILDING, NOTING = range(4)
@@ -71,8 +71,6 @@ _NOTE = re.compile(rb"([0-9]{13}) ([0-9a-f]{8})")
 _LONGEST_TICK = 10
 """Milliseconds by which the time of a file may lie before the time of the clock: a tick of the kernel."""
 _LOOK_INTERVAL = 1.0
-OPEN_FILES = 512
-"""Descriptors of slabs that a process keeps open per path at most, of which a slab takes two to three."""
 
 _open_directories: dict[Path, SlabDirectory] = {}
 _opening: dict[Path, threading.Lock] = {}
@@ -81,7 +79,9 @@ _open_lock = threading.Lock()
 
 
 @contextmanager
-def slab_directory(path: Path, tier: str, capacity: int, open_files: int = OPEN_FILES) -> Iterator[SlabDirectory]:
+def slab_directory(
+    path: Path, tier: str, capacity: int, open_files: int = DEFAULT_OPEN_FILES
+) -> Iterator[SlabDirectory]:
     """The directory at ``path``, shared within this process, closed with its last user. ``capacity`` in bytes bounds
     the index that is made where nobody has one.
 
@@ -134,7 +134,7 @@ class _Descriptor:
 class SlabDirectory:
     """Use ``slab_directory``. Thread-safe."""
 
-    def __init__(self, path: Path, tier: str, capacity: int, open_files: int = OPEN_FILES) -> None:
+    def __init__(self, path: Path, tier: str, capacity: int, open_files: int = DEFAULT_OPEN_FILES) -> None:
         self.path = path
         self.home = slab_home(path)
         self.users = 0

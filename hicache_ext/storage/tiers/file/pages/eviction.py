@@ -1,0 +1,156 @@
+"""Eviction of page files and packs: which files go when a directory is full. Packs go whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import stat
+import time
+from collections.abc import Iterator, Set
+
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.reports import RecentMean
+from hicache_ext.storage.tiers.file.pages.directory import PageDirectory, page_hash_in
+from hicache_ext.storage.tiers.file.pages.pack_tree import (
+    PackFile,
+    hashes_in,
+    is_pack_path,
+    occupied_by_name,
+    short_hash_of,
+)
+from hicache_ext.storage.tiers.file.pages.scanning import occupied
+from hicache_ext.storage.tiers.file.pins import PinnedPages
+
+_SAMPLE = 4096
+"""Files examined to find the oldest; with fewer, eviction follows the exact order of recency."""
+_PARTS = 4
+"""Of a sample the oldest of so many parts is removed."""
+_PASSES = 64
+"""Over a directory: a hundred millionth of its pages would be left."""
+_QUICK = 0.25
+"""Seconds that an eviction takes beyond what it must free."""
+_TELL_INTERVAL = 0.1
+"""Seconds between two reports of what was freed."""
+
+
+class Evictor:
+    """Removes the least recently used files of one directory. For one thread of one process at a time."""
+
+    def __init__(
+        self, directory: PageDirectory, metrics: TierMetrics, pins: PinnedPages, evicted_age: RecentMean
+    ) -> None:
+        """``evicted_age``: told the seconds since the last use of evicted pages."""
+        self._directory = directory
+        self._metrics = metrics
+        self._pins = pins
+        self._evicted_age = evicted_age
+        self._undeletable: set[str] = set()
+
+    def evict(self, need: int, share: int) -> Iterator[int]:
+        """Remove pages until ``need`` bytes are freed, if possible, and up to ``share`` bytes as long as that is quick:
+        the walk is then paid for by many batches, and others wait for their turn meanwhile.
+
+        Yields the bytes freed, every so often. Never raises OSError. The order is exact in a small directory. In a
+        large one it is that of random samples of fan-out directories, which hashes fill evenly.
+        """
+        freed = told = 0
+        begun = told_at = time.monotonic()
+        buckets: set[str] = set()
+        try:
+            for used, path, size in self._oldest():
+                now = time.monotonic()
+                if freed >= need and (freed >= share or now - begun > _QUICK):
+                    break
+                if now - told_at > _TELL_INTERVAL:
+                    yield freed - told
+                    told, told_at = freed, now
+                if self._removed(path):
+                    freed += size
+                    if is_pack_path(path):
+                        buckets.add(os.path.dirname(path))
+                    self._evicted_age.note(max(0.0, time.time() - used))
+                    self._metrics.add("evicted", "capacity", _pages_in(path))
+            freed += self._directory.remove_buckets_if_empty(buckets)
+            if freed < need:
+                # Empty directories of old identities would take the space of pages in a small capacity.
+                freed += self._directory.remove_empty_directories()
+                # Nothing else is left: try again what could not be removed (the disk may have been read-only).
+                self._undeletable.clear()
+        except OSError as error:
+            self._count_error(error)
+        self._metrics.add("bytes", "evicted", freed)
+        yield freed - told
+
+    def _oldest(self) -> Iterator[tuple[float, str, int]]:
+        """(last use, path, bytes of disk) of the pages to remove, in this order, until there are none."""
+        spared = self._pins.spared()
+        short = {short_hash_of(page_hash) for page_hash in spared}
+        for _ in range(_PASSES):
+            directories = [*self._directory.fan_out_directories(), *self._directory.packs.all_buckets()]
+            random.shuffle(directories)
+            remaining = iter(directories)
+            is_all = True
+            while sample := self._sample(remaining, spared, short):
+                is_all = is_all and len(sample) < _SAMPLE
+                sample.sort()
+                # Of a part of the directory the older pages only: those just written would go, too.
+                yield from sample if is_all else sample[: -(-len(sample) // _PARTS)]
+            if is_all:
+                return
+
+    def _sample(
+        self, directories: Iterator[str], spared: Set[bytes], short: Set[bytes]
+    ) -> list[tuple[float, str, int]]:
+        """At least ``_SAMPLE`` files of the next directories, if there are that many."""
+        sample: list[tuple[float, str, int]] = []
+        for directory in directories:
+            for path, status in self._directory.files_in(directory):
+                if (
+                    stat.S_ISREG(status.st_mode)
+                    and path not in self._undeletable
+                    and not (spared and _is_spared(path, spared, short))
+                ):
+                    sample.append((_last_use(path, status), path, _counted_for(path, status)))
+            if len(sample) >= _SAMPLE:
+                break
+        return sample
+
+    def _removed(self, path: str) -> bool:
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            # One file that cannot be removed must not stop eviction for ever.
+            self._undeletable.add(path)
+            self._count_error(error)
+            return False
+        return True
+
+    def _count_error(self, error: OSError) -> None:
+        self._metrics.add("error", errno.errorcode.get(error.errno or 0, "unknown"))
+
+
+def _pages_in(path: str) -> int:
+    """Of a file with the name of a page or a pack."""
+    found = PackFile.parse(os.path.basename(path))
+    return 1 if found is None else len(found.living)
+
+
+def _counted_for(path: str, status: os.stat_result) -> int:
+    """Bytes of disk that the account has of a file."""
+    size = occupied(status.st_size)
+    return min(size, occupied_by_name(os.path.basename(path))) if is_pack_path(path) else size
+
+
+def _last_use(path: str, status: os.stat_result) -> float:
+    """Never, of a pack that is larger than it says: what it takes is in no account."""
+    return status.st_mtime if occupied(status.st_size) == _counted_for(path, status) else 0.0
+
+
+def _is_spared(path: str, spared: Set[bytes], short: Set[bytes]) -> bool:
+    found = PackFile.parse(os.path.basename(path))
+    if found is None:
+        return not is_pack_path(path) and bytes.fromhex(page_hash_in(path)) in spared
+    return not short.isdisjoint(hashes_in(found))
