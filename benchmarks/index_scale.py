@@ -30,8 +30,7 @@ from hicache_ext.page import envelope
 from hicache_ext.storage.contract.store import PageKeys
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, SlabFile, slab_directory
 from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
-from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab
-from hicache_ext.storage.tiers.file.slab.slot_references import SlotReferences
+from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab, SlotReferences
 
 IDENTITY = bytes(range(16))
 SLOT = 4096

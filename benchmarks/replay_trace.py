@@ -47,7 +47,7 @@ from hicache_ext.storage.tiers.file.eviction import Clock
 from hicache_ext.storage.tiers.file.slab import miniature_code, slot_code
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
 from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
-from hicache_ext.storage.tiers.file.slab.slot_references import SlotReferences
+from hicache_ext.storage.tiers.file.slab.shapes import SlotReferences
 
 Requests = Sequence[Sequence[int]]
 _SLOT_SIZE = 132 * 1024

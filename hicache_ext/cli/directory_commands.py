@@ -28,7 +28,6 @@ from hicache_ext.page.transforms import header as headers
 from hicache_ext.page.transforms.body import is_sealed_with, reason_it_is_not_sealed
 from hicache_ext.page.transforms.forms import STORED_AS, Form, Transforms
 from hicache_ext.page.transforms.sealing import SealMode
-from hicache_ext.storage.tiers.file.expiry import recorded_ttl
 from hicache_ext.storage.tiers.file.inspection import (
     Editor,
     Inspector,
@@ -39,6 +38,7 @@ from hicache_ext.storage.tiers.file.inspection import (
 )
 from hicache_ext.storage.tiers.file.modes import IDENTITY_NAME
 from hicache_ext.storage.tiers.file.pages.tree import load_document
+from hicache_ext.storage.tiers.file.path_store import recorded_ttl
 from hicache_ext.storage.tiers.file.pins import pins_that_are_over, read_pins, remove_pin
 
 # -- what a directory holds --------------------------------------------------------------------------------------------

@@ -39,10 +39,9 @@ from hicache_ext.runtime.members import living_members
 from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.storage.tiers.file.manifest import slab_home
 from hicache_ext.storage.tiers.file.slab import slot_code
-from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory
+from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory, shared_index
 from hicache_ext.storage.tiers.file.slab.listing import SlabListing
 from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
-from hicache_ext.storage.tiers.file.slab.sharing import shared_index
 from hicache_ext.storage.tiers.file.slab.slot_code import Words
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import (

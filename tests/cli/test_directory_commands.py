@@ -17,10 +17,10 @@ from hicache_ext.cli.main import main
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
 from hicache_ext.storage.opening import open_tiers
-from hicache_ext.storage.tiers.file.expiry import record_ttl
 from hicache_ext.storage.tiers.file.inspection import open_inspector, reason_it_is_bad
 from hicache_ext.storage.tiers.file.pages import pack_tree
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
+from hicache_ext.storage.tiers.file.path_store import record_ttl
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from tests.storage.raw_access import RawFiles, RawSlots

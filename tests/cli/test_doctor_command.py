@@ -17,7 +17,7 @@ from hicache_ext.config.model import ExtraConfig
 from hicache_ext.sglang import self_check, used_names
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.contract.trial import try_store
-from hicache_ext.storage.tiers.file import users
+from hicache_ext.storage.tiers.file import examination as users
 from hicache_ext.storage.tiers.file.slab import loading
 from hicache_ext.storage.tiers.file.slab.loading import NotCompiled
 from hicache_ext.storage.tiers.memory import MemoryPageStore

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.tiers.file.device_errors import Trouble
+from hicache_ext.storage.tiers.file.devices import Trouble
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.testing.conformance.state_machine import page_store_machine

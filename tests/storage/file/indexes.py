@@ -16,9 +16,8 @@ from hicache_ext.storage.tiers.file.slab import index as index_module
 from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
-from hicache_ext.storage.tiers.file.slab.shapes import Slab
+from hicache_ext.storage.tiers.file.slab.shapes import Slab, SlotReferences
 from hicache_ext.storage.tiers.file.slab.slot_code import Words
-from hicache_ext.storage.tiers.file.slab.slot_references import SlotReferences
 
 A, B = bytes(range(16)), bytes(range(16, 32))
 SMALL, MIDDLE, LARGE = 4096, 1 << 20, 3 << 20

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from hicache_ext.page.identity import KV_POOL, ModelIdentity, PageIdentity, PoolIdentity, Shard
-from hicache_ext.storage.tiers.file import companions as companions_module
-from hicache_ext.storage.tiers.file.companions import Companions, Facts
 from hicache_ext.storage.tiers.file.pages.tree import save_document
+from hicache_ext.storage.tiers.file.slab import allocator as companions_module
+from hicache_ext.storage.tiers.file.slab.allocator import Companions, Facts
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.slot_code import PRIORITY
 from hicache_ext.storage.tiers.file.slab.store import SlabStore

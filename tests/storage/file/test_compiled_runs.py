@@ -1,5 +1,5 @@
-"""Pages moved by compiled code: the same bytes as by slot_io.py and envelope.py, nothing beside them, and no page that
-is not what was asked for is ever called done."""
+"""Pages moved by compiled code: the same bytes as by page_moves.py and envelope.py, nothing beside them, and no page
+that is not what was asked for is ever called done."""
 
 from __future__ import annotations
 
@@ -28,15 +28,13 @@ from hicache_ext.page.memory import Addresses, PageMemory, addresses_of
 from hicache_ext.runtime import jit
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiers.file.io_plan import IoPlan
+from hicache_ext.storage.tiers.file.devices import IoPlan
 from hicache_ext.storage.tiers.file.slab import compiled_code as compiled_code_module
 from hicache_ext.storage.tiers.file.slab.compiled_code import CompiledCode
 from hicache_ext.storage.tiers.file.slab.loading import compiled_code, part, wait_for_compiled_code
-from hicache_ext.storage.tiers.file.slab.page_moves import Moving, PageMoves
-from hicache_ext.storage.tiers.file.slab.shapes import Slab, SlabFile, slot_size_of
+from hicache_ext.storage.tiers.file.slab.page_moves import Moving, PageMoves, SlotIo
+from hicache_ext.storage.tiers.file.slab.shapes import Slab, SlabFile, SlotReference, SlotReferences, slot_size_of
 from hicache_ext.storage.tiers.file.slab.slot_code import ROW_WORDS, SEAL
-from hicache_ext.storage.tiers.file.slab.slot_io import SlotIo
-from hicache_ext.storage.tiers.file.slab.slot_references import SlotReference, SlotReferences
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import (
     assert_hits,

@@ -15,8 +15,8 @@ from hicache_ext.errors import StoreClosedError
 from hicache_ext.storage.contract.abilities import PageLister, ability
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.storage.tiers.file.pages import contents as pages_contents
-from hicache_ext.storage.tiers.file.slab import contents as slab_contents
 from hicache_ext.storage.tiers.file.slab import slot_code
+from hicache_ext.storage.tiers.file.slab import store as slab_contents
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, page_keys, store_pages
 from tests.rigs.event_tier import PAGE, open_tier
 from tests.rigs.kv_events import block_of

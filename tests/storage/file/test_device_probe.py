@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from hicache_ext.storage.tiers.file import device_probe
-from hicache_ext.storage.tiers.file.device_probe import MODES, Measured, measured_device, takes_direct
+from hicache_ext.storage.tiers.file import devices as device_probe
+from hicache_ext.storage.tiers.file.devices import MODES, Measured, measured_device, takes_direct
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_a_measurement_that_never_ends_elsewhere_holds_nobody_up(tmp_path, monke
 
 def test_a_process_killed_while_it_measures_leaves_nothing_but_the_lock(tmp_path):
     script = (
-        "import sys, time; from pathlib import Path; from hicache_ext.storage.tiers.file import device_probe as d\n"
+        "import sys, time; from pathlib import Path; from hicache_ext.storage.tiers.file import devices as d\n"
         "d._ALL_SECONDS = d._CELL_SECONDS = 60\n"
         "d._Cell.read = lambda *_: (print('measuring', flush=True), time.sleep(60))\n"
         "d.measured_device(Path(sys.argv[1]))\n"

@@ -24,9 +24,15 @@ from hicache_ext.runtime.members import Members
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.tiers.file.manifest import slab_home
 from hicache_ext.storage.tiers.file.slab import slot_code
-from hicache_ext.storage.tiers.file.slab.index_memory import INDEX_FORMAT, IndexMemory, new_index
+from hicache_ext.storage.tiers.file.slab.index_memory import (
+    INDEX_FORMAT,
+    IndexMemory,
+    IndexSharing,
+    new_index,
+    remove_left_sockets,
+    shared_index,
+)
 from hicache_ext.storage.tiers.file.slab.listing import SlabListing
-from hicache_ext.storage.tiers.file.slab.sharing import IndexSharing, remove_left_sockets, shared_index
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import page_keys, store_pages
 from tests.campaigns import scribbles

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_ext.storage.tiers.file.device_probe import Measured
-from hicache_ext.storage.tiers.file.io_plan import DEFAULT_THREADS, choose_io, memory_free
+from hicache_ext.storage.tiers.file.devices import DEFAULT_THREADS, Measured, choose_io, memory_free
 
 GB = 10**9
 

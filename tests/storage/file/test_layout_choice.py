@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from hicache_ext.runtime.file_systems import file_system_of
-from hicache_ext.storage.tiers.file.layout_choice import choose_layout
-from hicache_ext.storage.tiers.file.manifest import manifest_text
+from hicache_ext.storage.tiers.file.manifest import choose_layout, manifest_text
 
 CAPACITY = 64 << 20
 
@@ -105,9 +104,7 @@ def test_a_directory_keeps_the_layout_its_manifest_names(tmp_path, mounted, held
 
 
 def test_a_file_system_that_cannot_preallocate_gets_page_files(tmp_path, mounted, monkeypatch):
-    monkeypatch.setattr(
-        "hicache_ext.storage.tiers.file.layout_choice._cannot_allocate", lambda _: "Operation not supported"
-    )
+    monkeypatch.setattr("hicache_ext.storage.tiers.file.manifest._cannot_allocate", lambda _: "Operation not supported")
     choice = choose_layout(tmp_path / "tier", CAPACITY, mounted("xfs"))
     assert choice.layout == "pages"
     assert "xfs is local and cannot preallocate: Operation not supported" in choice.reason

@@ -10,7 +10,7 @@ import pytest
 from hicache_ext.storage.contract.store import key_words
 from hicache_ext.storage.tiers.file.slab import lookup
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, milliseconds, new_index_in
-from hicache_ext.storage.tiers.file.slab.slot_references import SlotReferences
+from hicache_ext.storage.tiers.file.slab.shapes import SlotReferences
 from hicache_ext.testing.conformance.pages import page_keys
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from hicache_ext.storage.tiers.file.path_choice import PathChoice
+from hicache_ext.storage.tiers.file.multipath import PathChoice
 from hicache_ext.testing.conformance.pages import page_keys
 
 KEYS = page_keys(6000)

@@ -19,8 +19,8 @@ from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.slab import allocator
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.loading import compiled_code
+from hicache_ext.storage.tiers.file.slab.shapes import SlotReference
 from hicache_ext.storage.tiers.file.slab.slot_code import SEAL
-from hicache_ext.storage.tiers.file.slab.slot_references import SlotReference
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import IDENTITY, HostPages, page_keys, payload_of, read_pages, store_pages
 from tests.campaigns.slab_insides import faults

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiers.file.io_plan import IoPlan
+from hicache_ext.storage.tiers.file.devices import IoPlan
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, payload_of, store_pages
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_ext.storage.tiers.file.slab.slot_references import NO_SLOTS, SlotReference, SlotReferences
+from hicache_ext.storage.tiers.file.slab.shapes import NO_SLOTS, SlotReference, SlotReferences
 
 _pages = st.lists(
     st.builds(

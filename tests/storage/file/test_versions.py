@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from hicache_ext.errors import StoreSetupError
-from hicache_ext.storage.tiers.file.layout_choice import choose_layout
 from hicache_ext.storage.tiers.file.manifest import (
     adopt_pages,
     adopt_slabs,
     check_before_start,
     check_manifest_is_there,
+    choose_layout,
     layout_in,
     manifest_text,
     slab_home,

@@ -20,7 +20,7 @@ from hicache_ext.page import envelope
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.pack import milliseconds_of
 from hicache_ext.runtime.members import living_members
-from hicache_ext.storage.tiers.file.io_plan import IoPlan
+from hicache_ext.storage.tiers.file.devices import IoPlan
 from hicache_ext.storage.tiers.file.manifest import (
     check_before_start,
     format_and_layout,

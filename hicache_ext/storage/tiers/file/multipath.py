@@ -30,8 +30,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
+from numpy.typing import NDArray
 
 from hicache_ext.errors import ClearLaterError, StoreClosedError, StoreSetupError
+from hicache_ext.page.envelope import KEY_LENGTH
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState
 from hicache_ext.runtime.call_gate import CallGate
@@ -45,10 +48,36 @@ from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook, RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo
 from hicache_ext.storage.tiers.file import hints
-from hicache_ext.storage.tiers.file.device_errors import Trouble, is_device_error
+from hicache_ext.storage.tiers.file.devices import Trouble, is_device_error
 from hicache_ext.storage.tiers.file.manifest import check_manifest_is_there
-from hicache_ext.storage.tiers.file.path_choice import PathChoice
 from hicache_ext.storage.tiers.file.path_store import PathStore, gauges_of_paths
+
+_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+"""From the finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
+
+
+class PathChoice:
+    """Pure; any thread. A path is known by its name as written in the configuration."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._seeds = np.array([xxhash.xxh3_64_intdigest(os.fsencode(name)) for name in names], dtype=np.uint64)
+
+    def choose(self, keys: Sequence[bytes], usable: Sequence[int]) -> list[int]:
+        """For each 48-byte key one of the path numbers ``usable``, of which there is at least one."""
+        if len(usable) == 1 or not keys:
+            return [usable[0]] * len(keys)
+        # The end of a page hash: page files use its start for the fan-out directory.
+        ends = np.frombuffer(b"".join(keys), dtype="<u8").reshape(len(keys), KEY_LENGTH // 8)[:, -1]
+        scores = _mixed(ends[:, np.newaxis] ^ self._seeds[list(usable)][np.newaxis, :])
+        return [usable[best] for best in scores.argmax(axis=1).tolist()]
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A hash: every bit of a value changes about half of the bits of the result."""
+    values = (values ^ (values >> np.uint64(30))) * _MULTIPLIERS[0]
+    values = (values ^ (values >> np.uint64(27))) * _MULTIPLIERS[1]
+    return values ^ (values >> np.uint64(31))
+
 
 logger = logging.getLogger(__name__)
 

@@ -15,15 +15,11 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.mounts import on_root_file_system
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import PageStore
-from hicache_ext.storage.tiers.file.device_errors import Trouble
-from hicache_ext.storage.tiers.file.device_probe import Measured, measured_device, takes_direct
-from hicache_ext.storage.tiers.file.expiry import record_ttl
-from hicache_ext.storage.tiers.file.io_plan import IoPlan, choose_io
-from hicache_ext.storage.tiers.file.layout_choice import LayoutChoice, choose_layout
-from hicache_ext.storage.tiers.file.manifest import check_before_start, layout_in
+from hicache_ext.storage.tiers.file.devices import IoPlan, Measured, Trouble, choose_io, measured_device, takes_direct
+from hicache_ext.storage.tiers.file.manifest import LayoutChoice, check_before_start, choose_layout, layout_in
 from hicache_ext.storage.tiers.file.modes import prepare_directory
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
-from hicache_ext.storage.tiers.file.path_store import PathStore
+from hicache_ext.storage.tiers.file.path_store import PathStore, record_ttl
 
 if TYPE_CHECKING:
     from hicache_ext.storage.tiers.file.config import FileTierConfig

@@ -15,10 +15,10 @@ from hicache_ext.page.envelope import seal_of
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, SetResult
-from hicache_ext.storage.tiers.file.expiry import oldest_valid_ms
 from hicache_ext.storage.tiers.file.pages import page_file as page_io
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.scanning import ABSENT, occupied
+from hicache_ext.storage.tiers.file.path_store import oldest_valid_ms
 from hicache_ext.storage.tiers.file.slab.loading import compiled_code
 from hicache_ext.storage.tiers.file.usage import Usage
 

@@ -26,8 +26,7 @@ from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiers.file.device_probe import flags_of
-from hicache_ext.storage.tiers.file.expiry import oldest_valid_ms
+from hicache_ext.storage.tiers.file.devices import flags_of
 from hicache_ext.storage.tiers.file.pages import page_file as page_io
 from hicache_ext.storage.tiers.file.pages.contents import TreeContents
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
@@ -36,7 +35,7 @@ from hicache_ext.storage.tiers.file.pages.packs import PackRun, Packs
 from hicache_ext.storage.tiers.file.pages.scanning import ABSENT, BLOCK, occupied
 from hicache_ext.storage.tiers.file.pages.single import Found, PageFiles
 from hicache_ext.storage.tiers.file.pages.upkeep import Upkeep
-from hicache_ext.storage.tiers.file.path_store import NO_SPACE, Fullness, PathStore
+from hicache_ext.storage.tiers.file.path_store import NO_SPACE, Fullness, PathStore, oldest_valid_ms
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.usage import Grant, Removal, Usage
 

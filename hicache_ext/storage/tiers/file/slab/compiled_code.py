@@ -32,7 +32,7 @@ from hicache_ext.page.memory import addresses_of
 from hicache_ext.runtime.jit import Function, compiled_kernels
 from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.store import identities_of, key_words
-from hicache_ext.storage.tiers.file.device_probe import Mode
+from hicache_ext.storage.tiers.file.devices import Mode
 from hicache_ext.storage.tiers.file.pages.scanning import BLOCK
 from hicache_ext.storage.tiers.file.pages.tree import PageTree
 from hicache_ext.storage.tiers.file.slab import miniature_code, slot_code

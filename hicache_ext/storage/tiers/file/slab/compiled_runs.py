@@ -3,7 +3,7 @@
 Threads share the pages of a call, which are sorted by place. Neighbours move in one preadv2 or pwritev2, at most as
 many bytes at once as stay in the processor's cache until they are checked. A page is good only if the seal of its key,
 its length and the checksum of what was read is the one in the index (``envelope.page_seal``). Other pages are left to
-slot_io.py and envelope.py, which find out what is wrong.
+page_moves.py and envelope.py, which find out what is wrong.
 
 Importing this module imports numba, and compiles nothing: runtime/jit.py does.
 """

@@ -5,7 +5,7 @@
     PATH/v3/hicache_ext.json                    what this directory is (manifest.py)
     PATH/v3/members                             who is there: each process locks a byte of it (members.py)
     PATH/v3/lock                                bytes to lock: changes of the index, joining, rebuild, notes of clears
-    PATH/v3/<member>.sock                       where a process gives the index to others (sharing.py)
+    PATH/v3/<member>.sock                       where a process gives the index to others (index_memory.py)
     PATH/v3/slabs/<number>-<slot size>.slab     slots: the payloads of pages
     PATH/v3/slabs/<number>-<slot size>.headers  the headers of those pages, in the order of the slots
     PATH/identities/<identity>.json             the facts behind an identity digest
@@ -51,11 +51,13 @@ from hicache_ext.storage.tiers.file.slab.index_memory import (
     LARGEST_SLOT,
     MOST_SLABS,
     IndexMemory,
+    IndexSharing,
     new_index,
+    remove_left_sockets,
+    shared_index,
 )
 from hicache_ext.storage.tiers.file.slab.rebuild import Rebuild
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab, SlabFile
-from hicache_ext.storage.tiers.file.slab.sharing import IndexSharing, remove_left_sockets, shared_index
 from hicache_ext.storage.tiers.file.slab.slot_code import Words
 
 CHANGING, JOINING, REBUILDING, NOTING = range(4)

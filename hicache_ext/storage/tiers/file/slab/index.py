@@ -35,7 +35,7 @@ from hicache_ext.storage.tiers.file.slab.index_memory import (
     IndexMemory,
     new_index,
 )
-from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab
+from hicache_ext.storage.tiers.file.slab.shapes import HEADER, NO_SLOTS, Known, Slab, SlotReferences
 from hicache_ext.storage.tiers.file.slab.slot_code import (
     CLEARED,
     COLD,
@@ -67,7 +67,6 @@ from hicache_ext.storage.tiers.file.slab.slot_code import (
     WRITTEN,
     Words,
 )
-from hicache_ext.storage.tiers.file.slab.slot_references import NO_SLOTS, Known, SlotReferences
 
 _GROUP = 2 << 20
 """Bytes of slots that are evicted together."""

@@ -23,11 +23,10 @@ from hicache_ext.storage.tiers.file.modes import SLAB_FILE
 from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.directory import cleared_at
 from hicache_ext.storage.tiers.file.slab.index import IN_USE, Uses, slabs_of
-from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory
+from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory, shared_index
 from hicache_ext.storage.tiers.file.slab.lookup import are_remembered, hashes_of
 from hicache_ext.storage.tiers.file.slab.rebuild import CREATED_MS, KEY, PAYLOAD_LENGTH, checked_headers, read_headers
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab
-from hicache_ext.storage.tiers.file.slab.sharing import shared_index
 from hicache_ext.storage.tiers.file.slab.slot_code import Words
 
 _PORTION = 4096

@@ -1,12 +1,4 @@
-"""Measures the device under a directory when a tier starts: which way to move data is fastest.
-
-Three ways, in both directions, with several numbers of threads: through the page cache (buffered), through it without
-staying there (RWF_DONTCACHE, Linux 6.14 and later, on some file systems), and past it (O_DIRECT). It takes half a
-second in all, on a file without a name of at most 32 MiB, which is gone with its descriptor, also after kill -9.
-
-The result is kept in the directory for this boot, so that other ranks and restarts do not measure again. A lock keeps
-processes that start together from measuring each other. Reasons: docs/decisions/layout-and-io-auto.md.
-"""
+"""The device below a path: which errors are its own, how fast it is, and how a tier moves its pages on it."""
 
 from __future__ import annotations
 
@@ -27,6 +19,37 @@ from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, FlockLock
 from hicache_ext.runtime.liveness import boot_id
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.runtime.whole_file import read_document, write_whole
+
+Trouble = Callable[[Exception], None]
+"""Called with every OSError that a store met and handled. Any thread; never raises."""
+
+
+def no_trouble(_: Exception) -> None:
+    """For a store that nobody watches."""
+
+
+_DEVICE_ERRORS = frozenset(
+    (
+        errno.EIO,
+        errno.EROFS,
+        errno.ENODEV,
+        errno.ENXIO,
+        errno.ENOENT,
+        errno.ESTALE,
+        errno.ENOTCONN,
+        errno.ETIMEDOUT,
+        errno.EREMOTEIO,
+        errno.ESHUTDOWN,
+        errno.EUCLEAN,
+    )
+)
+"""Errors of a device, a vanished mount or a broken file system. Not ENOSPC: stores handle a full disk themselves."""
+
+
+def is_device_error(error: BaseException | None) -> bool:
+    """Whether an error is evidence against the device."""
+    return isinstance(error, OSError) and error.errno in _DEVICE_ERRORS
+
 
 Mode = Literal["buffered", "dontcache", "direct"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -256,3 +279,98 @@ def _rates(document: dict[str, dict[str, float]]) -> dict[Mode, dict[int, float]
         for mode in MODES
         if mode in document
     }
+
+
+IoSetting = Literal["auto", "direct", "buffered"]
+
+DEFAULT_THREADS = 4
+
+_SHARE_OF_MEMORY = 1 / 4
+"""A tier of at most this share of the free memory goes through the page cache."""
+_CLEARLY_SLOWER = 0.7
+_WORTH_A_THREAD = 0.8
+"""The fewest threads that reach this share of the best rate are used: more cost CPU and gain nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class IoPlan:
+    read: Mode = "buffered"
+    write: Mode = "buffered"
+    threads: int = DEFAULT_THREADS
+    reason: str = "as configured"
+
+    def __str__(self) -> str:
+        modes = self.read if self.read == self.write else f"{self.read} reads, {self.write} writes"
+        return f"{modes}, {self.threads} threads"
+
+
+def choose_io(
+    setting: IoSetting,
+    capacity: int | None,
+    threads: int | None,
+    measured: Measured,
+    *,
+    direct_possible: bool,
+    free_memory: int | None = None,
+) -> IoPlan:
+    """The plan for one path. ``capacity`` is that of the whole tier, ``threads`` None to choose.
+
+    ``direct_possible``: whether this layout aligns its pages. The caller checks that "direct" works.
+    """
+    read: Mode = "buffered"
+    write: Mode = "buffered"
+    if setting == "direct":
+        read = write = "direct"
+        reason = "as configured"
+    elif setting == "buffered":
+        reason = "as configured"
+    else:
+        memory = memory_free() if free_memory is None else free_memory
+        if capacity is not None and capacity <= memory * _SHARE_OF_MEMORY:
+            reason = f"the tier fits into a part of the {memory / 1e9:.1f} GB of memory that is free"
+        else:
+            read, why_read = _past_the_cache(measured, "read", direct_possible)
+            write, why_write = _past_the_cache(measured, "write", direct_possible)
+            reason = f"larger than a part of the free memory; reads: {why_read}; writes: {why_write}"
+    chosen = threads or _enough_threads(measured, read, write)
+    return IoPlan(read, write, chosen, reason)
+
+
+def memory_free() -> int:
+    """Bytes that the page cache could take, of the machine or of this process's control group."""
+    free = 0
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            free = min(free, int(limit))
+    except (OSError, ValueError):
+        pass
+    return free
+
+
+def _past_the_cache(measured: Measured, direction: Literal["read", "write"], direct_possible: bool) -> tuple[Mode, str]:
+    """The fastest mode that bypasses the page cache, or buffered where that is clearly faster; and why."""
+    buffered = measured.rate(direction, "buffered")
+    modes: tuple[Mode, ...] = ("dontcache", "direct") if direct_possible else ("dontcache",)
+    rates = {mode: rate for mode in modes if (rate := measured.rate(direction, mode)) is not None}
+    if buffered is None or not rates:
+        return "buffered", "no other mode is known to work here"
+    best = max(rates, key=lambda mode: rates[mode])
+    figures = f"{best} {rates[best] / 1e9:.2f} GB/s, buffered {buffered / 1e9:.2f}"
+    return ("buffered" if rates[best] < _CLEARLY_SLOWER * buffered else best), figures
+
+
+def _enough_threads(measured: Measured, read: Mode, write: Mode) -> int:
+    enough = [_fewest(measured.read.get(read)), _fewest(measured.write.get(write))]
+    known = [threads for threads in enough if threads is not None]
+    return max(known) if known else DEFAULT_THREADS
+
+
+def _fewest(rates: dict[int, float] | None) -> int | None:
+    if not rates or len(rates) < 2:
+        return None
+    best = max(rates.values())
+    return min(threads for threads, rate in rates.items() if rate >= _WORTH_A_THREAD * best)
