@@ -31,7 +31,6 @@ FORMER = {
             "test_slabs_of_a_former_release_are_left_to_a_server",
             "test_slabs_of_a_former_release_are_reported_and_stay",
             "test_slabs_of_a_former_release_beside_ours_are_named_with_what_is_listed",
-            "test_the_file_of_a_writer_of_an_earlier_version_is_removed_after_ten_minutes",
             "test_the_former_version_can_write_in_between",
             "test_the_note_that_the_index_is_in_order_is_gone_from_the_disk_before_the_index_goes",
             "test_their_size_is_looked_up_every_few_seconds_only",
@@ -51,7 +50,6 @@ FORMER = {
         _KEY,
     ),
     "test_a_decode_node_that_would_copy_memory_given_away_is_refused": "SGLang 0.5.20 alone did so",
-    "test_a_clear_that_can_move_only_page_files_deletes_them": "an identity has one tree, of packs",
     "test_documented_extras_are_those_that_pip_can_install": "hints name packages, and no extras",
     "test_mode_off_has_no_rule": "a rule is made where it is on; test_imports.py sees that nothing else is",
     "test_without_an_endpoint_nothing_is_begun": "spans are made where they are on; test_imports.py sees the rest",
@@ -63,42 +61,14 @@ FORMER = {
         "-> test_every_hint_to_install_names_a_checkout_or_a_package_of_our_list"
     ),
     "test_without_the_package_the_start_names_the_extra": "-> test_without_the_package_the_start_says_what_to_install",
-    "test_a_file_in_place_of_a_fan_out_directory_is_moved_aside_by_a_write": (
-        "-> test_a_file_in_place_of_a_bucket_is_moved_aside_by_a_write"
-    ),
     "test_a_full_host_pool_drops_by_policy_and_never_what_has_a_higher_priority": (
         "-> test_a_full_host_pool_drops_the_oldest_and_never_what_has_a_higher_priority"
-    ),
-    "test_a_longer_page_is_counted_and_replaced": (
-        "-> test_a_file_that_is_longer_than_its_pack_is_the_page_all_the_same"
     ),
     "test_a_manifest_that_a_downgrade_left_empty_beside_slabs_is_made_anew": (
         "-> test_a_manifest_that_a_downgrade_left_empty_costs_no_page_in_slabs"
     ),
-    "test_a_page_alone_and_a_page_that_is_not_small_are_files_of_their_own": (
-        "-> test_a_page_alone_and_a_page_that_is_not_small_are_packs_of_one"
-    ),
-    "test_a_page_that_cannot_even_be_removed_by_root_is_absent_until_it_can_be": (
-        "-> test_a_page_that_cannot_even_be_removed_by_root_is_written_anew_beside_it"
-    ),
-    "test_an_unreadable_page_that_cannot_be_removed_is_absent_until_it_can_be": (
-        "-> test_an_unreadable_page_that_cannot_be_removed_is_written_anew_beside_it"
-    ),
-    "test_a_writer_of_an_earlier_version_counts_until_it_was_silent_for_ten_minutes": (
-        "-> test_a_writer_that_is_no_member_counts_until_it_was_silent_for_ten_minutes"
-    ),
     "test_eagle_and_plain_hashes_never_meet_and_neither_do_namespaces": "-> test_hashes_of_namespaces_never_meet",
     "test_every_guard_can_be_left_out": "-> test_every_guard_that_has_a_key_can_be_left_out",
-    "test_eviction_of_a_large_directory_goes_over_buckets_and_fan_outs": (
-        "-> test_eviction_of_a_large_directory_goes_over_its_buckets"
-    ),
-    "test_of_two_writers_the_first_to_publish_wins": "-> test_a_pack_has_its_name_only_when_it_is_whole",
-    "test_packs_and_page_files_never_take_more_than_the_capacity": (
-        "-> test_packs_of_any_size_never_take_more_than_the_capacity"
-    ),
-    "test_page_files_of_an_older_release_are_read_and_not_written_again": (
-        "-> test_packs_of_one_are_read_and_not_written_again"
-    ),
     "test_pins_replicas_and_groups_are_taken_by_the_engine": (
         "-> test_pins_and_preferred_segments_are_taken_by_the_engine"
     ),
@@ -106,18 +76,12 @@ FORMER = {
         "-> test_slabs_make_a_directory_one_of_slabs_whatever_became_of_its_manifest"
     ),
     "test_speculation_is_refused_unless_asked_for": "-> test_speculation_is_refused",
-    "test_the_number_of_pages_is_that_of_page_files_and_of_pages_in_packs_that_live": (
-        "-> test_the_number_of_pages_is_that_of_those_in_packs_that_live"
-    ),
     "test_the_page_begins_with_what_it_comes_to": "-> test_the_page_begins_with_what_it_comes_to_and_with_the_spread",
     "test_what_counts_in_the_capacity_is_this_version_and_former_ones": (
         "-> test_only_this_version_counts_in_the_capacity"
     ),
     "test_what_opted_out_or_is_too_short_or_was_aborted_is_not_written": (
         "-> test_what_opted_out_or_is_too_short_is_not_written"
-    ),
-    "test_without_renameat2_publishing_is_still_whole_or_nothing": (
-        "-> test_without_renameat2_files_of_others_are_put_back_never_over_others"
     ),
 }
 """Name of a test that is gone -> why, or "-> " and the name that it has now."""

@@ -35,7 +35,6 @@ hicache_ext:
       layout: auto                 # auto | pages | slab; auto: slab on local file systems
       io: auto                     # auto | direct | buffered; auto: measured at start
       threads: auto                # 1 to 64, or auto: measured at start
-      # open_files: 512            # files of slabs that each process keeps open per path, at most
       # ttl: 7d                    # pages written longer ago are misses; left out: kept until room is needed
       required: true               # false: the server starts even if this tier cannot, and opens it later
       timeout: auto                # of one call: a duration | off | auto (off on local disks, else 1s, writes 5s)

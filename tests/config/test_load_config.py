@@ -76,7 +76,6 @@ def test_everything_that_is_left_out_has_its_documented_default() -> None:
         "layout": "auto",
         "io": "auto",
         "threads": None,
-        "open_files": 512,
         "ttl": None,
         "shared": None,
         "mode": "private",

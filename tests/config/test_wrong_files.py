@@ -23,7 +23,7 @@ POOL = "pool: {type: file, path: /mnt/b, capacity: 1GiB}"
 TYPES = ", ".join(tier_types())
 TIER_KEYS = (
     "type, required, timeout, guards, codec, seal, admission, write_budget, path, capacity, layout, "
-    "io, threads, open_files, ttl, shared, mode, group, require_mount"
+    "io, threads, ttl, shared, mode, group, require_mount"
 )
 SECTION_KEYS = (
     "role, tiers, retrieve_locations, store_locations, store_policies, promote_to, model, pd, kv_dtype, watch_config, "
@@ -499,16 +499,11 @@ WRONG_FILES = [
     ),
     tier("io that is a switch", "io: on", f"{N}.io: the value true is not accepted; allowed: auto, direct, buffered"),
     tier("no threads", "threads: 0", f"{N}.threads: the number 0 is not accepted; allowed: 1 to 64, or auto"),
-    tier("few open files", "open_files: 15", f"{N}.open_files: the number 15 is not accepted; allowed: 16 to 1048576"),
     tier(
-        "too many open files",
-        "open_files: 1048577",
-        f"{N}.open_files: the number 1048577 is not accepted; allowed: 16 to 1048576",
-    ),
-    tier(
-        "open files without a limit",
-        "open_files: unlimited",
-        f"{N}.open_files: the text 'unlimited' is not accepted; allowed: 16 to 1048576",
+        "a key that is gone",
+        "open_files: 512",
+        f"{N}.open_files: there is no such key any more: "
+        "a process keeps at most 512 files of slabs open per path; remove it",
     ),
     tier("too many threads", "threads: 65", f"{N}.threads: the number 65 is not accepted; allowed: 1 to 64, or auto"),
     tier(

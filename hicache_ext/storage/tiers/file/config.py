@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator
@@ -28,16 +28,12 @@ from hicache_ext.errors import ConfigError
 
 SMALLEST_CAPACITY = 1024 * 1024
 MOST_THREADS = 64
-DEFAULT_OPEN_FILES = 512
-FEWEST_OPEN_FILES = 16
-MOST_OPEN_FILES = 1 << 20
 SHORTEST_TTL = 1.0
 
 _CAPACITY_ALLOWED = "a size such as 512GiB, or 'unlimited'"
 _SIZES_ALLOWED = f"{SIZE_ALLOWED}, or 'unlimited'"
 _PATH_ALLOWED = "an absolute path, or a list of them"
 _THREADS_ALLOWED = f"1 to {MOST_THREADS}, or auto"
-_OPEN_FILES_ALLOWED = f"{FEWEST_OPEN_FILES} to {MOST_OPEN_FILES}"
 _SHARED_ALLOWED = "true, false, or auto"
 _TTL_ALLOWED = "a duration from 1s to 365d, such as 7d, or none"
 _MODES = ("private", "group")
@@ -138,13 +134,6 @@ class FileTierConfig(TierConfig):
         checked(or_word("auto", None, whole_number(1, MOST_THREADS, _THREADS_ALLOWED))),
         WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": MOST_THREADS}, {"const": "auto"}]}),
     ] = None
-    open_files: Annotated[
-        int,
-        Field(description="descriptors of slabs that a process keeps open per path at most"),
-        Allowed(_OPEN_FILES_ALLOWED),
-        checked(whole_number(FEWEST_OPEN_FILES, MOST_OPEN_FILES, _OPEN_FILES_ALLOWED)),
-        WithJsonSchema({"type": "integer", "minimum": FEWEST_OPEN_FILES, "maximum": MOST_OPEN_FILES}),
-    ] = DEFAULT_OPEN_FILES
     ttl: Annotated[
         float | None,
         Field(description="pages written longer ago than this are misses, and their room is free"),
@@ -190,6 +179,7 @@ class FileTierConfig(TierConfig):
             raise as_pydantic_error(ConfigError("", "files of mode private have no group", "with mode: group"))
         return group
 
+    removed: ClassVar[Mapping[str, str]] = {"open_files": "a process keeps at most 512 files of slabs open per path"}
     live_keys: ClassVar[frozenset[str]] = TierConfig.live_keys | {"capacity"}
     block: ClassVar[int] = 4096
     carries_hints: ClassVar[bool] = True
