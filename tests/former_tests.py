@@ -54,6 +54,9 @@ FORMER = {
     "test_mode_off_has_no_rule": "a rule is made where it is on; test_imports.py sees that nothing else is",
     "test_without_an_endpoint_nothing_is_begun": "spans are made where they are on; test_imports.py sees the rest",
     "test_the_table_in_the_document_names_every_fault_and_the_case_that_finds_it": "the page has no such table now",
+    "test_a_larger_slow_call_raises_the_least_that_a_call_gets": (
+        "-> test_a_longer_timeout_does_not_raise_the_least_that_a_call_gets"
+    ),
     "test_a_command_that_needs_a_package_says_in_one_sentence_which_extra_brings_it": (
         "-> test_a_command_that_needs_a_package_says_in_one_sentence_what_to_do"
     ),
@@ -66,6 +69,9 @@ FORMER = {
     ),
     "test_a_manifest_that_a_downgrade_left_empty_beside_slabs_is_made_anew": (
         "-> test_a_manifest_that_a_downgrade_left_empty_costs_no_page_in_slabs"
+    ),
+    "test_a_writer_of_an_earlier_version_counts_until_it_was_silent_for_ten_minutes": (
+        "-> test_a_writer_that_is_no_member_counts_until_it_was_silent_for_ten_minutes"
     ),
     "test_eagle_and_plain_hashes_never_meet_and_neither_do_namespaces": "-> test_hashes_of_namespaces_never_meet",
     "test_every_guard_can_be_left_out": "-> test_every_guard_that_has_a_key_can_be_left_out",

@@ -166,7 +166,7 @@ def test_a_reload_loses_nothing_that_waits_and_all_of_it_is_found(reloadable: Ca
     keys = page_keys(1000)
     assert store_pages(store, keys) == [SetResult.STORED] * 1000
     for memory in ("64MiB", "65MiB", "66MiB"):
-        assert store.reload(config(prefetch={"memory": memory}, **FAR_ALONE))
+        assert store.reload(config(prefetch={"buffer": memory}, **FAR_ALONE))
         assert store.count_leading(keys) == 1000
         assert_hits(store, keys)
         assert store.tiers[0].metrics.levels()["queue_pages", "async"] == 1000
@@ -186,7 +186,7 @@ def test_what_is_cleared_while_a_reload_is_made_does_not_come_back(
     keys = page_keys(200)
     store_pages(store, keys)
     wait_until(lambda: "set" in far.entered)
-    changed = config(prefetch={"memory": "64MiB"}, **FAR_ALONE)
+    changed = config(prefetch={"buffer": "64MiB"}, **FAR_ALONE)
     reload = threading.Thread(target=lambda: store.reload(changed))
     reload.start()
     if how == "clear":

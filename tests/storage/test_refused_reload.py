@@ -180,7 +180,7 @@ def test_a_capacity_that_cannot_be_changed_refuses_the_reload_and_changes_nothin
     assert store_pages(store.tiers[0], [KEY]) == [SetResult.EXISTS]
 
 
-@pytest.mark.parametrize("step", ["open_tier", "guarded"])
+@pytest.mark.parametrize("step", ["open_tier", "guard"])
 def test_whatever_a_new_tier_raises_is_an_error_of_the_reload(
     config: Callable[..., HicacheExtConfig],
     opened: list[PageStore],

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hicache_ext.errors import NotBegunError, StoreSetupError, TooLateError
+from hicache_ext.errors import NotBegunError, StoreClosedError, StoreSetupError, TooLateError
 from hicache_ext.page.page_object import gather, scatter
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.threads import ThreadPool, call_within
@@ -154,7 +154,16 @@ class Deadline:
         with self._calls:
             try:
                 for portion in self._portions(batch, results, kind.REJECTED):
-                    answers = self._transfer_portion(call, batch.select(portion), move)
+                    try:
+                        answers = self._transfer_portion(call, batch.select(portion), move)
+                    except (TooLateError, NotBegunError, StoreClosedError):
+                        raise
+                    except Exception as error:
+                        # A store that breaks its promise loses no page but those of this portion.
+                        if len(portion) == len(batch):
+                            raise
+                        logger.warning("hicache_ext: tier %s: a part of a call raised %r", self._store.name, error)
+                        answers = [kind.ERROR] * len(portion)
                     for position, answer in zip(portion, answers, strict=True):
                         results[position] = answer
             except TooLateError:

@@ -146,10 +146,10 @@ class GuardedStore(DelegatingStore):
         timeout = plan.timeout if plan.timeout is not None else math.inf
         write_timeout = plan.write_timeout if plan.write_timeout is not None else timeout
         # Without a breaker nobody would try a tier again that was cut too early, so nothing is learnt.
-        least = math.inf if plan.breaker is None or plan.timeout is None else plan.breaker.slow_call / 2
-        self._reads = LearntLimit(timeout, max(LEAST_READ, least), clock)
-        self._look_ups = LearntLimit(timeout, max(LEAST_READ, least), clock)
-        self._writes = LearntLimit(write_timeout, max(LEAST_WRITE, least), clock)
+        learns = plan.breaker is not None and plan.timeout is not None
+        self._reads = LearntLimit(timeout, LEAST_READ if learns else math.inf, clock)
+        self._look_ups = LearntLimit(timeout, LEAST_READ if learns else math.inf, clock)
+        self._writes = LearntLimit(write_timeout, LEAST_WRITE if learns else math.inf, clock)
         self._retries = plan.retries
         self._places = None if plan.concurrency is None else threading.Semaphore(plan.concurrency)
         self._absent = RecentKeys(plan.negative_cache, clock) if plan.negative_cache else None

@@ -341,10 +341,6 @@ class TierHandle(DelegatingStore):
             self.writes.go_on()
         return None
 
-    def forget_look_ups(self) -> None:
-        """What guards remember of pages that are here or not."""
-        super().forget_look_ups()
-
     def _administration_failed(self, error: Exception) -> None:
         words = "hicache_ext: tier %s: a clear() or a new identity is tried again: %r"
         self._log.log(logging.WARNING, "administration", words, self.name, error)
@@ -392,9 +388,11 @@ class TierHandle(DelegatingStore):
     def _remove_hidden(self) -> float | Retry | None:
         """Remove the hidden pages whose writes have ended."""
         hidden = list(self._hidden)
-        late = frozenset[bytes]().union(*(guards.being_written() for guards in self._late_writers()))
         queues = (self.writes, self.promotions)
-        ended = [key for key in hidden if key not in late and not any(queue.is_writing([key]) for queue in queues)]
+        ended = [key for key in hidden if not any(queue.is_writing([key]) for queue in queues)]
+        # After the queues: a write that was still in one may have been left behind by the guards since.
+        late = frozenset[bytes]().union(*(guards.being_written() for guards in self._late_writers()))
+        ended = [key for key in ended if key not in late]
         if ended and not self._is_gone(ended):
             return RETRY
         with self._lock:

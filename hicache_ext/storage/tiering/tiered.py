@@ -236,10 +236,13 @@ class TieredStore:
 
     @property
     def prefetcher(self) -> Prefetcher:
+        if self._prefetcher is not None:
+            return self._prefetcher
+        # Not under the lock, for which SGLang's scheduler may wait.
+        from hicache_ext.storage.tiering.prefetch import Prefetcher
+
         with self._changing:
             if self._prefetcher is None:
-                from hicache_ext.storage.tiering.prefetch import Prefetcher
-
                 settings = self._arrangement.settings.prefetch
                 self._prefetcher = Prefetcher(settings, self._gate, self._metrics, unread=self._promote_unread)
             return self._prefetcher

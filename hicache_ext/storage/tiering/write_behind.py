@@ -31,6 +31,8 @@ _PAGES_AT_ONCE = 64
 _REFUSED = Backoff(0.05, 1.0)
 """Seconds before pages that a tier did not take are offered to it again."""
 _FORGOTTEN_AT_ONCE = 1000
+_COPIED_AT_ONCE = 16 << 20
+"""Bytes of a batch that take their space, and are copied, before others have their turn."""
 _MOST_REFUSALS = 3
 """How often a tier may answer REJECTED for a page while it takes others: it never takes it, and it is dropped."""
 _FIRST_SPACE_WAIT, _SHORTEST_SPACE_WAIT, _LONGEST_SPACE_WAIT = 1.0, 0.25, 5.0
@@ -134,9 +136,12 @@ class WriteBehind:
         done = 0
         while done < len(chosen):
             reserved: list[int] = []
+            held = 0
             with self._condition:
                 for at in range(done, len(chosen)):
                     key, size = batch.keys[chosen[at]], batch.sizes[chosen[at]]
+                    if held >= _COPIED_AT_ONCE:
+                        break
                     if key not in self._waiting and self._bytes + size > self._settings.capacity:
                         if reserved:
                             # The queue moves only with what is in it.
@@ -146,10 +151,16 @@ class WriteBehind:
                         results[at] = SetResult.REJECTED if self._tier.hides(key) else SetResult.EXISTS
                     elif not self._closing and self._bytes + size <= self._settings.capacity:
                         self._bytes += size
+                        held += size
                         reserved.append(at)
                     done = at + 1
             # Outside the lock: clear() and look-ups must not wait while a batch is copied.
-            payloads = [b"".join(batch.buffers[chosen[at]]) for at in reserved]
+            try:
+                payloads = [b"".join(batch.buffers[chosen[at]]) for at in reserved]
+            except BaseException:
+                with self._condition:
+                    self._bytes -= held
+                raise
             with self._condition:
                 digests = {batch.keys[chosen[at]][:IDENTITY_LENGTH] for at in reserved}
                 cleared = {digest for digest in digests if not still_wanted(digest)}

@@ -252,7 +252,7 @@ def test_a_start_does_not_wait_for_a_long_count_and_keeps_to_the_capacity_meanwh
 
 def test_in_a_large_directory_the_pages_just_written_stay(open_store, monkeypatch):
     """Of each part of the directory that was looked at everything went, whatever its age."""
-    monkeypatch.setattr("hicache_ext.storage.tiers.file.pages.upkeep._SAMPLE", 64)
+    monkeypatch.setattr("hicache_ext.storage.tiers.file.pages.eviction._SAMPLE", 64)
     capacity = 12 << 20
     store = open_store(capacity=capacity)
     old, new = page_keys(600, prefix="old"), page_keys(150, prefix="new")

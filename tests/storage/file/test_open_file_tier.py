@@ -231,13 +231,3 @@ def test_a_manifest_that_another_process_makes_between_two_looks_is_no_damaged_o
 
     monkeypatch.setattr(manifest, "format_and_layout", read_and_made)
     manifest.check_before_start(tmp_path, layout, "disk")
-
-
-@pytest.mark.parametrize(("given", "kept_open"), [({}, 512), ({"open_files": 16}, 16)])
-def test_the_bound_of_open_files_reaches_the_store_of_each_path(
-    tmp_path: Path, given: dict[str, int], kept_open: int
-) -> None:
-    paths = [str(tmp_path / name) for name in ("a", "b")]
-    store = opened(tmp_path, layout="slab", path=paths, **given)
-    assert [part._open_files for part in tier_of(store).parts] == [kept_open] * 2
-    store.close()

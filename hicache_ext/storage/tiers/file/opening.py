@@ -123,7 +123,7 @@ def _open_path(
         from hicache_ext.storage.tiers.file.slab.store import SlabStore
 
         try:
-            store = SlabStore(name, path, capacity=share, plan=plan, open_files=tier.open_files, **common)
+            store = SlabStore(name, path, capacity=share, plan=plan, **common)
         except OSError as error:
             raise StoreSetupError(name, f"directory {str(path)!r}: {error}") from error
     else:

@@ -41,7 +41,6 @@ from hicache_ext.storage.contract.base import TierStore
 from hicache_ext.storage.contract.clearing import Clearing
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiers.file.config import DEFAULT_OPEN_FILES
 from hicache_ext.storage.tiers.file.devices import IoPlan, Trouble, no_trouble
 from hicache_ext.storage.tiers.file.pages.tree import save_document
 
@@ -189,12 +188,10 @@ class PathStore(TierStore):
         metrics: TierMetrics | None = None,
         trouble: Trouble = no_trouble,
         evicted_age: RecentMean | None = None,
-        open_files: int = DEFAULT_OPEN_FILES,
     ) -> None:
         """``capacity`` in bytes for all processes together, None without a limit; ``ttl`` in seconds.
 
-        ``shared``: other machines have the directory, too. ``open_files``: descriptors that a layout keeps open between
-        calls, at most. ``trouble`` hears of every error of the medium,
+        ``shared``: other machines have the directory, too. ``trouble`` hears of every error of the medium,
         ``evicted_age`` how many seconds ago what is evicted was used. Raises StoreSetupError when the directory cannot
         be used.
         """
@@ -205,7 +202,6 @@ class PathStore(TierStore):
         self._plan = plan or IoPlan()
         self._ttl = ttl
         self._trouble = trouble
-        self._open_files = open_files
         self._clearing = Clearing(name)
         self._space_log = LimitedLog(logger, _NO_SPACE_SAID)
         self._bad_log = LimitedLog(logger)

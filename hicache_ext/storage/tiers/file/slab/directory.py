@@ -41,7 +41,6 @@ from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock
 from hicache_ext.runtime.file_signature import why_replaced
 from hicache_ext.runtime.members import Members, living_members
 from hicache_ext.runtime.whole_file import read_small, sync_whole, write_whole
-from hicache_ext.storage.tiers.file.config import DEFAULT_OPEN_FILES
 from hicache_ext.storage.tiers.file.manifest import adopt_slabs, slab_home
 from hicache_ext.storage.tiers.file.modes import SLAB_FILE
 from hicache_ext.storage.tiers.file.pages.scanning import BLOCK
@@ -73,6 +72,8 @@ _NOTE = re.compile(rb"([0-9]{13}) ([0-9a-f]{8})")
 _LONGEST_TICK = 10
 """Milliseconds by which the time of a file may lie before the time of the clock: a tick of the kernel."""
 _LOOK_INTERVAL = 1.0
+OPEN_FILES = 512
+"""Slabs that a process keeps open per path, at most."""
 
 _open_directories: dict[Path, SlabDirectory] = {}
 _opening: dict[Path, threading.Lock] = {}
@@ -81,9 +82,7 @@ _open_lock = threading.Lock()
 
 
 @contextmanager
-def slab_directory(
-    path: Path, tier: str, capacity: int, open_files: int = DEFAULT_OPEN_FILES
-) -> Iterator[SlabDirectory]:
+def slab_directory(path: Path, tier: str, capacity: int, open_files: int = OPEN_FILES) -> Iterator[SlabDirectory]:
     """The directory at ``path``, shared within this process, closed with its last user. ``capacity`` in bytes bounds
     the index that is made where nobody has one.
 
@@ -136,7 +135,7 @@ class _Descriptor:
 class SlabDirectory:
     """Use ``slab_directory``. Thread-safe."""
 
-    def __init__(self, path: Path, tier: str, capacity: int, open_files: int = DEFAULT_OPEN_FILES) -> None:
+    def __init__(self, path: Path, tier: str, capacity: int, open_files: int = OPEN_FILES) -> None:
         self.path = path
         self.home = slab_home(path)
         self.users = 0

@@ -162,7 +162,7 @@ class SlabStore(PathStore):
             self._plan.threads if mode == "direct" else min(self._plan.threads, processors)
             for mode in (self._plan.read, self._plan.write)
         )
-        directory = self._resources.enter_context(slab_directory(path, self.name, self._capacity, self._open_files))
+        directory = self._resources.enter_context(slab_directory(path, self.name, self._capacity))
         self._directory = directory
         self._index = directory.index
         self._io = SlotIo(directory, self._plan, self.metrics)
