@@ -1,6 +1,7 @@
 """The base of every wrapper around a PageStore: it forwards the contract, subclasses override what they change.
 
-Abilities beside the contract are not forwarded: ``ability`` finds them behind wrappers (abilities.py).
+Abilities besides the contract are not forwarded: ``ability`` finds them behind wrappers (abilities.py). The two
+questions that a tier asks its guards are, so that a tier without guards imports none.
 """
 
 from __future__ import annotations
