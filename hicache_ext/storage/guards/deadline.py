@@ -163,6 +163,7 @@ class Deadline:
                         if len(portion) == len(batch):
                             raise
                         logger.warning("hicache_ext: tier %s: a part of a call raised %r", self._store.name, error)
+                        self._store.metrics.add("error", "raised")
                         answers = [kind.ERROR] * len(portion)
                     for position, answer in zip(portion, answers, strict=True):
                         results[position] = answer

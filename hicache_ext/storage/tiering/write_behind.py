@@ -160,6 +160,7 @@ class WriteBehind:
             except BaseException:
                 with self._condition:
                     self._bytes -= held
+                    self._condition.notify_all()
                 raise
             with self._condition:
                 digests = {batch.keys[chosen[at]][:IDENTITY_LENGTH] for at in reserved}

@@ -6,7 +6,7 @@ calls them EXISTS: one recomputation heals a chain. What is found bad goes the w
 and removed only where the stored copy is bad.
 
 ``ttl``: pages written longer ago are misses, and a thread of its own frees their space before eviction would take good
-pages. The age counts from the write (in the envelope), not from the last use: docs/decisions/ttl-and-pins.md. Of
+pages. The age counts from the write (in the envelope), not from the last use: docs/decisions/layout-and-io-auto.md. Of
 several processes on a directory one at a time does it.
 """
 

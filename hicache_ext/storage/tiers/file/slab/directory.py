@@ -73,7 +73,7 @@ _LONGEST_TICK = 10
 """Milliseconds by which the time of a file may lie before the time of the clock: a tick of the kernel."""
 _LOOK_INTERVAL = 1.0
 OPEN_FILES = 512
-"""Slabs that a process keeps open per path, at most."""
+"""Descriptors of slabs that a process keeps open per path, at most."""
 
 _open_directories: dict[Path, SlabDirectory] = {}
 _opening: dict[Path, threading.Lock] = {}
