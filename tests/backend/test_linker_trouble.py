@@ -271,6 +271,8 @@ _RANK = """
 import sys
 from types import SimpleNamespace
 import torch.distributed as ranks
+from hicache_ext.testing.sglang_cpu import prepare_process
+prepare_process()
 from hicache_ext.sglang.linker import agreed
 rank, path = int(sys.argv[1]), sys.argv[2]
 ranks.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)

@@ -102,7 +102,7 @@ def running(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             "store_locations": ["pool"],
             "promote_to": "near",
             "roles": {"decode": {"retrieve_locations": []}},
-            "pd": {"hints": {"enabled": True, "interval": "100ms"}},
+            "pd": {"hints": {"enabled": True}},
         }
         # Keys that SGLang takes out on a prefill node and leaves in on a decode node, in a file that it cannot read.
         document = {**ExtraConfig.around(section), "prefetch_threshold": 64, "prefetch_timeout_base": 2}
