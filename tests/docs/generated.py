@@ -153,7 +153,7 @@ def _where(place: str, model: type[BaseModel]) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("[", "\\[")
+    return " ".join(text.split()).replace("|", "\\|").replace("[", "&#91;")
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------
