@@ -17,13 +17,6 @@ REAL_SERVERS = {
     "a prompt comes back after a flush, a kill and a restart, and damage costs a computation": (
         "tests/e2e/test_file_tier.py::test_a_prompt_is_restored_after_a_flush_a_restart_and_damage[slab]"
     ),
-    "the ranks of a model restore together, or compute": (
-        "tests/e2e/test_file_tier.py::test_two_ranks_restore_together_and_never_meet_one_rank[pages]"
-    ),
-    "every pool of a model with states comes back": (
-        "tests/e2e/test_hybrid_models.py::"
-        "test_all_pools_of_a_hybrid_model_are_restored_after_a_flush_and_a_restart[qwen3_next-1]"
-    ),
     "the linker and HiCache serve each other's pages, those of sliding windows too": (
         "tests/e2e/test_linker.py::test_all_pools_of_a_hybrid_model_pass_through_either_door[gemma4]"
     ),
@@ -32,10 +25,6 @@ REAL_SERVERS = {
     ),
     "a decode node stores to Redis what the next turn's prefill node restores": (
         "tests/e2e/test_pd_pair.py::test_the_second_turn_restores_what_the_decode_node_wrote"
-    ),
-    "two servers share a Mooncake pool, whose master dies and comes back": (
-        "tests/e2e/test_mooncake_tier.py::"
-        "test_what_one_server_computed_another_restores_and_a_dead_pool_costs_no_answer"
     ),
     "pages of other weights are never served": (
         "tests/e2e/test_weights_identity.py::"
@@ -46,9 +35,6 @@ REAL_SERVERS = {
     ),
     "metrics say what the answers say": (
         "tests/e2e/test_metrics.py::test_the_figures_of_a_server_are_those_of_its_answers"
-    ),
-    "without our hooks storage works, and the log says what is off": (
-        "tests/e2e/test_releases.py::test_storage_works_without_sglangs_plug_ins_and_says_what_is_off"
     ),
 }
 """Promise -> the test of it that starts real SGLang servers in ``make test``."""

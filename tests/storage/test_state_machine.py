@@ -38,7 +38,7 @@ TestMemoryPageStore = page_store_machine(Memory).TestCase
 TestPageFileStore = pytest.mark.thorough(page_store_machine(PageFiles).TestCase)
 TestPageFileStoreThatEvicts = page_store_machine(lambda: PageFiles(capacity=80 * 1024), evicts=True).TestCase
 TestSpreadStore = pytest.mark.thorough(pytest.mark.slow(page_store_machine(_Spread).TestCase))
-TestTieredStore = pytest.mark.slow(page_store_machine(TwoTiers).TestCase)
+TestTieredStore = pytest.mark.thorough(pytest.mark.slow(page_store_machine(TwoTiers).TestCase))
 
 for _case in (
     TestMemoryPageStore,

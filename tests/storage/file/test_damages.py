@@ -18,6 +18,7 @@ def file_system(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.mark.thorough
 def test_whatever_is_damaged_every_key_can_be_stored_and_read_after_one_restart():
     found = damages.run(damages=50, seed=9)
     assert found.problems == {}, "\n\n".join(found.stories)

@@ -303,6 +303,7 @@ def test_a_disk_that_is_full_when_the_code_was_compiled_leaves_python_and_a_warn
     assert (used.way, used.compilations) == ("python", [])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_module_beside_the_servers_script_is_not_taken_for_one_of_pythons_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
