@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+
+from hicache_ext.runtime.call_deadline import ending_at
 
 
 def wait_until(condition: Callable[[], Any], what: str = "what the test waits for", seconds: float = 60.0) -> float:
@@ -14,3 +17,8 @@ def wait_until(condition: Callable[[], Any], what: str = "what the test waits fo
         assert time.monotonic() - began < seconds, f"{what}: not there after {seconds:g} s"
         time.sleep(0.01)
     return time.monotonic() - began
+
+
+def ending_within(seconds: float) -> AbstractContextManager[None]:
+    """Calls of a store inside end within ``seconds``, as under guards."""
+    return ending_at(time.monotonic() + seconds)

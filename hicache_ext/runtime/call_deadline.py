@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 _deadline: ContextVar[float] = ContextVar("hicache_ext_call_deadline", default=math.inf)
@@ -26,11 +26,6 @@ def ending_at(deadline: float) -> Iterator[None]:
         yield
     finally:
         _deadline.reset(token)
-
-
-def ending_within(seconds: float) -> AbstractContextManager[None]:
-    """Calls inside end within ``seconds``."""
-    return ending_at(time.monotonic() + seconds)
 
 
 def call_deadline(longest: float) -> float:

@@ -11,7 +11,7 @@ import pytest
 
 from hicache_ext.config import RemoteTierConfig
 from hicache_ext.runtime.breaker import BreakerState
-from hicache_ext.runtime.call_deadline import call_deadline, ending_within
+from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.guards.breaker import BreakerSettings
 from hicache_ext.storage.guards.pipeline import LEAST_READ, LEAST_WRITE, GuardedStore, plan_guards
@@ -20,7 +20,7 @@ from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import HostPages, page_keys, read_pages, store_pages
 from tests.rigs.faults import PageStoreWrapper
 from tests.storage.guards.hung import KEY, Clock, HungStore, guard
-from tests.waiting import wait_until
+from tests.waiting import ending_within, wait_until
 
 READS, WRITES = 1.0, 5.0
 QUICK = 0.002

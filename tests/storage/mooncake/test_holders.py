@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from hicache_ext.runtime.call_deadline import ending_within
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import GetResult, PageStore, SetResult
 from hicache_ext.storage.guards.pipeline import guarded, plan_guards
@@ -20,6 +19,7 @@ from hicache_ext.testing.conformance.pages import page_keys, payload_of, read_pa
 from tests.rigs.mooncake_servers import MooncakeServers
 from tests.storage.mooncake.conftest import PATIENCE, tier_for
 from tests.storage.mooncake.raw_client import RawClient
+from tests.waiting import ending_within
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 

@@ -16,7 +16,6 @@ import pytest
 
 from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.page.memory import address_of
-from hicache_ext.runtime.call_deadline import ending_within
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.mooncake import engine as attachment_module
 from hicache_ext.storage.tiers.mooncake import holders as holders_module
@@ -32,7 +31,7 @@ from hicache_ext.storage.tiers.mooncake.transfers import (
     portions,
 )
 from hicache_ext.testing.conformance.pages import IDENTITY, HostPages, filled, page_keys, read_pages, store_pages
-from tests.waiting import wait_until
+from tests.waiting import ending_within, wait_until
 
 
 class RecordingClient:

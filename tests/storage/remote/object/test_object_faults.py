@@ -12,7 +12,6 @@ from pathlib import Path
 import obstore.store
 import pytest
 
-from hicache_ext.runtime.call_deadline import ending_within
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.object import reading, writing
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
@@ -29,7 +28,7 @@ from hicache_ext.testing.conformance.pages import (
 from tests.rigs.s3_server import ACCESS_KEY, S3Server
 from tests.storage.remote.object.bucket import RawBucket, s3_client
 from tests.storage.remote.object.fault_proxy import FaultProxy
-from tests.waiting import wait_until
+from tests.waiting import ending_within, wait_until
 
 # Real servers.
 pytestmark = pytest.mark.slow

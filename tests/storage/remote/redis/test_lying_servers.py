@@ -12,7 +12,6 @@ import pytest
 
 from hicache_ext.config import Secret
 from hicache_ext.errors import ProtocolError, StoreSetupError
-from hicache_ext.runtime.call_deadline import ending_within
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.redis import node
 from hicache_ext.storage.tiers.redis import store as store_module
@@ -27,6 +26,7 @@ from hicache_ext.testing.conformance.second_reader import write_page_object
 from tests.rigs.small_memory import run_in_small_memory
 from tests.storage.remote.redis.conftest import PATIENCE, set_timeout
 from tests.storage.remote.redis.fake_server import FakeServer
+from tests.waiting import ending_within
 
 SIZES = [40, 30]
 KEY = page_key("asked for")
