@@ -48,7 +48,7 @@ class WheelOfAnyPython(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-core = Extension(
+CORE = Extension(
     "hicache_ext.native.core",
     sorted(str(path.relative_to(ROOT)) for path in NATIVE.glob("*.c")),
     depends=sorted(str(path.relative_to(ROOT)) for path in NATIVE.glob("*.h")),
@@ -58,7 +58,7 @@ core = Extension(
 )
 
 setup(
-    ext_modules=[core],
+    ext_modules=[CORE],
     cmdclass={"build_ext": BuildCore, "bdist_wheel": WheelOfAnyPython},
     long_description=standing_alone((ROOT / "README.md").read_text(), _source, f"v{_version[1]}"),
     long_description_content_type="text/markdown",

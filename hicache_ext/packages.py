@@ -16,7 +16,6 @@ PACKAGES = {
     "mooncake": "mooncake-transfer-engine",
     "redis": "redis",
     "obstore": "obstore",
-    "numba": "numba",
     "zstandard": "zstandard",
     "matplotlib": "matplotlib",
     "opentelemetry": "opentelemetry-sdk opentelemetry-exporter-otlp",

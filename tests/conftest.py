@@ -10,10 +10,13 @@ import argparse
 import gc
 import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from hicache_ext import native
+from tests.native.sanitized import CORE_VARIABLE
 from tests.thorough import mark_what_is_thorough
 
 # Workers and servers share the machine's cores: threads of torch would wait for each other, for a third of the time.
@@ -25,6 +28,9 @@ settings.register_profile(
     "suite", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("suite")
+
+if CORE_VARIABLE in os.environ:
+    native.LIBRARY = Path(os.environ[CORE_VARIABLE])
 
 MISSING = "missing: "
 
@@ -63,16 +69,6 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # or some libraries complain at the end that their objects are still there
-
-
-@pytest.fixture(scope="session", autouse=True)
-def code_is_compiled() -> None:
-    """So that no test begins in Python and ends in compiled code."""
-    from hicache_ext.storage.tiers.file.slab import loading
-    from hicache_ext.storage.tiers.redis import talk_code
-
-    loading.part.wait()
-    talk_code.part.wait()
 
 
 @pytest.fixture(params=["compiled", "plain"])

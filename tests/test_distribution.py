@@ -102,10 +102,11 @@ def test_the_wheel_holds_the_modules_the_licence_and_nothing_else(built: Built) 
     with zipfile.ZipFile(built.wheel) as archive:
         packed = set(archive.namelist())
     package = {name for name in built.files if name.startswith("hicache_ext/")}
-    assert all(name.endswith((".py", "/py.typed", "/codec_texts.toml")) for name in package)
+    assert all(name.endswith((".py", "/py.typed", "/codec_texts.toml", ".h", ".c")) for name in package)
     about = f"hicache_ext-{__version__}.dist-info"
     names = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt", "licenses/LICENSE")
-    assert packed == package | {f"{about}/{name}" for name in names}
+    assert packed == package | {"hicache_ext/native/core.so"} | {f"{about}/{name}" for name in names}
+    assert built.wheel.name.startswith(f"hicache_ext-{__version__}-py3-none-linux_")
 
 
 def test_the_metadata_say_licence_versions_of_python_and_the_version_of_the_changelog(built: Built) -> None:
@@ -160,27 +161,31 @@ def test_an_installation_without_dependencies_runs_and_leaves_nothing_behind(bui
     where = run(str(python), "-c", "import hicache_ext; print(hicache_ext.__file__)", variables=with_packages)
     assert where.startswith(str(environment))
 
-    for directory in ("code_cache('file').place()[0]", "user_cache()"):
-        run(str(python), "-c", _KEEP.replace("DIRECTORY", directory), variables=with_packages)
-    (home / ".cache" / "hicache_ext" / "kernels").mkdir()
-    (home / ".cache" / "hicache_ext" / "kernels" / "some-gpu.json").write_text("{}")
-    listed = run(command, "caches", variables=with_packages)
-    assert len(listed.splitlines()) == 4 and str(environment) in listed and "some-gpu.json" in listed
-    assert run(command, "caches", "--remove", variables=with_packages).endswith("3 of 3 removed\n")
-    assert run(command, "caches", variables=with_packages) == "Nothing is kept outside of tiers.\n"
+    why_not = "from hicache_ext import native; print(native.why_not(), native.LIBRARY)"
+    loaded = run(str(python), "-c", why_not, variables=with_packages)
+    assert loaded.startswith(f"None {environment}")
 
     pip("uninstall", "--yes", "hicache-ext")
     assert _content(environment) == before
-    assert [path for path in _content(home) if path != ".cache"] == []
+    assert _content(home) == set()
 
 
-_KEEP = """\
-from hicache_ext.runtime.code_cache import code_cache
-from hicache_ext.runtime.user_cache import user_cache
-place = DIRECTORY
-place.mkdir(parents=True, exist_ok=True)
-code_cache("file").keep({"function": b"code"}, place)
-"""
+def test_without_a_compiler_it_is_installed_all_the_same_and_says_so(built: Built, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps", "--no-build-isolation"]
+    nothing = {**os.environ, "CC": "/nowhere/cc", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [*command, "-w", str(tmp_path), str(built.sdist)], capture_output=True, text=True, cwd=tmp_path, env=nothing
+    )
+    assert not done.returncode, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert "hicache_ext/native/core.so" not in archive.namelist()
+        archive.extractall(tmp_path / "installed")
+    ask = "from hicache_ext import native; print(native.core(), native.why_not())"
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, cwd=tmp_path, env=variables)
+    assert done.stdout == "None core.so was not built with this package\n", done.stderr
+    assert "install a C compiler (gcc)" in done.stderr
 
 
 def _content(directory: Path) -> set[str]:

@@ -25,7 +25,6 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import numpy.typing as npt
 
 logger = logging.getLogger(__name__)

@@ -104,7 +104,6 @@ RUNS: dict[str, list[tuple[str, int]]] = {
     "explain": [("hicache.yaml --tokens tokens.json", 1)],
     "warm": [("hicache.yaml --tokens tokens.json", 1)],
     "reload": [("hicache.yaml", 0), ("--check hicache.yaml", 0)],
-    "caches": [("", 0)],
     "plan": [
         (
             "--workload rate=1,span=10m --token-bytes 1KiB --nodes 2 --disk 1GB --pool 1GB --dwpd 1 --prefill-rate 100"

@@ -77,12 +77,6 @@ RULES = (
         why="at a terminal it asks; the tests have none, where it removes nothing without --yes",
     ),
     Rule("hicache-ext pins? "),
-    Rule(
-        "hicache-ext caches --remove",
-        How.PARSE,
-        why="it would remove the compiled code of whoever runs the tests; tests/test_distribution.py has it",
-    ),
-    Rule("hicache-ext caches"),
     Rule("hicache-ext unpin "),
     Rule(r"hicache-ext stats \S+ --once"),
     Rule(

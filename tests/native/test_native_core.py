@@ -1,0 +1,141 @@
+"""The library in C: loaded only if it is this package's, and called with the structs that it was built with."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import pkgutil
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hicache_ext
+from hicache_ext import native
+from hicache_ext.native import Arguments
+
+SOURCES = Path(native.__file__).parent
+_STRUCT = re.compile(r"^struct (\w+) \{$", re.MULTILINE)
+
+
+@pytest.fixture
+def compiler() -> str:
+    found = shutil.which("gcc")
+    if found is None:
+        pytest.skip("missing: gcc")
+    return found
+
+
+def test_it_is_there() -> None:
+    """All that the tests say of it would be said of Python otherwise."""
+    assert native.why_not() is None
+
+
+def _calls() -> list[type[Arguments]]:
+    """Every struct that the package has a class for."""
+    for module in pkgutil.walk_packages(hicache_ext.__path__, "hicache_ext."):
+        source = Path(module.module_finder.find_spec(module.name).origin)  # type: ignore[union-attr, call-arg, arg-type]
+        if "native" in source.read_text():
+            importlib.import_module(module.name)
+    found, waiting = [], [Arguments]
+    while waiting:
+        for one in waiting.pop().__subclasses__():
+            waiting.append(one)
+            found.append(one)
+    return [one for one in found if one.__module__.startswith("hicache_ext.")]
+
+
+def test_structs_lie_as_the_compiler_lays_them(compiler: str, tmp_path: Path) -> None:
+    calls = _calls()
+    names = {call: call.function.removeprefix("hicache_") for call in calls}
+    files = {file: set(_STRUCT.findall(file.read_text())) for file in sorted(SOURCES.glob("*.c"))}
+    in_headers = {name for file in SOURCES.glob("*.h") for name in _STRUCT.findall(file.read_text())}
+    expected: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
+    for file, structs in files.items():
+        here = [call for call in calls if names[call] in structs | in_headers]
+        lines = []
+        for call in here:
+            name = names[call]
+            expected[name] = [str(getattr(call, field).offset) for field, *_ in call._fields_]
+            offsets = ", ".join(f"offsetof(struct {name}, {field})" for field, *_ in call._fields_)
+            form = " ".join(["%zu"] * (len(call._fields_) + 1))
+            lines.append(f'    printf("{name} {form}\\n", {offsets}, sizeof(struct {name}));')
+            expected[name].append(str(len(call._fields_) * 8))
+        program = tmp_path / f"{file.stem}.c"
+        text = f'#include <stdio.h>\n#define HICACHE_VERSION 1\n#include "{file}"\nint main(void) {{\n'
+        program.write_text(text + "\n".join(lines) + "\n    return 0;\n}\n")
+        others = [str(other) for other in files if other != file]
+        command = [
+            compiler,
+            "-std=gnu11",
+            "-w",
+            "-DHICACHE_VERSION=1",
+            str(program),
+            *others,
+            "-o",
+            str(tmp_path / "a"),
+        ]
+        subprocess.run(command, check=True)
+        shown = subprocess.run([str(tmp_path / "a")], check=True, capture_output=True, text=True).stdout
+        found.update({name: offsets for name, *offsets in map(str.split, shown.splitlines())})
+    assert found == expected
+    assert set(names.values()) == set(expected)
+
+
+def test_every_function_has_a_class_and_a_comment() -> None:
+    functions = set()
+    for file in SOURCES.glob("*.c"):
+        text = file.read_text()
+        for match in re.finditer(r"^PUBLIC int64_t (hicache_\w+)\(", text, re.MULTILINE):
+            functions.add(match[1])
+    assert functions - {"hicache_bind"} == {call.function for call in _calls() if call.function in functions}
+
+
+@pytest.mark.parametrize("trouble", ["other sources", "no library", "damaged", "another library"])
+def test_another_library_is_never_called(trouble: str, compiler: str, tmp_path: Path, monkeypatch, caplog) -> None:
+    library = tmp_path / "core.so"
+    if trouble == "other sources":
+        files = [str(file) for file in SOURCES.glob("*.c")]
+        command = [compiler, "-std=gnu11", "-w", "-shared", "-fPIC", "-DHICACHE_VERSION=1", *files, "-o", str(library)]
+        subprocess.run(command, check=True)
+    elif trouble == "damaged":
+        library.write_bytes(b"not a library")
+    elif trouble == "another library":
+        subprocess.run([compiler, "-shared", "-x", "c", "/dev/null", "-o", str(library)], check=True)
+    monkeypatch.setattr(native, "LIBRARY", library)
+    native._say_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert native.core() is None and native.core() is None
+    reason = {
+        "other sources": "was built of other sources",
+        "no library": "core.so was not built with this package",
+        "damaged": "file too short",
+        "another library": "hicache_version",
+    }[trouble]
+    assert reason in str(native.why_not())
+    (said,) = caplog.messages
+    assert reason in said and native.REMEDY in said
+
+
+def test_an_edited_source_makes_another_version(tmp_path: Path) -> None:
+    for file in [*SOURCES.glob("*.c"), *SOURCES.glob("*.h")]:
+        shutil.copy(file, tmp_path / file.name)
+    assert native.sources_version(tmp_path) == native.sources_version()
+    (tmp_path / "core.h").write_text((SOURCES / "core.h").read_text() + "\n")
+    assert native.sources_version(tmp_path) != native.sources_version()
+
+
+def test_it_is_c11_without_a_warning(compiler: str, tmp_path: Path) -> None:
+    flags = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-fPIC", "-fwrapv", "-DHICACHE_VERSION=1"]
+    for file in SOURCES.glob("*.c"):
+        subprocess.run([compiler, *flags, "-c", str(file), "-o", str(tmp_path / "object")], check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the library is for Linux")
+def test_it_asks_nothing_but_the_c_library_of_the_system() -> None:
+    needed = subprocess.run(["readelf", "-d", str(native.LIBRARY)], capture_output=True, text=True, check=True).stdout
+    assert set(re.findall(r"NEEDED.*\[(.+)\]", needed)) <= {"libc.so.6"}
