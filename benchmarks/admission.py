@@ -28,7 +28,6 @@ from hicache_ext.cli.main import without_traceback
 from hicache_ext.storage.contract.store import PageKeys
 from hicache_ext.storage.tiering.admission import AdmissionPolicy
 from hicache_ext.storage.tiers.file.slab.index import new_index_in
-from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
 
 _BATCH = 128
 _REQUESTS = 6000
@@ -45,7 +44,6 @@ class Outcome:
 def replay(requests: Requests, capacity: int, policy: AdmissionPolicy | None) -> Outcome:
     """``policy``: None writes everything."""
     served = written = 0
-    wait_for_compiled_code()
     with tempfile.TemporaryDirectory() as directory, new_index_in(Path(directory), capacity * _SLOT_SIZE) as index:
         slab = index.begin_slab(_SLOT_SIZE, lambda _: capacity)
         assert slab is not None

@@ -34,7 +34,6 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from hicache_ext.config import ExtraConfig, load_config  # noqa: E402
 from hicache_ext.storage.contract.registry import open_tier  # noqa: E402
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult  # noqa: E402
-from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code  # noqa: E402
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -194,7 +193,6 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
     os.environ["HICACHE_BENCH_SEAL"] = secrets.token_hex(32)
-    wait_for_compiled_code()
     directory = Path(tempfile.mkdtemp(prefix="bench-seals-", dir=arguments.directory))
     try:
         lines = [

@@ -55,10 +55,11 @@ def open_backend(pools: Any, ours: Mapping[str, Any]) -> Any:
 
 
 def let_code_compile() -> None:
-    """Wait for it. Found by what it has: the module has not the same name in all checkouts."""
-    next(
-        module for module in sys.modules.values() if "wait_for_compiled_code" in getattr(module, "__dict__", {})
-    ).wait_for_compiled_code()
+    """In a checkout from before the native core: numba."""
+    for module in list(sys.modules.values()):
+        if "wait_for_compiled_code" in getattr(module, "__dict__", {}):
+            module.wait_for_compiled_code()
+            return
 
 
 def serve(answer: Callable[[Any], Any]) -> None:

@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import xxhash
 
+from hicache_ext import native
 from hicache_ext.page import envelope
 from hicache_ext.storage.contract.store import PageKeys
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, SlabFile, slab_directory
-from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab, SlotReferences
 
 IDENTITY = bytes(range(16))
@@ -146,8 +146,8 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=None, help="on a file system with 128 bytes a slot to spare")
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
-    if wait_for_compiled_code() is None:
-        raise SystemExit("numba is needed: pip install numba")
+    if native.core() is None:
+        raise SystemExit("the native core is needed")
     table: dict[int, dict[str, float]] = {}
     for slots in arguments.slots:
         place = Path(tempfile.mkdtemp(prefix="index-scale-", dir=arguments.directory))

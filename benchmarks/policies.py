@@ -28,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from benchmarks import replay_trace, workloads
+from hicache_ext import native
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.path_store import Served
 from hicache_ext.storage.tiers.file.slab import miniature_code
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
-from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
 
 Requests = Sequence[Sequence[int]]
 PARTS = (300, 30, 6)
@@ -164,8 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--before", type=Path, help="what --change --json wrote in another checkout: drawn, too")
     parser.add_argument("--cost", type=int, nargs="+", metavar="SLOTS", help="time writes into tiers of so many slots")
     options = parser.parse_args(arguments)
-    if wait_for_compiled_code() is None:
-        print("numba is missing: nothing follows anything", file=sys.stderr)
+    if native.core() is None:
+        print("without the native core nothing follows anything", file=sys.stderr)
         return 1
     for slots in options.cost or ():
         with_them, without = cost(slots)

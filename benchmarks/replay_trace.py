@@ -46,7 +46,6 @@ from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.eviction import Clock
 from hicache_ext.storage.tiers.file.slab import miniature_code, slot_code
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
-from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
 from hicache_ext.storage.tiers.file.slab.shapes import SlotReferences
 
 Requests = Sequence[Sequence[int]]
@@ -138,7 +137,6 @@ def served_by_the_index(
 ) -> Iterator[int]:
     """Blocks served of each request by a tier with so many slots. ``look`` is called after each. With ``policy`` the
     tier keeps to this candidate (``eviction.POLICIES``), whatever serves most."""
-    wait_for_compiled_code()
     with tempfile.TemporaryDirectory() as directory, new_index_in(Path(directory), capacity * _SLOT_SIZE) as index:
         slab = index.begin_slab(_SLOT_SIZE, lambda _: capacity)
         assert slab is not None

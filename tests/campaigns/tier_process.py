@@ -47,9 +47,9 @@ PATIENCE = 45.0
 """Seconds after which a call counts as hanging: far more than a busy machine needs."""
 
 _PROCESSES = multiprocessing.get_context("forkserver")
-"""Forked from a process that has all modules and compiled code already: loading them takes longer than most live."""
+"""Forked from a process that has all modules already: loading them takes longer than most live."""
 _PROCESSES.set_forkserver_preload(
-    ["tests.campaigns.compiled_beforehand", "tests.campaigns.tier_process", "hicache_ext.cli.main"]
+    ["tests.campaigns.imported_beforehand", "tests.campaigns.tier_process", "hicache_ext.cli.main"]
 )
 
 _Answer = TypeVar("_Answer")

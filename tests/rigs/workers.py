@@ -29,7 +29,7 @@ from hicache_ext.errors import HicacheExtError
 from tests.rigs.container import is_stopped, namespaces_missing
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.campaigns.compiled_beforehand", __name__])
+_CONTEXT.set_forkserver_preload(["tests.campaigns.imported_beforehand", __name__])
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC, _CLONE_NEWPID, _CLONE_NEWNET = (
     0x00020000,
