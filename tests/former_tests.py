@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 _PAST = "slabs, manifests and accounts of formats before 0.3 are gone; nothing was ever released"
 _KEY = "its configuration key is gone"
+_NUMBA = "nothing is compiled at run time, or kept: the native core is built with the package"
 
 FORMER = {
     **dict.fromkeys(
@@ -48,6 +49,49 @@ FORMER = {
             "test_the_bound_of_open_files_reaches_the_store_of_each_path",
         ),
         _KEY,
+    ),
+    **dict.fromkeys(
+        (
+            "test_a_compiler_that_does_not_end_is_ended",
+            "test_a_compiler_whose_server_was_killed_still_compiles_alone",
+            "test_a_configured_directory_is_the_only_one_that_is_written_and_the_first_that_is_read",
+            "test_a_disk_that_is_full_when_the_code_was_compiled_leaves_python_and_a_warning",
+            "test_a_file_of_another_account_is_refused",
+            "test_a_file_of_root_is_used_by_another_account",
+            "test_a_file_that_cannot_be_removed_is_named",
+            "test_a_file_that_cannot_be_written_to_its_end_leaves_nothing",
+            "test_a_file_that_is_not_whole_and_plain_is_refused_and_kept_anew",
+            "test_a_file_that_others_may_write_is_refused",
+            "test_a_linked_directory_is_not_followed",
+            "test_a_module_beside_the_servers_script_is_not_taken_for_one_of_pythons_own",
+            "test_a_store_is_there_at_once_while_its_code_is_compiled_by_another_process",
+            "test_a_store_without_compiled_code_works_and_says_once_why",
+            "test_a_stored_result_is_loaded_where_nothing_can_be_written",
+            "test_an_account_without_a_home_has_a_reason_too",
+            "test_another_version_does_not_find_it",
+            "test_code_for_another_processor_is_another_version",
+            "test_code_that_was_damaged_is_compiled_anew",
+            "test_everything_is_listed_and_nothing_changes",
+            "test_how_the_compiler_ended_is_known",
+            "test_it_is_found_where_nothing_can_be_written",
+            "test_looking_makes_no_directory",
+            "test_nothing_is_unpickled_of_a_file_that_is_refused",
+            "test_of_processes_that_start_at_the_same_time_one_compiles",
+            "test_outside_of_loading_nothing_is_compiled",
+            "test_the_doctor_names_the_setting_where_compiled_code_cannot_be_kept",
+            "test_the_doctor_says_before_and_after_that_code_is_compiled_and_keeps_json_clean",
+            "test_the_first_directory_that_can_be_written_takes_it",
+            "test_threads_that_need_it_at_the_same_time_have_one_code",
+            "test_what_another_account_wrote_is_not_loaded_and_a_warning_says_so",
+            "test_what_is_kept_is_found_and_readable_for_all_and_nothing_lies_beside_it",
+            "test_what_is_listed_is_removed_and_what_others_keep_there_stays",
+            "test_what_is_missing_is_not_compiled",
+            "test_what_root_compiled_is_loaded_by_another_account",
+            "test_where_compiled_code_cannot_be_kept_python_works_at_once_and_one_warning_names_the_setting",
+            "test_where_no_directory_can_be_written_each_has_its_reason",
+            "test_the_socket_of_a_server_that_runs_is_left_alone",
+        ),
+        _NUMBA,
     ),
     "test_a_decode_node_that_would_copy_memory_given_away_is_refused": "SGLang 0.5.20 alone did so",
     "test_documented_extras_are_those_that_pip_can_install": "hints name packages, and no extras",
