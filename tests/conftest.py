@@ -10,6 +10,7 @@ import argparse
 import gc
 import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -75,18 +76,16 @@ def code_is_compiled() -> None:
     talk_code.part.wait()
 
 
-@pytest.fixture(params=["compiled", "plain"])
-def batch_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the compiled functions of batch_code.py, and without."""
-    from hicache_ext.page import batch_code
-    from hicache_ext.storage.tiers.file.slab.loading import compiled_code
+@pytest.fixture(params=["native", "plain"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With the native core, and without."""
+    from hicache_ext import native
 
-    code = compiled_code()
     if request.param == "plain":
-        for name in code.batch_kernels if code else ():
-            monkeypatch.setattr(batch_code, name, None)
-    elif code is None:
-        pytest.skip("missing: numba, or what it compiles for")
+        monkeypatch.setattr(native, "LIBRARY", Path("/nowhere"))
+    elif native.core() is None:
+        pytest.skip("missing: the native core")
+    return str(request.param)
 
 
 @pytest.hookimpl

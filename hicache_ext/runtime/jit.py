@@ -28,7 +28,6 @@ _SOURCES = (
     "runtime/jit.py",
     "runtime/vectored.py",
     "runtime/native_calls.py",
-    "page/batch_code.py",
     "page/envelope_code.py",
     "page/transforms/plane_code.py",
     "page/transforms/row_code.py",
