@@ -29,8 +29,6 @@ _SOURCES = (
     "runtime/vectored.py",
     "runtime/native_calls.py",
     "page/envelope_code.py",
-    "page/transforms/plane_code.py",
-    "page/transforms/row_code.py",
     "storage/tiers/file/eviction.py",
     "storage/tiers/file/slab/miniature_code.py",
     "storage/tiers/file/slab/slot_code.py",
