@@ -28,7 +28,6 @@ import numpy.typing as npt
 from benchmarks.real_fleet import Replayed, costs, features, nodes_of, replay
 from benchmarks.replay_trace import multi_turn
 from hicache_ext.cli.main import without_traceback
-from hicache_ext.plan import cache_code
 from hicache_ext.plan.fleet import (
     HINTED,
     NEAR,
@@ -167,7 +166,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", type=int, metavar="REQUESTS", help="compare with real tiers instead")
     parser.add_argument("--report", type=Path, help="write the tables here")
     options = parser.parse_args(arguments)
-    cache_code.compile_now()
     words = shlex.join(sys.argv[1:] if arguments is None else arguments)
     facts = {"command": f"python -m benchmarks.fleet_on_paper {words}", "date": time.strftime("%Y-%m-%d")}
     facts |= {"machine": f"{platform.machine()}, {os.cpu_count()} cores", "python": platform.python_version()}

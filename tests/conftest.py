@@ -71,18 +71,14 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # or some libraries complain at the end that their objects are still there
 
 
-@pytest.fixture(params=["compiled", "plain"])
-def batch_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the compiled functions of batch_code.py, and without."""
-    from hicache_ext.page import batch_code
-    from hicache_ext.storage.tiers.file.slab.loading import compiled_code
-
-    code = compiled_code()
+@pytest.fixture(params=["native", "plain"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With the native core, and without."""
     if request.param == "plain":
-        for name in code.batch_kernels if code else ():
-            monkeypatch.setattr(batch_code, name, None)
-    elif code is None:
-        pytest.skip("missing: numba, or what it compiles for")
+        monkeypatch.setattr(native, "LIBRARY", Path("/nowhere"))
+    elif native.core() is None:
+        pytest.skip("missing: the native core")
+    return str(request.param)
 
 
 @pytest.hookimpl

@@ -80,13 +80,13 @@ def our_texts() -> dict[str, str]:
 
 
 def _measured(arguments: argparse.Namespace, texts: Mapping[str, str], page_tokens: int) -> dict[str, Any]:
-    from hicache_ext.page.transforms import planes, rows
+    from hicache_ext import native
     from hicache_ext.page.transforms.lossless import LosslessCodec
     from hicache_ext.page.transforms.lossy import LossyCodec
+    from hicache_ext.page.transforms.rows import Code
 
     lossy = arguments.codec in LOSSY_CODECS
-    codec = LossyCodec(rows.Code(arguments.codec)) if lossy else LosslessCodec()
-    compiled = all(part.wait() is not None for part in (planes.part, rows.part))
+    codec = LossyCodec(Code(arguments.codec)) if lossy else LosslessCodec()
     model = ModelUnderTest(arguments.model, arguments.device, float32=arguments.float32)
     checked = check(model, codec, texts, page_tokens=page_tokens)
     total = checked.total()
@@ -104,7 +104,7 @@ def _measured(arguments: argparse.Namespace, texts: Mapping[str, str], page_toke
         "device": checked.device,
         "float32": arguments.float32,
         "page_tokens": page_tokens,
-        "compiled": compiled,
+        "native": native.core() is not None,
         "predictions": total.predictions,
         "mean_kl": total.mean_kl,
         "agreement": total.agreement,
@@ -159,7 +159,7 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
         f"  {'rounding alone':{width}}  {'':>11}  {rounding['mean_kl']:<8.2g}  {rounding['agreement']:.4f}",
         "",
         f"  ratio {report['ratio']:.3f}, {report['ratio_stored']:.3f} as stored; {speeds[0]} GB/s to encode, "
-        f"{speeds[1]} to decode, one thread{'' if report['compiled'] else ', without compiled code'}",
+        f"{speeds[1]} to decode, one thread{'' if report['native'] else ', without the native core'}",
     ]
     if report["inexact_share"] < 1 and codec in LOSSY_CODECS:
         lines.append(f"  {1 - report['inexact_share']:.2%} of the bytes came back to the bit")

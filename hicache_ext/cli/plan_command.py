@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +11,7 @@ from hicache_ext.cli.output import describe, show
 from hicache_ext.config import check_document, parse_size
 from hicache_ext.config.render import as_yaml, launch_lines
 from hicache_ext.errors import ConfigError, RecordingError
-from hicache_ext.packages import how_to_install, need
-from hicache_ext.plan.cache_code import compile_now
+from hicache_ext.packages import need
 from hicache_ext.plan.fleet import ROUTERS, Fleet
 from hicache_ext.plan.model import PEAK_TFLOPS, ModelSize, PrefillRate, estimated, given_size, read_model
 from hicache_ext.plan.report import Asked, Hardware, configuration, page_of, pictures, plan_of
@@ -79,9 +77,6 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError("--plot", f"{arguments.plot!r} is not accepted", "a file that ends in .png")
         need("matplotlib")
     given = _asked(arguments)
-    if not compile_now():
-        note = f"numba is not installed, so that this takes far longer: {how_to_install('numba')}"
-        print(f"note: {note}", file=sys.stderr)
     plan = plan_of(given)
     disk = arguments.disk if given.hardware.disk else None
     document = configuration(disk, bool(given.hardware.pool))

@@ -70,7 +70,7 @@ struct number_pages {
 };
 
 /* Returns how many groups are exactly the tokens of their page, in order. */
-PUBLIC int64_t hicache_number_pages(const struct number_pages *call)
+WIDE PUBLIC int64_t hicache_number_pages(const struct number_pages *call)
 {
     int64_t sound = 0;
     for (int64_t page = 0; page < call->number_count; page++) {
@@ -95,10 +95,14 @@ struct address_pages {
     int64_t *addresses; /* Receives where each run of each page begins. */
 };
 
-PUBLIC int64_t hicache_address_pages(const struct address_pages *call)
+WIDE PUBLIC int64_t hicache_address_pages(const struct address_pages *call)
 {
-    for (int64_t page = 0; page < call->number_count; page++)
-        for (int64_t run = 0; run < call->run_count; run++)
-            call->addresses[page * call->run_count + run] = call->starts[run] + call->numbers[page] * call->strides[run];
+    const int64_t *restrict starts = call->starts, *restrict strides = call->strides, runs = call->run_count;
+    for (int64_t page = 0; page < call->number_count; page++) {
+        const int64_t number = call->numbers[page];
+        int64_t *restrict addresses = call->addresses + page * runs;
+        for (int64_t run = 0; run < runs; run++)
+            addresses[run] = starts[run] + number * strides[run];
+    }
     return 0;
 }

@@ -8,17 +8,21 @@ are not simulated.
 from __future__ import annotations
 
 import heapq
+import os
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.plan import cache_code
+from hicache_ext import native
+from hicache_ext.errors import HicacheExtError
+from hicache_ext.native import address
 from hicache_ext.plan.traces import Trace
+from hicache_ext.storage.tiers.file import eviction
 
-Policy = str
-"""One of ``cache_code.POLICIES``: a candidate of the file tier's, or "lru"."""
+POLICIES = (*eviction.POLICIES, "lru")
+"""The file tier's candidates; least recently used, as of a pool that goes by it."""
 Router = Literal["random", "session", "prefix"]
 ROUTERS: tuple[str, ...] = get_args(Router)
 NEAR, POOL, COMPUTED, WRITTEN_NEAR, WRITTEN_POOL, HINTED = range(6)
@@ -41,8 +45,20 @@ class Fleet:
     """Decode nodes write what they generate to the pool."""
     hints: bool = False
     """And the node that will be asked next brings it near."""
-    near_policy: Policy = cache_code.POLICIES[0]
-    pool_policy: Policy = "lru"
+    near_policy: str = POLICIES[0]
+    """One of ``POLICIES``."""
+    pool_policy: str = "lru"
+
+
+_STATE_WORDS, _WRITTEN = 7, 4
+
+
+class _Replay(native.Arguments):
+    function = "hicache_replay"
+    _fields_ = native.words(
+        "offsets request_count blocks nodes node_count near_capacity near_ghosts near_policy"
+        " pool_capacity pool_ghosts pool_policy promotes hints ahead out states"
+    )
 
 
 @dataclass(slots=True)
@@ -52,11 +68,16 @@ class Outcome:
     fleet: Fleet
     per_request: npt.NDArray[np.int64]
     nodes: npt.NDArray[np.int32]
-    written_by_node: npt.NDArray[np.int64]
+    states: npt.NDArray[np.int64]
+    """Of the cache of each node, and of the pool: ``struct state`` of native/plan.c."""
     totals: npt.NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
         self.totals = self.per_request.sum(axis=0)
+
+    @property
+    def written_by_node(self) -> npt.NDArray[np.int64]:
+        return self.states[:-1, _WRITTEN]
 
     @property
     def uses(self) -> int:
@@ -74,33 +95,32 @@ class Outcome:
 def simulate(trace: Trace, fleet: Fleet, nodes: npt.NDArray[np.int32] | None = None) -> Outcome:
     """``nodes``: what ``routed`` says, where that is known already.
 
-    Raises ValueError for hints without decode nodes, or without a pool.
+    Raises ValueError for hints without decode nodes, or without a pool; HicacheExtError without the native core: Python
+    would take a hundred times as long; OSError where memory is short.
     """
     if fleet.hints and not (fleet.decode and fleet.pool != 0):
         raise ValueError("hints tell of what decode nodes write to a pool")
-    cache_code.compile_now()
-    if nodes is None:
-        nodes = routed(trace, fleet.nodes, fleet.router)
-    near, pool = _capacity(fleet.near, trace), _capacity(fleet.pool, trace)
-    caches = cache_code.new_caches(fleet.nodes if near else 1, max(1, near), ghosts=None if near else 0)
-    shared = cache_code.new_caches(1, max(1, pool), ghosts=0 if fleet.pool_policy == "lru" or not pool else None)
-    policies = [cache_code.POLICIES.index(policy) for policy in (fleet.near_policy, fleet.pool_policy)]
-    settings = (near > 0, pool > 0, *policies, fleet.promote, fleet.hints)
+    reason = native.why_not()
+    core = native.core() if reason is None else None
+    if core is None:
+        raise HicacheExtError(f"a plan needs the native core: {reason}; {native.REMEDY}")
+    nodes = np.ascontiguousarray(routed(trace, fleet.nodes, fleet.router) if nodes is None else nodes, np.int32)
+    near, pool = _cache(fleet.near, fleet.near_policy, trace), _cache(fleet.pool, fleet.pool_policy, trace)
     ahead = _generated(trace) if fleet.decode else np.zeros((len(trace), 3), np.int64)
-    out = np.zeros((len(trace), 6), np.int64)
-    cache_code.replay(
-        trace.offsets,
-        trace.blocks,
-        nodes,
-        caches,
-        shared,
-        np.array(settings, np.int64),
-        ahead,
-        0,
-        len(trace),
-        out,
-    )
-    return Outcome(fleet, out, nodes, caches.state[:, cache_code.WRITTEN].copy())
+    out, states = np.zeros((len(trace), 6), np.int64), np.zeros((fleet.nodes + 1, _STATE_WORDS), np.int64)
+    requests = address(trace.offsets), len(trace), address(trace.blocks), address(nodes), fleet.nodes
+    found = address(ahead), address(out), address(states)
+    failed = core(_Replay(*requests, *near, *pool, fleet.promote, fleet.hints, *found))
+    if failed:
+        raise OSError(-failed, os.strerror(-failed), "a fleet of this size")
+    return Outcome(fleet, out, nodes, states)
+
+
+def _cache(given: int | None, policy: str, trace: Trace) -> tuple[int, int, int]:
+    """Capacity, ghosts and policy of caches."""
+    capacity = _capacity(given, trace)
+    ghosts = 0 if policy == "lru" or not capacity else eviction.EvictionPolicy(capacity).ghost_limit
+    return capacity, ghosts, POLICIES.index(policy)
 
 
 def _capacity(given: int | None, trace: Trace) -> int:

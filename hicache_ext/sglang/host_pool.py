@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hicache_ext import native
 from hicache_ext.errors import UnsupportedError
-from hicache_ext.page import batch_code
+from hicache_ext.native import address
 from hicache_ext.page.identity import PoolIdentity
 from hicache_ext.page.memory import Addresses, PageMemory, Segments
-from hicache_ext.runtime.jit import is_compiled
 from hicache_ext.sglang.releases import format_facts, pool_fact
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, SetResult
 
@@ -52,6 +52,16 @@ _SPLIT_WITH_HEADS = ("head_num", "size_per_token")
 _MS_ASYNC = 1
 
 
+class _NumberPages(native.Arguments):
+    function = "hicache_number_pages"
+    _fields_ = native.words("indices page_size page_count numbers number_count")
+
+
+class _AddressPages(native.Arguments):
+    function = "hicache_address_pages"
+    _fields_ = native.words("numbers number_count starts strides run_count addresses")
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
     """One contiguous run of bytes of every page: page p has it at ``p * stride`` in ``memory``."""
@@ -68,6 +78,8 @@ class _Part(NamedTuple):
     strides: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
     page_bytes: int
+    of_runs: tuple[int, int, int]
+    """For ``_AddressPages``: where the first two are, and how long."""
 
 
 class PoolPages:
@@ -107,9 +119,10 @@ class PoolPages:
         if host_indices.dtype is not torch.int64 or not host_indices.is_cpu:
             host_indices = host_indices.detach().cpu().to(torch.int64)
         indices: npt.NDArray[np.int64] = np.ascontiguousarray(host_indices.numpy()).reshape(pages, self.page_size)
-        if is_compiled(batch_code.number_pages) and indices.flags.aligned:
+        if (core := native.core()) and indices.flags.aligned:
             numbers = np.empty(pages, np.int64)
-            if batch_code.number_pages(indices.reshape(-1), self.page_size, self._page_count, numbers) == pages:
+            of_pool = self.page_size, self._page_count
+            if core(_NumberPages(address(indices), *of_pool, address(numbers), pages)) == pages:
                 return numbers, None
         numbers = indices[:, 0] // self.page_size
         aligned = indices == (numbers * self.page_size)[:, None] + self._tokens
@@ -166,7 +179,8 @@ class HostPages(PoolPages):
         addresses, strides, sizes = (
             np.array([getattr(run, name) for run in runs], np.int64) for name in ("address", "stride", "size")
         )
-        return _Part(addresses, strides, sizes, sum([run.size for run in runs]))
+        of_runs = address(addresses), address(strides), len(runs)
+        return _Part(addresses, strides, sizes, sum([run.size for run in runs]), of_runs)
 
     @property
     def segment_sizes(self) -> tuple[int, ...]:
@@ -175,10 +189,10 @@ class HostPages(PoolPages):
 
     def memory_of(self, page_numbers: npt.NDArray[np.int64], part: int = 0) -> PageMemory:
         """``buffers_of`` these pages, made lazily."""
-        starts, strides, sizes, page_bytes = self._parts[part]
-        if is_compiled(batch_code.address_pages):
+        starts, strides, sizes, page_bytes, of_runs = self._parts[part]
+        if core := native.core():
             pages = np.empty((len(page_numbers), len(starts)), np.int64)
-            batch_code.address_pages(page_numbers, starts, strides, pages)
+            core(_AddressPages(address(page_numbers), len(page_numbers), *of_runs, address(pages)))
         else:
             pages = starts + page_numbers[:, None] * strides
         return PageMemory(Addresses(pages, sizes, page_bytes), lambda: self.buffers_of(page_numbers.tolist(), part))

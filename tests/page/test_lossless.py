@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 import sys
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hicache_ext import native
 from hicache_ext.errors import FormatError, MissingPackageError
-from hicache_ext.page.transforms import lossless, planes
+from hicache_ext.page.transforms import lossless
 from hicache_ext.page.transforms.lossless import LosslessCodec, rooms_of
 from tests.page.damages import damaged_in_one_way
 
@@ -64,16 +66,6 @@ def _encoded(pages: lossless.LosslessPages, content: bytes) -> bytes | None:
     return bytes(memory[:length]) or None
 
 
-@pytest.fixture(params=["compiled", "numpy"])
-def way(request, monkeypatch) -> str:
-    if request.param == "numpy":
-        monkeypatch.setattr(planes.part, "code", lambda: None)
-    else:
-        pytest.importorskip("numba")
-        assert planes.part.wait() is not None
-    return request.param
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pages_come_back_to_the_bit_and_take_fewer_bytes(dtype: str, way: str) -> None:
     content = page_of(dtype)
@@ -87,14 +79,13 @@ def test_pages_come_back_to_the_bit_and_take_fewer_bytes(dtype: str, way: str) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_compiled_code_and_numpy_give_equal_bytes(dtype: str, monkeypatch) -> None:
-    pytest.importorskip("numba")
-    assert planes.part.wait() is not None
+def test_the_core_and_numpy_give_equal_bytes(dtype: str, monkeypatch) -> None:
     content = page_of(dtype, 64 << 10)
     pages = LosslessCodec().for_pages(_document(dtype), len(content))
-    compiled = _encoded(pages, content)
-    monkeypatch.setattr(planes.part, "code", lambda: None)
-    assert _encoded(pages, content) == compiled
+    assert native.core() is not None
+    encoded = _encoded(pages, content)
+    monkeypatch.setattr(native, "LIBRARY", Path("/nowhere"))
+    assert _encoded(pages, content) == encoded
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

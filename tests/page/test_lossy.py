@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hicache_ext import native
 from hicache_ext.errors import FormatError
-from hicache_ext.page.transforms import lossy, planes, rows
+from hicache_ext.page.transforms import lossy, rows
 from hicache_ext.page.transforms.lossless import LosslessPages
 from hicache_ext.page.transforms.lossy import LossyCodec, LossyPages, lossy_fact
 from hicache_ext.page.transforms.rows import Code
@@ -20,17 +22,6 @@ from tests.page.test_lossless import page_of
 pytest.importorskip("zstandard")
 
 SIZE = 64 << 10
-
-
-@pytest.fixture(params=["compiled", "numpy"])
-def way(request, monkeypatch) -> str:
-    if request.param == "numpy":
-        monkeypatch.setattr(rows.part, "code", lambda: None)
-        monkeypatch.setattr(planes.part, "code", lambda: None)
-    else:
-        pytest.importorskip("numba")
-        assert rows.part.wait() is not None and planes.part.wait() is not None
-    return request.param
 
 
 def document(dtype: str = "bfloat16", **geometry: Any) -> dict[str, Any]:
@@ -84,15 +75,13 @@ def test_what_comes_back_is_close_to_what_was_computed(code: Code, error: float,
 
 
 @pytest.mark.parametrize("code", Code)
-def test_compiled_code_and_numpy_give_equal_bytes(code: Code, monkeypatch) -> None:
-    pytest.importorskip("numba")
-    assert rows.part.wait() is not None
+def test_the_core_and_numpy_give_equal_bytes(code: Code, monkeypatch) -> None:
     content = page_of("bfloat16", SIZE)
     pages = pages_for(code)
-    compiled = encoded_by(pages, content)
-    monkeypatch.setattr(rows.part, "code", lambda: None)
-    monkeypatch.setattr(planes.part, "code", lambda: None)
-    assert encoded_by(pages, content) == compiled
+    assert native.core() is not None
+    encoded = encoded_by(pages, content)
+    monkeypatch.setattr(native, "LIBRARY", Path("/nowhere"))
+    assert encoded_by(pages, content) == encoded
 
 
 @pytest.mark.parametrize("code", Code)

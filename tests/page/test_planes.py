@@ -1,26 +1,22 @@
-"""Numbers taken apart into planes: compiled and with numpy."""
+"""Numbers taken apart into planes: by the native core and with numpy."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_ext.page.transforms import planes
+from hicache_ext import native
 from hicache_ext.page.transforms.planes import SPLITS, Split
-from hicache_ext.runtime import jit
-
-pytest.importorskip("numba")
 
 
-@pytest.fixture(scope="module")
-def kernels():
-    code = planes.part.wait()
-    assert code is not None, planes.part.why_not()
-    return code.kernels
+def at_address(content: np.ndarray, start: int) -> np.ndarray:
+    """A copy of bytes that begins so far behind a whole word."""
+    memory = np.zeros(content.size + 16, np.uint8)
+    begin = -memory.ctypes.data % 8 + start
+    memory[begin : begin + content.size] = content
+    return memory[begin : begin + content.size]
 
 
 def _pages(split: Split):
@@ -43,51 +39,55 @@ def test_numpy_joins_what_it_split(split: Split) -> None:
 
 
 @pytest.mark.parametrize("split", SPLITS.values(), ids=str)
-def test_compiled_code_and_numpy_make_equal_planes(split: Split, kernels) -> None:
-    @given(_pages(split))
-    def check(content: bytes) -> None:
+def test_the_core_and_numpy_make_equal_planes_at_any_address(split: Split) -> None:
+    assert native.core() is not None
+
+    @given(_pages(split), st.integers(0, 7))
+    def check(content: bytes, start: int) -> None:
         page = np.frombuffer(content, np.uint8)
-        compiled, plain = _planes_of(split, content), _planes_of(split, content)
-        kernels[f"split_{split.bits}"](page, *compiled)
+        made, plain = ([at_address(plane, start) for plane in _planes_of(split, content)] for _ in range(2))
+        split.split(at_address(page, start), *made)
         split.split_with_numpy(page, *plain)
-        assert [plane.tobytes() for plane in compiled] == [plane.tobytes() for plane in plain]
-        joined = np.zeros_like(page)
-        kernels[f"join_{split.bits}"](*compiled, joined)
+        assert [plane.tobytes() for plane in made] == [plane.tobytes() for plane in plain]
+        joined = at_address(np.zeros_like(page), start)
+        split.join(*made, joined)
         assert joined.tobytes() == content
 
     check()
 
 
-def test_the_top_of_16_bits_is_the_exponent_of_a_bfloat16() -> None:
+@pytest.mark.parametrize("split", SPLITS.values(), ids=str)
+def test_the_core_writes_into_its_planes_alone(split: Split) -> None:
+    memory = np.full(3 * 4096, 7, np.uint8)
+    page = np.random.default_rng(2).integers(0, 256, 4 * 257, np.uint8)
+    sizes = split.planes(page.size)
+    top, rest = memory[100 : 100 + sizes[0]], memory[4096 : 4096 + sizes[1]]
+    split.split(page, top, rest)
+    joined = memory[8192 : 8192 + page.size]
+    split.join(top, rest, joined)
+    assert np.array_equal(joined, page)
+    top[:], rest[:], joined[:] = 7, 7, 7
+    assert (memory == 7).all()
+
+
+def test_the_top_of_16_bits_is_the_exponent_of_a_bfloat16(way: str) -> None:
     page = np.array([0x3F80, 0xBF80, 0x4000, 0x0001], "<u2").view(np.uint8)
     top, rest = np.zeros(4, np.uint8), np.zeros(4, np.uint8)
-    SPLITS[16].split_with_numpy(page, top, rest)
+    SPLITS[16].split(page, top, rest)
     assert (top.tolist(), rest.tolist()) == ([127, 127, 128, 0], [0, 1, 0, 2])
 
 
-def test_the_top_of_8_bits_is_the_exponents_of_two_neighbours() -> None:
+def test_the_top_of_8_bits_is_the_exponents_of_two_neighbours(way: str) -> None:
     page = np.array([0b0_0111_101, 0b1_1000_010], np.uint8)
     top, rest = np.zeros(1, np.uint8), np.zeros(1, np.uint8)
-    SPLITS[8].split_with_numpy(page, top, rest)
+    SPLITS[8].split(page, top, rest)
     assert (top[0], rest[0]) == (0b1000_0111, 0b1010_0101)
 
 
 @pytest.mark.parametrize("sizes", [(8, 3, 4), (8, 4, 5), (7, 3, 4), (8, 4, 3)])
-def test_planes_of_other_sizes_are_refused_before_compiled_code_sees_them(sizes: tuple[int, int, int]) -> None:
+def test_planes_of_other_sizes_are_refused_before_the_core_sees_them(sizes: tuple[int, int, int]) -> None:
     page, top, rest = (np.zeros(size, np.uint8) for size in sizes)
     with pytest.raises(ValueError, match="16 bits"):
         SPLITS[16].split(page, top, rest)
     with pytest.raises(ValueError, match="16 bits"):
         SPLITS[16].join(top, rest, page)
-
-
-@pytest.mark.parametrize("name", [f"{what}_{bits}" for what in ("split", "join") for bits in (8, 16, 32)])
-def test_kernels_that_do_something_else_than_numpy_are_not_used(name: str, kernels) -> None:
-    wrong = {**kernels, name: lambda *_: None}
-    planes.check_kernels(kernels)
-    with pytest.raises(ImportError, match="its planes are not those of this version"):
-        planes.check_kernels(wrong)
-
-
-def test_its_source_is_among_those_that_compiled_code_depends_on() -> None:
-    assert str(Path("page/transforms/plane_code.py")) in jit._SOURCES

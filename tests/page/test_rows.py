@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from hicache_ext import native
+from hicache_ext.native import address
 from hicache_ext.page.transforms import rows
 from hicache_ext.page.transforms.rows import KINDS, Code, Rows
+from tests.page.test_planes import at_address
 
 LENGTH = 64
 ERRORS = {Code.INT8: 0.5 * 129 / 127 / 127, Code.FP8: 0.5 / 8}
 """Of a number, in parts of the largest one of its row: half a step of the scale, which is rounded up. Of fp8, half of
 the last place of the largest number."""
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 0.0}
-
-
-@pytest.fixture(params=["compiled", "numpy"])
-def way(request, monkeypatch) -> str:
-    if request.param == "numpy":
-        monkeypatch.setattr(rows.part, "code", lambda: None)
-    else:
-        pytest.importorskip("numba")
-        assert rows.part.wait() is not None
-    return request.param
 
 
 def words_of(numbers: np.ndarray, dtype: str) -> np.ndarray:
@@ -69,10 +66,8 @@ def test_fp8_keeps_small_numbers_of_a_row_to_four_bits(dtype: str, way: str) -> 
 @pytest.mark.parametrize("code", Code)
 @pytest.mark.parametrize("dtype", KINDS)
 def test_numbers_between_the_codes_of_fp8_and_the_steps_of_halves_are_rounded_alike(dtype: str, code: Code) -> None:
-    """Compiled code and numpy, over all bits of a number: denormal, at the limits, negative."""
-    pytest.importorskip("numba")
-    compiled = rows.part.wait()
-    assert compiled is not None
+    """The core and numpy, over all bits of a number: denormal, at the limits, negative."""
+    assert native.core() is not None
     random = np.random.default_rng(1)
     page = random.integers(0, 1 << 16, 400 * LENGTH * (2 if dtype == "float32" else 1), np.uint16)
     if dtype == "float16":
@@ -91,6 +86,40 @@ def test_numbers_between_the_codes_of_fp8_and_the_steps_of_halves_are_rounded_al
         restore(scales, codes, back)
         made.append((scales, codes, back))
     assert all(np.array_equal(*pair) for pair in zip(*made, strict=True))
+
+
+@pytest.mark.parametrize("code", Code)
+@pytest.mark.parametrize("dtype", KINDS)
+def test_every_bit_of_a_page_is_quantised_and_restored_alike_at_any_address(dtype: str, code: Code) -> None:
+    """The core and numpy: also of infinities and NaNs, rows of any length, and scales that nobody writes."""
+    core = native.core()
+    assert core is not None
+
+    @given(st.integers(1, 70), st.integers(0, 5), st.integers(0, 3), st.booleans(), st.randoms(use_true_random=False))
+    def check(length: int, count: int, start: int, harmless: bool, chance: random.Random) -> None:
+        how = Rows(dtype, length, code)
+        numbers = length * count
+        content = np.frombuffer(chance.randbytes(2 * how.words * numbers), np.uint16).copy()
+        if harmless:
+            # No large exponents, and some denormal ones.
+            content[how.words - 1 :: how.words] &= np.uint16(chance.choice((0xBBFF, 0x83FF, 0x8FFF)))
+        page = at_address(content.view(np.uint8), start)
+        scales, codes, back = (at_address(np.zeros(size, np.uint8), start) for size in (2 * count, numbers, page.size))
+        expected = np.zeros(count, np.uint16), np.zeros(numbers, np.uint8), np.zeros_like(content)
+        kind, fp8 = KINDS[dtype], code is Code.FP8
+        places = address(scales), address(codes)
+        accepted = core(rows._Quantise(address(page), kind, fp8, length, count, *places))
+        assert accepted == how.quantise_with_numpy(content, *expected[:2])
+        if not accepted:
+            return
+        assert (bytes(scales), bytes(codes)) == (bytes(expected[0]), bytes(expected[1]))
+        for of_codes in (bytes(codes), chance.randbytes(numbers)):
+            codes[:] = expected[1][:] = np.frombuffer(of_codes, np.uint8)
+            core(rows._Restore(*places, kind, fp8, length, count, address(back)))
+            how.restore_with_numpy(*expected)
+            assert bytes(back) == bytes(expected[2])
+
+    check()
 
 
 @pytest.mark.parametrize("code", Code)

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import errno
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.replay_trace import OurCache, lru, multi_turn, served_by_the_index, shifting_hot_set
-from hicache_ext.plan import cache_code
-from hicache_ext.plan.fleet import COMPUTED, NEAR, POOL, WRITTEN_NEAR, WRITTEN_POOL, Fleet, sessions, simulate
+from hicache_ext import native
+from hicache_ext.plan.fleet import (
+    COMPUTED,
+    NEAR,
+    POLICIES,
+    POOL,
+    ROUTERS,
+    WRITTEN_NEAR,
+    WRITTEN_POOL,
+    Fleet,
+    _Replay,
+    sessions,
+    simulate,
+)
 from hicache_ext.plan.traces import Trace, made_of, read_trace
 from hicache_ext.storage.tiers.file import eviction
+from tests.rigs import plan_caches
 
 TRACE = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
 """Beside the checkout; it is no part of this project."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def code_is_compiled_here() -> None:
-    pytest.importorskip("numba", reason="missing: numba")
-    cache_code.compile_now()
 
 
 def trace_of(chains: list[list[int]]) -> Trace:
@@ -52,34 +63,78 @@ def test_a_node_on_paper_serves_about_what_an_index_that_is_held_to_the_same_can
     assert real == pytest.approx(paper, rel=0.03)
 
 
-def test_ghosts_that_wrap_around_their_ring_are_those_of_the_tiers_policy() -> None:
+def test_ghosts_that_are_forgotten_are_those_of_the_tiers_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(5)
     chains = [[chance.randrange(400) for _ in range(3)] for _ in range(4000)]
     trace = trace_of([list(dict.fromkeys(chain)) for chain in chains])
     cache = OurCache(20)
     cache._ghost_limit = 50
     served = [cache.request(chain) for chain in trace.requests()]
-    near, none = cache_code.new_caches(1, 20, ghosts=50), cache_code.new_caches(1, 1, ghosts=0)
-    out, nothing = np.zeros((len(trace), 6), np.int64), np.zeros((len(trace), 3), np.int64)
-    settings = np.array([1, 0, 0, 1, 0, 0], np.int64)
-    nodes = np.zeros(len(trace), np.int32)
-    cache_code.replay(trace.offsets, trace.blocks, nodes, near, none, settings, nothing, 0, len(trace), out)
-    assert out[:, NEAR].tolist() == served
-    assert near.state[0, cache_code.INSERTS] == cache.clock.inserts and near.state[0, cache_code.GHOSTS] == 50
+    monkeypatch.setattr(eviction.EvictionPolicy, "ghost_limit", 50)
+    outcome = simulate(trace, Fleet(near=20))
+    assert outcome.per_request[:, NEAR].tolist() == served
+    _, inserts, *_, ghosts = outcome.states[0].tolist()
+    assert (inserts, ghosts) == (cache.clock.inserts, 50)
 
 
-def test_compiled_and_in_python_are_the_same() -> None:
+FLEETS = st.builds(
+    Fleet,
+    nodes=st.integers(1, 3),
+    near=st.sampled_from([0, 1, 2, 5, 17, None]),
+    pool=st.sampled_from([0, 1, 3, 20, None]),
+    router=st.sampled_from(ROUTERS),
+    promote=st.booleans(),
+    decode=st.booleans(),
+    hints=st.booleans(),
+    near_policy=st.sampled_from(POLICIES),
+    pool_policy=st.sampled_from(POLICIES),
+)
+
+
+def test_the_core_does_what_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the requests, the policies and the sizes: every page of every request, and the state of each cache."""
+
+    @given(FLEETS, st.integers(0, 40), st.integers(1, 60), st.integers(2, 100), st.randoms(use_true_random=False))
+    def check(fleet: Fleet, ghosts: int, requests: int, blocks: int, chance: random.Random) -> None:
+        monkeypatch.setattr(eviction.EvictionPolicy, "ghost_limit", ghosts)
+        if fleet.pool == 0 or not fleet.decode:
+            fleet = replace(fleet, hints=False)
+        chains = []
+        for _ in range(requests):
+            # Some go on with an earlier one, as conversations do.
+            old = chance.choice(chains)[: chance.randrange(12)] if chains and chance.random() < 0.7 else []
+            chains.append(list(dict.fromkeys(old + [chance.randrange(blocks) for _ in range(chance.randrange(8))])))
+        answers = [chance.randrange(3) * 512 for _ in chains]
+        trace = made_of("test", chains, list(range(requests)), 512, output=answers)
+        made = simulate(trace, fleet)
+        per_request, states = plan_caches.simulated(trace, fleet)
+        assert np.array_equal(made.per_request, per_request)
+        assert np.array_equal(made.states, states)
+
+    check()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_core_does_what_python_does_with_conversations(policy: str) -> None:
     trace = trace_of(multi_turn(150, 9))
-    fleet = Fleet(nodes=3, near=60, pool=200, router="random")
-    compiled = simulate(trace, fleet).per_request
-    plain = {name: getattr(cache_code, name) for name in (*cache_code._HELPERS, "replay")}
-    try:
-        for name, function in plain.items():
-            setattr(cache_code, name, getattr(function, "py_func", function))
-        assert np.array_equal(simulate(trace, fleet).per_request, compiled)
-    finally:
-        for name, function in plain.items():
-            setattr(cache_code, name, function)
+    fleet = Fleet(nodes=3, near=60, pool=200, router="random", near_policy=policy, pool_policy=policy)
+    made = simulate(trace, fleet)
+    per_request, states = plan_caches.simulated(trace, fleet)
+    assert np.array_equal(made.per_request, per_request) and np.array_equal(made.states, states)
+
+
+def test_requests_of_no_node_and_fleets_beyond_all_memory_are_refused() -> None:
+    trace = trace_of([[1, 2, 3]] * 4)
+    for node in (-1, 2, 1 << 30):
+        with pytest.raises(OSError, match="a fleet of this size"):
+            simulate(trace, Fleet(nodes=2, near=3), np.array([0, 1, node, 0], np.int32))
+    core = native.core()
+    assert core is not None
+    fields = [name for name, _ in _Replay._fields_]
+    for capacity, ghosts in ((1 << 31, 0), (1, 1 << 31), (-1, 0), (1 << 30, 1 << 29)):
+        call = _Replay(**dict.fromkeys(fields, 0) | {"node_count": 1 << 16, "near_capacity": capacity})
+        call.near_ghosts = ghosts
+        assert core(call) == -errno.ENOMEM
 
 
 def test_a_pool_alone_goes_by_least_recent_use() -> None:

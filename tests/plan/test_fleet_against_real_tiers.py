@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.real_fleet import nodes_of, replay
 from benchmarks.replay_trace import multi_turn
-from hicache_ext.plan import cache_code
 from hicache_ext.plan.fleet import NEAR, POOL, WRITTEN_NEAR, WRITTEN_POOL, Fleet, simulate
 from hicache_ext.plan.traces import Trace, made_of
 from tests.rigs.redis_servers import RedisServer, redis_program
@@ -19,8 +18,6 @@ PAGE = 16 * 1024
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    pytest.importorskip("numba", reason="missing: numba")
-    cache_code.compile_now()
     chains = multi_turn(150, 3, documents=0.1)
     return made_of("multi-turn", chains, list(range(len(chains))), 512)
 

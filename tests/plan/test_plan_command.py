@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hicache_ext import native
 from hicache_ext.cli import plan_command
 from hicache_ext.cli.main import main
 from hicache_ext.config import load_config
@@ -87,10 +88,21 @@ def test_the_configuration_that_follows_is_one_that_loads(files: Path, capsys: p
 def test_the_launch_line_has_the_page_size_that_was_planned_for(
     files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, stand_in in {"compile_now": lambda: True, "plan_of": lambda _: {}, "page_of": lambda *_: []}.items():
+    for name, stand_in in {"plan_of": lambda _: {}, "page_of": lambda *_: []}.items():
         monkeypatch.setattr(plan_command, name, stand_in)
     launch = plan(capsys, "trace.jsonl --model . --disk 1TB --page-size 32")["launch"]
     assert [part for part in launch if part.startswith("--page-size")] == ["--page-size 32"]
+
+
+def test_without_the_native_core_a_sentence_says_what_to_do(
+    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "LIBRARY", Path("/nowhere/core.so"))
+    assert main(["plan", "trace.jsonl", "--model", "."]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("a plan needs the native core: core.so was not built with this package; install")
+    assert printed.err.count("\n") == 1
 
 
 def test_the_page_has_everything_and_fits(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,26 +1,38 @@
 """The two planes of a page: bits that repeat, which an entropy coder makes fewer, and bits that do not.
 
-Compiled code takes a page apart without the GIL, at about the speed of memory (plane_code.py); numpy does where nothing
-is compiled. Both give equal bytes.
+Numbers are little-endian. ``top`` of 16 and 32 bits is the exponent of a float with 8 bits of it: the sign goes from
+the highest bit to the lowest, then the highest byte into its plane. ``top`` of 8 bits has the bits 3 to 6 of two
+neighbours.
+
+The native core (planes.c) takes a page apart without the GIL, at about the speed of memory; numpy does without it. Both
+give equal bytes.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.page.transforms import plane_code
-from hicache_ext.runtime.compiled_part import CompiledPart
-from hicache_ext.runtime.jit import Function, compiled_kernels
+from hicache_ext import native
+from hicache_ext.native import address, words
 
 Bytes = npt.NDArray[np.uint8]
 Move = Callable[[Bytes, Bytes, Bytes], None]
 
 _PIECE = 64 << 10
+
+
+class _SplitPage(native.Arguments):
+    function = "hicache_split"
+    _fields_ = words("page top rest bits count")
+
+
+class _JoinPlanes(native.Arguments):
+    function = "hicache_join"
+    _fields_ = words("top rest page bits count")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +51,16 @@ class Split:
     def split(self, page: Bytes, top: Bytes, rest: Bytes) -> None:
         """Fill ``top`` and ``rest``."""
         self._check(page, top, rest)
-        code = part.code()
-        if code is not None:
-            code.kernels[f"split_{self.bits}"](page, top, rest)
+        if core := native.core():
+            core(_SplitPage(address(page), address(top), address(rest), self.bits, top.size))
         else:
             self.split_with_numpy(page, top, rest)
 
     def join(self, top: Bytes, rest: Bytes, page: Bytes) -> None:
         """Fill ``page``."""
         self._check(page, top, rest)
-        code = part.code()
-        if code is not None:
-            code.kernels[f"join_{self.bits}"](top, rest, page)
+        if core := native.core():
+            core(_JoinPlanes(address(top), address(rest), address(page), self.bits, top.size))
         else:
             self.join_with_numpy(top, rest, page)
 
@@ -73,7 +83,7 @@ class Split:
             )
 
     def _check(self, page: Bytes, top: Bytes, rest: Bytes) -> None:
-        """Compiled code does not look where arrays end. Raises ValueError: a programming error."""
+        """The core does not look where arrays end. Raises ValueError: a programming error."""
         if page.size % self.group or (top.size, rest.size) != self.planes(page.size):
             raise ValueError(f"{page.size} bytes are not {top.size} and {rest.size} of {self.bits} bits")
 
@@ -138,41 +148,3 @@ def _join_8(top: Bytes, rest: Bytes, page: Bytes) -> None:
 
 _SPLIT: Mapping[int, Move] = {8: _split_8, 16: _split_16, 32: _split_32}
 _JOIN: Mapping[int, Move] = {8: _join_8, 16: _join_16, 32: _join_32}
-
-
-class PlaneCode:
-    """The compiled code. Raises ImportError where it does something else than numpy."""
-
-    def __init__(self) -> None:
-        self.kernels: Mapping[str, Function] = compiled_kernels(plane_code)
-        check_kernels(self.kernels)
-
-
-def check_kernels(kernels: Mapping[str, Function]) -> None:
-    """Try them on random bytes. Raises ImportError: what was taken apart wrongly would be a wrong page."""
-    for split in SPLITS.values():
-        page = np.frombuffer(os.urandom(4 * 257), np.uint8)
-        sizes = split.planes(page.size)
-        expected = [np.zeros(size, np.uint8) for size in sizes]
-        planes = [np.zeros(size, np.uint8) for size in sizes]
-        joined = np.zeros_like(page)
-        split.split_with_numpy(page, *expected)
-        # Behind an odd byte: pages may begin at any address.
-        kernels[f"split_{split.bits}"](_at_odd_address(page), *planes)
-        kernels[f"join_{split.bits}"](*planes, joined)
-        if not all(map(np.array_equal, [*planes, joined], [*expected, page])):
-            raise ImportError("its planes are not those of this version: remove the files hicache_ext-*.compiled")
-
-
-def _at_odd_address(values: Bytes) -> Bytes:
-    memory = np.zeros(values.size + 2, np.uint8)
-    start = 1 - memory.ctypes.data % 2
-    memory[start : start + values.size] = values
-    return memory[start : start + values.size]
-
-
-def _use(code: PlaneCode) -> None:
-    """Nothing to replace: calls ask for the code."""
-
-
-part = CompiledPart("codec", f"{__name__}:part", PlaneCode, _use)

@@ -1,23 +1,21 @@
 """The numbers of a page, row by row (those of one head of one token in one layer), as codes of 8 bits and a scale.
 
 ``scale`` is the row's largest magnitude by the largest code, rounded up to bfloat16. Codes are int8 (number / scale,
-to the nearest) or fp8 (e4m3). Compiled code does it without the GIL (row_code.py), numpy where nothing is compiled.
-Both give equal bytes.
+to the nearest) or fp8 (e4m3). The native core (planes.c) does it without the GIL, numpy without the core. Both give
+equal bytes: all arithmetic is that of float32, step by step.
 """
 
 from __future__ import annotations
 
 import enum
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.page.transforms import row_code
-from hicache_ext.runtime.compiled_part import CompiledPart
-from hicache_ext.runtime.jit import Function, compiled_kernels
+from hicache_ext import native
+from hicache_ext.native import address, words
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint16]
@@ -25,9 +23,32 @@ Floats = npt.NDArray[np.float32]
 
 KINDS = {"bfloat16": 0, "float16": 1, "float32": 2}
 """The dtypes whose numbers can be quantised."""
+_ROUND = np.float32(1.5 * 2.0**23)
+"""Added to a number, it leaves an integer in the low bits."""
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_TOO_LARGE = np.uint32(0x71800000)
+"""2**100: with larger numbers, infinities and NaNs a page is not quantised."""
+_TOO_SMALL = np.uint32(0x0D800000)
+"""2**-100: a row of smaller numbers becomes zeros."""
+_BIAS_8 = np.uint32(120 << 23)
+"""Exponents of float32 less those of fp8."""
+_NORMAL_8 = np.uint32(0x3C800000)
+"""2**-6, the smallest normal number of fp8."""
+_STEPS_8 = np.float32(2.0**9)
+"""Of smaller ones, in 1."""
 _LARGEST_SCALE = 0x7180
 _PIECE = 16 << 10
 """Numbers that numpy takes at once: what it makes of them on the way stays in the processor's cache."""
+
+
+class _Quantise(native.Arguments):
+    function = "hicache_quantise"
+    _fields_ = words("page kind code length row_count scales codes")
+
+
+class _Restore(native.Arguments):
+    function = "hicache_restore"
+    _fields_ = words("scales codes kind code length row_count page")
 
 
 class Code(enum.Enum):
@@ -55,10 +76,9 @@ class Rows:
     def quantise(self, page: Words, scales: Words, codes: Bytes) -> bool:
         """Fill ``scales`` and ``codes``. False where the page has a number of 2**100 or more, an infinity or a NaN."""
         self._check(page, scales, codes)
-        code = part.code()
-        if code is not None:
-            kind, fp8 = KINDS[self.dtype], self.code is Code.FP8
-            return bool(code.kernels["quantise"](page, kind, fp8, self.length, scales, codes))
+        if core := native.core():
+            how = KINDS[self.dtype], self.code is Code.FP8, self.length, len(scales)
+            return bool(core(_Quantise(address(page), *how, address(scales), address(codes))))
         return self.quantise_with_numpy(page, scales, codes)
 
     def restore(self, scales: Words, codes: Bytes, page: Words) -> bool:
@@ -66,9 +86,9 @@ class Rows:
         self._check(page, scales, codes)
         if scales.size and int(scales.max()) >= _LARGEST_SCALE:
             return False
-        code = part.code()
-        if code is not None:
-            code.kernels["restore"](scales, codes, KINDS[self.dtype], self.code is Code.FP8, self.length, page)
+        if core := native.core():
+            how = KINDS[self.dtype], self.code is Code.FP8, self.length, len(scales)
+            core(_Restore(address(scales), address(codes), *how, address(page)))
         else:
             self.restore_with_numpy(scales, codes, page)
         return True
@@ -77,10 +97,10 @@ class Rows:
         largest = np.float32(448.0 if self.code is Code.FP8 else 127.0)
         for of_page, of_scales, of_codes in self._pieces(page, scales, codes):
             bits = _WIDEN[self.dtype](of_page).reshape(-1, self.length)
-            top = (bits & row_code.MAGNITUDE).max(axis=1)
-            if (top >= row_code.TOO_LARGE).any():
+            top = (bits & _MAGNITUDE).max(axis=1)
+            if (top >= _TOO_LARGE).any():
                 return False
-            some = top >= row_code.TOO_SMALL
+            some = top >= _TOO_SMALL
             scale = (np.where(some, top, np.uint32(0x3F800000)).view(np.float32) / largest).view(np.uint32)
             scale = (scale + np.uint32(0xFFFF)) >> np.uint32(16)
             np.copyto(of_scales, np.where(some, scale, np.uint32(0)), casting="unsafe")
@@ -107,7 +127,7 @@ class Rows:
             )
 
     def _check(self, page: Words, scales: Words, codes: Bytes) -> None:
-        """Compiled code does not look where arrays end. Raises ValueError: a programming error."""
+        """The core does not look where arrays end. Raises ValueError: a programming error."""
         if codes.size != scales.size * self.length or page.size != codes.size * self.words:
             raise ValueError(f"{page.size} words are not {scales.size} rows of {self.length} numbers")
         if not page.flags.aligned or not scales.flags.aligned:
@@ -153,19 +173,17 @@ def _to_float32(numbers: Floats, page: Words) -> None:
 
 def _int8(bits: Bits, inverse: Floats) -> Bits:
     made = bits.view(np.float32) * inverse
-    made += row_code.ROUND
+    made += _ROUND
     codes: Bits = made.view(np.uint32) & np.uint32(0xFF)
     return codes
 
 
 def _fp8(bits: Bits, inverse: Floats) -> Bits:
-    size = ((bits & row_code.MAGNITUDE).view(np.float32) * inverse).view(np.uint32)
-    small = np.minimum(size.view(np.float32), np.float32(1.0)) * row_code.STEPS_8
-    small += row_code.ROUND
-    normal = size - row_code.BIAS_8 + np.uint32(0x7FFFF) + (size >> np.uint32(20) & np.uint32(1))
-    codes: Bits = np.where(
-        size < row_code.NORMAL_8_AS_32, small.view(np.uint32) & np.uint32(0xFF), normal >> np.uint32(20)
-    )
+    size = ((bits & _MAGNITUDE).view(np.float32) * inverse).view(np.uint32)
+    small = np.minimum(size.view(np.float32), np.float32(1.0)) * _STEPS_8
+    small += _ROUND
+    normal = size - _BIAS_8 + np.uint32(0x7FFFF) + (size >> np.uint32(20) & np.uint32(1))
+    codes: Bits = np.where(size < _NORMAL_8, small.view(np.uint32) & np.uint32(0xFF), normal >> np.uint32(20))
     codes |= bits >> np.uint32(24) & np.uint32(0x80)
     return codes
 
@@ -192,42 +210,3 @@ _WIDEN = {"bfloat16": _from_bfloat16, "float16": _from_float16, "float32": _from
 _NARROW = {"bfloat16": _to_bfloat16, "float16": _to_float16, "float32": _to_float32}
 _ENCODE = {Code.INT8: _int8, Code.FP8: _fp8}
 _DECODE = {Code.INT8: _of_int8, Code.FP8: _of_fp8}
-
-
-class RowCode:
-    """The compiled code. Raises ImportError where it does something else than numpy."""
-
-    def __init__(self) -> None:
-        self.kernels: Mapping[str, Function] = compiled_kernels(row_code)
-        check_kernels(self.kernels)
-
-
-def check_kernels(kernels: Mapping[str, Function]) -> None:
-    """Try them on random numbers. Raises ImportError: what was quantised otherwise would be another page."""
-    for dtype, kind in KINDS.items():
-        for code in Code:
-            rows = Rows(dtype, 48, code)
-            page = _random_page(dtype, 48 * 37)
-            scales, codes, restored = np.zeros(37, np.uint16), np.zeros(48 * 37, np.uint8), np.zeros_like(page)
-            fits = rows.quantise_with_numpy(page, scales, codes)
-            rows.restore_with_numpy(scales, codes, restored)
-            expected = [bytes(scales), bytes(codes), bytes(restored), fits]
-            scales, codes, restored = np.zeros_like(scales), np.zeros_like(codes), np.zeros_like(page)
-            fits = bool(kernels["quantise"](page, kind, code is Code.FP8, 48, scales, codes))
-            kernels["restore"](scales, codes, kind, code is Code.FP8, 48, restored)
-            if [bytes(scales), bytes(codes), bytes(restored), fits] != expected:
-                raise ImportError("its rows are not those of this version: remove the files hicache_ext-*.compiled")
-
-
-def _random_page(dtype: str, numbers: int) -> Words:
-    """Random bits, but the upper half of an exponent: nothing too large."""
-    page = np.frombuffer(os.urandom(4 * numbers), np.uint16).copy()
-    page[1::2] &= np.uint16(0xBFFF)
-    return page if dtype == "float32" else page[1::2].copy()
-
-
-def _use(code: RowCode) -> None:
-    """Nothing to replace: calls ask for the code."""
-
-
-part = CompiledPart("lossy codec", f"{__name__}:part", RowCode, _use)

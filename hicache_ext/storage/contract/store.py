@@ -27,14 +27,22 @@ from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.page import batch_code
+from hicache_ext import native
+from hicache_ext.native import address
 from hicache_ext.page.envelope import IDENTITY_LENGTH, KEY_LENGTH, PAGE_HASH_LENGTH
 from hicache_ext.page.identity import joined_page_hashes
 from hicache_ext.page.memory import PageMemory
-from hicache_ext.runtime.jit import is_compiled
 from hicache_ext.runtime.metrics import TierMetrics
 
 _IDENTITY_WORDS = IDENTITY_LENGTH // 8
+_KEY_WORDS = KEY_LENGTH // 8
+_SEPARATOR = 8 * " "
+"""Each page hash in the text of ``_DecodeHashes`` begins at a word."""
+
+
+class _DecodeHashes(native.Arguments):
+    function = "hicache_decode_hashes"
+    _fields_ = native.words("text text_words identity keys key_count")
 
 
 class GetResult(enum.Enum):
@@ -90,14 +98,12 @@ class PageKeys(Sequence[bytes]):
     @classmethod
     def of_hashes(cls, identity: bytes, names: Sequence[str]) -> PageKeys:
         """The keys under which SGLang's keys are stored (``page_hash_bytes``)."""
-        if is_compiled(batch_code.decode_hashes):
-            text = batch_code.SEPARATOR.join(names)
+        if core := native.core():
+            text = _SEPARATOR.join(names)
             if text.isascii() and len(text) % 8 == 0:
-                words = np.empty((len(names), KEY_LENGTH // 8), np.int64)
-                # Writable: compiled code requires it.
-                if batch_code.decode_hashes(
-                    np.frombuffer(bytearray(text, "ascii"), np.int64), _words_of(identity), words
-                ):
+                digits, words = bytearray(text, "ascii"), np.empty((len(names), _KEY_WORDS), np.int64)
+                of_text = address(digits), len(text) // 8, address(_words_of(identity))
+                if core(_DecodeHashes(*of_text, address(words), len(names))):
                     return cls(identity, words)
         return cls.of_joined(identity, joined_page_hashes(names))
 

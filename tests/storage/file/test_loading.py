@@ -20,7 +20,6 @@ import pytest
 import hicache_ext
 from hicache_ext.cli.main import main
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.page import batch_code
 from hicache_ext.runtime import compiled_part, jit
 from hicache_ext.runtime.code_cache import CodeCache
 from hicache_ext.storage.tiers.file.slab import loading
@@ -413,7 +412,7 @@ def test_threads_that_need_it_at_the_same_time_have_one_code() -> None:
 def test_what_is_missing_is_not_compiled() -> None:
     functions, _ = loading.part.cache().find()
     assert functions is not None
-    missing = f"{batch_code.__name__}.number_pages"
+    missing = "hicache_ext.storage.tiers.file.slab.slot_code.find"
     without = {name: content for name, content in functions.items() if name != missing}
     with jit.loading_from(without), pytest.raises(KeyError, match=missing):
         CompiledCode()

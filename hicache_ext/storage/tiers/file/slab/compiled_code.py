@@ -1,5 +1,4 @@
-"""The code that numba compiles: the moves of pages (compiled_runs.py), the index (slot_code.py), and the work on a
-batch before the tier (page/batch_code.py). loading.py gives it.
+"""The code that numba compiles: the moves of pages (compiled_runs.py), the index (slot_code.py). loading.py gives it.
 
 It is tried on samples and compared with Python first. Reasons: docs/decisions/compiled-code.md.
 """
@@ -18,11 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.page import batch_code
 from hicache_ext.page.envelope import (
     IDENTITY_LENGTH,
     KEY_LENGTH,
-    PAGE_HASH_LENGTH,
     PAGE_START,
     SEAL_LENGTH,
     encode_page,
@@ -82,7 +79,7 @@ def _facts(payload: int, of_call: OfCall, direct: bool, at_once: int, created_ms
 
 
 class CompiledCode:
-    """compiled_runs.py with what it needs, and the kernels of slot_code.py and batch_code.py."""
+    """compiled_runs.py with what it needs, and the kernels of slot_code.py."""
 
     def __init__(self) -> None:
         """Raises ImportError with what is missing."""
@@ -106,8 +103,6 @@ class CompiledCode:
         self.kernels = compiled_kernels(slot_code)
         self.small_kernels = compiled_kernels(miniature_code)
         _check_kernels({**self.kernels, **self.small_kernels})
-        self.batch_kernels = compiled_kernels(batch_code)
-        _check_batch_kernels(self.batch_kernels)
 
     def has_page_files(self, pages: str, keys: Sequence[bytes], least: int, oldest: int) -> npt.NDArray[np.uint8]:
         """For each key whether ``pages`` has a page file of at least ``least`` bytes, used at ``oldest`` (seconds) or
@@ -224,30 +219,6 @@ def _check_kernels(kernels: Mapping[str, Function]) -> None:
     plain = {name: getattr(slot_code, name, None) or getattr(miniature_code, name) for name in kernels}
     if _after_some_changes(kernels) != _after_some_changes(plain):
         raise ImportError("its index is not that of this version: remove the files hicache_ext-*.compiled")
-
-
-def _check_batch_kernels(kernels: Mapping[str, Function]) -> None:
-    """Raises ImportError when these kernels answer differently from batch_code.py."""
-    hashes, identity = [os.urandom(PAGE_HASH_LENGTH), os.urandom(PAGE_HASH_LENGTH)], os.urandom(IDENTITY_LENGTH)
-    keys, numbers = np.zeros((2, KEY_LENGTH // 8), np.int64), np.zeros(2, np.int64)
-
-    def are_hashes(text: str) -> bool:
-        encoded, of_identity = (np.frombuffer(bytearray(some), np.int64) for some in (text.encode(), identity))
-        return bool(kernels["decode_hashes"](encoded, of_identity, keys))
-
-    text = batch_code.SEPARATOR.join([page_hash.hex() for page_hash in hashes])
-    sound = are_hashes(text) and keys.tobytes() == b"".join([identity + page_hash for page_hash in hashes])
-    sound = sound and not any(are_hashes(text[:at] + "G" + text[at + 1 :]) for at in range(len(text)))
-    indices = np.arange(64, 80)
-    sound = sound and kernels["number_pages"](indices, 8, 10, numbers) == 2 and numbers.tolist() == [8, 9]
-    kernels["address_pages"](numbers, np.array([100, 7]), np.array([10, 1]), addresses := np.zeros((2, 2), np.int64))
-    sound = sound and addresses.tolist() == [[180, 15], [190, 16]]
-    if (
-        not sound
-        or kernels["number_pages"](indices + 1, 8, 100, numbers)
-        or kernels["number_pages"](indices, 8, 8, numbers)
-    ):
-        raise ImportError("its keys are not those of this version: remove the files hicache_ext-*.compiled")
 
 
 def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:

@@ -1,5 +1,7 @@
-"""Caches of many nodes and a pool, page by page, in arrays that numba compiles. The policy is the tiers' own: the
-priorities come from ``tiers/file/eviction.py``, by any of its candidates. A cache keeps to one of them.
+"""What ``hicache_replay`` (native/plan.c) does, in Python: caches of many nodes and a pool, page by page.
+
+The policy is the tiers' own: the priorities come from ``tiers/file/eviction.py``, by any of its candidates. A cache
+keeps to one of them.
 
 A cache is column ``n`` of the arrays of ``Caches``. Its pages are in slots; a binary heap orders them by (priority,
 block), a hash table finds them. What is remembered of evicted pages (ghosts) is a ring, oldest first, and a table.
@@ -7,18 +9,20 @@ block), a hash table finds them. What is remembered of evicted pages (ghosts) is
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from hicache_ext.plan import fleet
+from hicache_ext.plan.fleet import Fleet
+from hicache_ext.plan.traces import Trace
 from hicache_ext.storage.tiers.file import eviction
+from hicache_ext.storage.tiers.file.eviction import learned, priority_of, reuse_distance
 
 Words = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.int32]
 
-POLICIES: Final = (*eviction.POLICIES, "lru")
-"""The file tier's candidates; least recently used, as of a pool that goes by it."""
 LRU: Final = len(eviction.POLICIES)
 
 COUNT, INSERTS, DISTANCE_SUM, REUSES, WRITTEN, EVICTED, RING_FIRST, RING_LAST, GHOSTS = range(9)
@@ -27,9 +31,6 @@ STATE_WORDS = 9
 
 _MAX_HITS = eviction.MAX_HITS
 _RENEWAL_SHIFT = eviction.RENEWAL_SHIFT
-_reuse_distance: Any = eviction.reuse_distance
-_learned: Any = eviction.learned
-_priority_of: Any = eviction.priority_of
 _MULTIPLIER = 0x9E3779B1
 
 
@@ -40,8 +41,8 @@ class Caches(NamedTuple):
     block: Numbers
     priority: Words
     used: Words
-    hits: npt.NDArray[np.int8]
-    own_hits: npt.NDArray[np.int8]
+    hits: Words
+    own_hits: Words
     """Since the page was written last."""
     heap: Numbers
     place: Numbers
@@ -51,9 +52,27 @@ class Caches(NamedTuple):
     ghost_block: Numbers
     """Block + 1, or 0 for one that was forgotten."""
     ghost_used: Words
-    ghost_hits: npt.NDArray[np.int8]
+    ghost_hits: Words
     ghost_table: Numbers
     """Place in the ring + 1, or 0."""
+
+
+def simulated(trace: Trace, of: Fleet) -> tuple[Words, Words]:
+    """``per_request`` and ``states`` of ``simulate``."""
+    near, pool = (fleet._capacity(given, trace) for given in (of.near, of.pool))
+    caches = new_caches(of.nodes if near else 1, max(1, near), ghosts=None if near else 0)
+    shared = new_caches(1, max(1, pool), ghosts=None if pool else 0)
+    policies = [fleet.POLICIES.index(policy) for policy in (of.near_policy, of.pool_policy)]
+    settings = np.array((near > 0, pool > 0, *policies, of.promote, of.hints), np.int64)
+    ahead = fleet._generated(trace) if of.decode else np.zeros((len(trace), 3), np.int64)
+    out, states = np.zeros((len(trace), 6), np.int64), np.zeros((of.nodes + 1, STATE_WORDS), np.int64)
+    nodes = fleet.routed(trace, of.nodes, of.router)
+    replay(trace.offsets, trace.blocks, nodes, caches, shared, settings, ahead, 0, len(trace), out)
+    if near:
+        states[:-1] = caches.state
+    if pool:
+        states[-1] = shared.state
+    return out, np.delete(states, (RING_FIRST, RING_LAST), axis=1)
 
 
 def new_caches(count: int, capacity: int, *, ghosts: int | None = None) -> Caches:
@@ -66,14 +85,14 @@ def new_caches(count: int, capacity: int, *, ghosts: int | None = None) -> Cache
         np.zeros((count, capacity), np.int32),
         np.zeros((count, capacity), np.int64),
         np.zeros((count, capacity), np.int64),
-        np.zeros((count, capacity), np.int8),
-        np.zeros((count, capacity), np.int8),
+        np.zeros((count, capacity), np.int64),
+        np.zeros((count, capacity), np.int64),
         np.zeros((count, capacity), np.int32),
         np.zeros((count, capacity), np.int32),
         np.zeros((count, table), np.int32),
         np.zeros((count, ring), np.int32),
         np.zeros((count, ring), np.int64),
-        np.zeros((count, ring), np.int8),
+        np.zeros((count, ring), np.int64),
         np.zeros((count, ghost_table), np.int32),
     )
 
@@ -220,8 +239,8 @@ def _ghost_of(caches: Caches, n: int, block: int) -> int:
 def _rank(caches: Caches, n: int, policy: int, hits: int, own_hits: int, depth: int, before: int) -> int:
     """The priority of a page used now. ``before``: that of the page before it, or -1."""
     state, capacity = caches.state[n], len(caches.block[n])
-    distance = _reuse_distance(capacity, state[DISTANCE_SUM], state[REUSES])
-    return int(_bounded(_priority_of(policy, capacity, state[INSERTS], distance, hits, own_hits, depth), before))
+    distance = reuse_distance(capacity, state[DISTANCE_SUM], state[REUSES])
+    return int(_bounded(priority_of(policy, capacity, state[INSERTS], distance, hits, own_hits, depth), before))
 
 
 def _bounded(priority: int, before: int) -> int:
@@ -230,7 +249,7 @@ def _bounded(priority: int, before: int) -> int:
 
 def _learn(caches: Caches, n: int, distance: int) -> None:
     state = caches.state[n]
-    state[DISTANCE_SUM], state[REUSES] = _learned(state[DISTANCE_SUM], state[REUSES], max(0, distance))
+    state[DISTANCE_SUM], state[REUSES] = learned(state[DISTANCE_SUM], state[REUSES], max(0, distance))
 
 
 def insert(caches: Caches, n: int, policy: int, block: int, depth: int, before: int) -> int:
@@ -278,7 +297,7 @@ def use(caches: Caches, n: int, policy: int, slot: int, depth: int, before: int)
         state[INSERTS] += 1
         new = state[INSERTS]
     else:
-        distance = _reuse_distance(capacity, state[DISTANCE_SUM], state[REUSES])
+        distance = reuse_distance(capacity, state[DISTANCE_SUM], state[REUSES])
         if caches.used[n, slot] >= state[INSERTS] - (min(capacity, distance) >> _RENEWAL_SHIFT):
             new = _bounded(priority, before)
         else:
@@ -374,29 +393,3 @@ def replay(
 
 def priority_in(caches: Caches, slot: int) -> int:
     return int(caches.priority[0, slot])
-
-
-_HELPERS = (
-    *("_reuse_distance", "_learned", "_priority_of", "_bucket", "find", "_enter", "_leave", "_is_before", "_sift"),
-    *("_forget", "_compact", "_remember", "_ghost_of", "_bounded", "_rank", "_learn", "insert", "use"),
-    "priority_in",
-)
-"""What is compiled, each after those that it calls."""
-_is_compiled = False
-
-
-def compile_now() -> bool:
-    """Compile ``replay`` and what it calls, once per process: some ten seconds. False where numba is not installed: it
-    goes on in Python, a hundred times slower."""
-    global _is_compiled, replay
-    if not _is_compiled:
-        try:
-            import numba
-        except ImportError:
-            return False
-        module = globals()
-        for name in _HELPERS:
-            module[name] = numba.njit(error_model="numpy")(module[name])
-        replay = numba.njit(error_model="numpy")(replay)
-        _is_compiled = True
-    return True
