@@ -45,7 +45,6 @@ enum { SAMPLE_SHIFT = 24, SAMPLE = (1 << 20) - 1 };
 #define TAG_MASK ((INT64_C(1) << 23) - 1)
 #define NO_PAGE INT64_MAX /* The rank of a slot that cannot be taken now. */
 enum { AT_ONCE = -1 };    /* And of one that is free, or holds what nobody can ask for any more. */
-enum { SEVERAL = -1 };
 
 struct table {
     int64_t *rows, *sets, *header, *identities;
@@ -258,11 +257,10 @@ PUBLIC int64_t hicache_grow_sets(const struct grow_sets *call)
 
 struct find {
     const struct table *table;
-    const int64_t *keys, *numbers; /* Numbers of identities: one for all keys, or one each; -1 for an unknown one. */
-    int64_t *found;                /* Receives the row of each page, -1 for nowhere. */
-    int64_t key_count, number_count;
-    int64_t oldest;  /* Pages written before it (wall-clock milliseconds) are not found. */
-    int64_t leading; /* 1: up to the first -1. */
+    const int64_t *keys, *numbers; /* Of identities, one each, -1: an unknown one; NULL: all have `number`. */
+    int64_t *found;                /* Receives the row of each page, -1: nowhere; NULL: up to the first one of those. */
+    int64_t key_count, number;
+    int64_t oldest; /* Pages written before it (wall-clock milliseconds) are not found. */
 };
 
 /* The row of a page that was not written before `oldest`, else -1. `last`: the row looked at before, and then now. */
@@ -274,15 +272,21 @@ static inline int64_t look_up(const struct table *table, const int64_t *keys, in
     return *last >= 0 && load(row_at(table, *last) + CREATED) >= oldest ? *last : -1;
 }
 
-/* No lock. Returns how many pages were looked up and, but for the last one with `leading`, found. */
+static inline int64_t number_of(const int64_t *numbers, int64_t of_all, int64_t of)
+{
+    return numbers == NULL ? of_all : numbers[of];
+}
+
+/* No lock. Returns how many pages were looked up, without `found`: are there before the first one that is not. */
 PUBLIC int64_t hicache_find(const struct find *call)
 {
     int64_t last = -1;
     for (int64_t of = 0; of < call->key_count; of++) {
-        int64_t number = call->numbers[call->number_count > 1 ? of : 0];
+        int64_t number = number_of(call->numbers, call->number, of);
         int64_t row = look_up(call->table, call->keys, of, number, call->oldest, &last);
-        call->found[of] = row;
-        if (call->leading && row < 0)
+        if (call->found != NULL)
+            call->found[of] = row;
+        else if (row < 0)
             return of;
     }
     return call->key_count;
@@ -306,27 +310,31 @@ static int64_t count_below(const int64_t *words, int64_t count, int64_t stride, 
 static const int64_t *slab_with(const int64_t *slabs, int64_t slab_count, int64_t row)
 {
     int64_t behind = count_below(slabs + FIRST, slab_count, SLAB_WORDS, row + 1);
+    if (behind == 0)
+        return NULL;
     const int64_t *found = slabs + (behind - 1) * SLAB_WORDS;
-    return behind > 0 && row < found[FIRST] + found[SLOTS] ? found : NULL;
+    return row < found[FIRST] + found[SLOTS] ? found : NULL;
 }
 
 struct locate {
     const struct table *table;
     const int64_t *keys, *numbers; /* As for find. */
     const int64_t *slabs;          /* The caller's copy, by FIRST. */
-    int64_t *located; /* Receives, `key_count` words apart: slab number, slot, payload length, position, row; */
-    int64_t *facts;   /* and whether places ascend, the length of all, the slab of all (SEVERAL: they differ). */
-    int64_t key_count, number_count, slab_count, oldest;
+    int64_t *located; /* Receives, `key_count` words apart: slab number, slot, payload length, position, row. */
+    int64_t key_count, number, slab_count, oldest;
 };
 
-/* Find pages as find does. No lock. Returns how many are there. */
+enum { IN_ORDER = 1, ONE_LENGTH = 2, ONE_SLAB = 4, FACTS = 3 };
+
+/* Find pages as find does. No lock. Returns how many are there << FACTS, and whether their places ascend, they have one
+ * length and are in one slab. */
 PUBLIC int64_t hicache_locate(const struct locate *call)
 {
     int64_t *located = call->located, many = call->key_count, count = 0, last = -1;
-    int64_t in_order = 1, length = SEVERAL, only = SEVERAL, last_place = -1, begin = 0, end = 0;
+    int64_t facts = IN_ORDER | ONE_LENGTH | ONE_SLAB, last_place = -1, begin = 0, end = 0;
     const int64_t *slab = NULL;
     for (int64_t of = 0; of < many; of++) {
-        int64_t number = call->numbers[call->number_count > 1 ? of : 0];
+        int64_t number = number_of(call->numbers, call->number, of);
         int64_t row = look_up(call->table, call->keys, of, number, call->oldest, &last);
         if (row < 0)
             continue;
@@ -345,20 +353,12 @@ PUBLIC int64_t hicache_locate(const struct locate *call)
         located[2 * many + count] = size;
         located[3 * many + count] = of;
         located[4 * many + count] = row;
-        if (count == 0) {
-            length = size;
-            only = slab_number;
-        }
-        in_order &= place > last_place;
-        length = length == size ? length : SEVERAL;
-        only = only == slab_number ? only : SEVERAL;
+        facts &= ~(place > last_place ? 0 : IN_ORDER) & ~(size == located[2 * many] ? 0 : ONE_LENGTH);
+        facts &= ~(slab_number == located[0] ? 0 : ONE_SLAB);
         last_place = place;
         count++;
     }
-    call->facts[0] = in_order;
-    call->facts[1] = length;
-    call->facts[2] = only;
-    return count;
+    return count << FACTS | facts;
 }
 
 /* -- uses ---------------------------------------------------------------------------------------------------------- */
@@ -803,7 +803,7 @@ struct publish {
     const int64_t *positions, *taken, *lengths; /* Page keys[positions[n]] is in row taken[n]. */
     int64_t *published; /* Receives 1; 0 for a page that is there already, whose slot becomes free; -1 for a slot that
                          * is no longer this writer's. */
-    int64_t key_count, number_count, taken_count, pending, ticket;
+    int64_t key_count, number, taken_count, pending, ticket;
     int64_t created, oldest; /* When they were written (milliseconds); as for find. */
     int64_t capacity, ghost_limit, sampled; /* Slots, of all sizes; ghosts worth remembering; as for touch. */
 };
@@ -811,7 +811,7 @@ struct publish {
 /* The highest rank that the page behind this one of the chain may have. */
 static int64_t highest_behind(const struct publish *call, int64_t key)
 {
-    int64_t number = call->numbers[call->number_count > 1 ? key : 0];
+    int64_t number = number_of(call->numbers, call->number, key);
     int64_t row = row_of(call->table, hash_of(call->keys, key), number, state_for(call->table, number));
     return row >= 0 ? most(0, load(row_at(call->table, row) + PRIORITY) - 1) : NO_PAGE - 1;
 }
@@ -830,7 +830,7 @@ PUBLIC int64_t hicache_publish(const struct publish *call)
         call->published[of] = -1;
         if (!has_row(table, at) || key < 0 || key >= call->key_count)
             continue;
-        int64_t *row = row_at(table, at), number = call->numbers[call->number_count > 1 ? key : 0];
+        int64_t *row = row_at(table, at), number = number_of(call->numbers, call->number, key);
         if (of == 0 || key == 0 || call->positions[of - 1] != key - 1)
             highest = key > 0 ? highest_behind(call, key - 1) : NO_PAGE - 1;
         if (!is_ours(row, call->pending, call->ticket) || number < 0)

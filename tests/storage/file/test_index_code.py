@@ -20,7 +20,7 @@ from hicache_ext import native
 from hicache_ext.storage.tiers.file.eviction import Clock
 from hicache_ext.storage.tiers.file.slab import index_words, lookup, miniatures, slot_code
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
-from hicache_ext.storage.tiers.file.slab.index_memory import Table
+from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory, Table, new_index
 from hicache_ext.storage.tiers.file.slab.slot_code import (
     CLOCK_SHIFT,
     FREE,
@@ -194,7 +194,7 @@ def random_step(rng: random.Random, now: int) -> Step:
         return [*answers, code.give_back(world, some, pending, ticket)]
 
     def grow(code: Any, world: Any) -> list[Any]:
-        return [code.grow_sets(world, int(world.header[slot_code.SETS]) + 1)]
+        return [code.grow_sets(world, min(SETS_MOST, int(world.header[slot_code.SETS])) + 1)]
 
     def clear(_: Any, world: Any) -> list[Any]:
         identity = world.identities[one[0]]
@@ -290,6 +290,20 @@ def test_whatever_the_words_say_c_ends_and_writes_nowhere_else(seed: int) -> Non
         for words in padded:
             assert (words[:beside] == canary).all() and (words[-beside:] == canary).all()
     assert answered == 5 * (TIMES - 1)
+
+
+@in_c
+def test_a_thread_in_a_call_keeps_the_words_of_an_index_that_is_closed(tmp_path: Path) -> None:
+    """One that a timeout left behind: an address alone would be that of nothing, or of something else."""
+    memory = IndexMemory(new_index(CAPACITY))
+    memory.rows[:100, STATE] = FREE
+    table, core, counts = memory.table, native.core(), np.zeros(4, np.int64)
+    memory.close()
+    assert core is not None
+    core(index_words.Count(table.address, native.address(counts), 0, 65_536, 0))
+    assert counts[FREE] == 100
+    with pytest.raises(AttributeError):
+        index_words.count(memory, 0, 1, 0, counts)
 
 
 @in_c

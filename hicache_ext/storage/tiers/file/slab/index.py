@@ -126,6 +126,8 @@ class View:
     """``IndexMemory.slab_table``, of which the following speak."""
     by_first: Words
     """The same as rows of the table, by FIRST."""
+    by_first_at: int
+    """Its address."""
     positions: Words
     """Where each of ``by_first`` is in the table."""
     of_size: Mapping[int, Words]
@@ -207,12 +209,16 @@ class SlabIndex:
         """The pages found, in the order of ``keys``, each with its position. Pages written before ``oldest``
         (wall-clock milliseconds) are not found."""
         numbers = self._numbers_of(keys)
-        found, facts = index_words.locate(self.memory, key_words(keys), numbers, oldest, self.view().by_first)
+        view = self.view()
+        of_slabs = view.by_first, view.by_first_at
+        found, facts = index_words.locate(self.memory, key_words(keys), numbers, oldest, *of_slabs)
         if not found.shape[1]:
             return NO_SLOTS
-        in_order, length, slab = facts.tolist()
         slabs, slots, lengths, positions, rows = found
-        return SlotReferences(slabs, slots, lengths, positions, rows, Known(bool(in_order), length, slab))
+        length = lengths.item(0) if facts & slot_code.ONE_LENGTH else -1
+        slab = slabs.item(0) if facts & slot_code.ONE_SLAB else -1
+        known = Known(bool(facts & slot_code.IN_ORDER), length, slab)
+        return SlotReferences(slabs, slots, lengths, positions, rows, known)
 
     def contains(self, keys: Sequence[bytes], oldest: int = 0) -> list[bool]:
         """Which pages are found; ``oldest`` as for ``locate``."""
@@ -258,7 +264,8 @@ class SlabIndex:
         by_first = np.ascontiguousarray(table[positions])
         rows = int((by_first[:, FIRST] + by_first[:, SLOTS]).max(initial=0))
         sampled = miniatures.sampled_of(capacity)
-        return View(changes, slabs, table, by_first, positions, of_size, slots, capacity, ghosts, sampled, rows)
+        at = native.address(by_first)
+        return View(changes, slabs, table, by_first, at, positions, of_size, slots, capacity, ghosts, sampled, rows)
 
     def note_hits(self, found: SlotReferences, keys: Sequence[bytes], hits: int) -> None:
         """So many of these pages were read. ``found``: pages of a chain that were used and may rank higher for it."""

@@ -17,7 +17,7 @@ from hicache_ext import native
 from hicache_ext.native import Arguments, Core, address, words
 from hicache_ext.storage.tiers.file.slab import lookup, slot_code
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory
-from hicache_ext.storage.tiers.file.slab.slot_code import SETS, Words
+from hicache_ext.storage.tiers.file.slab.slot_code import FACTS, SETS, Words
 
 _LOOKS = 4
 
@@ -25,7 +25,7 @@ _LOOKS = 4
 def _run(core: Core, memory: IndexMemory, call: type[Arguments], *rest: int) -> int:
     # Held until the call is over: the words stay mapped, whoever closes the index meanwhile.
     table = memory.table
-    return core(call(table.address, *rest))
+    return core.quick(call, table.address, *rest)
 
 
 # -- looking up --------------------------------------------------------------------------------------------------------
@@ -33,12 +33,12 @@ def _run(core: Core, memory: IndexMemory, call: type[Arguments], *rest: int) -> 
 
 class Find(Arguments):
     function = "hicache_find"
-    _fields_ = words("table keys numbers found key_count number_count oldest leading")
+    _fields_ = words("table keys numbers found key_count number oldest")
 
 
 class Locate(Arguments):
     function = "hicache_locate"
-    _fields_ = words("table keys numbers slabs located facts key_count number_count slab_count oldest")
+    _fields_ = words("table keys numbers slabs located key_count number slab_count oldest")
 
 
 def _looks(memory: IndexMemory) -> Iterator[None]:
@@ -56,10 +56,9 @@ def find(memory: IndexMemory, keys: Words, numbers: Words, oldest: int) -> Words
     for _ in _looks(memory):
         if (core := native.core()) is None:
             rows = lookup.find(memory, keys, numbers, oldest)
-            found = bool((rows >= 0).all())
         else:
-            found = _find(core, memory, keys, numbers, oldest, rows, 0) == len(keys)
-        if found:
+            _find(core, memory, keys, numbers, oldest, address(rows))
+        if (rows >= 0).all():
             break
     return rows
 
@@ -71,28 +70,38 @@ def count_leading(memory: IndexMemory, keys: Words, numbers: Words, oldest: int)
         if (core := native.core()) is None:
             leading = lookup.count_leading(memory, keys, numbers, oldest)
         else:
-            leading = _find(core, memory, keys, numbers, oldest, np.empty(len(keys), np.int64), 1)
+            leading = _find(core, memory, keys, numbers, oldest, 0)
         if leading == len(keys):
             break
     return leading
 
 
-def _find(core: Core, memory: IndexMemory, keys: Words, numbers: Words, oldest: int, found: Words, leading: int) -> int:
-    parts = address(keys), address(numbers), address(found)
-    return _run(core, memory, Find, *parts, len(keys), len(numbers), oldest, leading)
+def _find(core: Core, memory: IndexMemory, keys: Words, numbers: Words, oldest: int, found: int) -> int:
+    each, of_all = _each_or_one(numbers)
+    return _run(core, memory, Find, address(keys), each, found, len(keys), of_all, oldest)
 
 
-def locate(memory: IndexMemory, keys: Words, numbers: Words, oldest: int, slabs: Words) -> tuple[Words, Words]:
+def _each_or_one(numbers: Words) -> tuple[int, int]:
+    """``numbers`` and ``number`` of a call."""
+    return (0, numbers.item()) if len(numbers) == 1 else (address(numbers), 0)
+
+
+def locate(
+    memory: IndexMemory, keys: Words, numbers: Words, oldest: int, slabs: Words, slabs_at: int = 0
+) -> tuple[Words, int]:
     """The pages that are there and not written before ``oldest``: slab numbers, slots, payload lengths, positions in
-    ``keys`` and rows, a row each; and the facts about all of them (``slot_code.IN_ORDER``). ``slabs``: by FIRST."""
+    ``keys`` and rows, a row each; and the facts about all of them (``slot_code.IN_ORDER``). ``slabs``: by FIRST;
+    ``slabs_at``: their address, where it is known."""
     for _ in _looks(memory):
         if (core := native.core()) is None:
             located, facts = lookup.locate(memory, keys, numbers, oldest, slabs)
         else:
-            located, facts = np.empty((5, len(keys)), np.int64), np.empty(3, np.int64)
-            parts = address(keys), address(numbers), address(slabs), address(located), address(facts)
-            count = _run(core, memory, Locate, *parts, len(keys), len(numbers), len(slabs), oldest)
-            located = located if count == len(keys) else located[:, :count]
+            many, located = len(keys), np.empty((5, len(keys)), np.int64)
+            each, of_all = _each_or_one(numbers)
+            parts = address(keys), each, slabs_at or address(slabs), address(located)
+            facts = _run(core, memory, Locate, *parts, many, of_all, len(slabs), oldest)
+            count, facts = facts >> FACTS, facts & (1 << FACTS) - 1
+            located = located if count == many else located[:, :count]
         if located.shape[1] == len(keys):
             break
     return located, facts
@@ -288,7 +297,7 @@ def count(memory: IndexMemory, begin: int, end: int, oldest: int, counts: Words)
 class Publish(Arguments):
     function = "hicache_publish"
     _fields_ = words(
-        "table keys numbers positions taken lengths published key_count number_count taken_count pending ticket "
+        "table keys numbers positions taken lengths published key_count number taken_count pending ticket "
         "created oldest capacity ghost_limit sampled"
     )
 
@@ -321,10 +330,10 @@ def publish(
     if (core := native.core()) is None:
         of_keys = keys, numbers, positions, taken, lengths, pending, ticket, created, oldest
         return slot_code.publish(memory, *of_keys, capacity, ghost_limit, published, sampled)
-    parts = (address(part) for part in (keys, numbers, positions, taken, lengths, published))
-    counts = len(keys), len(numbers), len(taken)
+    each, of_all = _each_or_one(numbers)
+    parts = address(keys), each, address(positions), address(taken), address(lengths), address(published)
     moments = created, oldest, capacity, ghost_limit, sampled
-    return _run(core, memory, Publish, *parts, *counts, pending, ticket, *moments)
+    return _run(core, memory, Publish, *parts, len(keys), of_all, len(taken), pending, ticket, *moments)
 
 
 def adopt(
@@ -344,5 +353,5 @@ def adopt(
     replace."""
     if (core := native.core()) is None:
         return slot_code.adopt(memory, keys, numbers, lengths, created, seals, first, slot_size, now)
-    parts = (address(part) for part in (keys, numbers, lengths, created, seals))
+    parts = address(keys), address(numbers), address(lengths), address(created), address(seals)
     return _run(core, memory, Adopt, *parts, len(keys), first, slot_size, now)

@@ -25,7 +25,6 @@ from hicache_ext.storage.tiers.file.slab.slot_code import (
     PENDING,
     PRIORITY,
     SETS,
-    SEVERAL,
     SLAB_NUMBER,
     SLOTS,
     STATE,
@@ -76,17 +75,16 @@ def count_leading(memory: IndexMemory, keys: Words, numbers: Words, oldest: int)
     return len(keys)
 
 
-def locate(memory: IndexMemory, keys: Words, numbers: Words, oldest: int, slabs: Words) -> tuple[Words, Words]:
+def locate(memory: IndexMemory, keys: Words, numbers: Words, oldest: int, slabs: Words) -> tuple[Words, int]:
     rows = find(memory, keys, numbers, oldest)
     of = slabs_with(slabs, rows)
     positions = np.flatnonzero(of >= 0)
     rows, of = rows[positions], of[positions]
     numbers_of_slabs, slots, lengths = slabs[of, SLAB_NUMBER], rows - slabs[of, FIRST], memory.rows[rows, LENGTH]
     places = numbers_of_slabs << 32 | slots
-    facts = np.empty(3, np.int64)
-    facts[IN_ORDER] = (places[1:] > places[:-1]).all()
-    facts[ONE_LENGTH] = _only(lengths)
-    facts[ONE_SLAB] = _only(numbers_of_slabs)
+    facts = IN_ORDER if (places[1:] > places[:-1]).all() else 0
+    facts |= ONE_LENGTH if (lengths == lengths[:1]).all() else 0
+    facts |= ONE_SLAB if (numbers_of_slabs == numbers_of_slabs[:1]).all() else 0
     return np.stack([numbers_of_slabs, slots, lengths, positions, rows]), facts
 
 
@@ -174,7 +172,3 @@ def _ranks(memory: IndexMemory, rows: Words, oldest: int, dead: Words) -> Words:
     ranks = np.where(kinds == PAGE, of_page, NO_PAGE)
     ranks[(kinds == FREE) | ((kinds == PENDING) & np.isin(states >> 8, dead))] = AT_ONCE
     return ranks
-
-
-def _only(values: Words) -> int:
-    return int(values[0]) if len(values) and (values == values[0]).all() else SEVERAL

@@ -1,6 +1,7 @@
 """The words of an index (index_memory.py): what they mean, and how they are changed in plain Python, page by page.
 
-It does what native/table.c does, to the bit; index_words.py has one or the other. Looking up is in lookup.py.
+It does what native/table.c does, to the bit; index_words.py has one or the other, and says what each operation is for.
+Looking up is in lookup.py.
 
 All words are int64. ``rows``: a row per slot; what is true. ``sets``: a hash table of the pages, WAYS entries a set.
 Nothing has to be made anew after a kill, because nothing follows from anything else:
@@ -113,10 +114,9 @@ NO_PAGE = eviction.MAX_PRIORITY
 AT_ONCE = -1
 """The rank of a slot that is free, or holds what nobody can ask for any more."""
 
-IN_ORDER, ONE_LENGTH, ONE_SLAB = range(3)
-"""Facts about all pages that ``locate`` found: 1 when their places ascend; the payload length and the slab of all,
-SEVERAL where they differ."""
-SEVERAL = -1
+IN_ORDER, ONE_LENGTH, ONE_SLAB, FACTS = 1, 2, 4, 3
+"""Facts about all pages that ``locate`` found: their places ascend; they have one payload length; they are in one slab.
+So many bits."""
 
 ROW_BITS = 40
 ROW = (1 << ROW_BITS) - 1
@@ -300,11 +300,6 @@ def _used(clock: int, depth: int, own_hits: int, hits: int) -> int:
 
 
 def touch(memory: IndexMemory, capacity: int, chain: Words, sampled: int) -> int:
-    """Note a use of the pages of a chain, in its order (``PageByPage.renewed`` of the benchmarks); a row may be -1.
-    Returns how many got another rank. ``capacity``: slots, of all sizes; ``sampled``: how many pages the miniatures
-    see, 0 where nobody looks at them.
-
-    Without the lock: where a row is given to another page meanwhile, that page's rank is a little wrong."""
     rows, header = memory.rows, memory.header
     changed, seen = 0, 0
     before = -1
@@ -340,8 +335,6 @@ def touch(memory: IndexMemory, capacity: int, chain: Words, sampled: int) -> int
 
 
 def rank_again(memory: IndexMemory, capacity: int, most: int) -> int:
-    """Rank by the policy of now what was ranked by another one, at most so many rows. What a rebuild found keeps its
-    rank, by age. Returns how many rows are left. Where the row is given to another page meanwhile, see ``touch``."""
     rows, header = memory.rows, memory.header
     behind = min(header[TO_RANK], len(rows))
     begin = max(0, behind - most)
@@ -409,9 +402,6 @@ def _recall(memory: IndexMemory, hashed: int, state: int, oldest: int) -> int:
 def take_free(
     memory: IndexMemory, known: Words, of_size: Words, pending: int, ticket: int, most: int, taken: Words
 ) -> int:
-    """Make free slots pending, up to the length of ``taken``, which gets their rows, in order of place as far as
-    possible. ``known``: this process' copy of the slabs, which says where they lie; ``of_size``: the positions in both
-    of those to look at. At most so many slots are looked at. Returns the number taken."""
     rows, table = memory.rows, memory.slabs
     done, looked = 0, 0
     for which in range(len(of_size)):
@@ -467,9 +457,6 @@ def evict(
     oldest: int,
     dead: Words,
 ) -> int:
-    """Free the slots ``victims``, up to a -1, whatever is in them by now that may be taken; ``victims`` keeps those
-    that are free then, up to a -1. Pages with a hash in ``spared`` (sorted) get a rank ``headroom``
-    beyond now instead. Returns the number of pages evicted, which does not count those that nobody could ask for."""
     rows, header = memory.rows, memory.header
     pages, kept = 0, 0
     for position in range(len(victims)):
@@ -505,10 +492,6 @@ def evict_beside(
     oldest: int,
     freed: Words,
 ) -> int:
-    """Evict what is of no use without pages that are gone, whose HASH and STATE these are: under each hash the pages of
-    the identities ``beside[number]``, up to a -1, unless a page of ``needed[their number]``, up to a -1, is there.
-    Nothing of pages that were cleared; what was written before ``oldest`` (milliseconds) is left to its age. ``freed``
-    gets the rows, as many as it has places for. Returns their number."""
     rows, identities = memory.rows, memory.identities
     count = 0
     for of in range(len(hashes)):
@@ -539,8 +522,6 @@ def evict_beside(
 
 
 def seize(memory: IndexMemory, found: Words, pending: int, ticket: int) -> int:
-    """Make pages pending, for ``give_back`` to free once their headers are gone; a row may be -1, and becomes -1 where
-    there is no page. Returns their number."""
     rows = memory.rows
     count = 0
     for position in range(len(found)):
@@ -556,7 +537,6 @@ def seize(memory: IndexMemory, found: Words, pending: int, ticket: int) -> int:
 
 
 def give_back(memory: IndexMemory, taken: Words, pending: int, ticket: int) -> int:
-    """Free those of these slots that are still pending under this ticket; a row may be -1. Returns their number."""
     rows = memory.rows
     count = 0
     for row in taken:
@@ -594,10 +574,6 @@ def publish(
     published: Words,
     sampled: int,
 ) -> int:
-    """Make pages of slots that are written, with their seals: page ``keys[positions[n]]`` is in row ``taken[n]``. Pages
-    at consecutive positions are a chain (``PageByPage.inserted``). ``capacity``: slots, of all sizes. ``published[n]``:
-    1; 0 for a page that is there already: its slot becomes free; -1 for a slot that is no longer this writer's.
-    ``sampled``: as for ``touch``. Returns how many slots became free."""
     rows, header = memory.rows, memory.header
     oldest_ghost = max(0, header[REMEMBERED] - ghost_limit)
     inserts, distance_sum, reuses = header[INSERTS], header[DISTANCE_SUM], header[REUSES]
@@ -662,10 +638,6 @@ def adopt(
     slot_size: int,
     now: int,
 ) -> int:
-    """For a rebuild: the pages that headers tell of, in the slots from row ``first`` on that are still UNKNOWN; a
-    number of -1 is no page. Of several pages with one key the newest counts. They rank by their age at ``now``
-    (milliseconds), below all that is written from now on. Returns the number of pages found, less those they
-    replace."""
     rows, identities = memory.rows, memory.identities
     found = 0
     for of in range(len(keys)):
