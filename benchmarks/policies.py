@@ -32,12 +32,12 @@ from hicache_ext import native
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.path_store import Served
-from hicache_ext.storage.tiers.file.slab import miniature_code
+from hicache_ext.storage.tiers.file.slab import miniatures
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 
 Requests = Sequence[Sequence[int]]
 PARTS = (300, 30, 6)
-_CANDIDATES = miniature_code.CANDIDATES
+_CANDIDATES = miniatures.CANDIDATES
 _SHOWN = 12
 """Capacities of inserted pages after a change."""
 
@@ -55,7 +55,7 @@ class Tier:
 
     def _look(self, index: SlabIndex) -> None:
         self.served = index.served()
-        self.switches = int(index.memory.small[miniature_code.SWITCHES])
+        self.switches = int(index.memory.small[miniatures.SWITCHES])
         self.inserts.append(index.inserts)
 
 

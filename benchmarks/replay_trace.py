@@ -44,7 +44,7 @@ from benchmarks.eviction_policy import Ghost, PageByPage, Rank
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.eviction import Clock
-from hicache_ext.storage.tiers.file.slab import miniature_code, slot_code
+from hicache_ext.storage.tiers.file.slab import miniatures, slot_code
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
 from hicache_ext.storage.tiers.file.slab.shapes import SlotReferences
 
@@ -145,7 +145,7 @@ def served_by_the_index(
         index.register([_IDENTITY])
         if policy is not None:
             index.memory.header[slot_code.POLICY] = policy
-            index.memory.small[miniature_code.NEXT] = eviction.MAX_PRIORITY
+            index.memory.small[miniatures.NEXT] = eviction.MAX_PRIORITY
         for request in requests:
             keys = [key_of(block) for block in request]
             found = index.locate(keys)

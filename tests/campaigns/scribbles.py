@@ -41,7 +41,6 @@ from hicache_ext.storage.tiers.file.manifest import slab_home
 from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory, shared_index
 from hicache_ext.storage.tiers.file.slab.listing import SlabListing
-from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
 from hicache_ext.storage.tiers.file.slab.slot_code import Words
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import (
@@ -53,9 +52,9 @@ from hicache_ext.testing.conformance.pages import (
     store_pages,
 )
 from tests.campaigns.reporting import problem_lines, publish
-from tests.storage.file.indexes import plain_kernels
+from tests.storage.file.indexes import without_core
 
-CODES = ("compiled", "plain")
+CODES = ("native", "plain")
 CAPACITY = 2 << 20
 SIZES = ((3000,), (4096,), (20_000, 5), (65_536,))
 CHAINS = [page_keys(60, f"chain {n}", identity) for n in range(4) for identity in (IDENTITY, OTHER_IDENTITY)]
@@ -371,9 +370,7 @@ def main() -> int:
     if arguments.only is not None:
         arguments.first, arguments.rounds = arguments.only, 1
     if arguments.place is not None:
-        if arguments.code == "compiled":
-            wait_for_compiled_code()
-        with plain_kernels() if arguments.code == "plain" else nullcontext():
+        with without_core() if arguments.code == "plain" else nullcontext():
             _rounds(arguments.place, arguments.seed, arguments.first, arguments.rounds, arguments.beside)
         return 0
     found = {}

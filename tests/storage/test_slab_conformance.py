@@ -3,15 +3,15 @@ by their addresses."""
 
 from __future__ import annotations
 
-import sys
+from pathlib import Path
 
 import pytest
 
+from hicache_ext import native
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.memory import PageMemory, addresses_of
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, SetResult
 from hicache_ext.storage.tiers.file.slab import page_moves
-from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from tests.storage.media import Slabs
@@ -26,11 +26,8 @@ class TestSlabStore(PageStoreTests):
 class TestSlabStoreWithoutCompiledCode(TestSlabStore):
     @pytest.fixture(autouse=True)
     def _no_compiled_code(self, monkeypatch):
-        code = wait_for_compiled_code()
-        assert code is not None
         monkeypatch.setattr(page_moves, "compiled_code", lambda: None)
-        for name, plain in code.plain_kernels.items():
-            monkeypatch.setattr(sys.modules[plain.__module__], name, plain)
+        monkeypatch.setattr(native, "LIBRARY", Path("/nowhere"))
 
 
 class ByAddress(SlabStore):

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hicache_ext import native
 from hicache_ext.storage.contract.store import PageKeys
 from hicache_ext.storage.tiers.file.slab import index as index_module
 from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
-from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
 from hicache_ext.storage.tiers.file.slab.shapes import Slab, SlotReferences
 from hicache_ext.storage.tiers.file.slab.slot_code import Words
 
@@ -114,12 +114,10 @@ def assert_no_slot_lost(index: SlabIndex) -> None:
 
 
 @contextmanager
-def plain_kernels() -> Iterator[None]:
-    """Without compiled code inside."""
-    code = wait_for_compiled_code()
+def without_core() -> Iterator[None]:
+    """In Python inside, as where the native core was not built."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, plain in code.plain_kernels.items() if code is not None else ():
-            patch.setattr(sys.modules[plain.__module__], name, plain)
+        patch.setattr(native, "LIBRARY", Path("/nowhere"))
         yield
 
 

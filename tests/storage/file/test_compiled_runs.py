@@ -734,12 +734,14 @@ def test_code_that_does_not_say_how_many_pages_it_moved_is_not_used(monkeypatch,
         CompiledCode()
 
 
-def test_kernels_that_do_something_else_than_the_plain_ones_are_not_used():
-    kernels = {**compiled_code().kernels, **compiled_code().small_kernels}
-    compiled_code_module._check_kernels(kernels)
-    kernels["evict"] = lambda *_: 0
-    with pytest.raises(ImportError, match="its index is not that of this version"):
-        compiled_code_module._check_kernels(kernels)
+@pytest.mark.parametrize("name", ["decode_hashes", "number_pages", "address_pages"])
+@pytest.mark.parametrize("answer", [0, 1, 2])
+def test_kernels_that_make_other_keys_or_addresses_are_not_used(name, answer):
+    kernels = dict(compiled_code().batch_kernels)
+    compiled_code_module._check_batch_kernels(kernels)
+    kernels[name] = lambda *_: answer
+    with pytest.raises(ImportError, match="its keys are not those of this version"):
+        compiled_code_module._check_batch_kernels(kernels)
 
 
 def test_what_is_compiled_is_kept_until_one_of_its_modules_changes() -> None:

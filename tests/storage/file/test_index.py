@@ -34,7 +34,6 @@ from tests.storage.file.indexes import (
     key_of,
     keys_of,
     members_of,
-    plain_kernels,
     present,
     publish,
     references,
@@ -42,6 +41,7 @@ from tests.storage.file.indexes import (
     states,
     store,
     take,
+    without_core,
 )
 
 # -- against a model ---------------------------------------------------------------------------------------------------
@@ -54,14 +54,14 @@ class Model(RuleBasedStateMachine):
     """A page may be gone, because its slot was wanted. One that is found is the one that was written last under its
     key since its identity was cleared, and no slot belongs to two."""
 
-    compiled = True
+    native = True
 
     def __init__(self) -> None:
         super().__init__()
         self.directory = tempfile.TemporaryDirectory()
         self.context = new_index_in(Path(self.directory.name), CAPACITY)
         self.index = self.context.__enter__()
-        self.plain = None if self.compiled else plain_kernels()
+        self.plain = None if self.native else without_core()
         if self.plain is not None:
             self.plain.__enter__()
         self.pages: dict[bytes, tuple[int, int, int]] = {}
@@ -195,7 +195,7 @@ class Model(RuleBasedStateMachine):
 
 
 class PlainModel(Model):
-    compiled = False
+    native = False
 
 
 _EXAMPLES = settings(max_examples=100, stateful_step_count=35)

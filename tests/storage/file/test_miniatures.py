@@ -9,21 +9,19 @@ import pytest
 
 from benchmarks import replay_trace, workloads
 from benchmarks.policies import Tier
+from hicache_ext import native
 from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.path_store import Fullness, Served, gauges_of_paths
-from hicache_ext.storage.tiers.file.slab import miniature_code, slot_code
+from hicache_ext.storage.tiers.file.slab import index_words, miniatures, slot_code
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
-from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
 from hicache_ext.storage.tiers.file.slab.slot_code import CLOCK_SHIFT, PRIORITY, USED
-from tests.storage.file.indexes import CAPACITY, SMALL, add_slab, keys_of, plain_kernels, store
+from tests.storage.file.indexes import CAPACITY, SMALL, add_slab, keys_of, store, without_core
+from tests.storage.file.test_index_code import World
 
 Requests = list[list[int]]
 
 
-@pytest.fixture(autouse=True)
-def _compiled_code() -> None:
-    if wait_for_compiled_code() is None:
-        pytest.skip("missing: numba, or what it compiles for")
+pytestmark = pytest.mark.skipif(native.core() is None, reason="missing: the native core")
 
 
 def shares(requests: Requests, capacity: int) -> list[float]:
@@ -54,8 +52,8 @@ def test_a_tier_follows_the_candidate_that_serves_most() -> None:
     assert tier > 1.03 * replay_trace.ours(requests, 6000) / uses
 
 
-def test_without_compiled_code_the_first_policy_stays(tmp_path: Path) -> None:
-    with plain_kernels(), new_index_in(tmp_path, CAPACITY) as index:
+def test_without_the_native_core_the_first_policy_stays(tmp_path: Path) -> None:
+    with without_core(), new_index_in(tmp_path, CAPACITY) as index:
         add_slab(index, SMALL, 40)
         for begin in range(0, 400, 10):
             store(index, keys_of(range(begin, begin + 10)))
@@ -106,33 +104,33 @@ def test_the_curve_is_within_two_points_of_replays(family: str) -> None:
 def after_comparisons(leads: list[int], capacity: int = 4096) -> int:
     """The policy followed when the last candidate had so many hits more than the others between two comparisons each,
     of about a thousand."""
-    header, small = np.zeros(slot_code.HEADER_WORDS, np.int64), np.zeros(miniature_code.SMALL_WORDS, np.int64)
+    world = World()
+    header, small = world.header, world.small
     for lead in leads:
-        small[miniature_code.LATELY : miniature_code.LATELY + miniature_code.CANDIDATES] = 1000
-        small[miniature_code.LATELY + miniature_code.CANDIDATES - 1] += lead
-        header[slot_code.INSERTS] = small[miniature_code.NEXT]
-        nothing = np.zeros((0, 2), np.int64)
-        entries = np.zeros((miniature_code.ENTRY_WORDS, 4, slot_code.WAYS), np.int64)
-        miniature_code.learn(header, small, entries, nothing, capacity, slot_code.SAMPLE + 1, 0, 0)
+        small[miniatures.LATELY : miniatures.LATELY + miniatures.CANDIDATES] = 1000
+        small[miniatures.LATELY + miniatures.CANDIDATES - 1] += lead
+        header[slot_code.INSERTS] = small[miniatures.NEXT]
+        world.entries[:] = 0
+        index_words.learn(world, capacity, slot_code.SAMPLE + 1, 0, 0)
     return int(header[slot_code.POLICY])
 
 
 def test_a_lead_that_chance_explains_is_not_followed_and_one_of_the_same_size_that_is_steady_is() -> None:
-    last = miniature_code.CANDIDATES - 1
+    last = miniatures.CANDIDATES - 1
     assert after_comparisons([20] * 20) == last
     assert after_comparisons([400, -360] * 10) == eviction.LEARNED_DISTANCE
     assert after_comparisons([400] + [0] * 19) == eviction.LEARNED_DISTANCE
 
 
 def test_a_lead_of_late_is_followed_within_a_capacity_whatever_was_true_for_long() -> None:
-    last = miniature_code.CANDIDATES - 1
+    last = miniatures.CANDIDATES - 1
     assert after_comparisons([20] * 200) == last
     assert after_comparisons([20] * 200 + [-100] * 12) != last
     assert after_comparisons([20] * 200 + [400, -440] * 6) == last
 
 
 def test_the_long_run_takes_nobody_back_who_is_behind_of_late() -> None:
-    last = miniature_code.CANDIDATES - 1
+    last = miniatures.CANDIDATES - 1
     assert after_comparisons([100] * 200 + [-100] * 20) != last
     assert after_comparisons([100] * 200 + [-100] * 20 + [-1] * 20) != last
 
@@ -148,13 +146,13 @@ def test_a_tier_that_hardly_holds_a_chain_keeps_to_its_policy() -> None:
 
 def test_a_page_behind_one_that_is_missing_is_no_hit_where_the_miniatures_see_all_pages() -> None:
     for sampled, expected in ((slot_code.SAMPLE + 1, 0), (slot_code.SAMPLE, 5)):
-        header, small = np.zeros(slot_code.HEADER_WORDS, np.int64), np.zeros(miniature_code.SMALL_WORDS, np.int64)
-        entries = np.zeros((miniature_code.ENTRY_WORDS, 64, slot_code.WAYS), np.int64)
+        world = World(entries=np.zeros((miniatures.ENTRY_WORDS, 64, slot_code.WAYS), np.int64))
         for head in (-5, -6):
             chain = [[head, 0], *([-10_000 - place, place] for place in range(1, 6))]
-            header[slot_code.EVENTS], header[slot_code.LEARNED] = len(chain), 0
-            miniature_code.learn(header, small, entries, np.array(chain), 64, sampled, 0, len(chain))
-        hits = small[miniature_code.HITS : miniature_code.HITS + miniature_code.MINIATURES]
+            world.header[slot_code.EVENTS], world.header[slot_code.LEARNED] = len(chain), 0
+            world.events[: len(chain)] = chain
+            index_words.learn(world, 64, sampled, 0, len(chain))
+        hits = world.small[miniatures.HITS : miniatures.HITS + miniatures.MINIATURES]
         assert (hits == expected).all()
 
 
@@ -175,18 +173,18 @@ def test_counts_that_a_kill_left_wrong_are_right_after_some_writes(tmp_path: Pat
         for begin in range(0, 640, 16):
             store(index, keys_of(range(begin, begin + 16)))
         small = index.memory.small
-        small[: miniature_code.MINIATURES] = 10_000
+        small[: miniatures.MINIATURES] = 10_000
         for begin in range(5000, 5640, 16):
             store(index, keys_of(range(begin, begin + 16)))
-        slots = [64] * miniature_code.CANDIDATES + [32, 128, 256]
-        assert (small[: miniature_code.MINIATURES] <= 1.1 * np.array(slots)).all()
+        slots = [64] * miniatures.CANDIDATES + [32, 128, 256]
+        assert (small[: miniatures.MINIATURES] <= 1.1 * np.array(slots)).all()
 
 
 def test_a_miniature_of_a_large_tier_sees_a_share_of_the_pages(tmp_path: Path) -> None:
-    assert miniature_code.sampled_of(miniature_code.SAMPLED_SLOTS) == slot_code.SAMPLE + 1
-    assert miniature_code.sampled_of(miniature_code.SAMPLED_SLOTS << 8) == (slot_code.SAMPLE + 1) >> 8
+    assert miniatures.sampled_of(miniatures.SAMPLED_SLOTS) == slot_code.SAMPLE + 1
+    assert miniatures.sampled_of(miniatures.SAMPLED_SLOTS << 8) == (slot_code.SAMPLE + 1) >> 8
     hashes = np.random.default_rng(1).integers(-(1 << 63), 1 << 63, 100_000)
-    sampled = miniature_code.sampled_of(miniature_code.SAMPLED_SLOTS << 5)
+    sampled = miniatures.sampled_of(miniatures.SAMPLED_SLOTS << 5)
     seen = sum(slot_code.is_sampled(int(hashed), sampled) for hashed in hashes)
     assert seen == pytest.approx(100_000 / 32, rel=0.1)
 

@@ -2,7 +2,7 @@
 
 No I/O, no tables. A page of a prefix cache is useful only while all pages before it are there. Its priority is a moment
 on a clock that counts inserted pages: until then the page is worth its slot. There are several ways to say that moment
-(``POLICIES``), none of which is best everywhere; miniature_code.py tells which one the tier follows. The first is::
+(``POLICIES``), none of which is best everywhere; miniatures.py tells which one the tier follows. The first is::
 
     priority = now + C * D * log2(1 + hits) - min(D, capacity) * min(depth, 64) / 128
     priority = min(priority, priority of the page before it in the chain - 1)
@@ -71,8 +71,7 @@ MAX_REUSES: Final = (1 << 32) - 1
 
 
 def reuse_distance(capacity: int, distance_sum: int, reuses: int) -> int:
-    """``EvictionPolicy.reuse_distance``. This and what follows are plain functions of numbers, because slot_code.py
-    compiles them."""
+    """``EvictionPolicy.reuse_distance``. native/ranks.h has this and the two functions that follow, too."""
     if reuses == 0:
         return capacity
     mean = distance_sum // min(reuses, 1 << _LEARNING_SHIFT)

@@ -148,7 +148,7 @@ class Fullness:
 
 
 class Served(NamedTuple):
-    """Of the uses that the miniatures of a path saw (slab/miniature_code.py): how many it served, and how many it would
+    """Of the uses that the miniatures of a path saw (slab/miniatures.py): how many it served, and how many it would
     have at other capacities."""
 
     uses: int

@@ -19,15 +19,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hicache_ext import native
 from hicache_ext.errors import IndexBusyError
 from hicache_ext.page.envelope import IDENTITY_LENGTH, SEAL_LENGTH
 from hicache_ext.runtime.file_lock import ChangeLock, OfdLock
-from hicache_ext.runtime.jit import is_compiled
 from hicache_ext.runtime.members import Members
 from hicache_ext.storage.contract.store import PageKeys, key_words
 from hicache_ext.storage.tiers.file.eviction import EvictionPolicy
 from hicache_ext.storage.tiers.file.path_store import Served
-from hicache_ext.storage.tiers.file.slab import lookup, miniature_code, slot_code
+from hicache_ext.storage.tiers.file.slab import index_words, lookup, miniatures, slot_code
 from hicache_ext.storage.tiers.file.slab.index_memory import (
     BYTES_PER_GHOST,
     LARGEST_NUMBER,
@@ -126,6 +126,8 @@ class View:
     """``IndexMemory.slab_table``, of which the following speak."""
     by_first: Words
     """The same as rows of the table, by FIRST."""
+    by_first_at: int
+    """Its address."""
     positions: Words
     """Where each of ``by_first`` is in the table."""
     of_size: Mapping[int, Words]
@@ -207,12 +209,16 @@ class SlabIndex:
         """The pages found, in the order of ``keys``, each with its position. Pages written before ``oldest``
         (wall-clock milliseconds) are not found."""
         numbers = self._numbers_of(keys)
-        found, facts = lookup.locate(self.memory, key_words(keys), numbers, oldest, self.view().by_first)
+        view = self.view()
+        of_slabs = view.by_first, view.by_first_at
+        found, facts = index_words.locate(self.memory, key_words(keys), numbers, oldest, *of_slabs)
         if not found.shape[1]:
             return NO_SLOTS
-        in_order, length, slab = facts.tolist()
         slabs, slots, lengths, positions, rows = found
-        return SlotReferences(slabs, slots, lengths, positions, rows, Known(bool(in_order), length, slab))
+        length = lengths.item(0) if facts & slot_code.ONE_LENGTH else -1
+        slab = slabs.item(0) if facts & slot_code.ONE_SLAB else -1
+        known = Known(bool(facts & slot_code.IN_ORDER), length, slab)
+        return SlotReferences(slabs, slots, lengths, positions, rows, known)
 
     def contains(self, keys: Sequence[bytes], oldest: int = 0) -> list[bool]:
         """Which pages are found; ``oldest`` as for ``locate``."""
@@ -220,11 +226,11 @@ class SlabIndex:
         return found
 
     def count_leading(self, keys: Sequence[bytes], oldest: int = 0) -> int:
-        return lookup.count_leading(self.memory, key_words(keys), self._numbers_of(keys), oldest)
+        return index_words.count_leading(self.memory, key_words(keys), self._numbers_of(keys), oldest)
 
     def rows_of(self, keys: Sequence[bytes], oldest: int = 0) -> Words:
         """The row of each page, -1 where there is none; ``oldest`` as for ``locate``."""
-        return lookup.find(self.memory, key_words(keys), self._numbers_of(keys), oldest)
+        return index_words.find(self.memory, key_words(keys), self._numbers_of(keys), oldest)
 
     def places_of(self, rows: Words) -> tuple[Words, Words]:
         """The slab numbers and slots of rows that were taken."""
@@ -257,8 +263,9 @@ class SlabIndex:
         ghosts = min(EvictionPolicy(capacity).ghost_limit, ghosts)
         by_first = np.ascontiguousarray(table[positions])
         rows = int((by_first[:, FIRST] + by_first[:, SLOTS]).max(initial=0))
-        sampled = miniature_code.sampled_of(capacity)
-        return View(changes, slabs, table, by_first, positions, of_size, slots, capacity, ghosts, sampled, rows)
+        sampled = miniatures.sampled_of(capacity)
+        at = native.address(by_first)
+        return View(changes, slabs, table, by_first, at, positions, of_size, slots, capacity, ghosts, sampled, rows)
 
     def note_hits(self, found: SlotReferences, keys: Sequence[bytes], hits: int) -> None:
         """So many of these pages were read. ``found``: pages of a chain that were used and may rank higher for it."""
@@ -271,11 +278,11 @@ class SlabIndex:
             identity[LAST] = int(time.time())
         if len(found.rows):
             view = self.view()
-            lookup.touch(self.memory, view.capacity, _by_position(found), self._sampled(view))
+            index_words.touch(self.memory, view.capacity, _by_position(found), self._sampled(view))
 
     def _sampled(self, view: View) -> int:
-        """As ``View.sampled``; in Python nobody looks at the miniatures, and the first policy stays."""
-        return view.sampled if is_compiled(miniature_code.learn) else 0
+        """As ``View.sampled``; without C nobody looks at the miniatures, and the first policy stays."""
+        return view.sampled if native.core() is not None else 0
 
     def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
         """Bytes of slots that the pages under each of these page hashes take, over all identities."""
@@ -303,11 +310,11 @@ class SlabIndex:
         A page that is used all the time is in the sample or not, whatever its share: what the sample has too few or too
         many of is taken for hits of such pages (SHARDS-adj, Waldspurger et al. 2015)."""
         small = self.memory.small
-        at_scales = miniature_code.HITS + miniature_code.CANDIDATES
-        half, twice, four_times = small[at_scales : at_scales + len(miniature_code.SCALES)].tolist()
-        uses = int(small[miniature_code.EXPECTED] // (slot_code.SAMPLE + 1))
-        hot = uses - int(small[miniature_code.USES])
-        hits = (max(0, hits + hot) for hits in (half, int(small[miniature_code.SERVED]), twice, four_times))
+        at_scales = miniatures.HITS + miniatures.CANDIDATES
+        half, twice, four_times = small[at_scales : at_scales + len(miniatures.SCALES)].tolist()
+        uses = int(small[miniatures.EXPECTED] // (slot_code.SAMPLE + 1))
+        hot = uses - int(small[miniatures.USES])
+        hits = (max(0, hits + hot) for hits in (half, int(small[miniatures.SERVED]), twice, four_times))
         return Served(uses, *hits) if uses else None
 
     def counts(self) -> dict[str, int]:
@@ -325,7 +332,7 @@ class SlabIndex:
         counts, pages = np.zeros(4, np.int64), 0
         for begin in range(0, slab.slots, _AT_ONCE):
             end = min(begin + _AT_ONCE, slab.slots)
-            pages += lookup.count(self.memory, slab.first_row + begin, slab.first_row + end, oldest, counts)
+            pages += index_words.count(self.memory, slab.first_row + begin, slab.first_row + end, oldest, counts)
         return pages, counts
 
     # -- identities ------------------------------------------------------------------------------------------------
@@ -472,8 +479,8 @@ class SlabIndex:
         evicted for them, where ``evicting``. Pages with a hash in ``spared`` (sorted) stay if they can. Raises
         IndexBusyError."""
         rows, done, evicted = np.empty(wanted, np.int64), 0, NOTHING_EVICTED
-        dead, of_size, table = self._dead(), self._taken_from(slot_size), self.memory.slabs
-        wants_victims = evicting and len(of_size) and int(table[of_size, FREE_SLOTS].sum()) < wanted
+        dead, of_size = self._dead(), self._taken_from(slot_size)
+        wants_victims = evicting and len(of_size) and int(self.memory.slabs[of_size, FREE_SLOTS].sum()) < wanted
         if wants_victims and (self._known_of(slot_size)[LEFT] <= 0 or not self._windows.get(slot_size)):
             # Now, and not while others wait for the lock.
             self._measure(of_size, slot_size, wanted, oldest, dead)
@@ -507,13 +514,12 @@ class SlabIndex:
     ) -> tuple[int, Evicted, bool]:
         """How many slots were taken, what was evicted, and, where nothing may be evicted, whether another call may find
         free slots further on. Raises IndexBusyError."""
-        evicted, table = NOTHING_EVICTED, self.memory.slabs
+        evicted = NOTHING_EVICTED
         with self._changing():
             of_size, pending, known = self._taken_from(slot_size), self._pending, self.view().table
 
             def take_free() -> int:
-                of = self.memory.rows, table, known, of_size
-                return int(slot_code.take_free(*of, pending, ticket, _MOST_LOOKED_AT, rows[done:]))
+                return index_words.take_free(self.memory, known, of_size, pending, ticket, _MOST_LOOKED_AT, rows[done:])
 
             done = in_vain = 0
             done = take_free()
@@ -525,7 +531,7 @@ class SlabIndex:
                 got = take_free()
                 in_vain = 0 if got else in_vain + 1
                 done += got
-            return done, evicted, not evicting and bool((table[of_size, FREE_SLOTS] > 0).any())
+            return done, evicted, not evicting and bool((self.memory.slabs[of_size, FREE_SLOTS] > 0).any())
 
     def _taken_from(self, slot_size: int) -> Words:
         """Positions of the slabs of a size that slots are taken from: all but those that a rebuild looks at."""
@@ -537,7 +543,7 @@ class SlabIndex:
         """Free slots that were taken. Raises IndexBusyError."""
         if len(rows):
             with self._changing():
-                slot_code.give_back(self.memory.rows, rows, self._pending, ticket)
+                index_words.give_back(self.memory, rows, self._pending, ticket)
                 self._may_be_free(rows)
 
     def publish(
@@ -554,8 +560,8 @@ class SlabIndex:
         published = np.empty(len(written), np.int64)
         with self._changing():
             view, pending = self.view(), self._pending
-            slot_code.publish(
-                *self.memory.table,
+            index_words.publish(
+                self.memory,
                 words,
                 numbers,
                 np.ascontiguousarray(written.positions),
@@ -566,15 +572,13 @@ class SlabIndex:
                 now,
                 oldest,
                 view.capacity,
-                self.memory.ghosts,
                 view.ghosts,
                 published,
-                self.memory.events,
                 sampled := self._sampled(view),
             )
             if sampled:
                 self._learn(view)
-            slot_code.give_back(self.memory.rows, np.ascontiguousarray(taken.rows), pending, ticket)
+            index_words.give_back(self.memory, np.ascontiguousarray(taken.rows), pending, ticket)
             if len(written) < len(taken) or (published != 1).any():
                 self._may_be_free(taken.rows)
         return published.tolist()
@@ -583,10 +587,9 @@ class SlabIndex:
         """Let the miniatures see what was used, and pages rank by the policy that they have chosen. A little of both at
         a time, under the lock."""
         memory = self.memory
-        of_tier = view.capacity, view.sampled, view.rows, _MOST_EVENTS
-        miniature_code.learn(memory.header, memory.small, memory.entries, memory.events, *of_tier)
+        index_words.learn(memory, view.capacity, view.sampled, view.rows, _MOST_EVENTS)
         if memory.header[slot_code.TO_RANK]:
-            slot_code.rank_again(memory.rows, memory.header, view.capacity, _MOST_RANKED)
+            index_words.rank_again(memory, view.capacity, _MOST_RANKED)
             # How cold the coldest are is to be measured anew.
             memory.sizes[:, LEFT] = 0
 
@@ -599,7 +602,7 @@ class SlabIndex:
                 now = self.memory.rows[rows, slot_code.SEAL : slot_code.SEAL + SEAL_LENGTH // 8]
                 same = [row.tobytes() == seal for row, seal in zip(now, seals, strict=True)]
                 rows = rows[np.array(same, bool)]
-            slot_code.seize(*self.memory.table, rows, self._pending, ticket)
+            index_words.seize(self.memory, rows, self._pending, ticket)
         return rows[rows >= 0]
 
     def free_dead(self) -> int:
@@ -646,7 +649,7 @@ class SlabIndex:
             victims = np.empty(end - first + 1, np.int64)
             cold, cool = int(known[COLD]), int(known[COOL])
             rows = base + first, base + end
-            found = lookup.coldest(self.memory, *rows, together, cold, cool, oldest, dead, victims)
+            found = index_words.coldest(self.memory, *rows, together, cold, cool, oldest, dead, victims)
             if not found:
                 continue
             # Where very many are equally cold, the rest goes another time.
@@ -656,9 +659,7 @@ class SlabIndex:
                 first_page if evicted else tuple(self.memory.rows[victims[0], [slot_code.USED, CREATED]].tolist())
             )
             pages = self.memory.rows[victims[:found]]
-            evicted += int(
-                slot_code.evict(*self.memory.table, victims, spared, headroom, oldest, dead, self.memory.ghosts)
-            )
+            evicted += index_words.evict(self.memory, victims, spared, headroom, oldest, dead)
             # What had expired goes alone: under the same hashes there may be what was written since.
             gone.append(pages[(pages[:, STATE] & STATES == slot_code.PAGE) & (pages[:, CREATED] >= oldest)])
             kept = int((victims < 0).argmax())
@@ -678,17 +679,13 @@ class SlabIndex:
         beside, needed = self._beside, self._needed
         if not beside.size:
             return 0
-        step = max(1, (_AT_ONCE_BESIDE if is_compiled(slot_code.evict_beside) else _SMALL_STEP) // beside.shape[1])
+        step = max(1, (_AT_ONCE_BESIDE if native.core() is not None else _SMALL_STEP) // beside.shape[1])
         freed, count = np.empty(step * beside.shape[1], np.int64), 0
         with suppress(IndexBusyError):
             for begin in range(0, len(hashes), step):
                 some = hashes[begin : begin + step], states[begin : begin + step]
                 with self._changing():
-                    here = int(
-                        slot_code.evict_beside(
-                            *self.memory.table, *some, beside, needed, oldest, self.memory.ghosts, freed
-                        )
-                    )
+                    here = index_words.evict_beside(self.memory, *some, beside, needed, oldest, freed)
                     if here:
                         self._may_be_free(freed[:here])
                 count += here
@@ -718,7 +715,7 @@ class SlabIndex:
         total = int(slabs[:, SLOTS].sum())
         step = max(1, total // _SAMPLED)
         first, ranks = random.randrange(step), np.empty(total // step + 1, np.int64)
-        ranks = ranks[: lookup.sample(self.memory, slabs, first, step, oldest, dead, ranks)]
+        ranks = ranks[: index_words.sample(self.memory, slabs, first, step, oldest, dead, ranks)]
         known, windows = self._known_of(slot_size), [0]
         there = int((ranks != NO_PAGE).sum())
         if there:
@@ -779,10 +776,10 @@ class SlabIndex:
     def grow_sets(self) -> None:
         """Have as many sets as the slots want, a few at a time. Raises IndexBusyError."""
         wanted = self._sets_wanted()
-        step = _STEP if is_compiled(slot_code.grow_sets) else _SMALL_STEP // 4
+        step = _STEP if native.core() is not None else _SMALL_STEP // 4
         for sets in range(max(0, int(self.memory.header[slot_code.SETS])), wanted, step):
             with self._changing():
-                slot_code.grow_sets(*self.memory.table[:3], min(wanted, sets + step))
+                index_words.grow_sets(self.memory, min(wanted, sets + step))
 
     def _sets_wanted(self) -> int:
         return self.memory.sets_for(sum(slab.slots for slab in self.all_slabs()))
@@ -878,7 +875,7 @@ class SlabIndex:
         def ranks_of(slab: Words) -> Words:
             step = max(1, int(slab[SLOTS]) // _MOST_TOGETHER)
             ranks = np.empty(int(slab[SLOTS]) // step + 1, np.int64)
-            some: Words = ranks[: lookup.sample(self.memory, slab[None, :], 0, step, oldest, dead, ranks)]
+            some: Words = ranks[: index_words.sample(self.memory, slab[None, :], 0, step, oldest, dead, ranks)]
             return some
 
         def worth(slab: Words) -> int:
@@ -967,7 +964,7 @@ class SlabIndex:
     ) -> None:
         """The pages in the slots from ``begin`` on, by their headers; a number of an identity of -1 is no page. Raises
         IndexBusyError."""
-        step = _STEP if is_compiled(slot_code.adopt) else _SMALL_STEP
+        step = _STEP if native.core() is not None else _SMALL_STEP
         now = milliseconds()
         for at in range(0, len(keys), step):
             some = slice(at, at + step)
@@ -979,7 +976,7 @@ class SlabIndex:
                     # Dropped meanwhile.
                     return
                 of_slab = self.memory.slabs[position]
-                found = slot_code.adopt(*self.memory.table, *columns, first, slab.slot_size, now)
+                found = index_words.adopt(self.memory, *columns, first, slab.slot_size, now)
                 states = self.memory.rows[first : first + len(columns[0]), STATE]
                 of_slab[FREE_SLOTS] += int((states == FREE).sum())
                 of_slab[OF] = begin + at + len(columns[0])

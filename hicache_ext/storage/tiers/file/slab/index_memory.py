@@ -9,7 +9,7 @@ Others hand it over, so what is no such memory is never mapped, and where slabs 
 (``slab_table``). What the words of the other parts say is checked where they are used (slot_code.py).
 
 Its parts are as large as the directory may ever need, and take memory only where they were written: 64 bytes a slot in
-``rows``, 18 to 37 in ``sets``; 1.6 MiB for the miniatures. What the words mean: slot_code.py.
+``rows``, 18 to 37 in ``sets``; 1.6 MiB for the miniatures. What the words mean: slot_code.py, miniatures.py.
 
 Each process listens at ``<its id>.sock`` (members.py). Who joins asks those that live and that it trusts
 (``_is_trusted``), all simultaneously, and takes the first answer. A socket in a directory is found by its path alone:
@@ -20,6 +20,7 @@ bounded wait.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import functools
@@ -36,10 +37,11 @@ from pathlib import Path
 
 import numpy as np
 
+from hicache_ext.native import Arguments, address, words
 from hicache_ext.runtime import ofd
 from hicache_ext.runtime.access import access_in, is_for_group
 from hicache_ext.runtime.background import BackgroundLoop
-from hicache_ext.storage.tiers.file.slab import miniature_code, slot_code
+from hicache_ext.storage.tiers.file.slab import miniatures, slot_code
 from hicache_ext.storage.tiers.file.slab.slot_code import Words
 
 INDEX_FORMAT = 0x68696361 << 8 | 10
@@ -65,6 +67,34 @@ LARGEST_NUMBER = (1 << 31) - 1
 LARGEST_SLOT = (1 << 32) - _BLOCK
 
 
+class Table(Arguments):
+    """Where the words are that native/table.c works on. They stay mapped while somebody holds this, also after
+    ``IndexMemory.close``: whoever calls with ``address`` does until the call is over."""
+
+    function = "hicache_table"
+    _fields_ = words(
+        "rows sets header identities ghosts events small entries "
+        "row_count set_count identity_count ghost_sets event_count entry_sets"
+    )
+
+    def __init__(
+        self,
+        rows: Words,
+        sets: Words,
+        header: Words,
+        identities: Words,
+        ghosts: Words,
+        events: Words,
+        small: Words,
+        entries: Words,
+    ) -> None:
+        parts = rows, sets, header, identities, ghosts, events, small, entries
+        lengths = len(rows), len(sets), len(identities), ghosts.shape[1], len(events), entries.shape[1]
+        super().__init__(*map(address, parts), *lengths)
+        self.address = ctypes.addressof(self)
+        self._parts = parts
+
+
 class IndexMemory:
     """The mapped words. Threads: any."""
 
@@ -87,8 +117,8 @@ class IndexMemory:
             # Not for core dumps: it names what prompts people have sent.
             mapped.madvise(getattr(mmap, "MADV_DONTDUMP", 16))
         self._mapped = mapped
-        words: Words = np.frombuffer(mapped, np.int64)
-        self.header = words[: slot_code.HEADER_WORDS]
+        all_words: Words = np.frombuffer(mapped, np.int64)
+        self.header = all_words[: slot_code.HEADER_WORDS]
         rows_most, ghost_sets = int(self.header[slot_code.ROWS_MOST]), int(self.header[slot_code.GHOST_SETS])
         sound = 0 < rows_most <= slot_code.ROW and 0 < ghost_sets <= _MOST_GHOSTS
         if not sound or self.header[slot_code.FORMAT] != INDEX_FORMAT or length != _size(rows_most, ghost_sets):
@@ -97,7 +127,7 @@ class IndexMemory:
 
         def part(*shape: int) -> Words:
             at, count = next(parts)
-            return words[at : at + count].reshape(shape)
+            return all_words[at : at + count].reshape(shape)
 
         part(slot_code.HEADER_WORDS)
         self.sizes = part(_SIZES, slot_code.SIZE_WORDS)
@@ -108,20 +138,18 @@ class IndexMemory:
         self.ghosts = part(3, ghost_sets, slot_code.WAYS)
         self.events = part(_EVENTS, 2)
         """Uses that the miniatures have yet to look at: a ring."""
-        self.small = part(miniature_code.SMALL_WORDS)
-        self.entries = part(miniature_code.ENTRY_WORDS, _SMALL_SETS, slot_code.WAYS)
-        """What the miniatures know, and of which pages (miniature_code.py)."""
+        self.small = part(miniatures.SMALL_WORDS)
+        self.entries = part(miniatures.ENTRY_WORDS, _SMALL_SETS, slot_code.WAYS)
+        """What the miniatures know, and of which pages (miniatures.py)."""
         self.sets = part(_power_of_two(-(-rows_most // _ROWS_PER_SET)), slot_code.WAYS)
         self.rows = part(rows_most, slot_code.ROW_WORDS)
+        of_tables = self.rows, self.sets, self.header, self.identities, self.ghosts
+        self.table = Table(*of_tables, self.events, self.small, self.entries)
         self._rows_at = _parts(rows_most, ghost_sets)[-1][0] * _WORD
-
-    @property
-    def table(self) -> tuple[Words, Words, Words, Words]:
-        return self.rows, self.sets, self.header, self.identities
 
     def close(self) -> None:
         """Give the memory back, where no thread uses it any more; later uses raise AttributeError."""
-        for name in [name for name, part in vars(self).items() if isinstance(part, np.ndarray)]:
+        for name in [name for name, part in vars(self).items() if isinstance(part, np.ndarray | Table)]:
             delattr(self, name)
         # A thread that was left behind keeps it until it ends.
         with suppress(BufferError):
@@ -215,8 +243,8 @@ def _parts(rows_most: int, ghost_sets: int) -> list[tuple[int, int]]:
         _MOST_IDENTITIES * slot_code.IDENTITY_WORDS,
         3 * ghost_sets * slot_code.WAYS,
         2 * _EVENTS,
-        miniature_code.SMALL_WORDS,
-        miniature_code.ENTRY_WORDS * _SMALL_SETS * slot_code.WAYS,
+        miniatures.SMALL_WORDS,
+        miniatures.ENTRY_WORDS * _SMALL_SETS * slot_code.WAYS,
         _power_of_two(-(-rows_most // _ROWS_PER_SET)) * slot_code.WAYS,
         rows_most * slot_code.ROW_WORDS,
     ]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from hicache_ext.page import batch_code
 from hicache_ext.runtime import jit
 from hicache_ext.runtime.compiled_part import CompiledPart, NotCompiled
-from hicache_ext.storage.tiers.file.slab import miniature_code, slot_code
 from hicache_ext.storage.tiers.file.slab.compiled_code import CompiledCode
 
 
 def _use(code: CompiledCode) -> None:
-    code.plain_kernels = {**jit.use(slot_code, code.kernels), **jit.use(miniature_code, code.small_kernels)}
+    jit.use(batch_code, code.batch_kernels)
 
 
 part = CompiledPart("file", f"{__name__}:part", CompiledCode, _use)

@@ -1,17 +1,12 @@
-"""Pages looked up in the words of an index, and the coldest slots found there: by compiled code or, without it, by
-numpy for all of them at once.
-
-No lock is needed (slot_code.py says what that means). ``numbers``: of identities, one for all pages or one each.
+"""Pages looked up in the words of an index, and the coldest slots found there, by numpy for all of them at once: the
+plain way of index_words.py, which says what each function does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.runtime.jit import is_compiled
 from hicache_ext.storage.tiers.file.eviction import Clock, EvictionPolicy
 from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory
@@ -20,20 +15,16 @@ from hicache_ext.storage.tiers.file.slab.slot_code import (
     CREATED,
     FIRST,
     FREE,
-    GENERATION,
-    GENERATIONS,
     HASH,
     IN_ORDER,
     LENGTH,
     NO_PAGE,
-    NUMBER_SHIFT,
     ONE_LENGTH,
     ONE_SLAB,
     PAGE,
     PENDING,
     PRIORITY,
     SETS,
-    SEVERAL,
     SLAB_NUMBER,
     SLOTS,
     STATE,
@@ -45,48 +36,37 @@ _LOW = (1 << 32) - 1
 _FIRST_PORTION = 64
 _PORTION = 4096
 """Keys of a chain that numpy looks up at once: a chain that ends early costs no more than that."""
-_LOOKS = 4
-
-
-def _looks(memory: IndexMemory) -> Iterator[None]:
-    """Once, and again where entries were moved to a new set meanwhile: some were looked for where they are no more."""
-    for _ in range(_LOOKS):
-        sets = memory.header[SETS]
-        yield
-        if memory.header[SETS] == sets:
-            return
 
 
 def find(memory: IndexMemory, keys: Words, numbers: Words, oldest: int) -> Words:
-    """The row of each page, -1 for nowhere, or written before ``oldest`` (wall-clock milliseconds)."""
-    rows = np.empty(len(keys), np.int64)
-    for _ in _looks(memory):
-        if is_compiled(slot_code.find):
-            slot_code.find(*memory.table, keys, numbers, oldest, rows, 0)
-        else:
-            rows = _find(memory, keys, numbers, oldest)
-        if (rows >= 0).all():
-            break
-    return rows
+    found = np.full(len(keys), -1, np.int64)
+    known = np.flatnonzero(np.broadcast_to(numbers, len(keys)) >= 0)
+    if not len(known):
+        return found
+    of = np.broadcast_to(numbers, len(keys))[known]
+    hashes, states = hashes_of(keys[known]), slot_code.state_for(memory, of)
+    mixed = slot_code.mixed(hashes, of)
+    sets, level = memory.header[[SETS, slot_code.LEVEL]]
+    at = mixed & ((level << 1) - 1)
+    at = np.where(at < sets, at, mixed & (level - 1))
+    at[(at < 0) | (at >= len(memory.sets))] = 0
+    entries = memory.sets[at]
+    same = entries >> slot_code.ROW_BITS == ((mixed >> slot_code.ROW_BITS) & slot_code.TAG)[:, None]
+    rows = (entries & slot_code.ROW) - 1
+    same &= (rows >= 0) & (rows < len(memory.rows))
+    which, way = np.nonzero(same)
+    candidates = rows[which, way]
+    content = memory.rows[candidates]
+    right = (content[:, STATE] == states[which]) & (content[:, HASH] == hashes[which]) & (content[:, CREATED] >= oldest)
+    found[known[which[right]]] = candidates[right]
+    return found
 
 
 def count_leading(memory: IndexMemory, keys: Words, numbers: Words, oldest: int) -> int:
-    """How many pages are there, and not written before ``oldest``, before the first one that is not."""
-    leading = 0
-    for _ in _looks(memory):
-        leading = _count_leading(memory, keys, numbers, oldest)
-        if leading == len(keys):
-            break
-    return leading
-
-
-def _count_leading(memory: IndexMemory, keys: Words, numbers: Words, oldest: int) -> int:
-    if is_compiled(slot_code.find):
-        return int(slot_code.find(*memory.table, keys, numbers, oldest, np.empty(len(keys), np.int64), 1))
     done, portion = 0, _FIRST_PORTION
     while done < len(keys):
         some = slice(done, done + portion)
-        rows = _find(memory, keys[some], numbers[some] if len(numbers) > 1 else numbers, oldest)
+        rows = find(memory, keys[some], numbers[some] if len(numbers) > 1 else numbers, oldest)
         missing = np.flatnonzero(rows < 0)
         if len(missing):
             return done + int(missing[0])
@@ -95,44 +75,25 @@ def _count_leading(memory: IndexMemory, keys: Words, numbers: Words, oldest: int
     return len(keys)
 
 
-def locate(memory: IndexMemory, keys: Words, numbers: Words, oldest: int, slabs: Words) -> tuple[Words, Words]:
-    """The pages that are there and not written before ``oldest``: slab numbers, slots, payload lengths, positions in
-    ``keys`` and rows, a row each; and what slot_code.py says of all of them (IN_ORDER). ``slabs``: by FIRST."""
-    for _ in _looks(memory):
-        located, facts = _locate(memory, keys, numbers, oldest, slabs)
-        if located.shape[1] == len(keys):
-            break
-    return located, facts
-
-
-def _locate(memory: IndexMemory, keys: Words, numbers: Words, oldest: int, slabs: Words) -> tuple[Words, Words]:
-    facts = np.empty(3, np.int64)
-    if is_compiled(slot_code.locate):
-        located = np.empty((5, len(keys)), np.int64)
-        count = slot_code.locate(*memory.table, keys, numbers, oldest, slabs, located, facts)
-        return located if count == len(keys) else located[:, :count], facts
-    rows = _find(memory, keys, numbers, oldest)
+def locate(memory: IndexMemory, keys: Words, numbers: Words, oldest: int, slabs: Words) -> tuple[Words, int]:
+    rows = find(memory, keys, numbers, oldest)
     of = slabs_with(slabs, rows)
     positions = np.flatnonzero(of >= 0)
     rows, of = rows[positions], of[positions]
     numbers_of_slabs, slots, lengths = slabs[of, SLAB_NUMBER], rows - slabs[of, FIRST], memory.rows[rows, LENGTH]
     places = numbers_of_slabs << 32 | slots
-    facts[IN_ORDER] = (places[1:] > places[:-1]).all()
-    facts[ONE_LENGTH] = _only(lengths)
-    facts[ONE_SLAB] = _only(numbers_of_slabs)
+    facts = IN_ORDER if (places[1:] > places[:-1]).all() else 0
+    facts |= ONE_LENGTH if (lengths == lengths[:1]).all() else 0
+    facts |= ONE_SLAB if (numbers_of_slabs == numbers_of_slabs[:1]).all() else 0
     return np.stack([numbers_of_slabs, slots, lengths, positions, rows]), facts
 
 
-def touch(memory: IndexMemory, capacity: int, rows: Words, sampled: int) -> None:
-    """Note a use of the pages in these rows, a chain. ``capacity``: slots, of all sizes; ``sampled``: see
-    ``slot_code.is_sampled``."""
-    if not is_compiled(slot_code.touch):
-        # Mostly there is nothing to change, and a step of Python per page costs more than the rest of a look-up.
-        clock = Clock(*memory.header[slot_code.INSERTS : slot_code.REUSES + 1].tolist())
-        fresh = EvictionPolicy(capacity).oldest_fresh_use(clock)
-        if not (memory.rows[rows, slot_code.USED] >> slot_code.CLOCK_SHIFT < fresh).any():
-            return
-    slot_code.touch(memory.rows, memory.header, capacity, rows, memory.events, sampled)
+def is_worth_a_touch(memory: IndexMemory, capacity: int, chain: Words) -> bool:
+    """Whether a use of these pages changes a rank: mostly not, and a step of Python per page costs more than the rest
+    of a look-up."""
+    clock = Clock(*memory.header[slot_code.INSERTS : slot_code.REUSES + 1].tolist())
+    fresh = EvictionPolicy(capacity).oldest_fresh_use(clock)
+    return bool((memory.rows[chain, slot_code.USED] >> slot_code.CLOCK_SHIFT < fresh).any())
 
 
 def hashes_of(keys: Words) -> Words:
@@ -144,18 +105,12 @@ def hashes_of(keys: Words) -> Words:
 def are_remembered(memory: IndexMemory, keys: Words, numbers: Words) -> npt.NDArray[np.bool_]:
     """Whether each of these pages, none of which is there, is among those that were evicted last (``key_words``, and
     the numbers of their identities)."""
-    fingerprints = slot_code.scrambled(hashes_of(keys) ^ (_states_of(memory, numbers) >> 8)) | 1
+    fingerprints = slot_code.scrambled(hashes_of(keys) ^ (slot_code.state_for(memory, numbers) >> 8)) | 1
     if not memory.ghosts.shape[1]:
         return np.zeros(len(keys), np.bool_)
     of_sets = (fingerprints >> 1 & _LOW) % memory.ghosts.shape[1]
     remembered: npt.NDArray[np.bool_] = (memory.ghosts[0, of_sets] == fingerprints[:, None]).any(axis=1)
     return remembered
-
-
-def _states_of(memory: IndexMemory, numbers: Words) -> Words:
-    """STATE of pages of the identities with these numbers."""
-    states: Words = PAGE | (memory.identities[numbers, GENERATION] & GENERATIONS) << 8 | numbers << NUMBER_SHIFT
-    return states
 
 
 def slabs_with(slabs: Words, rows: Words) -> Words:
@@ -177,10 +132,6 @@ def coldest(
     dead: Words,
     victims: Words,
 ) -> int:
-    """``slot_code.coldest``."""
-    if is_compiled(slot_code.coldest):
-        of_rows = memory.rows, memory.identities, begin, end
-        return int(slot_code.coldest(*of_rows, together, cold, cool, oldest, dead, victims))
     ranks = _ranks(memory, memory.rows[begin:end], oldest, dead)
     padded = np.full(-(-len(ranks) // together) * together, NO_PAGE)
     padded[: len(ranks)] = ranks
@@ -194,9 +145,6 @@ def coldest(
 
 
 def sample(memory: IndexMemory, slabs: Words, first: int, step: int, oldest: int, dead: Words, ranks: Words) -> int:
-    """``slot_code.sample``."""
-    if is_compiled(slot_code.sample):
-        return int(slot_code.sample(memory.rows, memory.identities, slabs, first, step, oldest, dead, ranks))
     count, skipped = 0, first
     for slab in slabs.tolist():
         if skipped < slab[SLOTS]:
@@ -210,9 +158,6 @@ def sample(memory: IndexMemory, slabs: Words, first: int, step: int, oldest: int
 
 
 def count(memory: IndexMemory, begin: int, end: int, oldest: int, counts: Words) -> int:
-    """``slot_code.count``."""
-    if is_compiled(slot_code.count):
-        return int(slot_code.count(memory.rows, memory.identities, begin, end, oldest, counts))
     rows = memory.rows[begin:end]
     counts += np.bincount(rows[:, STATE] & STATES, minlength=4)
     ranks = _ranks(memory, rows, oldest, np.empty(0, np.int64))
@@ -227,32 +172,3 @@ def _ranks(memory: IndexMemory, rows: Words, oldest: int, dead: Words) -> Words:
     ranks = np.where(kinds == PAGE, of_page, NO_PAGE)
     ranks[(kinds == FREE) | ((kinds == PENDING) & np.isin(states >> 8, dead))] = AT_ONCE
     return ranks
-
-
-def _only(values: Words) -> int:
-    return int(values[0]) if len(values) and (values == values[0]).all() else SEVERAL
-
-
-def _find(memory: IndexMemory, keys: Words, numbers: Words, oldest: int) -> Words:
-    """``slot_code.find``, all pages at a time."""
-    found = np.full(len(keys), -1, np.int64)
-    known = np.flatnonzero(np.broadcast_to(numbers, len(keys)) >= 0)
-    if not len(known):
-        return found
-    of = np.broadcast_to(numbers, len(keys))[known]
-    hashes, states = hashes_of(keys[known]), _states_of(memory, of)
-    mixed = slot_code.mixed(hashes, of)
-    sets, level = memory.header[[SETS, slot_code.LEVEL]]
-    at = mixed & ((level << 1) - 1)
-    at = np.where(at < sets, at, mixed & (level - 1))
-    at[(at < 0) | (at >= len(memory.sets))] = 0
-    entries = memory.sets[at]
-    same = entries >> slot_code.ROW_BITS == ((mixed >> slot_code.ROW_BITS) & slot_code.TAG)[:, None]
-    rows = (entries & slot_code.ROW) - 1
-    same &= (rows >= 0) & (rows < len(memory.rows))
-    which, way = np.nonzero(same)
-    candidates = rows[which, way]
-    content = memory.rows[candidates]
-    right = (content[:, STATE] == states[which]) & (content[:, HASH] == hashes[which]) & (content[:, CREATED] >= oldest)
-    found[known[which[right]]] = candidates[right]
-    return found

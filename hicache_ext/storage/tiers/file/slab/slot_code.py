@@ -1,4 +1,7 @@
-"""The operations on the words of an index (index_memory.py), page by page: compiled where numba is there.
+"""The words of an index (index_memory.py): what they mean, and how they are changed in plain Python, page by page.
+
+It does what native/table.c does, to the bit; index_words.py has one or the other, and says what each operation is for.
+Looking up is in lookup.py.
 
 All words are int64. ``rows``: a row per slot; what is true. ``sets``: a hash table of the pages, WAYS entries a set.
 Nothing has to be made anew after a kill, because nothing follows from anything else:
@@ -11,22 +14,23 @@ Callers hold the change lock, except those of ``find``, ``locate``, ``touch``, `
 words that change, so an answer may be about a page that has just gone or come. What is read from a slot is checked by
 its seal.
 
-Whoever has the memory may write anything into it, and compiled code checks no bounds. So a word that becomes a position
-or a length is read once, and used only where it lies in its part: ``len`` of an argument is this process' own.
+Whoever has the memory may write anything into it, and C checks no bounds. So a word that becomes a position or a length
+is read once, and used only where it lies in its part: ``len`` of an argument is this process' own.
 
-A row says PENDING until all of it is written; one store then makes it a page. No compiler moves a store from one call
-to another, and x86 keeps their order; elsewhere a torn row costs its page, because its seal does not fit.
+A row says PENDING until all of it is written; one store then makes it a page.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.runtime.jit import helper, kernel
 from hicache_ext.storage.tiers.file import eviction
+
+if TYPE_CHECKING:
+    from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory
 
 Words = npt.NDArray[np.int64]
 
@@ -72,7 +76,7 @@ SLAB_CHANGES: counts changes of the slabs. REBUILT: 1 once all slabs were looked
 ALL_CLEARED: what was written up to then (milliseconds) was cleared, of every identity. IDENTITIES: so many are
 known. INSERTS, DISTANCE_SUM, REUSES: the ``Clock`` of eviction.py. POLICY: the candidate of eviction.py that pages rank
 by now; TO_RANK: rows before this one may rank by another one yet. EVENTS: so many were noted for the
-miniatures (miniature_code.py), LEARNED: and so many of them were looked at; SEEN:
+miniatures (miniatures.py), LEARNED: and so many of them were looked at; SEEN:
 uses of all pages, in the sample or not. BAD_HEADERS: damaged ones, met by the rebuild. NO_SPACE_SINCE: since when
 (seconds) no slab finds room on the disk; or 0."""
 HEADER_WORDS = 64
@@ -110,10 +114,9 @@ NO_PAGE = eviction.MAX_PRIORITY
 AT_ONCE = -1
 """The rank of a slot that is free, or holds what nobody can ask for any more."""
 
-IN_ORDER, ONE_LENGTH, ONE_SLAB = range(3)
-"""Facts about all pages that ``locate`` found: 1 when their places ascend; the payload length and the slab of all,
-SEVERAL where they differ."""
-SEVERAL = -1
+IN_ORDER, ONE_LENGTH, ONE_SLAB, FACTS = 1, 2, 4, 3
+"""Facts about all pages that ``locate`` found: their places ascend; they have one payload length; they are in one slab.
+So many bits."""
 
 ROW_BITS = 40
 ROW = (1 << ROW_BITS) - 1
@@ -121,20 +124,14 @@ TAG = (1 << 23) - 1
 _LOW = (1 << 32) - 1
 LEAST_SETS = 64
 
-_reuse_distance = helper(eviction.reuse_distance)
-_learned = helper(eviction.learned)
-_priority_of = helper(eviction.priority_of)
-
-
 # -- hashes and sets ---------------------------------------------------------------------------------------------------
 #
 # Linear hashing: sets are added one by one, and a set that is added takes its entries from one other set.
 
 
-# ``scrambled``, ``hash_words``, ``mixed`` and ``is_current`` take arrays, too, outside of kernels: lookup.py uses them.
+# ``scrambled``, ``hash_words``, ``mixed``, ``state_for`` and ``is_current`` take arrays, too: lookup.py uses them.
 
 
-@helper
 def scrambled(word: Any) -> Any:
     """One word for each word, by shifts alone: neither Python nor numpy warns of them."""
     word = word ^ (word << 13)
@@ -142,20 +139,17 @@ def scrambled(word: Any) -> Any:
     return word ^ (word << 17)
 
 
-@helper
 def hash_words(first: Any, second: Any, third: Any, fourth: Any) -> Any:
     """HASH of the words of a page hash: page hashes that differ in one word differ here."""
     return scrambled(scrambled(scrambled(scrambled(first) ^ second) ^ third) ^ fourth)
 
 
-@helper
 def hash_of(words: Words, of: int) -> int:
     """HASH of a key."""
     hashed: int = hash_words(words[of, 2], words[of, 3], words[of, 4], words[of, 5])
     return hashed
 
 
-@helper
 def mixed(hashed: Any, number: Any) -> Any:
     """Of a page: its low bits, which every bit of the key has a part in, choose the set; its high bits are the tag."""
     word = scrambled(hashed ^ (number << 7))
@@ -164,47 +158,42 @@ def mixed(hashed: Any, number: Any) -> Any:
     return word ^ ((word >> 8) & ((1 << 56) - 1))
 
 
-@helper
 def is_current(identities: Words, state: Any) -> Any:
     """Whether a page of this STATE was not cleared."""
     number = (state >> NUMBER_SHIFT) & (len(identities) - 1)
     return (state >> 8) & GENERATIONS == identities[number, GENERATION] & GENERATIONS
 
 
-@helper
-def _mixed_of(rows: Words, row: int) -> int:
+def state_for(memory: IndexMemory, number: Any) -> Any:
+    """The STATE of a page of this identity that was not cleared."""
+    return PAGE | (memory.identities[number, GENERATION] & GENERATIONS) << 8 | number << NUMBER_SHIFT
+
+
+def _mixed_of(memory: IndexMemory, row: int) -> int:
     """``mixed`` of the page in a row."""
-    word: int = mixed(rows[row, HASH], rows[row, STATE] >> NUMBER_SHIFT)
+    word: int = mixed(memory.rows[row, HASH], memory.rows[row, STATE] >> NUMBER_SHIFT)
     return word
 
 
-@helper
-def _set_of(word: int, sets: Words, header: Words) -> int:
+def _set_of(memory: IndexMemory, word: int) -> int:
     """``word``: ``mixed``. LEVEL may be one step behind SETS or ahead of it, which makes no difference to the sets
     there are."""
-    level = header[LEVEL]
+    level = memory.header[LEVEL]
     at = word & (2 * level - 1)
-    if at >= header[SETS]:
+    if at >= memory.header[SETS]:
         at = word & (level - 1)
-    return int(at if 0 <= at < len(sets) else 0)
+    return int(at if 0 <= at < len(memory.sets) else 0)
 
 
-@helper
 def _entry(word: int, row: int) -> int:
     return ((word >> ROW_BITS) & TAG) << ROW_BITS | (row + 1)
 
 
-@helper
-def _state_of(identities: Words, number: int) -> int:
-    """The STATE of a page of this identity that was not cleared."""
-    return int(PAGE | (identities[number, GENERATION] & GENERATIONS) << 8 | number << NUMBER_SHIFT)
-
-
-@helper
-def _row_of(rows: Words, sets: Words, header: Words, hashed: int, number: int, state: int) -> int:
+def _row_of(memory: IndexMemory, hashed: int, number: int, state: int) -> int:
     """The row of a page; -1 when there is none."""
+    rows, sets = memory.rows, memory.sets
     word = mixed(hashed, number)
-    at = _set_of(word, sets, header)
+    at = _set_of(memory, word)
     tag = (word >> ROW_BITS) & TAG
     for way in range(WAYS):
         entry = sets[at, way]
@@ -215,65 +204,55 @@ def _row_of(rows: Words, sets: Words, header: Words, hashed: int, number: int, s
     return -1
 
 
-@helper
-def _row_behind(
-    rows: Words, sets: Words, header: Words, hashed: int, number: int, state: int, oldest: int, before: int
-) -> int:
-    """``_row_of``, trying the row behind ``before`` first (-1: none). Pages written together are neighbours, and the
-    next row is in the processor's cache, where the sets are not. One written before ``oldest`` may be what a kill has
-    left of a page that was written again since."""
-    row = before + 1
-    if 0 < row < len(rows) and rows[row, STATE] == state and rows[row, HASH] == hashed and rows[row, CREATED] >= oldest:
-        return row
-    return _row_of(rows, sets, header, hashed, number, state)
-
-
-@helper
-def _leave(rows: Words, sets: Words, header: Words, row: int) -> None:
+def _leave(memory: IndexMemory, row: int) -> None:
     """Remove the entry of a page."""
-    at = _set_of(_mixed_of(rows, row), sets, header)
+    sets = memory.sets
+    at = _set_of(memory, _mixed_of(memory, row))
     for way in range(WAYS):
         if sets[at, way] & ROW == row + 1:
             sets[at, way] = 0
 
 
-@helper
-def _free_page(rows: Words, sets: Words, header: Words, identities: Words, row: int) -> None:
+def _free_page(memory: IndexMemory, row: int) -> None:
     """Forget a page, which has its entry still, and free its slot."""
-    _leave(rows, sets, header, row)
-    _uncount(identities, rows[row, STATE])
-    rows[row, STATE] = FREE
+    _leave(memory, row)
+    _uncount(memory, memory.rows[row, STATE])
+    memory.rows[row, STATE] = FREE
 
 
-@helper
-def _uncount(identities: Words, state: int) -> None:
+def _uncount(memory: IndexMemory, state: int) -> None:
     """One page of this STATE less."""
+    identities = memory.identities
     if is_current(identities, state):
         identities[(state >> NUMBER_SHIFT) & (len(identities) - 1), PAGES] -= 1
 
 
-@helper
-def _enter(rows: Words, sets: Words, header: Words, word: int, row: int) -> int:
-    """Add the entry of a page (``word``: ``mixed``). In a full set the page with the lowest priority goes: returns its
-    row, -1 mostly."""
-    at = _set_of(word, sets, header)
+def _enter(memory: IndexMemory, word: int, row: int) -> int:
+    """Add the entry of a page (``word``: ``mixed``). In a full set the page with the lowest priority goes. Returns how
+    many did: 0 mostly."""
+    rows, sets = memory.rows, memory.sets
+    at = _set_of(memory, word)
     chosen, lowest, lost = -1, NO_PAGE, -1
     for way in range(WAYS):
         other = (sets[at, way] & ROW) - 1
         stale = other < 0 or other >= len(rows) or rows[other, STATE] & STATES != PAGE
         if not stale:
-            stale = other == row or _entry(_mixed_of(rows, other), other) != sets[at, way]
+            stale = other == row or _entry(_mixed_of(memory, other), other) != sets[at, way]
         priority = AT_ONCE if stale else rows[other, PRIORITY]
         if chosen < 0 or priority < lowest:
             chosen, lowest, lost = way, priority, -1 if stale else other
     sets[at, chosen] = _entry(word, row)
-    return lost
+    if lost < 0:
+        return 0
+    _uncount(memory, rows[lost, STATE])
+    rows[lost, STATE] = FREE
+    return 1
 
 
-@kernel("int64(int64[:, ::1], int64[:, ::1], int64[::1], int64)")
-def grow_sets(rows: Words, sets: Words, header: Words, wanted: int) -> int:
+def grow_sets(memory: IndexMemory, wanted: int) -> int:
     """Use so many sets. An entry is in its new set before it leaves the old one; a look-up that finds nothing looks
     again if SETS has changed. Returns the number of sets."""
+    rows, sets, header = memory.rows, memory.sets, memory.header
     for new in range(max(1, header[SETS]), min(wanted, len(sets))):
         level = header[LEVEL]
         if new >= 2 * level:
@@ -285,7 +264,7 @@ def grow_sets(rows: Words, sets: Words, header: Words, wanted: int) -> int:
             sets[new, way] = 0
         for way in range(WAYS):
             row = (sets[old, way] & ROW) - 1
-            if 0 <= row < len(rows) and _mixed_of(rows, row) & (2 * level - 1) == new:
+            if 0 <= row < len(rows) and _mixed_of(memory, row) & (2 * level - 1) == new:
                 sets[new, moved] = sets[old, way]
                 moved += 1
         header[SETS] = new + 1
@@ -297,119 +276,17 @@ def grow_sets(rows: Words, sets: Words, header: Words, wanted: int) -> int:
     return int(header[SETS])
 
 
-@helper
-def _slab_with(slabs: Words, row: int) -> int:
-    """The position of the slab that has this row; -1 for none. ``slabs``: by FIRST."""
-    low, high = 0, len(slabs)
-    while low < high:
-        middle = (low + high) // 2
-        if slabs[middle, FIRST] <= row:
-            low = middle + 1
-        else:
-            high = middle
-    found = low - 1
-    return found if found >= 0 and row < slabs[found, FIRST] + slabs[found, SLOTS] else -1
+# -- uses --------------------------------------------------------------------------------------------------------------
 
 
-# -- looking up --------------------------------------------------------------------------------------------------------
-
-_TABLE = "int64[:, ::1], int64[:, ::1], int64[::1], int64[:, ::1]"
-"""``rows, sets, header, identities``"""
-
-
-@kernel(f"int64({_TABLE}, int64[:, ::1], int64[::1], int64, int64[::1], int64)")
-def find(
-    rows: Words,
-    sets: Words,
-    header: Words,
-    identities: Words,
-    keys: Words,
-    numbers: Words,
-    oldest: int,
-    found: Words,
-    leading: int,
-) -> int:
-    """``found[n]``: the row of page ``keys[n]``, -1 for nowhere, or written before ``oldest`` (milliseconds). One
-    number of an identity for all, or one each; -1 for an unknown one. With ``leading`` up to the first -1. The number
-    of pages looked up and, but for the last one then, found."""
-    row = -1
-    for of in range(len(keys)):
-        number = numbers[of if len(numbers) > 1 else 0]
-        if number >= 0:
-            state = _state_of(identities, number)
-            row = _row_behind(rows, sets, header, hash_of(keys, of), number, state, oldest, row)
-        else:
-            row = -1
-        there = row >= 0 and rows[row, CREATED] >= oldest
-        found[of] = row if there else -1
-        if leading != 0 and not there:
-            return of
-    return len(keys)
-
-
-@kernel(f"int64({_TABLE}, int64[:, ::1], int64[::1], int64, int64[:, ::1], int64[:, ::1], int64[::1])")
-def locate(
-    rows: Words,
-    sets: Words,
-    header: Words,
-    identities: Words,
-    keys: Words,
-    numbers: Words,
-    oldest: int,
-    slabs: Words,
-    located: Words,
-    facts: Words,
-) -> int:
-    """Find pages as ``find`` does. Slab number, slot, payload length, position in ``keys`` and row go into the rows of
-    ``located``, facts about all of them into ``facts`` (IN_ORDER). ``slabs``: by FIRST. Returns the number found."""
-    count, row = 0, -1
-    in_order, length, only, last = 1, SEVERAL, SEVERAL, -1
-    slab, begin, end = -1, 0, 0
-    for of in range(len(keys)):
-        number = numbers[of if len(numbers) > 1 else 0]
-        if number < 0:
-            row = -1
-            continue
-        state = _state_of(identities, number)
-        row = _row_behind(rows, sets, header, hash_of(keys, of), number, state, oldest, row)
-        if row < 0 or rows[row, CREATED] < oldest:
-            continue
-        if row < begin or row >= end:
-            slab = _slab_with(slabs, row)
-            if slab < 0:
-                # Of a slab that was dropped just now.
-                begin = end = 0
-                continue
-            begin, end = slabs[slab, FIRST], slabs[slab, FIRST] + slabs[slab, SLOTS]
-        size, place = rows[row, LENGTH], slabs[slab, SLAB_NUMBER] << 32 | (row - begin)
-        located[0, count] = slabs[slab, SLAB_NUMBER]
-        located[1, count] = row - begin
-        located[2, count] = size
-        located[3, count] = of
-        located[4, count] = row
-        if place <= last:
-            in_order = 0
-        if count == 0:
-            length, only = size, slabs[slab, SLAB_NUMBER]
-        if length != size:
-            length = SEVERAL
-        if only != slabs[slab, SLAB_NUMBER]:
-            only = SEVERAL
-        last = place
-        count += 1
-    facts[IN_ORDER], facts[ONE_LENGTH], facts[ONE_SLAB] = in_order, length, only
-    return count
-
-
-@helper
 def is_sampled(hashed: int, sampled: int) -> bool:
     """Whether the miniatures see a page with this HASH, where they see so many of SAMPLE + 1."""
     return bool((hashed >> _SAMPLE_SHIFT) & SAMPLE < sampled)
 
 
-@helper
-def _note(header: Words, events: Words, hashed: int, inserts: int, depth: int) -> None:
+def _note(memory: IndexMemory, hashed: int, inserts: int, depth: int) -> None:
     """Note a use for the miniatures. Of two at the same moment one may be lost, and so is what finds no place."""
+    header, events = memory.header, memory.events
     noted = header[EVENTS]
     if noted - header[LEARNED] < len(events):
         events[noted % len(events), HASH_OF_EVENT] = hashed
@@ -417,19 +294,13 @@ def _note(header: Words, events: Words, hashed: int, inserts: int, depth: int) -
         header[EVENTS] = noted + 1
 
 
-@helper
 def _used(clock: int, depth: int, own_hits: int, hits: int) -> int:
     """USED."""
     return clock << CLOCK_SHIFT | min(depth, MOST_DEPTH) << DEPTH_SHIFT | own_hits << HITS_BITS | hits
 
 
-@kernel("int64(int64[:, ::1], int64[::1], int64, int64[::1], int64[:, ::1], int64)")
-def touch(rows: Words, header: Words, capacity: int, chain: Words, events: Words, sampled: int) -> int:
-    """Note a use of the pages of a chain, in its order (``PageByPage.renewed`` of the benchmarks); a row may be -1.
-    Returns how many got another rank. ``capacity``: slots, of all sizes; ``events`` and ``sampled``: what is told to
-    the miniatures.
-
-    Without the lock: where a row is given to another page meanwhile, that page's rank is a little wrong."""
+def touch(memory: IndexMemory, capacity: int, chain: Words, sampled: int) -> int:
+    rows, header = memory.rows, memory.header
     changed, seen = 0, 0
     before = -1
     inserts, policy = header[INSERTS], header[POLICY]
@@ -439,17 +310,17 @@ def touch(rows: Words, header: Words, capacity: int, chain: Words, events: Words
             before = -1
             continue
         if is_sampled(rows[row, HASH], sampled):
-            _note(header, events, rows[row, HASH], inserts, depth)
-        distance = _reuse_distance(capacity, header[DISTANCE_SUM], header[REUSES])
+            _note(memory, rows[row, HASH], inserts, depth)
+        distance = eviction.reuse_distance(capacity, header[DISTANCE_SUM], header[REUSES])
         priority, word = rows[row, PRIORITY], rows[row, USED]
         used, place = word >> CLOCK_SHIFT, (word >> DEPTH_SHIFT) & MOST_DEPTH
         own_hits, hits = word >> HITS_BITS & MOST_HITS, word & MOST_HITS
         if used < inserts - (min(capacity, distance) >> eviction.RENEWAL_SHIFT):
-            summed, reuses = _learned(header[DISTANCE_SUM], header[REUSES], max(0, inserts - used))
+            summed, reuses = eviction.learned(header[DISTANCE_SUM], header[REUSES], max(0, inserts - used))
             header[DISTANCE_SUM], header[REUSES] = summed, reuses
-            distance = _reuse_distance(capacity, summed, reuses)
+            distance = eviction.reuse_distance(capacity, summed, reuses)
             hits, own_hits, used = min(hits + 1, eviction.MAX_HITS), min(own_hits + 1, eviction.MAX_HITS), inserts
-            priority = max(priority, _priority_of(policy, capacity, inserts, distance, hits, own_hits, depth))
+            priority = max(priority, eviction.priority_of(policy, capacity, inserts, distance, hits, own_hits, depth))
         if before >= 0:
             priority = max(0, min(priority, before - 1))
         word = _used(used, place, own_hits, hits)
@@ -463,19 +334,17 @@ def touch(rows: Words, header: Words, capacity: int, chain: Words, events: Words
     return changed
 
 
-@kernel("int64(int64[:, ::1], int64[::1], int64, int64)")
-def rank_again(rows: Words, header: Words, capacity: int, most: int) -> int:
-    """Rank by the policy of now what was ranked by another one, at most so many rows. What a rebuild found keeps its
-    rank, by age. Returns how many rows are left. Where the row is given to another page meanwhile, see ``touch``."""
+def rank_again(memory: IndexMemory, capacity: int, most: int) -> int:
+    rows, header = memory.rows, memory.header
     behind = min(header[TO_RANK], len(rows))
     begin = max(0, behind - most)
-    distance = _reuse_distance(capacity, header[DISTANCE_SUM], header[REUSES])
+    distance = eviction.reuse_distance(capacity, header[DISTANCE_SUM], header[REUSES])
     for row in range(begin, behind):
         word = rows[row, USED]
         if rows[row, STATE] & STATES == PAGE and word >> CLOCK_SHIFT > 0:
             clock, depth = word >> CLOCK_SHIFT, (word >> DEPTH_SHIFT) & MOST_DEPTH
             hits, own_hits = word & MOST_HITS, word >> HITS_BITS & MOST_HITS
-            ranked = _priority_of(header[POLICY], capacity, clock, distance, hits, own_hits, depth)
+            ranked = eviction.priority_of(header[POLICY], capacity, clock, distance, hits, own_hits, depth)
             rows[row, PRIORITY] = max(0, ranked)
     header[TO_RANK] = begin
     return int(begin)
@@ -486,16 +355,15 @@ def rank_again(rows: Words, header: Words, capacity: int, most: int) -> int:
 # ``ghosts[0]``, ``ghosts[1]`` and ``ghosts[2]``: fingerprints, numbers and uses, in sets of WAYS.
 
 
-@helper
 def _fingerprint(hashed: int, state: int) -> int:
     """Of a page of a generation of an identity; never 0."""
     fingerprint: int = scrambled(hashed ^ (state >> 8)) | 1
     return fingerprint
 
 
-@helper
-def _remember(rows: Words, row: int, header: Words, ghosts: Words) -> None:
+def _remember(memory: IndexMemory, row: int) -> None:
     """Remember the evicted page of this row. It replaces its own older ghost, or else the oldest of its set."""
+    rows, header, ghosts = memory.rows, memory.header, memory.ghosts
     if ghosts.shape[1] == 0:
         return
     header[REMEMBERED] += 1
@@ -513,9 +381,9 @@ def _remember(rows: Words, row: int, header: Words, ghosts: Words) -> None:
     ghosts[2, of_set, chosen] = rows[row, USED]
 
 
-@helper
-def _recall(hashed: int, state: int, ghosts: Words, oldest: int) -> int:
+def _recall(memory: IndexMemory, hashed: int, state: int, oldest: int) -> int:
     """Remove the ghost of this page; returns its USED, -1 without a ghost newer than ``oldest``."""
+    ghosts = memory.ghosts
     if ghosts.shape[1] == 0:
         return -1
     fingerprint = _fingerprint(hashed, state)
@@ -531,13 +399,10 @@ def _recall(hashed: int, state: int, ghosts: Words, oldest: int) -> int:
 # -- slots -------------------------------------------------------------------------------------------------------------
 
 
-@kernel("int64(int64[:, ::1], int64[:, ::1], int64[:, ::1], int64[::1], int64, int64, int64, int64[::1])")
 def take_free(
-    rows: Words, table: Words, known: Words, of_size: Words, pending: int, ticket: int, most: int, taken: Words
+    memory: IndexMemory, known: Words, of_size: Words, pending: int, ticket: int, most: int, taken: Words
 ) -> int:
-    """Make free slots pending, up to the length of ``taken``, which gets their rows, in order of place as far as
-    possible. ``table``: the slabs; ``known``: this process' copy, which says where they lie; ``of_size``: the positions
-    in both of those to look at. At most so many slots are looked at. Returns the number taken."""
+    rows, table = memory.rows, memory.slabs
     done, looked = 0, 0
     for which in range(len(of_size)):
         slab = of_size[which]
@@ -568,12 +433,12 @@ def take_free(
     return done
 
 
-@helper
-def _rank(rows: Words, row: int, identities: Words, oldest: int, dead: Words) -> int:
+def _rank(memory: IndexMemory, row: int, oldest: int, dead: Words) -> int:
+    rows = memory.rows
     state = rows[row, STATE]
     kind = state & STATES
     if kind == PAGE:
-        if not is_current(identities, state) or rows[row, CREATED] < oldest:
+        if not is_current(memory.identities, state) or rows[row, CREATED] < oldest:
             return AT_ONCE
         return int(max(0, min(rows[row, PRIORITY], NO_PAGE - 1)))
     if kind == PENDING:
@@ -584,100 +449,32 @@ def _rank(rows: Words, row: int, identities: Words, oldest: int, dead: Words) ->
     return AT_ONCE if kind == FREE else NO_PAGE
 
 
-@kernel("int64(int64[:, ::1], int64[:, ::1], int64[:, ::1], int64, int64, int64, int64[::1], int64[::1])")
-def sample(
-    rows: Words, identities: Words, slabs: Words, first: int, step: int, oldest: int, dead: Words, ranks: Words
-) -> int:
-    """The ranks of every ``step``-th slot of these slabs, from number ``first`` on. Returns how many there are."""
-    count, skipped = 0, first
-    for slab in range(len(slabs)):
-        slots, base = slabs[slab, SLOTS], slabs[slab, FIRST]
-        while skipped < slots and count < len(ranks):
-            ranks[count] = _rank(rows, base + skipped, identities, oldest, dead)
-            count += 1
-            skipped += step
-        skipped -= slots
-    return count
-
-
-@kernel("int64(int64[:, ::1], int64[:, ::1], int64, int64, int64, int64, int64, int64, int64[::1], int64[::1])")
-def coldest(
-    rows: Words,
-    identities: Words,
-    begin: int,
-    end: int,
-    together: int,
-    cold: int,
-    cool: int,
-    oldest: int,
-    dead: Words,
-    victims: Words,
-) -> int:
-    """Of the rows from ``begin`` to ``end``, in groups of ``together``: those with a rank up to ``cool`` in groups that
-    have one up to ``cold`` go into ``victims``, which ends with -1. Returns their number."""
-    count, group = 0, begin
-    while group < end:
-        behind = min(group + together, end)
-        lowest = NO_PAGE
-        for row in range(group, behind):
-            lowest = min(lowest, _rank(rows, row, identities, oldest, dead))
-        if lowest <= cold and lowest != NO_PAGE:
-            for row in range(group, behind):
-                rank = _rank(rows, row, identities, oldest, dead)
-                if rank <= cool and rank != NO_PAGE:
-                    victims[count] = row
-                    count += 1
-        group = behind
-    victims[count] = -1
-    return count
-
-
-@helper
-def _is_spared(rows: Words, row: int, spared: Words) -> bool:
-    """Whether the page's hash is one of ``spared``, sorted."""
-    low, high = 0, len(spared)
-    while low < high:
-        middle = (low + high) // 2
-        if spared[middle] < rows[row, HASH]:
-            low = middle + 1
-        else:
-            high = middle
-    return low < len(spared) and spared[low] == rows[row, HASH]
-
-
-@kernel(f"int64({_TABLE}, int64[::1], int64[::1], int64, int64, int64[::1], int64[:, :, ::1])")
 def evict(
-    rows: Words,
-    sets: Words,
-    header: Words,
-    identities: Words,
+    memory: IndexMemory,
     victims: Words,
     spared: Words,
     headroom: int,
     oldest: int,
     dead: Words,
-    ghosts: Words,
 ) -> int:
-    """Free the slots ``victims``, up to a -1, whatever is in them by now that may be taken; ``victims`` keeps those
-    that are free then, up to a -1. Pages with a hash in ``spared`` (sorted) get a rank ``headroom``
-    beyond now instead. Returns the number of pages evicted, which does not count those that nobody could ask for."""
+    rows, header = memory.rows, memory.header
     pages, kept = 0, 0
     for position in range(len(victims)):
         row = victims[position]
         if row < 0:
             break
-        rank = _rank(rows, row, identities, oldest, dead)
+        rank = _rank(memory, row, oldest, dead)
         if rank == NO_PAGE:
             continue
         if rank != AT_ONCE:
-            if len(spared) > 0 and _is_spared(rows, row, spared):
+            if rows[row, HASH] in spared:
                 raised = max(rank, eviction.ORIGIN + header[INSERTS]) + headroom
                 rows[row, PRIORITY] = raised if raised < NO_PAGE - 1 else NO_PAGE - 1
                 continue
-            _remember(rows, row, header, ghosts)
+            _remember(memory, row)
             pages += 1
         if rows[row, STATE] & STATES == PAGE:
-            _free_page(rows, sets, header, identities, row)
+            _free_page(memory, row)
         rows[row, STATE] = FREE
         victims[kept] = row
         kept += 1
@@ -686,24 +483,16 @@ def evict(
     return pages
 
 
-@kernel(f"int64({_TABLE}, int64[::1], int64[::1], int64[:, ::1], int64[:, ::1], int64, int64[:, :, ::1], int64[::1])")
 def evict_beside(
-    rows: Words,
-    sets: Words,
-    header: Words,
-    identities: Words,
+    memory: IndexMemory,
     hashes: Words,
     states: Words,
     beside: Words,
     needed: Words,
     oldest: int,
-    ghosts: Words,
     freed: Words,
 ) -> int:
-    """Evict what is of no use without pages that are gone, whose HASH and STATE these are: under each hash the pages of
-    the identities ``beside[number]``, up to a -1, unless a page of ``needed[their number]``, up to a -1, is there.
-    Nothing of pages that were cleared; what was written before ``oldest`` (milliseconds) is left to its age. ``freed``
-    gets the rows, as many as it has places for. Returns their number."""
+    rows, identities = memory.rows, memory.identities
     count = 0
     for of in range(len(hashes)):
         state = states[of]
@@ -715,7 +504,7 @@ def evict_beside(
             other = beside[number, way]
             if other < 0 or count == len(freed):
                 break
-            row = _row_of(rows, sets, header, hashed, other, _state_of(identities, other))
+            row = _row_of(memory, hashed, other, state_for(memory, other))
             if row < 0 or rows[row, CREATED] < oldest:
                 continue
             lost = other < len(needed)
@@ -723,35 +512,32 @@ def evict_beside(
                 if not lost or needed[other, place] < 0:
                     break
                 leader = needed[other, place]
-                lost = _row_of(rows, sets, header, hashed, leader, _state_of(identities, leader)) < 0
+                lost = _row_of(memory, hashed, leader, state_for(memory, leader)) < 0
             if lost:
-                _remember(rows, row, header, ghosts)
-                _free_page(rows, sets, header, identities, row)
+                _remember(memory, row)
+                _free_page(memory, row)
                 freed[count] = row
                 count += 1
     return count
 
 
-@kernel(f"int64({_TABLE}, int64[::1], int64, int64)")
-def seize(rows: Words, sets: Words, header: Words, identities: Words, found: Words, pending: int, ticket: int) -> int:
-    """Make pages pending, for ``give_back`` to free once their headers are gone; a row may be -1, and becomes -1 where
-    there is no page. Returns their number."""
+def seize(memory: IndexMemory, found: Words, pending: int, ticket: int) -> int:
+    rows = memory.rows
     count = 0
     for position in range(len(found)):
         row = found[position]
         if row < 0 or rows[row, STATE] & STATES != PAGE:
             found[position] = -1
             continue
-        _free_page(rows, sets, header, identities, row)
+        _free_page(memory, row)
         rows[row, HASH] = ticket
         rows[row, STATE] = pending
         count += 1
     return count
 
 
-@kernel("int64(int64[:, ::1], int64[::1], int64, int64)")
-def give_back(rows: Words, taken: Words, pending: int, ticket: int) -> int:
-    """Free those of these slots that are still pending under this ticket; a row may be -1. Returns their number."""
+def give_back(memory: IndexMemory, taken: Words, pending: int, ticket: int) -> int:
+    rows = memory.rows
     count = 0
     for row in taken:
         if row >= 0 and rows[row, STATE] == pending and rows[row, HASH] == ticket:
@@ -763,15 +549,17 @@ def give_back(rows: Words, taken: Words, pending: int, ticket: int) -> int:
 # -- writing pages -----------------------------------------------------------------------------------------------------
 
 
-@kernel(
-    f"int64({_TABLE}, int64[:, ::1], int64[::1], int64[::1], int64[::1], int64[::1], int64, int64, int64, int64, "
-    "int64, int64[:, :, ::1], int64, int64[::1], int64[:, ::1], int64)"
-)
+def _make_page(memory: IndexMemory, row: int, hashed: int, number: int, state: int) -> int:
+    """The first store makes the row a page. Returns how many pages its entry has cost."""
+    memory.rows[row, STATE] = state
+    lost = _enter(memory, mixed(hashed, number), row)
+    memory.identities[number, WRITTEN] = 1
+    memory.identities[number, PAGES] += 1
+    return lost
+
+
 def publish(
-    rows: Words,
-    sets: Words,
-    header: Words,
-    identities: Words,
+    memory: IndexMemory,
     keys: Words,
     numbers: Words,
     positions: Words,
@@ -782,19 +570,14 @@ def publish(
     created: int,
     oldest: int,
     capacity: int,
-    ghosts: Words,
     ghost_limit: int,
     published: Words,
-    events: Words,
     sampled: int,
 ) -> int:
-    """Make pages of slots that are written, with their seals: page ``keys[positions[n]]`` is in row ``taken[n]``. Pages
-    at consecutive positions are a chain (``PageByPage.inserted``). ``capacity``: slots, of all sizes. ``published[n]``:
-    1; 0 for a page that is there already: its slot becomes free; -1 for a slot that is no longer this writer's.
-    ``events``, ``sampled``: as for ``touch``. Returns how many slots became free."""
+    rows, header = memory.rows, memory.header
     oldest_ghost = max(0, header[REMEMBERED] - ghost_limit)
     inserts, distance_sum, reuses = header[INSERTS], header[DISTANCE_SUM], header[REUSES]
-    distance = _reuse_distance(capacity, distance_sum, reuses)
+    distance = eviction.reuse_distance(capacity, distance_sum, reuses)
     policy, moment = header[POLICY], inserts
     highest = NO_PAGE - 1
     freed = 0
@@ -805,15 +588,15 @@ def publish(
             highest = NO_PAGE - 1
             if key > 0:
                 before_number = numbers[key - 1 if len(numbers) > 1 else 0]
-                before_state = _state_of(identities, before_number)
-                before = _row_of(rows, sets, header, hash_of(keys, key - 1), before_number, before_state)
+                before_state = state_for(memory, before_number)
+                before = _row_of(memory, hash_of(keys, key - 1), before_number, before_state)
                 if before >= 0:
                     highest = max(0, rows[before, PRIORITY] - 1)
         if rows[row, STATE] != pending or rows[row, HASH] != ticket or number < 0:
             published[of] = -1
             continue
-        hashed, state = hash_of(keys, key), _state_of(identities, number)
-        there = _row_of(rows, sets, header, hashed, number, state)
+        hashed, state = hash_of(keys, key), state_for(memory, number)
+        there = _row_of(memory, hashed, number, state)
         if there >= 0 and rows[there, CREATED] >= oldest:
             published[of] = 0
             rows[row, STATE] = FREE
@@ -821,28 +604,21 @@ def publish(
             highest = max(0, rows[there, PRIORITY] - 1)
             continue
         if there >= 0:
-            _free_page(rows, sets, header, identities, there)
+            _free_page(memory, there)
             freed += 1
         inserts += 1
         hits = 0
-        ghost = _recall(hashed, state, ghosts, oldest_ghost)
+        ghost = _recall(memory, hashed, state, oldest_ghost)
         if ghost >= 0:
-            distance_sum, reuses = _learned(distance_sum, reuses, max(0, inserts - (ghost >> CLOCK_SHIFT)))
-            distance = _reuse_distance(capacity, distance_sum, reuses)
+            distance_sum, reuses = eviction.learned(distance_sum, reuses, max(0, inserts - (ghost >> CLOCK_SHIFT)))
+            distance = eviction.reuse_distance(capacity, distance_sum, reuses)
             hits = min((ghost & MOST_HITS) + 1, eviction.MAX_HITS)
         if is_sampled(hashed, sampled):
-            _note(header, events, hashed, moment, key)
-        priority = max(0, min(highest, _priority_of(policy, capacity, inserts, distance, hits, 0, key)))
+            _note(memory, hashed, moment, key)
+        priority = max(0, min(highest, eviction.priority_of(policy, capacity, inserts, distance, hits, 0, key)))
         rows[row, HASH], rows[row, LENGTH], rows[row, CREATED] = hashed, lengths[of], created
         rows[row, PRIORITY], rows[row, USED] = priority, _used(inserts, key, 0, hits)
-        rows[row, STATE] = state
-        lost = _enter(rows, sets, header, mixed(hashed, number), row)
-        if lost >= 0:
-            _uncount(identities, rows[lost, STATE])
-            rows[lost, STATE] = FREE
-            freed += 1
-        identities[number, WRITTEN] = 1
-        identities[number, PAGES] += 1
+        freed += _make_page(memory, row, hashed, number, state)
         published[of] = 1
         highest = max(0, priority - 1)
     if sampled > 0:
@@ -851,12 +627,8 @@ def publish(
     return freed
 
 
-@kernel(f"int64({_TABLE}, int64[:, ::1], int64[::1], int64[::1], int64[::1], int64[:, ::1], int64, int64, int64)")
 def adopt(
-    rows: Words,
-    sets: Words,
-    header: Words,
-    identities: Words,
+    memory: IndexMemory,
     keys: Words,
     numbers: Words,
     lengths: Words,
@@ -866,52 +638,28 @@ def adopt(
     slot_size: int,
     now: int,
 ) -> int:
-    """For a rebuild: the pages that headers tell of, in the slots from row ``first`` on that are still UNKNOWN; a
-    number of -1 is no page. Of several pages with one key the newest counts. They rank by their age at ``now``
-    (milliseconds), below all that is written from now on. Returns the number of pages found, less those they
-    replace."""
+    rows, identities = memory.rows, memory.identities
     found = 0
     for of in range(len(keys)):
         row, number = first + of, numbers[of]
         if rows[row, STATE] != UNKNOWN:
             continue
         # Before it is known whether the page was cleared: a clear meanwhile leaves it a generation that is over.
-        state = _state_of(identities, max(0, number))
+        state = state_for(memory, max(0, number))
         if number < 0 or lengths[of] < 0 or lengths[of] > slot_size or created[of] <= identities[number, CLEARED]:
             rows[row, STATE] = FREE
             continue
         hashed = hash_of(keys, of)
-        there = _row_of(rows, sets, header, hashed, number, state)
+        there = _row_of(memory, hashed, number, state)
         if there >= 0:
             if rows[there, CREATED] >= created[of]:
                 rows[row, STATE] = FREE
                 continue
-            _free_page(rows, sets, header, identities, there)
+            _free_page(memory, there)
             found -= 1
         rows[row, HASH], rows[row, LENGTH], rows[row, CREATED] = hashed, lengths[of], created[of]
         rows[row, SEAL], rows[row, _SECOND_OF_SEAL] = seals[of, 0], seals[of, 1]
         rows[row, PRIORITY] = max(0, eviction.ORIGIN - max(0, now - created[of]))
         rows[row, USED] = 0
-        rows[row, STATE] = state
-        lost = _enter(rows, sets, header, mixed(hashed, number), row)
-        if lost >= 0:
-            _uncount(identities, rows[lost, STATE])
-            rows[lost, STATE] = FREE
-            found -= 1
-        identities[number, WRITTEN] = 1
-        identities[number, PAGES] += 1
-        found += 1
+        found += 1 - _make_page(memory, row, hashed, number, state)
     return found
-
-
-@kernel("int64(int64[:, ::1], int64[:, ::1], int64, int64, int64, int64[::1])")
-def count(rows: Words, identities: Words, begin: int, end: int, oldest: int, counts: Words) -> int:
-    """Count the rows from ``begin`` to ``end`` by state, into ``counts``. Returns the number of pages that can be
-    found."""
-    pages = 0
-    for row in range(begin, end):
-        state = rows[row, STATE]
-        counts[state & STATES] += 1
-        if state & STATES == PAGE and is_current(identities, state) and rows[row, CREATED] >= oldest:
-            pages += 1
-    return pages

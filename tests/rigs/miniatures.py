@@ -1,62 +1,57 @@
-"""Miniatures: caches of a sample of the pages, one for each candidate of eviction.py, and which of them serves most.
-
-A page is in the sample by its hash, whatever its chain (``slot_code.is_sampled``), and a miniature has the same share
-of the slots, so it serves about the share of uses that a tier under this policy would (Waldspurger et al., Cache
-Modeling and Optimization using Miniature Simulations, 2017). A page is served only with all pages before it. Where all
-pages are in the sample the miniatures count so, too; in a part of them each page counts by itself, which makes no
-difference there: pages before it are used whenever it is, so they outrank it. docs/decisions/eviction.md says what was
-measured.
-
-Uses are noted in a ring (``slot_code.touch``, ``publish``) and looked at under the change lock, by whoever writes.
-A miniature holds no pages: ``entries`` is one table of what is known of the sample, also of pages that none of them
-holds. A kill in the middle leaves numbers that are a little wrong: each eviction counts anew.
-
-``small``: counts and scores. Its miniatures are, by number, the candidates at the tier's capacity, and then the policy
-of now at other capacities (``SCALES``): the curve.
-"""
+"""What ``learn`` of native/table.c does, in Python: too slow for a server, and the truth for its test."""
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from hicache_ext.runtime.jit import helper, kernel
 from hicache_ext.storage.tiers.file import eviction
-from hicache_ext.storage.tiers.file.slab import slot_code
+from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory
+from hicache_ext.storage.tiers.file.slab.miniatures import (
+    CANDIDATES,
+    COUNTED,
+    EXPECTED,
+    HELD,
+    HITS,
+    KEY,
+    LAST_NOISE,
+    LAST_SCORES,
+    LATELY,
+    MINIATURES,
+    MOMENT,
+    NEXT,
+    NOISE,
+    PAGES,
+    PLACE,
+    RUN,
+    SAMPLED,
+    SCORES,
+    SERVED,
+    SETS_USED,
+    SWITCHES,
+    USES,
+)
+from hicache_ext.storage.tiers.file.slab.slot_code import (
+    DISTANCE_SUM,
+    EVENTS,
+    HASH_OF_EVENT,
+    INSERTS,
+    LEARNED,
+    MOMENT_OF_EVENT,
+    MOST_DEPTH,
+    MOST_HITS,
+    POLICY,
+    REUSES,
+    SAMPLE,
+    SEEN,
+    TO_RANK,
+    WAYS,
+    Words,
+    is_sampled,
+    scrambled,
+)
 
-Words = npt.NDArray[np.int64]
-
-CANDIDATES = len(eviction.POLICIES)
-SCALES = (1, 4, 8)
-"""Halves of the tier's capacity: of the miniatures behind the candidates."""
-MINIATURES = CANDIDATES + len(SCALES)
-SAMPLED_SLOTS = 1 << 12
-"""Slots of a miniature at the tier's capacity, at most."""
-
-KEY, MOMENT, HELD = range(3)
-"""Words of an entry: HASH of the page; the clock at its last counted use << 7 | its place in the chain; uses, up to
-MOST_HITS, << USES_SHIFT | for each miniature four bits: whether it holds the page, and counted
-uses since it does."""
-ENTRY_WORDS = 3
 _USES_SHIFT = 4 * MINIATURES
 _HOLDS = 8
-
-PAGES, SCORES, HITS = 0, 8, 16
-"""Words of ``small``, one for each miniature: pages held; hits of late, in 65,536ths; all hits."""
-LAST_SCORES = 48
-"""Of each candidate, like SCORES: hits of the last moments alone."""
-USES, SERVED, EXPECTED, NEXT, SWITCHES, SETS_USED, SAMPLED, COUNTED = range(24, 32)
-"""All uses seen; those that the candidate followed at that time had; the uses of all pages that fall to the sample,
-times SAMPLE + 1; the clock at which candidates are compared next; how often another one was chosen; what the table was
-made for; up to which use of all pages EXPECTED counts."""
-LATELY, RUN, PLACE = 32, 40, 41
-"""Of each candidate the hits since the last comparison; whether each miniature held all pages of this chain so far, a
-bit each; the place of the last one in it."""
-NOISE, LAST_NOISE = 64, 96
-"""Of each two candidates: squares of how many hits one had more between two comparisons, added up like SCORES and
-like LAST_SCORES."""
-SMALL_WORDS = 128
-
 _ONE = 1 << 16
 _MOST_USES = 1 << 19
 """So many uses, and their hits are halved: what was long ago counts less and less."""
@@ -85,26 +80,9 @@ which miniatures do not know."""
 _SLACK_SHIFT = 4
 """A miniature holds up to 1/16 more than its slots, and is then cut to 1/16 less: on average it is full."""
 _MOST_REUSE_CAPACITIES = 8
-_WAYS = slot_code.WAYS
 _LOW = (1 << 32) - 1
-_HASH_OF_EVENT, _MOMENT_OF_EVENT = slot_code.HASH_OF_EVENT, slot_code.MOMENT_OF_EVENT
-_INSERTS, _DISTANCE_SUM, _REUSES = slot_code.INSERTS, slot_code.DISTANCE_SUM, slot_code.REUSES
-_POLICY, _TO_RANK, _SEEN = slot_code.POLICY, slot_code.TO_RANK, slot_code.SEEN
-_EVENTS, _LEARNED = slot_code.EVENTS, slot_code.LEARNED
-_MOST_HITS, _MOST_DEPTH, _SAMPLE = slot_code.MOST_HITS, slot_code.MOST_DEPTH, slot_code.SAMPLE
-
-_reuse_distance = helper(eviction.reuse_distance)
-_priority_of = helper(eviction.priority_of)
-_scrambled = helper(slot_code.scrambled)
-_is_sampled = helper(slot_code.is_sampled)
 
 
-def sampled_of(capacity: int) -> int:
-    """How many of SAMPLE + 1 pages the miniatures of a tier with so many slots see."""
-    return min(_SAMPLE + 1, max(1, SAMPLED_SLOTS * (_SAMPLE + 1) // capacity))
-
-
-@helper
 def _halves(miniature: int) -> int:
     """The capacity of a miniature in halves of the tier's."""
     if miniature < CANDIDATES:
@@ -113,50 +91,44 @@ def _halves(miniature: int) -> int:
     return 1 if of_scale == 0 else 4 if of_scale == 1 else 8
 
 
-@helper
 def _policy_of_now(header: Words) -> int:
-    policy = header[_POLICY]
+    policy = header[POLICY]
     return int(policy if 0 <= policy < CANDIDATES else 0)
 
 
-@helper
 def _policy_of(miniature: int, header: Words) -> int:
     return int(miniature if miniature < CANDIDATES else _policy_of_now(header))
 
 
-@helper
 def _bits(held: int, miniature: int) -> int:
     return (held >> (4 * miniature)) & 15
 
 
-@helper
 def _slots_of(miniature: int, capacity: int, sampled: int) -> int:
     return max(1, (capacity * sampled * _halves(miniature) // 2) >> 20)
 
 
-@helper
 def _made_for(small: Words, entries: Words, sets: int, sampled: int) -> None:
     """Make the table fit another capacity: pages that are no longer in the sample go, all where its sets are others."""
     if small[SETS_USED] == sets and small[SAMPLED] == sampled:
         return
     for of_set in range(entries.shape[1]):
-        for way in range(_WAYS):
-            if small[SETS_USED] != sets or not _is_sampled(entries[KEY, of_set, way], sampled):
+        for way in range(WAYS):
+            if small[SETS_USED] != sets or not is_sampled(entries[KEY, of_set, way], sampled):
                 entries[KEY, of_set, way] = entries[MOMENT, of_set, way] = entries[HELD, of_set, way] = 0
     small[SETS_USED], small[SAMPLED] = sets, sampled
     for miniature in range(MINIATURES):
         small[PAGES + miniature] = 0
         for of_set in range(sets):
-            for way in range(_WAYS):
+            for way in range(WAYS):
                 small[PAGES + miniature] += _bits(entries[HELD, of_set, way], miniature) >> 3
 
 
-@helper
 def _entry_of(small: Words, entries: Words, of_set: int, hashed: int) -> int:
     """The way of a page in its set; where it is not there, that of the page used longest ago which no miniature holds,
     or which any holds, forgotten."""
     chosen, oldest = 0, np.int64(eviction.MAX_PRIORITY)
-    for way in range(_WAYS):
+    for way in range(WAYS):
         if entries[KEY, of_set, way] == hashed:
             return way
         age = entries[MOMENT, of_set, way]
@@ -173,7 +145,6 @@ def _entry_of(small: Words, entries: Words, of_set: int, hashed: int) -> int:
     return chosen
 
 
-@helper
 def _kth_lowest(ranks: Words, count: int, which: int) -> int:
     """The rank that ``which`` of the first ``count`` are below; changes their order."""
     low, high = 0, count - 1
@@ -198,22 +169,21 @@ def _kth_lowest(ranks: Words, count: int, which: int) -> int:
     return int(ranks[which])
 
 
-@helper
 def _cut(header: Words, small: Words, entries: Words, sets: int, miniature: int, slots: int, capacity: int) -> None:
     """Have a miniature hold a little less than it has slots for: those with the lowest priorities go."""
     bit, policy = 4 * miniature, _policy_of(miniature, header)
     of_tier = max(1, capacity * _halves(miniature) // 2)
-    distance = _reuse_distance(of_tier, header[_DISTANCE_SUM], header[_REUSES])
-    ranks, places, count = np.empty(sets * _WAYS, np.int64), np.empty(sets * _WAYS, np.int64), 0
+    distance = eviction.reuse_distance(of_tier, header[DISTANCE_SUM], header[REUSES])
+    ranks, places, count = np.empty(sets * WAYS, np.int64), np.empty(sets * WAYS, np.int64), 0
     for of_set in range(sets):
-        for way in range(_WAYS):
+        for way in range(WAYS):
             held = entries[HELD, of_set, way]
             if (held >> bit) & _HOLDS:
-                moment, own_hits = entries[MOMENT, of_set, way], (held >> bit) & _MOST_HITS
-                hits = (held >> _USES_SHIFT) & _MOST_HITS
-                rank = _priority_of(policy, of_tier, moment >> 7, distance, hits, own_hits, moment & _MOST_DEPTH)
+                moment, own_hits = entries[MOMENT, of_set, way], (held >> bit) & MOST_HITS
+                hits = (held >> _USES_SHIFT) & MOST_HITS
+                rank = eviction.priority_of(policy, of_tier, moment >> 7, distance, hits, own_hits, moment & MOST_DEPTH)
                 ranks[count] = rank
-                places[count] = of_set * _WAYS + way
+                places[count] = of_set * WAYS + way
                 count += 1
     wanted = max(1, slots - (slots >> _SLACK_SHIFT))
     excess = count - wanted
@@ -222,13 +192,12 @@ def _cut(header: Words, small: Words, entries: Words, sets: int, miniature: int,
         threshold = _kth_lowest(in_order, count, excess - 1)
         for of in range(count):
             if ranks[of] <= threshold and excess > 0:
-                entries[HELD, places[of] // _WAYS, places[of] % _WAYS] &= ~(15 << bit)
+                entries[HELD, places[of] // WAYS, places[of] % WAYS] &= ~(15 << bit)
                 excess -= 1
         count = wanted
     small[PAGES + miniature] = count
 
 
-@helper
 def _leader(small: Words, scores: int, noise: int, least_significance: int, now: int) -> int:
     """The best candidate whose lead is more than chance, and who is not behind of late; else the one of now."""
     best = now
@@ -245,7 +214,6 @@ def _leader(small: Words, scores: int, noise: int, least_significance: int, now:
     return best
 
 
-@helper
 def _choose(header: Words, small: Words, capacity: int, distance: int, rows: int) -> None:
     """Compare the candidates: follow another one if it is better by more than chance, of late, which tells a change of
     workload, or else in the long run.
@@ -253,7 +221,7 @@ def _choose(header: Words, small: Words, capacity: int, distance: int, rows: int
     How far two of them differ between two comparisons is taken for their noise: what one request asks for makes one
     difference, however many pages it has."""
     step = max(_LEAST_INSERTS, capacity // _COMPARISONS)
-    small[NEXT] = header[_INSERTS] + step
+    small[NEXT] = header[INSERTS] + step
     horizon = _HORIZON * max(capacity, min(distance, _MOST_REUSE_CAPACITIES * capacity), _COMPARISONS * step)
     fading = _HALF * step // horizon
     last_fading = _HALF * step // max(_LAST * (capacity // _COMPARISONS), _LEAST_LAST * step)
@@ -275,44 +243,41 @@ def _choose(header: Words, small: Words, capacity: int, distance: int, rows: int
         if best == now:
             best = _leader(small, SCORES, NOISE, _LEAST_SIGNIFICANCE, now)
     if best != now:
-        header[_POLICY], header[_TO_RANK] = best, rows
+        header[POLICY], header[TO_RANK] = best, rows
         small[SWITCHES] += 1
 
 
-@kernel("int64(int64[::1], int64[::1], int64[:, :, ::1], int64[:, ::1], int64, int64, int64, int64)")
-def learn(
-    header: Words, small: Words, entries: Words, events: Words, capacity: int, sampled: int, rows: int, most: int
-) -> int:
-    """Look at up to ``most`` of the uses that were noted, and choose a policy when it is time. ``capacity``: slots, of
-    all sizes; ``rows``: behind the last one in use. Returns how many uses were looked at."""
+def learn(memory: IndexMemory, capacity: int, sampled: int, rows: int, most: int) -> int:
+    """``index_words.learn``."""
+    header, small, entries, events = memory.header, memory.small, memory.entries, memory.events
     sets = 4
     while sets < len(entries[KEY]) and sets < capacity:
         sets *= 2
     _made_for(small, entries, sets, sampled)
-    small[EXPECTED] += max(0, header[_SEEN] - small[COUNTED]) * sampled
-    small[COUNTED] = header[_SEEN]
-    done = min(most, header[_EVENTS] - header[_LEARNED])
-    distance = _reuse_distance(capacity, header[_DISTANCE_SUM], header[_REUSES])
+    small[EXPECTED] += max(0, header[SEEN] - small[COUNTED]) * sampled
+    small[COUNTED] = header[SEEN]
+    done = min(most, header[EVENTS] - header[LEARNED])
+    distance = eviction.reuse_distance(capacity, header[DISTANCE_SUM], header[REUSES])
     window = min(capacity, distance) >> eviction.RENEWAL_SHIFT
     for _ in range(done):
-        at = header[_LEARNED] % len(events)
-        header[_LEARNED] += 1
-        hashed, moment = events[at, _HASH_OF_EVENT], events[at, _MOMENT_OF_EVENT]
-        of_set = (_scrambled(hashed) & _LOW) % sets
+        at = header[LEARNED] % len(events)
+        header[LEARNED] += 1
+        hashed, moment = events[at, HASH_OF_EVENT], events[at, MOMENT_OF_EVENT]
+        of_set = (scrambled(hashed) & _LOW) % sets
         way = _entry_of(small, entries, of_set, hashed)
         before, held = entries[MOMENT, of_set, way], entries[HELD, of_set, way]
         uses, counts = held >> _USES_SHIFT, 0
         if before < 0:
             entries[MOMENT, of_set, way] = moment
         elif (moment >> 7) - (before >> 7) > window:
-            uses, counts = min(uses + 1, _MOST_HITS), 1
-            entries[MOMENT, of_set, way] = (moment >> 7) << 7 | (before & _MOST_DEPTH)
+            uses, counts = min(uses + 1, MOST_HITS), 1
+            entries[MOMENT, of_set, way] = (moment >> 7) << 7 | (before & MOST_DEPTH)
         now_held = uses << _USES_SHIFT
         small[USES] += 1
-        place = moment & _MOST_DEPTH
-        if sampled <= _SAMPLE or place == 0:
+        place = moment & MOST_DEPTH
+        if sampled <= SAMPLE or place == 0:
             small[RUN] = -1
-        elif place != min(small[PLACE] + 1, _MOST_DEPTH):
+        elif place != min(small[PLACE] + 1, MOST_DEPTH):
             # The tier lacks a page before it.
             small[RUN] = 0
         small[PLACE] = place
@@ -341,6 +306,6 @@ def learn(
     if small[USES] >= _MOST_USES:
         for word in range(HITS, EXPECTED + 1):
             small[word] //= 2
-    if header[_INSERTS] >= small[NEXT]:
+    if header[INSERTS] >= small[NEXT]:
         _choose(header, small, capacity, distance, rows)
     return int(done)

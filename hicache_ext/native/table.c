@@ -1,0 +1,1237 @@
+/* The words of a slab index, page by page: storage/tiers/file/slab/slot_code.py says what each word means, and does the
+ * same in Python. All processes on a directory map them, with this code or with that one.
+ *
+ *   rows        a row per slot; what is true
+ *   sets        a hash table of the pages, WAYS entries a set; an entry counts only if the row it names says the same
+ *   header      counts, the clock, the measured reuse distance, the policy
+ *   identities  a row for each namespace of pages: its generation, and how many pages it has, about
+ *   ghosts      facts about pages that were evicted
+ *   events      uses that the miniatures have yet to look at: a ring
+ *   small, entries: what the miniatures know
+ *
+ * Who may call: find, locate, touch, sample and count need no lock, and may see a page that has just gone or come; what
+ * is read from a slot is checked by its seal. Everything else is called under the change lock of the directory, which
+ * one thread of one process holds; without it a slot may be given to two writers, and one of their pages is lost.
+ *
+ * A row says PENDING until all of it is written, and one store of STATE, a release, makes it a page. A look-up reads
+ * STATE first, with acquire. So a kill between any two stores leaves nothing to be repaired.
+ *
+ * Other processes may have damaged any word. Each is read once, by load(), and is a position only where it lies in its
+ * part. What a struct says is the caller's own: lengths are those of its arrays, `identity_count` is a power of two,
+ * `capacity`, `step` and `together` are at least 1, and what it knows of slabs (`known`, `slabs`) lies in the rows.
+ */
+#include <stdbool.h>
+#include <stdlib.h>
+
+#include "core.h"
+#include "ranks.h"
+
+/* Of a row. USED: the clock at the last counted use << CLOCK_SHIFT | place in the chain << DEPTH_SHIFT | uses since it
+ * was written << HITS_BITS | uses. */
+enum { HASH, STATE, LENGTH, CREATED, SEAL, PRIORITY = SEAL + 2, USED, ROW_WORDS };
+/* Low bits of STATE. A page: its generation << 8 | its identity << NUMBER_SHIFT; a pending slot: its writer << 8. */
+enum { UNKNOWN, FREE, PENDING, PAGE, STATES = 3, NUMBER_SHIFT = 40 };
+#define GENERATIONS INT64_C(0xFFFFFFFF)
+
+/* Of the header, as far as they are used here. */
+enum { SETS = 3, REMEMBERED, LEVEL = 9, INSERTS = 12, DISTANCE_SUM, REUSES, POLICY, TO_RANK, EVENTS, LEARNED, SEEN };
+
+/* Of a slab; of an identity. */
+enum { SLAB_NUMBER, SLOTS = 2, FIRST, SLAB_STATE, FREE_SLOTS, CURSOR, OF, SLAB_WORDS, READY = 2 };
+enum { GENERATION = 2, CLEARED, WRITTEN = 6, PAGES, INDEX_IDENTITY_WORDS };
+enum { WAYS = 16, HITS_BITS = 3, DEPTH_SHIFT = 6, MOST_DEPTH = 127, CLOCK_SHIFT = 13, ROW_BITS = 40 };
+enum { SAMPLE_SHIFT = 24, SAMPLE = (1 << 20) - 1 };
+#define ROW_MASK ((INT64_C(1) << ROW_BITS) - 1)
+#define TAG_MASK ((INT64_C(1) << 23) - 1)
+#define NO_PAGE INT64_MAX /* The rank of a slot that cannot be taken now. */
+enum { AT_ONCE = -1 };    /* And of one that is free, or holds what nobody can ask for any more. */
+
+struct table {
+    int64_t *rows, *sets, *header, *identities;
+    int64_t *ghosts; /* Three planes: fingerprints, numbers, USED. */
+    int64_t *events, *small;
+    int64_t *entries; /* Three planes: HASH, moment, held. */
+    int64_t row_count, set_count, identity_count, ghost_sets, event_count, entry_sets;
+};
+
+/* -- words --------------------------------------------------------------------------------------------------------- */
+
+static inline int64_t load(const int64_t *word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
+static inline void store(int64_t *word, int64_t value) { __atomic_store_n(word, value, __ATOMIC_RELAXED); }
+static inline void add(int64_t *word, int64_t more) { store(word, load(word) + more); }
+
+static inline int64_t *row_at(const struct table *table, int64_t row) { return table->rows + row * ROW_WORDS; }
+static inline bool has_row(const struct table *table, int64_t row) { return row >= 0 && row < table->row_count; }
+static inline int64_t state_of(const int64_t *row) { return __atomic_load_n(row + STATE, __ATOMIC_ACQUIRE); }
+
+static inline int64_t *identity_at(const struct table *table, int64_t number)
+{
+    return table->identities + (number & (table->identity_count - 1)) * INDEX_IDENTITY_WORDS;
+}
+
+/* The STATE of a page of this identity that was not cleared. */
+static inline int64_t state_for(const struct table *table, int64_t number)
+{
+    return PAGE | (load(identity_at(table, number) + GENERATION) & GENERATIONS) << 8 | number << NUMBER_SHIFT;
+}
+
+static inline bool is_page(int64_t state) { return (state & STATES) == PAGE; }
+
+/* Whether a page of this STATE was not cleared. */
+static inline bool is_current(const struct table *table, int64_t state)
+{
+    int64_t generation = load(identity_at(table, state >> NUMBER_SHIFT) + GENERATION);
+    return (state >> 8 & GENERATIONS) == (generation & GENERATIONS);
+}
+
+/* One page of this STATE less. */
+static inline void uncount(const struct table *table, int64_t state)
+{
+    if (is_current(table, state))
+        add(identity_at(table, state >> NUMBER_SHIFT) + PAGES, -1);
+}
+
+/* -- hashes and sets ----------------------------------------------------------------------------------------------- */
+
+static inline uint64_t scrambled(uint64_t word)
+{
+    word ^= word << 13;
+    word ^= word >> 7;
+    return word ^ word << 17;
+}
+
+static inline int64_t hash_of(const int64_t *keys, int64_t of)
+{
+    const int64_t *words = keys + of * KEY_WORDS + IDENTITY_WORDS;
+    uint64_t word = 0;
+    for (int at = 0; at < HASH_WORDS; at++)
+        word = scrambled(word ^ (uint64_t)words[at]);
+    return (int64_t)word;
+}
+
+/* Of a page: its low bits, which every bit of the key has a part in, choose the set; its high bits are the tag. */
+static inline uint64_t mixed(int64_t hash, int64_t number)
+{
+    uint64_t word = scrambled((uint64_t)hash ^ (uint64_t)number << 7);
+    word ^= word >> 32;
+    word ^= word >> 16;
+    return word ^ word >> 8;
+}
+
+static inline uint64_t mixed_of(const int64_t *row)
+{
+    return mixed(load(row + HASH), load(row + STATE) >> NUMBER_SHIFT);
+}
+
+static inline int64_t tag_of(uint64_t word) { return (int64_t)(word >> ROW_BITS) & TAG_MASK; }
+static inline int64_t entry_for(uint64_t word, int64_t row) { return tag_of(word) << ROW_BITS | (row + 1); }
+static inline int64_t row_in(int64_t entry) { return (entry & ROW_MASK) - 1; }
+
+/* Linear hashing: sets are added one by one, and one that is added takes its entries from one other. LEVEL may be a
+ * step behind SETS or ahead of it, which makes no difference to the sets there are. */
+static inline int64_t *set_of(const struct table *table, uint64_t word)
+{
+    int64_t level = load(table->header + LEVEL);
+    int64_t at = (int64_t)(word & (uint64_t)(2 * level - 1));
+    if (at >= load(table->header + SETS))
+        at = (int64_t)(word & (uint64_t)(level - 1));
+    return table->sets + (at >= 0 && at < table->set_count ? at : 0) * WAYS;
+}
+
+/* The row of a page; -1 when there is none. */
+static int64_t row_of(const struct table *table, int64_t hash, int64_t number, int64_t state)
+{
+    uint64_t word = mixed(hash, number);
+    const int64_t *set = set_of(table, word);
+    for (int way = 0; way < WAYS; way++) {
+        int64_t entry = load(set + way);
+        if (entry >> ROW_BITS != tag_of(word))
+            continue;
+        int64_t row = row_in(entry);
+        if (has_row(table, row) && state_of(row_at(table, row)) == state && load(row_at(table, row) + HASH) == hash)
+            return row;
+    }
+    /* Whoever has missed an entry that grow_sets has moved sees SETS changed. */
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    return -1;
+}
+
+/* row_of, trying the row behind `before` first (-1: none). Pages written together are neighbours, and the next row is
+ * in the processor's cache, where the sets are not. One written before `oldest` may be what a kill has left of a page
+ * that was written again since. */
+static inline int64_t row_behind(const struct table *table, int64_t hash, int64_t number, int64_t state,
+                                 int64_t oldest, int64_t before)
+{
+    int64_t row = before + 1;
+    if (row > 0 && row < table->row_count) {
+        const int64_t *of = row_at(table, row);
+        if (state_of(of) == state && load(of + HASH) == hash && load(of + CREATED) >= oldest)
+            return row;
+    }
+    return row_of(table, hash, number, state);
+}
+
+/* Remove the entry of a page. */
+static void leave(const struct table *table, int64_t row)
+{
+    int64_t *set = set_of(table, mixed_of(row_at(table, row)));
+    for (int way = 0; way < WAYS; way++)
+        if (row_in(load(set + way)) == row)
+            store(set + way, 0);
+}
+
+/* Forget a page, which has its entry still, and free its slot. */
+static void free_page(const struct table *table, int64_t row)
+{
+    leave(table, row);
+    uncount(table, load(row_at(table, row) + STATE));
+    store(row_at(table, row) + STATE, FREE);
+}
+
+/* Add the entry of a page. In a full set the page with the lowest priority goes. Returns how many did: 0 mostly. */
+static int64_t enter(const struct table *table, uint64_t word, int64_t row)
+{
+    int64_t *set = set_of(table, word), lowest = NO_PAGE, lost = -1;
+    int chosen = -1;
+    for (int way = 0; way < WAYS; way++) {
+        int64_t entry = load(set + way), other = row_in(entry), priority = AT_ONCE;
+        const int64_t *of = row_at(table, has_row(table, other) ? other : row);
+        bool stale = !has_row(table, other) || other == row || !is_page(load(of + STATE)) ||
+                     entry_for(mixed_of(of), other) != entry;
+        if (!stale)
+            priority = load(of + PRIORITY);
+        if (chosen < 0 || priority < lowest) {
+            chosen = way;
+            lowest = priority;
+            lost = stale ? -1 : other;
+        }
+    }
+    store(set + chosen, entry_for(word, row));
+    if (lost < 0)
+        return 0;
+    uncount(table, load(row_at(table, lost) + STATE));
+    store(row_at(table, lost) + STATE, FREE);
+    return 1;
+}
+
+struct grow_sets {
+    const struct table *table;
+    int64_t wanted;
+};
+
+/* Use so many sets. An entry is in its new set before it leaves the old one; a look-up that finds nothing looks again
+ * if SETS has changed. Under the lock. Returns the number of sets. */
+PUBLIC int64_t hicache_grow_sets(const struct grow_sets *call)
+{
+    const struct table *table = call->table;
+    int64_t *header = table->header;
+    for (int64_t new = most(1, load(header + SETS)); new < least(call->wanted, table->set_count); new++) {
+        int64_t level = load(header + LEVEL);
+        if (new >= 2 * level)
+            store(header + LEVEL, level = 2 * level);
+        int64_t old = new - level;
+        if (old < 0 || old >= new)
+            break;
+        int64_t *to = table->sets + new * WAYS, *from = table->sets + old * WAYS, moved[WAYS];
+        int count = 0;
+        for (int way = 0; way < WAYS; way++)
+            store(to + way, 0);
+        for (int way = 0; way < WAYS; way++) {
+            int64_t entry = load(from + way), row = row_in(entry);
+            if (has_row(table, row) && (int64_t)(mixed_of(row_at(table, row)) & (uint64_t)(2 * level - 1)) == new) {
+                store(to + count, entry);
+                moved[count++] = row;
+            }
+        }
+        __atomic_store_n(header + SETS, new + 1, __ATOMIC_RELEASE);
+        __atomic_thread_fence(__ATOMIC_RELEASE);
+        for (int way = 0; way < WAYS; way++)
+            for (int other = 0; other < count; other++)
+                if (row_in(load(from + way)) == moved[other])
+                    store(from + way, 0);
+    }
+    return load(header + SETS);
+}
+
+/* -- looking up ---------------------------------------------------------------------------------------------------- */
+
+struct find {
+    const struct table *table;
+    const int64_t *keys, *numbers; /* Of identities, one each, -1: an unknown one; NULL: all have `number`. */
+    int64_t *found;                /* Receives the row of each page, -1: nowhere; NULL: up to the first one of those. */
+    int64_t key_count, number;
+    int64_t oldest; /* Pages written before it (wall-clock milliseconds) are not found. */
+};
+
+/* The row of a page that was not written before `oldest`, else -1. `last`: the row looked at before, and then now. */
+static inline int64_t look_up(const struct table *table, const int64_t *keys, int64_t of, int64_t number,
+                              int64_t oldest, int64_t *last)
+{
+    int64_t state = state_for(table, number);
+    *last = number < 0 ? -1 : row_behind(table, hash_of(keys, of), number, state, oldest, *last);
+    return *last >= 0 && load(row_at(table, *last) + CREATED) >= oldest ? *last : -1;
+}
+
+static inline int64_t number_of(const int64_t *numbers, int64_t of_all, int64_t of)
+{
+    return numbers == NULL ? of_all : numbers[of];
+}
+
+/* No lock. Returns how many pages were looked up, without `found`: are there before the first one that is not. */
+PUBLIC int64_t hicache_find(const struct find *call)
+{
+    int64_t last = -1;
+    for (int64_t of = 0; of < call->key_count; of++) {
+        int64_t number = number_of(call->numbers, call->number, of);
+        int64_t row = look_up(call->table, call->keys, of, number, call->oldest, &last);
+        if (call->found != NULL)
+            call->found[of] = row;
+        else if (row < 0)
+            return of;
+    }
+    return call->key_count;
+}
+
+/* How many of these words, `stride` apart and ascending, are below a value. */
+static int64_t count_below(const int64_t *words, int64_t count, int64_t stride, int64_t value)
+{
+    int64_t low = 0, high = count;
+    while (low < high) {
+        int64_t middle = (low + high) / 2;
+        if (words[middle * stride] < value)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* The slab, of those sorted by FIRST, that has this row; NULL for none. */
+static const int64_t *slab_with(const int64_t *slabs, int64_t slab_count, int64_t row)
+{
+    int64_t behind = count_below(slabs + FIRST, slab_count, SLAB_WORDS, row + 1);
+    if (behind == 0)
+        return NULL;
+    const int64_t *found = slabs + (behind - 1) * SLAB_WORDS;
+    return row < found[FIRST] + found[SLOTS] ? found : NULL;
+}
+
+struct locate {
+    const struct table *table;
+    const int64_t *keys, *numbers; /* As for find. */
+    const int64_t *slabs;          /* The caller's copy, by FIRST. */
+    int64_t *located; /* Receives, `key_count` words apart: slab number, slot, payload length, position, row. */
+    int64_t key_count, number, slab_count, oldest;
+};
+
+enum { IN_ORDER = 1, ONE_LENGTH = 2, ONE_SLAB = 4, FACTS = 3 };
+
+/* Find pages as find does. No lock. Returns how many are there << FACTS, and whether their places ascend, they have one
+ * length and are in one slab. */
+PUBLIC int64_t hicache_locate(const struct locate *call)
+{
+    int64_t *located = call->located, many = call->key_count, count = 0, last = -1;
+    int64_t facts = IN_ORDER | ONE_LENGTH | ONE_SLAB, last_place = -1, begin = 0, end = 0;
+    const int64_t *slab = NULL;
+    for (int64_t of = 0; of < many; of++) {
+        int64_t number = number_of(call->numbers, call->number, of);
+        int64_t row = look_up(call->table, call->keys, of, number, call->oldest, &last);
+        if (row < 0)
+            continue;
+        if (row < begin || row >= end) {
+            begin = end = 0;
+            slab = slab_with(call->slabs, call->slab_count, row);
+            if (slab == NULL)
+                continue; /* Of a slab that was dropped just now, or is not known yet. */
+            begin = slab[FIRST];
+            end = begin + slab[SLOTS];
+        }
+        int64_t size = load(row_at(call->table, row) + LENGTH), slab_number = slab[SLAB_NUMBER];
+        int64_t place = slab_number << 32 | (row - begin);
+        located[count] = slab_number;
+        located[many + count] = row - begin;
+        located[2 * many + count] = size;
+        located[3 * many + count] = of;
+        located[4 * many + count] = row;
+        facts &= ~(place > last_place ? 0 : IN_ORDER) & ~(size == located[2 * many] ? 0 : ONE_LENGTH);
+        facts &= ~(slab_number == located[0] ? 0 : ONE_SLAB);
+        last_place = place;
+        count++;
+    }
+    return count << FACTS | facts;
+}
+
+/* -- uses ---------------------------------------------------------------------------------------------------------- */
+
+/* Whether the miniatures see a page with this HASH, where they see `sampled` of SAMPLE + 1. */
+static inline bool is_sampled(int64_t hash, int64_t sampled) { return (hash >> SAMPLE_SHIFT & SAMPLE) < sampled; }
+
+/* Note a use for the miniatures. Of two at the same moment one may be lost, and so is what finds no place. */
+static void note(const struct table *table, int64_t hash, int64_t inserts, int64_t depth)
+{
+    int64_t noted = load(table->header + EVENTS);
+    if (noted - load(table->header + LEARNED) >= table->event_count)
+        return;
+    int64_t *event = table->events + 2 * ((uint64_t)noted % (uint64_t)table->event_count);
+    store(event, hash);
+    store(event + 1, inserts << 7 | least(depth, MOST_DEPTH));
+    store(table->header + EVENTS, noted + 1);
+}
+
+static inline int64_t used_word(int64_t clock, int64_t depth, int64_t own_hits, int64_t hits)
+{
+    return clock << CLOCK_SHIFT | least(depth, MOST_DEPTH) << DEPTH_SHIFT | own_hits << HITS_BITS | hits;
+}
+
+static inline int64_t distance_of(const struct table *table, int64_t capacity)
+{
+    return reuse_distance(capacity, load(table->header + DISTANCE_SUM), load(table->header + REUSES));
+}
+
+struct touch {
+    const struct table *table;
+    const int64_t *chain; /* The rows of its pages, in its order; a row may be -1. */
+    int64_t chain_length;
+    int64_t capacity; /* Slots, of all sizes. */
+    int64_t sampled;  /* How many pages the miniatures see; 0: nobody looks at them. */
+};
+
+/* Note a use of the pages of a chain. No lock: where a row is given to another page meanwhile, that page's rank is a
+ * little wrong. Returns how many got another rank. */
+PUBLIC int64_t hicache_touch(const struct touch *call)
+{
+    const struct table *table = call->table;
+    int64_t *header = table->header, changed = 0, seen = 0, before = -1, capacity = call->capacity;
+    int64_t inserts = load(header + INSERTS), policy = load(header + POLICY);
+    for (int64_t depth = 0; depth < call->chain_length; depth++) {
+        int64_t at = call->chain[depth], *row = row_at(table, has_row(table, at) ? at : 0);
+        if (!has_row(table, at) || !is_page(state_of(row))) {
+            before = -1;
+            continue;
+        }
+        int64_t hash = load(row + HASH);
+        if (is_sampled(hash, call->sampled))
+            note(table, hash, inserts, depth);
+        int64_t distance = distance_of(table, capacity);
+        int64_t priority = load(row + PRIORITY), word = load(row + USED);
+        int64_t old_priority = priority, old_word = word;
+        int64_t used = word >> CLOCK_SHIFT, place = word >> DEPTH_SHIFT & MOST_DEPTH;
+        int64_t own_hits = word >> HITS_BITS & MAX_HITS, hits = word & MAX_HITS;
+        if (used < inserts - (least(capacity, distance) >> RENEWAL_SHIFT)) {
+            int64_t distance_sum = load(header + DISTANCE_SUM), reuses = load(header + REUSES);
+            learn_distance(&distance_sum, &reuses, most(0, inserts - used));
+            store(header + DISTANCE_SUM, distance_sum);
+            store(header + REUSES, reuses);
+            distance = reuse_distance(capacity, distance_sum, reuses);
+            hits = least(hits + 1, MAX_HITS);
+            own_hits = least(own_hits + 1, MAX_HITS);
+            used = inserts;
+            priority = most(priority, priority_of(policy, capacity, inserts, distance, hits, own_hits, depth));
+        }
+        if (before >= 0)
+            priority = most(0, least(priority, before - 1));
+        word = used_word(used, place, own_hits, hits);
+        if (priority != old_priority || word != old_word) {
+            store(row + PRIORITY, priority);
+            store(row + USED, word);
+            changed++;
+        }
+        before = priority;
+        seen++;
+    }
+    if (call->sampled > 0)
+        add(header + SEEN, seen);
+    return changed;
+}
+
+struct rank_again {
+    const struct table *table;
+    int64_t capacity, most; /* At most so many rows. */
+};
+
+/* Rank by the policy of now what was ranked by another one. What a rebuild found keeps its rank, by age. Under the
+ * lock, beside touch. Returns how many rows are left. */
+PUBLIC int64_t hicache_rank_again(const struct rank_again *call)
+{
+    const struct table *table = call->table;
+    int64_t behind = least(load(table->header + TO_RANK), table->row_count), begin = most(0, behind - call->most);
+    int64_t distance = distance_of(table, call->capacity), policy = load(table->header + POLICY);
+    for (int64_t at = begin; at < behind; at++) {
+        int64_t *row = row_at(table, at), word = load(row + USED), clock = word >> CLOCK_SHIFT;
+        if (!is_page(state_of(row)) || clock <= 0)
+            continue;
+        int64_t hits = word & MAX_HITS, own_hits = word >> HITS_BITS & MAX_HITS;
+        int64_t depth = word >> DEPTH_SHIFT & MOST_DEPTH;
+        int64_t rank = priority_of(policy, call->capacity, clock, distance, hits, own_hits, depth);
+        store(row + PRIORITY, most(0, rank));
+    }
+    store(table->header + TO_RANK, begin);
+    return begin;
+}
+
+/* -- ghosts -------------------------------------------------------------------------------------------------------- */
+
+/* The set of a page of this HASH and STATE in the first plane, and its fingerprint, which is never 0. */
+static int64_t *ghosts_of(const struct table *table, int64_t hash, int64_t state, int64_t *fingerprint)
+{
+    *fingerprint = (int64_t)(scrambled((uint64_t)(hash ^ state >> 8)) | 1);
+    return table->ghosts + (*fingerprint >> 1 & 0xFFFFFFFF) % table->ghost_sets * WAYS;
+}
+
+/* Remember the evicted page of this row. It replaces its own older ghost, or else the oldest of its set. */
+static void remember(const struct table *table, const int64_t *row)
+{
+    if (table->ghost_sets == 0)
+        return;
+    int64_t plane = table->ghost_sets * WAYS, fingerprint, now = load(table->header + REMEMBERED) + 1;
+    int64_t *ghost = ghosts_of(table, load(row + HASH), load(row + STATE), &fingerprint), oldest = 0;
+    int chosen = 0;
+    store(table->header + REMEMBERED, now);
+    for (int way = 0; way < WAYS; way++) {
+        if (load(ghost + way) == fingerprint) {
+            chosen = way;
+            break;
+        }
+        int64_t number = load(ghost + plane + way);
+        if (way == 0 || number < oldest) {
+            chosen = way;
+            oldest = number;
+        }
+    }
+    store(ghost + chosen, fingerprint);
+    store(ghost + plane + chosen, now);
+    store(ghost + 2 * plane + chosen, load(row + USED));
+}
+
+/* Remove the ghost of this page; returns its USED, -1 without a ghost newer than `oldest`. */
+static int64_t recall(const struct table *table, int64_t hash, int64_t state, int64_t oldest)
+{
+    if (table->ghost_sets == 0)
+        return -1;
+    int64_t plane = table->ghost_sets * WAYS, fingerprint;
+    int64_t *ghost = ghosts_of(table, hash, state, &fingerprint);
+    for (int way = 0; way < WAYS; way++, ghost++) {
+        if (load(ghost) != fingerprint)
+            continue;
+        int64_t number = load(ghost + plane), used = load(ghost + 2 * plane);
+        store(ghost, 0);
+        store(ghost + plane, 0);
+        return number > oldest ? used : -1;
+    }
+    return -1;
+}
+
+/* -- slots --------------------------------------------------------------------------------------------------------- */
+
+struct take_free {
+    const struct table *table;
+    int64_t *slabs;         /* The slabs, which others may have damaged, */
+    const int64_t *known;   /* and the caller's copy, checked, which says where they lie. */
+    const int64_t *of_size; /* The positions in both of those to look at. */
+    int64_t *taken;         /* Receives the rows, in order of place as far as possible. */
+    int64_t of_size_count, wanted;
+    int64_t most;            /* Slots that are looked at. */
+    int64_t pending, ticket; /* STATE and HASH of a slot that the caller writes. */
+};
+
+/* Make free slots pending. Under the lock. Returns the number taken. */
+PUBLIC int64_t hicache_take_free(const struct take_free *call)
+{
+    int64_t done = 0, looked = 0;
+    for (int64_t which = 0; which < call->of_size_count; which++) {
+        int64_t *slab = call->slabs + call->of_size[which] * SLAB_WORDS;
+        const int64_t *known = call->known + call->of_size[which] * SLAB_WORDS;
+        int64_t free = load(slab + FREE_SLOTS), slots = known[SLOTS], first = known[FIRST];
+        if (free <= 0 || load(slab + SLAB_STATE) != READY)
+            continue;
+        int64_t at = load(slab + CURSOR), before = done, looked_at = load(slab + OF);
+        int64_t left = looked_at >= 0 && looked_at <= slots ? slots - looked_at : slots;
+        while (left > 0 && done < call->wanted && looked < call->most) {
+            if (at >= slots || at < 0)
+                at = 0;
+            int64_t *row = row_at(call->table, first + at);
+            if (load(row + STATE) == FREE) {
+                store(row + HASH, call->ticket);
+                store(row + STATE, call->pending);
+                call->taken[done++] = first + at;
+                left = slots;
+            }
+            at++;
+            left--;
+            looked++;
+        }
+        store(slab + CURSOR, at);
+        store(slab + OF, left > 0 ? slots - left : 0);
+        /* A free slot that is not counted is found with the coldest. */
+        store(slab + FREE_SLOTS, left > 0 ? most(0, free - (done - before)) : 0);
+        if (done == call->wanted || looked >= call->most)
+            break;
+    }
+    return done;
+}
+
+/* `dead`: the members that have ended. */
+static int64_t rank_of(const struct table *table, const int64_t *row, int64_t oldest, const int64_t *dead,
+                       int64_t dead_count)
+{
+    int64_t state = state_of(row);
+    switch (state & STATES) {
+    case PAGE:
+        if (!is_current(table, state) || load(row + CREATED) < oldest)
+            return AT_ONCE;
+        return most(0, least(load(row + PRIORITY), NO_PAGE - 1));
+    case PENDING:
+        for (int64_t one = 0; one < dead_count; one++)
+            if (state >> 8 == dead[one])
+                return AT_ONCE;
+        return NO_PAGE;
+    default:
+        return (state & STATES) == FREE ? AT_ONCE : NO_PAGE;
+    }
+}
+
+struct sample {
+    const struct table *table;
+    const int64_t *slabs, *dead; /* The caller's copy; the members that have ended. */
+    int64_t *ranks;              /* Receives them. */
+    int64_t slab_count, dead_count, rank_count, oldest;
+    int64_t first, step; /* From this slot on, of all slabs, each so many further. */
+};
+
+/* The ranks of some slots. No lock. Returns how many there are. */
+PUBLIC int64_t hicache_sample(const struct sample *call)
+{
+    int64_t count = 0, skipped = call->first;
+    for (int64_t which = 0; which < call->slab_count; which++) {
+        const int64_t *slab = call->slabs + which * SLAB_WORDS;
+        for (; skipped < slab[SLOTS] && count < call->rank_count; skipped += call->step) {
+            const int64_t *row = row_at(call->table, slab[FIRST] + skipped);
+            call->ranks[count++] = rank_of(call->table, row, call->oldest, call->dead, call->dead_count);
+        }
+        skipped -= slab[SLOTS];
+    }
+    return count;
+}
+
+struct coldest {
+    const struct table *table;
+    const int64_t *dead;
+    int64_t *victims; /* end - begin + 1: receives their rows, and a -1. */
+    int64_t dead_count, oldest;
+    int64_t begin, end, together; /* Rows of one slab, in groups of so many. */
+    int64_t cold, cool;
+};
+
+/* The rows with a rank up to `cool` in groups that have one up to `cold`. Under the lock. Returns their number. */
+PUBLIC int64_t hicache_coldest(const struct coldest *call)
+{
+    int64_t count = 0;
+    for (int64_t group = call->begin; group < call->end; group += call->together) {
+        int64_t behind = least(group + call->together, call->end), lowest = NO_PAGE;
+        for (int64_t at = group; at < behind; at++) {
+            const int64_t *row = row_at(call->table, at);
+            lowest = least(lowest, rank_of(call->table, row, call->oldest, call->dead, call->dead_count));
+        }
+        if (lowest > call->cold || lowest == NO_PAGE)
+            continue;
+        for (int64_t at = group; at < behind; at++) {
+            const int64_t *row = row_at(call->table, at);
+            int64_t rank = rank_of(call->table, row, call->oldest, call->dead, call->dead_count);
+            if (rank <= call->cool && rank != NO_PAGE)
+                call->victims[count++] = at;
+        }
+    }
+    call->victims[count] = -1;
+    return count;
+}
+
+/* Whether a hash is one of these, sorted. */
+static bool is_among(const int64_t *hashes, int64_t count, int64_t hash)
+{
+    int64_t at = count_below(hashes, count, 1, hash);
+    return at < count && hashes[at] == hash;
+}
+
+struct evict {
+    const struct table *table;
+    int64_t *victims;             /* Up to a -1. Keeps those that are free then, up to a -1. */
+    const int64_t *spared, *dead; /* Pages with these hashes, sorted, get a rank `headroom` beyond now instead. */
+    int64_t victim_count, spared_count, dead_count, headroom, oldest;
+};
+
+/* Free slots, whatever is in them by now that may be taken. Under the lock. Returns the number of pages evicted, which
+ * does not count those that nobody could ask for. */
+PUBLIC int64_t hicache_evict(const struct evict *call)
+{
+    const struct table *table = call->table;
+    int64_t pages = 0, kept = 0;
+    for (int64_t position = 0; position < call->victim_count && has_row(table, call->victims[position]); position++) {
+        int64_t at = call->victims[position], *row = row_at(table, at);
+        int64_t rank = rank_of(table, row, call->oldest, call->dead, call->dead_count);
+        if (rank == NO_PAGE)
+            continue;
+        if (rank != AT_ONCE) {
+            if (is_among(call->spared, call->spared_count, load(row + HASH))) {
+                int64_t raised = most(rank, ORIGIN + load(table->header + INSERTS)) + call->headroom;
+                store(row + PRIORITY, least(raised, NO_PAGE - 1));
+                continue;
+            }
+            remember(table, row);
+            pages++;
+        }
+        if (is_page(load(row + STATE)))
+            free_page(table, at);
+        store(row + STATE, FREE);
+        call->victims[kept++] = at;
+    }
+    if (kept < call->victim_count)
+        call->victims[kept] = -1;
+    return pages;
+}
+
+struct evict_beside {
+    const struct table *table;
+    const int64_t *hashes, *states; /* Of pages that are gone. */
+    const int64_t *beside;          /* By number of an identity: those of its companions, up to a -1. */
+    const int64_t *needed;          /* By number of a companion: those of which it needs one, up to a -1. */
+    int64_t *freed;                 /* Receives the rows. */
+    int64_t gone_count, beside_rows, beside_width, needed_rows, needed_width, freed_most;
+    int64_t oldest; /* What was written before it (milliseconds) is left to its age. */
+};
+
+/* Whether none of the pages that a companion's page with this HASH needs is there. */
+static bool is_lost(const struct evict_beside *call, int64_t companion, int64_t hash)
+{
+    if (companion >= call->needed_rows)
+        return false;
+    const int64_t *needed = call->needed + companion * call->needed_width;
+    for (int64_t place = 0; place < call->needed_width && needed[place] >= 0; place++)
+        if (row_of(call->table, hash, needed[place], state_for(call->table, needed[place])) >= 0)
+            return false;
+    return true;
+}
+
+/* Evict what is of no use without pages that are gone, under the same hashes; nothing of pages that were cleared.
+ * Under the lock. Returns how many. */
+PUBLIC int64_t hicache_evict_beside(const struct evict_beside *call)
+{
+    const struct table *table = call->table;
+    int64_t count = 0;
+    for (int64_t of = 0; of < call->gone_count; of++) {
+        int64_t state = call->states[of], hash = call->hashes[of];
+        int64_t number = state >> NUMBER_SHIFT & (table->identity_count - 1);
+        if (!is_page(state) || number >= call->beside_rows || !is_current(table, state))
+            continue;
+        const int64_t *beside = call->beside + number * call->beside_width;
+        for (int64_t way = 0; way < call->beside_width && beside[way] >= 0 && count < call->freed_most; way++) {
+            int64_t row = row_of(table, hash, beside[way], state_for(table, beside[way]));
+            if (row < 0 || load(row_at(table, row) + CREATED) < call->oldest || !is_lost(call, beside[way], hash))
+                continue;
+            remember(table, row_at(table, row));
+            free_page(table, row);
+            call->freed[count++] = row;
+        }
+    }
+    return count;
+}
+
+struct seize {
+    const struct table *table;
+    int64_t *found; /* Rows; one may be -1, and becomes -1 where there is no page. */
+    int64_t found_count, pending, ticket;
+};
+
+/* Make pages pending, for give_back to free once their headers are gone. Under the lock. Returns their number. */
+PUBLIC int64_t hicache_seize(const struct seize *call)
+{
+    int64_t count = 0;
+    for (int64_t position = 0; position < call->found_count; position++) {
+        int64_t at = call->found[position];
+        if (!has_row(call->table, at) || !is_page(load(row_at(call->table, at) + STATE))) {
+            call->found[position] = -1;
+            continue;
+        }
+        free_page(call->table, at);
+        store(row_at(call->table, at) + HASH, call->ticket);
+        store(row_at(call->table, at) + STATE, call->pending);
+        count++;
+    }
+    return count;
+}
+
+struct give_back {
+    const struct table *table;
+    const int64_t *taken; /* Rows; one may be -1. */
+    int64_t taken_count, pending, ticket;
+};
+
+static inline bool is_ours(const int64_t *row, int64_t pending, int64_t ticket)
+{
+    return load(row + STATE) == pending && load(row + HASH) == ticket;
+}
+
+/* Free those of these slots that are still pending under this ticket. Under the lock. Returns their number. */
+PUBLIC int64_t hicache_give_back(const struct give_back *call)
+{
+    int64_t count = 0;
+    for (int64_t position = 0; position < call->taken_count; position++) {
+        int64_t at = call->taken[position];
+        if (has_row(call->table, at) && is_ours(row_at(call->table, at), call->pending, call->ticket)) {
+            store(row_at(call->table, at) + STATE, FREE);
+            count++;
+        }
+    }
+    return count;
+}
+
+/* -- writing pages ------------------------------------------------------------------------------------------------- */
+
+/* The last store makes the row a page. Returns how many pages its entry has cost. */
+static int64_t make_page(const struct table *table, int64_t at, int64_t state, int64_t hash)
+{
+    int64_t number = state >> NUMBER_SHIFT;
+    __atomic_store_n(row_at(table, at) + STATE, state, __ATOMIC_RELEASE);
+    int64_t lost = enter(table, mixed(hash, number), at);
+    store(identity_at(table, number) + WRITTEN, 1);
+    add(identity_at(table, number) + PAGES, 1);
+    return lost;
+}
+
+struct publish {
+    const struct table *table;
+    const int64_t *keys, *numbers;              /* A chain; as for find. */
+    const int64_t *positions, *taken, *lengths; /* Page keys[positions[n]] is in row taken[n]. */
+    int64_t *published; /* Receives 1; 0 for a page that is there already, whose slot becomes free; -1 for a slot that
+                         * is no longer this writer's. */
+    int64_t key_count, number, taken_count, pending, ticket;
+    int64_t created, oldest; /* When they were written (milliseconds); as for find. */
+    int64_t capacity, ghost_limit, sampled; /* Slots, of all sizes; ghosts worth remembering; as for touch. */
+};
+
+/* The highest rank that the page behind this one of the chain may have. */
+static int64_t highest_behind(const struct publish *call, int64_t key)
+{
+    int64_t number = number_of(call->numbers, call->number, key);
+    int64_t row = row_of(call->table, hash_of(call->keys, key), number, state_for(call->table, number));
+    return row >= 0 ? most(0, load(row_at(call->table, row) + PRIORITY) - 1) : NO_PAGE - 1;
+}
+
+/* Make pages of slots that are written, with their seals. Under the lock. Returns how many slots became free. */
+PUBLIC int64_t hicache_publish(const struct publish *call)
+{
+    const struct table *table = call->table;
+    int64_t *header = table->header, capacity = call->capacity;
+    int64_t oldest_ghost = most(0, load(header + REMEMBERED) - call->ghost_limit);
+    int64_t inserts = load(header + INSERTS), moment = inserts, policy = load(header + POLICY);
+    int64_t distance_sum = load(header + DISTANCE_SUM), reuses = load(header + REUSES);
+    int64_t distance = reuse_distance(capacity, distance_sum, reuses), highest = NO_PAGE - 1, freed = 0;
+    for (int64_t of = 0; of < call->taken_count; of++) {
+        int64_t at = call->taken[of], key = call->positions[of];
+        call->published[of] = -1;
+        if (!has_row(table, at) || key < 0 || key >= call->key_count)
+            continue;
+        int64_t *row = row_at(table, at), number = number_of(call->numbers, call->number, key);
+        if (of == 0 || key == 0 || call->positions[of - 1] != key - 1)
+            highest = key > 0 ? highest_behind(call, key - 1) : NO_PAGE - 1;
+        if (!is_ours(row, call->pending, call->ticket) || number < 0)
+            continue;
+        int64_t hash = hash_of(call->keys, key), state = state_for(table, number);
+        int64_t there = row_of(table, hash, number, state);
+        if (there >= 0 && load(row_at(table, there) + CREATED) >= call->oldest) {
+            call->published[of] = 0;
+            store(row + STATE, FREE);
+            freed++;
+            highest = most(0, load(row_at(table, there) + PRIORITY) - 1);
+            continue;
+        }
+        if (there >= 0) {
+            free_page(table, there);
+            freed++;
+        }
+        inserts++;
+        int64_t hits = 0, ghost = recall(table, hash, state, oldest_ghost);
+        if (ghost >= 0) {
+            learn_distance(&distance_sum, &reuses, most(0, inserts - (ghost >> CLOCK_SHIFT)));
+            distance = reuse_distance(capacity, distance_sum, reuses);
+            hits = least((ghost & MAX_HITS) + 1, MAX_HITS);
+        }
+        if (is_sampled(hash, call->sampled))
+            note(table, hash, moment, key);
+        int64_t priority = priority_of(policy, capacity, inserts, distance, hits, 0, key);
+        priority = most(0, least(highest, priority));
+        store(row + HASH, hash);
+        store(row + LENGTH, call->lengths[of]);
+        store(row + CREATED, call->created);
+        store(row + PRIORITY, priority);
+        store(row + USED, used_word(inserts, key, 0, hits));
+        freed += make_page(table, at, state, hash);
+        call->published[of] = 1;
+        highest = most(0, priority - 1);
+    }
+    if (call->sampled > 0)
+        add(header + SEEN, inserts - moment);
+    store(header + INSERTS, inserts);
+    store(header + DISTANCE_SUM, distance_sum);
+    store(header + REUSES, reuses);
+    return freed;
+}
+
+struct adopt {
+    const struct table *table;
+    const int64_t *keys, *numbers, *lengths, *created; /* One number of an identity each; -1: no page. */
+    const int64_t *seals;                              /* Two words each. */
+    int64_t key_count;
+    int64_t first; /* The row of the first one. */
+    int64_t slot_size, now;
+};
+
+/* For a rebuild: the pages that headers tell of, in slots that are still UNKNOWN. Of several pages with one key the
+ * newest counts. They rank by their age, below all that is written from now on. Under the lock. Returns the number of
+ * pages found, less those they replace. */
+PUBLIC int64_t hicache_adopt(const struct adopt *call)
+{
+    const struct table *table = call->table;
+    int64_t found = 0;
+    for (int64_t of = 0; of < call->key_count && has_row(table, call->first + of); of++) {
+        int64_t at = call->first + of, *row = row_at(table, at), number = call->numbers[of];
+        if (load(row + STATE) != UNKNOWN)
+            continue;
+        /* Before it is known whether the page was cleared: a clear meanwhile leaves it a generation that is over. */
+        int64_t state = state_for(table, most(0, number)), length = call->lengths[of], created = call->created[of];
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        bool fits = number >= 0 && length >= 0 && length <= call->slot_size;
+        if (!fits || created <= load(identity_at(table, number) + CLEARED)) {
+            store(row + STATE, FREE);
+            continue;
+        }
+        int64_t hash = hash_of(call->keys, of), there = row_of(table, hash, number, state);
+        if (there >= 0) {
+            if (load(row_at(table, there) + CREATED) >= created) {
+                store(row + STATE, FREE);
+                continue;
+            }
+            free_page(table, there);
+            found--;
+        }
+        store(row + HASH, hash);
+        store(row + LENGTH, length);
+        store(row + CREATED, created);
+        store(row + SEAL, call->seals[2 * of]);
+        store(row + SEAL + 1, call->seals[2 * of + 1]);
+        store(row + PRIORITY, most(0, ORIGIN - most(0, call->now - created)));
+        store(row + USED, 0);
+        found += 1 - make_page(table, at, state, hash);
+    }
+    return found;
+}
+
+struct count {
+    const struct table *table;
+    int64_t *counts; /* So many more rows are UNKNOWN, FREE, PENDING, PAGE. */
+    int64_t begin, end, oldest;
+};
+
+/* No lock. Returns the number of pages that can be found. */
+PUBLIC int64_t hicache_count(const struct count *call)
+{
+    int64_t pages = 0;
+    for (int64_t at = call->begin; at < call->end; at++) {
+        const int64_t *row = row_at(call->table, at);
+        int64_t state = state_of(row);
+        call->counts[state & STATES]++;
+        pages += is_page(state) && is_current(call->table, state) && load(row + CREATED) >= call->oldest;
+    }
+    return pages;
+}
+
+/* -- miniatures ---------------------------------------------------------------------------------------------------- */
+/*
+ * Caches of a sample of the pages, one for each policy of ranks.h, and which of them serves most: see
+ * docs/decisions/eviction.md, and slab/miniatures.py on what the words mean. A miniature holds no pages: `entries` is
+ * one table of what is known of the sample. A kill in the middle leaves numbers that are a little wrong: each eviction
+ * counts anew.
+ */
+
+enum { KEY, MOMENT, HELD }; /* Planes of entries. HELD: uses << USES_SHIFT | four bits for each miniature. */
+enum { CANDIDATES = POLICIES, MINIATURES = CANDIDATES + 3, USES_SHIFT = 4 * MINIATURES };
+enum { HOLDS = 8, HOLDS_MOST = 15 }; /* Of the four bits: held; held, and used often since. */
+/* Words of small: one for each miniature, each candidate, or each two of these; then single ones. */
+enum { HELD_PAGES = 0, SCORES = 8, HITS = 16, LATELY = 32, LAST_SCORES = 48, NOISE = 64, LAST_NOISE = 96 };
+enum { USES = 24, SERVED, EXPECTED, NEXT, SWITCHES, SETS_USED, SAMPLED, COUNTED, RUN = 40, PLACE };
+
+enum { ONE_SHIFT = 16, HALF = 45426 };      /* Scores are in 65,536ths; so many are log(2). */
+enum { MOST_USES = 1 << 19 };               /* Then they are halved: what was long ago counts less and less. */
+enum { HORIZON = 4, MOST_CAPACITIES = 8 };  /* Capacities, or reuse distances, after which a hit counts half. */
+enum { COMPARISONS = 16, LEAST_INSERTS = 256, MOST_BETWEEN = 1 << 20 }; /* In a capacity; inserts, hits between two. */
+enum { LAST = 8, LEAST_LAST = 4 };          /* Comparisons after which a hit counts half among the last ones. */
+/* Another candidate has to lead by 1/128, and by the square root of so many times what chance makes of equal ones. */
+enum { LEAST_LEAD_SHIFT = 7, LEAST_SIGNIFICANCE = 3, LEAST_LAST_SIGNIFICANCE = 6 };
+enum { LEAST_SLOTS = 64, SLACK_SHIFT = 4 }; /* A smaller tier keeps its policy; a miniature is full within 1/16. */
+
+static inline int64_t bits_of(int64_t held, int miniature) { return held >> 4 * miniature & HOLDS_MOST; }
+
+static inline int64_t *entry_at(const struct table *table, int plane, int64_t place)
+{
+    return table->entries + plane * table->entry_sets * WAYS + place;
+}
+
+/* The capacity of a miniature in halves of the tier's. */
+static inline int64_t halves_of(int miniature)
+{
+    static const int64_t SCALES[MINIATURES - CANDIDATES] = {1, 4, 8};
+    return miniature < CANDIDATES ? 2 : SCALES[miniature - CANDIDATES];
+}
+
+static inline int64_t policy_now(const struct table *table)
+{
+    int64_t policy = load(table->header + POLICY);
+    return policy >= 0 && policy < CANDIDATES ? policy : 0;
+}
+
+/* Make the entries fit another capacity: pages that are no longer in the sample go, all where there are other sets. */
+static void make_for(const struct table *table, int64_t sets, int64_t sampled)
+{
+    bool other_sets = load(table->small + SETS_USED) != sets;
+    if (!other_sets && load(table->small + SAMPLED) == sampled)
+        return;
+    for (int64_t place = 0; place < table->entry_sets * WAYS; place++)
+        if (other_sets || !is_sampled(load(entry_at(table, KEY, place)), sampled))
+            for (int plane = KEY; plane <= HELD; plane++)
+                store(entry_at(table, plane, place), 0);
+    store(table->small + SETS_USED, sets);
+    store(table->small + SAMPLED, sampled);
+    for (int miniature = 0; miniature < MINIATURES; miniature++) {
+        int64_t pages = 0;
+        for (int64_t place = 0; place < sets * WAYS; place++)
+            pages += bits_of(load(entry_at(table, HELD, place)), miniature) >> 3;
+        store(table->small + HELD_PAGES + miniature, pages);
+    }
+}
+
+/* Where the page of this hash is in its set; where it is not there, it replaces the one used longest ago that no
+ * miniature holds, or that any holds. */
+static int64_t place_for(const struct table *table, int64_t of_set, int64_t hash)
+{
+    const int64_t HELD_BY_ANY = 0x88888888;
+    int64_t chosen = of_set * WAYS, oldest = INT64_MAX;
+    for (int64_t place = of_set * WAYS; place < (of_set + 1) * WAYS; place++) {
+        if (load(entry_at(table, KEY, place)) == hash)
+            return place;
+        int64_t age = load(entry_at(table, MOMENT, place));
+        if (load(entry_at(table, HELD, place)) & HELD_BY_ANY)
+            age |= INT64_C(1) << 62;
+        if (age < oldest) {
+            chosen = place;
+            oldest = age;
+        }
+    }
+    int64_t held = load(entry_at(table, HELD, chosen));
+    for (int miniature = 0; miniature < MINIATURES; miniature++)
+        add(table->small + HELD_PAGES + miniature, -(bits_of(held, miniature) >> 3));
+    store(entry_at(table, KEY, chosen), hash);
+    store(entry_at(table, MOMENT, chosen), -1);
+    store(entry_at(table, HELD, chosen), 0);
+    return chosen;
+}
+
+/* The rank that `which` of these (the caller's own) are below; changes their order. */
+static int64_t kth_lowest(int64_t *ranks, int64_t count, int64_t which)
+{
+    int64_t low = 0, high = count - 1;
+    while (low < high) {
+        int64_t middle = ranks[(low + high) / 2], left = low, right = high;
+        while (left <= right) {
+            while (ranks[left] < middle)
+                left++;
+            while (ranks[right] > middle)
+                right--;
+            if (left <= right) {
+                int64_t rank = ranks[left];
+                ranks[left++] = ranks[right];
+                ranks[right--] = rank;
+            }
+        }
+        if (which <= right)
+            high = right;
+        else if (which >= left)
+            low = left;
+        else
+            break;
+    }
+    return ranks[which];
+}
+
+/* Have a miniature hold a little less than its slots: those with the lowest priorities go. */
+static void cut(const struct table *table, int64_t sets, int miniature, int64_t slots, int64_t capacity)
+{
+    int64_t places = sets * WAYS, count = 0, policy = miniature < CANDIDATES ? miniature : policy_now(table);
+    int64_t of_tier = most(1, capacity * halves_of(miniature) / 2), distance = distance_of(table, of_tier);
+    int64_t *ranks = malloc((size_t)(3 * places) * sizeof *ranks), *ordered = ranks + places, *at = ordered + places;
+    if (ranks == NULL)
+        return; /* It is tried again with the next use. */
+    for (int64_t place = 0; place < places; place++) {
+        int64_t held = load(entry_at(table, HELD, place)), bits = bits_of(held, miniature);
+        if (bits < HOLDS)
+            continue;
+        int64_t moment = load(entry_at(table, MOMENT, place)), hits = held >> USES_SHIFT & MAX_HITS;
+        ranks[count] = ordered[count] = priority_of(policy, of_tier, moment >> 7, distance, hits, bits & MAX_HITS,
+                                                    moment & MOST_DEPTH);
+        at[count++] = place;
+    }
+    int64_t wanted = most(1, slots - (slots >> SLACK_SHIFT)), excess = count - wanted;
+    if (excess > 0) {
+        int64_t threshold = kth_lowest(ordered, count, excess - 1);
+        for (int64_t of = 0; of < count && excess > 0; of++) {
+            if (ranks[of] > threshold)
+                continue;
+            int64_t *held = entry_at(table, HELD, at[of]);
+            store(held, load(held) & ~(INT64_C(15) << 4 * miniature));
+            excess--;
+        }
+        count = wanted;
+    }
+    store(table->small + HELD_PAGES + miniature, count);
+    free(ranks);
+}
+
+/* The best candidate whose lead is more than chance, and who is not behind of late; else the one of now. */
+static int64_t leader_of(const int64_t *small, int scores, int noise, int64_t least_significance, int64_t now)
+{
+    int64_t best = now, of_now = load(small + scores + now), late = load(small + LAST_SCORES + now);
+    for (int64_t candidate = 0; candidate < CANDIDATES; candidate++) {
+        int64_t score = load(small + scores + candidate), lead = (score - of_now) >> ONE_SHIFT;
+        int64_t chance = least_significance * load(small + noise + CANDIDATES * candidate + now);
+        if (score > load(small + scores + best) && load(small + LAST_SCORES + candidate) >= late &&
+            lead > (of_now >> ONE_SHIFT >> LEAST_LEAD_SHIFT) + 1 && lead * lead > chance)
+            best = candidate;
+    }
+    return best;
+}
+
+/* Let a score fade by so many 65,536ths, and count more. */
+static inline void fade(int64_t *score, int64_t fading, int64_t more)
+{
+    int64_t before = load(score);
+    store(score, before + more - (before * fading >> ONE_SHIFT));
+}
+
+/* Compare the candidates: follow another one that is better by more than chance, of late, which tells a change of
+ * workload, or else in the long run. How far two of them differ between two comparisons is taken for their noise. */
+static void choose(const struct table *table, int64_t capacity, int64_t distance, int64_t rows)
+{
+    int64_t *small = table->small, lately[CANDIDATES];
+    int64_t step = most(LEAST_INSERTS, capacity / COMPARISONS);
+    int64_t longest = most(least(distance, MOST_CAPACITIES * capacity), COMPARISONS * step);
+    int64_t fading = HALF * step / (HORIZON * most(capacity, longest));
+    int64_t last_fading = HALF * step / most(LAST * (capacity / COMPARISONS), LEAST_LAST * step);
+    store(small + NEXT, load(table->header + INSERTS) + step);
+    for (int one = 0; one < CANDIDATES; one++) {
+        lately[one] = least(load(small + LATELY + one), MOST_BETWEEN);
+        store(small + LATELY + one, 0);
+    }
+    for (int miniature = 0; miniature < MINIATURES; miniature++)
+        fade(small + SCORES + miniature, fading, miniature < CANDIDATES ? lately[miniature] << ONE_SHIFT : 0);
+    for (int one = 0; one < CANDIDATES; one++) {
+        fade(small + LAST_SCORES + one, last_fading, lately[one] << ONE_SHIFT);
+        for (int other = 0; other < CANDIDATES; other++) {
+            int64_t more = lately[one] - lately[other];
+            fade(small + NOISE + CANDIDATES * one + other, 2 * fading, more * more);
+            fade(small + LAST_NOISE + CANDIDATES * one + other, 2 * last_fading, more * more);
+        }
+    }
+    int64_t now = policy_now(table), best = now;
+    if (capacity >= LEAST_SLOTS) {
+        best = leader_of(small, LAST_SCORES, LAST_NOISE, LEAST_LAST_SIGNIFICANCE, now);
+        if (best == now)
+            best = leader_of(small, SCORES, NOISE, LEAST_SIGNIFICANCE, now);
+    }
+    if (best != now) {
+        store(table->header + POLICY, best);
+        store(table->header + TO_RANK, rows);
+        add(small + SWITCHES, 1);
+    }
+}
+
+/* One use, by an event. */
+static void see(const struct table *table, int64_t sets, int64_t sampled, int64_t window, int64_t hash, int64_t moment)
+{
+    int64_t *small = table->small, of_set = (int64_t)(scrambled((uint64_t)hash) & 0xFFFFFFFF) % sets;
+    int64_t place = place_for(table, of_set, hash);
+    int64_t before = load(entry_at(table, MOMENT, place)), held = load(entry_at(table, HELD, place));
+    int64_t uses = held >> USES_SHIFT, counts = 0, run = load(small + RUN), depth = moment & MOST_DEPTH;
+    if (before < 0) {
+        store(entry_at(table, MOMENT, place), moment);
+    } else if ((moment >> 7) - (before >> 7) > window) {
+        uses = least(uses + 1, MAX_HITS);
+        counts = 1;
+        store(entry_at(table, MOMENT, place), (moment >> 7) << 7 | (before & MOST_DEPTH));
+    }
+    add(small + USES, 1);
+    if (sampled <= SAMPLE || depth == 0)
+        run = -1;
+    else if (depth != least(load(small + PLACE) + 1, MOST_DEPTH))
+        run = 0; /* The tier lacks a page before it. */
+    store(small + PLACE, depth);
+    int policy = (int)policy_now(table);
+    if (bits_of(held, policy) >= HOLDS && run >> policy & 1)
+        add(small + SERVED, 1);
+    int64_t now_held = uses << USES_SHIFT;
+    for (int miniature = 0; miniature < MINIATURES; miniature++) {
+        int64_t bits = bits_of(held, miniature);
+        if (bits < HOLDS) {
+            run &= ~(INT64_C(1) << miniature);
+            add(small + HELD_PAGES + miniature, 1);
+            bits = HOLDS;
+        } else {
+            int64_t hit = run >> miniature & 1;
+            add(small + HITS + miniature, hit);
+            if (miniature < CANDIDATES)
+                add(small + LATELY + miniature, hit);
+            bits = least(bits + counts, HOLDS_MOST);
+        }
+        now_held |= bits << 4 * miniature;
+    }
+    store(small + RUN, run);
+    store(entry_at(table, HELD, place), now_held);
+}
+
+struct learn {
+    const struct table *table;
+    int64_t capacity, sampled; /* As for touch. */
+    int64_t rows;              /* Behind the last one in use. */
+    int64_t most;              /* Uses. */
+};
+
+/* Look at some of the uses that were noted, and choose a policy when it is time. Under the lock. Returns how many uses
+ * were looked at. */
+PUBLIC int64_t hicache_learn(const struct learn *call)
+{
+    const struct table *table = call->table;
+    int64_t *header = table->header, *small = table->small, capacity = call->capacity, sampled = call->sampled;
+    int64_t sets = 4;
+    while (sets < table->entry_sets && sets < capacity)
+        sets *= 2;
+    make_for(table, sets, sampled);
+    int64_t seen = load(header + SEEN);
+    add(small + EXPECTED, most(0, seen - load(small + COUNTED)) * sampled);
+    store(small + COUNTED, seen);
+    int64_t learned = load(header + LEARNED), done = least(call->most, load(header + EVENTS) - learned);
+    int64_t distance = distance_of(table, capacity), window = least(capacity, distance) >> RENEWAL_SHIFT;
+    for (int64_t of = 0; of < done; of++) {
+        const int64_t *event = table->events + 2 * ((uint64_t)(learned + of) % (uint64_t)table->event_count);
+        int64_t hash = load(event), moment = load(event + 1);
+        store(header + LEARNED, learned + of + 1);
+        see(table, sets, sampled, window, hash, moment);
+        for (int miniature = 0; miniature < MINIATURES; miniature++) {
+            int64_t slots = most(1, (capacity * sampled * halves_of(miniature) / 2) >> 20);
+            if (load(small + HELD_PAGES + miniature) > slots + (slots >> SLACK_SHIFT))
+                cut(table, sets, miniature, slots, capacity);
+        }
+    }
+    if (load(small + USES) >= MOST_USES)
+        for (int word = HITS; word <= EXPECTED; word++)
+            store(small + word, load(small + word) >> 1);
+    if (load(header + INSERTS) >= load(small + NEXT))
+        choose(table, capacity, distance, call->rows);
+    return done;
+}
