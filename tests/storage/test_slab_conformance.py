@@ -1,16 +1,17 @@
-"""The PageStore suite against the slab layout: its pages moved by compiled code and by Python, known by their views and
-by their addresses."""
+"""The PageStore suite against the slab layout: its pages moved by the native core and by Python, known by their views
+and by their addresses."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
+from hicache_ext import native
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.memory import PageMemory, addresses_of
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, SetResult
-from hicache_ext.storage.tiers.file.slab import page_moves
 from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
@@ -28,7 +29,7 @@ class TestSlabStoreWithoutCompiledCode(TestSlabStore):
     def _no_compiled_code(self, monkeypatch):
         code = wait_for_compiled_code()
         assert code is not None
-        monkeypatch.setattr(page_moves, "compiled_code", lambda: None)
+        monkeypatch.setattr(native, "LIBRARY", Path("/nowhere"))
         for name, plain in code.plain_kernels.items():
             monkeypatch.setattr(sys.modules[plain.__module__], name, plain)
 
