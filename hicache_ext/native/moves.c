@@ -27,29 +27,30 @@ struct opened_slab {
 };
 
 struct move_pages {
-    int64_t into_memory; /* 1: read. 0: write, with headers and seals. */
     /* Page n is in slot slots[n] of the slab with number slabs[n]; in memory, and in keys, it is positions[n]. */
     const int64_t *slabs;
     const int64_t *slots;
     const int64_t *positions;
-    int64_t page_count;
     const struct opened_slab *opened;
-    int64_t opened_count;
     int64_t *addresses; /* As in struct memory. */
     int64_t *segments;
+    const int64_t *keys;
+    const int64_t *start; /* The first 16 bytes of every header. */
+    uint64_t *rows;       /* Of the index. */
+    int64_t *results;     /* What became of each page; LOOK_AGAIN at first. */
+    int64_t into_memory;  /* 1: read. 0: write, with headers and seals. */
+    int64_t page_count;
+    int64_t opened_count;
     int64_t segment_count;
     int64_t payload;
     int64_t slot_size; /* Bytes: those of the payload, and at most a block more. */
-    const int64_t *keys;
-    const int64_t *start; /* The first 16 bytes of every header. */
-    int64_t created;      /* What new headers say, wall-clock milliseconds. */
-    int64_t flags;        /* Of preadv2 and pwritev2. */
-    int64_t at_once;      /* Bytes that a thread takes and moves at a time, unless a page has more. */
-    uint64_t *seals;      /* Two words, those of row 0 of the index. */
-    int64_t row_words;    /* From one row to the next. */
+    int64_t created;   /* What new headers say, wall-clock milliseconds. */
+    int64_t flags;     /* Of preadv2 and pwritev2. */
+    int64_t at_once;   /* Bytes that a thread takes and moves at a time, unless a page has more. */
     int64_t row_count;
-    int64_t *results; /* What became of each page; LOOK_AGAIN at first. */
-    int64_t taken;    /* Pages that threads have taken; 0 at first. */
+    int64_t row_words;
+    int64_t seal_word; /* The first of the two of a seal in a row. */
+    int64_t taken;     /* Pages that threads have taken; 0 at first. */
 };
 
 /* What a thread moves: neighbours, and its memory for that. */
@@ -100,7 +101,7 @@ static int find_place(struct run *run)
     if (!run->slab || run->slot < 0 || run->slab->first_row < 0 || run->slab->first_row > call->row_count ||
         run->slot > call->row_count - run->slab->first_row - count)
         return 0;
-    run->seals = call->seals + (run->slab->first_row + run->slot) * call->row_words;
+    run->seals = call->rows + (run->slab->first_row + run->slot) * call->row_words + call->seal_word;
     return !__builtin_mul_overflow(run->slot + count, call->slot_size, &end);
 }
 

@@ -720,7 +720,7 @@ def test_sizes_that_make_no_sense_move_nothing(tmp_path, monkeypatch):
         ("page_count", -1),
     ]
     for arguments in made:
-        results = arguments.arrays[-1]
+        results = arguments.arrays[1][-1]
         for name, value in wrong:
             known = getattr(arguments, name)
             setattr(arguments, name, value)

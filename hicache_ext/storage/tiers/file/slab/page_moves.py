@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import struct
 import time
 from collections.abc import Callable, Sequence
 
@@ -47,7 +48,7 @@ AT_ONCE_DIRECT = 1 << 20
 """The same past the page cache: large enough for the disk; other threads keep it busy while these are checked."""
 _LEFT = 1
 """The result of a page that was not moved."""
-_START = np.frombuffer(envelope.PAGE_START, np.int64)
+_START = np.frombuffer(bytearray(envelope.PAGE_START), np.int64)
 
 _SEAL = slice(SEAL, SEAL + envelope.SEAL_LENGTH // 8)
 _UNKNOWN_FLAG = (errno.EOPNOTSUPP, errno.EINVAL)
@@ -155,11 +156,15 @@ _NOT_OF_THE_DISK = (errno.EINVAL, errno.EOPNOTSUPP, errno.EINTR)
 class MovePages(native.Arguments):
     function = "hicache_move_pages"
     _fields_ = native.words(
-        "into_memory slabs slots positions page_count opened opened_count addresses segments segment_count payload "
-        "slot_size keys start created flags at_once seals row_words row_count results taken"
+        "slabs slots positions opened addresses segments keys start rows results into_memory page_count opened_count "
+        "segment_count payload slot_size created flags at_once row_count row_words seal_word taken"
     )
     arrays: tuple[object, ...]
     """Whose memory this is."""
+
+
+_WORDS = struct.Struct(f"{len(MovePages._fields_)}q")
+"""Faster than the constructor: a page alone takes 20 us in all."""
 
 
 class Moving:
@@ -193,7 +198,7 @@ class Moving:
 
     @property
     def all_done(self) -> bool:
-        return not len(self._others.positions) and not self._results.any()
+        return not len(self._others.positions) and not np.count_nonzero(self._results)
 
     def done(self) -> SlotReferences:
         """The pages that are moved, and those read are what was asked for."""
@@ -266,37 +271,44 @@ class PageMoves:
                 count = len(found.positions)
             if mode == "direct" and not direct:
                 self._metrics.add("io", "unaligned", count)
-            keys, rows, results = key_words(batch.keys), self._directory.index.memory.rows, np.full(count, _LEFT)
+            rows, results = self._directory.index.memory.rows, np.empty(count, np.int64)
+            results.fill(_LEFT)
+            arrays = (
+                found.slabs,
+                found.slots,
+                found.positions,
+                opened,
+                memory.pages,
+                memory.segment_sizes,
+                key_words(batch.keys),
+                _START,
+                rows,
+                results,
+            )
             at_once, slot_size = AT_ONCE_DIRECT if direct else AT_ONCE, slot_size_of(payload)
-            arguments = MovePages(
+            of_call = _WORDS.pack(
+                *native.addresses(arrays),
                 into_memory,
-                native.address(found.slabs),
-                native.address(found.slots),
-                native.address(found.positions),
                 count,
-                native.address(opened),
                 len(opened),
-                native.address(memory.pages),
-                native.address(memory.segment_sizes),
                 len(memory.segment_sizes),
                 payload,
                 slot_size,
-                native.address(keys),
-                native.address(_START),
-                int(time.time() * 1000),
+                0 if into_memory else int(time.time() * 1000),
                 # The flags are for the page cache.
                 0 if direct else self._io.read_flags if into_memory else self._io.write_flags,
                 at_once,
-                native.address(rows) + 8 * SEAL,
-                ROW_WORDS,
                 len(rows),
-                native.address(results),
+                ROW_WORDS,
+                SEAL,
+                0,
             )
         except BaseException:
             release()
             raise
+        arguments = MovePages.from_buffer_copy(of_call)
         # Kept by the frame of each thread: one that the interpreter leaves behind at its end still moves.
-        arguments.arrays = found, opened, memory, batch, keys, rows, results
+        arguments.arrays = batch, arrays
         threads = min(threads, -(-count // max(1, at_once // slot_size)))
         return Moving(found, others, results, threads, lambda *_: core(arguments), release)
 

@@ -39,7 +39,7 @@ HEADER_WORDS = HEADER // 8
 KEY, PAYLOAD_LENGTH, CREATED_MS = slice(2, 8), 8, 11
 """Words of a header (docs/page-format.md)."""
 _CHECKED = HEADER - envelope.SEAL_LENGTH
-_START = np.frombuffer(envelope.PAGE_START, np.int64)
+_START = np.frombuffer(bytearray(envelope.PAGE_START), np.int64)
 
 Headers = npt.NDArray[np.int64]
 
