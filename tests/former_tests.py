@@ -93,6 +93,13 @@ FORMER = {
         ),
         _NUMBA,
     ),
+    **dict.fromkeys(
+        (
+            "test_code_that_does_not_say_how_many_pages_it_moved_is_not_used",
+            "test_code_that_makes_or_takes_other_pages_than_the_envelope_says_is_not_used",
+        ),
+        "the native core is of its sources or is not loaded; test_native_moves.py compares it with Python",
+    ),
     "test_a_decode_node_that_would_copy_memory_given_away_is_refused": "SGLang 0.5.20 alone did so",
     "test_documented_extras_are_those_that_pip_can_install": "hints name packages, and no extras",
     "test_mode_off_has_no_rule": "a rule is made where it is on; test_imports.py sees that nothing else is",

@@ -162,4 +162,15 @@ def _address_of(libraries: tuple[ctypes.CDLL, ...], names: tuple[str, ...]) -> i
     raise AttributeError(f"no function {names[-1]}")
 
 
-__all__ = ["LIBRARY", "REMEDY", "Arguments", "Core", "address", "core", "sources_version", "why_not", "words"]
+__all__ = [
+    "LIBRARY",
+    "REMEDY",
+    "Arguments",
+    "Core",
+    "address",
+    "addresses",
+    "core",
+    "sources_version",
+    "why_not",
+    "words",
+]

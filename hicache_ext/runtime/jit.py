@@ -33,7 +33,6 @@ _SOURCES = (
     "page/transforms/plane_code.py",
     "page/transforms/row_code.py",
     "storage/tiers/file/slab/slot_code.py",
-    "storage/tiers/file/slab/compiled_runs.py",
     "storage/tiers/redis/compiled_talk.py",
 )
 """Files of the package that what is compiled depends on."""

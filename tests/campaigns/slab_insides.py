@@ -20,7 +20,7 @@ from hicache_ext.storage.tiers.file.manifest import slab_home
 from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, slab_directory
 from hicache_ext.storage.tiers.file.slab.lookup import hashes_of
-from hicache_ext.storage.tiers.file.slab.rebuild import KEY, PAYLOAD_LENGTH, checked_headers, read_headers
+from hicache_ext.storage.tiers.file.slab.rebuild import KEY, PAYLOAD_LENGTH, checked_in_python, read_headers
 from hicache_ext.storage.tiers.file.slab.shapes import Slab, SlabFile
 from hicache_ext.storage.tiers.file.slab.slot_code import Words
 
@@ -143,7 +143,7 @@ def _has_its_header(directory: SlabDirectory, page: IndexedPage) -> bool:
     """Whether the header in the place of the page is one of this key, length and seal."""
     with directory.opened(page.slab, SlabFile.HEADERS) as fd:
         headers = read_headers(fd, page.slot, 1)
-    seals, valid = checked_headers(headers)
+    seals, valid = checked_in_python(headers)
     keys = np.ascontiguousarray(headers[:, KEY])
     return bool(
         valid[0]

@@ -48,7 +48,7 @@ from tests.campaigns.reporting import problem_lines, publish
 from tests.campaigns.slab_insides import faults, is_being_changed, slots_by_state
 from tests.campaigns.stops import LONGEST_CALL, Diary, Stopper
 from tests.campaigns.tier_process import packs_in, problems_of_packs
-from tests.rigs.disk_faults import DiskFaults, compiled_code_through_python
+from tests.rigs.disk_faults import DiskFaults, core_through_python
 from tests.rigs.slab_tier import open_slab_tier
 from tests.rigs.workers import Worker, WorkerError
 
@@ -149,7 +149,7 @@ def slow_reads(chance: random.Random) -> Iterator[None]:
 
     os.preadv = preadv  # type: ignore[assignment]
     try:
-        with compiled_code_through_python():
+        with core_through_python():
             yield
     finally:
         os.preadv = real

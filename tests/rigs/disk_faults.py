@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
+from hicache_ext import native
 
 
 class DiskFaults:
@@ -49,7 +49,7 @@ class DiskFaults:
 
     def __enter__(self) -> DiskFaults:
         if not {"preadv", "pwritev"}.isdisjoint(self._calls):
-            self._through_python.enter_context(compiled_code_through_python())
+            self._through_python.enter_context(core_through_python())
         for call in self._calls:
             self._originals[call] = getattr(os, call)
             setattr(os, call, self._faulty(call, self._originals[call]))
@@ -99,22 +99,28 @@ class DiskFaults:
 
 
 @contextmanager
-def compiled_code_through_python() -> Iterator[None]:
-    """Inside, the file tier's compiled code reads and writes with ``os.preadv`` and ``os.pwritev``, whatever those are
-    at that moment, instead of calling the C library."""
-    code = wait_for_compiled_code()
-    if code is None:
+def core_through_python() -> Iterator[None]:
+    """Inside, the native core reads and writes with ``os.preadv`` and ``os.pwritev``, whatever those are at that
+    moment, instead of calling the C library."""
+    with core_calling(_read_callback, _write_callback):
+        yield
+
+
+@contextmanager
+def core_calling(read: Any, write: Any) -> Iterator[None]:
+    """Inside, the native core, where there is one, calls these two ``SYSTEM_CALL`` instead of preadv2 and pwritev2."""
+    core = native.core()
+    if core is None:
         yield
         return
-    from hicache_ext.runtime.native_calls import PREADV2, PWRITEV2
-
-    known = code.functions.copy()
-    for position, callback in ((PREADV2, _read_callback), (PWRITEV2, _write_callback)):
-        code.functions[position] = ctypes.cast(callback, ctypes.c_void_p).value or 0
+    known = list(core.functions)
+    core.functions[-2:] = [ctypes.cast(callback, ctypes.c_void_p).value for callback in (read, write)]
+    core.bind()
     try:
         yield
     finally:
-        code.functions[:] = known
+        core.functions[:] = known
+        core.bind()
 
 
 def _through(name: str) -> Callable[[int, int, int, int, int], int]:
@@ -132,10 +138,10 @@ def _through(name: str) -> Callable[[int, int, int, int, int], int]:
     return move
 
 
-_SYSTEM_CALL = ctypes.CFUNCTYPE(
+SYSTEM_CALL = ctypes.CFUNCTYPE(
     ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int, use_errno=True
 )
-_read_callback, _write_callback = _SYSTEM_CALL(_through("preadv")), _SYSTEM_CALL(_through("pwritev"))
+_read_callback, _write_callback = SYSTEM_CALL(_through("preadv")), SYSTEM_CALL(_through("pwritev"))
 
 
 def _first_bytes(buffers: Sequence[memoryview], share: float) -> list[memoryview]:

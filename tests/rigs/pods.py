@@ -25,7 +25,7 @@ from typing import Any
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from tests.campaigns.slab_insides import hold
-from tests.rigs.disk_faults import compiled_code_through_python
+from tests.rigs.disk_faults import core_through_python
 from tests.rigs.slab_tier import open_slab_tier
 from tests.rigs.workers import Worker
 
@@ -132,7 +132,7 @@ def _let_go(store: SpreadStore) -> None:
 def pause_before_writing(store: SpreadStore) -> None:
     """Before the next write into a slab this process says ``writing``, and waits until it is told to go on."""
     real, first = os.pwritev, threading.Lock()
-    _until_the_end.enter_context(compiled_code_through_python())
+    _until_the_end.enter_context(core_through_python())
 
     def pwritev(fd: int, *arguments: Any) -> int:
         if os.readlink(f"/proc/self/fd/{fd}").endswith(".slab") and first.acquire(blocking=False):

@@ -1,5 +1,5 @@
-"""The PageStore suite against the slab layout: its pages moved by compiled code and by Python, known by their views and
-by their addresses."""
+"""The PageStore suite against the slab layout: its pages moved by the native core and by Python, known by their views
+and by their addresses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hicache_ext import native
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.memory import PageMemory, addresses_of
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, SetResult
-from hicache_ext.storage.tiers.file.slab import page_moves
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from tests.storage.media import Slabs
@@ -26,7 +25,6 @@ class TestSlabStore(PageStoreTests):
 class TestSlabStoreWithoutCompiledCode(TestSlabStore):
     @pytest.fixture(autouse=True)
     def _no_compiled_code(self, monkeypatch):
-        monkeypatch.setattr(page_moves, "compiled_code", lambda: None)
         monkeypatch.setattr(native, "LIBRARY", Path("/nowhere"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,9 +23,10 @@ from hicache_ext.cli.main import main
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.runtime import compiled_part, jit
 from hicache_ext.runtime.code_cache import CodeCache
+from hicache_ext.storage.tiers.file.slab import compiled_code as compiled_code_module
 from hicache_ext.storage.tiers.file.slab import loading
 from hicache_ext.storage.tiers.file.slab.compiled_code import CompiledCode
-from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
+from hicache_ext.storage.tiers.file.slab.loading import compiled_code, wait_for_compiled_code
 
 pytestmark = pytest.mark.skipif(wait_for_compiled_code() is None, reason="numba, or what it compiles for, is not there")
 
@@ -460,3 +462,32 @@ def test_the_doctor_names_the_setting_where_compiled_code_cannot_be_kept(
     assert "WARNING pages: move in Python" in out
     assert "Not a directory" in out
     assert "set NUMBA_CACHE_DIR" in out
+
+
+def test_kernels_that_do_something_else_than_the_plain_ones_are_not_used():
+    kernels = {**compiled_code().kernels, **compiled_code().small_kernels}
+    compiled_code_module._check_kernels(kernels)
+    kernels["evict"] = lambda *_: 0
+    with pytest.raises(ImportError, match="its index is not that of this version"):
+        compiled_code_module._check_kernels(kernels)
+
+
+@pytest.mark.parametrize("name", ["decode_hashes", "number_pages", "address_pages"])
+@pytest.mark.parametrize("answer", [0, 1, 2])
+def test_kernels_that_make_other_keys_or_addresses_are_not_used(name, answer):
+    kernels = dict(compiled_code().batch_kernels)
+    compiled_code_module._check_batch_kernels(kernels)
+    kernels[name] = lambda *_: answer
+    with pytest.raises(ImportError, match="its keys are not those of this version"):
+        compiled_code_module._check_batch_kernels(kernels)
+
+
+def test_what_is_compiled_is_kept_until_one_of_its_modules_changes() -> None:
+    """After files had moved, the digest could not be made, and every process compiled for seconds again."""
+    assert len(jit.sources_digest()) == 16
+    package = Path(hicache_ext.__file__).parent
+    import_of_jit = re.compile(r"^from hicache_ext\.runtime\.jit import .*\b(helper|kernel|compiled)\b", re.MULTILINE)
+    marked = {
+        str(file.relative_to(package)) for file in package.rglob("*.py") if import_of_jit.search(file.read_text())
+    }
+    assert marked and marked <= set(jit._SOURCES)

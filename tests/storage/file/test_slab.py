@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
+from hicache_ext import native
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.page import envelope
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.slab import allocator
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
-from hicache_ext.storage.tiers.file.slab.loading import compiled_code
 from hicache_ext.storage.tiers.file.slab.shapes import SlotReference
 from hicache_ext.storage.tiers.file.slab.slot_code import SEAL
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import IDENTITY, HostPages, page_keys, payload_of, read_pages, store_pages
 from tests.campaigns.slab_insides import faults
-from tests.rigs.disk_faults import compiled_code_through_python
+from tests.rigs.disk_faults import core_through_python
 from tests.waiting import wait_until
 
 MIB = 1 << 20
@@ -88,8 +88,8 @@ def test_a_page_written_anew_into_the_slot_it_was_read_from_is_no_corrupt_page(
     store = open_store(tmp_path)
     (key,) = page_keys(1)
     store_pages(store, [key], SIZES)
-    # Compiled code reads it first, then the code that tells what is wrong, then the one that would remove it.
-    real, reads, bad = os.preadv, [], 2 if compiled_code() else 1
+    # The native core reads it first, then the code that tells what is wrong, then the one that would remove it.
+    real, reads, bad = os.preadv, [], 2 if native.core() else 1
 
     def read_too_late(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
         if sum(buffer.nbytes for buffer in buffers) == 128:
@@ -105,7 +105,7 @@ def test_a_page_written_anew_into_the_slot_it_was_read_from_is_no_corrupt_page(
         finally:
             os.pwrite(fd, mine, offset)
 
-    with compiled_code_through_python():
+    with core_through_python():
         monkeypatch.setattr(os, "preadv", read_too_late)
         assert assert_right(store, [key]) == [GetResult.HIT]
     assert len(reads) == bad + 1

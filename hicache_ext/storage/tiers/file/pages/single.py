@@ -10,24 +10,32 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from hicache_ext.page.envelope import seal_of
+import numpy as np
+
+from hicache_ext import native
+from hicache_ext.page.envelope import IDENTITY_LENGTH, seal_of
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.contract.store import GetResult, SetResult
+from hicache_ext.storage.contract.store import GetResult, SetResult, identities_of, key_words
 from hicache_ext.storage.tiers.file.pages import page_file as page_io
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.scanning import ABSENT, occupied
 from hicache_ext.storage.tiers.file.path_store import oldest_valid_ms
-from hicache_ext.storage.tiers.file.slab.loading import compiled_code
 from hicache_ext.storage.tiers.file.usage import Usage
 
 logger = logging.getLogger(__name__)
 
 _WRITE_ATTEMPTS = 3
 _UNHEALED_LIMIT = 65536
-_COMPILED_FROM = 32
-"""Keys in a look-up from which compiled code looks."""
+_NATIVE_FROM = 32
+"""Keys in a look-up from which the native core looks."""
+
+
+class FindPageFiles(native.Arguments):
+    function = "hicache_find_page_files"
+    _fields_ = native.words("keys key_count directory least oldest present")
 
 
 class Found(enum.Enum):
@@ -63,7 +71,7 @@ class PageFiles:
         self._failed_write = failed_write
         self._pages_text = str(directory.pages)
         # Loaded now, and not in front of the first look-up.
-        compiled_code()
+        native.core()
         # Paths under which this process found no page it could read, and which it could not free: absent to callers,
         # freed by the next write where that has become possible.
         self._unhealed: set[str] = set()
@@ -172,18 +180,40 @@ class PageFiles:
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Which pages are files of their own."""
-        code = compiled_code() if len(keys) >= _COMPILED_FROM else None
-        if code is None:
+        core = native.core() if len(keys) >= _NATIVE_FROM else None
+        if core is None:
             return [self._present(key) for key in keys]
         # Each call of the system by itself would give the GIL to whoever computes, for milliseconds each time.
-        oldest = 0 if self._ttl is None else math.ceil(time.time() - self._ttl)
-        present: list[bool] = (
-            code.has_page_files(self._pages_text, keys, page_io.HEADER_LENGTH, oldest).astype(bool).tolist()
-        )
+        present = self._found_by(core, keys)
         if self._unhealed:
             paths = [self._directory.page_path(key) if known else "" for key, known in zip(keys, present, strict=True)]
             present = [known and path not in self._unhealed for known, path in zip(present, paths, strict=True)]
         return present
+
+    def _found_by(self, core: native.Core, keys: Sequence[bytes]) -> list[bool]:
+        """As ``_present``, but for what is unhealed. Raises OSError where the directory of an identity cannot be looked
+        into."""
+        oldest = 0 if self._ttl is None else math.ceil(time.time() - self._ttl)
+        present, words = np.zeros(len(keys), np.bool_), key_words(keys)
+        identities = identities_of(keys)
+        for identity in identities:
+            which: Any = slice(None)
+            if len(identities) > 1:
+                which = (words[:, : IDENTITY_LENGTH // 8] == np.frombuffer(identity, np.int64)).all(axis=1)
+            try:
+                directory = os.open(f"{self._pages_text}/{identity.hex()}", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            some = words[which]
+            found = np.zeros(len(some), np.bool_)
+            try:
+                of_core = native.address(some), len(some), directory, page_io.HEADER_LENGTH, oldest
+                core(FindPageFiles(*of_core, native.address(found)))
+            finally:
+                os.close(directory)
+            present[which] = found
+        answers: list[bool] = present.tolist()
+        return answers
 
     def _present(self, key: bytes) -> bool:
         path = self._directory.page_path(key)

@@ -364,7 +364,7 @@ class SlabDirectory:
 
     def open_all(self, slabs: Sequence[Slab], file: SlabFile, *, headers: bool) -> tuple[Words, Callable[[], None]]:
         """``opened`` for those of these slabs that can be opened, until the returned function is called: a row per slab
-        for compiled_runs.py, with number, descriptor, that of its headers (-1: none), first row."""
+        for moves.c, with number, descriptor, that of its headers (-1: none), first row."""
         used: list[_Descriptor] = []
         rows: list[tuple[int, int, int, int]] = []
         with self._descriptors_lock:

@@ -1,8 +1,8 @@
-"""The pages of one call between their slots and host memory in compiled code (compiled_runs.py), where it is there.
+"""The pages of one call between their slots and host memory in the native core (moves.c), where it is there.
 
 Most of what a page costs in Python is spent here otherwise, and all of it under the GIL, which SGLang's scheduler
-wants. What the compiled code does not call done (a page that is not what was asked for, a flag that the file system
-does not know), and pages of several sizes, go the way of ``SlotIo``, which tells what they are.
+wants. What the core does not call done (a page that is not what was asked for, a flag that the file system does not
+know), and pages of several sizes, go the way of ``SlotIo``, which tells what they are.
 
 ``SlotIo`` moves runs of pages in the mode that was planned for the path. O_DIRECT wants memory, lengths and offsets
 aligned to blocks of the disk. Slots are; the pages of a host pool mostly are not, unless SGLang allocates it
@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import errno
 import itertools
+import struct
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from hicache_ext import native
 from hicache_ext.page import envelope
 from hicache_ext.page.memory import Addresses, address_of, addresses_of
 from hicache_ext.runtime import vectored
@@ -27,11 +30,25 @@ from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.store import PageBatch, key_words
 from hicache_ext.storage.tiers.file.devices import RWF_DONTCACHE, IoPlan, Mode
 from hicache_ext.storage.tiers.file.pages.scanning import BLOCK
-from hicache_ext.storage.tiers.file.slab.compiled_code import LEFT, OfCall, facts_of
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
-from hicache_ext.storage.tiers.file.slab.loading import compiled_code
-from hicache_ext.storage.tiers.file.slab.shapes import HEADER, NO_SLOTS, Slab, SlabFile, SlotReferences, are_of_one_size
-from hicache_ext.storage.tiers.file.slab.slot_code import SEAL
+from hicache_ext.storage.tiers.file.slab.shapes import (
+    HEADER,
+    NO_SLOTS,
+    Slab,
+    SlabFile,
+    SlotReferences,
+    are_of_one_size,
+    slot_size_of,
+)
+from hicache_ext.storage.tiers.file.slab.slot_code import ROW_WORDS, SEAL
+
+AT_ONCE = 512 << 10
+"""Bytes moved by one system call through the page cache: they must stay in the processor's cache until checked."""
+AT_ONCE_DIRECT = 1 << 20
+"""The same past the page cache: large enough for the disk; other threads keep it busy while these are checked."""
+_LEFT = 1
+"""The result of a page that was not moved."""
+_START = np.frombuffer(bytearray(envelope.PAGE_START), np.int64)
 
 _SEAL = slice(SEAL, SEAL + envelope.SEAL_LENGTH // 8)
 _UNKNOWN_FLAG = (errno.EOPNOTSUPP, errno.EINVAL)
@@ -136,6 +153,20 @@ _NOT_OF_THE_DISK = (errno.EINVAL, errno.EOPNOTSUPP, errno.EINTR)
 """What a system call says that asked for something the file system does not do."""
 
 
+class MovePages(native.Arguments):
+    function = "hicache_move_pages"
+    _fields_ = native.words(
+        "slabs slots positions opened addresses segments keys start rows results into_memory page_count opened_count "
+        "segment_count payload slot_size created flags at_once row_count row_words seal_word taken"
+    )
+    arrays: tuple[object, ...]
+    """Whose memory this is."""
+
+
+_WORDS = struct.Struct(f"{len(MovePages._fields_)}q")
+"""Faster than the constructor: a page alone takes 20 us in all."""
+
+
 class Moving:
     """The pages of one call on their way, which up to ``threads`` threads may ``move``; a context that keeps their
     slots open. What became of them is asked once all have returned."""
@@ -145,20 +176,18 @@ class Moving:
         pages: SlotReferences,
         others: SlotReferences,
         results: npt.NDArray[np.int64],
-        taken: npt.NDArray[np.int64],
         threads: int,
-        move: Callable[..., None],
+        move: Callable[..., object],
         release: Callable[[], None],
     ) -> None:
         """``pages`` are in the order of their places, ``results`` of each 0 when it is moved and right, -errno, or
-        else 1, and ``taken[1]`` is how many are 0; ``others`` cannot be moved here."""
+        else 1; ``others`` cannot be moved here."""
         self.threads = threads
         self.move = move
         """Moves pages until other threads have taken the rest; arguments are ignored."""
         self._pages = pages
         self._others = others
         self._results = results
-        self._taken = taken
         self._release = release
 
     def __enter__(self) -> Moving:
@@ -169,7 +198,7 @@ class Moving:
 
     @property
     def all_done(self) -> bool:
-        return not len(self._others.positions) and int(self._taken[1]) == len(self._results)
+        return not len(self._others.positions) and not np.count_nonzero(self._results)
 
     def done(self) -> SlotReferences:
         """The pages that are moved, and those read are what was asked for."""
@@ -198,8 +227,8 @@ class PageMoves:
         self._plan = plan
         self._metrics = metrics
         self._io = io
-        # Loaded, or begun to be compiled, when a tier opens and not by its first call.
-        compiled_code()
+        # Loaded when a tier opens and not by its first call.
+        native.core()
 
     def to_read(
         self, batch: PageBatch, pages: SlotReferences, slab_of: Callable[[int], Slab | None], threads: int
@@ -221,19 +250,14 @@ class PageMoves:
         slab_of: Callable[[int], Slab | None],
         threads: int,
     ) -> Moving:
-        code = compiled_code()
-        if code is None:
-            return _nothing_but(pages)
-        if into_memory:
-            move, of_call = code.read, OfCall(True, self._plan.read, self._io.read_flags, code.nowhere_at)
-        else:
-            move, of_call = code.write, OfCall(False, self._plan.write, self._io.write_flags, code.zeros_at)
-        if not len(pages.positions) or not are_of_one_size(batch.sizes):
+        core, count = native.core(), len(pages.positions)
+        if core is None or not count or not are_of_one_size(batch.sizes):
             return _nothing_but(pages)
         payload, memory = batch.sizes[0], addresses_of(batch.buffers, writable=into_memory)
         if memory is None or len(memory.segment_sizes) > _MOST_SEGMENTS or memory.page_bytes != payload:
             return _nothing_but(pages)
-        direct = of_call.mode == "direct" and payload % BLOCK == 0 and _aligned(memory)
+        mode = self._plan.read if into_memory else self._plan.write
+        direct = mode == "direct" and payload % BLOCK == 0 and _aligned(memory)
         found, others = pages.by_place(), NO_SLOTS
         numbers = found.slab_numbers()
         slabs = list(filter(None, map(slab_of, numbers)))
@@ -244,37 +268,53 @@ class PageMoves:
                 # A slab that cannot be opened is left to the other way.
                 can_be_read = np.isin(found.slabs, opened[:, 0])
                 found, others = found.select(can_be_read), found.select(~can_be_read)
-            if of_call.mode == "direct" and not direct:
-                self._metrics.add("io", "unaligned", len(found.positions))
-            facts, at_once = facts_of(payload, of_call, direct)
+                count = len(found.positions)
+            if mode == "direct" and not direct:
+                self._metrics.add("io", "unaligned", count)
+            rows, results = self._directory.index.memory.rows, np.empty(count, np.int64)
+            results.fill(_LEFT)
             arrays = (
-                facts,
                 found.slabs,
                 found.slots,
                 found.positions,
                 opened,
                 memory.pages,
                 memory.segment_sizes,
-                key_words(batch.keys).view(np.uint64),
-                self._directory.index.memory.rows.view(np.uint64),
+                key_words(batch.keys),
+                _START,
+                rows,
+                results,
+            )
+            at_once, slot_size = AT_ONCE_DIRECT if direct else AT_ONCE, slot_size_of(payload)
+            of_call = _WORDS.pack(
+                *native.addresses(arrays),
+                into_memory,
+                count,
+                len(opened),
+                len(memory.segment_sizes),
+                payload,
+                slot_size,
+                0 if into_memory else int(time.time() * 1000),
+                # The flags are for the page cache.
+                0 if direct else self._io.read_flags if into_memory else self._io.write_flags,
+                at_once,
+                len(rows),
+                ROW_WORDS,
+                SEAL,
+                0,
             )
         except BaseException:
             release()
             raise
-        count = len(found.positions)
-        results, taken = np.full(count, LEFT, np.int64), np.zeros(2, np.int64)
-
-        def move_some(*_: object) -> None:
-            # Kept by this frame: a thread that the interpreter leaves behind at its end still moves.
-            scratch = code.scratch
-            state = scratch.state
-            move(code.functions, *arrays, scratch.headers, scratch.vectors, state.address, results, taken)
-
-        return Moving(found, others, results, taken, min(threads, -(-count // at_once)), move_some, release)
+        arguments = MovePages.from_buffer_copy(of_call)
+        # Kept by the frame of each thread: one that the interpreter leaves behind at its end still moves.
+        arguments.arrays = batch, arrays
+        threads = min(threads, -(-count // max(1, at_once // slot_size)))
+        return Moving(found, others, results, threads, lambda *_: core(arguments), release)
 
 
 def _nothing_but(others: SlotReferences) -> Moving:
-    return Moving(NO_SLOTS, others, np.empty(0, np.int64), np.zeros(2, np.int64), 0, _nothing, _nothing)
+    return Moving(NO_SLOTS, others, np.empty(0, np.int64), 0, _nothing, _nothing)
 
 
 def _nothing(*_: object) -> None:

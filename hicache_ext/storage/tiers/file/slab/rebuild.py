@@ -19,13 +19,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from hicache_ext import native
 from hicache_ext.errors import IndexBusyError
 from hicache_ext.page import envelope
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 from hicache_ext.runtime.file_lock import OfdLock
-from hicache_ext.storage.tiers.file.slab.compiled_code import CompiledCode
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
-from hicache_ext.storage.tiers.file.slab.loading import compiled_code
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab, SlabFile
 from hicache_ext.storage.tiers.file.slab.slot_code import BAD_HEADERS
 
@@ -40,7 +39,7 @@ HEADER_WORDS = HEADER // 8
 KEY, PAYLOAD_LENGTH, CREATED_MS = slice(2, 8), 8, 11
 """Words of a header (docs/page-format.md)."""
 _CHECKED = HEADER - envelope.SEAL_LENGTH
-_START = np.frombuffer(envelope.PAGE_START, np.int64)
+_START = np.frombuffer(bytearray(envelope.PAGE_START), np.int64)
 
 Headers = npt.NDArray[np.int64]
 
@@ -188,7 +187,7 @@ class Rebuild:
         return failures >= _MOST_FAILURES and error.errno not in _OUR_OWN
 
     def _adopt(self, slab: Slab, begin: int, headers: Headers) -> None:
-        seals, valid = checked_headers(headers, compiled_code())
+        seals, valid = checked_headers(headers)
         if bad := int((headers.any(axis=1) & ~valid).sum()):
             self._bad.add(slab.number)
             # For all processes: nobody else sees the headers.
@@ -220,15 +219,24 @@ def read_headers(fd: int, begin: int, count: int) -> Headers:
     return np.frombuffer(content, np.int64).reshape(-1, HEADER_WORDS)
 
 
-def checked_headers(
-    headers: Headers, code: CompiledCode | None = None
-) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
+class CheckHeaders(native.Arguments):
+    function = "hicache_check_headers"
+    _fields_ = native.words("headers header_count start seals valid")
+
+
+def checked_headers(headers: Headers) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
     """The seals of these headers, a row each, and which of them are headers of pages."""
+    core = native.core()
+    if core is None:
+        return checked_in_python(headers)
+    seals, valid = np.zeros((len(headers), 2), np.uint64), np.zeros(len(headers), np.bool_)
+    core(CheckHeaders(native.address(headers), len(headers), *map(native.address, [_START, seals, valid])))
+    return seals, valid
+
+
+def checked_in_python(headers: Headers) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
+    """The same, without the core."""
     seals = np.zeros((len(headers), 2), np.uint64)
-    if code is not None:
-        valid = np.empty(len(headers), np.int64)
-        code.check_headers(code.functions, headers.view(np.uint64), int(_START[0]), int(_START[1]), seals, valid)
-        return seals, valid != 0
     found = (headers[:, 0] == _START[0]) & (headers[:, 1] == _START[1])
     digest = xxhash.xxh3_128_digest
     for at in np.flatnonzero(found).tolist():

@@ -1,4 +1,4 @@
-"""Pages moved by compiled code: the same bytes as by page_moves.py and envelope.py, nothing beside them, and no page
+"""Pages moved by the native core: the same bytes as by page_moves.py and envelope.py, nothing beside them, and no page
 that is not what was asked for is ever called done."""
 
 from __future__ import annotations
@@ -8,9 +8,8 @@ import errno
 import mmap
 import os
 import random
-import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,16 +21,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import hicache_ext
+from hicache_ext import native
 from hicache_ext.page import envelope
 from hicache_ext.page.memory import Addresses, PageMemory, addresses_of
-from hicache_ext.runtime import jit
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.devices import IoPlan
-from hicache_ext.storage.tiers.file.slab import compiled_code as compiled_code_module
-from hicache_ext.storage.tiers.file.slab.compiled_code import CompiledCode
-from hicache_ext.storage.tiers.file.slab.loading import compiled_code, part, wait_for_compiled_code
+from hicache_ext.storage.tiers.file.pages.store import PageFileStore
+from hicache_ext.storage.tiers.file.slab import page_moves, rebuild
 from hicache_ext.storage.tiers.file.slab.page_moves import Moving, PageMoves, SlotIo
 from hicache_ext.storage.tiers.file.slab.shapes import Slab, SlabFile, SlotReference, SlotReferences, slot_size_of
 from hicache_ext.storage.tiers.file.slab.slot_code import ROW_WORDS, SEAL
@@ -45,11 +42,10 @@ from hicache_ext.testing.conformance.pages import (
     store_pages,
 )
 from tests.campaigns.slab_insides import faults as faults_of_index
-from tests.rigs.disk_faults import DiskFaults, compiled_code_through_python
+from tests.rigs.disk_faults import SYSTEM_CALL, DiskFaults, core_calling, core_through_python
 
-pytestmark = pytest.mark.skipif(wait_for_compiled_code() is None, reason="numba, or what it compiles for, is not there")
+pytestmark = pytest.mark.skipif(native.core() is None, reason="missing: the native core")
 
-PACKAGE = Path(hicache_ext.__file__).parent
 MIB = 1 << 20
 GUARD = 512
 UNTOUCHED = 0xC3
@@ -157,31 +153,8 @@ class Memory:
             position = end
 
 
-@pytest.fixture
-def guarded_scratch() -> Iterator[None]:
-    """The memory of this thread for iovecs and headers, between guard words."""
-    code = compiled_code()
-    assert code is not None
-    scratch, arenas = code.scratch, []
-    known = dict(scratch.__dict__)
-    for name in ("vectors", "headers"):
-        array = getattr(scratch, name)
-        # The guards are whole pages: what is aligned stays so.
-        arena = np.frombuffer(mmap.mmap(-1, array.nbytes + 8192), array.dtype)
-        arena[:] = 0x5A5A5A5A
-        arenas.append(arena)
-        setattr(scratch, name, arena[512 : 512 + array.size])
-    try:
-        yield
-        for arena in arenas:
-            assert (arena[:512] == 0x5A5A5A5A).all()
-            assert (arena[-512:] == 0x5A5A5A5A).all()
-    finally:
-        scratch.__dict__.update(known)
-
-
 def move(slabs: Slabs, batch: PageBatch, placed: SlotReferences, *, write: bool, mode: str = "buffered") -> Moving:
-    """Everything that compiled code does of a call."""
+    """Everything that the native core does of a call."""
     plan, metrics = IoPlan(read=mode, write=mode), TierMetrics("disk")
     moves = PageMoves(slabs, plan, metrics, SlotIo(slabs, plan, metrics))
     with (moves.to_write if write else moves.to_read)(batch, placed, slabs.slab, 2) as moving:
@@ -213,7 +186,7 @@ def place(positions: Sequence[tuple[int, int]], payload: int) -> SlotReferences:
 
 
 def one_page(tmp_path: Path, sizes: Sequence[int], shift: int = 0) -> tuple[Slabs, PageBatch, SlotReferences]:
-    """A page in slot 3, written by compiled code, and memory that does not hold it."""
+    """A page in slot 3, written by the core, and memory that does not hold it."""
     slabs, placed, keys = Slabs(tmp_path / "slabs", sum(sizes)), place([(0, 3)], sum(sizes)), page_keys(1)
     memory = Memory(1, sizes, shift)
     memory.fill(0, payload_of(keys[0], sum(sizes)))
@@ -264,8 +237,8 @@ def assert_moved_alike(
     numbers, slots = {slab for slab, _ in positions}, 2 + max(slot for _, slot in positions)
     ours, others = (Slabs(directory / name, payload, numbers, slots) for name in ("ours", "others"))
     with (
-        patch.object(compiled_code_module, "AT_ONCE", at_once),
-        patch.object(compiled_code_module, "AT_ONCE_DIRECT", at_once),
+        patch.object(page_moves, "AT_ONCE", at_once),
+        patch.object(page_moves, "AT_ONCE_DIRECT", at_once),
     ):
         assert move(ours, batch, placed, write=True, mode=mode).all_done
         source.assert_guards_intact()
@@ -298,7 +271,7 @@ _SETTINGS = {
 @settings(max_examples=60, **_SETTINGS)
 @_alike
 def test_small_pages_are_the_same_bytes_as_those_of_the_python_way(
-    tmp_path, guarded_scratch, positions, at_once, mode, shift, seed, data
+    tmp_path, positions, at_once, mode, shift, seed, data
 ):
     assert_moved_alike(tmp_path, data.draw(_sizes(20_000)), positions, at_once, mode, shift, seed)
 
@@ -308,7 +281,7 @@ def test_small_pages_are_the_same_bytes_as_those_of_the_python_way(
 @settings(max_examples=80, **_SETTINGS)
 @_alike
 def test_pages_up_to_three_megabytes_are_the_same_bytes_as_those_of_the_python_way(
-    tmp_path, guarded_scratch, positions, at_once, mode, shift, seed, data
+    tmp_path, positions, at_once, mode, shift, seed, data
 ):
     assert_moved_alike(tmp_path, data.draw(_sizes(3 * MIB)), positions[:4], at_once, mode, shift, seed)
 
@@ -316,16 +289,14 @@ def test_pages_up_to_three_megabytes_are_the_same_bytes_as_those_of_the_python_w
 @pytest.mark.thorough
 @pytest.mark.parametrize("count", [1, 2, 127, 338, 340, 341, 510, 511, 512, 1022, 1023])
 @pytest.mark.parametrize("size", [16, 4096])
-def test_any_number_of_segments_up_to_the_most_is_moved_and_no_iovec_too_many_is_written(
-    tmp_path, guarded_scratch, count, size
-):
+def test_any_number_of_segments_up_to_the_most_is_moved_and_no_iovec_too_many_is_written(tmp_path, count, size):
     for at_once in (8192, 512 << 10):
         assert_moved_alike(tmp_path, [size] * count, [(0, 5), (0, 6), (0, 7)], at_once, "buffered", 0, count)
 
 
 @pytest.mark.parametrize("mode", ["buffered", "direct"])
 @pytest.mark.parametrize("sizes", [[16], [4096], [2048, 2048], [1, 2, 3]])
-def test_more_neighbours_than_a_thread_has_headers_for_are_moved(tmp_path, guarded_scratch, sizes, mode):
+def test_more_neighbours_than_a_thread_has_headers_for_are_moved(tmp_path, sizes, mode):
     neighbours = [(0, slot) for slot in range(300)]
     assert_moved_alike(tmp_path, sizes, neighbours, 16 * MIB, mode, 0, 1)
 
@@ -341,7 +312,7 @@ def test_pages_with_more_segments_are_left_to_the_other_way(tmp_path, count):
 
 @pytest.mark.parametrize("sizes", [[100_000], [30_000, 1, 69_999], [4096] * 20])
 @pytest.mark.parametrize("at_once", [1, 128, 4095, 4096, 4097])
-def test_however_little_is_moved_at_once_a_large_page_is_read_to_its_end(tmp_path, guarded_scratch, sizes, at_once):
+def test_however_little_is_moved_at_once_a_large_page_is_read_to_its_end(tmp_path, sizes, at_once):
     assert_moved_alike(tmp_path, sizes, [(0, 1), (0, 2)], at_once, "buffered", 0, 1)
 
 
@@ -366,8 +337,8 @@ SHAPES = [
 @pytest.mark.parametrize("sizes", SHAPES)
 @pytest.mark.parametrize("mode", ["buffered", "direct"])
 def test_a_flipped_bit_is_never_done(tmp_path, monkeypatch, sizes, mode):
-    monkeypatch.setattr(compiled_code_module, "AT_ONCE", 16384)
-    monkeypatch.setattr(compiled_code_module, "AT_ONCE_DIRECT", 16384)
+    monkeypatch.setattr(page_moves, "AT_ONCE", 16384)
+    monkeypatch.setattr(page_moves, "AT_ONCE_DIRECT", 16384)
     slabs, batch, placed = one_page(tmp_path, sizes)
     chance = random.Random(1)
     of_payload = {0, sum(sizes) - 1, sizes[0] - 1, sizes[0] % sum(sizes), *chance.sample(range(sum(sizes)), 30)}
@@ -388,7 +359,7 @@ def test_a_flipped_bit_is_never_done(tmp_path, monkeypatch, sizes, mode):
 
 @pytest.mark.parametrize("sizes", SHAPES)
 def test_another_key_another_length_another_slot_and_a_cut_slab_are_never_done(tmp_path, monkeypatch, sizes):
-    monkeypatch.setattr(compiled_code_module, "AT_ONCE", 16384)
+    monkeypatch.setattr(page_moves, "AT_ONCE", 16384)
     slabs, batch, placed = one_page(tmp_path, sizes)
     (key,) = batch.keys
     for at in range(48):
@@ -408,8 +379,8 @@ def test_another_key_another_length_another_slot_and_a_cut_slab_are_never_done(t
 @pytest.mark.parametrize("mode", ["buffered", "direct"])
 def test_a_seal_of_anything_else_is_never_done(tmp_path, monkeypatch, sizes, mode):
     """Of another key, another length, another checksum, another version, or none."""
-    monkeypatch.setattr(compiled_code_module, "AT_ONCE", 16384)
-    monkeypatch.setattr(compiled_code_module, "AT_ONCE_DIRECT", 16384)
+    monkeypatch.setattr(page_moves, "AT_ONCE", 16384)
+    monkeypatch.setattr(page_moves, "AT_ONCE_DIRECT", 16384)
     slabs, batch, placed = one_page(tmp_path, sizes)
     header, row = slabs.slots()[0, 3][1], slabs.slab(0).first_row + 3
     for at in range(88):
@@ -472,9 +443,9 @@ def test_pages_of_slabs_that_are_gone_are_left_and_the_others_are_moved(tmp_path
 
 @contextmanager
 def answering(monkeypatch: pytest.MonkeyPatch, name: str, answer: Callable[..., int]) -> Iterator[None]:
-    """``os.preadv`` or ``os.pwritev``, which compiled code calls, too, inside."""
+    """``os.preadv`` or ``os.pwritev``, which the core calls, too, inside."""
     real = getattr(os, name)
-    with compiled_code_through_python(), monkeypatch.context() as patched:
+    with core_through_python(), monkeypatch.context() as patched:
         patched.setattr(os, name, lambda *arguments: answer(real, *arguments))
         yield
 
@@ -482,7 +453,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, name: str, answer: Callable[..., 
 @pytest.mark.parametrize("sizes", SHAPES)
 @pytest.mark.parametrize("less", [1, 127, 999])
 def test_a_transfer_that_is_cut_short_is_never_done(tmp_path, monkeypatch, sizes, less):
-    monkeypatch.setattr(compiled_code_module, "AT_ONCE", 16384)
+    monkeypatch.setattr(page_moves, "AT_ONCE", 16384)
     slabs, batch, placed = one_page(tmp_path, sizes)
     for name in ("preadv", "pwritev"):
         with answering(monkeypatch, name, lambda real, *arguments: real(*arguments) - less):
@@ -493,7 +464,7 @@ def test_a_transfer_that_is_cut_short_is_never_done(tmp_path, monkeypatch, sizes
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EFAULT, errno.EBADF])
 @pytest.mark.parametrize("sizes", SHAPES)
 def test_an_error_of_the_disk_is_told_by_page(tmp_path, monkeypatch, code, sizes):
-    monkeypatch.setattr(compiled_code_module, "AT_ONCE", 16384)
+    monkeypatch.setattr(page_moves, "AT_ONCE", 16384)
     slabs, batch, placed = one_page(tmp_path, sizes)
     for name in ("preadv", "pwritev"):
 
@@ -544,26 +515,18 @@ def test_what_speaks_against_the_call_and_not_the_disk_is_left_to_the_other_way(
 
 @pytest.mark.parametrize("sizes", SHAPES)
 def test_a_failed_call_that_gives_no_reason_is_never_done(tmp_path, monkeypatch, sizes):
-    from hicache_ext.runtime.native_calls import PREADV2, PWRITEV2
-
-    monkeypatch.setattr(compiled_code_module, "AT_ONCE", 16384)
+    monkeypatch.setattr(page_moves, "AT_ONCE", 16384)
     slabs, batch, placed = one_page(tmp_path, sizes)
-    system_call = ctypes.CFUNCTYPE(ctypes.c_ssize_t, *[ctypes.c_int64] * 5, use_errno=True)
 
-    @system_call
+    @SYSTEM_CALL
     def fail(*_: int) -> int:
         ctypes.set_errno(0)
         return -1
 
-    code = compiled_code()
-    known = code.functions.copy()
-    code.functions[[PREADV2, PWRITEV2]] = ctypes.cast(fail, ctypes.c_void_p).value
-    try:
+    with core_calling(fail, fail):
         for write in (False, True):
             moving = move(slabs, batch, placed, write=write)
             assert (len(moving.done()), moving.failed(), moving.left().positions.tolist()) == (0, {}, [0])
-    finally:
-        code.functions[:] = known
 
 
 @pytest.mark.parametrize("write", [False, True])
@@ -582,7 +545,7 @@ def test_flags_of_the_page_cache_are_for_the_page_cache_alone(tmp_path, monkeypa
 
 @pytest.mark.parametrize("sizes", [[1000], [300, 2, 3794], [9000, 7384]])
 def test_a_disk_that_fails_and_stops_halfway_gives_no_wrong_page(tmp_path, monkeypatch, sizes):
-    monkeypatch.setattr(compiled_code_module, "AT_ONCE", 8192)
+    monkeypatch.setattr(page_moves, "AT_ONCE", 8192)
     store = SlabStore("disk", tmp_path / "tier", capacity=64 * MIB)
     keys = page_keys(120)
     with DiskFaults(tmp_path, seed=3, rate=0.3, calls=("preadv", "pwritev")) as faults:
@@ -627,7 +590,7 @@ def test_empty_segments_of_pages_known_by_address_are_no_trouble(tmp_path, monke
     known = addresses_of(batch.buffers, writable=True)
     (first, second), begin = known.segment_sizes.tolist(), known.pages[0]
     for at_once in (8192, 512 << 10):
-        monkeypatch.setattr(compiled_code_module, "AT_ONCE", at_once)
+        monkeypatch.setattr(page_moves, "AT_ONCE", at_once)
         sizes = np.array([0, first, 0, second, 0], np.int64)
         pages = np.array([[begin[0], begin[0], 0, begin[1], begin[1]]], np.int64)
         memory = PageMemory(Addresses(pages, sizes, int(sizes.sum())), lambda: list(batch.buffers))
@@ -670,12 +633,12 @@ def test_a_piece_that_raises_leaves_no_slot_taken_and_no_descriptor_in_use(tmp_p
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(compiled_code(), "write", fail)
+        patched.setattr(native.Core, "__call__", fail)
         assert store_pages(store, keys) == [SetResult.ERROR] * 20
     assert store._directory.index.counts()["pending"] == 0
     assert store_pages(store, keys) == [SetResult.STORED] * 20
     with monkeypatch.context() as patched:
-        patched.setattr(compiled_code(), "read", fail)
+        patched.setattr(native.Core, "__call__", fail)
         assert read_pages(store, keys)[0] == [GetResult.ERROR] * 20
     assert [descriptor.users for descriptor in store._directory._descriptors.values()] == [0, 0]
     assert_hits(store, keys)
@@ -695,61 +658,132 @@ def test_pages_in_any_order_are_those_of_their_positions(tmp_path):
     store.close()
 
 
-# -- where it is not what Python is -----------------------------------------------------------------------------------
+# -- words that others may write, and callers that are wrong -----------------------------------------------------------
+
+_words = st.one_of(
+    st.integers(-2, 2 * SLOTS), st.sampled_from([1 << 32, 1 << 51, 1 << 62, (1 << 63) - 1, -(1 << 63), -(1 << 62)])
+)
 
 
-@pytest.fixture
-def kept() -> Mapping[str, bytes]:
-    """The compiled functions of this version."""
-    functions, refused = part.cache().find()
-    assert functions is not None, refused
-    return functions
-
-
-def _says_done(*arguments: Any) -> None:
-    results, taken = arguments[13:]
-    results[:], taken[1] = 0, len(results)
-
-
-def _counts_nothing(move: Callable[..., None]) -> Callable[..., None]:
-    return lambda *arguments: move(*arguments[:-1], np.zeros(2, np.int64))
-
-
-@pytest.mark.parametrize("name", ["read_pages", "write_pages"])
-@pytest.mark.parametrize("wrong", [_says_done, lambda *_: None])
-def test_code_that_makes_or_takes_other_pages_than_the_envelope_says_is_not_used(monkeypatch, kept, name, wrong):
-    from hicache_ext.storage.tiers.file.slab import compiled_runs
-
-    monkeypatch.setattr(compiled_runs, name, wrong)
-    with jit.loading_from(kept), pytest.raises(ImportError, match="not those of this version"):
-        CompiledCode()
-
-
-@pytest.mark.parametrize("name", ["read_pages", "write_pages"])
-def test_code_that_does_not_say_how_many_pages_it_moved_is_not_used(monkeypatch, kept, name):
-    from hicache_ext.storage.tiers.file.slab import compiled_runs
-
-    monkeypatch.setattr(compiled_runs, name, _counts_nothing(getattr(compiled_runs, name)))
-    with jit.loading_from(kept), pytest.raises(ImportError, match="does not count its pages"):
-        CompiledCode()
-
-
-@pytest.mark.parametrize("name", ["decode_hashes", "number_pages", "address_pages"])
-@pytest.mark.parametrize("answer", [0, 1, 2])
-def test_kernels_that_make_other_keys_or_addresses_are_not_used(name, answer):
-    kernels = dict(compiled_code().batch_kernels)
-    compiled_code_module._check_batch_kernels(kernels)
-    kernels[name] = lambda *_: answer
-    with pytest.raises(ImportError, match="its keys are not those of this version"):
-        compiled_code_module._check_batch_kernels(kernels)
-
-
-def test_what_is_compiled_is_kept_until_one_of_its_modules_changes() -> None:
-    """After files had moved, the digest could not be made, and every process compiled for seconds again."""
-    assert len(jit.sources_digest()) == 16
-    package = Path(hicache_ext.__file__).parent
-    import_of_jit = re.compile(r"^from hicache_ext\.runtime\.jit import .*\b(helper|kernel|compiled)\b", re.MULTILINE)
-    marked = {
-        str(file.relative_to(package)) for file in package.rglob("*.py") if import_of_jit.search(file.read_text())
+@settings(max_examples=200, **_SETTINGS)
+@given(
+    places=st.lists(st.tuples(st.integers(-1, 2), _words), min_size=1, max_size=12),
+    rows=st.lists(_words, min_size=2, max_size=2),
+    at_once=st.sampled_from([1, 4096, 65536]),
+    write=st.booleans(),
+)
+def test_slots_and_rows_that_make_no_sense_are_left_and_no_word_beside_them_is_touched(
+    tmp_path, monkeypatch, places, rows, at_once, write
+):
+    sizes = [1500, 3000]
+    slabs = Slabs(tmp_path / "slabs", sum(sizes), (0, 1))
+    known = {number: slabs.slab(number) for number in (0, 1)}
+    rows_before, slots_before = slabs.rows.copy(), slabs.slots()
+    for number, first in enumerate(rows):
+        slabs._slabs[number] = Slab(number, slabs.slot, SLOTS, first)
+    columns = np.array([[slab, slot, sum(sizes), n, 0] for n, (slab, slot) in enumerate(places)], np.int64).T
+    placed = SlotReferences(*map(np.ascontiguousarray, columns))
+    keys, memory = page_keys(len(places)), Memory(len(places), sizes)
+    with patch.object(page_moves, "AT_ONCE", at_once):
+        moving = move(slabs, PageBatch(keys, memory.pages), placed, write=write)
+    memory.assert_guards_intact()
+    done = {(page.slab, page.slot) for page in moving.done().pages()}
+    if not write:
+        assert not done
+        assert (slabs.rows == rows_before).all()
+    # Rows may be any of those there are; slots only those that have one.
+    assert all(0 <= rows[slab] + slot < len(slabs.rows) and slot >= 0 for slab, slot in done)
+    sealed = {rows[slab] + slot for slab, slot in done} | {
+        rows[slab] + slot for slab, slot in places if slab in (0, 1) and 0 <= rows[slab] + slot < len(slabs.rows)
     }
-    assert marked and marked <= set(jit._SOURCES)
+    beside = [row for row in range(len(slabs.rows)) if row not in sealed]
+    assert (slabs.rows[beside] == rows_before[beside]).all()
+    assert (np.delete(slabs.rows, [SEAL, SEAL + 1], axis=1) == UNTOUCHED_WORD).all()
+    slabs._slabs = known
+    for where, content in slabs.slots().items():
+        assert where in done or content[:2] == slots_before[where][:2] or (write and where in places)
+
+
+def test_sizes_that_make_no_sense_move_nothing(tmp_path, monkeypatch):
+    slabs, batch, placed = one_page(tmp_path, [1000])
+    core, made = native.core(), []
+    monkeypatch.setattr(native.Core, "__call__", lambda self, arguments: made.append(arguments))
+    for write in (True, False):
+        move(slabs, batch, placed, write=write)
+    monkeypatch.undo()
+    wrong = [
+        *[("segment_count", count) for count in (-1, 0, 1024, 1 << 62)],
+        *[("at_once", size) for size in (0, -1, -(1 << 63))],
+        *[("slot_size", size) for size in (0, -1, 999, 5097, (1 << 63) - 1, -(1 << 63))],
+        *[("payload", size) for size in (-1, 4097, (1 << 63) - 1)],
+        ("page_count", 0),
+        ("page_count", -1),
+    ]
+    for arguments in made:
+        results = arguments.arrays[1][-1]
+        for name, value in wrong:
+            known = getattr(arguments, name)
+            setattr(arguments, name, value)
+            arguments.taken = 0
+            assert core(arguments) == 0
+            assert results.tolist() == [1]
+            setattr(arguments, name, known)
+        arguments.taken = 1
+        assert core(arguments) == 0
+        assert results.tolist() == [1]
+        # The slab is closed again.
+        arguments.taken = 0
+        assert core(arguments) == 0
+        assert results.tolist() == [-errno.EBADF]
+
+
+# -- headers and files of pages ----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(["page", "page", "flipped", "zeros", "random", "no checksum"]), max_size=40),
+    seed=st.integers(0, 1 << 32),
+)
+def test_headers_are_checked_alike_by_either_way(kinds, seed):
+    chance, content = random.Random(seed), b""
+    for kind in kinds:
+        key, payload = chance.randbytes(48), chance.randbytes(50)
+        fields = bytearray(
+            envelope.encode_page(key, [memoryview(payload)], 50, seed, checksum=kind != "no checksum")[:128]
+        )
+        if kind == "flipped":
+            fields[chance.randrange(128)] ^= 1 << chance.randrange(8)
+        content += {"zeros": bytes(128), "random": chance.randbytes(128)}.get(kind, bytes(fields))
+    headers = np.frombuffer(bytearray(content), np.int64).reshape(-1, 16)
+    (seals, valid), (expected, sound) = rebuild.checked_headers(headers), rebuild.checked_in_python(headers)
+    assert valid.tolist() == sound.tolist() == [kind == "page" for kind in kinds]
+    assert (seals == expected).all()
+
+
+@pytest.mark.parametrize("ttl", [None, 3600])
+def test_page_files_are_found_alike_by_either_way(tmp_path, monkeypatch, ttl):
+    store = PageFileStore("disk", tmp_path / "tier", capacity=None, ttl=ttl)
+    files, keys = store._files, page_keys(48) + page_keys(8, identity=bytes(15) + b"\7")
+    for key in keys[:40] + keys[48:52]:
+        assert files.write(key, [memoryview(bytes(100))])[0] is SetResult.STORED
+    paths = [Path(store._directory.page_path(key)) for key in keys]
+    for number, spoil in enumerate(
+        [
+            lambda path: os.truncate(path, 10),
+            lambda path: os.truncate(path, 0),
+            lambda path: (path.unlink(), path.mkdir()),
+            lambda path: (path.rename(tmp_path / "moved"), path.symlink_to(tmp_path / "moved")),
+            lambda path: (path.unlink(), os.mkfifo(path)),
+            lambda path: path.unlink(),
+            lambda path: os.utime(path, (1000, 1000)),
+            lambda path: files._remember_unhealed(str(path)),
+        ]
+    ):
+        spoil(paths[number])
+    asked = [*keys[48:], *keys[:48], *page_keys(3, identity=bytes(16)), *keys[:9]]
+    found = [files.has(asked), files.has(keys[:48]), files.has(keys[40:48] * 5)]
+    monkeypatch.setattr(native, "LIBRARY", Path("/nowhere"))
+    assert found == [files.has(asked), files.has(keys[:48]), files.has(keys[40:48] * 5)]
+    assert found[1] == [False] * 6 + [ttl is None, False] + [True] * 32 + [False] * 8
+    store.close()
