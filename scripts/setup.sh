@@ -126,8 +126,6 @@ if [ "$purpose" = test-all ]; then
     fail "npm could not install azurite 3.35.0; the tests of object stores need it"
 fi
 say "compiling the code of the tiers"
-for part in file.slab.loading redis.talk_code; do
-  .venv/bin/python -c "from hicache_ext.storage.tiers.$part import part; part.wait()"
-done
+.venv/bin/python -c "from hicache_ext.storage.tiers.file.slab.loading import part; part.wait()"
 echo "$wanted" >"$(stamp "$purpose")"
 say "done"

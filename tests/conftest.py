@@ -69,10 +69,8 @@ def pytest_unconfigure() -> None:
 def code_is_compiled() -> None:
     """So that no test begins in Python and ends in compiled code."""
     from hicache_ext.storage.tiers.file.slab import loading
-    from hicache_ext.storage.tiers.redis import talk_code
 
     loading.part.wait()
-    talk_code.part.wait()
 
 
 @pytest.fixture(params=["compiled", "plain"])

@@ -36,7 +36,6 @@ _SOURCES = (
     "storage/tiers/file/slab/miniature_code.py",
     "storage/tiers/file/slab/slot_code.py",
     "storage/tiers/file/slab/compiled_runs.py",
-    "storage/tiers/redis/compiled_talk.py",
 )
 """Files of the package that what is compiled depends on."""
 
