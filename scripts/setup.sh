@@ -126,6 +126,8 @@ if [ "$purpose" = test-all ]; then
     fail "npm could not install azurite 3.35.0; the tests of object stores need it"
 fi
 say "compiling the code of the tiers"
-.venv/bin/python -c "from hicache_ext.storage.tiers.file.slab.loading import part; part.wait()"
+for part in file.slab.loading redis.talk_code; do
+  .venv/bin/python -c "from hicache_ext.storage.tiers.$part import part; part.wait()"
+done
 echo "$wanted" >"$(stamp "$purpose")"
 say "done"

@@ -2,8 +2,8 @@
  *
  * It talks as long as the server answers what is expected of a healthy one: the page that was asked for, nothing, or
  * OK. At the first other answer it leaves the connection, which must then be closed, and all pages without a result to
- * page_calls.py, which finds out what is wrong. So nothing here judges a server, and nothing here needs to be forgiving:
- * replies are compared with the few that are expected, and no number of a server becomes a length.
+ * page_calls.py, which finds out what is wrong. So nothing here judges a server, or is forgiving: replies are compared
+ * with the few that are expected, and no number of a server becomes a length.
  *
  * One thread at a time talks on a socket. Several may share the pages of a call, each with positions of its own.
  */
@@ -34,17 +34,16 @@ struct text {
     const char *at;
     int64_t length;
 };
+static const struct text LINE_END = {"\r\n", 2}, NO_PAGE = {"$-1\r\n", 5}, MISSING = {":0\r\n", 4},
+                         STORED = {"+OK\r\n", 5};
 
 /* What is sent and answered around pages of one size. */
 struct page_words {
-    int64_t start[2];                          /* The first 16 bytes of every header. */
+    int64_t start[2];                            /* The first 16 bytes of every header. */
     struct text get_head, length_head, set_head; /* GET, STRLEN and SET up to the page's name in hexadecimal. */
-    struct text set_tail, set_end;             /* SET between name and value, and behind the value. */
-    struct text expected, there;               /* The replies to GET, up to its value, and to STRLEN. */
+    struct text set_tail, set_end;               /* SET between name and value, and behind the value. */
+    struct text expected, there;                 /* The replies to GET, up to its value, and to STRLEN. */
 };
-
-static const struct text LINE_END = {"\r\n", 2}, NOTHING = {"$-1\r\n", 5}, MISSING = {":0\r\n", 4},
-                         STORED = {"+OK\r\n", 5};
 
 struct get_pages {
     const struct memory *memory; /* Receives the pages. */
@@ -59,9 +58,9 @@ struct get_pages {
 };
 
 struct set_pages {
-    struct get_pages pages;
-    int64_t created;      /* Wall-clock milliseconds. */
-    const char *question; /* PING of a word that nobody knows. It ends as its answer does. */
+    const struct get_pages *pages; /* The same, but read from `memory`. */
+    int64_t created;               /* Wall-clock milliseconds. */
+    const char *question;          /* PING of a word that nobody knows. It ends as its answer does. */
     int64_t question_length;
     int64_t answer_length;
 };
@@ -87,10 +86,13 @@ static bool fail(struct talk *talk, int64_t status)
     return false;
 }
 
+static int64_t least(int64_t one, int64_t other) { return one < other ? one : other; }
+
+static struct iovec piece(const void *at, int64_t length) { return (struct iovec){(void *)at, (size_t)length}; }
+
 /* -- the socket ---------------------------------------------------------------------------------------------------- */
 
-/* Receives or sends `pieces`; false when the deadline has passed or the connection is of no use. *moved: how many bytes,
- * which may be 0 when nothing moved in time. */
+/* Sends or receives some of `pieces`, *moved bytes, perhaps 0 of them; false after the deadline or an error. */
 static bool move(struct talk *talk, bool is_send, struct iovec *pieces, int64_t count, int64_t *moved)
 {
     const int64_t second = 1000000000;
@@ -103,7 +105,7 @@ static bool move(struct talk *talk, bool is_send, struct iovec *pieces, int64_t 
         return fail(talk, LATE);
     if (talk->timers[is_send] == 0 || now - talk->timers[is_send] > TIMER_SLACK) {
         left = left > SHORTEST_TIMER ? left : SHORTEST_TIMER;
-        struct timeval timer = {left / second, left % second / 1000};
+        const struct timeval timer = {left / second, left % second / 1000};
         setsockopt(socket, SOL_SOCKET, is_send ? SO_SNDTIMEO : SO_RCVTIMEO, &timer, sizeof timer);
         talk->timers[is_send] = now;
     }
@@ -118,17 +120,15 @@ static bool move(struct talk *talk, bool is_send, struct iovec *pieces, int64_t 
 /* Sends all of the first `count` pieces, which are used up. */
 static bool send_pieces(struct talk *talk, int64_t count)
 {
-    struct iovec *piece = talk->pieces, *end = piece + count;
+    struct iovec *next = talk->pieces, *end = next + count;
     int64_t sent;
-    while (piece < end) {
-        if (!move(talk, true, piece, end - piece, &sent))
+    while (next < end) {
+        if (!move(talk, true, next, end - next, &sent))
             return false;
-        for (; piece < end && (size_t)sent >= piece->iov_len; piece++)
-            sent -= (int64_t)piece->iov_len;
-        if (piece < end) {
-            piece->iov_base = (char *)piece->iov_base + sent;
-            piece->iov_len -= (size_t)sent;
-        }
+        for (; next < end && sent >= (int64_t)next->iov_len; next++)
+            sent -= (int64_t)next->iov_len;
+        if (next < end)
+            *next = piece((char *)next->iov_base + sent, (int64_t)next->iov_len - sent);
     }
     return true;
 }
@@ -168,42 +168,41 @@ static char *append_request(const struct talk *talk, char *at, struct text head,
 static bool ask(struct talk *talk, struct text head, int64_t until, struct text question)
 {
     const struct get_pages *call = &talk->call;
-    char *end = talk->text, *last = end + TEXT_BYTES - head.length - NAME_BYTES - LINE_END.length - question.length;
-    while (talk->sent < until && talk->sent < call->position_count && end <= last)
+    int64_t longest = head.length + NAME_BYTES + LINE_END.length + question.length;
+    char *end = talk->text;
+    while (talk->sent < least(until, call->position_count) && end - talk->text + longest <= TEXT_BYTES)
         end = append_request(talk, end, head, call->positions[talk->sent++], LINE_END);
     if (talk->sent == call->position_count)
         end = append(end, question);
-    talk->pieces[0] = (struct iovec){talk->text, (size_t)(end - talk->text)};
+    talk->pieces[0] = piece(talk->text, end - talk->text);
     return send_pieces(talk, end > talk->text);
-}
-
-/* Whether what is in `rest` begins with `text`, as far as it has come. */
-static bool begins_with(const struct talk *talk, struct text text)
-{
-    int64_t come = talk->end - talk->begin;
-    return memcmp(talk->rest + talk->begin, text.at, (size_t)(come < text.length ? come : text.length)) == 0;
 }
 
 /* Takes the next reply, which must be `one` or `other`: whether it is `one`, or -1 after a failure. */
 static int take(struct talk *talk, struct text one, struct text other)
 {
+    const struct text replies[] = {other, one};
     for (;;) {
         int64_t come = talk->end - talk->begin;
-        bool may_be_one = begins_with(talk, one), may_be_other = begins_with(talk, other);
-        if (may_be_one && come >= one.length) {
-            talk->begin += one.length;
-            return 1;
+        bool may_come = false;
+        for (int which = 1; which >= 0; which--) {
+            int64_t length = replies[which].length;
+            if (memcmp(talk->rest + talk->begin, replies[which].at, (size_t)least(come, length)) != 0)
+                continue;
+            if (come >= length) {
+                talk->begin += length;
+                return which;
+            }
+            may_come = true;
         }
-        if (may_be_other && come >= other.length) {
-            talk->begin += other.length;
-            return 0;
-        }
-        if ((!may_be_one && !may_be_other) || come == REST_BYTES)
-            return -1 + fail(talk, UNEXPECTED);
         memmove(talk->rest, talk->rest + talk->begin, (size_t)come);
-        talk->pieces[0] = (struct iovec){talk->rest + come, (size_t)(REST_BYTES - come)};
+        talk->pieces[0] = piece(talk->rest + come, REST_BYTES - come);
         talk->begin = 0;
-        talk->end = come + receive(talk, 1);
+        talk->end = come;
+        if (!may_come)
+            fail(talk, UNEXPECTED);
+        else
+            talk->end += receive(talk, 1);
         if (talk->end == come)
             return -1;
     }
@@ -211,62 +210,58 @@ static int take(struct talk *talk, struct text one, struct text other)
 
 /* -- GET ----------------------------------------------------------------------------------------------------------- */
 
-/* The header, where `number` is -1, or a segment of a page. */
-static struct iovec piece_of(struct talk *talk, int64_t page, int64_t number)
+/* What lies behind the first `offset` bytes of a segment of a page; of its header, where `segment` is -1. */
+static struct iovec piece_of(struct talk *talk, int64_t page, int64_t segment, int64_t offset)
 {
     const struct memory *memory = talk->call.memory;
-    if (number < 0)
-        return (struct iovec){talk->header, HEADER_BYTES};
-    void *place = (void *)memory->addresses[page * memory->segment_count + number];
-    return (struct iovec){place, (size_t)memory->segments[number]};
+    if (segment < 0)
+        return piece((char *)talk->header + offset, HEADER_BYTES - offset);
+    const char *begin = (const char *)memory->addresses[page * memory->segment_count + segment];
+    return piece(begin + offset, memory->segments[segment] - offset);
 }
 
-/* Receives the header and payload of a page, whose length was read. What comes behind them is in `rest`. */
+/* Receives and hashes a page, whose length was read. What comes behind it is in `rest`. */
 static bool receive_page(struct talk *talk, int64_t page)
 {
     const struct memory *memory = talk->call.memory;
     int64_t missing = HEADER_BYTES + memory->payload;
-    int64_t segment = -1; /* In which the next byte goes, */
-    size_t offset = 0;    /* and where. */
+    int64_t segment = -1, offset = 0; /* Where the next byte goes. */
     of_others.reset(talk->state);
     while (missing > 0) {
         int64_t count = 0, wanted = 0, moved;
-        for (int64_t at = segment; at < memory->segment_count && wanted < RECEIVED_AT_ONCE; at++) {
-            struct iovec piece = piece_of(talk, page, at);
-            size_t skipped = at == segment ? offset : 0, room = (size_t)(RECEIVED_AT_ONCE - wanted);
-            size_t length = piece.iov_len - skipped < room ? piece.iov_len - skipped : room;
-            if (count == IOV_MAX - 1) /* One is for what comes behind. */
+        /* One piece is left for what comes behind. */
+        for (int64_t at = segment; at < memory->segment_count; at++) {
+            if (wanted == RECEIVED_AT_ONCE || count == IOV_MAX - 1)
                 break;
-            talk->pieces[count++] = (struct iovec){(char *)piece.iov_base + skipped, length};
-            wanted += (int64_t)length;
+            struct iovec next = piece_of(talk, page, at, at == segment ? offset : 0);
+            next.iov_len = (size_t)least((int64_t)next.iov_len, RECEIVED_AT_ONCE - wanted);
+            wanted += (int64_t)next.iov_len;
+            talk->pieces[count++] = next;
         }
         if (talk->begin < talk->end) {
             /* This came behind the page before. */
-            int64_t kept = talk->end - talk->begin, room = (int64_t)talk->pieces[0].iov_len;
-            moved = kept < room ? kept : room;
+            moved = least(talk->end - talk->begin, (int64_t)talk->pieces[0].iov_len);
             memcpy(talk->pieces[0].iov_base, talk->rest + talk->begin, (size_t)moved);
             talk->begin += moved;
         } else {
-            talk->pieces[count] = (struct iovec){talk->rest, TAIL_BYTES};
+            talk->pieces[count] = piece(talk->rest, TAIL_BYTES);
             moved = receive(talk, count + (wanted == missing));
             if (moved == 0)
                 return false;
             talk->begin = 0;
-            talk->end = moved > wanted ? moved - wanted : 0;
+            talk->end = moved - least(moved, wanted);
             moved -= talk->end;
         }
         missing -= moved;
         while (moved > 0) {
-            struct iovec piece = piece_of(talk, page, segment);
-            size_t left = piece.iov_len - offset, length = (size_t)moved < left ? (size_t)moved : left;
+            struct iovec next = piece_of(talk, page, segment, offset);
+            int64_t length = least(moved, (int64_t)next.iov_len);
+            bool is_full = length == (int64_t)next.iov_len;
             if (segment >= 0)
-                of_others.update(talk->state, (char *)piece.iov_base + offset, length);
-            moved -= (int64_t)length;
-            offset += length;
-            if (offset == piece.iov_len) {
-                segment++;
-                offset = 0;
-            }
+                of_others.update(talk->state, next.iov_base, (size_t)length);
+            moved -= length;
+            offset = is_full ? 0 : offset + length;
+            segment += is_full;
         }
     }
     return true;
@@ -291,7 +286,7 @@ static bool get(struct talk *talk)
         if (talk->sent - number <= talk->most / 2 &&
             !ask(talk, words->get_head, number + talk->most, (struct text){"", 0}))
             return false;
-        int is_there = take(talk, words->expected, NOTHING);
+        int is_there = take(talk, words->expected, NO_PAGE);
         if (is_there < 0 || (is_there && (!receive_page(talk, page) || take(talk, LINE_END, LINE_END) < 0)))
             return false;
         if (is_there && !is_page(talk, page))
@@ -303,44 +298,46 @@ static bool get(struct talk *talk)
 
 /* -- SET ----------------------------------------------------------------------------------------------------------- */
 
-/* Sends pages of `waiting`, as many as one system call takes, up to `until`; behind the last of all the question. */
-static bool send_pages(struct talk *talk, const struct set_pages *call, int64_t until, int64_t absent)
+/* Sends pages of `waiting`, as many as one system call takes, up to `until`; behind the last of all `question`. */
+static bool send_pages(struct talk *talk, int64_t created, int64_t until, int64_t absent, struct text question)
 {
     const struct memory *memory = talk->call.memory;
     const struct page_words *words = talk->call.words;
+    int64_t longest = words->set_head.length + NAME_BYTES + words->set_tail.length + HEADER_BYTES;
     int64_t count = 0, total = 0;
-    char *end = talk->text, *begin;
-    char *last = end + TEXT_BYTES - words->set_head.length - NAME_BYTES - words->set_tail.length - HEADER_BYTES;
-    while (talk->sent < until && talk->sent < absent && total < SENT_AT_ONCE && end <= last &&
-           count + memory->segment_count + 3 <= IOV_MAX) { /* With the question. */
+    char *end = talk->text;
+    /* A page has two pieces besides its segments; one is left for the question. */
+    while (talk->sent < least(until, absent) && total < SENT_AT_ONCE && end - talk->text + longest <= TEXT_BYTES &&
+           count + memory->segment_count + 3 <= IOV_MAX) {
         int64_t page = talk->waiting[talk->sent++];
-        begin = end;
-        end = append_request(talk, end, words->set_head, page, words->set_tail);
+        char *begin = end;
         write_sealed(talk->header, words->start, talk->call.keys + page * KEY_WORDS, memory->payload,
                      checksum_of(talk->state, memory, page));
-        finish_header(talk->header, call->created);
+        finish_header(talk->header, created);
+        end = append_request(talk, end, words->set_head, page, words->set_tail);
         end = append(end, (struct text){(const char *)talk->header, HEADER_BYTES});
-        talk->pieces[count++] = (struct iovec){begin, (size_t)(end - begin)};
+        talk->pieces[count++] = piece(begin, end - begin);
         for (int64_t segment = 0; segment < memory->segment_count; segment++)
-            talk->pieces[count++] = piece_of(talk, page, segment);
-        talk->pieces[count++] = (struct iovec){(void *)words->set_end.at, (size_t)words->set_end.length};
+            talk->pieces[count++] = piece_of(talk, page, segment, 0);
+        talk->pieces[count++] = piece(words->set_end.at, words->set_end.length);
         total += HEADER_BYTES + memory->payload;
     }
     if (count == 0)
         return fail(talk, UNEXPECTED); /* A page of more pieces or longer words than there is room for. */
     if (talk->sent == absent)
-        talk->pieces[count++] = (struct iovec){(void *)call->question, (size_t)call->question_length};
+        talk->pieces[count++] = piece(question.at, question.length);
     return send_pieces(talk, count);
 }
 
+/* Writes the pages that are not there. `question` ends both rounds: where its answer follows the last reply, no reply
+ * was one too many. */
 static bool set(struct talk *talk, const struct set_pages *call)
 {
     struct text question = {call->question, call->question_length};
-    /* Where it follows the last reply, no reply was one too many. */
     struct text answer = {question.at + question.length - call->answer_length, call->answer_length};
     const int64_t *positions = talk->call.positions;
     int64_t count = talk->call.position_count, absent = 0;
-    /* Which are there: their payload need not be sent. */
+    /* Of those that are there the payload need not be sent. */
     for (int64_t number = 0; number < count; number++) {
         if (number == talk->sent && !ask(talk, talk->call.words->length_head, count, question))
             return false;
@@ -348,7 +345,7 @@ static bool set(struct talk *talk, const struct set_pages *call)
         if (talk->waiting[number] < 0)
             return false;
     }
-    if (count > 0 && take(talk, answer, answer) < 0)
+    if (take(talk, answer, answer) < 0)
         return false;
     for (int64_t number = 0; number < count; number++) {
         if (talk->waiting[number])
@@ -359,32 +356,31 @@ static bool set(struct talk *talk, const struct set_pages *call)
     talk->sent = 0;
     for (int64_t number = 0; number < absent; number++) {
         while (talk->sent < absent && talk->sent - number <= talk->most / 2)
-            if (!send_pages(talk, call, number + talk->most, absent))
+            if (!send_pages(talk, call->created, number + talk->most, absent, question))
                 return false;
-        int is_stored = take(talk, STORED, NOTHING);
+        int is_stored = take(talk, STORED, NO_PAGE);
         if (is_stored < 0)
             return false;
-        /* Told after the answer to the question: a reply too many would make each the next page's. */
         if (!is_stored)
-            talk->waiting[number] = -1;
+            talk->waiting[number] = -1; /* It came in between: page_calls.py looks at it. */
     }
     if (absent > 0 && take(talk, answer, answer) < 0)
         return false;
     if (talk->begin != talk->end)
         return fail(talk, UNEXPECTED);
-    /* One that came in between is looked at by page_calls.py. */
     for (int64_t number = 0; number < absent; number++)
         if (talk->waiting[number] >= 0)
             talk->call.results[talk->waiting[number]] = DONE;
     return true;
 }
 
-/* Gets, or sets where there is something to set. */
+/* -- calls --------------------------------------------------------------------------------------------------------- */
+
 static int64_t run(const struct get_pages *call, const struct set_pages *what)
 {
     struct talk *talk = malloc(sizeof *talk + 8 * (size_t)call->position_count);
     void *state = of_others.new_state();
-    int64_t status = -ENOMEM, size = HEADER_BYTES + call->memory->payload;
+    int64_t size = HEADER_BYTES + call->memory->payload, status = -ENOMEM;
     if (talk != NULL && state != NULL) {
         memset(talk, 0, offsetof(struct talk, header));
         talk->call = *call;
@@ -398,9 +394,9 @@ static int64_t run(const struct get_pages *call, const struct set_pages *what)
     return status;
 }
 
-/* GETs the pages, one after the other; how it ended. What `results` calls DONE or OTHERWISE holds, however it ended; the
- * memory of other pages may hold anything. */
+/* GETs the pages, one after the other; how it ended. What `results` calls DONE or OTHERWISE holds, however it ended;
+ * the memory of other pages may hold anything. */
 PUBLIC int64_t hicache_get_pages(const struct get_pages *call) { return run(call, NULL); }
 
-/* STRLEN, then SET NX of what is not there, in the same way. */
-PUBLIC int64_t hicache_set_pages(const struct set_pages *call) { return run(&call->pages, call); }
+/* STRLEN, then SET NX of what is not there, in the same way. At least one page. */
+PUBLIC int64_t hicache_set_pages(const struct set_pages *call) { return run(call->pages, call); }

@@ -442,7 +442,7 @@ class GetPages(native.Arguments):
 
 class SetPages(native.Arguments):
     function = "hicache_set_pages"
-    _fields_ = (("pages", GetPages), *native.words("created question question_length answer_length"))
+    _fields_ = native.words("pages created question question_length answer_length")
 
 
 @functools.lru_cache(64)
@@ -506,7 +506,7 @@ class NativeCall:
         question, answer_length = command(b"PING", nonce), len(b"$%d\r\n%b\r\n" % (len(nonce), nonce))
         created, memory = int(time.time() * 1000), np.frombuffer(question, np.uint8)
         pages = self._pages(connection, positions)
-        self._run(SetPages(pages, created, native.address(memory), len(question), answer_length))
+        self._run(SetPages(ctypes.addressof(pages), created, native.address(memory), len(question), answer_length))
 
     def results(self, done: Any, otherwise: Any) -> list[Any]:
         """``done``: read whole and right, or stored. ``otherwise``: not there to be read, or there already. None for a
