@@ -32,8 +32,10 @@ _SOURCES = (
     "page/envelope_code.py",
     "page/transforms/plane_code.py",
     "page/transforms/row_code.py",
+    "storage/tiers/file/eviction.py",
+    "storage/tiers/file/slab/miniature_code.py",
     "storage/tiers/file/slab/slot_code.py",
-    "storage/tiers/redis/compiled_talk.py",
+    "storage/tiers/file/slab/compiled_runs.py",
 )
 """Files of the package that what is compiled depends on."""
 

@@ -1,58 +1,61 @@
-"""Throw bytes at the reading side of the Redis tier: replies that were right once and have been damaged.
+"""Throw bytes at the talks of the Redis tier, the native core's and Python's: replies that were right once, damaged.
 
 ::
 
-    python -m tests.campaigns.fuzz_resp --minutes 10 --seed 1 --report build/reports/fuzz-resp.md
+    python -m tests.campaigns.fuzz_resp --inputs 1000000 --seed 1 --report build/reports/fuzz-resp.md
 
-A thread at the other end of a socket pair answers a pipeline of GETs with right replies in which bytes are flipped, cut
-out, repeated, inserted or swapped for pieces of protocol, in pieces of random sizes, and then ends the connection.
-After each round: no other error than those the store catches, every page that is called a HIT is the page and was
-sent, every byte beside the segments is as it was (guard bytes), and the round ended in time.
+A server at the other end of a socket pair answers the GETs or SETs of some pages with right replies, or one of the
+corpus (odd_replies.py), in which bytes are flipped, cut out, repeated, inserted or swapped for pieces of protocol, in
+pieces of random sizes, and then ends the connection. Both ways get the same bytes. After each talk: no other error than
+those the store catches, every page that is called a HIT is the page and was sent, every byte beside the segments is as
+it was (guard bytes), the talk ended in time, and the core has told nothing that Python does not tell.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import platform
 import random
-import socket
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
+import pytest
 
 from hicache_ext.errors import ProtocolError, RefusedError, ServerClosedError
-from hicache_ext.storage.contract.store import GetResult, PageBatch
-from hicache_ext.storage.tiers.redis import connection as connection_module
-from hicache_ext.storage.tiers.redis.connection import Connection, Wire
-from hicache_ext.storage.tiers.redis.page_calls import PageCall, read_pages
-from hicache_ext.storage.tiers.redis.talk_code import Columns, Limits, PageWords, TalkCode, part, talk_code
-from hicache_ext.testing.conformance.pages import HostPages, cut, page_keys, payload_of
+from hicache_ext.storage.contract.store import GetResult, SetResult
+from hicache_ext.storage.tiers.redis.connection import Connection
+from hicache_ext.testing.conformance.pages import HostPages, cut, filled, page_keys, payload_of
 from hicache_ext.testing.conformance.second_reader import write_page_object
-from tests.campaigns.reporting import publish
-
-LONGEST_ROUND = 10.0
-"""Seconds; a round that is not hung takes about a millisecond."""
+from tests.campaigns.reporting import problem_lines, publish
+from tests.rigs.redis_talks import ANSWER, GOOD, LONGEST_TALK, Talked, known_words, talk
+from tests.storage.remote.redis.odd_replies import TO_GET, TO_SET, replies_of
 
 _KEYS = page_keys(8)
-_SHAPES = [[1], [13], [40, 30], cut(700, 9), [4096], [20_000, 5], cut(3000, 60)]
+_SHAPES = [[1], [13], [40, 30], cut(700, 9), [4096], [9000, 5], cut(3000, 60)]
 _TOKENS = [
     *(b"\r\n", b"\r", b"\n", b"$", b"$-1\r\n", b"$0\r\n\r\n", b"$-2\r\n", b"$99999999999\r\n", b"$536870912\r\n"),
-    *(b"*1\r\n", b"*-1\r\n", b":1\r\n", b"+OK\r\n", b"-ERR no\r\n", b"-MOVED 1 127.0.0.1:1\r\n", b"-ASK 99999 :0\r\n"),
-    *(b"-WRONGTYPE x\r\n", b"-LOADING x\r\n", b"_\r\n", b"\0" * 200, b"\xff" * 20, b"a" * 5000),
+    *(b"*1\r\n", b"*-1\r\n", b":1\r\n", b":0\r\n", b"+OK\r\n", b"-ERR no\r\n", b"-MOVED 1 127.0.0.1:1\r\n", ANSWER),
+    *(b"-ASK 99999 :0\r\n", b"-WRONGTYPE x\r\n", b"-LOADING x\r\n", b"-OOM x\r\n", b"_\r\n"),
+    *(b"\0" * 200, b"\xff" * 20, b"a" * 5000),
 ]
+_ENDINGS = {
+    ProtocolError: "protocol error",
+    RefusedError: "refused",
+    ServerClosedError: "cut",
+    TimeoutError: "hung",
+}
 
 
 @dataclass
 class Findings:
     """What was seen; ``problems`` is what must not be."""
 
-    rounds: int = 0
+    inputs: int = 0
     seconds: float = 0.0
     sent: int = 0
     pages: Counter[str] = field(default_factory=Counter)
@@ -61,12 +64,14 @@ class Findings:
     problems: Counter[str] = field(default_factory=Counter)
 
 
-def right_replies(keys: Sequence[bytes], sizes: Sequence[Sequence[int]]) -> list[bytes]:
-    replies = []
-    for key, page in zip(keys, sizes, strict=True):
-        value = write_page_object(key, payload_of(key, sum(page)), header_length=128)
-        replies.append(b"$%d\r\n%b\r\n" % (len(value), value))
-    return replies
+def right_replies(chance: random.Random, word: str, values: Sequence[bytes]) -> list[bytes]:
+    """Of a healthy server that has, or takes, these values."""
+    if word == "get":
+        return [b"$%d\r\n%b\r\n" % (len(value), value) for value in values]
+    absent = [chance.random() < 0.7 for _ in values]
+    lengths = [b":0\r\n" if is_absent else b":%d\r\n" % len(values[0]) for is_absent in absent]
+    stored = [b"+OK\r\n" if chance.random() < 0.95 else b"$-1\r\n" for is_absent in absent if is_absent]
+    return [*lengths, ANSWER, *stored, *([ANSWER] if stored else [])]
 
 
 def damaged(chance: random.Random, replies: list[bytes]) -> bytes:
@@ -98,119 +103,106 @@ def damaged(chance: random.Random, replies: list[bytes]) -> bytes:
     return bytes(sent)
 
 
-def run_round(chance: random.Random, findings: Findings) -> None:
-    """By Python or by the compiled code, which takes pages of one size."""
-    code = talk_code() if chance.random() < 0.5 else None
-    count = chance.randint(1, len(_KEYS))
-    keys = chance.sample(_KEYS, count)
-    sizes = [chance.choice(_SHAPES)] * count if code else [chance.choice(_SHAPES) for _ in keys]
-    sent = damaged(chance, right_replies(keys, sizes))
-    cuts = sorted(chance.randrange(len(sent) + 1) for _ in range(chance.choice([0, 0, 1, 5, 30])))
-    here, there = socket.socketpair()
-
-    def answer() -> None:
-        try:
-            for begin, end in zip([0, *cuts], [*cuts, len(sent)], strict=True):
-                there.sendall(sent[begin:end])
-            there.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass
-
-    server = threading.Thread(target=answer)
-    pages = HostPages(sizes, fill=0x77)
-    calls = [PageCall(key, key.hex().encode(), pages.buffers[n], sum(sizes[n])) for n, key in enumerate(keys)]
-    begun = time.monotonic()
-    connection = Connection(Wire(here), (socket.AF_UNIX, ""), begun + LONGEST_ROUND)
-    server.start()
+def run_input(chance: random.Random, findings: Findings) -> None:
+    """One stream of replies, by both ways. Needs ``known_words``."""
+    word = chance.choice(["get", "get", "set"])
+    keys = chance.sample(_KEYS, chance.randint(1, len(_KEYS)))
+    shape = chance.choice(_SHAPES)
+    values = [write_page_object(key, payload_of(key, sum(shape)), header_length=128) for key in keys]
+    replies = right_replies(chance, word, values)
+    if len(keys) > 2 and chance.random() < 0.2:
+        replies = [replies_of(chance.choice(TO_GET if word == "get" else TO_SET), values)]
+    sent = damaged(chance, replies)
+    ends = sorted(chance.randrange(len(sent) + 1) for _ in range(chance.choice([0, 0, 1, 5, 30])))
+    pieces = [sent[begin:end] for begin, end in itertools.pairwise([0, *ends, len(sent)])]
     window = chance.choice([1, 5000, 8 << 20])
-    try:
-        if code is None:
-            connection_module.MOST_IN_FLIGHT = window
-            read_pages(connection, calls)
-        else:
-            _read_compiled(code, here, calls, begun + LONGEST_ROUND, window)
-        ending = "all answered" if connection.reader.empty else "answered, bytes left"
-    except ProtocolError:
-        ending = "protocol error"
-    except RefusedError:
-        ending = "refused"
-    except ServerClosedError:
-        ending = "cut"
-    except TimeoutError:
-        ending = "hung"
-        findings.problems["hung"] += 1
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is what the campaign looks for
-        ending = "another error"
-        findings.problems[f"{type(error).__name__}: {error}"] += 1
-    finally:
-        here.close()
-        server.join()
-        there.close()
-    findings.longest = max(findings.longest, time.monotonic() - begun)
-    findings.rounds += 1
+    findings.inputs += 1
     findings.sent += len(sent)
-    findings.endings[ending] += 1
+    talked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Connection, "window", lambda connection: window)
+        for way in ("native", "plain"):
+            pages = HostPages([shape] * len(keys), fill=0x77) if word == "get" else filled(keys, [shape] * len(keys))
+            begun = time.monotonic()
+            try:
+                talked.append(talk(way, keys, pages, pieces, word))
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is what the campaign looks for
+                findings.problems[f"{way}: {type(error).__name__}: {error}"] += 1
+                return
+            findings.longest = max(findings.longest, time.monotonic() - begun)
+            _judge(findings, way, word, keys, shape, sent, talked[-1])
+    ours, plain = talked
+    if any(one not in (None, other) for one, other in zip(ours.results, plain.results, strict=True)):
+        findings.problems["the core told what Python does not"] += 1
+    if not ours.sent.startswith(plain.sent) and not plain.sent.startswith(ours.sent):
+        findings.problems["the core asked what Python does not"] += 1
+
+
+def _judge(
+    findings: Findings, way: str, word: str, keys: Sequence[bytes], shape: Sequence[int], sent: bytes, talked: Talked
+) -> None:
+    ending = next((name for kind, name in _ENDINGS.items() if talked.ending and issubclass(talked.ending, kind)), None)
+    if ending == "hung" or (talked.ending and ending is None):
+        findings.problems[f"{way}: {talked.ending}"] += 1
+    findings.endings[f"{way}, {ending or ('all answered' if talked.is_empty else 'bytes left')}"] += 1
     try:
-        pages.assert_guards_intact()
+        talked.memory.assert_guards_intact()
     except AssertionError:
-        findings.problems["a byte beside a page was changed"] += 1
-    for number, call in enumerate(calls):
-        name = (
-            call.result.name if isinstance(call.result, GetResult) else "redirected" if call.redirect else "unanswered"
-        )
-        findings.pages[name] += 1
-        if call.result is GetResult.HIT and pages.payload(number) != payload_of(keys[number], sum(sizes[number])):
-            findings.problems["a wrong page was called a hit"] += 1
-        if call.result is GetResult.HIT and sent.find(payload_of(keys[number], sum(sizes[number]))) < 0:
-            findings.problems["a page that was not sent was called a hit"] += 1
+        findings.problems[f"{way}: a byte beside a page was changed"] += 1
+    for number, (key, result) in enumerate(zip(keys, talked.results, strict=True)):
+        findings.pages[f"{way} {word}, {'unanswered' if result is None else result.value}"] += 1
+        if way == "native" and result not in GOOD | {None}:
+            findings.problems[f"the core told {result}"] += 1
+        payload = payload_of(key, sum(shape))
+        if (result is GetResult.HIT or word == "set") and talked.memory.payload(number) != payload:
+            findings.problems[f"{way}: a wrong page was called a hit, or written"] += 1
+        if result is GetResult.HIT and payload not in sent:
+            findings.problems[f"{way}: a page that was not sent was called a hit"] += 1
+    if talked.results.count(SetResult.STORED) > sent.count(b"+OK\r\n"):
+        findings.problems[f"{way}: more pages were called stored than were"] += 1
 
 
-def _read_compiled(code: TalkCode, here: socket.socket, calls: list[PageCall], deadline: float, window: int) -> None:
-    columns = Columns.of(PageBatch([call.key for call in calls], [call.segments for call in calls]), writable=True)
-    assert columns is not None
-    words = PageWords.of(b"page:", columns.memory.page_bytes, None)
-    try:
-        code.read(here.fileno(), columns, np.arange(len(calls)), words, Limits(deadline, window))
-    finally:
-        for call, result in zip(calls, code.results(columns, GetResult.HIT, GetResult.MISS), strict=True):
-            call.result = result
-
-
-def run_campaign(seconds: float, seed: int) -> Findings:
-    """Rounds for so many seconds; the same seed gives the same rounds."""
+def run_campaign(inputs: int, seed: int) -> Findings:
+    """The same seed gives the same inputs."""
     findings = Findings()
-    part.wait()
     chance = random.Random(seed)
     begun = time.monotonic()
-    while time.monotonic() - begun < seconds:
-        run_round(chance, findings)
+    with known_words():
+        for _ in range(inputs):
+            run_input(chance, findings)
     findings.seconds = time.monotonic() - begun
     return findings
 
 
 def report(findings: Findings, seed: int) -> str:
-    pages = ", ".join(f"{count} {name.lower()}" for name, count in sorted(findings.pages.items()))
-    endings = ", ".join(f"{count} {name}" for name, count in sorted(findings.endings.items()))
-    problems = "\n".join(f"- {count} x {name}" for name, count in findings.problems.items()) or "None."
-    return (
-        "# Fuzzing the replies of Redis\n\n"
-        f"`python -m tests.campaigns.fuzz_resp --minutes {findings.seconds / 60:.0f} --seed {seed}`, Python "
-        f"{platform.python_version()}. What a round does and checks: tests/campaigns/fuzz_resp.py.\n\n"
-        f"- Rounds: {findings.rounds} in {findings.seconds:.0f} s, {findings.sent / 1e6:.0f} MB of damaged replies.\n"
-        f"- Pages: {pages}.\n"
-        f"- Rounds ended: {endings}.\n"
-        f"- Longest round: {findings.longest:.3f} s (allowed: {LONGEST_ROUND:.0f} s).\n\n"
-        f"## What must not be\n\n{problems}\n"
-    )
+    def listed(counts: Counter[str]) -> list[str]:
+        return [f"  - {name}: {count}" for name, count in sorted(counts.items())]
+
+    lines = [
+        "# Fuzzing the replies of Redis",
+        "",
+        f"`python -m tests.campaigns.fuzz_resp --inputs {findings.inputs} --seed {seed}`, Python "
+        f"{platform.python_version()}. What is done and checked: tests/campaigns/fuzz_resp.py.",
+        "",
+        f"- Inputs: {findings.inputs} in {findings.seconds:.0f} s, {findings.sent / 1e6:.0f} MB of replies, both ways.",
+        f"- Longest talk: {findings.longest:.3f} s (allowed: {LONGEST_TALK:.0f} s).",
+        "- Pages:",
+        *listed(findings.pages),
+        "- Talks ended:",
+        *listed(findings.endings),
+        "",
+        *problem_lines(findings.problems),
+    ]
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--inputs", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--report", type=Path)
     options = parser.parse_args(arguments)
-    findings = run_campaign(options.minutes * 60, options.seed)
+    findings = run_campaign(options.inputs, options.seed)
     publish(report(findings, options.seed), options.report)
     return 1 if findings.problems else 0
 

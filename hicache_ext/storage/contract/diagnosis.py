@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from hicache_ext.runtime.compiled_part import CompiledPart
+from hicache_ext import native
 
 
 class Level(enum.Enum):
@@ -33,14 +33,13 @@ class Finding:
     remedy: str = ""
 
 
-def moves_of(part: CompiledPart[Any], page: str) -> Finding:
-    """Whether pages move in compiled code; waits until it is compiled. ``page`` of the documentation says more."""
-    part.wait()
-    why = part.why_not()
+def moves_of(page: str) -> Finding:
+    """Whether pages move in native code. ``page`` of the documentation says more."""
+    why = native.why_not()
     if why is None:
-        return Finding("pages", Level.OK, "move in compiled code")
-    words = f"move in Python, which is slower and holds the GIL: {why.reason}"
-    return Finding("pages", Level.WARNING, words, f"{why.remedy}; {page}")
+        return Finding("pages", Level.OK, "move in native code")
+    words = f"move in Python, which is slower and holds the GIL: {why}"
+    return Finding("pages", Level.WARNING, words, f"{native.REMEDY}; {page}")
 
 
 @runtime_checkable

@@ -13,7 +13,6 @@ from hicache_ext.runtime.mounts import on_root_file_system
 from hicache_ext.storage.contract.diagnosis import Finding, Level, moves_of
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.trial import nearest_directory, try_store
-from hicache_ext.storage.tiers.file.slab import loading
 from hicache_ext.storage.tiers.file.usage import occupied_bytes
 
 _MEMORY = frozenset({"tmpfs", "ramfs"})
@@ -49,7 +48,7 @@ def of_paths(
     seen = "; ".join([f"{layout}: {_LAYOUTS.get(layout, '')}".rstrip(": "), *why])
     findings = [Finding("layout", Level.OK, seen)]
     if "slab" in layout:
-        findings.append(moves_of(loading.part, "docs/file-tier.md"))
+        findings.append(moves_of("docs/file-tier.md"))
     try:
         findings += [_file_system(path, layout) for path in paths]
         findings += _space(paths, capacity, sum(occupied_bytes(path) for path in in_service))

@@ -291,7 +291,7 @@ class Wire:
 
     @property
     def descriptor(self) -> int | None:
-        """Of a socket whose bytes are the protocol's own: compiled code can use it. None under TLS."""
+        """Of a socket whose bytes are the protocol's own: the native core can use it. None under TLS."""
         # Whoever uses it sets timers of its own.
         self._timers = dict.fromkeys(self._timers, (0.0, 0.0))
         return self._socket.fileno()

@@ -14,7 +14,6 @@ from hicache_ext.config.units import format_size, rounded_size
 from hicache_ext.errors import ConfigError, ProtocolError, RefusedError
 from hicache_ext.storage.contract.diagnosis import Finding, Level, moves_of
 from hicache_ext.storage.contract.store import GetResult, SetResult
-from hicache_ext.storage.tiers.redis import talk_code
 from hicache_ext.storage.tiers.redis.clients import admin_client, page_name, page_prefix
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import Connection
@@ -36,7 +35,7 @@ def diagnose(tier: RedisTierConfig, topology: Topology) -> list[Finding]:
     nodes = topology.nodes
     findings: list[Finding] = []
     if not tier.tls:
-        findings.append(moves_of(talk_code.part, "docs/redis.md"))
+        findings.append(moves_of("docs/redis.md"))
     if not nodes:
         servers = ", ".join(str(endpoint) for endpoint in tier.endpoints)
         remedy = "start it, or correct url and login"

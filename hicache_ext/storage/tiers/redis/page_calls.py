@@ -2,22 +2,32 @@
 
 Each function takes pages through ``PageCall`` and sets their ``result`` one by one, so that a connection that breaks in
 the middle leaves exactly the pages without a result to be asked for again. A page whose slot has moved gets a
-``redirect`` instead.
+``redirect`` instead. What a healthy server needs, ``NativeCall`` does without the GIL.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import hashlib
+import os
 import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
-from hicache_ext.errors import OversizedValueError, ProtocolError, RefusedError
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ext import native
+from hicache_ext.errors import OversizedValueError, ProtocolError, RefusedError, ServerClosedError
 from hicache_ext.page import envelope
+from hicache_ext.page.memory import Addresses, addresses_of
+from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.bad_pages import Removal, Sighting, Stored
-from hicache_ext.storage.contract.store import GetResult, SetResult
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, key_words
+from hicache_ext.storage.tiers.redis.clients import page_name
 from hicache_ext.storage.tiers.redis.config import Endpoint
 from hicache_ext.storage.tiers.redis.connection import (
     Connection,
@@ -26,6 +36,7 @@ from hicache_ext.storage.tiers.redis.connection import (
     Status,
     command,
     command_of_equals,
+    new_nonce,
 )
 
 HEADER_LENGTH = envelope.FIELDS_LENGTH
@@ -402,3 +413,128 @@ def _is_redirect(call: PageCall, error: ErrorReply) -> bool:
 
 Talk = Callable[[Connection, Sequence[PageCall]], str | None]
 """The commands for some pages on one connection. Of writes, it says why the server takes none."""
+
+
+# -- by the native core (native/talk.c) --------------------------------------------------------------------------------
+
+_MOST_SEGMENTS = IOV_MAX - 3
+_LEFT, _DONE, _OTHERWISE = range(3)
+_ENDED, _UNEXPECTED, _CLOSED, _LATE = range(4)
+
+
+class _Text(ctypes.Structure):
+    _fields_ = [("at", ctypes.c_char_p), ("length", ctypes.c_int64)]
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = native.words("addresses segments segment_count payload")
+
+
+class _PageWords(ctypes.Structure):
+    _texts = "get_head", "length_head", "set_head", "set_tail", "set_end", "expected", "there"
+    _fields_ = [("start", ctypes.c_int64 * 2), *[(name, _Text) for name in _texts]]
+
+
+class GetPages(native.Arguments):
+    function = "hicache_get_pages"
+    _fields_ = native.words("memory keys words results positions position_count socket deadline window")
+
+
+class SetPages(native.Arguments):
+    function = "hicache_set_pages"
+    _fields_ = native.words("pages created question question_length answer_length")
+
+
+@functools.lru_cache(64)
+def _page_words(page_names: bytes, payload: int, ttl: int | None) -> _PageWords:
+    """What is sent and answered around pages of this size; they live as long as it does."""
+    nothing = page_name(page_names, bytes(envelope.KEY_LENGTH))
+    size, name = HEADER_LENGTH + payload, b"$%d\r\n%b" % (len(nothing), page_names)
+    options = [b"NX"] if ttl is None else [b"NX", b"EX", b"%d" % ttl]
+    texts = [
+        b"*2\r\n$3\r\nGET\r\n" + name,
+        b"*2\r\n$6\r\nSTRLEN\r\n" + name,
+        b"*%d\r\n$3\r\nSET\r\n" % (3 + len(options)) + name,
+        b"\r\n$%d\r\n" % size,
+        b"\r\n" + b"".join([b"$%d\r\n%b\r\n" % (len(option), option) for option in options]),
+        b"$%d\r\n" % size,
+        b":%d\r\n" % size,
+    ]
+    start = np.frombuffer(envelope.PAGE_START, np.int64).tolist()
+    return _PageWords((ctypes.c_int64 * 2)(*start), *[_Text(text, len(text)) for text in texts])
+
+
+class NativeCall:
+    """GET or SET of pages of one size by the native core, which talks while the server answers as a healthy one does.
+
+    Threads: several, each with a connection and pages of its own.
+    """
+
+    def __init__(self, core: native.Core, memory: Addresses, keys: Sequence[bytes], words: _PageWords) -> None:
+        self._core = core
+        self._addresses = memory
+        self._memory = _Memory(
+            native.address(memory.pages),
+            native.address(memory.segment_sizes),
+            len(memory.segment_sizes),
+            memory.page_bytes,
+        )
+        self._keys = key_words(keys)
+        self._words = words
+        self._results = np.zeros(len(keys), np.int64)
+
+    @classmethod
+    def of(cls, batch: PageBatch, page_names: bytes, ttl: int | None, *, writable: bool) -> Self | None:
+        """None where there is no core, or it cannot move these pages: they are of several sizes or too many pieces, or
+        their memory cannot be addressed. ``page_names``: what their names begin with."""
+        core = native.core()
+        if core is None or not len(batch) or batch.sizes.count(batch.sizes[0]) != len(batch.sizes):
+            return None
+        memory = addresses_of(batch.buffers, writable=writable)
+        if memory is None or len(memory.segment_sizes) > _MOST_SEGMENTS or memory.page_bytes != batch.sizes[0]:
+            return None
+        return cls(core, memory, batch.keys, _page_words(page_names, memory.page_bytes, ttl))
+
+    def get(self, connection: Connection, positions: npt.NDArray[np.int64]) -> None:
+        """GET these pages. Raises TimeoutError, OSError, and ProtocolError for an answer that none of theirs has: the
+        connection must be closed then. ``results`` are right all the same."""
+        self._run(self._pages(connection, positions))
+
+    def set(self, connection: Connection, positions: npt.NDArray[np.int64]) -> None:
+        """STRLEN, and SET NX of what is not there; as ``get``. Of a user who may PING."""
+        nonce = new_nonce()
+        question, answer_length = command(b"PING", nonce), len(b"$%d\r\n%b\r\n" % (len(nonce), nonce))
+        created, memory = int(time.time() * 1000), np.frombuffer(question, np.uint8)
+        pages = self._pages(connection, positions)
+        self._run(SetPages(ctypes.addressof(pages), created, native.address(memory), len(question), answer_length))
+
+    def results(self, done: Any, otherwise: Any) -> list[Any]:
+        """``done``: read whole and right, or stored. ``otherwise``: not there to be read, or there already. None for a
+        page of which nothing is known."""
+        if (self._results == _DONE).all():
+            return [done] * len(self._results)
+        return [(None, done, otherwise)[result] for result in self._results.tolist()]
+
+    def _pages(self, connection: Connection, positions: npt.NDArray[np.int64]) -> GetPages:
+        return GetPages(
+            ctypes.addressof(self._memory),
+            native.address(self._keys),
+            ctypes.addressof(self._words),
+            native.address(self._results),
+            native.address(positions),
+            len(positions),
+            connection.wire.descriptor,
+            int(connection.deadline * 1e9),
+            connection.window(),
+        )
+
+    def _run(self, arguments: GetPages | SetPages) -> None:
+        status = self._core(arguments)
+        if status < 0:
+            raise OSError(-status, os.strerror(-status))
+        if status == _CLOSED:
+            raise ServerClosedError
+        if status == _LATE:
+            raise TimeoutError("the deadline has passed")
+        if status != _ENDED:
+            raise ProtocolError("an answer that none of these pages has")

@@ -53,6 +53,7 @@ from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import LARGEST_VALUE, command
 from hicache_ext.storage.tiers.redis.node import Lane, Node
 from hicache_ext.storage.tiers.redis.page_calls import (
+    NativeCall,
     PageCall,
     Talk,
     ask_integers,
@@ -63,7 +64,6 @@ from hicache_ext.storage.tiers.redis.page_calls import (
     remove_bad,
     write_pages,
 )
-from hicache_ext.storage.tiers.redis.talk_code import Columns, Limits, PageWords, talk_code
 from hicache_ext.storage.tiers.redis.topology import Topology, post_hint, read_hints, stored_identities, sweep_nodes
 
 logger = logging.getLogger(__name__)
@@ -73,9 +73,9 @@ _ATTEMPTS = 2
 _REDIRECTIONS = 3
 _SHARE = 256 * 1024
 """Bytes below which another connection does not pay."""
-_COMPILED_SHARE = 8 << 20
+_NATIVE_SHARE = 8 << 20
 _LARGE_SHARE, _LARGE_PAGE = 4 << 20, 512 * 1024
-"""The same for compiled code, of which one thread does what a server can; measured in docs/decisions/redis.md."""
+"""The same for the native core, of which one thread does what a server can; measured in docs/decisions/redis.md."""
 _MOST_THREADS = 64
 _AWAY = frozenset({"LOADING", "MASTERDOWN", "NOAUTH"})
 """Errors that are a state of the node: it is out of service until a login works again."""
@@ -130,10 +130,6 @@ class RedisPageStore(TierStore):
         self._topology = Topology(name, tier, tls, self.metrics)
         self._clearing = Clearing(name, self._endpoint_of)
         self._turns = itertools.count()
-        self._page_words: dict[int, PageWords] = {}
-        # Loaded, or begun to be compiled, when a tier opens and not by its first call.
-        if not tier.tls:
-            talk_code()
         nodes = max(3, len(self._topology.nodes)) if self._topology.is_cluster else 1
         try:
             # One thread for every connection, so that a node that hangs cannot keep the others' pages waiting.
@@ -438,7 +434,7 @@ class RedisPageStore(TierStore):
         deadline: float,
         results: type[GetResult] | type[SetResult],
     ) -> list[Any]:
-        """Results of the pages that need nothing but a healthy server, moved by compiled code. None is while pages are
+        """Results of the pages that need nothing but a healthy server, moved by the native core. None while pages are
         hidden, or writes wait for verdicts.
 
         Only good news is told: read or stored, and that a page is not there (read) or there already (written). None
@@ -447,12 +443,10 @@ class RedisPageStore(TierStore):
         write, nothing = results is SetResult, [None] * len(batch)
         if self._clearing.hides_some or (write and self._bad_pages.hides_some):
             return nothing
-        code = None if self._tier.tls or not len(batch) else talk_code()
-        columns = None if code is None else Columns.of(batch, writable=not write)
-        if code is None or columns is None:
+        pages = None if self._tier.tls else NativeCall.of(batch, self._page_names, self._tier.ttl, writable=not write)
+        if pages is None:
             return nothing
-        talk = code.write if write else code.read
-        words = self._words(columns.memory.page_bytes)
+        talk = pages.set if write else pages.get
         shares: list[tuple[int, Node, npt.NDArray[np.int64], bool]] = []
         of_replicas: list[int] = []
         turn = next(self._turns)
@@ -464,7 +458,7 @@ class RedisPageStore(TierStore):
             of_replicas += [] if node is primary else positions.tolist()
             size = batch.sizes[0]
             # A page to write is hashed before its first byte can be sent: meanwhile other connections send large ones.
-            share = _LARGE_SHARE if write and size >= _LARGE_PAGE else _COMPILED_SHARE
+            share = _LARGE_SHARE if write and size >= _LARGE_PAGE else _NATIVE_SHARE
             count = max(1, min(node.pages.free, len(positions) * size // share, len(positions)))
             # Dealt round-robin, as in ``_shares``.
             again = node is primary
@@ -475,11 +469,8 @@ class RedisPageStore(TierStore):
             _, node, positions, is_asked_again = shares[number]
             try:
                 with node.connection(node.pages, deadline) as connection:
-                    descriptor = connection.wire.descriptor
-                    if descriptor is None or (write and not connection.answers_questions):
-                        return
-                    limits = Limits(deadline, connection.window())
-                    talk(descriptor, columns, positions, words, limits)
+                    if connection.wire.descriptor is not None and (connection.answers_questions or not write):
+                        talk(connection, positions)
             except LaneBusyError:
                 return
             except (OSError, ProtocolError) as error:
@@ -489,18 +480,12 @@ class RedisPageStore(TierStore):
 
         self._threads.run(len(shares), move)
         if write:
-            return code.results(columns, SetResult.STORED, SetResult.EXISTS)
-        moved = code.results(columns, GetResult.HIT, GetResult.MISS)
+            return pages.results(SetResult.STORED, SetResult.EXISTS)
+        moved = pages.results(GetResult.HIT, GetResult.MISS)
         for position in of_replicas:
             if moved[position] is GetResult.MISS:
                 moved[position] = None
         return moved
-
-    def _words(self, payload: int) -> PageWords:
-        words = self._page_words.get(payload)
-        if words is None:
-            words = self._page_words[payload] = PageWords.of(self._page_names, payload, self._tier.ttl)
-        return words
 
     def _positions_by_node(self, keys: Sequence[bytes]) -> list[tuple[Node | None, npt.NDArray[np.int64]]]:
         if not self._topology.is_cluster:

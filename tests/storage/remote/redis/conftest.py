@@ -71,7 +71,7 @@ class DamagedPath:
             connection = real(tier, *others, **options)
             if tier is self.tier:
                 connection.reader._receive_into = self._damaging(connection.reader._receive_into)
-                # Compiled code would receive past the damage.
+                # The native core would receive past the damage.
                 monkeypatch.setattr(type(connection.wire), "descriptor", None)
             return connection
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from hicache_ext import native
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.redis import node, topology
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
@@ -288,24 +289,20 @@ class Stray:
         return self.before.pop(words[0], b"") + reply
 
 
-def open_stray(server: FakeServer, monkeypatch: pytest.MonkeyPatch, compiled: bool) -> RedisPageStore:
-    if not compiled:
-        from hicache_ext.storage.tiers.redis import store as store_module
-
-        monkeypatch.setattr(store_module, "talk_code", lambda: None)
+def open_stray(server: FakeServer, monkeypatch: pytest.MonkeyPatch, way: str) -> RedisPageStore:
+    if way == "plain":
+        monkeypatch.setattr(native, "LIBRARY", Path("/nowhere"))
     tier = tier_of(server.endpoint.port, cluster=False, connections=1, prefix=PREFIX)
     return RedisPageStore("pool", tier)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("way", ["native", "plain"])
 @pytest.mark.parametrize("word", [b"STRLEN", b"SET"])
-def test_a_reply_too_many_in_the_middle_of_a_write_makes_no_page_exist(
-    monkeypatch, word: bytes, compiled: bool
-) -> None:
+def test_a_reply_too_many_in_the_middle_of_a_write_makes_no_page_exist(monkeypatch, word: bytes, way: str) -> None:
     """Seen: ``set`` answered EXISTS for a page that was not there."""
     stray = Stray()
     with FakeServer(stray.answer) as server:
-        store = open_stray(server, monkeypatch, compiled)
+        store = open_stray(server, monkeypatch, way)
         try:
             keys = page_keys(4)
             store_pages(store, page_keys(1, "first"))
@@ -318,11 +315,11 @@ def test_a_reply_too_many_in_the_middle_of_a_write_makes_no_page_exist(
             store.close()
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_reply_too_many_on_an_idle_connection_shifts_nothing(monkeypatch, compiled: bool) -> None:
+@pytest.mark.parametrize("way", ["native", "plain"])
+def test_a_reply_too_many_on_an_idle_connection_shifts_nothing(monkeypatch, way: str) -> None:
     stray = Stray()
     with FakeServer(stray.answer) as server:
-        store = open_stray(server, monkeypatch, compiled)
+        store = open_stray(server, monkeypatch, way)
         try:
             store_pages(store, page_keys(1, "first"))
             for connection in server._sockets:
@@ -342,7 +339,7 @@ def test_a_reply_too_many_on_an_idle_connection_shifts_nothing(monkeypatch, comp
 def test_an_answer_to_a_look_up_with_a_reply_too_many_is_absence(monkeypatch) -> None:
     stray = Stray()
     with FakeServer(stray.answer) as server:
-        store = open_stray(server, monkeypatch, True)
+        store = open_stray(server, monkeypatch, "native")
         try:
             store_pages(store, page_keys(1, "first"))
             stray.before[b"EXISTS"] = b":4\r\n"
@@ -383,7 +380,7 @@ def test_a_server_that_comes_and_goes_leaves_no_descriptor_no_thread_and_few_lin
     assert len(lines_of(caplog)) <= 8
 
 
-# -- the compiled talk -------------------------------------------------------------------------------------------------
+# -- the native talk ---------------------------------------------------------------------------------------------------
 
 
 def test_a_server_that_ends_amid_replies_costs_no_page_that_a_second_try_can_have(server, open_store) -> None:

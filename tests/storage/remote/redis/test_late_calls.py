@@ -108,7 +108,7 @@ def test_a_page_that_was_removed_does_not_come_back_from_a_replica_that_lags(
 # -- one operation ---------------------------------------------------------------------------------------------------
 
 
-def test_a_timer_that_compiled_code_set_is_not_taken_for_ones_own() -> None:
+def test_a_timer_that_the_native_core_set_is_not_taken_for_ones_own() -> None:
     ours, other = socket.socketpair()
     with other:
         wire = Wire(ours)
@@ -117,7 +117,7 @@ def test_a_timer_that_compiled_code_set_is_not_taken_for_ones_own() -> None:
         wire.receive_into([memoryview(bytearray(1))], deadline)
         descriptor = wire.descriptor
         assert descriptor is not None
-        # What compiled code does for a call of another caller's.
+        # What the core does for a call of another caller's.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, (3).to_bytes(8, "little") + bytes(8))
         with pytest.raises(TimeoutError):
             wire.receive_into([memoryview(bytearray(1))], deadline)

@@ -235,7 +235,7 @@ def test_a_wrong_answer_to_a_look_up_is_absence(sent):
 
 def test_a_read_that_is_cut_ends_by_the_limit_of_its_call_and_what_came_is_a_leading_run(monkeypatch):
     # So that small pages are dealt to all connections.
-    monkeypatch.setattr(store_module, "_COMPILED_SHARE", 1)
+    monkeypatch.setattr(store_module, "_NATIVE_SHARE", 1)
     """SGLang uses the leading run alone: pages that came behind a gap would have been sent in vain."""
     size, answered = 32 * 1024, 5
     keys = page_keys(40)

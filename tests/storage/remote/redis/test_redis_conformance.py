@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from hicache_ext import native
 from hicache_ext.page.transforms.sealing import SealMode
 from hicache_ext.storage.tiers.redis import connection
-from hicache_ext.storage.tiers.redis import store as store_module
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.state_machine import page_store_machine
 from tests.rigs.redis_servers import RedisCluster, RedisServer
@@ -28,10 +28,10 @@ class TestRedisServer(PageStoreTests):
         return Values(shared_server)
 
 
-class TestRedisServerWithoutCompiledCode(PageStoreTests):
+class TestRedisServerWithoutTheNativeCore(PageStoreTests):
     @pytest.fixture
     def medium(self, shared_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Values:
-        monkeypatch.setattr(store_module, "talk_code", lambda: None)
+        monkeypatch.setattr(native, "LIBRARY", Path("/nowhere"))
         return Values(shared_server)
 
 

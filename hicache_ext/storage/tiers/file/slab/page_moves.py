@@ -287,7 +287,7 @@ class PageMoves:
             )
             at_once, slot_size = AT_ONCE_DIRECT if direct else AT_ONCE, slot_size_of(payload)
             of_call = _WORDS.pack(
-                *native.addresses(arrays),
+                *map(native.address, arrays),
                 into_memory,
                 count,
                 len(opened),
