@@ -70,6 +70,7 @@ FORMER = {
             "test_an_account_without_a_home_has_a_reason_too",
             "test_another_version_does_not_find_it",
             "test_code_for_another_processor_is_another_version",
+            "test_compiled_code_is_refused_once_a_group_may_write_it",
             "test_code_that_was_damaged_is_compiled_anew",
             "test_everything_is_listed_and_nothing_changes",
             "test_how_the_compiler_ended_is_known",

@@ -208,10 +208,8 @@ class OurContender:
 
     def __init__(self, place: Workplace, layout: str, io: str) -> None:
         from hicache_ext.sglang.backend import HiCacheExtBackend
-        from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
         from hicache_ext.testing.host_pools import make_storage_config
 
-        wait_for_compiled_code()
         tier = _tier(place.directory, capacity=place.capacity, threads=place.threads, layout=layout, io=io)
         section = {"tiers": {"bench": tier}, "model": {"id": "bench", "fingerprint": "off"}}
         mla = place.host.geometry == "mla"

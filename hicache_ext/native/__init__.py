@@ -27,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import numpy.typing as npt
 
 logger = logging.getLogger(__name__)
@@ -100,8 +101,8 @@ def address(memory: npt.NDArray[Any] | bytearray) -> int:
         # A third of what numpy takes for it.
         return ctypes.addressof(_NO_BYTES.from_buffer(memory))  # type: ignore[arg-type]
     except TypeError:
-        # It is read-only, or has gaps.
-        return np.asarray(memory).ctypes.data
+        # It is read-only.
+        return int(np.asarray(memory).ctypes.data)
 
 
 def sources_version(place: Path = _HERE) -> int:

@@ -113,7 +113,7 @@ RULES = (
     Rule(
         "hicache-ext plan --workload ",
         in_short=(("think=90s", "think=9s,span=1m"),),
-        why="an hour of traffic takes minutes without numba",
+        why="an hour of traffic takes minutes",
     ),
     Rule("hicache-ext bench kernels --calibrate", How.PARSE, why="a minute on a GPU, whose calibration it would write"),
     Rule(

@@ -24,7 +24,7 @@ class TestSlabStore(PageStoreTests):
 
 class TestSlabStoreWithoutCompiledCode(TestSlabStore):
     @pytest.fixture(autouse=True)
-    def _no_compiled_code(self, monkeypatch):
+    def _no_native_core(self, monkeypatch):
         monkeypatch.setattr(native, "LIBRARY", Path("/nowhere"))
 
 

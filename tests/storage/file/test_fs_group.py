@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ext.runtime.code_cache import CodeCache
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from tests.rigs.kubelet import give_to_group
 from tests.storage.file.test_access import (
@@ -101,16 +100,3 @@ def test_a_tier_that_is_the_volume_is_closed_by_its_owner_and_opened_again_by_ea
         in_the_pod(lambda: write(volume, "slab"))
         assert (give_to_group(volume, TEAM, on_root_mismatch=True) > 0) is opened_again
     in_the_pod(lambda: read(volume, "slab"))
-
-
-@pytest.mark.parametrize(("sparing", "used"), [(True, True), (False, False)], ids=["OnRootMismatch", "Always"])
-def test_compiled_code_is_refused_once_a_group_may_write_it(volume: Path, sparing: bool, used: bool) -> None:
-    cache = CodeCache("1", (volume,), (volume,))
-    cache.keep({"function": b"code"}, volume)
-    assert cache.find() == ({"function": b"code"}, ())
-    give_to_group(volume, TEAM, on_root_mismatch=sparing)
-    found, refused = cache.find()
-    assert (found is not None) is used
-    [file] = map(os.fspath, volume.iterdir())
-    sentence = f"{file}: other accounts may write it, and could run any code here with it"
-    assert refused == (() if used else (sentence,))
