@@ -10,6 +10,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -299,6 +300,26 @@ def test_any_number_of_segments_up_to_the_most_is_moved_and_no_iovec_too_many_is
 def test_more_neighbours_than_a_thread_has_headers_for_are_moved(tmp_path, sizes, mode):
     neighbours = [(0, slot) for slot in range(300)]
     assert_moved_alike(tmp_path, sizes, neighbours, 16 * MIB, mode, 0, 1)
+
+
+@pytest.mark.parametrize("sizes", [[1000, 24], [9000], [30_000, 10_000]])
+def test_threads_share_the_pages_of_a_call_and_leave_none(tmp_path, monkeypatch, sizes):
+    monkeypatch.setattr(page_moves, "AT_ONCE", 8192)
+    slabs, keys = Slabs(tmp_path / "slabs", sum(sizes), (0, 1), 150), page_keys(300)
+    placed, plan, metrics = place([divmod(n, 150) for n in range(300)], sum(sizes)), IoPlan(), TierMetrics("disk")
+    for write in (True, False):
+        memory = Memory(300, sizes)
+        for page, key in enumerate(keys if write else []):
+            memory.fill(page, payload_of(key, sum(sizes)))
+        moves = PageMoves(slabs, plan, metrics, SlotIo(slabs, plan, metrics))
+        choose = moves.to_write if write else moves.to_read
+        with choose(PageBatch(keys, memory.pages), placed, slabs.slab, 4) as moving, ThreadPoolExecutor(4) as pool:
+            counts = list(pool.map(moving.move, range(4)))
+        assert moving.threads == 4
+        assert moving.all_done
+        assert sum(counts) == 300
+        memory.assert_guards_intact()
+        assert [memory.payload(page) for page in range(300)] == [payload_of(key, sum(sizes)) for key in keys]
 
 
 @pytest.mark.parametrize("count", [1024, 1025, 1100])
