@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from hicache_ext import native
 from hicache_ext.cli import doctor_command
 from hicache_ext.cli.main import main
 from hicache_ext.config.model import ExtraConfig
@@ -18,8 +19,6 @@ from hicache_ext.sglang import self_check, used_names
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.contract.trial import try_store
 from hicache_ext.storage.tiers.file import examination as users
-from hicache_ext.storage.tiers.file.slab import loading
-from hicache_ext.storage.tiers.file.slab.loading import NotCompiled
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.server import free_port
 from tests.rigs.container import Program
@@ -65,16 +64,17 @@ def test_a_sound_file_tier_has_a_round_trip_and_leaves_nothing_behind(
     assert found["configuration"]["prefetch_threshold"]["level"] == "note"
 
 
-def test_slabs_without_compiled_code_are_a_warning_that_says_why(
+def test_slabs_without_the_native_core_are_a_warning_that_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    why = NotCompiled("No module named 'numba'", "pip install it")
-    monkeypatch.setattr(loading.part, "why_not", lambda: why)
     tier = {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB", "layout": "slab"}
     _, found = findings(capsys, [write(tmp_path, {"disk": tier})])
+    assert found["tier disk"]["pages"]["seen"] == "move in native code"
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "core.so")
+    _, found = findings(capsys, [write(tmp_path, {"disk": tier})])
     assert found["tier disk"]["pages"]["level"] == "warning"
-    assert "numba" in found["tier disk"]["pages"]["seen"]
-    assert "pip install" in found["tier disk"]["pages"]["remedy"]
+    assert "core.so was not built with this package" in found["tier disk"]["pages"]["seen"]
+    assert native.REMEDY in found["tier disk"]["pages"]["remedy"]
 
 
 @pytest.mark.thorough

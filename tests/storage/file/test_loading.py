@@ -18,11 +18,8 @@ from typing import Any
 import pytest
 
 import hicache_ext
-from hicache_ext.cli.main import main
-from hicache_ext.config.model import ExtraConfig
 from hicache_ext.page import batch_code
 from hicache_ext.runtime import compiled_part, jit
-from hicache_ext.runtime.code_cache import CodeCache
 from hicache_ext.storage.tiers.file.slab import loading
 from hicache_ext.storage.tiers.file.slab.compiled_code import CompiledCode
 from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
@@ -422,42 +419,3 @@ def test_what_is_missing_is_not_compiled() -> None:
 def test_outside_of_loading_nothing_is_compiled() -> None:
     with pytest.raises(ImportError, match="is to be loaded"):
         CompiledCode()
-
-
-@pytest.mark.usefixtures("not_begun")
-def test_the_doctor_says_before_and_after_that_code_is_compiled_and_keeps_json_clean(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    functions, _ = loading.part.cache().find()
-    cache = tmp_path / "cache"
-    version = loading.part.cache().version
-    monkeypatch.setattr(compiled_part, "code_cache", lambda part: CodeCache(version, (cache,), (cache,)))
-
-    def compile_in_another_process(part: str, place: Path, lock: int | None) -> None:
-        assert "is compiled, once per version" in capsys.readouterr().err
-        assert functions is not None
-        loading.part.cache().keep(functions, place)
-
-    monkeypatch.setattr(compiled_part, "_compile_in_another_process", compile_in_another_process)
-    tier = {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB", "layout": "slab"}
-    document = json.dumps(ExtraConfig.around({"tiers": {"disk": tier}}))
-    assert main(["doctor", "--json", document]) == 0
-    out, err = capsys.readouterr()
-    assert "was compiled in 0 s" in err
-    (section,) = [one for one in json.loads(out)["sections"] if one["title"].startswith("tier disk")]
-    assert "move in compiled code" in [finding["seen"] for finding in section["findings"]]
-
-
-@pytest.mark.usefixtures("not_begun")
-def test_the_doctor_names_the_setting_where_compiled_code_cannot_be_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    nowhere = (tmp_path / "file" / "cache",)
-    monkeypatch.setattr(compiled_part, "code_cache", lambda part: CodeCache("none", nowhere, nowhere))
-    tier = {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB", "layout": "slab"}
-    assert main(["doctor", json.dumps(ExtraConfig.around({"tiers": {"disk": tier}}))]) == 0
-    out = capsys.readouterr().out
-    assert "WARNING pages: move in Python" in out
-    assert "Not a directory" in out
-    assert "set NUMBA_CACHE_DIR" in out
