@@ -186,7 +186,7 @@ def _tiers(stack: ExitStack, place: Path) -> list[Tier]:
         redis = stack.enter_context(RedisServer(place / "redis"))
         tiers += [
             Tier(f"redis, {size >> 10} KiB", size, {"type": "redis", "url": redis.url}, 1000)
-            for size in (1 << 17, 1 << 20)
+            for size in (1 << 15, 1 << 17, 1 << 20)
         ]
     if problem := missing_s3_server():
         print(f"missing: {problem}", file=sys.stderr)

@@ -25,9 +25,9 @@ def build(machine: str, place: Path) -> Path:
     compiler = f"{sys.executable} -m ziglang cc -target {machine}-linux-gnu.{GLIBC}"
     tag = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
     with tempfile.TemporaryDirectory() as made:
+        command = [sys.executable, "setup.py", "-q", "build", "--build-base", made]
         subprocess.run(
-            [sys.executable, "setup.py", "-q", "build", "--build-base", made, "bdist_wheel", "--plat-name", tag]
-            + ["--bdist-dir", f"{made}/wheel", "--dist-dir", str(place)],
+            [*command, "bdist_wheel", "--plat-name", tag, "--bdist-dir", f"{made}/wheel", "--dist-dir", str(place)],
             cwd=ROOT,
             env={**os.environ, "CC": compiler, "LDSHARED": f"{compiler} -shared -Wl,-s"},
             check=True,

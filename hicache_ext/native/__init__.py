@@ -169,7 +169,6 @@ __all__ = [
     "Arguments",
     "Core",
     "address",
-    "addresses",
     "core",
     "sources_version",
     "why_not",

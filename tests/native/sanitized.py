@@ -13,7 +13,10 @@ CORE_VARIABLE = "HICACHE_EXT_TEST_CORE"
 """Names the library that tests/conftest.py puts in place of the package's own."""
 _OPTIONS = {
     # The interpreter frees little at its end, and keeps its own small blocks.
-    "address": {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1", "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"},
+    "address": {
+        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+    },
     "thread": {"TSAN_OPTIONS": "halt_on_error=1:report_signal_unsafe=0"},
 }
 _FLAGS = {"address": "-fsanitize=address,undefined -fno-sanitize-recover=all", "thread": "-fsanitize=thread"}

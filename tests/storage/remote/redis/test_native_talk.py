@@ -293,11 +293,23 @@ def test_pages_whose_pieces_fill_a_system_call_are_written_and_read(pieces: int)
     assert ours.sent == plain.sent
 
 
-@pytest.mark.parametrize("name", [b"n" * 70_000])
-def test_names_longer_than_there_is_room_for_are_asked_for_by_nobody(name: bytes) -> None:
+def test_more_requests_than_one_system_call_takes_are_asked_in_turns() -> None:
+    keys = page_keys(900)
+    values = [write_page_object(key, payload_of(key, 13), header_length=128) for key in keys[:450]]
+    replies = b"".join([b"$%d\r\n%b\r\n$-1\r\n" % (len(value), value) for value in values])
+    ours, plain = both("get", [replies], [key for pair in zip(keys[:450], keys[450:], strict=True) for key in pair])
+    assert ours.results == plain.results == [GetResult.HIT, GetResult.MISS] * 450
+    assert ours.sent == plain.sent
+    replies = replies_of(b":0\r\n:141\r\n" * 200 + b"<answer>" + b"+OK\r\n" * 200 + b"<answer>", values)
+    ours, plain = both("set", [replies], keys[:400])
+    assert ours.results == plain.results == [SetResult.STORED, SetResult.EXISTS] * 200
+    assert ours.sent == plain.sent
+
+
+def test_names_longer_than_there_is_room_for_are_asked_for_by_nobody() -> None:
     pages = filled(KEYS, [SIZES] * 3)
     for word in ("get", "set"):
-        call = NativeCall.of(PageBatch(KEYS, pages.buffers), name, None, writable=True)
+        call = NativeCall.of(PageBatch(KEYS, pages.buffers), b"n" * 70_000, None, writable=True)
         assert call is not None
         with connected([b""], patience=0.05) as (connection, _), pytest.raises((OSError, ProtocolError)):
             getattr(call, word)(connection, np.arange(3))
