@@ -7,7 +7,7 @@ import argparse
 import asyncio
 import sys
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,24 +19,36 @@ from hicache_ext.storage.contract.base import leading
 
 
 class AiofilesContender:
-    """A file per page through aiofiles, the pages of a batch together; no envelope, no atomic publication."""
+    """A file per page through aiofiles, the pages of a batch together; no envelope, no atomic publication.
 
-    cannot: Mapping[str, str] = {"overwrite": "it has no eviction", "exists": "it has no index"}
+    At its capacity it deletes the oldest batch.
+    """
 
     def __init__(self, place: file.Workplace) -> None:
         import aiofiles
 
         self._open: Any = aiofiles.open
         self._directory = place.directory
+        self._left = place.capacity // place.payload
+        self._batches: list[Sequence[bytes]] = []
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(4))
         self._thread = threading.Thread(target=self._loop.run_forever, name="bench-aiofiles", daemon=True)
         self._thread.start()
 
     def write(self, keys: Sequence[bytes], pages: Pages) -> int:
+        if self._left < len(keys):
+            oldest = self._batches.pop(0)
+            for key in oldest:
+                (self._directory / key.hex()).unlink()
+            self._left += len(oldest)
+        self._batches.append(keys)
+        self._left -= len(keys)
         return self._run([self._move(key, page, "wb") for key, page in zip(keys, pages.sources, strict=True)])
 
     def read(self, keys: Sequence[bytes], pages: Pages) -> int:
+        if keys not in self._batches:
+            return 0
         return self._run([self._move(key, page, "rb") for key, page in zip(keys, pages.targets, strict=True)])
 
     def _run(self, pages: list[Coroutine[Any, Any, bool]]) -> int:
@@ -47,10 +59,8 @@ class AiofilesContender:
 
     async def _move(self, key: bytes, page: Any, mode: str) -> bool:
         async with self._open(self._directory / key.hex(), mode, buffering=0) as opened:
-            return page.nbytes == await (opened.write(page.data) if mode == "wb" else opened.readinto(page.data))
-
-    def count_leading(self, keys: Sequence[bytes]) -> int:
-        raise NotImplementedError
+            moved: int = await (opened.write(page.data) if mode == "wb" else opened.readinto(page.data))
+            return moved == page.nbytes
 
     def remove(self, keys: Sequence[bytes]) -> None: ...
 

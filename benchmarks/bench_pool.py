@@ -23,7 +23,7 @@ from benchmarks.rivals.mooncake import mooncake_servers
 from benchmarks.rivals.object import object_stores
 from benchmarks.rivals.redis import redis_server
 from hicache_ext.bench.frame import fresh_directory
-from hicache_ext.bench.pool import add_measuring_arguments, compare
+from hicache_ext.bench.pool import add_arguments, compare
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.runtime.results import standard_output_of
 from hicache_ext.runtime.signals import terminated_in_order
@@ -34,7 +34,7 @@ ENGINES: dict[str, Engine] = {"mooncake": mooncake_servers, "redis": redis_serve
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=tuple(ENGINES), required=True)
-    add_measuring_arguments(parser)
+    add_arguments(parser)
     arguments = parser.parse_args(words)
     with (
         standard_output_of(arguments),

@@ -246,8 +246,7 @@ def _measure(arguments: argparse.Namespace, directory: Path) -> list[Measured]:
     pages = arguments.tokens // PAGE_SIZE
     host = Pages(arguments.page_bytes, pages, 0)
     requests = [page_keys(f"request-{number}", pages) for number in range(arguments.requests)]
-    everything = pages * len(requests)
-    theirs = Workplace(directory / "sglang", CAPACITY, everything, arguments.page_bytes)
+    theirs = Workplace(directory / "sglang", CAPACITY, arguments.page_bytes)
     theirs.directory.mkdir()
     _fill(directory / "pool", theirs, host, requests)
     measured = []

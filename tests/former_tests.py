@@ -118,9 +118,8 @@ FORMER = {
         "-> test_every_thread_moves_all_its_batches_and_nothing_is_left"
     ),
     "test_every_engine_and_contender_is_there_or_says_what_is_missing": "-> test_a_missing_engine_is_a_sentence",
-    "test_exists_is_told_in_milliseconds_for_the_chain": (
-        "-> test_look_ups_are_told_in_millions_of_keys_and_milliseconds_of_a_call"
-    ),
+    "test_rows_of_one_name_are_all_kept": "names of contenders are unique in a document",
+    "test_exists_is_told_in_milliseconds_for_the_chain": "benchmarks/look_ups.py measures look-ups, of every tier",
     "test_tables_and_panels_have_every_arm": "-> test_tables_have_every_arm",
     "test_the_report_has_its_table_its_figures_and_its_picture": "-> test_the_report_has_its_table_and_its_figures",
     "test_what_counts_in_the_capacity_is_this_version_and_former_ones": (

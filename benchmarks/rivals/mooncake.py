@@ -36,7 +36,7 @@ def mooncake_servers(directory: Path) -> Iterator[tuple[dict[str, Open], Iterabl
     with own_network(), MooncakeServers(directory, segment_bytes=2 << 30, lease_ms=_LEASE_MS) as servers:
         tier = {"master": servers.master, "protocol": "tcp", "local_hostname": "127.0.0.1"}
         raw = "raw batch_get_into/put_from"
-        contenders = {
+        contenders: dict[str, Open] = {
             "hicache_ext": ours("mooncake", tier),
             "hicache_ext, no checksum": ours("mooncake", tier, _open_without_checksum),
             raw: partial(RawMooncake, servers),

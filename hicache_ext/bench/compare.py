@@ -6,7 +6,6 @@ import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from hicache_ext.errors import ConfigError
 from hicache_ext.runtime.results import print_json
 from hicache_ext.runtime.whole_file import json_in
 
-_FIGURES = ("benchmark", "notes", "failures", "results", "measurements")
+_FIGURES = ("notes", "failures", "results", "measurements")
 """Keys of documents that are no facts of the machine and of the run."""
 _ALIKE = ("workload", "flush")
 """Facts without which figures of two files do not mean the same."""
@@ -52,8 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     if benchmark != second["benchmark"]:
         problem = f"is of the benchmark {second['benchmark']!r}, and {str(arguments.first)!r} of {benchmark!r}"
         raise ConfigError(second_file, problem, "two files of the same benchmark")
-    facts = ({key: value for key, value in document.items() if key not in _FIGURES} for document in (first, second))
-    differs = list(_differences(*facts))
+    differs = [found for found in _differences(first, second) if found[0].partition(".")[0] not in _FIGURES]
     for what, one, other in differs:
         if what.partition(".")[0] in _ALIKE:
             problem = f"was measured with another load: {what} is {other}, and {one} in {str(arguments.first)!r}"
@@ -161,14 +159,8 @@ def _read(file: Path) -> tuple[Document, dict[str, Row]]:
         rows = list(READERS[name](document))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError):
         raise ConfigError(str(file), f"its figures are not those of the benchmark {name!r}") from None
-    by_name: dict[str, Row] = {}
-    for row in rows:
-        # What is not a number above nothing cannot be divided by.
-        if math.isfinite(row.value) and row.value > 0:
-            # With a number where several rows have this name (two arms of one name): none is lost.
-            names = chain([row.name], (f"{row.name} ({n})" for n in count(2)))
-            by_name[next(name for name in names if name not in by_name)] = row
-    return document, by_name
+    # What is not a number above nothing cannot be divided by.
+    return document, {row.name: row for row in rows if math.isfinite(row.value) and row.value > 0}
 
 
 def _contenders(document: Document) -> Iterator[Row]:

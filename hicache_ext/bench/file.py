@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,27 +26,24 @@ from hicache_ext.bench.frame import (
     Point,
     Results,
     Sample,
-    add_json_argument,
+    add_measuring_arguments,
     fresh_directory,
     machine_facts,
-    positive,
+    what_to_measure,
 )
 from hicache_ext.bench.pool import Case, OurClient, Pages, PoolClient, page_keys, run_calls
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.config.units import format_size, parse_size
-from hicache_ext.errors import BenchmarkError, HicacheExtError
+from hicache_ext.config.units import format_size
+from hicache_ext.errors import BenchmarkError
 from hicache_ext.packages import need
 from hicache_ext.runtime import vectored
 from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.storage.contract.registry import open_tier
 
-_PAYLOADS = ("32KiB", "1MiB")
 _BATCHES_AT_LEAST = 4
 _THREADS = 4
-_COLD = 0.9
-"""Share of a read that must come from the disk to be called cold."""
-MODES = ("write", "exists", "read-warm", "read-cold", "overwrite")
+MODES = ("write", "read-warm", "read-cold", "overwrite")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -56,25 +53,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=Path("."),
         help="on the disk to measure; everything is written to new directories in it and deleted (default: here)",
     )
-    parser.add_argument(
-        "--payload",
-        action="append",
-        metavar="SIZE",
-        help=f"bytes of a page; may be repeated (default: {', '.join(_PAYLOADS)})",
-    )
-    parser.add_argument("--total", metavar="SIZE", help="bytes each mode moves in a round (default: 256MiB)")
-    parser.add_argument("--rounds", type=positive, help="measured rounds, after one warm-up round (default: 5)")
-    parser.add_argument("--quick", action="store_true", help="seconds: shows that it works, no more")
-    add_json_argument(parser)
+    add_measuring_arguments(parser, ("32KiB", "1MiB"), "256MiB")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, rivals: Mapping[str, Open] | None = None) -> int:
     """Measure, print, write; 0, or 1 when a contender failed or answered wrongly (it then has no figures)."""
-    quick, directory = arguments.quick, arguments.directory
-    payloads = [parse_size(text, "--payload") for text in arguments.payload or _PAYLOADS[: 1 if quick else None]]
-    total = parse_size(arguments.total or ("8MiB" if quick else "256MiB"), "--total")
-    rounds = arguments.rounds or (2 if quick else 5)
+    directory = arguments.directory
+    payloads, total, rounds = what_to_measure(arguments)
     if not directory.is_dir():
         raise BenchmarkError(f"--directory {directory}: no such directory")
     need("sglang", "torch")
@@ -84,13 +70,13 @@ def run(arguments: argparse.Namespace, rivals: Mapping[str, Open] | None = None)
     results = Results(tuple(contenders), {"HiCacheFile": (HICACHE_FILE,), "raw limit": tuple(RAW)})
     with terminated_in_order():
         for payload in payloads:
-            size, facts = f"pages of {format_size(payload)}", (("payload_bytes", payload),)
+            size = f"pages of {format_size(payload)}"
             case = Case.of(payload, 1, total, _BATCHES_AT_LEAST)
             wanted, free = 3 * case.total + (256 << 20), shutil.disk_usage(directory).free
             if wanted > free:
                 raise BenchmarkError(f"{size}: needs {wanted >> 20} MiB of disk, {free >> 20} are free; lower --total")
-            points = {mode: Point(mode, facts, "keys" if mode == "exists" else "bytes") for mode in MODES}
-            measuring = _Measuring(case, Pages(payload, case.batch, 0), directory, results, points)
+            points = {mode: Point(mode, (("payload_bytes", payload),)) for mode in MODES}
+            measuring = _Measuring(case, Pages(payload, case.batch, 0), directory, results)
             measure = {name: partial(measuring.measure, name, contenders[name]) for name in contenders}
             results.take_turns(f"{size}, {case.batches} calls", points, measure, rounds)
     settings = {"payloads": payloads, "total": total, "rounds": rounds, "threads": _THREADS}
@@ -108,41 +94,21 @@ class Workplace:
     """Fresh and empty."""
     capacity: int
     """Bytes it may occupy."""
-    pages: int
-    """Pages it must hold at the same time, whole batches (the raw limit preallocates exactly these)."""
     payload: int
+    """Bytes of a page."""
 
 
-class FileClient(PoolClient, Protocol):
-    """One opened contender. ``cannot`` names the modes that it has no answer to, and why."""
-
-    cannot: Mapping[str, str]
-
-    def count_leading(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading keys are there."""
+Open = Callable[[Workplace], PoolClient]
 
 
-Open = Callable[[Workplace], FileClient]
-"""Raises ImportError or HicacheExtError where the contender cannot take part."""
-
-
-class _OurFiles(OurClient):
-    """A file tier of this package."""
-
-    cannot: Mapping[str, str] = {}
-
-    def __init__(self, place: Workplace, **settings: str) -> None:
-        path = str(place.directory / "tier")
-        tier = {"type": "file", "path": path, "capacity": place.capacity, "threads": _THREADS, **settings}
-        store = open_tier("bench", load_config(ExtraConfig.around({"tiers": {"bench": tier}})).tiers["bench"])
-        super().__init__(store)
-        self.count_leading = store.count_leading
+def _open_ours(place: Workplace, **settings: str) -> PoolClient:
+    path = str(place.directory / "tier")
+    tier = {"type": "file", "path": path, "capacity": place.capacity, "threads": _THREADS, **settings}
+    return OurClient(open_tier("bench", load_config(ExtraConfig.around({"tiers": {"bench": tier}})).tiers["bench"]))
 
 
 class HiCacheFileContender:
     """SGLang's HiCacheFile, straight from and into the memory of pages: its controller copies each once more."""
-
-    cannot: Mapping[str, str] = {}
 
     def __init__(self, place: Workplace) -> None:
         from hicache_ext.testing.host_pools import make_storage_config, sglang_file_backend
@@ -166,9 +132,6 @@ class HiCacheFileContender:
         found = self._backend.batch_get([key.hex() for key in keys], [self._tensor(page) for page in memory])
         return next((place for place, page in enumerate(found) if page is None), len(keys))
 
-    def count_leading(self, keys: Sequence[bytes]) -> int:
-        return int(self._backend.batch_exists([key.hex() for key in keys]))
-
     def remove(self, keys: Sequence[bytes]) -> None: ...
 
     def close(self) -> None: ...
@@ -180,19 +143,17 @@ class RawContender:
     No envelope, no checksum, no index but a dictionary, no eviction but writing over the oldest batch.
     """
 
-    cannot: Mapping[str, str] = {"exists": "it has no index"}
-
     def __init__(self, place: Workplace, threads: int) -> None:
         self._payload = place.payload
         self._slots: dict[bytes, int] = {}
-        self._free = list(range(place.pages))
+        self._free = list(range(place.capacity // place.payload))
         self._threads = threads
         self._executor = ThreadPoolExecutor(threads)
         self._fd = os.open(place.directory / "slots", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.posix_fallocate(self._fd, 0, place.pages * place.payload)
+        os.posix_fallocate(self._fd, 0, place.capacity)
 
     def write(self, keys: Sequence[bytes], pages: Pages) -> int:
-        if not self._free:
+        if len(self._free) < len(keys):
             self._free = [self._slots.pop(key) for key in list(self._slots)[: len(keys)]]
         self._slots.update(zip(keys, self._free, strict=False))
         del self._free[: len(keys)]
@@ -213,9 +174,6 @@ class RawContender:
 
         return sum(self._executor.map(move_run, range(0, len(keys), step))) // self._payload
 
-    def count_leading(self, keys: Sequence[bytes]) -> int:
-        raise NotImplementedError
-
     def remove(self, keys: Sequence[bytes]) -> None: ...
 
     def close(self) -> None:
@@ -225,9 +183,9 @@ class RawContender:
 
 HICACHE_FILE = "SGLang HiCacheFile"
 OURS: Mapping[str, Open] = {
-    "hicache_ext pages": partial(_OurFiles, layout="pages"),
-    "hicache_ext slab": partial(_OurFiles, layout="slab"),
-    "hicache_ext slab-direct": partial(_OurFiles, layout="slab", io="direct"),
+    "hicache_ext pages": partial(_open_ours, layout="pages"),
+    "hicache_ext slab": partial(_open_ours, layout="slab"),
+    "hicache_ext slab-direct": partial(_open_ours, layout="slab", io="direct"),
 }
 RAW: Mapping[str, Open] = {
     "raw, 1 thread": partial(RawContender, threads=1),
@@ -245,31 +203,19 @@ class _Measuring:
     pages: Pages
     directory: Path
     results: Results
-    points: Mapping[str, Point]
 
     def measure(self, name: str, open_contender: Open) -> Mapping[str, Sample]:
         """Return a sample of every mode the contender can do. Raises BenchmarkError for a wrong answer."""
-        case, count = self.case, self.case.batch * self.case.batches
+        case = self.case
         # Room for every contender's headers, directories and reservations: nothing is evicted.
-        room = case.total * 3 // 2 + count * 16384 + (64 << 20)
-        held = case.batches // 2 * case.batch
+        room = case.total * 3 // 2 + case.batch * case.batches * 16384 + (64 << 20)
+        half = case.batches // 2 * case.batch * case.payload
         samples: dict[str, Sample] = {}
-        for work, capacity, most in (
-            (self._write_and_read, room, count),
-            (self._overwrite, held * case.payload, held),
-        ):
+        for work, capacity in ((self._write_and_read, room), (self._overwrite, half)):
             with fresh_directory(self.directory) as directory:
+                client = open_contender(Workplace(directory, capacity, case.payload))
                 try:
-                    client = open_contender(Workplace(directory, capacity, most, case.payload))
-                except (HicacheExtError, ImportError) as error:
-                    for point in self.points.values():
-                        self.results.leave_out(point, name, str(error))
-                    return {}
-                try:
-                    for mode, reason in client.cannot.items():
-                        self.results.leave_out(self.points[mode], name, reason)
-                    if work == self._write_and_read or "overwrite" not in client.cannot:
-                        samples |= work(name, client, directory)
+                    samples |= work(name, client, directory)
                 finally:
                     client.close()
         return samples
@@ -277,23 +223,17 @@ class _Measuring:
     def _run(self, name: str, call: Callable[[int], int], *, reads: bool = False) -> Sample:
         return run_calls(self.case, lambda _, number: call(number), [self.pages], name, reads=reads)
 
-    def _write_and_read(self, name: str, client: FileClient, directory: Path) -> Mapping[str, Sample]:
-        """Write everything once, look it up, and read it with the page cache warm and dropped."""
+    def _write_and_read(self, name: str, client: PoolClient, directory: Path) -> Mapping[str, Sample]:
+        """Write everything once, and read it with the page cache warm and dropped."""
         keys = [page_keys(f"{number}", self.case.batch) for number in range(self.case.batches)]
         samples = {"write": self._run(name, lambda number: client.write(keys[number], self.pages))}
         write_back(directory)
-        if "exists" not in client.cannot:
-            looked_up = self._run(name, lambda number: client.count_leading(keys[number]))
-            samples["exists"] = replace(looked_up, work=self.case.batch * self.case.batches)
         samples["read-warm"] = self._run(name, lambda number: client.read(keys[number], self.pages), reads=True)
         drop_from_page_cache(directory)
-        before = _bytes_from_disk()
         samples["read-cold"] = self._run(name, lambda number: client.read(keys[number], self.pages), reads=True)
-        if (share := (_bytes_from_disk() - before) / self.case.total) < _COLD:
-            self.results.note(f"{name}: the kernel counted only {share:.0%} of the cold read as read from the disk")
         return samples
 
-    def _overwrite(self, name: str, client: FileClient, directory: Path) -> Mapping[str, Sample]:
+    def _overwrite(self, name: str, client: PoolClient, directory: Path) -> Mapping[str, Sample]:
         """Write new pages into a full namespace, which holds half of them: for each page something older has to go."""
         case, filling = self.case, self.case.batches * 5 // 8
         keys = [page_keys(f"{number}", case.batch) for number in range(filling + case.batches)]
@@ -346,12 +286,3 @@ def drop_from_page_cache(directory: Path) -> None:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(fd)
-
-
-def _bytes_from_disk() -> int:
-    """Return how many bytes this process has caused to be read from block devices; 0 where the kernel does not say."""
-    try:
-        lines = Path("/proc/self/io").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), 0)

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from hicache_ext.config.units import format_size
-from hicache_ext.errors import BenchmarkError
+from hicache_ext.config.units import format_size, parse_size
+from hicache_ext.errors import ConfigError, HicacheExtError, MissingPackageError
 from hicache_ext.packages import installed_version
 from hicache_ext.runtime.file_systems import file_system_of
 from hicache_ext.runtime.results import JSON_ON_STANDARD_OUTPUT, print_json
@@ -34,7 +34,7 @@ from hicache_ext.runtime.shown import shown_words
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one contender did in one mode of one round. ``work`` counts bytes or keys."""
+    """What one contender did in one mode of one round. ``work`` counts bytes."""
 
     work: int
     seconds: float
@@ -98,7 +98,6 @@ class Point:
     mode: str
     facts: tuple[tuple[str, Any], ...]
     """Its entry in the JSON document, besides the mode."""
-    work: str = "bytes"
 
     @property
     def title(self) -> str:
@@ -112,10 +111,6 @@ def described(facts: Mapping[str, Any]) -> Iterator[str]:
             yield f"{value} thread{'s' * (value != 1)}"
         else:
             yield format_size(value) if key.startswith("payload") else str(value)
-
-
-_UNITS = {"bytes": ("GB/s", 1e9, "CPU s/GB"), "keys": ("million keys/s", 1e6, "CPU s/million")}
-"""Kind of work -> the heading of the rate, how much work it counts in, and the heading of the CPU time."""
 
 
 @dataclass(slots=True)
@@ -151,7 +146,10 @@ class Results:
         measure: Mapping[str, Callable[[], Mapping[str, Sample]]],
         rounds: int,
     ) -> None:
-        """Call each of ``measure`` once a round; the sample of a mode goes to its point. One that fails drops out."""
+        """Call each of ``measure`` once a round; the sample of a mode goes to its point. One that fails drops out.
+
+        It is no failure of the run where a contender lacks a package, or cannot be configured so on this machine.
+        """
         failed: set[str] = set()
         shown = 0
         for number, name, counts in interleaved(list(measure), rounds):
@@ -162,11 +160,13 @@ class Results:
                 continue
             try:
                 samples = measure[name]()
-            except (BenchmarkError, OSError) as error:
+            except (HicacheExtError, OSError, ImportError) as error:
                 failed.add(name)
-                self.failures.append(f"{title}: {name}: {error}")
+                cannot = isinstance(error, ImportError | MissingPackageError | ConfigError)
+                if not cannot:
+                    self.failures.append(f"{title}: {name}: {error}")
                 for point in points.values():
-                    self.leave_out(point, name, f"failed: {error}")
+                    self.leave_out(point, name, str(error) if cannot else f"failed: {error}")
                 continue
             for mode, sample in samples.items():
                 if counts:
@@ -189,7 +189,7 @@ class Results:
             yield {
                 **place,
                 "contender": name,
-                "unit": point.work,
+                "unit": "bytes",
                 "summary": summaries[name],
                 **{key: base and rates[name] / base for key, base in bases.items()},
                 "samples": [asdict(sample) for sample in samples],
@@ -200,22 +200,21 @@ class Results:
 
     def tables(self) -> Iterator[Table]:
         for point in self.found:
-            unit, size, cpu = _UNITS[point.work]
             rows = []
             for entry in self.entries(point):
                 if "summary" in entry:
                     summary, rate = entry["summary"], entry["summary"]["rate"]
                     ratios = [value for key, value in entry.items() if key.startswith("ratio_to_")]
                     figures = (
-                        number(rate["median"] / size),
-                        f"[{number(rate['lower'] / size)} {number(rate['upper'] / size)}]",
-                        number(summary["cpu_per_work"]["median"] * size),
+                        number(rate["median"] / 1e9),
+                        f"[{number(rate['lower'] / 1e9)} {number(rate['upper'] / 1e9)}]",
+                        number(summary["cpu_per_work"]["median"] * 1e9),
                         number(summary["call_p50"] * 1e3),
                         number(summary["call_p99"] * 1e3),
                         *("-" if ratio is None else number(ratio) for ratio in ratios),
                     )
                     rows.append((entry["contender"], str(summary["rounds"]), *figures))
-            headers = ("", "rounds", unit, "[quartiles]", cpu, "p50 ms", "p99 ms")
+            headers = ("", "rounds", "GB/s", "[quartiles]", "CPU s/GB", "p50 ms", "p99 ms")
             if rows:
                 yield Table(point.title, (*headers, *(f"x {name}" for name in self.baselines)), tuple(rows))
 
@@ -242,6 +241,30 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
+
+
+def add_measuring_arguments(parser: argparse.ArgumentParser, payloads: Sequence[str], total: str) -> None:
+    """Add what contenders move, how often, and where the figures go; ``payloads`` and ``total`` are defaults."""
+    parser.add_argument(
+        "--payload",
+        action="append",
+        metavar="SIZE",
+        help=f"bytes of a page; may be repeated (default: {', '.join(payloads)})",
+    )
+    parser.add_argument("--total", metavar="SIZE", help=f"bytes each mode moves in a round (default: {total})")
+    parser.add_argument("--rounds", type=positive, help="measured rounds, after one warm-up round (default: 5)")
+    parser.add_argument("--quick", action="store_true", help="seconds: shows that it works, no more")
+    parser.set_defaults(default_payloads=payloads, default_total=total)
+    add_json_argument(parser)
+
+
+def what_to_measure(arguments: argparse.Namespace) -> tuple[list[int], int, int]:
+    """Return the bytes of a page, those that a mode moves in a round, and the rounds."""
+    quick = arguments.quick
+    payloads = arguments.payload or arguments.default_payloads[: 1 if quick else None]
+    total = arguments.total or ("4MiB" if quick else arguments.default_total)
+    sizes = [parse_size(text, "--payload") for text in payloads]
+    return sizes, parse_size(total, "--total"), arguments.rounds or (2 if quick else 5)
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:

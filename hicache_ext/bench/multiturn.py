@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -189,54 +189,48 @@ def _made_arm(
     return Target(arm, arm, start, flushes=arm != "on-device")
 
 
-@contextmanager
-def _one_sentence(target: Target) -> Iterator[None]:
-    try:
-        yield
-    except ServerError as error:
-        raise BenchmarkError(shown_address(f"{target.address}: {error}")) from error
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise BenchmarkError(shown_address(f"{target.address} cannot be reached: {error}")) from error
-
-
 def converse(target: Target, workload: Workload, *, flush: bool = False, settle: float = 0.0) -> ArmResult:
     """Let all users ask, turn by turn: every user has had turn t before any has turn t + 1. Raises BenchmarkError."""
     conversations = [Conversation(user, workload) for user in range(workload.users)]
     turns: list[list[Generation]] = []
     seconds = 0.0
-    with _one_sentence(target), target.start() as server:
+    try:
+        with target.start() as server:
 
-        def end_turn() -> None:
-            time.sleep(settle)
-            if flush and target.flushes:
-                server.flush_cache()
+            def end_turn() -> None:
+                time.sleep(settle)
+                if flush and target.flushes:
+                    server.flush_cache()
 
-        # First requests pay for what is connected, loaded and compiled once, a restore as well. They share nothing with
-        # the users.
-        warm_up = Conversation(-1, Workload(system_tokens=512, seed=workload.seed + 1_000_000))
-        for _ in range(2):
-            server.generate(warm_up.tokens, 4, sampling={"ignore_eos": True})
-            end_turn()
-        for turn in range(workload.turns):
-            started = time.monotonic()
-            turns.append(_all_ask(server, conversations, turn))
-            seconds += time.monotonic() - started
-            for conversation, answer in zip(conversations, turns[-1], strict=True):
-                conversation.tokens += answer.output_ids
-            end_turn()
+            # First requests pay for what is connected, loaded and compiled once, a restore as well. They share nothing
+            # with the users.
+            warm_up = Conversation(-1, Workload(system_tokens=512, seed=workload.seed + 1_000_000))
+            for _ in range(2):
+                server.generate(warm_up.tokens, 4, sampling={"ignore_eos": True})
+                end_turn()
+            for turn in range(workload.turns):
+                started = time.monotonic()
+                turns.append(_all_ask(server, conversations, turn))
+                seconds += time.monotonic() - started
+                end_turn()
+    except (ServerError, OSError, ValueError, http.client.HTTPException) as error:
+        problem = "" if isinstance(error, ServerError) else " cannot be reached"
+        raise BenchmarkError(shown_address(f"{target.address}{problem}: {error}")) from error
     return ArmResult(target.name, [turns], seconds)
 
 
 def _all_ask(server: Any, conversations: Sequence[Conversation], turn: int) -> list[Generation]:
     """Have every user take this turn, all at the same time. Raises the first error."""
-    answers: dict[int, Generation | Exception] = {}
+    answers: dict[int, Generation] = {}
+    errors: list[Exception] = []
 
     def talk(user: int) -> None:
         tokens = conversations[user].ask(turn)
         try:
             answers[user] = server.generate(conversations[user].tokens, tokens, sampling={"ignore_eos": True})
+            conversations[user].tokens += answers[user].output_ids
         except Exception as error:  # noqa: BLE001 - raised again by the thread that waits
-            answers[user] = error
+            errors.append(error)
 
     # Threads and not a pool of them: who interrupts the run waits for no answer before the servers end.
     threads = [threading.Thread(target=talk, args=(user,)) for user in range(len(conversations))]
@@ -244,10 +238,9 @@ def _all_ask(server: Any, conversations: Sequence[Conversation], turn: int) -> l
         thread.start()
     for thread in threads:
         thread.join()
-    errors = [answer for answer in answers.values() if isinstance(answer, Exception)]
     if errors:
         raise errors[0]
-    return [answer for _, answer in sorted(answers.items()) if isinstance(answer, Generation)]
+    return [answers[user] for user in range(len(conversations))]
 
 
 # -- what came out -----------------------------------------------------------------------------------------------------

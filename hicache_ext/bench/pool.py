@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,10 +16,18 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.bench.frame import Point, Results, Sample, add_json_argument, machine_facts, positive
+from hicache_ext.bench.frame import (
+    Point,
+    Results,
+    Sample,
+    add_measuring_arguments,
+    machine_facts,
+    positive,
+    what_to_measure,
+)
 from hicache_ext.config import load_config
-from hicache_ext.config.units import format_size, parse_size
-from hicache_ext.errors import BenchmarkError, ConfigError, HicacheExtError, MissingPackageError
+from hicache_ext.config.units import format_size
+from hicache_ext.errors import BenchmarkError, ConfigError
 from hicache_ext.page.memory import Addresses, PageMemory
 from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.storage.contract.base import leading
@@ -28,8 +35,6 @@ from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.tiers.file.config import FileTierConfig
 
-_PAYLOADS = ("128KiB", "1MiB", "4MiB")
-_THREADS = (1, 4)
 _BATCH = 128
 """Pages that SGLang names in one call (cache_controller.py)."""
 _BATCH_BYTES = 16 << 20
@@ -43,25 +48,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tier", action="append", metavar="NAME", help="may be repeated (default: all that are not of type file)"
     )
-    add_measuring_arguments(parser)
+    add_arguments(parser)
     parser.set_defaults(run=run)
 
 
-def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what is moved, how often, and where the figures go."""
-    parser.add_argument(
-        "--payload",
-        action="append",
-        metavar="SIZE",
-        help=f"bytes of a page; may be repeated (default: {', '.join(_PAYLOADS)})",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", action="append", type=positive, help="client threads; may be repeated (default: 1 and 4)"
     )
-    parser.add_argument("--total", metavar="SIZE", help="bytes each mode moves in a round (default: 64MiB)")
-    parser.add_argument("--rounds", type=positive, help="measured rounds, after one warm-up round (default: 5)")
-    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: shows that it works, no more")
-    add_json_argument(parser)
+    add_measuring_arguments(parser, ("128KiB", "1MiB", "4MiB"), "64MiB")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -86,39 +81,37 @@ def compare(
 ) -> int:
     """Measure, print, write; 0, or 1 when nothing could be measured, or a contender failed or answered wrongly (it then
     has no figures). Ratios are to the fastest of ``own_clients``."""
-    quick = arguments.quick
-    payloads = [parse_size(text, "--payload") for text in arguments.payload or _PAYLOADS[: 1 if quick else None]]
-    threads = arguments.threads or _THREADS[: 1 if quick else None]
-    total = parse_size(arguments.total or ("2MiB" if quick else "64MiB"), "--total")
-    rounds = arguments.rounds or (2 if quick else 5)
+    payloads, total, rounds = what_to_measure(arguments)
+    threads = arguments.threads or ([1] if arguments.quick else [1, 4])
     machine = machine_facts(
         Path.cwd(), ("hicache-ext", "obstore", "redis", "mooncake-transfer-engine", "xxhash", "numpy")
     )
     results = Results(tuple(contenders), {"own client": own_clients} if own_clients else {})
-    able = dict(contenders)
     with terminated_in_order():
-        for case in (Case.of(payload, count, total) for payload in payloads for count in threads):
-            facts = (("engine", engine), ("payload", case.payload), ("threads", case.threads))
-            points = {mode: Point(mode, facts) for mode in MODES}
-            memory = [Pages(case.payload, case.batch, seed) for seed in range(case.threads)]
-            with ExitStack() as stack:
-                ready = {}
-                for name, open_client in list(able.items()):
-                    try:
-                        client = open_client(memory)
-                    except (HicacheExtError, OSError, ImportError) as error:
-                        del able[name]
-                        missing = isinstance(error, MissingPackageError | ImportError)
-                        if not missing:
-                            results.failures.append(f"{name}: {error}")
-                        results.leave_out(points["write"], name, str(error) if missing else f"failed: {error}")
-                        continue
-                    stack.callback(client.close)
-                    ready[name] = partial(measure, name, client, case, memory)
-                title = f"{engine}: pages of {format_size(case.payload)} and {case.threads} threads"
-                results.take_turns(title, points, ready, rounds)
+        for payload in payloads:
+            for count in threads:
+                _measure_case(engine, contenders, Case.of(payload, count, total), results, rounds)
     settings = {"payloads": payloads, "threads": threads, "total": total, "rounds": rounds}
     return results.finish(arguments, "pool", machine, settings)
+
+
+def _measure_case(engine: str, contenders: Mapping[str, Open], case: Case, results: Results, rounds: int) -> None:
+    facts = (("engine", engine), ("payload", case.payload), ("threads", case.threads))
+    memory = [Pages(case.payload, case.batch, seed) for seed in range(case.threads)]
+    clients: dict[str, PoolClient] = {}
+
+    def measured(name: str) -> Mapping[str, Sample]:
+        if name not in clients:
+            clients[name] = contenders[name](memory)
+        return measure(name, clients[name], case, memory)
+
+    title = f"{engine}: pages of {format_size(case.payload)} and {case.threads} threads"
+    try:
+        points = {mode: Point(mode, facts) for mode in MODES}
+        results.take_turns(title, points, {name: partial(measured, name) for name in contenders}, rounds)
+    finally:
+        for client in clients.values():
+            client.close()
 
 
 # -- pages, clients, measuring -----------------------------------------------------------------------------------------

@@ -109,17 +109,6 @@ def test_a_contender_left_out_has_a_reason_and_no_figures() -> None:
     ]
 
 
-def test_look_ups_are_told_in_millions_of_keys_and_milliseconds_of_a_call() -> None:
-    results = results_of("ours")
-    # Three calls for 1,000 keys each, 20 ms a call.
-    point = Point("exists", (("payload_bytes", 32768),), "keys")
-    results.add(point, "ours", Sample(work=3000, seconds=0.06, cpu_seconds=0.03, calls=(0.02, 0.02, 0.02)))
-    table = next(results.tables())
-    assert table.title == "exists, 32KiB"
-    assert column(table, "million keys/s") == ["0.05"] and column(table, "p50 ms") == ["20.0"]
-    assert column(table, "CPU s/million") == ["10.0"]  # 30 ms of CPU for 3,000 keys
-
-
 def test_the_directory_of_a_run_is_absolute_because_the_path_of_a_tier_has_to_be(tmp_path: Path) -> None:
     with chdir(tmp_path), fresh_directory(Path(".")) as directory:
         assert directory.is_absolute() and directory.parent.samefile(tmp_path)

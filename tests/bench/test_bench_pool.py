@@ -158,7 +158,7 @@ def test_a_contender_that_cannot_be_opened_is_a_failure(
         raise ConnectionRefusedError("no port")
 
     assert compared(monkeypatch, {"theirs": refused, "ours": lambda memory: _Spy()}) == 1
-    assert "FAILED: theirs: no port" in capsys.readouterr().err
+    assert "threads: theirs: no port" in capsys.readouterr().err
 
 
 def a_configuration(directory: Path) -> Path:
