@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from hicache_ext.bench import file
@@ -24,12 +25,12 @@ class AiofilesContender:
     At its capacity it deletes the oldest batch.
     """
 
-    def __init__(self, place: file.Workplace) -> None:
+    def __init__(self, directory: Path, capacity: int, payload: int) -> None:
         import aiofiles
 
         self._open: Any = aiofiles.open
-        self._directory = place.directory
-        self._left = place.capacity // place.payload
+        self._directory = directory
+        self._left = capacity // payload
         self._batches: list[Sequence[bytes]] = []
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(4))
@@ -60,7 +61,7 @@ class AiofilesContender:
     async def _move(self, key: bytes, page: Any, mode: str) -> bool:
         async with self._open(self._directory / key.hex(), mode, buffering=0) as opened:
             moved: int = await (opened.write(page.data) if mode == "wb" else opened.readinto(page.data))
-            return moved == page.nbytes
+            return moved == int(page.nbytes)
 
     def remove(self, keys: Sequence[bytes]) -> None: ...
 

@@ -34,7 +34,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.bench.file import HiCacheFileContender, Workplace
+from hicache_ext.bench.file import HiCacheFileContender
 from hicache_ext.bench.frame import (
     Quartiles,
     Table,
@@ -135,14 +135,14 @@ class OurReader:
 class SglangReader:
     """HiCacheFile over the same bytes; every call delayed once."""
 
-    def __init__(self, place: Workplace, latency: float, parallel: int) -> None:
-        self._contender = HiCacheFileContender(place)
+    def __init__(self, directory: Path, page_bytes: int, latency: float, parallel: int) -> None:
+        self._contender = HiCacheFileContender(directory, CAPACITY, page_bytes)
         self._latency = latency
         self._parallel = parallel
 
     def exists(self, keys: Sequence[bytes]) -> int:
         time.sleep(self._latency)
-        return self._contender.count_leading(keys)
+        return int(self._contender.backend.batch_exists([key.hex() for key in keys]))
 
     def inside(self, keys: Sequence[bytes]) -> int:
         return 0
@@ -246,8 +246,8 @@ def _measure(arguments: argparse.Namespace, directory: Path) -> list[Measured]:
     pages = arguments.tokens // PAGE_SIZE
     host = Pages(arguments.page_bytes, pages, 0)
     requests = [page_keys(f"request-{number}", pages) for number in range(arguments.requests)]
-    theirs = Workplace(directory / "sglang", CAPACITY, arguments.page_bytes)
-    theirs.directory.mkdir()
+    theirs = directory / "sglang"
+    theirs.mkdir()
     _fill(directory / "pool", theirs, host, requests)
     measured = []
     for parallel in arguments.parallel:
@@ -260,7 +260,7 @@ def _measure(arguments: argparse.Namespace, directory: Path) -> list[Measured]:
 def _measure_pool(
     arguments: argparse.Namespace,
     directory: Path,
-    theirs: Workplace,
+    theirs: Path,
     host: Pages,
     requests: Sequence[Sequence[bytes]],
     parallel: int,
@@ -279,7 +279,7 @@ def _measure_pool(
         PREFETCH: lambda: ours(arguments.buffer),
         PROMOTION: lambda: ours(arguments.buffer, near=empty_near_tier()),
         NO_PREFETCH: lambda: ours(0),
-        "HiCacheFile": lambda: SglangReader(theirs, latency, parallel),
+        "HiCacheFile": lambda: SglangReader(theirs, arguments.page_bytes, latency, parallel),
     }
     rounds: dict[str, list[Round]] = {name: [] for name in contenders}
     for _, name, counts in interleaved(list(contenders), arguments.rounds):
@@ -371,10 +371,10 @@ def _measure_waste(
     }
 
 
-def _fill(pool: Path, theirs: Workplace, host: Pages, requests: Sequence[Sequence[bytes]]) -> None:
+def _fill(pool: Path, theirs: Path, host: Pages, requests: Sequence[Sequence[bytes]]) -> None:
     """Write every request to the pool and to HiCacheFile's directory."""
     store = PageFileStore("pool", pool, capacity=None)
-    sglang = HiCacheFileContender(theirs)
+    sglang = HiCacheFileContender(theirs, CAPACITY, host.payload)
     for request, keys in enumerate(requests):
         host.stamp(request)
         written = store.set(PageBatch(keys, host.segments(host.sources)))

@@ -7,7 +7,6 @@ deleted afterwards. Writes end in the page cache, for each of them; dirty pages 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib
 import logging
 import os
@@ -86,31 +85,20 @@ def run(arguments: argparse.Namespace, rivals: Mapping[str, Open] | None = None)
 # -- contenders --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Workplace:
-    """What a contender is opened with."""
-
-    directory: Path
-    """Fresh and empty."""
-    capacity: int
-    """Bytes it may occupy."""
-    payload: int
-    """Bytes of a page."""
+Open = Callable[[Path, int, int], PoolClient]
+"""Opens a contender in a fresh directory: the bytes it may occupy, and those of a page."""
 
 
-Open = Callable[[Workplace], PoolClient]
-
-
-def _open_ours(place: Workplace, **settings: str) -> PoolClient:
-    path = str(place.directory / "tier")
-    tier = {"type": "file", "path": path, "capacity": place.capacity, "threads": _THREADS, **settings}
+def _open_ours(directory: Path, capacity: int, payload: int, **settings: str) -> PoolClient:
+    path = str(directory / "tier")
+    tier = {"type": "file", "path": path, "capacity": capacity, "threads": _THREADS, **settings}
     return OurClient(open_tier("bench", load_config(ExtraConfig.around({"tiers": {"bench": tier}})).tiers["bench"]))
 
 
 class HiCacheFileContender:
     """SGLang's HiCacheFile, straight from and into the memory of pages: its controller copies each once more."""
 
-    def __init__(self, place: Workplace) -> None:
+    def __init__(self, directory: Path, capacity: int, payload: int) -> None:
         from hicache_ext.testing.host_pools import make_storage_config, sglang_file_backend
         from hicache_ext.testing.sglang_cpu import prepare_process
 
@@ -118,18 +106,18 @@ class HiCacheFileContender:
         for name in [name for name in os.environ if name.startswith("SGLANG_HICACHE_FILE_BACKEND_")]:
             del os.environ[name]  # It must not send the pages to another directory.
         self._tensor: Any = importlib.import_module("torch").from_numpy
-        config = make_storage_config(is_mla_model=False, extra_config={"max_size": place.capacity})
-        self._backend = sglang_file_backend(config, place.directory)
+        config = make_storage_config(is_mla_model=False, extra_config={"max_size": capacity})
+        self.backend = sglang_file_backend(config, directory)
 
     def write(self, keys: Sequence[bytes], pages: Pages) -> int:
         data = [self._tensor(page) for page in pages.sources[: len(keys)]]
-        return len(keys) if self._backend.batch_set([key.hex() for key in keys], data) else 0
+        return len(keys) if self.backend.batch_set([key.hex() for key in keys], data) else 0
 
     def read(self, keys: Sequence[bytes], pages: Pages) -> int:
         return self.read_into(keys, pages.targets)
 
     def read_into(self, keys: Sequence[bytes], memory: npt.NDArray[np.uint8]) -> int:
-        found = self._backend.batch_get([key.hex() for key in keys], [self._tensor(page) for page in memory])
+        found = self.backend.batch_get([key.hex() for key in keys], [self._tensor(page) for page in memory])
         return next((place for place, page in enumerate(found) if page is None), len(keys))
 
     def remove(self, keys: Sequence[bytes]) -> None: ...
@@ -143,14 +131,14 @@ class RawContender:
     No envelope, no checksum, no index but a dictionary, no eviction but writing over the oldest batch.
     """
 
-    def __init__(self, place: Workplace, threads: int) -> None:
-        self._payload = place.payload
+    def __init__(self, directory: Path, capacity: int, payload: int, threads: int) -> None:
+        self._payload = payload
         self._slots: dict[bytes, int] = {}
-        self._free = list(range(place.capacity // place.payload))
+        self._free = list(range(capacity // payload))
         self._threads = threads
         self._executor = ThreadPoolExecutor(threads)
-        self._fd = os.open(place.directory / "slots", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.posix_fallocate(self._fd, 0, place.capacity)
+        self._fd = os.open(directory / "slots", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.posix_fallocate(self._fd, 0, capacity)
 
     def write(self, keys: Sequence[bytes], pages: Pages) -> int:
         if len(self._free) < len(keys):
@@ -213,7 +201,7 @@ class _Measuring:
         samples: dict[str, Sample] = {}
         for work, capacity in ((self._write_and_read, room), (self._overwrite, half)):
             with fresh_directory(self.directory) as directory:
-                client = open_contender(Workplace(directory, capacity, case.payload))
+                client = open_contender(directory, capacity, case.payload)
                 try:
                     samples |= work(name, client, directory)
                 finally:
@@ -227,7 +215,7 @@ class _Measuring:
         """Write everything once, and read it with the page cache warm and dropped."""
         keys = [page_keys(f"{number}", self.case.batch) for number in range(self.case.batches)]
         samples = {"write": self._run(name, lambda number: client.write(keys[number], self.pages))}
-        write_back(directory)
+        os.sync()  # No mode pays for what was written before it.
         samples["read-warm"] = self._run(name, lambda number: client.read(keys[number], self.pages), reads=True)
         drop_from_page_cache(directory)
         samples["read-cold"] = self._run(name, lambda number: client.read(keys[number], self.pages), reads=True)
@@ -239,7 +227,7 @@ class _Measuring:
         keys = [page_keys(f"{number}", case.batch) for number in range(filling + case.batches)]
         for batch in keys[:filling]:
             client.write(batch, self.pages)
-        write_back(directory)
+        os.sync()
         stored: list[int] = []
 
         def write(number: int) -> int:
@@ -262,23 +250,9 @@ class _Measuring:
         return {"overwrite": replace(sample, work=sum(stored) * case.payload)}
 
 
-# -- the page cache ----------------------------------------------------------------------------------------------------
-
-
-def write_back(directory: Path) -> None:
-    """Wait until nothing of this file system is dirty: no mode pays for what was written before it."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        if libc.syncfs(fd):
-            raise OSError(ctypes.get_errno(), "syncfs")
-    finally:
-        os.close(fd)
-
-
 def drop_from_page_cache(directory: Path) -> None:
     """Make the next reads of the files below ``directory`` come from the disk."""
-    write_back(directory)
+    os.sync()
     for path in directory.rglob("*"):
         if path.is_file():  # and not the slab tier's socket
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -67,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser, arms: Mapping[str, str]) -> N
     parser.add_argument("--system-tokens", type=int, default=default.system_tokens, help="shared by all users")
     parser.add_argument("--question-tokens", type=int, nargs=2, default=default.question_tokens, metavar=("FROM", "TO"))
     parser.add_argument("--answer-tokens", type=int, nargs=2, default=default.answer_tokens, metavar=("FROM", "TO"))
+    parser.add_argument("--seed", type=int, default=default.seed, help="another one where a server has heard it all")
     parser.add_argument("--settle", type=float, default=0.0, metavar="SECONDS", help="after each turn, for writes")
     parser.add_argument("--flush", action="store_true", help="empty L1 and L2 of the prefilling node after each turn")
     add_json_argument(parser)
@@ -263,24 +264,15 @@ class ArmResult:
         """Return for each round the medians of the first tokens from turn 2 on, added up."""
         return [sum(_first_tokens(turn).median for turn in turns[1:]) for turns in self.rounds]
 
-    @property
-    def computed_tokens(self) -> int:
-        """Prompt tokens that were prefilled, over all turns."""
-        return sum(a.prompt_tokens - sum(cached(a).values()) for turn in self.turns for a in turn)
-
-    @property
-    def output_rate(self) -> float:
-        """Generated tokens per second, all users together."""
-        return sum(len(a.output_ids) for turn in self.turns for a in turn) / self.seconds
-
     def entry(self) -> dict[str, Any]:
-        """Return what the JSON document says of it."""
+        """Return what the JSON document says of it; rates are of all users together."""
+        answers = [answer for turn in self.turns for answer in turn]
         return {
             "arm": self.name,
             "rounds": len(self.rounds),
             "seconds": self.seconds,
-            "output_tokens_per_second": self.output_rate,
-            "prompt_tokens_computed": self.computed_tokens,
+            "output_tokens_per_second": sum(len(answer.output_ids) for answer in answers) / self.seconds,
+            "prompt_tokens_computed": sum(answer.prompt_tokens - answer.cached_tokens for answer in answers),
             "turns": [
                 {
                     "time_to_first_token": [answer.time_to_first_token for answer in turn],
@@ -325,7 +317,9 @@ def tables(results: Sequence[ArmResult]) -> Iterator[Table]:
         ratios = [later / base for later, base in pairs if base]
         last = ", ".join(f"{source} {share:.0%}" for source, share in cached_shares(result.turns[-1]).items() if share)
         spread = f"{Quartiles.of(ratios).median:.2f} [{min(ratios):.2f} {max(ratios):.2f}]" if ratios else "-"
-        rows.append((result.name, number(result.output_rate), spread, f"{result.computed_tokens:,}", last or "none"))
+        entry = result.entry()
+        figures = number(entry["output_tokens_per_second"]), spread, f"{entry['prompt_tokens_computed']:,}"
+        rows.append((result.name, *figures, last or "none"))
     headers = ("", "output tokens/s", f"first tokens from turn 2, x {names[0]} [least most]", "prompt tokens computed")
     yield Table("whole run", (*headers, "cached in the last turn"), tuple(rows))
 
@@ -338,6 +332,7 @@ def compare(arguments: argparse.Namespace, targets: Callable[[int], Sequence[Tar
         system_tokens=arguments.system_tokens,
         question_tokens=tuple(arguments.question_tokens),
         answer_tokens=tuple(arguments.answer_tokens),
+        seed=arguments.seed,
     )
     measured: dict[str, ArmResult] = {}
     for round_number in range(arguments.rounds):
