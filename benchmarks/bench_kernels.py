@@ -2,7 +2,7 @@
 
 In one command on a machine with a GPU (about 20 minutes; without one, what can be measured on the CPU)::
 
-    python -m benchmarks.bench_kernels --markdown kernels.md --json kernels.json --plot kernels.png
+    python -m benchmarks.bench_kernels --json kernels.json
 
 ``hicache-ext bench kernels`` measures only what chooses among the engines.
 """
@@ -22,13 +22,11 @@ import torch
 
 from benchmarks.kernels import gpu
 from benchmarks.kernels.check import check_engines
-from benchmarks.kernels.report import OUTSTANDING, KernelResults, method, panels, tables
+from benchmarks.kernels.report import OUTSTANDING, KernelResults, tables
 from benchmarks.kernels.submit import LAYOUTS, SubmitCase, measure
-from hicache_ext.bench.frame import Report, add_output_arguments, machine_facts
+from hicache_ext.bench.frame import add_json_argument, machine_facts, report
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.runtime.results import standard_output_of
-
-_PACKAGES = ("hicache-ext", "torch", "triton", "sglang", "numpy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a minute instead of 20: shows that it works, no more")
-    add_output_arguments(parser)
+    add_json_argument(parser)
     arguments = parser.parse_args(words)
     with standard_output_of(arguments):
         return _run(arguments)
@@ -64,20 +62,12 @@ def _run(arguments: argparse.Namespace) -> int:
     _on_cpu(settings, results)
     if facts:
         _on_gpu(settings, results)
+    machine = machine_facts(Path("."), ("hicache-ext", "torch", "triton", "sglang", "numpy"))
     told = {"rounds": settings.rounds, "repeats": settings.repeats}
-    report = Report(
-        "copy engines",
-        "Copy engines benchmark",
-        machine_facts(Path("."), _PACKAGES),
-        {"gpu": facts, "settings": told, **results.entries()},
-        list(tables(results)),
-        panels(results),
-        method(told, facts),
-    )
-    report.show()
+    figures = {"gpu": facts, "settings": told, **results.entries()}
+    report(arguments, "copy engines", machine, figures, tables(results))
     if facts is None:
         print(f"\n{OUTSTANDING}")
-    report.write(arguments)
     return 0
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The first token of a restored prompt through both of SGLang's doors to storage, and without storage.
 
-    python -m benchmarks.bench_linker --plot FILE.png --markdown FILE.md --json FILE.json
+    python -m benchmarks.bench_linker --json FILE.json
 
 Three servers of the CPU rig: one without storage, one with HiCache and one with the linker, the last two over one file
 tier, from which both read what the linker wrote. While one is asked, the other two are stopped. In each round another
@@ -16,7 +16,6 @@ The time line is that of the linker: when each layer's bytes were on the device,
 from __future__ import annotations
 
 import argparse
-import importlib
 import random
 import re
 import statistics
@@ -33,16 +32,14 @@ from typing import Any
 
 from hicache_ext.bench.frame import (
     Quartiles,
-    Report,
     Table,
-    add_output_arguments,
-    command_line,
+    add_json_argument,
     fresh_directory,
     interleaved,
     machine_facts,
     number,
     positive,
-    where_and_when,
+    report,
 )
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.cli.stats_command import read_samples
@@ -87,22 +84,22 @@ def main() -> int:
     parser.add_argument("--rounds", type=positive, default=8, help="after one that does not count")
     parser.add_argument("--tokens", type=positive, default=4000, help="of the prompt that is restored")
     parser.add_argument("--question", type=positive, default=32, help="tokens behind it that are computed")
-    add_output_arguments(parser)
+    add_json_argument(parser)
     arguments = parser.parse_args()
     with standard_output_of(arguments), fresh_directory(Path(tempfile.gettempdir())) as directory:
         rounds = _measure(directory, arguments.rounds, arguments.tokens, arguments.question)
         facts = machine_facts(directory, ("hicache-ext", "sglang", "torch"))
-    report = _report(rounds, facts, arguments.tokens, arguments.question)
-    report.show()
-    if arguments.plot:
-        draw(arguments.plot, rounds[_typical(rounds)].layers, where_and_when(facts))
-    if arguments.markdown:
-        given = {arguments.json: "FILE.json", arguments.plot: "FILE.png", arguments.markdown: "FILE.md"}
-        command = command_line(hidden={path: name for path, name in given.items() if path is not None})
-        arguments.markdown.write_text(report.markdown(command, arguments.plot.name if arguments.plot else None))
-    # Page and picture are written: the picture is none of the report's own diagrams.
-    arguments.plot = arguments.markdown = None
-    report.write(arguments)
+    typical = rounds[_typical(rounds)].layers
+    figures = {
+        "tokens": arguments.tokens,
+        "question_tokens": arguments.question,
+        "seconds": {arm: [one.seconds[arm] for one in rounds] for arm in ARMS},
+        "pauses": {arm: [one.pauses[arm] for one in rounds] for arm in ARMS},
+        "time_line_ms": [[layer.landed, layer.wait_began, layer.waited] for layer in typical],
+    }
+    report(arguments, "linker", facts, figures, _tables(rounds, arguments.tokens, arguments.question))
+    waited = sum(layer.waited for layer in typical)
+    print(f"\nIn the linker's median round the forward waited {number(waited)} ms for layers.")
     return 0
 
 
@@ -263,7 +260,7 @@ def _typical(rounds: Sequence[Round]) -> int:
     return order[(len(order) - 1) // 2]
 
 
-def _report(rounds: Sequence[Round], facts: dict[str, Any], tokens: int, question: int) -> Report:
+def _tables(rounds: Sequence[Round], tokens: int, question: int) -> list[Table]:
     times = {arm: Quartiles.of([one.seconds[arm] for one in rounds]) for arm in ARMS}
     ratios = {arm: statistics.median(one.seconds[LINKER] / one.seconds[arm] for one in rounds) for arm in ARMS}
     pauses = {arm: Quartiles.of([one.pauses[arm] for one in rounds]) for arm in ARMS}
@@ -276,77 +273,22 @@ def _report(rounds: Sequence[Round], facts: dict[str, Any], tokens: int, questio
         )
         for arm, one in times.items()
     )
-    typical = rounds[_typical(rounds)].layers
-    waited = sum(layer.waited for layer in typical)
     line = tuple(
         (str(place), *(f"{value:.1f}" for value in (layer.landed, layer.wait_began, layer.waited)))
-        for place, layer in enumerate(typical)
+        for place, layer in enumerate(rounds[_typical(rounds)].layers)
     )
-    return Report(
-        "linker",
-        f"A restored prompt through both doors, {NAME}",
-        facts,
-        {
-            "tokens": tokens,
-            "question_tokens": question,
-            "seconds": {arm: [one.seconds[arm] for one in rounds] for arm in ARMS},
-            "pauses": {arm: [one.pauses[arm] for one in rounds] for arm in ARMS},
-            "time_line_ms": [[layer.landed, layer.wait_began, layer.waited] for layer in typical],
-        },
-        [
-            Table(
-                f"time to the first token of {tokens:,} tokens and {question} new ones, ms, {len(rounds)} rounds",
-                (
-                    "server",
-                    "median",
-                    "lower quartile",
-                    "upper quartile",
-                    "linker / this",
-                    "longest pause of another request",
-                ),
-                rows,
-            ),
-            Table(
-                "the linker's layers in the round of its median, ms after the loads started",
-                ("layer", "on the device", "the forward comes to it", "and waits"),
-                line,
-            ),
-        ],
-        [],
-        method=(__doc__ or "").split("FILE.json\n\n", 1)[1],
-        summary=(
-            f"**First token after {number(1e3 * times[LINKER].median)} ms through the linker, "
-            f"{number(1e3 * times[HICACHE].median)} ms through HiCache, {number(1e3 * times[NO_STORAGE].median)} ms "
-            f"without storage.** In the linker's median round the forward waited {number(waited)} ms for layers."
-        ),
+    title = f"time to the first token of {tokens:,} tokens and {question} new ones, ms, {len(rounds)} rounds"
+    headers = (
+        "server",
+        "median",
+        "lower quartile",
+        "upper quartile",
+        "linker / this",
+        "longest pause of another request",
     )
-
-
-def draw(path: Path, layers: Sequence[Layer], caption: str) -> None:
-    """A line for each layer: a dot where it landed, a bar while the forward waited for it."""
-    matplotlib: Any = importlib.import_module("matplotlib")
-    matplotlib.use("Agg")
-    pyplot: Any = importlib.import_module("matplotlib.pyplot")
-    figure, axis = pyplot.subplots(figsize=(8, 0.16 * len(layers) + 1.8))
-    places = list(range(len(layers)))
-    axis.barh(
-        places,
-        [layer.waited for layer in layers],
-        left=[layer.wait_began for layer in layers],
-        color="#D55E00",
-        height=0.6,
-        label="the forward waits for the layer",
-    )
-    axis.plot([layer.wait_began for layer in layers], places, "|", color="#000000", label="the forward comes to it")
-    axis.plot([layer.landed for layer in layers], places, "o", color="#0072B2", ms=4, label="all its bytes are there")
-    axis.set(xlabel="ms after the loads started", ylabel="layer", xlim=(0, None))
-    axis.invert_yaxis()
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
-    axis.set_title(caption, fontsize=8, color="0.35")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    layers = ("layer", "on the device", "the forward comes to it", "and waits")
+    when = "the linker's layers in the round of its median, ms after the loads started"
+    return [Table(title, headers, rows), Table(when, layers, line)]
 
 
 if __name__ == "__main__":

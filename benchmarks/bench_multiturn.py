@@ -1,6 +1,6 @@
 """Multi-turn conversations as `hicache-ext bench multiturn` holds them, also with pairs made for the run.
 
-    python -m benchmarks.bench_multiturn --arm pd-no-storage --arm pd-without --arm pd-ours --flush --markdown FILE.md
+    python -m benchmarks.bench_multiturn --arm pd-no-storage --arm pd-without --arm pd-ours --flush --json FILE
 
 The pairs run on CPU too (hicache_ext.testing.server); they need what tests/rigs/pd_pair.py does.
 """
@@ -11,14 +11,14 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hicache_ext.bench.frame import fresh_directory
-from hicache_ext.bench.multiturn import ARMS, MadeTarget, Target, add_arguments, compare, model_of, targets
+from hicache_ext.bench.multiturn import ARMS, Target, add_arguments, compare, model_of, targets
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.runtime.results import standard_output_of
@@ -39,13 +39,7 @@ def main() -> int:
     arguments = parser.parse_args()
     place = arguments.directory or Path(tempfile.gettempdir())
     with standard_output_of(arguments), fresh_directory(place) as directory:
-        of_pairs = all(arm in PAIR_ARMS for arm in arguments.arm) and arguments.arm
-        return compare(
-            arguments,
-            lambda number: _targets(arguments, directory / str(number)),
-            {**ARMS, **PAIR_ARMS},
-            "Multi-turn conversations with a prefill and a decode node" if of_pairs else "Multi-turn conversations",
-        )
+        return compare(arguments, lambda number: _targets(arguments, directory / str(number)))
 
 
 def _targets(arguments: argparse.Namespace, directory: Path) -> list[Target]:
@@ -62,12 +56,13 @@ def _targets(arguments: argparse.Namespace, directory: Path) -> list[Target]:
     return found
 
 
-def _pair(arm: str, model: str, directory: Path, logs: Path, page_size: int, server_arguments: list[str]) -> MadeTarget:
+def _pair(arm: str, model: str, directory: Path, logs: Path, page_size: int, server_arguments: list[str]) -> Target:
     config = _our_config(directory / "pool", page_size, written_by_us=arm != "pd-sglang")
 
-    def start(stack: ExitStack) -> _Pair:
+    @contextmanager
+    def start() -> Iterator[_Pair]:
         logs.mkdir(parents=True, exist_ok=True)
-        pair = PdPair(
+        with PdPair(
             model,
             directory=logs,
             prefill_config=None if arm == "pd-no-storage" else config,
@@ -77,10 +72,10 @@ def _pair(arm: str, model: str, directory: Path, logs: Path, page_size: int, ser
             page_size=page_size,
             prefill_arguments=["--hicache-ratio", "2", *server_arguments],
             decode_arguments=server_arguments,
-        )
-        return _Pair(stack.enter_context(pair))
+        ) as pair:
+            yield _Pair(pair)
 
-    return MadeTarget(arm, start)
+    return Target(arm, arm, start)
 
 
 class _Pair:

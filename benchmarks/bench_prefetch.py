@@ -13,13 +13,12 @@ byte.
 Measured per request: the share of its pages that were inside when SGLang asked for them, and the time from the arrival
 of the queue until its last page was in host memory, which is when its prefill can begin. Afterwards the same queue with
 half of its requests aborted between exists() and the read: what was fetched in vain. The defaults take about four
-minutes: ``python -m benchmarks.bench_prefetch --report build/prefetch.md``.
+minutes: ``python -m benchmarks.bench_prefetch --json build/prefetch.json``.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import queue
 import shutil
@@ -30,33 +29,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from hicache_ext.bench.file import prepare_sglang
-from hicache_ext.bench.file_contenders import (
-    PAGE_SIZE,
-    HiCacheFileContender,
-    HostBatch,
-    HostBuffers,
-    Workplace,
-    page_keys,
-)
+from hicache_ext.bench.file import HiCacheFileContender
 from hicache_ext.bench.frame import (
-    Panel,
     Quartiles,
     Table,
-    command_line,
+    add_json_argument,
     fresh_directory,
     interleaved,
     machine_facts,
     number,
-    plot,
-    today,
-    where_and_when,
-    write_json,
+    report,
 )
+from hicache_ext.bench.pool import Pages, page_keys
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.errors import BenchmarkError
 from hicache_ext.runtime.signals import terminated_in_order
@@ -66,7 +55,7 @@ from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from tests.rigs.faults import PageStoreWrapper
 
-IDENTITY = bytes(16)
+PAGE_SIZE = 16
 MOST_PAGES_A_CALL = 128
 PREFETCH, PROMOTION, NO_PREFETCH = "prefetch", "prefetch and promotion", "no prefetch"
 CAPACITY = 64 << 30
@@ -77,11 +66,11 @@ _WASTE_SHARE = 8
 class Reader(Protocol):
     """What one contender is to the two threads."""
 
-    def exists(self, keys: Sequence[str]) -> int: ...
+    def exists(self, keys: Sequence[bytes]) -> int: ...
 
-    def inside(self, keys: Sequence[str]) -> int: ...
+    def inside(self, keys: Sequence[bytes]) -> int: ...
 
-    def read(self, keys: Sequence[str], batch: HostBatch) -> int: ...
+    def read(self, keys: Sequence[bytes], memory: npt.NDArray[np.uint8]) -> int: ...
 
     def close(self) -> dict[str, float]: ...
 
@@ -118,22 +107,21 @@ class Pool(PageStoreWrapper):
 class OurReader:
     """The pool, alone or behind an empty near tier that pages are promoted to."""
 
-    def __init__(self, pool: PageStore, near: PageStore | None, host: HostBuffers, settings: PrefetchSettings) -> None:
+    def __init__(self, pool: PageStore, near: PageStore | None, host: Pages, settings: PrefetchSettings) -> None:
         self._host = host
         self._pool = pool
         inner = [] if near is None else [near]
         self._store = TieredStore([*inner, pool], inner, promote_to=near, settings=TieringSettings(prefetch=settings))
-        self._store.register_identity(IDENTITY, {"pool": {"segments": [host.payload]}})
+        self._store.register_identity(page_keys("", 1)[0][:16], {"pool": {"segments": [host.payload]}})
 
-    def exists(self, keys: Sequence[str]) -> int:
-        return self._store.count_leading(_stored(keys))
+    def exists(self, keys: Sequence[bytes]) -> int:
+        return self._store.count_leading(keys)
 
-    def inside(self, keys: Sequence[str]) -> int:
-        return self._store.prefetcher.inside(_stored(keys))
+    def inside(self, keys: Sequence[bytes]) -> int:
+        return self._store.prefetcher.inside(keys)
 
-    def read(self, keys: Sequence[str], batch: HostBatch) -> int:
-        buffers = self._host.pages.buffers_of(batch.pages)
-        return self._store.get(PageBatch(_stored(keys), buffers)).count(GetResult.HIT)
+    def read(self, keys: Sequence[bytes], memory: npt.NDArray[np.uint8]) -> int:
+        return self._store.get(PageBatch(keys, self._host.segments(memory))).count(GetResult.HIT)
 
     def held(self) -> float:
         return self._store.metrics.levels().get(("prefetch_buffer_bytes", ""), 0.0)
@@ -147,21 +135,21 @@ class OurReader:
 class SglangReader:
     """HiCacheFile over the same bytes; every call delayed once."""
 
-    def __init__(self, place: Workplace, latency: float, parallel: int) -> None:
-        self._contender = HiCacheFileContender(place)
+    def __init__(self, directory: Path, page_bytes: int, latency: float, parallel: int) -> None:
+        self._contender = HiCacheFileContender(directory, CAPACITY, page_bytes)
         self._latency = latency
         self._parallel = parallel
 
-    def exists(self, keys: Sequence[str]) -> int:
+    def exists(self, keys: Sequence[bytes]) -> int:
         time.sleep(self._latency)
-        return self._contender.count_leading(keys)
+        return int(self._contender.backend.batch_exists([key.hex() for key in keys]))
 
-    def inside(self, keys: Sequence[str]) -> int:
+    def inside(self, keys: Sequence[bytes]) -> int:
         return 0
 
-    def read(self, keys: Sequence[str], batch: HostBatch) -> int:
+    def read(self, keys: Sequence[bytes], memory: npt.NDArray[np.uint8]) -> int:
         time.sleep(self._latency * -(-len(keys) // self._parallel))
-        return self._contender.read(keys, batch)
+        return self._contender.read_into(keys, memory)
 
     def close(self) -> dict[str, float]:
         self._contender.close()
@@ -170,8 +158,8 @@ class SglangReader:
 
 def play(
     reader: Reader,
-    requests: Sequence[Sequence[str]],
-    host: HostBuffers,
+    requests: Sequence[Sequence[bytes]],
+    host: Pages,
     aborted: frozenset[int],
     tick: float,
     check: bool,
@@ -205,14 +193,12 @@ def play(
         if leading != len(keys):
             raise BenchmarkError(f"exists() answered {leading} of {len(keys)} pages")
         if check:
-            host.wipe()
+            host.targets[:] = 0
         inside = 0
         for first in range(0, len(keys), MOST_PAGES_A_CALL):
             portion = keys[first : first + MOST_PAGES_A_CALL]
             inside += reader.inside(portion)
-            pages = host.targets.pages[first : first + len(portion)]
-            indices = host.targets.indices[first * PAGE_SIZE : (first + len(portion)) * PAGE_SIZE]
-            if reader.read(portion, HostBatch(pages, indices)) != len(portion):
+            if reader.read(portion, host.targets[first : first + len(portion)]) != len(portion):
                 raise BenchmarkError("a page of a hit was not read")
         result.done.append(time.perf_counter() - started)
         result.inside.append(inside / len(keys))
@@ -235,29 +221,37 @@ class Measured:
 
 def main() -> int:
     arguments = _parse()
-    prepare_sglang()
     begun = time.monotonic()
     with terminated_in_order(), fresh_directory(arguments.directory or Path(tempfile.gettempdir())) as directory:
         facts = machine_facts(directory, ("sglang",))
         measured = _measure(arguments, directory)
     print(f"{time.monotonic() - begun:.0f} s in all")
-    if arguments.report:
-        _write_report(arguments, measured, facts)
+    pools = [
+        {
+            "parallel": one.parallel,
+            "rounds": {
+                name: [{"done": played.done, "inside": played.inside, **played.facts} for played in of_name]
+                for name, of_name in one.rounds.items()
+            },
+            "aborted": one.wasted,
+        }
+        for one in measured
+    ]
+    report(arguments, "prefetch", facts, {"pools": pools}, [])
     return 0
 
 
 def _measure(arguments: argparse.Namespace, directory: Path) -> list[Measured]:
     """Measure against each pool, and print what came out as soon as it is known."""
     pages = arguments.tokens // PAGE_SIZE
-    host = HostBuffers("mha", arguments.page_bytes, pages)
+    host = Pages(arguments.page_bytes, pages, 0)
     requests = [page_keys(f"request-{number}", pages) for number in range(arguments.requests)]
-    everything = pages * len(requests)
-    theirs = Workplace(directory=directory / "sglang", host=host, capacity=CAPACITY, pages=everything, threads=1)
-    theirs.directory.mkdir()
+    theirs = directory / "sglang"
+    theirs.mkdir()
     _fill(directory / "pool", theirs, host, requests)
     measured = []
     for parallel in arguments.parallel:
-        one = _measure_pool(arguments, directory, theirs, requests, parallel)
+        one = _measure_pool(arguments, directory, theirs, host, requests, parallel)
         print(f"{_table(arguments, one).text()}\n\n{_waste_sentence(arguments, one)}\n", flush=True)
         measured.append(one)
     return measured
@@ -266,11 +260,12 @@ def _measure(arguments: argparse.Namespace, directory: Path) -> list[Measured]:
 def _measure_pool(
     arguments: argparse.Namespace,
     directory: Path,
-    theirs: Workplace,
-    requests: Sequence[Sequence[str]],
+    theirs: Path,
+    host: Pages,
+    requests: Sequence[Sequence[bytes]],
     parallel: int,
 ) -> Measured:
-    host, latency = theirs.host, arguments.latency / 1000
+    latency = arguments.latency / 1000
     numbers = iter(range(1_000_000))
 
     def ours(buffer: int, lifetime: float = 60.0, *, near: PageStore | None = None) -> OurReader:
@@ -284,7 +279,7 @@ def _measure_pool(
         PREFETCH: lambda: ours(arguments.buffer),
         PROMOTION: lambda: ours(arguments.buffer, near=empty_near_tier()),
         NO_PREFETCH: lambda: ours(0),
-        "HiCacheFile": lambda: SglangReader(theirs, latency, parallel),
+        "HiCacheFile": lambda: SglangReader(theirs, arguments.page_bytes, latency, parallel),
     }
     rounds: dict[str, list[Round]] = {name: [] for name in contenders}
     for _, name, counts in interleaved(list(contenders), arguments.rounds):
@@ -339,88 +334,10 @@ def _waste_sentence(arguments: argparse.Namespace, measured: Measured) -> str:
     )
 
 
-def _write_report(arguments: argparse.Namespace, measured: Sequence[Measured], facts: dict[str, Any]) -> None:
-    """FILE.md, FILE.json and, with matplotlib, FILE.png."""
-    report: Path = arguments.report
-    report.parent.mkdir(parents=True, exist_ok=True)
-    command = command_line(hidden={report: "FILE.md", **({arguments.directory: "DIR"} if arguments.directory else {})})
-    sections = [
-        "# Prefetch under a queue of requests",
-        f"`{command}`, {today()[:10]}, {facts['cpus']} cores ({facts['cpu_model']}), {facts['file_system']}, "
-        f"Linux {facts['kernel'].partition('-')[0]}.",
-        (__doc__ or "").partition("\n")[2].strip(),
-        "*inside*: pages that were in host memory when SGLang asked for them; *under way*: those that were being "
-        "fetched, which the read joined; *first*, *mean*, *last*: when the first request's pages were in, all "
-        "requests' on average, and the last one's.",
-    ]
-    for one in measured:
-        sections += [_table(arguments, one).markdown(), f"{_waste_sentence(arguments, one)}."]
-    if importlib.util.find_spec("matplotlib") is not None:
-        plot(report.with_suffix(".png"), _panels(measured), "Prefetch under a queue of requests", where_and_when(facts))
-        sections.append(f"![When each request's pages were in]({report.stem}.png)")
-    report.write_text("\n\n".join(sections) + "\n")
-    write_json(
-        report.with_suffix(".json"),
-        {
-            "benchmark": "prefetch",
-            "command": command,
-            "date": today(),
-            "machine": facts,
-            "pools": [
-                {
-                    "parallel": one.parallel,
-                    "rounds": {
-                        name: [{"done": played.done, "inside": played.inside, **played.facts} for played in of_name]
-                        for name, of_name in one.rounds.items()
-                    },
-                    "aborted": one.wasted,
-                }
-                for one in measured
-            ],
-        },
-    )
-
-
-def _panels(measured: Sequence[Measured]) -> list[Panel]:
-    """By place in the queue: when the pages were in, and for ours which share was inside when asked for."""
-
-    def line(values: Sequence[Sequence[float]]) -> list[tuple[str, float, float, float]]:
-        step = max(1, len(values[0]) // 8)
-        places = [*range(0, len(values[0]) - 1, step), len(values[0]) - 1]
-        spreads = [Quartiles.of([of_round[place] for of_round in values]) for place in places]
-        return [
-            (str(place + 1), spread.median, spread.lower, spread.upper)
-            for place, spread in zip(places, spreads, strict=True)
-        ]
-
-    return [
-        *(
-            Panel(
-                f"pages are in, {one.parallel} a round trip",
-                "place in the queue",
-                "s from the queue's arrival",
-                {name: line([played.done for played in of_name]) for name, of_name in one.rounds.items()},
-            )
-            for one in measured
-        ),
-        Panel(
-            "prefetch: inside when asked for",
-            "place in the queue",
-            "% of the pages",
-            {
-                f"inside, {one.parallel} a round trip": line(
-                    [[100 * share for share in played.inside] for played in one.rounds[PREFETCH]]
-                )
-                for one in measured
-            },
-        ),
-    ]
-
-
 def _measure_waste(
     arguments: argparse.Namespace,
-    requests: Sequence[Sequence[str]],
-    host: HostBuffers,
+    requests: Sequence[Sequence[bytes]],
+    host: Pages,
     ours: Callable[[int, float], OurReader],
 ) -> dict[str, float]:
     lifetime = 1.5
@@ -454,22 +371,17 @@ def _measure_waste(
     }
 
 
-def _fill(pool: Path, theirs: Workplace, host: HostBuffers, requests: Sequence[Sequence[str]]) -> None:
+def _fill(pool: Path, theirs: Path, host: Pages, requests: Sequence[Sequence[bytes]]) -> None:
     """Write every request to the pool and to HiCacheFile's directory."""
     store = PageFileStore("pool", pool, capacity=None)
-    sglang = HiCacheFileContender(theirs)
+    sglang = HiCacheFileContender(theirs, CAPACITY, host.payload)
     for request, keys in enumerate(requests):
         host.stamp(request)
-        batch = host.first_sources(len(keys))
-        written = store.set(PageBatch(_stored(keys), host.pages.buffers_of(batch.pages)))
-        if not all(result.durable for result in written) or sglang.write(keys, batch) != len(keys):
+        written = store.set(PageBatch(keys, host.segments(host.sources)))
+        if not all(result.durable for result in written) or sglang.write(keys, host) != len(keys):
             raise BenchmarkError("the pool could not be filled")
     store.close()
     sglang.close()
-
-
-def _stored(keys: Sequence[str]) -> list[bytes]:
-    return [IDENTITY + bytes.fromhex(key) for key in keys]
 
 
 def _parse() -> argparse.Namespace:
@@ -486,7 +398,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=PrefetchSettings().streams, help="of the prefetch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, default=None, help="where the pages go (default: the temporary one)")
-    parser.add_argument("--report", type=Path, metavar="FILE.md", help="FILE.json and FILE.png are written beside it")
+    add_json_argument(parser)
     return parser.parse_args()
 
 

@@ -1,6 +1,6 @@
 """Where the time of a restored turn goes: the same prompt on the device and after a flush, step by step.
 
-    python -m benchmarks.restored_turn --markdown FILE.md --json FILE.json
+    python -m benchmarks.restored_turn --json FILE.json
 
 One server of the CPU rig with a file tier, one user. A prompt of whole pages is computed and written; then it is asked
 for with a short question behind it, once while it is on the device and once after device and host memory were emptied.
@@ -17,17 +17,16 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from hicache_ext.bench.frame import (
     Quartiles,
-    Report,
     Table,
-    add_output_arguments,
+    add_json_argument,
     fresh_directory,
     machine_facts,
     number,
     positive,
+    report,
 )
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.config.model import ExtraConfig
@@ -61,14 +60,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=positive, default=20, help="after one that does not count")
     parser.add_argument("--pages", type=positive, default=20, help=f"of the prompt, {PAGE_SIZE} tokens each")
-    add_output_arguments(parser)
+    add_json_argument(parser)
     arguments = parser.parse_args()
     with standard_output_of(arguments), fresh_directory(Path(tempfile.gettempdir())) as directory:
         measured = _measure(directory, arguments.rounds, arguments.pages * PAGE_SIZE)
         facts = machine_facts(directory, ("hicache-ext", "sglang", "torch"))
-    report = _report(measured, facts, arguments.pages * PAGE_SIZE)
-    report.show()
-    report.write(arguments)
+    tokens = arguments.pages * PAGE_SIZE
+    rounds = {kind: list(one) for kind, one in measured.items()}
+    figures = {"tokens": tokens, "question_tokens": QUESTION, "rounds": rounds}
+    report(arguments, "restored_turn", facts, figures, [_table(measured)])
+    whole = {kind: Quartiles.of([sum(parts.values()) for parts in one]).median for kind, one in measured.items()}
+    print(
+        f"A prompt of {tokens:,} tokens and {QUESTION} new ones: the first token after {number(whole[DEVICE] * 1e3)} ms"
+        f" on the device, {number(whole[RESTORED] * 1e3)} ms restored from disk,"
+        f" {whole[RESTORED] / whole[DEVICE]:.2f} of it (medians)."
+    )
     return 0
 
 
@@ -148,35 +154,19 @@ def parts_of(steps: Sequence[Step], begun: float, first: float) -> dict[str, flo
     return dict(zip(PARTS, seconds, strict=True))
 
 
-def _report(measured: Mapping[str, Sequence[Mapping[str, float]]], facts: dict[str, Any], tokens: int) -> Report:
-    whole = {kind: Quartiles.of([sum(parts.values()) for parts in rounds]) for kind, rounds in measured.items()}
+def _table(measured: Mapping[str, Sequence[Mapping[str, float]]]) -> Table:
     mean = {
         kind: {part: statistics.fmean(one[part] for one in rounds) for part in PARTS}
         for kind, rounds in measured.items()
     }
     rows = [(part, mean[DEVICE][part], mean[RESTORED][part]) for part in PARTS]
     rows.append(("all of it", *(sum(mean[kind].values()) for kind in (DEVICE, RESTORED))))
-    table = Table(
+    return Table(
         f"where the time to the first token goes, ms, mean of {len(measured[DEVICE])} rounds",
         ("step", DEVICE, RESTORED, "more"),
         tuple(
             (name, *(number(value * 1e3) for value in (one, other)), _signed(other - one)) for name, one, other in rows
         ),
-    )
-    ratio = whole[RESTORED].median / whole[DEVICE].median
-    summary = (
-        f"A prompt of {tokens:,} tokens and {QUESTION} new ones: the first token after "
-        f"{number(whole[DEVICE].median * 1e3)} ms on the device, {number(whole[RESTORED].median * 1e3)} ms restored "
-        f"from disk, {ratio:.2f} of it (medians)."
-    )
-    return Report(
-        "restored_turn",
-        f"Where the time of a restored turn goes, {NAME}",
-        facts,
-        {"tokens": tokens, "question_tokens": QUESTION, "rounds": {kind: list(one) for kind, one in measured.items()}},
-        [table],
-        [],
-        summary=summary,
     )
 
 

@@ -134,7 +134,46 @@ FORMER = {
         "-> test_slabs_make_a_directory_one_of_slabs_whatever_became_of_its_manifest"
     ),
     "test_speculation_is_refused_unless_asked_for": "-> test_speculation_is_refused",
-    "test_the_page_begins_with_what_it_comes_to": "-> test_the_page_begins_with_what_it_comes_to_and_with_the_spread",
+    "test_the_page_begins_with_what_it_comes_to": "-> test_later_turns_are_compared_round_by_round_with_the_spread",
+    "test_the_page_begins_with_what_it_comes_to_and_with_the_spread": (
+        "-> test_later_turns_are_compared_round_by_round_with_the_spread"
+    ),
+    **dict.fromkeys(
+        (
+            "TestTime",
+            "test_a_point_has_the_rounds_that_its_share_has_time_for",
+            "test_a_run_of_some_minutes_has_every_size_geometry_and_round_and_fewer_bytes",
+            "test_a_run_that_takes_too_long_has_fewer_rounds_and_says_so",
+            "test_a_run_with_time_makes_all_rounds",
+            "test_both_nodes_of_a_pair_meet_in_one_room",
+            "test_every_point_has_one_round_while_the_run_has_time",
+            "test_text_endpoints_are_asked_in_text",
+            "test_what_there_was_no_time_for_is_named",
+        ),
+        "the option of the benchmark is gone",
+    ),
+    **dict.fromkeys(
+        (
+            "test_a_published_command_line_has_no_paths",
+            "test_a_published_command_line_names_no_relative_directory_either",
+            "test_one_round_is_no_headline",
+            "test_the_time_line_is_drawn",
+            "test_what_is_published_names_no_path_of_the_machine",
+        ),
+        "benchmarks print tables and write JSON, and no pages or pictures",
+    ),
+    "test_a_missing_engine_is_reported_and_a_run_that_measured_nothing_does_not_end_with_0": (
+        "-> test_a_contender_whose_package_is_missing_is_named_and_a_run_that_measured_nothing_does_not_end_with_0"
+    ),
+    "test_a_server_that_does_not_start_is_a_failure": "-> test_a_contender_that_cannot_be_opened_is_a_failure",
+    "test_a_stopwatch_leaves_out_what_happens_between_the_calls": (
+        "-> test_every_thread_moves_all_its_batches_and_nothing_is_left"
+    ),
+    "test_every_engine_and_contender_is_there_or_says_what_is_missing": "-> test_a_missing_engine_is_a_sentence",
+    "test_rows_of_one_name_are_all_kept": "names of contenders are unique in a document",
+    "test_exists_is_told_in_milliseconds_for_the_chain": "benchmarks/look_ups.py measures look-ups, of every tier",
+    "test_tables_and_panels_have_every_arm": "-> test_tables_have_every_arm",
+    "test_the_report_has_its_table_its_figures_and_its_picture": "-> test_the_report_has_its_table_and_its_figures",
     "test_what_counts_in_the_capacity_is_this_version_and_former_ones": (
         "-> test_only_this_version_counts_in_the_capacity"
     ),

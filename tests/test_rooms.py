@@ -14,7 +14,7 @@ BUDGETS = {
     "storage.tiering": (4_493, 3_300),
     "storage.tiers.redis": (4_202, 2_500),
     "testing": (4_037, 2_800),
-    "bench": (3_337, 1_600),
+    "bench": (1_661, 1_600),
     "cli, doctor": (4_133, 2_500),
     "storage.contract": (3_361, 2_600),
     "page": (3_514, 2_300),

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hicache_ext.bench.kernel_calibrate import driver_version
+from hicache_ext.bench.kernels import driver_version
 from hicache_ext.errors import CopyError
 from hicache_ext.kernels.batched_dma import BatchedDmaEngine
 from hicache_ext.kernels.cuda_driver import open_driver

@@ -1,31 +1,29 @@
-"""What the kernel benchmark found: tables, JSON, markdown, diagrams."""
+"""What the kernel benchmark found: tables and JSON.
+
+CPU submit cost: microseconds of the scheduler's thread for one operation, medians; the driver is replaced by a C
+function that does nothing, so the driver's own time is not in it. *Plan* is made once per operation, *layers* is the
+submission of all layers of a load one by one, *write-back* is plan and submission of all layers together. The pages are
+scattered, so that none are neighbours: the longest plan there is.
+
+GB/s are 10^9 bytes from the call to the last byte, medians; segments are apart on both sides and in random order, so
+that nothing merges. The peak is one pinned copy of as many bytes. Slow-down is of the median round of the work beside
+copies that never pause. In the pipeline a layer's compute takes about 3 ms; stall is what the forward pass waited.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.kernels.gpu import PEAK, Interference, Pipeline, Rate
 from benchmarks.kernels.submit import SubmitCost
-from hicache_ext.bench.frame import Panel, PlotPoint, Table, number, plot_point
+from hicache_ext.bench.frame import Table, number
 from hicache_ext.config.units import format_size
 from hicache_ext.kernels.engine import Direction
 
 OUTSTANDING = "GPU figures are outstanding: this run was on a machine without a CUDA device."
-
-_METHOD = """\
-CPU submit cost: microseconds of the scheduler's thread for one operation, medians of {rounds} rounds; the driver is
-replaced by a C function that does nothing, so the driver's own time is not in it. `plan` is made once per operation,
-`layers` is the submission of all layers of a load one by one, `write-back` is plan and submission of all layers at
-once. The pages are scattered, so that none are neighbours: the longest plan there is.
-"""
-_GPU_METHOD = """\
-GB/s are 10^9 bytes from the call to the last byte, medians; segments are apart on both sides and in random order, so
-that nothing merges. The peak is one pinned copy of as many bytes. Slow-down is of the median round of the work beside
-copies that never pause. In the pipeline a layer's compute takes about 3 ms; stall is what the forward pass waited.
-"""
 
 
 @dataclass(slots=True)
@@ -131,45 +129,6 @@ def _pipeline_cells(found: Pipeline) -> tuple[str, ...]:
         f"{found.together_seconds / ideal:.2f}",
         number(found.stall_seconds * 1e6),
     )
-
-
-def panels(results: KernelResults) -> list[Panel]:
-    """GB/s over segment size at the largest counts, slow-down over GB/s, submit cost."""
-    found = []
-    for direction in Direction:
-        best: dict[str, dict[int, float]] = {}
-        for rate in results.rates:
-            if rate.direction == direction:
-                of_size = best.setdefault(rate.contender, {})
-                of_size[rate.segment_bytes] = max(rate.bytes_per_second, of_size.get(rate.segment_bytes, 0.0))
-        if best:
-            lines = {
-                name: [plot_point(format_size(size), value / 1e9) for size, value in sorted(sizes.items())]
-                for name, sizes in best.items()
-            }
-            found.append(Panel(f"{direction}: best of all N", "segment", "GB/s", lines))
-    for work in dict.fromkeys(found_.work for found_ in results.interferences):
-        here = sorted((one for one in results.interferences if one.work == work), key=lambda one: one.bytes_per_second)
-        slowed: dict[str, list[PlotPoint]] = {}
-        for one in here:
-            place = plot_point(_gb(one.bytes_per_second), max(0.0, one.slow_down * 100))
-            slowed.setdefault(f"{one.contender}, {one.direction}", []).append(place)
-        found.append(Panel(f"beside copies: {work}", "GB/s of copies", "slower by, %", slowed))
-    if results.submits:
-        costs: dict[str, list[PlotPoint]] = {}
-        for cost in results.submits:
-            if cost.engine != "Python loop":
-                costs.setdefault(cost.engine, []).append(plot_point(cost.case.layout, cost.load_us))
-        found.append(Panel("CPU submit cost of a load", "layout", "us", costs))
-    return found
-
-
-def method(settings: Mapping[str, Any], gpu: Mapping[str, Any] | None) -> str:
-    """How it was measured, and on which GPU."""
-    if gpu is None:
-        return f"**{OUTSTANDING}**\n\n{_METHOD.format(**settings)}"
-    facts = f"GPU: {gpu['gpu']}, driver {gpu['driver']}, CUDA {gpu['cuda']}."
-    return f"{facts}\n\n{_METHOD.format(**settings)}{_GPU_METHOD}"
 
 
 def _gb(bytes_per_second: float) -> str:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.rivals.ours import ours
-from hicache_ext.bench.pool import SEGMENTS, Contender, Engine, Pages
+from benchmarks.rivals import ours
+from hicache_ext.bench.pool import SEGMENTS, Open, Pages
 from hicache_ext.errors import BenchmarkError
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.tiers.mooncake import engine
@@ -26,37 +27,28 @@ _LEASE_MS = 5000
 """As docs/mooncake.md recommends. With the 200 ms of the tests a batch on a busy machine outlives its lease."""
 
 
-def mooncake_servers() -> Engine:
-    lacking = missing_mooncake()
-    return Engine(
-        "mooncake",
-        _serve,
-        (
-            ours("mooncake", _tier),
-            ours("mooncake", _tier, "hicache_ext, no checksum", _open_without_checksum),
-            Contender("raw batch_get_into/put_from", RawMooncake),
-            Contender("raw, through memory of its own", RawMooncakeCopied, floor=True),
-        ),
-        missing=f"missing: {lacking}" if lacking else None,
-    )
-
-
-def _tier(servers: Any) -> dict[str, Any]:
-    return {"master": servers.master, "protocol": "tcp", "local_hostname": "127.0.0.1"}
+@contextmanager
+def mooncake_servers(directory: Path) -> Iterator[tuple[dict[str, Open], Iterable[str]]]:
+    if lacking := missing_mooncake():
+        raise BenchmarkError(f"missing: {lacking}")
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    # Mooncake's processes listen on all interfaces.
+    with own_network(), MooncakeServers(directory, segment_bytes=2 << 30, lease_ms=_LEASE_MS) as servers:
+        tier = {"master": servers.master, "protocol": "tcp", "local_hostname": "127.0.0.1"}
+        raw = "raw batch_get_into/put_from"
+        contenders: dict[str, Open] = {
+            "hicache_ext": ours("mooncake", tier),
+            "hicache_ext, no checksum": ours("mooncake", tier, _open_without_checksum),
+            raw: partial(RawMooncake, servers),
+            "raw, through memory of its own": partial(RawMooncakeCopied, servers),
+        }
+        yield contenders, (raw,)
 
 
 def _open_without_checksum(name: str, tier: Any) -> PageStore:
     """No configuration does that: it is measured to see what the checksum costs."""
     attachment = Attachment(name, engine.Engine(name, tier), required=True)
     return MooncakeStore(name, tier, attachment, checksum=False)
-
-
-@contextmanager
-def _serve(directory: Path) -> Iterator[Any]:
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-    # Mooncake's processes listen on all interfaces.
-    with own_network(), MooncakeServers(directory, segment_bytes=2 << 30, lease_ms=_LEASE_MS) as servers:
-        yield servers
 
 
 class RawMooncake:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rivals.ours import ours, package
-from hicache_ext.bench.pool import Contender, Engine, Pages
+from benchmarks.rivals import ours
+from hicache_ext.bench.pool import Open, Pages
+from hicache_ext.errors import BenchmarkError
 from hicache_ext.storage.tiers.object.catalog import page_name
 from tests.rigs.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, missing_s3_server
 
@@ -20,28 +21,19 @@ OBJECT_REQUESTS = 32
 """Requests at once of every contender: the default of the tier."""
 
 
-def object_stores() -> Engine:
-    program = missing_s3_server()
-    lacking = package("obstore")
-    return Engine(
-        "object",
-        serve_s3,
-        (
-            ours("object", lambda server: server.tier("ours")),
-            Contender("obstore, threads", ObstoreThreads, missing=lacking),
-            Contender("obstore, asyncio", ObstoreAsync, missing=lacking),
-        ),
-        missing=f"missing: {program}" if program else None,
-    )
-
-
 @contextmanager
-def serve_s3(directory: Path) -> Iterator[Any]:
+def object_stores(directory: Path) -> Iterator[tuple[dict[str, Open], Iterable[str]]]:
+    if program := missing_s3_server():
+        raise BenchmarkError(f"missing: {program}")
     with S3Server(directory) as server:
         before = dict(os.environ)
         os.environ.update(server.environment())
         try:
-            yield server
+            own: dict[str, Open] = {
+                "obstore, threads": lambda memory: ObstoreThreads(server),
+                "obstore, asyncio": lambda memory: ObstoreAsync(server),
+            }
+            yield {"hicache_ext": ours("object", server.tier("ours")), **own}, own
         finally:
             os.environ.clear()
             os.environ.update(before)
@@ -50,7 +42,7 @@ def serve_s3(directory: Path) -> Iterator[Any]:
 class _Obstore:
     """What both ways of using obstore share. Objects are named as ours are: servers over files pay for directories."""
 
-    def __init__(self, server: Any, memory: Sequence[Pages]) -> None:
+    def __init__(self, server: Any) -> None:
         self.obstore: Any = importlib.import_module("obstore")
         stores: Any = importlib.import_module("obstore.store")
         self.client: Any = stores.S3Store(
@@ -73,8 +65,8 @@ class _Obstore:
 class ObstoreThreads(_Obstore):
     """Synchronous calls on as many threads as ours has."""
 
-    def __init__(self, server: Any, memory: Sequence[Pages]) -> None:
-        super().__init__(server, memory)
+    def __init__(self, server: Any) -> None:
+        super().__init__(server)
         self._threads = ThreadPoolExecutor(OBJECT_REQUESTS)
 
     def write(self, keys: Sequence[bytes], pages: Pages) -> int:

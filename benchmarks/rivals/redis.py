@@ -9,14 +9,15 @@ import itertools
 import queue
 import select
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks.rivals.ours import ours, package
-from hicache_ext.bench.pool import Contender, Engine, Pages
+from benchmarks.rivals import ours
+from hicache_ext.bench.pool import Open, Pages
 from hicache_ext.errors import BenchmarkError
 from hicache_ext.runtime.vectored import IOV_MAX, after
 from tests.rigs.redis_servers import RedisServer, redis_program
@@ -25,31 +26,28 @@ REDIS_CONNECTIONS = 4
 """Of the bare sockets: the default of the tier."""
 
 
-def redis_servers() -> Engine:
-    return Engine(
-        "redis",
-        lambda directory: RedisServer(directory / "redis"),
-        (
-            ours("redis", lambda server: {"url": server.url}),
-            Contender("redis-py, MGET and pipelined SET", RedisPy, missing=package("redis")),
-            *(
-                Contender(
-                    f"LMCache's C++ client, {workers} worker{'s' * (workers > 1)}",
-                    functools.partial(LMCacheRedis, workers=workers),
-                    missing=None if _lmcache_library() else "missing: pip install --no-deps lmcache",
+@contextmanager
+def redis_server(directory: Path) -> Iterator[tuple[dict[str, Open], Iterable[str]]]:
+    if redis_program() is None:
+        raise BenchmarkError("missing: redis-server")
+    with RedisServer(directory / "redis") as server:
+        own: dict[str, Open] = {
+            "redis-py, MGET and pipelined SET": lambda memory: RedisPy(server),
+            **{
+                f"LMCache's C++ client, {workers} worker{'s' * (workers > 1)}": functools.partial(
+                    LMCacheRedis, server, workers=workers
                 )
                 for workers in (1, 4)
-            ),
-            Contender("bare sockets, the server's limit", BareSockets, floor=True),
-        ),
-        missing="missing: redis-server" if redis_program() is None else None,
-    )
+            },
+        }
+        limit = "bare sockets, the server's limit"
+        yield {"hicache_ext": ours("redis", {"url": server.url}), **own, limit: lambda memory: BareSockets(server)}, own
 
 
 class RedisPy:
     """redis-py: its connection pool gives each thread a connection."""
 
-    def __init__(self, server: Any, memory: Sequence[Pages]) -> None:
+    def __init__(self, server: Any) -> None:
         redis: Any = importlib.import_module("redis")
         self._client: Any = redis.Redis(port=server.port)
 
@@ -99,6 +97,8 @@ class LMCacheRedis:
     """
 
     def __init__(self, server: Any, memory: Sequence[Pages], workers: int) -> None:
+        if not _lmcache_library():
+            raise ImportError("missing: pip install --no-deps lmcache")
         self._port = server.port
         self._workers = workers
         self._idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -144,7 +144,7 @@ class LMCacheRedis:
 class BareSockets:
     """What the server takes and gives at most: as many connections as ours has, and no look at what comes back."""
 
-    def __init__(self, server: Any, memory: Sequence[Pages]) -> None:
+    def __init__(self, server: Any) -> None:
         self._idle: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         self._connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(REDIS_CONNECTIONS)]
         for connection in self._connections:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import secrets
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,37 +17,28 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.bench.frame import (
-    Baseline,
-    Clock,
-    Measured,
     Point,
     Results,
     Sample,
-    Throughput,
-    Turns,
-    add_output_arguments,
+    add_measuring_arguments,
     machine_facts,
     positive,
+    what_to_measure,
 )
 from hicache_ext.config import load_config
-from hicache_ext.config.units import format_size, parse_size
-from hicache_ext.errors import BenchmarkError, ConfigError, HicacheExtError
+from hicache_ext.config.units import format_size
+from hicache_ext.errors import BenchmarkError, ConfigError
 from hicache_ext.page.memory import Addresses, PageMemory
 from hicache_ext.runtime.signals import terminated_in_order
+from hicache_ext.storage.contract.base import leading
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.tiers.file.config import FileTierConfig
 
-_PAYLOADS = ("128KiB", "1MiB", "4MiB")
-_THREADS = (1, 4)
-_PACKAGES = ("hicache-ext", "obstore", "redis", "mooncake-transfer-engine", "xxhash", "numpy")
-_METHOD = """\
-The same pages for every contender, between host memory of this process and the store. Rounds are interleaved,
-{warm_ups} warm-up round thrown away; the column says how many were measured, of {rounds} that were asked for: medians,
-quartiles in brackets. A batch of {batch} pages is one call; with several threads each makes its own calls at the same
-time. What was read is compared byte for byte outside the timed part. CPU is this process's, not the server's. MB are
-10^6 bytes of payload. Ratios above 1 are faster.
-"""
+_BATCH = 128
+"""Pages that SGLang names in one call (cache_controller.py)."""
+_BATCH_BYTES = 16 << 20
+MODES = ("write", "read")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -59,68 +48,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tier", action="append", metavar="NAME", help="may be repeated (default: all that are not of type file)"
     )
-    add_measuring_arguments(parser)
+    add_arguments(parser)
     parser.set_defaults(run=run)
 
 
-def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is moved, for how long, and where the figures go."""
-    parser.add_argument(
-        "--payload",
-        action="append",
-        metavar="SIZE",
-        help=f"bytes of a page; may be repeated (default: {', '.join(_PAYLOADS)})",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", action="append", type=positive, help="client threads; may be repeated (default: 1 and 4)"
     )
-    parser.add_argument("--total", metavar="SIZE", help="bytes each mode moves in a round (default: 64MiB)")
-    parser.add_argument("--batch", type=positive, help="pages per call at most (default: 128, 16 MiB of them at most)")
-    parser.add_argument("--rounds", type=positive, help="measured rounds, after one warm-up round (default: 5)")
-    parser.add_argument(
-        "--minutes", type=positive, default=15, help="a longer run has fewer rounds, and says so (default: 15)"
-    )
-    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: shows that it works, no more")
-    add_output_arguments(parser)
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What is measured: the arguments with their defaults filled in."""
-
-    payloads: tuple[int, ...]
-    threads: tuple[int, ...]
-    total: int
-    batch: int
-    rounds: int
-    minutes: int
-    warm_ups: int = 1
-
-    @classmethod
-    def of(cls, arguments: argparse.Namespace) -> Settings:
-        quick: bool = arguments.quick
-        payloads = arguments.payload or (_PAYLOADS[:1] if quick else _PAYLOADS)
-        return cls(
-            payloads=tuple(parse_size(text, "--payload") for text in payloads),
-            threads=tuple(arguments.threads or (_THREADS[:1] if quick else _THREADS)),
-            total=parse_size(arguments.total or ("2MiB" if quick else "64MiB"), "--total"),
-            batch=arguments.batch or (8 if quick else 128),
-            rounds=arguments.rounds or (2 if quick else 5),
-            minutes=arguments.minutes,
-        )
-
-    def cases(self) -> list[Case]:
-        return [self._case(payload, threads) for payload in self.payloads for threads in self.threads]
-
-    def _case(self, payload: int, threads: int) -> Case:
-        # Memory of a batch is bounded: 128 pages of 4 MiB would be half a gigabyte a thread, twice.
-        batch = max(1, min(self.batch, (16 << 20) // payload))
-        return Case(payload, threads, batch, max(1, -(-self.total // (payload * threads * batch))))
+    add_measuring_arguments(parser, ("128KiB", "1MiB", "4MiB"), "64MiB")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure the tiers of the configuration beside each other; see ``compare``."""
-    # A path: an inline configuration would stand, secrets and all, in the command line that a report holds.
+    # A path: an inline configuration would stand, secrets and all, in the command line that the document holds.
     tiers = load_config(arguments.config).tiers
     for name in arguments.tier or ():
         if name not in tiers:
@@ -129,92 +70,52 @@ def run(arguments: argparse.Namespace) -> int:
     if not chosen:
         raise ConfigError("--tier", "every tier of the configuration is of type file", "the name of one of them")
 
-    def opener(name: str) -> Callable[[Any, Sequence[Pages]], OurClient]:
-        return lambda place, memory: OurClient(open_tier(name, tiers[name]))
+    def opener(name: str) -> Open:
+        return lambda memory: OurClient(open_tier(name, tiers[name]))
 
-    contenders = tuple(Contender(f"{name} ({tiers[name].type})", opener(name), ours=True) for name in chosen)
-    engine = Engine("tiers", lambda directory: nullcontext(), contenders)
-    return compare(arguments, [engine], hidden={arguments.config: "CONFIG"})
+    return compare(arguments, "tiers", {f"{name} ({tiers[name].type})": opener(name) for name in chosen})
 
 
 def compare(
-    arguments: argparse.Namespace,
-    engines: Sequence[Engine],
-    method: str = "",
-    hidden: Mapping[Path, str] | None = None,
+    arguments: argparse.Namespace, engine: str, contenders: Mapping[str, Open], own_clients: Collection[str] = ()
 ) -> int:
     """Measure, print, write; 0, or 1 when nothing could be measured, or a contender failed or answered wrongly (it then
-    has no figures). ``method`` is what the page says of the contenders, ``hidden`` the paths
-    that it does not name."""
-    settings = Settings.of(arguments)
-    machine = machine_facts(Path.cwd(), _PACKAGES)
-    started = time.monotonic()
-    contenders = [contender for engine in engines for contender in engine.contenders]
-    own = frozenset(contender.name for contender in contenders if not contender.ours and not contender.floor)
-    baselines = (Baseline("own client", "ratio_to_own_client", own),) if own else ()
-    results = Results(tuple(dict.fromkeys(contender.name for contender in contenders)), baselines)
-    clock = Clock(60.0 * settings.minutes, len(engines) * len(settings.cases()))
-    turns = Turns(settings.rounds, settings.warm_ups, clock, results)
-    for engine in engines:
-        if engine.missing:
-            results.absent[engine.name] = engine.missing
-            continue
-        try:
-            with (
-                terminated_in_order(),
-                tempfile.TemporaryDirectory(prefix="hicache-bench-") as directory,
-                ExitStack() as stack,
-            ):
-                try:
-                    place = stack.enter_context(engine.serve(Path(directory)))
-                except (RuntimeError, OSError, HicacheExtError) as error:
-                    raise BenchmarkError(f"{engine.name}: {error}") from error
-                _measure_engine(engine, place, settings, turns)
-        except BenchmarkError as error:
-            results.absent[engine.name] = f"failed: {error}"
-            results.failures.append(str(error))
-    return results.finish(arguments, "pool", "Pool benchmark", machine, settings, _METHOD + method, hidden, started)
-
-
-def _measure_engine(engine: Engine, place: Any, settings: Settings, turns: Turns) -> None:
-    absent = turns.results.absent
-    absent.update({f"{engine.name}, {c.name}": c.missing for c in engine.contenders if c.missing})
-    able = [contender for contender in engine.contenders if not contender.missing]
-    for case in settings.cases():
-        memory = [Pages(case.payload, case.batch, seed) for seed in range(case.threads)]
-        with ExitStack() as stack:
-            ready: dict[str, Callable[[], Measured]] = {}
-            for contender in list(able):
-                try:
-                    client = contender.open(place, memory)
-                except (HicacheExtError, OSError, ImportError) as error:
-                    able.remove(contender)
-                    absent[f"{engine.name}, {contender.name}"] = f"failed: {error}"
-                    turns.results.failures.append(f"{engine.name}, {contender.name}: {error}")
-                    continue
-                stack.callback(client.close)
-                ready[contender.name] = partial(measure, contender.name, client, case, memory)
-            plural = "s" if case.threads > 1 else ""
-            title = f"{engine.name}: pages of {format_size(case.payload)} and {case.threads} thread{plural}"
-            turns.take(title, {mode: point(engine.name, mode, case.payload, case.threads) for mode in MODES}, ready)
-
-
-def point(engine: str, mode: str, payload: int, threads: int) -> Point:
-    """Reading or writing pages of ``payload`` bytes with some client threads."""
-    size, several = format_size(payload), "s" if threads > 1 else ""
-    return Point(
-        mode,
-        f"{engine}, {mode}: pages of {size}, {threads} thread{several}",
-        (("engine", engine), ("payload", payload), ("threads", threads)),
-        Throughput("MB/s", 1e6),
-        f"{engine}: {mode}, {threads} thread{several}",
-        size,
+    has no figures). Ratios are to the fastest of ``own_clients``."""
+    payloads, total, rounds = what_to_measure(arguments)
+    threads = arguments.threads or ([1] if arguments.quick else [1, 4])
+    machine = machine_facts(
+        Path.cwd(), ("hicache-ext", "obstore", "redis", "mooncake-transfer-engine", "xxhash", "numpy")
     )
+    results = Results(tuple(contenders), {"own client": own_clients} if own_clients else {})
+    with terminated_in_order():
+        for payload in payloads:
+            for count in threads:
+                _measure_case(engine, contenders, Case.of(payload, count, total), results, rounds)
+    settings = {"payloads": payloads, "threads": threads, "total": total, "rounds": rounds}
+    return results.finish(arguments, "pool", machine, settings)
 
 
-# -- pages, contenders, measuring --------------------------------------------------------------------------------------
+def _measure_case(engine: str, contenders: Mapping[str, Open], case: Case, results: Results, rounds: int) -> None:
+    facts = (("engine", engine), ("payload", case.payload), ("threads", case.threads))
+    memory = [Pages(case.payload, case.batch, seed) for seed in range(case.threads)]
+    clients: dict[str, PoolClient] = {}
 
-MODES = ("write", "read")
+    def measured(name: str) -> Mapping[str, Sample]:
+        if name not in clients:
+            clients[name] = contenders[name](memory)
+        return measure(name, clients[name], case, memory)
+
+    title = f"{engine}: pages of {format_size(case.payload)} and {case.threads} threads"
+    try:
+        points = {mode: Point(mode, facts) for mode in MODES}
+        results.take_turns(title, points, {name: partial(measured, name) for name in contenders}, rounds)
+    finally:
+        for client in clients.values():
+            client.close()
+
+
+# -- pages, clients, measuring -----------------------------------------------------------------------------------------
+
 SEGMENTS = 2
 """Segments of a page, as K and V are."""
 _STAMP = 8
@@ -241,7 +142,7 @@ class Pages:
         self.sources[:, :_STAMP] = np.arange(first, first + self.batch, dtype=np.uint64).view(np.uint8).reshape(-1, 8)
 
     def segments(self, pages: npt.NDArray[np.uint8]) -> PageMemory:
-        """As a backend hands them over: addresses, by arithmetic, and memoryviews for who wants them."""
+        """Return pages as a backend hands them over: addresses, by arithmetic, and memoryviews for who wants them."""
         size = self.payload // SEGMENTS
         starts = pages.ctypes.data + self.payload * np.arange(len(pages), dtype=np.int64)
         addresses = starts[:, None] + size * np.arange(SEGMENTS, dtype=np.int64)
@@ -250,50 +151,31 @@ class Pages:
             lambda: [[page.data[i * size : (i + 1) * size] for i in range(SEGMENTS)] for page in pages],
         )
 
-    def check(self, number: int, contender: str) -> None:
-        """Raise BenchmarkError unless what was read is, byte for byte, batch ``number``."""
+    def check(self, number: int, contender: str, pages: int | None = None) -> None:
+        """Raise BenchmarkError unless what was read, or so many pages of it, is byte for byte batch ``number``."""
         self.stamp(number)
         received = self.targets if self.received is None else self.received
-        for page in range(self.batch):
+        for page in range(self.batch if pages is None else pages):
             if not np.array_equal(np.frombuffer(received[page], np.uint8), self.sources[page]):
                 raise BenchmarkError(f"{contender}: page {page} of batch {number} came back with other bytes")
 
 
 class PoolClient(Protocol):
-    """One opened contender; used by several threads at once."""
+    """One opened contender; used by several threads simultaneously."""
 
     def write(self, keys: Sequence[bytes], pages: Pages) -> int:
-        """Store the pages to write; how many of them are stored."""
+        """Store the pages to write; return how many of them are stored."""
 
     def read(self, keys: Sequence[bytes], pages: Pages) -> int:
-        """Fetch pages; how many were found."""
+        """Fetch pages; return how many were found, from the first one on."""
 
-    def remove(self, keys: Sequence[bytes]) -> None: ...
+    def remove(self, keys: Sequence[bytes]) -> object: ...
 
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Contender:
-    """A line of the tables. ``open`` takes what the engine's server gave and the memory pages will be in."""
-
-    name: str
-    open: Callable[[Any, Sequence[Pages]], PoolClient]
-    ours: bool = False
-    floor: bool = False
-    """No client that anybody would use: what the server itself can do, or what a copy costs. Ratios are not to it."""
-    missing: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """One engine: ``serve(directory)`` starts its server and answers what contenders are opened with."""
-
-    name: str
-    serve: Callable[[Path], AbstractContextManager[Any]]
-    contenders: tuple[Contender, ...]
-    missing: str | None = None
-    """Why its server cannot be started here."""
+Open = Callable[[Sequence[Pages]], PoolClient]
+"""Opens a contender, which is told the memory that its pages will be in."""
 
 
 class OurClient:
@@ -301,22 +183,18 @@ class OurClient:
 
     def __init__(self, store: PageStore) -> None:
         self._store = store
+        self.remove = store.remove
+        self.close = store.close
 
     def write(self, keys: Sequence[bytes], pages: Pages) -> int:
         return sum(result.durable for result in self._store.set(self._batch(keys, pages, pages.sources)))
 
     def read(self, keys: Sequence[bytes], pages: Pages) -> int:
-        return self._store.get(self._batch(keys, pages, pages.targets)).count(GetResult.HIT)
+        return leading([result is GetResult.HIT for result in self._store.get(self._batch(keys, pages, pages.targets))])
 
     @staticmethod
     def _batch(keys: Sequence[bytes], pages: Pages, memory: npt.NDArray[np.uint8]) -> PageBatch:
         return PageBatch(keys, pages.segments(memory), [pages.payload] * len(keys))
-
-    def remove(self, keys: Sequence[bytes]) -> None:
-        self._store.remove(keys)
-
-    def close(self) -> None:
-        self._store.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,75 +207,72 @@ class Case:
     batches: int
     """Of each thread."""
 
+    @classmethod
+    def of(cls, payload: int, threads: int, total: int, batches_at_least: int = 1) -> Case:
+        # Memory of a batch is bounded: 128 pages of 4 MiB would be half a gigabyte a thread, twice.
+        batch = max(1, min(_BATCH, _BATCH_BYTES // payload, total // payload))
+        return cls(payload, threads, batch, max(batches_at_least, -(-total // (payload * threads * batch))))
+
     @property
     def total(self) -> int:
         """Bytes each mode moves."""
         return self.payload * self.threads * self.batch * self.batches
 
 
-def measure(name: str, client: PoolClient, case: Case, memory: Sequence[Pages]) -> Measured:
-    """Write and read everything once, under new keys; removes it again.
+def page_keys(name: str, count: int) -> list[bytes]:
+    """Return page keys as stores take them: identity digest and page hash."""
+    identity = hashlib.sha256(b"hicache_ext/bench").digest()[:16]
+    return [identity + hashlib.sha256(f"{name}/{number}".encode()).digest() for number in range(count)]
+
+
+def measure(name: str, client: PoolClient, case: Case, memory: Sequence[Pages]) -> dict[str, Sample]:
+    """Write and read everything once, under new keys, and remove it again.
 
     Raises BenchmarkError for an answer that is wrong or not complete.
     """
-    turn, identity = secrets.token_hex(8), hashlib.sha256(b"hicache_ext/bench").digest()[:16]
-
-    def keys_of(batch: str) -> list[bytes]:
-        """Return page keys as stores take them: identity digest and page hash."""
-        return [identity + hashlib.sha256(f"{turn}/{batch}/{n}".encode()).digest() for n in range(case.batch)]
-
-    keys = [[keys_of(f"{thread}/{n}") for n in range(case.batches)] for thread in range(case.threads)]
+    turn = secrets.token_hex(8)
+    keys = [[page_keys(f"{turn}/{t}/{n}", case.batch) for n in range(case.batches)] for t in range(case.threads)]
     try:
-        written = _run(case, lambda t, n: client.write(keys[t][n], memory[t]), memory, name, reads=False)
-        read = _run(case, lambda t, n: client.read(keys[t][n], memory[t]), memory, name, reads=True)
+        written = run_calls(case, lambda t, n: client.write(keys[t][n], memory[t]), memory, name, reads=False)
+        read = run_calls(case, lambda t, n: client.read(keys[t][n], memory[t]), memory, name, reads=True)
     finally:
         for of_thread in keys:
             for batch in of_thread:
                 client.remove(batch)
-    return Measured({"write": written, "read": read})
+    return {"write": written, "read": read}
 
 
-def _run(case: Case, move: Callable[[int, int], int], memory: Sequence[Pages], name: str, *, reads: bool) -> Sample:
-    """All threads at once through their batches. Stamping and comparing stop the clock: threads meet before each batch.
+def run_calls(
+    case: Case, move: Callable[[int, int], int], memory: Sequence[Pages], name: str, *, reads: bool
+) -> Sample:
+    """Let all threads go through their batches, and meet after each. Stamping and comparing stop the clock.
 
-    The time of a batch number is that from the moment all threads begin it to the moment the last has ended.
+    Raises BenchmarkError for an answer that is wrong or not complete, and what ``move`` raises.
     """
     calls: list[float] = []
-    failures: list[BaseException] = []
     seconds = cpu = 0.0
-    for number in range(case.batches):
-        for pages in memory[: case.threads]:
-            pages.received = None
-            if reads:
-                pages.targets[:] = 0
-            else:
-                pages.stamp(number)
-        barrier = threading.Barrier(case.threads + 1)
 
-        def work(thread: int, number: int = number, barrier: threading.Barrier = barrier) -> None:
-            try:
-                barrier.wait()
-                began = time.perf_counter()
-                moved = move(thread, number)
-                calls.append(time.perf_counter() - began)
-                if moved != case.batch:
-                    raise BenchmarkError(f"{moved} pages of {case.batch} were moved")
-            except BaseException as error:  # noqa: BLE001 - raised again by the measuring thread
-                failures.append(error)
-
-        threads = [threading.Thread(target=work, args=(thread,)) for thread in range(case.threads)]
-        for thread in threads:
-            thread.start()
-        cpu_began = time.process_time()
-        barrier.wait()
+    def call(thread: int, number: int) -> float:
         began = time.perf_counter()
-        for thread in threads:
-            thread.join()
-        seconds += time.perf_counter() - began
-        cpu += time.process_time() - cpu_began
-        if failures:
-            raise BenchmarkError(f"{name}: {type(failures[0]).__name__}: {failures[0]}") from failures[0]
-        if reads:
-            for pages in memory[: case.threads]:
-                pages.check(number, name)
+        moved = move(thread, number)
+        taken = time.perf_counter() - began
+        if moved != case.batch:
+            raise BenchmarkError(f"{name}: {moved} pages of {case.batch} were moved")
+        return taken
+
+    with ThreadPoolExecutor(case.threads) as threads:
+        for number in range(case.batches):
+            for pages in memory:
+                pages.received = None
+                if reads:
+                    pages.targets[:] = 0
+                else:
+                    pages.stamp(number)
+            cpu_began, began = time.process_time(), time.perf_counter()
+            calls += threads.map(call, range(case.threads), [number] * case.threads)
+            seconds += time.perf_counter() - began
+            cpu += time.process_time() - cpu_began
+            if reads:
+                for pages in memory:
+                    pages.check(number, name)
     return Sample(case.total, seconds, cpu, tuple(calls))

@@ -1,10 +1,11 @@
-"""``hicache-ext bench``: measure on your own machine. One benchmark per action; ``benchmarks/`` has them as scripts."""
+"""``hicache-ext bench``: measure on your own machine, one benchmark per action."""
 
 from __future__ import annotations
 
 import argparse
 
-from hicache_ext.bench import compare, file, kernel_command, multiturn, pool
+from hicache_ext.bench import compare, file, multiturn, pool
+from hicache_ext.bench.frame import add_json_argument
 from hicache_ext.cli.output import describe
 
 _FAILED = "something could not be measured, or a contender answered wrongly"
@@ -19,18 +20,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     action = add("file", "the file tier against SGLang's HiCacheFile and the raw disk")
     file.configure(action)
-    describe(
-        action,
-        examples=["hicache-ext bench file --directory /mnt/nvme0 --minutes 14 --json file.json --markdown file.md"],
-        problem=_FAILED,
-    )
-    action = add("pool", "the pool tiers (Mooncake, Redis, object stores) against their engines' own clients")
+    describe(action, examples=["hicache-ext bench file --directory /mnt/nvme0 --json file.json"], problem=_FAILED)
+    action = add("pool", "the pool tiers (Mooncake, Redis, object stores) of a configuration")
     pool.configure(action)
     describe(action, examples=["hicache-ext bench pool hicache.yaml --json pool.json"], problem=_FAILED)
     action = add("kernels", "copies between GPU and host memory, and the calibration that picks among them")
-    kernel_command.configure(action)
-    describe(action, examples=["hicache-ext bench kernels --calibrate"], problem=_FAILED)
-    action = add("multiturn", "multi-turn conversations against servers and disaggregated pairs")
+    action.add_argument(
+        "--calibrate", action="store_true", help="let servers use what was measured, from their next start on"
+    )
+    action.add_argument(
+        "--quick", action="store_true", help="seconds instead of a minute: shows that it works, no more"
+    )
+    add_json_argument(action)
+    describe(action, examples=["hicache-ext bench kernels --calibrate"], run=_measure_kernels, problem=_FAILED)
+    action = add("multiturn", "multi-turn conversations with servers that run, or that are started for it")
     multiturn.configure(action)
     describe(
         action,
@@ -50,3 +53,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ],
         problem="a row is below --fail-below, or was measured in the first file alone",
     )
+
+
+def _measure_kernels(arguments: argparse.Namespace) -> int:
+    from hicache_ext.bench import kernels  # torch
+
+    return kernels.run(arguments)

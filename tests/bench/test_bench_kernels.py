@@ -11,7 +11,7 @@ import torch
 from benchmarks import bench_kernels
 from benchmarks.kernels.report import OUTSTANDING
 from benchmarks.kernels.submit import LAYOUTS, SubmitCase, measure
-from hicache_ext.bench import kernel_calibrate, kernel_command
+from hicache_ext.bench import kernels
 from hicache_ext.cli.main import main
 from hicache_ext.kernels.calibration import Calibration, Measurement, Situation, read_calibration
 from hicache_ext.kernels.engine import Direction
@@ -31,10 +31,9 @@ def test_without_a_gpu_it_measures_submission_and_says_that_the_rest_is_outstand
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench_kernels, "LAYOUTS", ("page_first_direct",))
-    page, figures = tmp_path / "kernels.md", tmp_path / "kernels.json"
-    assert bench_kernels.main(["--quick", "--markdown", str(page), "--json", str(figures)]) == 0
+    figures = tmp_path / "kernels.json"
+    assert bench_kernels.main(["--quick", "--json", str(figures)]) == 0
     assert OUTSTANDING in capsys.readouterr().out
-    assert OUTSTANDING in page.read_text() and str(tmp_path) not in page.read_text()
     found = json.loads(figures.read_text())
     assert found["gpu"] is None and found["rates"] == []
     assert found["checked_cases"]["triton (interpreted)"] == 8
@@ -51,14 +50,15 @@ def test_what_was_measured_is_shown_written_and_kept_for_servers_only_when_asked
 ) -> None:
     where = Situation(Direction.LOAD, "page_first_direct", True, 65536, 1 << 20)
     found = Calibration("a GPU", "570", "today", (Measurement(where, {"sglang": 2e-4, "batched_dma": 1e-4}),))
-    monkeypatch.setattr(kernel_calibrate, "calibrate", lambda *_: found)
-    kept, page, figures = tmp_path / "kept.json", tmp_path / "kernels.md", tmp_path / "kernels.json"
+    monkeypatch.setattr(kernels, "calibrate", lambda *_: found)
+    kept, figures = tmp_path / "kept.json", tmp_path / "kernels.json"
     monkeypatch.setenv("HICACHE_EXT_KERNEL_CALIBRATION", str(kept))
-    assert main(["bench", "kernels", "--markdown", str(page), "--json", str(figures)]) == 0
-    assert "1MiB in runs of 64KiB" in capsys.readouterr().out and "a GPU, driver 570" in page.read_text()
+    assert main(["bench", "kernels", "--json", str(figures)]) == 0
+    printed = capsys.readouterr().out
+    assert "1MiB in runs of 64KiB" in printed and "a GPU, driver 570" in printed
     assert json.loads(figures.read_text())["measurements"][0]["seconds"] == {"sglang": 2e-4, "batched_dma": 1e-4}
     assert not kept.exists()
     assert main(["bench", "kernels", "--calibrate"]) == 0
     assert read_calibration(kept).measurements == found.measurements
-    (panel,) = kernel_command._drawn(found.measurements)[1]
-    assert panel.lines["batched_dma"] == [("1MiB in runs of 64KiB", *([pytest.approx(100)] * 3))]
+    (table,) = kernels._tables(found.measurements)
+    assert table.headers == ("", "sglang", "batched_dma") and table.rows == (("1MiB in runs of 64KiB", "200", "100"),)

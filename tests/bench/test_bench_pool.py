@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks import bench_pool
-from benchmarks.rivals.object import serve_s3
-from hicache_ext.bench import pool
-from hicache_ext.bench.frame import Baseline, Results, Sample
-from hicache_ext.bench.pool import Case, Contender, Engine, OurClient, Pages, measure
+from benchmarks.rivals.object import object_stores
+from hicache_ext.bench.frame import Point, Results, Sample
+from hicache_ext.bench.pool import MODES, Case, Open, OurClient, Pages, measure
 from hicache_ext.cli.main import main, without_traceback
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.errors import BenchmarkError
+from hicache_ext.errors import BenchmarkError, MissingPackageError
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from tests.rigs.s3_server import missing_s3_server
 
-POINT = pool.point("redis", "read", 1 << 20, 4)
+POINT = Point("read", (("engine", "redis"), ("payload", 1 << 20), ("threads", 4)))
 CASE = Case(payload=4096, threads=2, batch=3, batches=2)
 
 
@@ -31,7 +30,7 @@ def sample(rate: float) -> Sample:
 
 
 def results_of(*names: str) -> Results:
-    return Results(names, (Baseline("own client", "ratio_to_own_client", frozenset(names[1:])),))
+    return Results(names, {"own client": names[1:]})
 
 
 def test_the_ratio_is_to_the_best_of_the_engines_own_clients() -> None:
@@ -39,7 +38,7 @@ def test_the_ratio_is_to_the_best_of_the_engines_own_clients() -> None:
     for name, rates in {"ours": (30, 60, 90), "slow": (19, 20, 500), "fast": (39, 40, 41)}.items():
         for rate in rates:
             results.add(POINT, name, sample(rate))
-    assert {row.contender: row.ratios[0] for row in results.rows(POINT)} == {
+    assert {entry["contender"]: entry["ratio_to_own_client"] for entry in results.entries(POINT)} == {
         "ours": pytest.approx(1.5),
         "slow": pytest.approx(0.5),
         "fast": pytest.approx(1.0),
@@ -57,7 +56,7 @@ def test_who_is_left_out_has_a_reason_and_no_figures() -> None:
     results.add(POINT, "ours", sample(5))
     results.add(POINT, "theirs", sample(5))
     results.leave_out(POINT, "theirs", "failed: it lied")
-    found = results.figures()["results"]
+    found = results.entries(POINT)
     assert [(e["contender"], e.get("not_measured")) for e in found] == [("ours", None), ("theirs", "failed: it lied")]
 
 
@@ -94,7 +93,7 @@ def memory() -> list[Pages]:
 
 def test_every_thread_moves_all_its_batches_and_nothing_is_left() -> None:
     client = _Spy()
-    samples = measure("spy", client, CASE, memory()).samples
+    samples = measure("spy", client, CASE, memory())
     assert sorted(client.calls) == [("read", 3)] * 4 + [("write", 3)] * 4
     assert {mode: taken.work for mode, taken in samples.items()} == {"write": 49152, "read": 49152}
     assert all(len(taken.calls) == 4 and taken.seconds > 0 for taken in samples.values())
@@ -118,56 +117,48 @@ def test_batches_of_different_numbers_and_threads_differ() -> None:
     assert not np.array_equal(first.sources, second.sources)
 
 
-def test_every_engine_and_contender_is_there_or_says_what_is_missing() -> None:
-    for engine in bench_pool.engines(tuple(bench_pool.ENGINES)):
-        assert engine.missing is None or engine.missing.startswith("missing: ")
-        assert any(c.ours for c in engine.contenders) and not all(c.ours for c in engine.contenders)
-        assert all(c.missing is None or c.missing.startswith("missing: ") for c in engine.contenders)
+def compared(monkeypatch: pytest.MonkeyPatch, contenders: Mapping[str, Open], *words: str) -> int:
+    @contextmanager
+    def engine(directory: Path) -> Iterator[tuple[dict[str, Open], tuple[str, ...]]]:
+        yield dict(contenders), ()
+
+    monkeypatch.setitem(bench_pool.ENGINES, "redis", engine)
+    return without_traceback(lambda: bench_pool.main(["--engine", "redis", "--quick", *words]))
 
 
-def compared(monkeypatch: pytest.MonkeyPatch, engine: Engine, *words: str) -> int:
-    monkeypatch.setattr(bench_pool, "engines", lambda names: [engine])
-    return without_traceback(lambda: bench_pool.main(words))
+@pytest.mark.parametrize("engine", bench_pool.ENGINES)
+def test_a_missing_engine_is_a_sentence(
+    engine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module, name in (("redis", "redis_program"), ("object", "missing_s3_server"), ("mooncake", "missing_mooncake")):
+        missing = None if module == "redis" else "that program"
+        monkeypatch.setattr(f"benchmarks.rivals.{module}.{name}", lambda missing=missing: missing)
+    assert without_traceback(lambda: bench_pool.main(["--engine", engine, "--quick"])) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("missing: ") and printed.out == ""
 
 
-def test_a_missing_engine_is_reported_and_a_run_that_measured_nothing_does_not_end_with_0(
+def test_a_contender_whose_package_is_missing_is_named_and_a_run_that_measured_nothing_does_not_end_with_0(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def serve(directory: Path) -> nullcontext[None]:
-        raise AssertionError("not to be started")
+    def missing(memory: Sequence[Pages]) -> OurClient:
+        raise MissingPackageError("redis", "pip install redis")
 
-    gone = Engine("redis", serve, (), missing="missing: redis-server")
     report = tmp_path / "pool.json"
-    assert compared(monkeypatch, gone, "--quick", "--json", str(report)) == 1
-    assert "redis: missing: redis-server" in capsys.readouterr().out
-    assert json.loads(report.read_text())["results"][0]["not_measured"] == "missing: redis-server"
+    assert compared(monkeypatch, {"theirs": missing}, "--json", str(report)) == 1
+    assert "not measured: theirs: " in capsys.readouterr().out
+    assert "redis" in json.loads(report.read_text())["results"][0]["not_measured"]
+    assert compared(monkeypatch, {"theirs": missing, "ours": lambda memory: _Spy()}) == 0
 
 
-def test_a_server_that_does_not_start_is_a_failure(
+def test_a_contender_that_cannot_be_opened_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def serve(directory: Path) -> nullcontext[None]:
-        raise RuntimeError("no port")
+    def refused(memory: Sequence[Pages]) -> OurClient:
+        raise ConnectionRefusedError("no port")
 
-    assert compared(monkeypatch, Engine("redis", serve, ()), "--quick") == 1
-    assert "FAILED: redis: no port" in capsys.readouterr().err
-
-
-def test_a_run_that_takes_too_long_has_fewer_rounds_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    spies = tuple(Contender(name, lambda place, memory: _Spy(), ours=True) for name in ("one", "two"))
-    engine = Engine("redis", lambda directory: nullcontext(), spies)
-    monkeypatch.setattr(pool.Clock, "over", True)
-    report, text = tmp_path / "pool.json", tmp_path / "pool.md"
-    words = ["--rounds", "7", "--payload", "64KiB", "--threads", "1", "--total", "1MiB"]
-    assert compared(monkeypatch, engine, *words, "--json", str(report), "--markdown", str(text)) == 0
-    document = json.loads(report.read_text())
-    assert {entry["summary"]["rounds"] for entry in document["results"]} == {1}
-    assert document["notes"][0] in text.read_text()
-    assert {line.split("|")[2].strip() for line in text.read_text().splitlines() if line.startswith("| one ")} == {"1"}
-    assert "the column says how many were measured, of 7 that were asked for" in text.read_text().replace("\n", " ")
-    assert "1 of 7 rounds for want of time" in capsys.readouterr().out
+    assert compared(monkeypatch, {"theirs": refused, "ours": lambda memory: _Spy()}) == 1
+    assert "threads: theirs: no port" in capsys.readouterr().err
 
 
 def a_configuration(directory: Path) -> Path:
@@ -184,12 +175,13 @@ def a_configuration(directory: Path) -> Path:
 def test_the_tiers_of_a_configuration_are_measured_and_left_as_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, figures, page = a_configuration(tmp_path), tmp_path / "pool.json", tmp_path / "pool.md"
-    words = ["bench", "pool", str(file), "--tier", "pool", "--quick", "--json", str(figures), "--markdown", str(page)]
-    monkeypatch.setattr(sys, "argv", ["hicache-ext", *words])
+    file, figures = a_configuration(tmp_path), tmp_path / "pool.json"
+    words = ["bench", "pool", str(file), "--tier", "pool", "--quick", "--json", str(figures)]
+    monkeypatch.setattr(sys, "argv", ["/opt/bin/hicache-ext", *words, "--hf-token", "secret"])
     assert main(words) == 0
-    assert "bench pool CONFIG" in page.read_text() and str(tmp_path) not in page.read_text()
-    found = json.loads(figures.read_text())["results"]
+    document = json.loads(figures.read_text())
+    assert document["command"].startswith("hicache-ext bench pool ") and "secret" not in document["command"]
+    found = document["results"]
     assert {(entry["contender"], entry["mode"]) for entry in found} == {
         ("pool (file)", "write"),
         ("pool (file)", "read"),
@@ -212,18 +204,14 @@ def test_a_quick_run_measures_object_stores_and_writes_everything(
 ) -> None:
     if missing := missing_s3_server():
         pytest.skip(f"missing: {missing}")
-    files = {kind: tmp_path / f"pool.{kind}" for kind in ("json", "md", "png")}
-    words = ["--json", str(files["json"]), "--markdown", str(files["md"]), "--plot", str(files["png"])]
-    assert without_traceback(lambda: bench_pool.main(["--engine", "object", "--quick", *words])) == 0
-    document = json.loads(files["json"].read_text())
-    names = {contender.name for engine in bench_pool.engines(["object"]) for contender in engine.contenders}
-    assert {(e["contender"], e["mode"]) for e in document["results"]} == {
-        (n, m) for n in names for m in ("write", "read")
-    }
+    report = tmp_path / "pool.json"
+    words = ["--engine", "object", "--quick", "--json", str(report)]
+    assert without_traceback(lambda: bench_pool.main(words)) == 0
+    document = json.loads(report.read_text())
+    names = ("hicache_ext", "obstore, threads", "obstore, asyncio")
+    assert {(e["contender"], e["mode"]) for e in document["results"]} == {(n, m) for n in names for m in MODES}
     assert all(entry["ratio_to_own_client"] > 0 for entry in document["results"])
-    text = files["md"].read_text()
-    assert "object, read: pages of 128KiB, 1 thread" in text and str(tmp_path) not in text
-    assert files["png"].stat().st_size > 1000
+    assert "read, object, 128KiB, 1 thread\n" in capsys.readouterr().out
 
 
 def test_the_environment_of_the_s3_server_ends_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -232,6 +220,6 @@ def test_the_environment_of_the_s3_server_ends_with_it(monkeypatch: pytest.Monke
     import os
 
     monkeypatch.delenv("HICACHE_TEST_S3_KEY", raising=False)
-    with serve_s3(tmp_path):
+    with object_stores(tmp_path):
         assert "HICACHE_TEST_S3_KEY" in os.environ
     assert "HICACHE_TEST_S3_KEY" not in os.environ

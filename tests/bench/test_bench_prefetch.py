@@ -1,4 +1,4 @@
-"""A small run of the prefetch benchmark: every byte is checked, and table, JSON and plot come out."""
+"""A small run of the prefetch benchmark: every byte is checked, and table and JSON come out."""
 
 from __future__ import annotations
 
@@ -11,22 +11,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.sglang]
 
 
 def test_a_small_run_writes_everything(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib", reason="missing: matplotlib")
     from benchmarks import bench_prefetch
 
-    report = tmp_path / "prefetch.md"
+    report = tmp_path / "prefetch.json"
     small = ["--requests", "4", "--tokens", "320", "--rounds", "1", "--page-bytes", "8192", "--buffer", "1600000"]
     near = ["--latency", "2", "--tick", "2", "--parallel", "8"]
-    monkeypatch.setattr(sys, "argv", ["bench_prefetch.py", *small, *near, "--report", str(report)])
+    monkeypatch.setattr(sys, "argv", ["bench_prefetch.py", *small, *near, "--json", str(report)])
     assert bench_prefetch.main() == 0
-    text = report.read_text()
-    assert capsys.readouterr().out.count("4 requests of 20 pages") == 1 and "4 requests of 20 pages" in text
-    (pool,) = json.loads(report.with_suffix(".json").read_text())["pools"]
+    assert capsys.readouterr().out.count("4 requests of 20 pages") == 1
+    (pool,) = json.loads(report.read_text())["pools"]
     assert list(pool["rounds"]) == ["prefetch", "prefetch and promotion", "no prefetch", "HiCacheFile"]
     (played,) = pool["rounds"]["prefetch"]
     # Whatever was ahead of the read was used: nobody aborted.
     assert played["prefetch useful"] == played["prefetch fetched"] > 0
     assert 0 < pool["aborted"]["most_held"] <= pool["aborted"]["buffer"] == 200_000
     assert pool["aborted"]["held_after"] == 0
-    assert report.with_suffix(".png").stat().st_size > 10_000
-    assert str(tmp_path) not in text

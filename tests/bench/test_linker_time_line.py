@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
-from benchmarks.bench_linker import Layer, draw, time_line
+from benchmarks.bench_linker import time_line
 from tests.rigs.layer_times import LayerEvent
 
 EVENTS = [
@@ -24,10 +21,3 @@ def test_a_layer_is_waited_for_from_the_first_time_that_the_forward_asks_for_it(
     first, second = time_line(EVENTS)
     assert (first.landed, first.wait_began, first.waited) == pytest.approx((30, 10, 20))
     assert (second.landed, second.wait_began, second.waited) == pytest.approx((40, 60, 0))
-
-
-def test_the_time_line_is_drawn(tmp_path: Path) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        pytest.skip("missing: matplotlib")
-    draw(tmp_path / "line.png", [Layer(30, 10, 20), Layer(40, 60, 0)], "today")
-    assert (tmp_path / "line.png").read_bytes().startswith(b"\x89PNG")

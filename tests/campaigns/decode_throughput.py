@@ -33,6 +33,7 @@ from hicache_ext.bench.frame import Quartiles, Table, interleaved, machine_facts
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.testing.tiny_model import make_tiny_model
+from tests.campaigns.reporting import markdown
 from tests.rigs import step_costs, tier_faults
 from tests.rigs.pd_pair import PdGeneration, PdPair, decode_node
 from tests.rigs.rig_server import RigServer
@@ -267,7 +268,7 @@ of the decode node during a batch; it says more than \
 the rate where something else works on the machine. The last four columns are microseconds of the scheduler thread \
 that offload took, by step: all requests of the batch advance by one token in a step.
 
-{table.markdown()}
+{markdown(table)}
 
 The writer's counters at the end, all its arms together: `{said}`
 """

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from hicache_ext.bench.frame import Table, machine_facts, number, today, where_and_when, write_json
+from hicache_ext.bench.frame import Table, machine_facts, number, today, write_json
+from tests.campaigns.reporting import markdown, where_and_when
 from tests.campaigns.trouble_load import (
     HEALTHY,
     NEW,
@@ -55,8 +56,8 @@ def write_report(line: TimeLine, arguments: argparse.Namespace, seconds: float) 
         f"Linux {platform.release().partition('-')[0]}.",
         _method(line, arguments),
         *line.remarks,
-        _table(line).markdown(),
-        _worst(line).markdown(),
+        markdown(_table(line)),
+        markdown(_worst(line)),
         "*Longer than the same request* compares each request with the same prompt, asked of the other server in the "
         "same burst: the wait that the pool's trouble added to the unluckiest first token. A pool that is asked while "
         "it hangs costs what is left of one call's time, which is learnt from its earlier calls (docs/guards.md). *Log "

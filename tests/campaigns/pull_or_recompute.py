@@ -24,20 +24,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.bench.frame import (
-    Panel,
-    Quartiles,
-    Table,
-    interleaved,
-    machine_facts,
-    plot,
-    today,
-    where_and_when,
-    write_json,
-)
+from hicache_ext.bench.frame import Quartiles, Table, interleaved, machine_facts, today, write_json
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.testing.tiny_model import make_tiny_model
+from tests.campaigns.reporting import markdown
 from tests.rigs import tier_faults
 from tests.rigs.rig_server import RigServer
 from tests.rigs.server_hooks import rig_environment
@@ -71,7 +62,7 @@ class Step:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Pull or recompute over a tier that is slowed step by step.")
     parser.add_argument("--minutes", type=float, default=7)
-    parser.add_argument("--report", type=Path, help="a .md file to write; .json and .png go beside it")
+    parser.add_argument("--report", type=Path, help="a .md file to write; .json goes beside it")
     arguments = parser.parse_args()
     deadline = time.monotonic() + 60 * arguments.minutes
     with terminated_in_order(), tempfile.TemporaryDirectory() as name:
@@ -193,15 +184,6 @@ def _ratio(spread: Quartiles) -> str:
 
 def _report(file: Path, minutes: float, table: Table, steps: list[Step], facts: dict[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    picture = file.with_suffix(".png")
-    spreads = {name: [Quartiles.of(step.seconds[name]) for step in steps] for name in steps[0].seconds}
-    names = [f"{step.delay * 1e3:.0f}" + (" again" if step is steps[-1] else "") for step in steps]
-    lines = {
-        name: [(x, s.median * 1e3, s.lower * 1e3, s.upper * 1e3) for x, s in zip(names, values, strict=True)]
-        for name, values in spreads.items()
-    }
-    panel = Panel("time to first token", "ms that each call of the tier takes longer", "ms", lines)
-    plot(picture, [panel], "Pull or recompute over a tier that slows", where_and_when(facts))
     file.write_text(f"""# Pull or recompute over a tier that slows
 
 `python -m tests.campaigns.pull_or_recompute --minutes {minutes:g} --report {file}`, {today()[:10]}, \
@@ -210,9 +192,7 @@ SGLang {facts["packages"]["sglang"]} on CPU with a tiny model, prompts \
 of {PROMPT_TOKENS} tokens. How it is measured stands at the top of that file. Ratios are medians (quartiles) of ratios \
 within a round; "pulled" counts requests of the adaptive server.
 
-{table.markdown()}
-
-![Time to first token]({picture.name})
+{markdown(table)}
 """)
     document = {"date": today(), "machine": facts, "prompt_tokens": PROMPT_TOKENS, "steps": [asdict(s) for s in steps]}
     write_json(file.with_suffix(".json"), document)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from hicache_ext.bench.frame import Table, today
 
 _MOST_PROBLEMS = 30
 
@@ -23,3 +27,16 @@ def problem_lines(problems: Counter[str]) -> list[str]:
         *(f"- {count} x {problem}" for problem, count in problems.most_common(_MOST_PROBLEMS)),
         "",
     ]
+
+
+def markdown(table: Table) -> str:
+    """Return the table as a report has it."""
+    rule = ("---", *("---:" for _ in table.headers[1:]))
+    lines = ["| " + " | ".join(row) + " |" for row in (table.headers, rule, *table.rows)]
+    return "\n".join([f"### {table.title}", "", *lines])
+
+
+def where_and_when(machine: Mapping[str, Any]) -> str:
+    """Return the line below a picture: today, and what ``machine_facts`` says of the machine."""
+    memory = machine["memory_bytes"] >> 30
+    return f"{today()[:10]}; {machine['cpus']} CPUs ({machine['cpu_model']}), {memory} GiB of memory"

@@ -57,7 +57,7 @@ class Rule:
 
 
 _NO_SGLANG = "the clean environment has no SGLang, and it says so"
-_SECONDS = (r"--minutes \S+", "--quick --geometry mha --mode exists --contender slab --contender HiCacheFile")
+_SECONDS = ("$", " --quick --rounds 1")
 _RIVALS = "the clean environment has no rivals; elsewhere one may be missing, and it says so"
 
 RULES = (
@@ -120,7 +120,7 @@ RULES = (
         "hicache-ext bench kernels ",
         How.PARSE,
         clean=(2,),
-        why="it needs a GPU; without matplotlib it refuses --plot before it begins",
+        why="it needs a GPU",
     ),
     Rule("python -m benchmarks.bench_file ", clean=(2,), why=_RIVALS, in_short=(_SECONDS,)),
     Rule("python -m benchmarks.bench_pool ", clean=(1,), why=_RIVALS, in_short=(("$", " --quick"),)),

@@ -1,19 +1,33 @@
-"""The calibration of one GPU model: every engine beside SGLang's own path, on SGLang's own pools, in about a minute."""
+"""``hicache-ext bench kernels``: every copy engine beside SGLang's own path, and the calibration that picks among them.
+
+Measured on SGLang's own pools, pages in random order, from the call until the last byte is there, submission included.
+"""
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from hicache_ext.bench.frame import today
+from hicache_ext.bench.frame import Table, machine_facts, number, report, today
 from hicache_ext.config import KernelsConfig
+from hicache_ext.config.units import format_size
 from hicache_ext.errors import BenchmarkError, CopyError
-from hicache_ext.kernels.calibration import Calibration, Measurement, Situation, merged
+from hicache_ext.kernels.calibration import (
+    Calibration,
+    Measurement,
+    Situation,
+    calibration_file,
+    merged,
+    write_calibration,
+)
 from hicache_ext.kernels.engine import Direction, Operation
 from hicache_ext.kernels.geometry import page_tokens
 from hicache_ext.kernels.reference import ReferenceEngine
@@ -33,30 +47,61 @@ _HEADS = (1, 4, 8)
 """KV heads of a rank: rows of 256 B, 1 KiB and 2 KiB."""
 _PAGE_SIZES = (16, 64)
 _TOKENS = (1024, 8192, 32_768)
+_SECONDS, _QUICK_SECONDS = 60.0, 5.0
 
 
-def calibrate(config: KernelsConfig, report: Callable[[str], None], seconds: float = 60.0) -> Calibration:
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print, write; with ``--calibrate`` also where servers look."""
+    config = KernelsConfig().with_environment()
+    found = calibrate(config, _QUICK_SECONDS if arguments.quick else _SECONDS)
+    measured = [{**asdict(one.situation), "seconds": dict(one.seconds)} for one in found.measurements]
+    figures = {"gpu": found.gpu, "driver": found.driver, "measurements": measured}
+    machine = machine_facts(Path("."), ("hicache-ext", "torch", "triton", "sglang", "numpy"))
+    print(f"{found.gpu}, driver {found.driver}")
+    report(arguments, "kernels", machine, figures, _tables(found.measurements))
+    if arguments.calibrate:
+        path = config.calibration or calibration_file(found.gpu)
+        write_calibration(path, found)
+        print(f"{len(found.measurements)} measurements of {found.gpu} written to {path}")
+    return 0
+
+
+def _tables(measurements: Sequence[Measurement]) -> Iterator[Table]:
+    """Yield a table for each direction, layout and place of the indices."""
+    groups: dict[str, list[Measurement]] = {}
+    for measurement in measurements:
+        where = measurement.situation
+        title = f"{where.direction}: {where.layout}, indices on the {'CPU' if where.indices_on_cpu else 'GPU'}"
+        groups.setdefault(title, []).append(measurement)
+    for title, group in groups.items():
+        names = list(dict.fromkeys(name for measurement in group for name in measurement.seconds))
+        rows = tuple(
+            (
+                f"{format_size(m.situation.bytes_per_layer)} in runs of {format_size(m.situation.run_bytes)}",
+                *(number(m.seconds[name] * 1e6) if name in m.seconds else "-" for name in names),
+            )
+            for m in group
+        )
+        yield Table(f"{title}: us per layer, medians", ("", *names), rows)
+
+
+def calibrate(config: KernelsConfig, seconds: float) -> Calibration:
     """Measure for about ``seconds``. Raises BenchmarkError without a GPU, or without SGLang to compare with."""
     if not torch.cuda.is_available():
         raise BenchmarkError("a calibration needs a CUDA device; this machine has none")
     sglang_hooks.use(None)
     measurements: list[Measurement] = []
     ends = time.monotonic() + seconds
-    for heads in _HEADS:
-        for page_size in _PAGE_SIZES:
-            for layout, io_backend in _COMBINATIONS:
-                if time.monotonic() > ends:
-                    report("the time is over; larger rows are judged by the nearest that was measured")
-                    return _calibration(measurements)
-                report(f"{layout}, {io_backend}, {heads} KV heads, pages of {page_size} tokens")
-                try:
-                    measurements += _measure_pool(config, layout, io_backend, heads, page_size)
-                except Exception as error:  # noqa: BLE001 - what SGLang cannot do on this machine is left out
-                    report(f"  left out: {type(error).__name__}: {str(error)[:200]}")
-    return _calibration(measurements)
-
-
-def _calibration(measurements: list[Measurement]) -> Calibration:
+    pools = [(heads, size, *how) for heads in _HEADS for size in _PAGE_SIZES for how in _COMBINATIONS]
+    for heads, page_size, layout, io_backend in pools:
+        if time.monotonic() > ends:
+            print("the time is over; larger rows are judged by the nearest that was measured", flush=True)
+            break
+        print(f"{layout}, {io_backend}, {heads} KV heads, pages of {page_size} tokens", flush=True)
+        try:
+            measurements += _measure_pool(config, layout, io_backend, heads, page_size)
+        except Exception as error:  # noqa: BLE001 - what SGLang cannot do on this machine is left out
+            print(f"  left out: {type(error).__name__}: {str(error)[:200]}", flush=True)
     if not measurements:
         raise BenchmarkError("nothing could be measured: SGLang's pools cannot be built on this machine")
     return Calibration(torch.cuda.get_device_name(), driver_version(), today(), merged(measurements))
@@ -117,7 +162,7 @@ def _by_engine(engine: Any, stack: Any, direction: Direction, host: torch.Tensor
 def _sglangs_own(
     pool: Any, direction: Direction, host: torch.Tensor, device: torch.Tensor, io_backend: str
 ) -> Callable[[], None]:
-    """What SGLang itself would do, past any hook of ours."""
+    """Return what SGLang itself would do, past any hook of ours."""
     name = "load_to_device_per_layer" if direction is Direction.LOAD else "backup_from_device_all_layer"
     method = getattr(type(pool), name)
     method = getattr(method, "__wrapped__", method)
@@ -135,7 +180,7 @@ def _sglangs_own(
 
 
 def _timed(copy: Callable[[], None], stream: Any) -> float:
-    """Median seconds from the call until the last byte is there."""
+    """Return the median seconds from the call until the last byte is there."""
     times = []
     with torch.cuda.stream(stream):
         for repeat in range(_REPEATS + 1):
@@ -149,7 +194,7 @@ def _timed(copy: Callable[[], None], stream: Any) -> float:
 
 
 def driver_version() -> str:
-    """Of the kernel module, or "unknown"."""
+    """Return the version of the kernel module, or "unknown"."""
     try:
         with open("/proc/driver/nvidia/version") as file:
             words = file.readline().split()
