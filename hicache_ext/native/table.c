@@ -277,7 +277,7 @@ static inline int64_t number_of(const int64_t *numbers, int64_t of_all, int64_t 
     return numbers == NULL ? of_all : numbers[of];
 }
 
-/* No lock. Returns how many pages were looked up, without `found`: are there before the first one that is not. */
+/* No lock. Returns how many pages were looked up; without `found` how many are there before the first that is not. */
 PUBLIC int64_t hicache_find(const struct find *call)
 {
     int64_t last = -1;
