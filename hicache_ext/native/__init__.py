@@ -126,13 +126,19 @@ def _loaded(path: Path) -> Core | str:
         return f"{path.name} was not built with this package" if not path.exists() else str(error)
 
 
+_found: tuple[Path | None, Core | None] = (None, None)
+"""The library that was asked for last, and what ``core`` said of it: every call of a tier asks."""
+
+
 def core() -> Core | None:
     """The native core; None where it is not available, which is logged once."""
-    found = _loaded(LIBRARY)
-    if isinstance(found, Core):
-        return found
-    _say_once(found)
-    return None
+    global _found
+    if _found[0] is not LIBRARY:
+        loaded = _loaded(LIBRARY)
+        _found = LIBRARY, loaded if isinstance(loaded, Core) else None
+        if isinstance(loaded, str):
+            _say_once(loaded)
+    return _found[1]
 
 
 def why_not() -> str | None:

@@ -22,17 +22,28 @@ A row says PENDING until all of it is written; one store then makes it a page.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.storage.tiers.file import eviction
 
-if TYPE_CHECKING:
-    from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory
 
 Words = npt.NDArray[np.int64]
+
+
+class Parts(Protocol):
+    """The words of an index (``IndexMemory``)."""
+
+    rows: Words
+    sets: Words
+    header: Words
+    identities: Words
+    slabs: Words
+    ghosts: Words
+    events: Words
+
 
 KEY_WORDS = 6
 HASH, STATE, LENGTH, CREATED, SEAL, _SECOND_OF_SEAL, PRIORITY, USED = range(8)
@@ -164,18 +175,18 @@ def is_current(identities: Words, state: Any) -> Any:
     return (state >> 8) & GENERATIONS == identities[number, GENERATION] & GENERATIONS
 
 
-def state_for(memory: IndexMemory, number: Any) -> Any:
+def state_for(memory: Parts, number: Any) -> Any:
     """The STATE of a page of this identity that was not cleared."""
     return PAGE | (memory.identities[number, GENERATION] & GENERATIONS) << 8 | number << NUMBER_SHIFT
 
 
-def _mixed_of(memory: IndexMemory, row: int) -> int:
+def _mixed_of(memory: Parts, row: int) -> int:
     """``mixed`` of the page in a row."""
     word: int = mixed(memory.rows[row, HASH], memory.rows[row, STATE] >> NUMBER_SHIFT)
     return word
 
 
-def _set_of(memory: IndexMemory, word: int) -> int:
+def _set_of(memory: Parts, word: int) -> int:
     """``word``: ``mixed``. LEVEL may be one step behind SETS or ahead of it, which makes no difference to the sets
     there are."""
     level = memory.header[LEVEL]
@@ -189,7 +200,7 @@ def _entry(word: int, row: int) -> int:
     return ((word >> ROW_BITS) & TAG) << ROW_BITS | (row + 1)
 
 
-def _row_of(memory: IndexMemory, hashed: int, number: int, state: int) -> int:
+def _row_of(memory: Parts, hashed: int, number: int, state: int) -> int:
     """The row of a page; -1 when there is none."""
     rows, sets = memory.rows, memory.sets
     word = mixed(hashed, number)
@@ -204,7 +215,7 @@ def _row_of(memory: IndexMemory, hashed: int, number: int, state: int) -> int:
     return -1
 
 
-def _leave(memory: IndexMemory, row: int) -> None:
+def _leave(memory: Parts, row: int) -> None:
     """Remove the entry of a page."""
     sets = memory.sets
     at = _set_of(memory, _mixed_of(memory, row))
@@ -213,21 +224,21 @@ def _leave(memory: IndexMemory, row: int) -> None:
             sets[at, way] = 0
 
 
-def _free_page(memory: IndexMemory, row: int) -> None:
+def _free_page(memory: Parts, row: int) -> None:
     """Forget a page, which has its entry still, and free its slot."""
     _leave(memory, row)
     _uncount(memory, memory.rows[row, STATE])
     memory.rows[row, STATE] = FREE
 
 
-def _uncount(memory: IndexMemory, state: int) -> None:
+def _uncount(memory: Parts, state: int) -> None:
     """One page of this STATE less."""
     identities = memory.identities
     if is_current(identities, state):
         identities[(state >> NUMBER_SHIFT) & (len(identities) - 1), PAGES] -= 1
 
 
-def _enter(memory: IndexMemory, word: int, row: int) -> int:
+def _enter(memory: Parts, word: int, row: int) -> int:
     """Add the entry of a page (``word``: ``mixed``). In a full set the page with the lowest priority goes. Returns how
     many did: 0 mostly."""
     rows, sets = memory.rows, memory.sets
@@ -249,7 +260,7 @@ def _enter(memory: IndexMemory, word: int, row: int) -> int:
     return 1
 
 
-def grow_sets(memory: IndexMemory, wanted: int) -> int:
+def grow_sets(memory: Parts, wanted: int) -> int:
     """Use so many sets. An entry is in its new set before it leaves the old one; a look-up that finds nothing looks
     again if SETS has changed. Returns the number of sets."""
     rows, sets, header = memory.rows, memory.sets, memory.header
@@ -284,7 +295,7 @@ def is_sampled(hashed: int, sampled: int) -> bool:
     return bool((hashed >> _SAMPLE_SHIFT) & SAMPLE < sampled)
 
 
-def _note(memory: IndexMemory, hashed: int, inserts: int, depth: int) -> None:
+def _note(memory: Parts, hashed: int, inserts: int, depth: int) -> None:
     """Note a use for the miniatures. Of two at the same moment one may be lost, and so is what finds no place."""
     header, events = memory.header, memory.events
     noted = header[EVENTS]
@@ -299,7 +310,7 @@ def _used(clock: int, depth: int, own_hits: int, hits: int) -> int:
     return clock << CLOCK_SHIFT | min(depth, MOST_DEPTH) << DEPTH_SHIFT | own_hits << HITS_BITS | hits
 
 
-def touch(memory: IndexMemory, capacity: int, chain: Words, sampled: int) -> int:
+def touch(memory: Parts, capacity: int, chain: Words, sampled: int) -> int:
     rows, header = memory.rows, memory.header
     changed, seen = 0, 0
     before = -1
@@ -334,7 +345,7 @@ def touch(memory: IndexMemory, capacity: int, chain: Words, sampled: int) -> int
     return changed
 
 
-def rank_again(memory: IndexMemory, capacity: int, most: int) -> int:
+def rank_again(memory: Parts, capacity: int, most: int) -> int:
     rows, header = memory.rows, memory.header
     behind = min(header[TO_RANK], len(rows))
     begin = max(0, behind - most)
@@ -361,7 +372,7 @@ def _fingerprint(hashed: int, state: int) -> int:
     return fingerprint
 
 
-def _remember(memory: IndexMemory, row: int) -> None:
+def _remember(memory: Parts, row: int) -> None:
     """Remember the evicted page of this row. It replaces its own older ghost, or else the oldest of its set."""
     rows, header, ghosts = memory.rows, memory.header, memory.ghosts
     if ghosts.shape[1] == 0:
@@ -381,7 +392,7 @@ def _remember(memory: IndexMemory, row: int) -> None:
     ghosts[2, of_set, chosen] = rows[row, USED]
 
 
-def _recall(memory: IndexMemory, hashed: int, state: int, oldest: int) -> int:
+def _recall(memory: Parts, hashed: int, state: int, oldest: int) -> int:
     """Remove the ghost of this page; returns its USED, -1 without a ghost newer than ``oldest``."""
     ghosts = memory.ghosts
     if ghosts.shape[1] == 0:
@@ -399,9 +410,7 @@ def _recall(memory: IndexMemory, hashed: int, state: int, oldest: int) -> int:
 # -- slots -------------------------------------------------------------------------------------------------------------
 
 
-def take_free(
-    memory: IndexMemory, known: Words, of_size: Words, pending: int, ticket: int, most: int, taken: Words
-) -> int:
+def take_free(memory: Parts, known: Words, of_size: Words, pending: int, ticket: int, most: int, taken: Words) -> int:
     rows, table = memory.rows, memory.slabs
     done, looked = 0, 0
     for which in range(len(of_size)):
@@ -433,7 +442,7 @@ def take_free(
     return done
 
 
-def _rank(memory: IndexMemory, row: int, oldest: int, dead: Words) -> int:
+def _rank(memory: Parts, row: int, oldest: int, dead: Words) -> int:
     rows = memory.rows
     state = rows[row, STATE]
     kind = state & STATES
@@ -450,7 +459,7 @@ def _rank(memory: IndexMemory, row: int, oldest: int, dead: Words) -> int:
 
 
 def evict(
-    memory: IndexMemory,
+    memory: Parts,
     victims: Words,
     spared: Words,
     headroom: int,
@@ -484,7 +493,7 @@ def evict(
 
 
 def evict_beside(
-    memory: IndexMemory,
+    memory: Parts,
     hashes: Words,
     states: Words,
     beside: Words,
@@ -521,7 +530,7 @@ def evict_beside(
     return count
 
 
-def seize(memory: IndexMemory, found: Words, pending: int, ticket: int) -> int:
+def seize(memory: Parts, found: Words, pending: int, ticket: int) -> int:
     rows = memory.rows
     count = 0
     for position in range(len(found)):
@@ -536,7 +545,7 @@ def seize(memory: IndexMemory, found: Words, pending: int, ticket: int) -> int:
     return count
 
 
-def give_back(memory: IndexMemory, taken: Words, pending: int, ticket: int) -> int:
+def give_back(memory: Parts, taken: Words, pending: int, ticket: int) -> int:
     rows = memory.rows
     count = 0
     for row in taken:
@@ -549,7 +558,7 @@ def give_back(memory: IndexMemory, taken: Words, pending: int, ticket: int) -> i
 # -- writing pages -----------------------------------------------------------------------------------------------------
 
 
-def _make_page(memory: IndexMemory, row: int, hashed: int, number: int, state: int) -> int:
+def _make_page(memory: Parts, row: int, hashed: int, number: int, state: int) -> int:
     """The first store makes the row a page. Returns how many pages its entry has cost."""
     memory.rows[row, STATE] = state
     lost = _enter(memory, mixed(hashed, number), row)
@@ -559,7 +568,7 @@ def _make_page(memory: IndexMemory, row: int, hashed: int, number: int, state: i
 
 
 def publish(
-    memory: IndexMemory,
+    memory: Parts,
     keys: Words,
     numbers: Words,
     positions: Words,
@@ -628,7 +637,7 @@ def publish(
 
 
 def adopt(
-    memory: IndexMemory,
+    memory: Parts,
     keys: Words,
     numbers: Words,
     lengths: Words,
