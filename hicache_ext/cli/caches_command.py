@@ -17,7 +17,6 @@ from hicache_ext.cli.output import describe, fitted, show
 from hicache_ext.config import rounded_size
 from hicache_ext.runtime.code_cache import compiled_files
 from hicache_ext.runtime.user_cache import user_cache
-from hicache_ext.storage.serving.control import sockets_without_listener
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,6 @@ def _kept_files() -> Iterator[KeptFile]:
             if not path.is_dir() or path.is_symlink():
                 kind = "calibration of copies" if path.parent.name == "kernels" else "other"
                 found.setdefault(path, kind)
-    found.update(dict.fromkeys(sockets_without_listener(), "socket of a server that is gone"))
     for path, kind in found.items():
         with suppress(FileNotFoundError):
             yield KeptFile(os.fspath(path), kind, path.lstat().st_size)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from hicache_ext.cli.main import main
 from hicache_ext.runtime import code_cache
 from hicache_ext.runtime.code_cache import CodeCache
-from hicache_ext.storage.serving.control import DIRECTORY_VARIABLE, ControlSocket
+from hicache_ext.storage.serving.control import DIRECTORY_VARIABLE
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def kept(places: Path) -> set[str]:
-    """Compiled code in each of its places and of two versions, a calibration, the socket of a server that is gone."""
+    """Compiled code in each of its places and of two versions, a calibration."""
     compiled = [places / "package" / "__pycache__", places / "cache" / "hicache_ext", places / "numba"]
     for directory in compiled:
         directory.mkdir(parents=True)
@@ -36,11 +35,8 @@ def kept(places: Path) -> set[str]:
             CodeCache(version, (), ()).keep({}, directory)
     (places / "cache" / "hicache_ext" / "kernels").mkdir()
     (places / "cache" / "hicache_ext" / "kernels" / "gpu.json").write_text("{}")
-    (places / "run").mkdir(mode=0o700)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as gone:
-        gone.bind(os.fspath(places / "run" / "4-0.sock"))
     files = _files(places)
-    assert len(files) == 8
+    assert len(files) == 7
     # Of others, in the same places.
     (places / "package" / "__pycache__" / "errors.cpython-311.pyc").write_text("bytecode")
     (places / "numba" / "somebody-else.nbi").write_text("index")
@@ -58,9 +54,7 @@ def test_everything_is_listed_and_nothing_changes(
     assert main(["caches", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert {file["path"] for file in listed["files"]} == kept
-    assert {file["kind"] for file in listed["files"]} == {
-        *("compiled code", "calibration of copies", "socket of a server that is gone")
-    }
+    assert {file["kind"] for file in listed["files"]} == {*("compiled code", "calibration of copies")}
     assert not listed["removed"] and _files(places) == before
 
 
@@ -75,19 +69,10 @@ def test_what_is_listed_is_removed_and_what_others_keep_there_stays(
 ) -> None:
     before = _files(places)
     assert main(["caches", "--remove"]) == 0
-    assert capsys.readouterr().out.endswith("8 of 8 removed\n")
+    assert capsys.readouterr().out.endswith("7 of 7 removed\n")
     assert _files(places) == before - kept
     assert not (places / "cache" / "hicache_ext").exists()
     assert main(["caches", "--remove"]) == 0
-
-
-def test_the_socket_of_a_server_that_runs_is_left_alone(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    server = ControlSocket(lambda request: {"ok": True})
-    try:
-        assert main(["caches", "--remove"]) == 0
-        assert server.path.exists() and "sock" not in capsys.readouterr().out
-    finally:
-        server.close()
 
 
 def test_a_file_that_cannot_be_removed_is_named(
@@ -104,7 +89,7 @@ def test_a_file_that_cannot_be_removed_is_named(
     monkeypatch.setattr(Path, "unlink", refuse)
     assert main(["caches", "--remove"]) == 1
     told = capsys.readouterr()
-    assert told.out.endswith("7 of 8 removed\n") and told.err == f"{stubborn}: Operation not permitted\n"
+    assert told.out.endswith("6 of 7 removed\n") and told.err == f"{stubborn}: Operation not permitted\n"
 
 
 def test_a_linked_directory_is_not_followed(places: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ def runtime_directory() -> Path:
         status = directory.lstat()
     except OSError as error:
         raise ControlError(f"{directory}: {error.strerror or error}") from error
-    if not _is_of_this_user_alone(status):
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ControlError(f"{directory} is not a directory of this user alone (mode 0700)")
     return directory
 
@@ -158,23 +158,11 @@ class ControlSocket:
 
 def servers() -> Iterator[Path]:
     """Sockets of this user's running backends; sockets without a listener are removed."""
-    for path in _sockets(runtime_directory()):
+    for path in sorted(runtime_directory().glob("*.sock")):
         if has_listener(path):
             yield path
         else:
             path.unlink(missing_ok=True)
-
-
-def sockets_without_listener() -> list[Path]:
-    """What killed servers of this user have left. Makes nothing and removes nothing; a directory that others could have
-    filled has nothing of ours."""
-    place = _place_of_sockets()
-    try:
-        if not _is_of_this_user_alone(place.lstat()):
-            return []
-    except OSError:
-        return []
-    return [path for path in _sockets(place) if path.is_socket() and not has_listener(path)]
 
 
 def _new_listener() -> tuple[Path, socket.socket]:
@@ -216,10 +204,6 @@ def _address(path: Path) -> Iterator[str]:
         os.close(directory)
 
 
-def _is_of_this_user_alone(status: os.stat_result) -> bool:
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
-
-
 def _place_of_sockets() -> Path:
     chosen = os.environ.get(DIRECTORY_VARIABLE)
     runtime = os.environ.get("XDG_RUNTIME_DIR")
@@ -228,10 +212,6 @@ def _place_of_sockets() -> Path:
     if runtime and os.access(runtime, os.W_OK):
         return Path(runtime) / "hicache_ext"
     return Path(tempfile.gettempdir()) / f"hicache_ext-{os.getuid()}"
-
-
-def _sockets(directory: Path) -> list[Path]:
-    return sorted(directory.glob("*.sock"))
 
 
 def has_listener(path: Path) -> bool:
