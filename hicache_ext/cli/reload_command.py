@@ -11,7 +11,7 @@ from pathlib import Path
 from hicache_ext.cli.output import describe, show
 from hicache_ext.config import load_document
 from hicache_ext.errors import ControlError, HicacheExtError
-from hicache_ext.storage.serving.control import Answer, ask, servers
+from hicache_ext.storage.serving.control import Answer, ask, has_listener, servers
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,18 +30,19 @@ def _reload(arguments: argparse.Namespace) -> int:
     file = os.path.abspath(arguments.file.removeprefix("@"))
     load_document(file)  # its mistakes are reported here, once, before any server is asked
     try:
-        chosen = [path for path in servers() if _serves(path, file)]
+        found = [server for path in servers() if (server := _server(path)) is not None]
     except ControlError as error:
         raise HicacheExtError(str(error)) from error
-    if not chosen:
+    chosen = [server for server in found if server.file is None or _is_same(server.file, file)]
+    if not any(server.file for server in chosen):
         print(f"no running server of this user was started with @{file}", file=sys.stderr)
         print("(a server that was given its configuration inline has to be restarted)", file=sys.stderr)
         return 1
     # All ranks are asked before the first one changes, so that they stay equal.
-    answers = [_asked(path, only_check=True) for path in chosen]
+    answers = [_asked(server, only_check=True) for server in chosen]
     refused = sum(not answer.ok for answer in answers)
     if not refused and not arguments.check:
-        answers = [_asked(path, only_check=False) for path in chosen]
+        answers = [_asked(server, only_check=False) for server in chosen]
     willing, total = sum(answer.ok for answer in answers), len(answers)
     if refused:
         print(f"refused by {refused} of {total} processes; nothing was changed", file=sys.stderr)
@@ -58,13 +59,31 @@ def _reload(arguments: argparse.Namespace) -> int:
     return 0 if willing == total else 1
 
 
-def _serves(path: Path, file: str) -> bool:
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """One process of a server."""
+
+    path: Path
+    process: str
+    """Its number, which two containers may both have."""
+    file: str | None
+    """None: it did not say. It may be a rank of the server that is to be reloaded."""
+
+
+def _server(path: Path) -> _Server | None:
+    """None for one that has ended meanwhile."""
     try:
-        served = ask(path, {"call": "facts"}, seconds=5).get("file")
+        facts = ask(path, {"call": "facts"}, seconds=5)
     except ControlError as error:
+        if not has_listener(path):
+            return None
         print(error, file=sys.stderr)
-        return False
-    return isinstance(served, str) and (served == file or os.path.realpath(served) == os.path.realpath(file))
+        return _Server(path, path.stem, None)
+    return _Server(path, str(facts.get("pid", path.stem)), str(facts.get("file", "")))
+
+
+def _is_same(file: str, other: str) -> bool:
+    return file == other or os.path.realpath(file) == os.path.realpath(other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +96,12 @@ class _Process:
     messages: list[str]
 
 
-def _asked(path: Path, *, only_check: bool) -> _Process:
-    process = path.name.partition("-")[0]
+def _asked(server: _Server, *, only_check: bool) -> _Process:
+    process = server.process
     try:
-        answer: Answer = ask(path, {"call": "reload", "only_check": only_check})
+        if server.file is None:
+            raise ControlError("it does not answer; it may have been started with this file, too")
+        answer: Answer = ask(server.path, {"call": "reload", "only_check": only_check})
     except ControlError as error:
         answer = {"ok": False, "messages": [str(error)]}
     told = answer.get("messages", [])

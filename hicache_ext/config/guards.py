@@ -39,7 +39,7 @@ class GuardsConfig(ConfigModel):
         "slow_call": "a call is slow after half of the tier's timeout, and after 500ms at the earliest",
         "probe_interval": "a tier that was given up is tried again after 1s, then more and more seldom",
         "slow_start": "a tier that came back gets all calls after 5s",
-        "negative_cache": "a page that was not there is not asked for again for 1s if the tier is remote",
+        "negative_cache": "every look-up asks the tier",
         "bounce_memory": "calls with a timeout have up to 256MiB of memory for pages",
     }
 

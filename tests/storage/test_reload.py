@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import subprocess
@@ -429,6 +430,67 @@ def test_sockets_of_killed_servers_are_cleared_away(file: Path, runtime: Path) -
     assert not list(runtime.iterdir())
 
 
+def test_two_containers_with_equal_process_ids_share_a_directory_of_sockets(
+    file: Path, tier: Callable[..., Section], serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    # The second container's count of sockets begins anew, too.
+    monkeypatch.setattr(control, "_numbers", itertools.count(), raising=False)
+    first = serve(file)
+    monkeypatch.setattr(control, "_numbers", itertools.count(), raising=False)
+    second = serve(file)
+    write(file, {"disk": tier("disk"), "more": tier("more")})
+    assert "taken over by 2 of 2 processes" in command(str(file)).stdout
+    assert first.tiers == second.tiers == ["disk", "more"]
+    first.close()
+    assert "1 processes would take it over" in command(str(file), "--check").stdout
+
+
+@pytest.mark.parametrize("length", [82, 107, 108, 400])
+def test_a_long_path_of_the_directory_is_no_obstacle(
+    file: Path, tmp_path: Path, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    place = tmp_path
+    while (left := length - len(str(place))) > 1:
+        place /= "x" * min(200, left - 1)
+    place.mkdir(parents=True, exist_ok=True)
+    monkeypatch.delenv("HICACHE_EXT_RUNTIME_DIR")
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    serve(file)
+    assert "1 processes would take it over" in command(str(file), "--check").stdout
+
+
+def test_a_server_that_does_not_answer_is_not_left_out(
+    file: Path, tier: Callable[..., Section], serve: Callable[..., Server], runtime: Path
+) -> None:
+    server = serve(file)
+    write(file, {"disk": tier("disk"), "more": tier("more")})
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stopped:
+        stopped.bind(str(runtime / "stopped.sock"))
+        stopped.listen(1)
+        done = command(str(file))
+    assert done.returncode == 1
+    assert "refused by 1 of 2 processes; nothing was changed" in done.stderr
+    assert server.tiers == ["disk"]
+
+
+@pytest.mark.parametrize("gone", ["socket", "directory"])
+def test_a_server_whose_socket_was_removed_makes_another(
+    file: Path, runtime: Path, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    """Files in a directory for temporary files are removed when they are old."""
+    monkeypatch.setattr(control, "_LOOK_EVERY", 0.05)
+    serve(file)
+    (path,) = runtime.iterdir()
+    path.unlink()
+    if gone == "directory":
+        runtime.rmdir()
+    wait_until(lambda: runtime.is_dir() and any(runtime.glob("*.sock")))
+    assert "1 processes would take it over" in command(str(file), "--check").stdout
+
+
 def test_a_directory_that_others_may_enter_is_not_used(
     file: Path, runtime: Path, serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -558,7 +620,7 @@ def test_nonsense_in_place_of_an_answer_is_one_sentence(answer: bytes, runtime: 
         patch.setattr(
             control, "_send", lambda connection, document: connection.sendall(answer if not document else b"{}\n")
         )
-        with pytest.raises(ControlError, match=r"^process [0-9]+ does not answer: "):
+        with pytest.raises(ControlError, match=r"^the server behind .*\.sock does not answer: "):
             control.ask(server.path, {"call": "facts"})
     server.close()
 

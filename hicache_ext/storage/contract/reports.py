@@ -166,7 +166,6 @@ OF_EVERY_TIER: Mapping[str, Sequence[str]] = {
     "retry": ("get", "set"),
     "breaker": ("open", "half_open", "closed"),
     "breaker_probe": ("good", "bad"),
-    "negative_cache": ("hit",),
     "exists_budget": ("exceeded", "busy"),
     "dropped_pages": ("async", "async_failed", "promotion", "promotion_failed"),
     "promotion": ("queued", "waiting", "dropped", "stored", "exists", "failed"),

@@ -1,11 +1,11 @@
-"""Look-ups that are answered without the store: what is remembered of pages, and for whom.
+"""Look-ups of SGLang's scheduler, answered without the store where it takes too long: the exists budget.
 
-The negative cache is a ``RecentKeys`` of absent pages (pipeline.py). SGLang asks for the same chain again and again
-while a prompt waits, and each time the first missing page costs a remote tier a round trip.
+Decode nodes look pages up on SGLang's scheduler thread, where a store that hangs would stop every request. There a
+look-up runs on another thread. What is not known within the budget is answered as absent; what the look-up finds later
+is kept for a few seconds for the next one.
 
-The exists budget: decode nodes look pages up on SGLang's scheduler thread, where a store that hangs would stop every
-request. There a look-up runs on another thread. What is not known within the budget is answered as absent; what the
-look-up finds later is kept for a few seconds for the next one.
+Nothing remembers that a page is absent: SGLang asks for a chain again because somebody may have written it meanwhile,
+and as often as it schedules, which no number of seconds here could follow.
 """
 
 from __future__ import annotations

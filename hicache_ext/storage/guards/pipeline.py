@@ -3,20 +3,17 @@
 The order of its rules, from SGLang inwards, and why each stands where it does:
 
 1. *Exists budget* (look_ups.py): look-ups of SGLang's scheduler go on on another thread. It is the outermost, because
-   everything below may wait.
-2. *Negative cache* (look_ups.py): a page that was absent a moment ago is not asked for. Answers that need no store come
-   before the breaker. Writes of this process are visible immediately, those of others when the entry expires. A look-up
-   during which the tier counted trouble is not remembered: its answers may mean that the tier could not be asked.
-3. *Time limit* (time_limits.py): from here on a call has a deadline, which the queue, the retries and the store share.
+   everything below may wait. No look-up is answered from an older one's "absent": SGLang asks again to hear otherwise.
+2. *Time limit* (time_limits.py): from here on a call has a deadline, which the queue, the retries and the store share.
    The breaker's probes begin behind it and have the whole timeout, not the learnt one. Reads and look-ups delay a first
    token; writes do not, and may take longer. Each kind learns separately.
-4. *Breaker* (breaker.py): refuses calls while the tier is given up. One that it refuses takes no place in the queue.
-5. *Concurrency limit*: a bounded number of calls simultaneously (reads, writes, promotion, prefetch together); removals
+3. *Breaker* (breaker.py): refuses calls while the tier is given up. One that it refuses takes no place in the queue.
+4. *Concurrency limit*: a bounded number of calls simultaneously (reads, writes, promotion, prefetch together); removals
    are rare and go past it. The queue is this process's own and says nothing about the tier. So a call waits at most
    half of its time, which leaves the tier twice what its slowest recent call took; the breaker subtracts the wait.
-6. *Deadline* (deadline.py): ends the call, for a store that cannot do so itself. What waits for a place holds none of
+5. *Deadline* (deadline.py): ends the call, for a store that cannot do so itself. What waits for a place holds none of
    its memory.
-7. *Retry*: pages whose transfer failed are tried again while there is time, on the thread of the deadline.
+6. *Retry*: pages whose transfer failed are tried again while there is time, on the thread of the deadline.
 
 Then comes the store. One that opens itself later (late_open.py) is a store like any other here: it outlives the guards,
 which a reload replaces. clear() and register_identity() are rare, and a refused one is lost: they pass in every state.
@@ -43,7 +40,7 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, 
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 from hicache_ext.storage.guards.breaker import BreakerSettings, Outcome, TierBreaker
 from hicache_ext.storage.guards.deadline import Deadline
-from hicache_ext.storage.guards.look_ups import ExistsBudget, RecentKeys
+from hicache_ext.storage.guards.look_ups import ExistsBudget
 from hicache_ext.storage.guards.time_limits import Call, LearntLimit
 
 logger = logging.getLogger(__name__)
@@ -52,7 +49,6 @@ R = TypeVar("R", GetResult, SetResult)
 T = TypeVar("T")
 
 REMOTE_RETRIES = 1
-NEGATIVE_LIFE = 1.0
 CONCURRENCY = 16
 EXISTS_BUDGET = 0.005
 SLOW_CALL = 0.5
@@ -82,7 +78,6 @@ class GuardPlan:
     """0: the store keeps its timeout itself."""
     retries: int = 0
     breaker: BreakerSettings | None = None
-    negative_cache: float = 0.0
     concurrency: int | None = None
     exists_budget: float | None = None
 
@@ -108,7 +103,6 @@ def plan_guards(tier: TierConfig) -> GuardPlan:
         bounce_memory=BOUNCE_MEMORY if limited and not tier.keeps_timeout else 0,
         retries=guards.retries if guards.retries is not None else REMOTE_RETRIES if remote else 0,
         breaker=BreakerSettings(slow_call) if breaker else None,
-        negative_cache=NEGATIVE_LIFE if remote else 0.0,
         concurrency=guards.concurrency if guards.concurrency is not None else CONCURRENCY if guarded else None,
         exists_budget=budget if budget != math.inf else None,
     )
@@ -152,7 +146,6 @@ class GuardedStore(DelegatingStore):
         self._writes = LearntLimit(write_timeout, LEAST_WRITE if learns else math.inf, clock)
         self._retries = plan.retries
         self._places = None if plan.concurrency is None else threading.Semaphore(plan.concurrency)
-        self._absent = RecentKeys(plan.negative_cache, clock) if plan.negative_cache else None
         self._budget = None if plan.exists_budget is None else ExistsBudget(inner, plan.exists_budget, clock)
         self.deadline = Deadline(inner, plan.bounce_memory) if plan.bounce_memory else None
         self.breaker = None if plan.breaker is None else TierBreaker(inner, plan.breaker, self._read_to_probe, clock)
@@ -176,8 +169,6 @@ class GuardedStore(DelegatingStore):
 
     def forget_look_ups(self) -> None:
         """Pages may have come or gone on a way that these guards have not seen: ask the store again."""
-        if self._absent is not None:
-            self._absent.forget_all()
         if self._budget is not None:
             self._budget.found.forget_all()
 
@@ -207,77 +198,31 @@ class GuardedStore(DelegatingStore):
             if self._budget is not None:
                 self._budget.close()
 
-    # -- calls: what is answered from memory ---------------------------------------------------------------------------
+    # -- calls ---------------------------------------------------------------------------------------------------------
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         self._check_open()
-        results = self._get(batch)
+        results = self._read(batch)
         if self._budget is not None and len(self._budget.found) and results.count(GetResult.HIT) < len(results):
             gone = [key for key, result in zip(batch.keys, results, strict=True) if result is not GetResult.HIT]
             self._budget.found.forget(gone)
         return results
 
-    def _get(self, batch: PageBatch) -> list[GetResult]:
-        if self._absent is None:
-            return self._read(batch)
-        known = self._absent.known(batch.keys)
-        asked = batch if known is None else batch.select([i for i, absent in enumerate(known) if not absent])
-        if self._all_known(batch.keys, len(asked)):
-            return [GetResult.MISS] * len(batch)
-        with self._absent.look_up() as forgotten:
-            answers = self._read(asked)
-            if GetResult.MISS in answers:
-                missing = [key for key, answer in zip(asked.keys, answers, strict=True) if answer is GetResult.MISS]
-                self._absent.remember(missing, forgotten)
-        return answers if known is None else _merged(known, GetResult.MISS, answers)
-
     def set(self, batch: PageBatch) -> list[SetResult]:
-        try:
-            return self._write(batch)
-        finally:
-            if self._absent is not None:
-                self._absent.forget(batch.keys)
+        call = self._writes.begin("set", len(batch), sum(batch.sizes))
+        return self._transfer(call, batch, self.inner.set, SetResult, SetResult.STORED)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         self._check_open()
         if self._budget is not None and must_answer_at_once():
-            return self._budget.contains(keys, self._contains)
-        return self._contains(keys)
-
-    def _contains(self, keys: Sequence[bytes]) -> list[bool]:
-        if self._absent is None:
-            return self._ask_each(keys)
-        known = self._absent.known(keys)
-        asked = keys if known is None else [key for key, absent in zip(keys, known, strict=True) if not absent]
-        if self._all_known(keys, len(asked)):
-            return [False] * len(keys)
-        with self._absent.look_up() as forgotten:
-            trouble = self._trouble()
-            present = self._ask_each(asked)
-            if False in present and self._trouble() == trouble:
-                missing = [key for key, there in zip(asked, present, strict=True) if not there]
-                self._absent.remember(missing, forgotten)
-        return present if known is None else _merged(known, False, present)
+            return self._budget.contains(keys, self._ask_each)
+        return self._ask_each(keys)
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         self._check_open()
         if self._budget is not None and must_answer_at_once():
-            return self._budget.count_leading(keys, self._count_leading)
-        return self._count_leading(keys)
-
-    def _count_leading(self, keys: Sequence[bytes]) -> int:
-        if self._absent is None:
-            return self._ask_leading(keys)
-        known = self._absent.known(keys)
-        asked = keys if known is None else keys[: known.index(True)]
-        if self._all_known(keys, len(asked)):
-            return 0
-        with self._absent.look_up() as forgotten:
-            trouble = self._trouble()
-            leading = self._ask_leading(asked)
-            if leading < len(asked) and self._trouble() == trouble:
-                self._absent.remember(asked[leading : leading + 1], forgotten)
-        return leading
+            return self._budget.count_leading(keys, self._ask_leading)
+        return self._ask_leading(keys)
 
     def remove(self, keys: Sequence[bytes]) -> int:
         call = Call("remove", len(keys), self._clock(), self._writes.longest)
@@ -286,15 +231,6 @@ class GuardedStore(DelegatingStore):
         finally:
             if self._budget is not None:
                 self._budget.found.forget(keys)
-
-    def _all_known(self, keys: Sequence[bytes], asked: int) -> bool:
-        """Whether nothing is left to ask the store for; counts what is not asked for."""
-        if asked < len(keys):
-            self.metrics.add("negative_cache", "hit", len(keys) - asked)
-        return not asked and len(keys) > 0
-
-    def _trouble(self) -> int:
-        return sum(self.metrics.total(event) for event in ("error", "timeout", "rejected"))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -305,10 +241,6 @@ class GuardedStore(DelegatingStore):
     def _read(self, batch: PageBatch) -> list[GetResult]:
         call = self._reads.begin("get", len(batch), sum(batch.sizes))
         return self._transfer(call, batch, self.inner.get, GetResult, GetResult.HIT)
-
-    def _write(self, batch: PageBatch) -> list[SetResult]:
-        call = self._writes.begin("set", len(batch), sum(batch.sizes))
-        return self._transfer(call, batch, self.inner.set, SetResult, SetResult.STORED)
 
     def _read_to_probe(self, batch: PageBatch) -> list[GetResult]:
         """A read of the breaker's own: with the whole timeout."""
@@ -430,9 +362,3 @@ class GuardedStore(DelegatingStore):
             for position, result in zip(failed, again, strict=True):
                 results[position] = result
         return results
-
-
-def _merged(known: list[bool], answer: T, others: list[T]) -> list[T]:
-    """``answer`` where it is known, and the answers for the rest in their order."""
-    rest = iter(others)
-    return [answer if is_known else next(rest) for is_known in known]

@@ -7,10 +7,10 @@ the same user can connect (directory mode 0700).
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import os
+import secrets
 import socket
 import stat
 import tempfile
@@ -37,7 +37,8 @@ _LONGEST_LINE = 1 << 20
 _REQUEST_SECONDS = 10.0
 _MOST_AWAITED = 16
 _FIRST_PAUSE = 0.01
-_numbers = itertools.count()
+_LOOK_EVERY = 60.0
+"""Seconds after which a server makes its socket again if somebody, such as a cleaner of temporary files, removed it."""
 
 
 def runtime_directory() -> Path:
@@ -48,7 +49,7 @@ def runtime_directory() -> Path:
         status = directory.lstat()
     except OSError as error:
         raise ControlError(f"{directory}: {error.strerror or error}") from error
-    if not _is_of_this_user_alone(status):
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ControlError(f"{directory} is not a directory of this user alone (mode 0700)")
     return directory
 
@@ -64,16 +65,7 @@ class ControlSocket:
         self._awaited: dict[socket.socket, None] = {}
         """Connections whose clients have to send or to read something; who came first stands first."""
         self._threads = ThreadPool("hicache-control-client")
-        self.path = runtime_directory() / f"{os.getpid()}-{next(_numbers)}.sock"
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self.path.unlink(missing_ok=True)  # left by an earlier process with this number
-            self._listener.bind(os.fspath(self.path))
-            # With a full backlog a UNIX socket refuses commands at once.
-            self._listener.listen(64)
-        except OSError as error:
-            self._listener.close()
-            raise ControlError(f"{self.path}: {error.strerror or error}") from error
+        self.path, self._listener = _new_listener()
         self._loop = BackgroundLoop("hicache-control", self._serve, Backoff(_FIRST_PAUSE, _REQUEST_SECONDS))
         if not self._loop.wake():
             self.close()
@@ -83,13 +75,8 @@ class ControlSocket:
         if self._loop.stopping:
             return
         self._loop.stop(0)
-        # shutdown() wakes accept(); close() alone would not.
-        try:
-            self._listener.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-        self._listener.close()
-        self.path.unlink(missing_ok=True)
+        with self._lock:
+            _remove(self.path, self._listener)
         self._loop.stop(_REQUEST_SECONDS)
         with self._lock:
             while self._awaited:
@@ -99,6 +86,8 @@ class ControlSocket:
     def _serve(self) -> float | Retry:
         try:
             connection, _ = self._listener.accept()
+        except TimeoutError:
+            return self._listen_again()
         except OSError:
             return RETRY  # no descriptor left, or closed
         try:
@@ -106,6 +95,23 @@ class ControlSocket:
         except RuntimeError:  # no thread to be had
             connection.close()
             return RETRY
+        return 0.0
+
+    def _listen_again(self) -> float | Retry:
+        """Where nobody can find this server any more, it makes another socket."""
+        if self._loop.stopping or self.path.is_socket():
+            return 0.0
+        try:
+            path, listener = _new_listener()
+        except ControlError as error:
+            logger.debug("hicache_ext: %s", error)
+            return RETRY
+        with self._lock:
+            if self._loop.stopping:
+                _remove(path, listener)
+            else:
+                self._listener.close()
+                self.path, self._listener = path, listener
         return 0.0
 
     def _talk(self, connection: socket.socket) -> None:
@@ -151,28 +157,51 @@ class ControlSocket:
 
 
 def servers() -> Iterator[Path]:
-    """Sockets of this user's running backends, sorted by process id; sockets without a listener are removed."""
-    for path in _sockets(runtime_directory()):
-        if _has_listener(path):
+    """Sockets of this user's running backends; sockets without a listener are removed."""
+    for path in sorted(runtime_directory().glob("*.sock")):
+        if has_listener(path):
             yield path
         else:
             path.unlink(missing_ok=True)
 
 
-def sockets_without_listener() -> list[Path]:
-    """What killed servers of this user have left. Makes nothing and removes nothing; a directory that others could have
-    filled has nothing of ours."""
-    place = _place_of_sockets()
+def _new_listener() -> tuple[Path, socket.socket]:
+    """A socket with a name that no other has, in whatever container. Raises ControlError."""
+    path = runtime_directory() / f"{secrets.token_hex(8)}.sock"
+    unfinished = path.with_suffix(".new")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if not _is_of_this_user_alone(place.lstat()):
-            return []
-    except OSError:
-        return []
-    return [path for path in _sockets(place) if path.is_socket() and not _has_listener(path)]
+        with _address(unfinished) as address:
+            listener.bind(address)
+        # With a full backlog a UNIX socket refuses commands at once.
+        listener.listen(64)
+        listener.settimeout(_LOOK_EVERY)
+        # Only now: who found it before would remove it as one without a listener.
+        unfinished.rename(path)
+    except OSError as error:
+        _remove(unfinished, listener)
+        raise ControlError(f"{path}: {error.strerror or error}") from error
+    return path, listener
 
 
-def _is_of_this_user_alone(status: os.stat_result) -> bool:
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+def _remove(path: Path, listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+    # shutdown() wakes accept(); close() alone would not.
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+
+
+@contextmanager
+def _address(path: Path) -> Iterator[str]:
+    """The address of a socket, through a descriptor of its directory: a path may be longer than an address. Raises
+    OSError."""
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)
 
 
 def _place_of_sockets() -> Path:
@@ -185,15 +214,13 @@ def _place_of_sockets() -> Path:
     return Path(tempfile.gettempdir()) / f"hicache_ext-{os.getuid()}"
 
 
-def _sockets(directory: Path) -> list[Path]:
-    return sorted(directory.glob("*.sock"), key=lambda path: (len(path.name), path.name))
-
-
-def _has_listener(path: Path) -> bool:
+def has_listener(path: Path) -> bool:
+    """Whether a process listens at this socket. Raises nothing, and does not wait."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.setblocking(False)  # a stopped process with a full backlog
         try:
-            # The process id is no proof: in containers that share the directory it means another process.
-            connection.connect(os.fspath(path))
+            with _address(path) as address:
+                connection.connect(address)
         except (ConnectionRefusedError, FileNotFoundError):
             return False
         except OSError as error:
@@ -206,11 +233,12 @@ def ask(path: Path, request: Request, seconds: float = 60.0) -> Answer:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(seconds)
         try:
-            connection.connect(os.fspath(path))
+            with _address(path) as address:
+                connection.connect(address)
             _send(connection, request)
             return _receive(connection, seconds)
         except (OSError, ValueError) as error:
-            raise ControlError(f"process {path.name.partition('-')[0]} does not answer: {error}") from error
+            raise ControlError(f"the server behind {path} does not answer: {error}") from error
 
 
 def _send(connection: socket.socket, document: dict[str, Any]) -> None:

@@ -46,7 +46,6 @@ HELP = {
     "late": "Calls that ended after their deadline, by call.",
     "retry": "Pages whose transfer was tried again, by call.",
     "breaker_probe": "Probes of a tier that is left out, by outcome.",
-    "negative_cache": "Keys not asked for, because they were absent a moment ago.",
     "exists_budget": "Look-ups on the scheduler's thread that were answered from what was known, by reason.",
     "io": "Pages moved through the page cache although the tier uses direct I/O.",
     "path_out_of_service": "Paths of a file tier taken out of service.",

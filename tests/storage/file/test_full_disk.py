@@ -1,4 +1,4 @@
-"""Slabs on a disk that others have filled: what is stored stays useful, and the disk is not asked again and again."""
+"""A disk that is full before the tier is: what is stored stays useful, and the disk is not asked again and again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 
 from hicache_ext.cli.main import main
+from hicache_ext.storage.contract.diagnosis import Level
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.tiers.file import multipath
+from hicache_ext.storage.tiers.file.diagnosis import of_paths
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.storage.tiers.file.pages import store as page_files
+from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.slab import allocator
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
@@ -199,3 +202,112 @@ def test_a_tier_that_never_had_room_refuses_and_says_why(tmp_path: Path, disk: F
         assert store.metrics.value("error", "ENOSPC") == disk.refused == 1
     finally:
         store.close()
+
+
+# -- page files --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few_inodes(small_disk: Path) -> Path:
+    subprocess.run(["mount", "-o", "remount,size=64m,nr_inodes=400", str(small_disk)], check=True)
+    return small_disk / "l3"
+
+
+def write_pages(store: SpreadStore, name: str, pages: int, size: int, at_once: int = 1) -> list[bytes]:
+    """The pages, each of which is stored at once."""
+    keys = page_keys(pages, name)
+    for first in range(0, pages, at_once):
+        results = store_pages(store, keys[first : first + at_once], [size])
+        assert set(results) == {SetResult.STORED}, (name, first)
+    return keys
+
+
+def open_page_files(path: Path) -> SpreadStore:
+    return open_slab_tier(path, capacity=CAPACITY, layout="pages")
+
+
+def test_a_file_system_without_inodes_keeps_the_newest_page_files_also_after_a_restart(few_inodes: Path) -> None:
+    """It refused all that was new for ever, and kept the oldest pages."""
+    store = open_page_files(few_inodes)
+    oldest = write_pages(store, "first", 100, 10_000)
+    # Of fewer inodes than the smaller ones need that follow.
+    write_pages(store, "large", 100, 300_000)
+    newest = write_pages(store, "small", 300, 5000)
+    assert_hits(store, newest[-100:], [5000])
+    assert not any(store.contains(oldest))
+    store.close()
+    store = open_page_files(few_inodes)
+    newest = write_pages(store, "after a restart", 100, 5000)
+    assert_hits(store, newest[-50:], [5000])
+    store.close()
+
+
+@pytest.mark.parametrize(("capacity", "level"), [(64 << 20, Level.OK), (100 << 20, Level.WARNING)])
+def test_doctor_looks_at_inodes(small_disk: Path, capacity: int, level: Level) -> None:
+    subprocess.run(["mount", "-o", "remount,size=1g,nr_inodes=300", str(small_disk)], check=True)
+    store = open_slab_tier(small_disk / "l3", capacity=capacity, layout="pages")
+    (found,) = (one for one in of_paths([small_disk], [], capacity, store) if one.subject == "capacity")
+    assert found.level is level
+    assert ("inodes" in found.seen) == (level is Level.WARNING)
+    store.close()
+
+
+class Quota:
+    """No more than ``most`` files of pages and packs."""
+
+    def __init__(self, path: Path, most: int, code: int) -> None:
+        self.path, self.most, self.code, self.refused = path, most, code, 0
+
+    def around(self, open_unpublished: Callable[..., tuple[int, str | None]]) -> Callable[..., tuple[int, str | None]]:
+        def within(*arguments: object) -> tuple[int, str | None]:
+            if sum(1 for kind in ("*.page", "*.pack") for _ in self.path.rglob(kind)) >= self.most:
+                self.refused += 1
+                raise OSError(self.code, "no room")
+            return open_unpublished(*arguments)
+
+        return within
+
+
+@pytest.fixture
+def quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Quota:
+    found = Quota(tmp_path, 40, request.param)
+    monkeypatch.setattr(PageDirectory, "open_unpublished", found.around(PageDirectory.open_unpublished))
+    return found
+
+
+@pytest.mark.parametrize("quota", [errno.ENOSPC, errno.EDQUOT], indirect=True)
+@pytest.mark.parametrize("at_once", [1, 8])
+def test_a_quota_below_the_capacity_keeps_the_newest_page_files_and_packs(
+    quota: Quota, tmp_path: Path, at_once: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_page_files(tmp_path)
+    keys = write_pages(store, "any", 100 * at_once, SIZE, at_once)
+    assert_hits(store, keys[-30 * at_once :], [SIZE])
+    assert quota.refused <= 20
+    quota.most = 1000
+    assert "has space again" not in caplog.text
+    for number in range(100):
+        write_pages(store, f"more {number}", 5, 5000)
+        if "has space again" in caplog.text:
+            break
+        time.sleep(0.1)
+    assert "has space again" in caplog.text
+    store.close()
+
+
+@pytest.mark.parametrize("quota", [errno.ENOSPC], indirect=True)
+def test_room_that_others_take_at_once_costs_a_few_page_files_in_a_while(
+    quota: Quota, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quota.most = 1000
+    store = open_page_files(tmp_path)
+    keys = write_pages(store, "first", 300, 5000)
+    quota.most = 0
+    now = [time.monotonic()]
+    monkeypatch.setattr(page_files.time, "monotonic", lambda: now[0])
+    for number in range(300):
+        assert store_pages(store, page_keys(1, f"more {number}"), [5000]) == [SetResult.REJECTED]
+        now[0] += 1.0
+    assert 5 <= quota.refused <= 20
+    assert sum(store.contains(keys)) >= 250
+    store.close()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 
+from hicache_ext.config import RemoteTierConfig
+from hicache_ext.config.schema import Allowed
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.guards import pipeline
 from hicache_ext.storage.guards.breaker import BreakerSettings
@@ -17,6 +19,10 @@ from tests.rigs.faults import BeforeEachCall
 
 KEY = page_key("one")
 OTHER = page_key("other", IDENTITY)
+
+
+class PoolConfig(RemoteTierConfig):
+    type: Annotated[Literal["pool"], Allowed("pool")] = "pool"
 
 
 class Clock:

@@ -40,13 +40,11 @@ _SIZE = sum(_SIZES)
 _REUSED = 0xEE
 """What host pages are filled with once a write of them has returned: it must never be stored."""
 _REMEMBERED_READS = 30
-_NEGATIVE_LIFE = 0.01
 _PLAN = GuardPlan(
     timeout=0.008,
     bounce_memory=16 * 4096,
     retries=1,
     breaker=BreakerSettings(slow_call=0.004, probe_interval=0.002, slow_start=0.004),
-    negative_cache=_NEGATIVE_LIFE,
     concurrency=3,
     exists_budget=0.002,
 )
@@ -192,7 +190,7 @@ def _scribble(batch: PageBatch) -> None:
             segment[:] = b"\x99" * segment.nbytes
 
 
-_COUNTED = ("timeout", "rejected", "late", "retry", "breaker", "breaker_probe", "negative_cache", "exists_budget")
+_COUNTED = ("timeout", "rejected", "late", "retry", "breaker", "breaker_probe", "exists_budget")
 _COUNTED_IN_BACKGROUND = ("promotion", "prefetch", "dropped_pages", "corrupt")
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import pytest
 
-from hicache_ext.config import ExtraConfig, RemoteTierConfig, TierConfig, load_config
-from hicache_ext.config.schema import Allowed
+from hicache_ext.config import ExtraConfig, TierConfig, load_config
 from hicache_ext.storage.contract.abilities import IdentityKeeper, Resizable, ability
 from hicache_ext.storage.contract.hint_board import HintBoard
 from hicache_ext.storage.contract.store import PageStore
@@ -16,10 +15,7 @@ from hicache_ext.storage.guards import pipeline
 from hicache_ext.storage.guards.breaker import BreakerSettings
 from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan, guarded, plan_guards
 from hicache_ext.storage.tiers.memory import MemoryPageStore
-
-
-class PoolConfig(RemoteTierConfig):
-    type: Annotated[Literal["pool"], Allowed("pool")] = "pool"
+from tests.storage.guards.hung import PoolConfig
 
 
 class TimelyPoolConfig(PoolConfig):
@@ -36,7 +32,6 @@ def names(store: PageStore) -> list[str]:
     assert isinstance(store, GuardedStore)
     rules = {
         "exists budget": store._budget is not None,
-        "negative cache": store._absent is not None,
         "time limit": store._reads.longest < math.inf,
         "breaker": store.breaker is not None,
         "concurrency": store._places is not None,
@@ -58,7 +53,7 @@ def test_a_local_disk_has_no_guards_so_that_reads_go_straight_into_host_pages() 
 
 
 def test_a_network_file_system_and_a_pool_get_all_of_them() -> None:
-    everything = ["exists budget", "negative cache", "time limit", "breaker", "concurrency", "deadline", "retry"]
+    everything = ["exists budget", "time limit", "breaker", "concurrency", "deadline", "retry"]
     for tier in (file_tier(path="/nfs/cache"), file_tier(path=["/mnt/a", "/nfs/b"]), PoolConfig()):
         store = guarded(MemoryPageStore(), plan_guards(tier))
         assert names(store) == everything
@@ -119,7 +114,7 @@ def test_a_call_is_slow_after_half_of_the_time_that_it_has(timeout: str | None, 
 def test_every_guard_that_has_a_key_can_be_left_out() -> None:
     off = {"retries": 0, "breaker": False, "exists_budget": False}
     store = guarded(MemoryPageStore(), plan_guards(TimelyPoolConfig(guards=off)))
-    assert names(store) == ["negative cache", "time limit", "concurrency"]
+    assert names(store) == ["time limit", "concurrency"]
 
 
 def test_abilities_are_found_behind_guards() -> None:

@@ -64,13 +64,6 @@ class TestBreaker(_OverMemory):
         return guard(store, timeout=LONG, breaker=BreakerSettings(slow_call=LONG))
 
 
-class TestNegativeCache(_OverMemory):
-    """Without what other writers do, which it sees when an entry's life is over (test_small_guards.py)."""
-
-    def guard(self, store):
-        return guard(store, negative_cache=LONG)
-
-
 class TestConcurrency(_OverMemory):
     def guard(self, store):
         return guard(store, concurrency=3)

@@ -1,4 +1,4 @@
-"""Retry, negative cache, concurrency limit, exists budget."""
+"""Retry, look-ups that are asked again, concurrency limit, exists budget."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from hicache_ext.runtime.breaker import BreakerState
 from hicache_ext.runtime.call_deadline import answering_at_once
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.guards.breaker import BreakerSettings
+from hicache_ext.storage.guards.pipeline import GuardedStore, plan_guards
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, payload_of, read_pages, store_pages
 from tests.rigs.faults import PageStoreWrapper
-from tests.storage.guards.hung import KEY, OTHER, Clock, CountingStore, HungStore, guard
+from tests.storage.guards.hung import KEY, OTHER, Clock, CountingStore, HungStore, PoolConfig, guard
 from tests.waiting import wait_until
 
 
@@ -104,109 +105,31 @@ def test_answers_are_not_asked_for_twice(clock: Clock, result: GetResult) -> Non
     assert len(inner.batches) == 1
 
 
-# -- negative cache ----------------------------------------------------------------------------------------------------
+# -- what was absent ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def counting() -> CountingStore:
-    return CountingStore(MemoryPageStore())
-
-
-def test_an_absent_page_is_asked_for_once_in_its_life(counting: CountingStore, clock: Clock) -> None:
-    store = guard(counting, clock=clock, negative_cache=1.0)
-    for _ in range(5):
-        assert read_pages(store, [KEY])[0] == [GetResult.MISS]
-        assert store.contains([KEY]) == [False]
-        assert store.count_leading([KEY, OTHER]) == 0
-    assert counting.calls == 1
-    store_pages(counting.inner, [KEY])  # another process
-    assert store.contains([KEY]) == [False]
-    clock.sleep(1.01)
-    assert store.contains([KEY]) == [True]
-    assert_hits(store, [KEY])
-
-
-def test_own_writes_are_seen_at_once(counting: CountingStore, clock: Clock) -> None:
-    store = guard(counting, clock=clock, negative_cache=1.0)
-    assert store.contains([KEY, OTHER]) == [False, False]
-    store_pages(store, [KEY])
-    assert store.contains([KEY, OTHER]) == [True, False]
-    assert_hits(store, [KEY])
-
-
-def test_only_the_first_gap_of_a_chain_is_remembered(counting: CountingStore, clock: Clock) -> None:
-    store = guard(counting, clock=clock, negative_cache=1.0)
-    keys = page_keys(5)
-    store_pages(counting.inner, [keys[0], keys[1], keys[3]])
-    assert store.count_leading(keys) == 2
-    assert store.count_leading(keys) == 2
-    assert store.contains(keys) == [True, True, False, True, False]
-    assert store.metrics.value("negative_cache", "hit") == 4
-
-
-def test_a_mixed_batch_asks_only_for_what_may_be_there(counting: CountingStore, clock: Clock) -> None:
-    store = guard(counting, clock=clock, negative_cache=1.0)
-    store_pages(store, [OTHER])
-    assert read_pages(store, [KEY])[0] == [GetResult.MISS]
-    results, payloads = read_pages(store, [KEY, OTHER])
-    assert results == [GetResult.MISS, GetResult.HIT]
-    assert payloads[1] == payload_of(OTHER, 1000)
-    assert store.inner.metrics.value("get", "miss") == 1
-
-
-def test_a_look_up_that_a_write_overtakes_remembers_nothing(hung: HungStore) -> None:
-    """The look-up has seen the page absent and has not returned when the write of the page ends."""
-
-    class LateAnswer(PageStoreWrapper):
-        def contains(self, keys: Sequence[bytes]) -> list[bool]:
-            answer = super().contains(keys)
-            hung.before_call()
-            return answer
-
-    store = guard(LateAnswer(hung.inner), negative_cache=60.0)
-    hung.hang()
-    looking = threading.Thread(target=store.contains, args=([KEY],))
-    looking.start()
-    wait_until(lambda: hung.waiting == 1)
-    store_pages(store, [KEY])
-    hung.let_go()
-    looking.join()
-    assert store.contains([KEY]) == [True]
-
-
-def test_trouble_is_not_absence(clock: Clock) -> None:
-    inner = Flaky(failures=1)
-    store = guard(inner, clock=clock, negative_cache=60.0)
-    store_pages(inner.inner, [KEY])
-    assert read_pages(store, [KEY])[0] == [GetResult.ERROR]
-    assert_hits(store, [KEY])
-
-
-@pytest.mark.parametrize("event", ["error", "timeout", "rejected"])
-def test_a_look_up_that_failed_teaches_nothing(clock: Clock, event: str) -> None:
-    """Found by the campaign: a page that had been stored was a MISS after a look-up while the tier was out."""
-
-    class Out(PageStoreWrapper):
-        def contains(self, keys: Sequence[bytes]) -> list[bool]:
-            self.metrics.add(event, "out")
-            return [False] * len(keys)
-
-        def count_leading(self, keys: Sequence[bytes]) -> int:
-            return 0 if not any(self.contains(keys)) else len(keys)
-
-    inner = Out(MemoryPageStore())
-    store = guard(inner, clock=clock, negative_cache=60.0)
-    store_pages(inner, [KEY])
-    assert store.contains([KEY]) == [False]
-    assert store.count_leading([KEY]) == 0
-    assert_hits(store, [KEY])
-
-
-def test_the_negative_cache_is_bounded(counting: CountingStore, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hicache_ext.storage.guards.look_ups._MOST_ENTRIES", 10)
-    store = guard(counting, clock=clock, negative_cache=60.0)
-    store.contains(page_keys(1000))
-    assert len(store._absent) == 10
+@pytest.mark.parametrize("look_up", ["count_leading", "contains", "get"])
+@pytest.mark.parametrize("first", ["count_leading", "contains", "get"])
+def test_what_another_server_has_written_is_found_when_sglang_asks_again(first: str, look_up: str) -> None:
+    """SGLang asks for a prefix again every 8 scheduling passes, 8 times, which may all be within one second. Every one
+    of them used to be answered from what the first one had found."""
+    counting = CountingStore(MemoryPageStore())
+    store = GuardedStore(counting, plan_guards(PoolConfig()))
+    keys = page_keys(32)
+    found = {
+        "count_leading": lambda: store.count_leading(keys),
+        "contains": lambda: sum(store.contains(keys)),
+        "get": lambda: read_pages(store, keys)[0].count(GetResult.HIT),
+    }
+    for asked in range(1, 4):
+        assert found[first]() == 0
+        assert counting.calls == asked
+    store_pages(counting.inner, keys[:20])  # another server
+    assert found[look_up]() == 20
+    store_pages(counting.inner, keys[20:])
+    # Other portions of the chain than the ones asked for before.
+    assert store.count_leading(keys[3:]) == 29
+    store.close()
 
 
 # -- concurrency -------------------------------------------------------------------------------------------------------

@@ -19,6 +19,10 @@ _MEMORY = frozenset({"tmpfs", "ramfs"})
 
 _TRIAL_PAGE = 1 << 20
 
+_SMALL_FILE = 1 << 18
+"""Bytes that files of the layout "pages" have at least, on average: packs of short batches."""
+_SMALL_SLAB = 1 << 24
+
 _LAYOUTS = {
     "pages": "files of pages: works on shared file systems too",
     "slab": "slots of preallocated files with an index: for local disks",
@@ -51,7 +55,7 @@ def of_paths(
         findings.append(moves_of("docs/file-tier.md"))
     try:
         findings += [_file_system(path, layout) for path in paths]
-        findings += _space(paths, capacity, sum(occupied_bytes(path) for path in in_service))
+        findings += _space(paths, capacity, sum(occupied_bytes(path) for path in in_service), layout)
     except OSError as error:
         findings.append(Finding("directory", Level.ERROR, f"{error.filename}: {error.strerror}", "check the mount"))
     return findings
@@ -83,11 +87,14 @@ def _file_system(path: Path, layout: str) -> Finding:
     return Finding("file system", Level.OK, f"{path}: {kind}")
 
 
-def _space(paths: Sequence[Path], capacity: int | None, stored: int) -> list[Finding]:
-    """Whether what the tier may still take is there to be had."""
+def _space(paths: Sequence[Path], capacity: int | None, stored: int, layout: str) -> list[Finding]:
+    """Whether what the tier may still take is there to be had, in bytes and in inodes."""
     # Several paths may be on one device, whose space is there once.
     devices = {os.stat(place).st_dev: place for place in map(nearest_directory, paths)}
     free = sum(shutil.disk_usage(path).free for path in devices.values())
+    systems = [os.statvfs(path) for path in devices.values()]
+    # Some make inodes as they need them, and say 0.
+    inodes = sum(system.f_favail for system in systems) if all(system.f_files for system in systems) else None
     if capacity is None:
         remedy = "set a capacity: nothing is evicted before the disk is full"
         return [Finding("capacity", Level.WARNING, f"unlimited; {rounded_size(free)} are free", remedy)]
@@ -96,4 +103,8 @@ def _space(paths: Sequence[Path], capacity: int | None, stored: int) -> list[Fin
     )
     if capacity - stored > free:
         return [Finding("capacity", Level.WARNING, words, "lower capacity: the disk is full before the tier is")]
+    file = _SMALL_FILE if "pages" in layout else _SMALL_SLAB
+    if inodes is not None and inodes < (capacity - stored) / file:
+        remedy = "lower capacity, or make the file system with more inodes: they run out before the tier is full"
+        return [Finding("capacity", Level.WARNING, f"{words}, with {inodes} inodes", remedy)]
     return [Finding("capacity", Level.OK, words)]

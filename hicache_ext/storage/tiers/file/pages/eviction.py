@@ -47,26 +47,27 @@ class Evictor:
         self._evicted_age = evicted_age
         self._undeletable: set[str] = set()
 
-    def evict(self, need: int, share: int) -> Iterator[int]:
-        """Remove pages until ``need`` bytes are freed, if possible, and up to ``share`` bytes as long as that is quick:
-        the walk is then paid for by many batches, and others wait for their turn meanwhile.
+    def evict(self, need: int, share: int, least_files: int = 0) -> Iterator[int]:
+        """Remove pages until ``need`` bytes and ``least_files`` files are freed, if possible, and up to ``share`` bytes
+        as long as that is quick: the walk is then paid for by many batches, and others wait for their turn meanwhile.
 
         Yields the bytes freed, every so often. Never raises OSError. The order is exact in a small directory. In a
         large one it is that of random samples of fan-out directories, which hashes fill evenly.
         """
-        freed = told = 0
+        freed = told = files = 0
         begun = told_at = time.monotonic()
         buckets: set[str] = set()
         try:
             for used, path, size in self._oldest():
                 now = time.monotonic()
-                if freed >= need and (freed >= share or now - begun > _QUICK):
+                if freed >= need and files >= least_files and (freed >= share or now - begun > _QUICK):
                     break
                 if now - told_at > _TELL_INTERVAL:
                     yield freed - told
                     told, told_at = freed, now
                 if self._removed(path):
                     freed += size
+                    files += 1
                     if is_pack_path(path):
                         buckets.add(os.path.dirname(path))
                     self._evicted_age.note(max(0.0, time.time() - used))

@@ -35,7 +35,7 @@ from hicache_ext.storage.tiers.file.pages.packs import PackRun, Packs
 from hicache_ext.storage.tiers.file.pages.scanning import ABSENT, BLOCK, occupied
 from hicache_ext.storage.tiers.file.pages.single import Found, PageFiles
 from hicache_ext.storage.tiers.file.pages.upkeep import Upkeep
-from hicache_ext.storage.tiers.file.path_store import NO_SPACE, Fullness, PathStore, oldest_valid_ms
+from hicache_ext.storage.tiers.file.path_store import NO_SPACE, Fullness, PathStore, valid_ms
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.usage import Grant, Removal, Usage
 
@@ -44,7 +44,13 @@ logger = logging.getLogger(__name__)
 _EVICTION_SHARE = 1 / 16
 """Share of the capacity freed at once, so that the walk is paid for by many batches."""
 _NO_SPACE_PAUSE = 1.0
-"""Seconds without writes after the file system said that it is full."""
+"""Seconds for which a file system that is full is not asked for more: pages take the place of cold ones, or, where
+others take what that frees, are not written. Twice as long each time that it has no space again."""
+_LONGEST_NO_SPACE_PAUSE = 300.0
+_FULL_DISK_SHARE = 1 / 64
+"""As ``_EVICTION_SHARE``, where the file system is full before the tier is."""
+_CLEARED_SHARE = 3 / 4
+"""A tier that takes less than this share of what it took on a full file system was cleared."""
 
 _PORTIONS = 8
 """A write takes at most this part of the capacity at once, so that several processes can have one under way."""
@@ -62,7 +68,7 @@ class PageFileStore(PathStore):
     """PageStore over one directory."""
 
     layout = "pages"
-    without_space = f"writes pause for {_NO_SPACE_PAUSE:.0f} s, again and again"
+    without_space = "new pages take the place of cold ones"
     removes_expired = True
 
     @property
@@ -87,6 +93,10 @@ class PageFileStore(PathStore):
         self._evictor = Evictor(self._directory, self.metrics, self._pins, evicted_age)
         self._contents = TreeContents(self._directory)
         self._no_writes_until = 0.0
+        self._no_growth_until = 0.0
+        self._full_pause = 0.0
+        self._full_at = 0
+        """Bytes that the pages took when the file system was full."""
         self._pages = 0
         self._count_pages_at = 0.0
 
@@ -134,13 +144,13 @@ class PageFileStore(PathStore):
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def _read(self, batch: PageBatch) -> list[GetResult]:
-        oldest = oldest_valid_ms(self._ttl)
+        valid = valid_ms(self._ttl)
         in_packs = self._packs.runs(batch.keys)
         rest = sorted(set(range(len(batch))).difference(*[pages.run.members for pages in in_packs]))
 
         def read_file(number: int) -> list[GetResult]:
             if number < len(in_packs):
-                return self._get_run(in_packs[number], batch, oldest)
+                return self._get_run(in_packs[number], batch, valid)
             position = rest[number - len(in_packs)]
             return [self._files.get(batch.keys[position], batch.buffers[position])]
 
@@ -159,19 +169,19 @@ class PageFileStore(PathStore):
         keys = self._packs.keys_in(*place)
         yield keys, [place[1].page_bytes - page_io.HEADER_LENGTH] * len(keys)
 
-    def _get_run(self, pages: PackRun, batch: PageBatch, oldest: int) -> list[GetResult]:
+    def _get_run(self, pages: PackRun, batch: PageBatch, valid: range) -> list[GetResult]:
         """Pages that were in a pack, as far as its name told."""
         return [
-            self._look_again(batch, position, oldest) if result is None else result
-            for position, result in zip(pages.run.members, self._packs.read(pages, batch, oldest), strict=True)
+            self._look_again(batch, position, valid) if result is None else result
+            for position, result in zip(pages.run.members, self._packs.read(pages, batch, valid), strict=True)
         ]
 
-    def _look_again(self, batch: PageBatch, position: int, oldest: int) -> GetResult:
+    def _look_again(self, batch: PageBatch, position: int, valid: range) -> GetResult:
         """A page that was not where it was expected: its pack was renamed or removed, or is that of another page."""
         one = batch.select([position])
         for _ in range(_LOOKS):
             for pages in self._packs.runs(one.keys, again=False):
-                (result,) = self._packs.read(pages, one, oldest)
+                (result,) = self._packs.read(pages, one, valid)
                 if result is not None:
                     return result
         return self._files.get(batch.keys[position], batch.buffers[position])
@@ -179,7 +189,7 @@ class PageFileStore(PathStore):
     # -- presence --------------------------------------------------------------------------------------------------
 
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
-        in_packs = self._packs.find(keys, oldest_valid_ms(self._ttl))
+        in_packs = self._packs.find(keys, valid_ms(self._ttl))
         present = [found is not None for found in in_packs]
         rest = [position for position, known in enumerate(present) if not known]
         if rest:
@@ -200,7 +210,7 @@ class PageFileStore(PathStore):
         sizes = [page_io.object_size(segments) for segments in batch.buffers]
         results = [SetResult.REJECTED] * len(batch)
         missing: dict[bytes, int] = {}
-        in_packs = self._packs.find(batch.keys, oldest_valid_ms(self._ttl))
+        in_packs = self._packs.find(batch.keys, valid_ms(self._ttl))
         for pack in {found.path: found for found in in_packs if found is not None}.values():
             self._packs.touch(pack.path, pack.status)
         for position, (key, size, found) in enumerate(zip(batch.keys, sizes, in_packs, strict=True)):
@@ -220,7 +230,7 @@ class PageFileStore(PathStore):
             self.metrics.add("rejected", "no_space", len(missing))
             return results
         absent = {key: sizes[position] for key, position in missing.items()}
-        self._packs.make_way(absent, oldest_valid_ms(self._ttl))
+        self._packs.make_way(absent, valid_ms(self._ttl))
         self._set_missing(batch, sizes, list(missing.values()), results)
         if len(missing) < len(batch):
             for position, key in enumerate(batch.keys):
@@ -231,28 +241,73 @@ class PageFileStore(PathStore):
     def _set_missing(self, batch: PageBatch, sizes: list[int], positions: list[int], results: list[SetResult]) -> None:
         """Write the pages at ``positions`` within the capacity, in portions that the capacity can hold."""
         for portion in self._portions(positions, sizes, _room, _PORTIONS):
-            packs, singles = self._packs.portions(batch, portion, self._capacity)
-            lengths = [pack_length(len(pack), sizes[pack[0]]) for pack in packs] + [sizes[i] for i in singles]
-            reserved = sum(map(_room, lengths))
-            try:
-                grant = self._usage.reserve(reserved, self._capacity, self._evict)
-            except OSError as error:
-                self._count_error(error)
-                for position in portion:
-                    results[position] = SetResult.ERROR
-                continue
-            if grant is not Grant.GRANTED:
-                self.metrics.add("rejected", "capacity" if grant is Grant.NO_ROOM else "held", len(portion))
-                continue
-            stored = 0
-            try:
-                for position, result, added in self._set_pages(batch, packs, singles):
-                    results[position] = result
-                    stored += added
-            finally:
-                self._usage.commit(reserved, stored)
-            if stored and self._is_full and time.monotonic() >= self._no_writes_until:
+            left = self._set_portion(batch, sizes, portion, results)
+            if left and self._is_kept_small():
+                self._note_size()
+                left = self._set_portion(batch, sizes, left, results, again=True)
+                if left:
+                    self._no_writes_until = self._no_growth_until
+
+    def _set_portion(
+        self, batch: PageBatch, sizes: list[int], portion: list[int], results: list[SetResult], *, again: bool = False
+    ) -> list[int]:
+        """Write some pages; those for which the file system had no space. ``again``: they found none a moment ago."""
+        packs, singles = self._packs.portions(batch, portion, self._capacity)
+        lengths = [pack_length(len(pack), sizes[pack[0]]) for pack in packs] + [sizes[i] for i in singles]
+        reserved = sum(map(_room, lengths))
+        kept_small = self._is_kept_small()
+        limit, share, least_files = self._capacity, (self._capacity or 0) * _EVICTION_SHARE, 0
+        if kept_small:
+            limit, share = min(self._full_at, limit or self._full_at), self._full_at * _FULL_DISK_SHARE
+            # It may be inodes that are lacking: a file needs one, and a new directory another.
+            least_files = 2 * len(lengths)
+        if again:
+            # Others may take what this frees.
+            share = 0
+        try:
+            grant = self._usage.reserve(
+                reserved, limit, lambda need: self._evictor.evict(need, int(share), least_files)
+            )
+        except OSError as error:
+            self._count_error(error)
+            for position in portion:
+                results[position] = SetResult.ERROR
+            return []
+        if grant is not Grant.GRANTED:
+            reason = "held" if grant is Grant.HELD else "no_space" if kept_small else "capacity"
+            self.metrics.add("rejected", reason, len(portion))
+            return []
+        stored = 0
+        try:
+            for position, result, added in self._set_pages(batch, packs, singles):
+                results[position] = result
+                stored += added
+        finally:
+            self._usage.commit(reserved, stored)
+        left = [position for position in portion if results[position] is SetResult.REJECTED]
+        if stored and not left and self._is_full and not self._is_kept_small():
+            self._look_for_space()
+        return left
+
+    def _is_kept_small(self) -> bool:
+        """Whether the file system was full a moment ago."""
+        return time.monotonic() < self._no_growth_until
+
+    def _note_size(self) -> None:
+        try:
+            self._full_at = self.used_bytes()
+        except OSError as error:
+            self._count_error(error)
+
+    def _look_for_space(self) -> None:
+        """Whether a write that went through has shown that there is space again: what eviction freed is none."""
+        before = self._full_at
+        try:
+            if not _CLEARED_SHARE * before < self.used_bytes() <= before:
                 self._is_full = not self._note_space(None)
+                self._full_pause = 0.0
+        except OSError as error:
+            self._count_error(error)
 
     def _set_pages(
         self, batch: PageBatch, packs: list[list[int]], singles: list[int]
@@ -280,17 +335,15 @@ class PageFileStore(PathStore):
     def _failed_write(self, path: str, error: OSError) -> SetResult:
         self._count_error(error)
         if error.errno in NO_SPACE:
-            now = time.monotonic()
-            begins, self._no_writes_until = now >= self._no_writes_until, now + _NO_SPACE_PAUSE
-            if begins:
+            if not self._is_kept_small():
+                self._full_pause = min(2 * self._full_pause or _NO_SPACE_PAUSE, _LONGEST_NO_SPACE_PAUSE)
+                self._note_size()
+                self._no_growth_until = time.monotonic() + self._full_pause
                 self._is_full = True
                 self._note_space(error)
             return SetResult.REJECTED
         logger.debug("tier %s: writing %s: %s", self.name, path, error)
         return SetResult.ERROR
-
-    def _evict(self, need: int) -> Iterator[int]:
-        return self._evictor.evict(need, int((self._capacity or 0) * _EVICTION_SHARE))
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
@@ -316,8 +369,8 @@ class PageFileStore(PathStore):
         return was_there
 
     def remove_expired(self, loop: BackgroundLoop) -> int:
-        oldest = oldest_valid_ms(self._ttl)
-        return self._files.remove_expired(loop) + self._packs.remove_all_expired(loop, oldest)
+        valid = valid_ms(self._ttl)
+        return self._files.remove_expired(loop) + self._packs.remove_all_expired(loop, valid)
 
     def _clear(self, digests: Sequence[bytes] | None) -> int:
         """Out of sight at once, for everybody: the trees of these identities are moved away, then deleted."""
