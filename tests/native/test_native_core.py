@@ -66,8 +66,8 @@ def test_structs_lie_as_the_compiler_lays_them(compiler: str, tmp_path: Path) ->
             lines.append(f'    printf("{name} {form}\\n", {offsets}, sizeof(struct {name}));')
             expected[name].append(str(len(call._fields_) * 8))
         program = tmp_path / f"{file.stem}.c"
-        text = f'#define _GNU_SOURCE\n#include <stdio.h>\n#define HICACHE_VERSION 1\n#include "{file}"\nint main(void) {{\n'
-        program.write_text(text + "\n".join(lines) + "\n    return 0;\n}\n")
+        text = f'#define _GNU_SOURCE\n#define HICACHE_VERSION 1\n#include <stdio.h>\n#include "{file}"\n'
+        program.write_text("\n".join([f"{text}int main(void) {{", *lines, "    return 0;", "}", ""]))
         others = [str(other) for other in files if other != file]
         command = [
             compiler,
