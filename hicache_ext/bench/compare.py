@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.bench.frame import Quartiles, Table, number
-from hicache_ext.config.units import format_size
+from hicache_ext.config.values import format_size
 from hicache_ext.errors import ConfigError
 from hicache_ext.runtime.results import print_json
 from hicache_ext.runtime.whole_file import json_in

@@ -54,7 +54,7 @@ from hicache_ext.bench.frame import (
     machine_facts,
     positive,
 )
-from hicache_ext.config.units import format_size, parse_size
+from hicache_ext.config.values import format_size, parse_size
 from hicache_ext.errors import BenchmarkError
 from hicache_ext.packages import need
 from hicache_ext.runtime.signals import terminated_in_order

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hicache_ext.bench.frame import Panel, Report, Table, add_output_arguments, machine_facts, number, plot_point
 from hicache_ext.config import KernelsConfig
-from hicache_ext.config.units import format_size
+from hicache_ext.config.values import format_size
 
 if TYPE_CHECKING:
     from hicache_ext.kernels.calibration import Measurement

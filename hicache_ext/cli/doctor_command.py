@@ -17,15 +17,15 @@ import socket
 import stat
 import urllib.parse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import hicache_ext
-from hicache_ext.cli.inputs import read_configuration
+from hicache_ext.cli.config_command import notes_on
+from hicache_ext.cli.inputs import FILE_HELP, read_configuration
 from hicache_ext.cli.output import describe, show
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, TierConfig, check_document
-from hicache_ext.config.seal import SealKeyReference
+from hicache_ext.config.secrets import SealKeyReference
 from hicache_ext.config.sections import SGLANG
 from hicache_ext.errors import ConfigError, ConfigErrors, MissingPackageError, StoreError, UnsupportedError
 from hicache_ext.packages import how_to_install, installed_version
@@ -34,8 +34,8 @@ from hicache_ext.page.transforms.sealing import CipherKind, fastest_cipher
 from hicache_ext.runtime.results import print_json
 from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.sglang.releases import TESTED, comes_with, is_tested, other_release, untested
-from hicache_ext.sglang.self_check import Checked, check_installed, lacking
-from hicache_ext.sglang.used_names import FEATURES, HOOKED, STORAGE
+from hicache_ext.sglang.self_check import check_installed, lacking
+from hicache_ext.sglang.used_names import FEATURES, STORAGE
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.registry import broken_tier_types, examine_tier
 from hicache_ext.storage.tiering.recording import SALT_FILE
@@ -44,9 +44,7 @@ from hicache_ext.storage.tiering.tracing import check_packages
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "file", metavar="CONFIG", help="a .json, .yaml, .yml or .toml file, '-' for standard input, or inline JSON"
-    )
+    parser.add_argument("file", metavar="CONFIG", help=FILE_HELP)
     parser.add_argument("--tier", action="append", metavar="NAME", help="look at this tier alone; may be repeated")
     describe(
         parser,
@@ -81,8 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
                 print(_text(section), flush=True)
     levels = list(_SUMMARY)
     level = max((one.level for section in sections for one in section.findings), key=levels.index, default=Level.OK)
-    document = {"level": level.value, "configuration": [], "sections": [section.document() for section in sections]}
-    show(arguments, document, [_SUMMARY[level]])
+    told = [
+        {"title": section.title, "findings": [asdict(one) | {"level": one.level.value} for one in section.findings]}
+        for section in sections
+    ]
+    show(arguments, {"level": level.value, "configuration": [], "sections": told}, [_SUMMARY[level]])
     return 1 if level is Level.ERROR else 0
 
 
@@ -102,8 +103,6 @@ def _text(section: Section) -> str:
         lines.append(f"  {_MARKS[finding.level]} {finding.subject}: {finding.seen}")
         if finding.remedy:
             lines.append(f"          -> {finding.remedy}")
-    if section.rows:
-        lines.append(f"          {table_in_words(section.rows)}")
     return "\n".join([*lines, ""])
 
 
@@ -116,26 +115,13 @@ class Section:
 
     title: str
     findings: tuple[Finding, ...]
-    rows: Sequence[dict[str, str]] = ()
-    """A table that belongs to them."""
-
-    def document(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "title": self.title,
-            "findings": [
-                {"subject": one.subject, "level": one.level.value, "seen": one.seen, "remedy": one.remedy}
-                for one in self.findings
-            ],
-            **({"table": list(self.rows)} if self.rows else {}),
-        }
 
 
 def examine(checked: ExtraConfig, *, inline: bool, only: Sequence[str] | None = None) -> Iterator[Section]:
     """One section after the other, as they are found; ``only`` names the tiers to look at (None: all)."""
     yield Section("installation", tuple(installation_findings()))
-    if rows := table():
-        yield Section("what is used of SGLang", tuple(feature_findings()), rows)
+    if found := tuple(feature_findings()):
+        yield Section("what is used of SGLang", found)
     yield Section("configuration", tuple(setting_findings(checked, inline=inline)))
     for name, tier in checked.hicache_ext.tiers.items():
         if only is None or name in only:
@@ -214,8 +200,11 @@ def release_finding() -> Finding:
 
 def feature_findings() -> Iterator[Finding]:
     """One line for each feature; none where SGLang is not installed."""
-    checked = _checked()
-    for feature in FEATURES if checked else ():
+    try:
+        checked = check_installed()
+    except UnsupportedError:
+        return
+    for feature in FEATURES:
         words = lacking(checked, feature)
         names = sum(len(one.use.names) for one in checked if one.expected and feature in one.use.features)
         if words is None:
@@ -224,50 +213,6 @@ def feature_findings() -> Iterator[Finding]:
             yield Finding(feature.name, Level.ERROR, f"SGLang lacks {words}: {feature.loss}", "use another release")
         else:
             yield Finding(feature.name, Level.WARNING, f"off, since SGLang lacks {words}: {feature.loss}")
-
-
-def table() -> list[dict[str, str]]:
-    """Every name that is used: whether it was found, what needs it, its kind; names of one owner in a row."""
-    return [row for one in _checked() for row in _rows(one)]
-
-
-def table_in_words(rows: Sequence[dict[str, str]]) -> str:
-    """One sentence: what is not there, which is what somebody has to know; ``--json`` has all of it."""
-    lost = [row["of SGLang"] for row in rows if row["found"] == "NO"]
-    found = f"not found: {'; '.join(lost)}" if lost else "all that this release is to have is found"
-    return f"{len(rows)} places of SGLang were looked at, {found} (--json lists each)"
-
-
-def _checked() -> tuple[Checked, ...]:
-    try:
-        return check_installed()
-    except UnsupportedError:
-        return ()
-
-
-def _rows(one: Checked) -> Iterator[dict[str, str]]:
-    """One for what was found of an owner's names, one for what was not."""
-    use = one.use
-    lost = {
-        name
-        for name in use.names
-        for text in one.missing
-        if text.split(" ")[0] in (f"{use.owner}.{name.partition('|')[0]}", use.owner)
-    }
-    kind = f"hook {use.hook}" if use.hook else "signature" if use.takes or use.answered else "name"
-    parameters = f"({', '.join(use.takes)})" if use.takes or use.answered else ""
-    parameters += f", ignored: {', '.join(one.new)}" if one.new else ""
-    for names, found in (
-        ([name for name in use.names if name in lost], "NO" if one.expected else f"not before {use.since}"),
-        ([name for name in use.names if name not in lost], "yes"),
-    ):
-        if names:
-            yield {
-                "found": found,
-                "kind": kind,
-                "needed by": "every hook" if tuple(use.features) == HOOKED else ", ".join(f.name for f in use.features),
-                "of SGLang": f"{use.owner.removeprefix('sglang.srt.')}: {', '.join(names)}{parameters}",
-            }
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
@@ -288,13 +233,13 @@ def setting_findings(checked: ExtraConfig, *, inline: bool) -> Iterator[Finding]
         yield Finding("prefetch_threshold", Level.NOTE, seen, remedy)
     else:
         yield Finding("prefetch_threshold", Level.OK, f"{threshold} tokens; shorter spans never ask storage")
+    notes = list(notes_on(checked, inline))
+    for subject, note in notes:
+        yield Finding(subject, Level.WARNING, note)
     if checked.allocator is None:
         seen = "host pages are not page-aligned"
         yield Finding("allocator", Level.NOTE, seen, "allocator: shm in inline JSON aligns them, for direct I/O")
-    elif not inline and config.role != "decode":
-        remedy = "pass the configuration inline: hicache-ext config render --inline"
-        yield Finding("allocator", Level.WARNING, "SGLang ignores 'allocator' in a file", remedy)
-    else:
+    elif "allocator" not in dict(notes):
         yield Finding("allocator", Level.OK, checked.allocator)
     yield _events(config)
     yield _tracing(config)
@@ -302,10 +247,7 @@ def setting_findings(checked: ExtraConfig, *, inline: bool) -> Iterator[Finding]
     for line in tier_use(config).lines():
         yield Finding("tiers", Level.OK, line)
     for name in config.tiers:
-        if name not in (*config.retrieve_locations, *config.store_locations):
-            seen = f"tier {name} is neither read nor written"
-            yield Finding("tiers", Level.WARNING, seen, "name it in a location list")
-        elif name not in config.retrieve_locations and config.role != "decode":
+        if name in config.store_locations and name not in config.retrieve_locations and config.role != "decode":
             yield Finding("tiers", Level.NOTE, f"tier {name} is written and never read by this node", "")
 
 

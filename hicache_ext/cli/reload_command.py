@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hicache_ext.cli.output import describe, show
 from hicache_ext.config import load_document
@@ -38,22 +38,16 @@ def _reload(arguments: argparse.Namespace) -> int:
         print("(a server that was given its configuration inline has to be restarted)", file=sys.stderr)
         return 1
     # All ranks are asked before the first one changes, so that they stay equal.
-    answers = [_asked(path, only_check=True) for path in chosen]
-    refused = sum(not answer.ok for answer in answers)
+    processes = [_asked(path, only_check=True) for path in chosen]
+    refused = sum(not process["ok"] for process in processes)
     if not refused and not arguments.check:
-        answers = [_asked(path, only_check=False) for path in chosen]
-    willing, total = sum(answer.ok for answer in answers), len(answers)
+        processes = [_asked(path, only_check=False) for path in chosen]
+    willing, total = sum(process["ok"] for process in processes), len(processes)
     if refused:
         print(f"refused by {refused} of {total} processes; nothing was changed", file=sys.stderr)
-    document = {
-        "file": file,
-        "check": arguments.check,
-        "changed": not refused and not arguments.check,
-        "processes": [{"process": one.process, "ok": one.ok, "messages": one.messages} for one in answers],
-    }
-    done = (
-        f"{total} processes would take it over" if arguments.check else f"taken over by {willing} of {total} processes"
-    )
+    changed = not refused and not arguments.check
+    document = {"file": file, "check": arguments.check, "changed": changed, "processes": processes}
+    done = f"taken over by {willing} of {total} processes" if changed else f"{total} processes would take it over"
     show(arguments, document, [] if refused else [done])
     return 0 if willing == total else 1
 
@@ -67,17 +61,8 @@ def _serves(path: Path, file: str) -> bool:
     return isinstance(served, str) and (served == file or os.path.realpath(served) == os.path.realpath(file))
 
 
-@dataclass(frozen=True, slots=True)
-class _Process:
-    """What one process of a server answered."""
-
-    process: str
-    """Its number."""
-    ok: bool
-    messages: list[str]
-
-
-def _asked(path: Path, *, only_check: bool) -> _Process:
+def _asked(path: Path, *, only_check: bool) -> dict[str, Any]:
+    """What one process of a server answers, as ``--json`` has it; its words are printed."""
     process = path.name.partition("-")[0]
     try:
         answer: Answer = ask(path, {"call": "reload", "only_check": only_check})
@@ -90,4 +75,4 @@ def _asked(path: Path, *, only_check: bool) -> _Process:
         print(f"process {process}: {line}", file=sys.stdout if ok else sys.stderr)
     if ok and not messages and not only_check:
         print(f"process {process}: nothing to change")
-    return _Process(process, ok, messages)
+    return {"process": process, "ok": ok, "messages": messages}

@@ -19,12 +19,10 @@ from pydantic import (
 )
 from pydantic_core.core_schema import ValidationInfo
 
-from hicache_ext.config.guards import GuardsConfig
 from hicache_ext.config.problems import did_you_mean, kind_of, listed, quoted, refuse, shown
 from hicache_ext.config.schema import DURATION_SCHEMA, Allowed, ConfigModel, as_pydantic_error, checked, one_of
-from hicache_ext.config.seal import SealConfig
-from hicache_ext.config.units import SIZE_ALLOWED, parse_size
-from hicache_ext.config.values import duration, or_auto, or_off
+from hicache_ext.config.secrets import SealConfig
+from hicache_ext.config.values import SIZE_ALLOWED, duration, or_auto, or_off, parse_size
 from hicache_ext.errors import ConfigError, MissingPackageError, TierTypeError
 from hicache_ext.packages import need
 from hicache_ext.page.transforms.codec import LOSSY_CODECS
@@ -99,6 +97,7 @@ class TierConfig(ConfigModel):
     removed: ClassVar[Mapping[str, str]] = {
         "dwpd": "write_budget bounds what is written, and one disk write a day of 3.84TB is 3.84TB/day",
         "disk_size": "write_budget bounds what is written",
+        "guards": "a tier over the network, or with a timeout, has retries, a breaker and limits as measured",
     }
 
     type: Annotated[str, Allowed("the type of a tier")]
@@ -113,7 +112,6 @@ class TierConfig(ConfigModel):
         checked(or_auto(or_off(math.inf, duration(0.001, 3600, _OPTIONAL_TIMEOUT_ALLOWED)))),
         DURATION_SCHEMA,
     ] = None
-    guards: GuardsConfig = GuardsConfig()
     codec: Annotated[
         Literal["off", "lossless", "auto", "int8", "fp8"],
         Field(
@@ -162,9 +160,7 @@ class TierConfig(ConfigModel):
     block: ClassVar[int] = 1
     """Bytes of which the store takes whole ones for each page anyway: sealed pages are padded to them."""
 
-    live_keys: ClassVar[frozenset[str]] = frozenset(
-        {"required", "timeout", "guards", "seal", "admission", "write_budget"}
-    )
+    live_keys: ClassVar[frozenset[str]] = frozenset({"required", "timeout", "seal", "admission", "write_budget"})
     """Keys that a reload may change while the tier is in use. Every other change is refused with a sentence."""
 
     @property

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hicache_ext.config.pd import WriteConfig
+from hicache_ext.config.sections import WriteConfig
 from hicache_ext.pd.continuation import Continuation, Piece, WriteQueue
 from hicache_ext.pd.pool_writer import Finished, Outcome, PoolWriter, WriteJob, describe
 from hicache_ext.runtime.metrics import TierMetrics
@@ -70,6 +70,7 @@ class DecodeWriter:
         hints: HintSender | None = None,
         stride: int = 256,
         prefix_grace: float = 5.0,
+        retries: int = 3,
     ) -> None:
         """``offload``: what the writer needs of the server: requests, copies from device to host memory, host memory
         (``ManagerOffload`` in sglang/pd_hooks.py). ``stride``: generated tokens between two copies of a running
@@ -84,6 +85,7 @@ class DecodeWriter:
         self._page_size: int = offload.page_size
         self._stride: int = max(1, stride // self._page_size) * self._page_size
         self._prefix_grace = prefix_grace
+        self._retries = retries
         self._queue = WriteQueue()
         self._continuations: WeakKeyDictionary[Any, Continuation] = WeakKeyDictionary()
         self._continuations_made = 0
@@ -304,7 +306,7 @@ class DecodeWriter:
             continuation.first_failure = self._now
         continuation.attempts += 1
         pause = _FIRST_BACKOFF_MS * 2 ** (continuation.attempts - 1)
-        if continuation.attempts <= self._config.retries and (
+        if continuation.attempts <= self._retries and (
             self._now + pause <= continuation.first_failure + _RETRY_WITHIN_MS
         ):
             self.metrics.add("write", "retried")

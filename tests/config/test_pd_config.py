@@ -26,11 +26,11 @@ def test_nothing_said_writes_on_decode_and_pulls_always() -> None:
 def test_units_and_numbers_are_read() -> None:
     config = load_config(
         section(
-            write={"min_tokens": 64, "retries": 5},
+            write={"min_tokens": 64},
             pull={"mode": "adaptive", "prefill_rate": 8000},
         )
     )
-    assert (config.pd.write.min_tokens, config.pd.write.retries) == (64, 5)
+    assert config.pd.write.min_tokens == 64
     assert config.pd.pull.prefill_rate == 8000.0
 
 
@@ -38,7 +38,7 @@ def test_units_and_numbers_are_read() -> None:
     ("pd", "sentence"),
     [
         ({"wriet": {}}, r"pd.wriet: unknown key; did you mean 'write'\?"),
-        ({"write": {"retrys": 1}}, "pd.write.retrys: unknown key; did you mean 'retries'"),
+        ({"write": {"min_token": 1}}, "pd.write.min_token: unknown key; did you mean 'min_tokens'"),
         (
             {"write": {"min_tokens": -1}},
             "pd.write.min_tokens: the number -1 is not accepted; allowed: a whole number of tokens",
@@ -47,12 +47,13 @@ def test_units_and_numbers_are_read() -> None:
             {"write": {"stride": 64}},
             "pd.write.stride: there is no such key any more: a running request is copied",
         ),
-        ({"write": {"ttl": "1h"}}, "pd.write.ttl: the writer cannot expire single pages; where the tier has a ttl"),
+        ({"write": {"retries": 5}}, "pd.write.retries: .*: a failed write is tried again three times; remove it"),
+        ({"write": {"ttl": "1h"}}, "pd.write.ttl: .*: the writer cannot expire single pages; where the tier has a ttl"),
         ({"pull": {"mode": "auto"}}, "pd.pull.mode: .*; allowed: off, fixed, adaptive"),
         ({"pull": {"hysteresis": 0.3}}, "pd.pull.hysteresis: there is no such key any more: after a tier was too slow"),
         ({"hints": {"enable": True}}, r"pd.hints.enable: unknown key; did you mean 'enabled'\?"),
         ({"hints": {"keep": 100}}, "pd.hints.keep: there is no such key any more: the pool keeps the newest 256 hints"),
-        ({"hints": {"over": 3}}, "pd.hints.over: .*; allowed: the name of a tier"),
+        ({"hints": {"over": "pool"}}, "pd.hints.over: .*: the last tier of type redis carries hints, or"),
         ({"pull": {"prefill_rate": 100}}, "pd.pull.prefill_rate: only mode adaptive uses it, and the mode is off"),
     ],
 )
@@ -62,10 +63,8 @@ def test_what_is_wrong_is_said_in_one_sentence(pd: dict[str, Any], sentence: str
     assert "\n" not in str(raised.value)
 
 
-def with_hints(
-    role: ServerRole, tiers: dict[str, Any], *, hints: dict[str, Any] | None = None, **section: Any
-) -> HicacheExtConfig:
-    document = {"tiers": tiers, "pd": {"hints": {"enabled": True, **(hints or {})}}, **section}
+def with_hints(role: ServerRole, tiers: dict[str, Any], **section: Any) -> HicacheExtConfig:
+    document = {"tiers": tiers, "pd": {"hints": {"enabled": True}}, **section}
     return load_config(ExtraConfig.around(document)).for_role(role)
 
 
@@ -74,16 +73,16 @@ POOL = {"type": "redis", "url": "redis://127.0.0.1:1"}
 MOONCAKE = {"type": "mooncake", "master": "127.0.0.1:1"}
 
 
-def test_hints_go_over_the_pool_unless_another_tier_is_named() -> None:
+def test_hints_go_over_the_last_tier_that_carries_them() -> None:
     shared = {"near": NEAR, "pool": POOL}
     roles = {"decode": {"retrieve_locations": [], "store_locations": ["pool"]}}
     prefill = with_hints("prefill", shared, promote_to="near", roles=roles)
-    assert hints_over(prefill.pd.hints, prefill.retrieve_locations) == "pool"
+    assert hints_over(prefill.tiers, prefill.retrieve_locations) == "pool"
     decode = with_hints("decode", shared, promote_to="near", roles=roles)
-    assert hints_over(decode.pd.hints, decode.store_locations) == "pool"
+    assert hints_over(decode.tiers, decode.store_locations) == "pool"
     assert with_hints("prefill", shared, roles=roles).pd.hints.enabled  # promoted to near by default
-    named = with_hints("prefill", {**shared, "lake": MOONCAKE}, promote_to="near", hints={"over": "pool"})
-    assert hints_over(named.pd.hints, named.retrieve_locations) == "pool"
+    third = with_hints("prefill", {**shared, "lake": MOONCAKE}, promote_to="near")
+    assert hints_over(third.tiers, third.retrieve_locations) == "pool"
     assert with_hints(
         "both", {"pool": MOONCAKE}
     ).pd.hints.enabled  # a server that is no half of a pair has no use for it
@@ -105,13 +104,17 @@ def test_hints_go_over_the_pool_unless_another_tier_is_named() -> None:
             {"store_locations": ["pool"]},
             "pd.hints.enabled: a prefill node brings the pages to the tier promote_to",
         ),
-        ("decode", {"pool": MOONCAKE}, {}, "pd.hints.over: tier 'pool' is of type mooncake, which carries no hints"),
-        ("decode", {"pool": POOL}, {"hints": {"over": "poll"}}, "pd.hints.over: 'poll' is not in store_locations"),
+        (
+            "decode",
+            {"pool": MOONCAKE},
+            {},
+            "pd.hints.enabled: no tier of store_locations of the role decode can carry hints; allowed: a tier of type",
+        ),
         (
             "prefill",
             {"near": NEAR, "pool": MOONCAKE},
             {"promote_to": "near"},
-            "pd.hints.over: .*which carries no hints; allowed: near",
+            "pd.hints.enabled: .* can carry hints; allowed: .*; a directory carries them as the last one only",
         ),
     ],
 )
@@ -119,12 +122,7 @@ def test_hints_that_go_nowhere_are_refused(
     role: ServerRole, tiers: dict[str, Any], section: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        load_config(ExtraConfig.around({"tiers": tiers, "role": role, **with_hints_on(section)}))
+        load_config(ExtraConfig.around({"tiers": tiers, "role": role, "pd": {"hints": {"enabled": True}}, **section}))
     # Where the role comes from the launch it shows when the server looks at its own part of the file.
     with pytest.raises((ConfigError, ValidationError)):
         with_hints(role, tiers, **section)
-
-
-def with_hints_on(section: dict[str, Any]) -> dict[str, Any]:
-    hints = {"enabled": True, **section.get("hints", {})}
-    return {**{key: value for key, value in section.items() if key != "hints"}, "pd": {"hints": hints}}

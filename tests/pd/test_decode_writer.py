@@ -18,7 +18,7 @@ prepare_process()
 
 from sglang.srt.managers.cache_controller import HiCacheController  # noqa: E402
 
-from hicache_ext.config.pd import WriteConfig  # noqa: E402
+from hicache_ext.config.sections import WriteConfig  # noqa: E402
 from hicache_ext.pd.decode_writer import DecodeWriter  # noqa: E402
 from hicache_ext.pd.pool_writer import PoolWriter  # noqa: E402
 from hicache_ext.runtime.metrics import TierMetrics  # noqa: E402
@@ -156,6 +156,7 @@ class Node:
         hints: Any = None,
         stride: int = 8,
         prefix_grace: float = 0.0,
+        retries: int = 3,
         **settings: Any,
     ) -> None:
         self.manager = FakeManager(host_slots)
@@ -172,6 +173,7 @@ class Node:
             hints=hints,
             stride=stride,
             prefix_grace=prefix_grace,
+            retries=retries,
         )
 
     def prefilled(self, request: FakeRequest) -> FakeRequest:

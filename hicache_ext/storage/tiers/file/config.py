@@ -13,12 +13,14 @@ from pydantic_core.core_schema import ValidationInfo
 from hicache_ext.config.problems import listed, quoted, refuse, shown
 from hicache_ext.config.schema import Allowed, as_pydantic_error, checked, one_of, true_or_false
 from hicache_ext.config.tier import Sharing, TierConfig
-from hicache_ext.config.units import SIZE_ALLOWED, format_duration, format_size
 from hicache_ext.config.values import (
     NO_LIMIT,
+    SIZE_ALLOWED,
     directory_relation,
     duration,
     expand_templates,
+    format_duration,
+    format_size,
     or_auto,
     or_word,
     size,
