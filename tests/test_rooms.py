@@ -19,7 +19,7 @@ BUDGETS = {
     "storage.contract": (3_361, 2_600),
     "page": (3_514, 2_300),
     "runtime": (3_325, 1_900),
-    "config": (2_530, 1_700),
+    "config": (2_529, 1_700),
     "storage.tiers.object, storage.tiers.mooncake": (4_152, 3_200),
     "storage.serving, storage.guards": (3_113, 2_600),
     "kernels, plan, pd": (4_002, 3_400),

@@ -35,6 +35,7 @@ _COPIES_PER_STEP = 8
 """Copies of running requests started by one step: a batch that reaches its stride together is spread over steps."""
 _LOG_INTERVAL = 60.0
 _LEVEL_INTERVAL = 1.0
+_RETRIES = 3
 _FIRST_BACKOFF_MS = 250
 _RETRY_WITHIN_MS = 30_000
 """No write is tried again later than this after its first failure."""
@@ -70,7 +71,6 @@ class DecodeWriter:
         hints: HintSender | None = None,
         stride: int = 256,
         prefix_grace: float = 5.0,
-        retries: int = 3,
     ) -> None:
         """``offload``: what the writer needs of the server: requests, copies from device to host memory, host memory
         (``ManagerOffload`` in sglang/pd_hooks.py). ``stride``: generated tokens between two copies of a running
@@ -85,7 +85,6 @@ class DecodeWriter:
         self._page_size: int = offload.page_size
         self._stride: int = max(1, stride // self._page_size) * self._page_size
         self._prefix_grace = prefix_grace
-        self._retries = retries
         self._queue = WriteQueue()
         self._continuations: WeakKeyDictionary[Any, Continuation] = WeakKeyDictionary()
         self._continuations_made = 0
@@ -306,9 +305,8 @@ class DecodeWriter:
             continuation.first_failure = self._now
         continuation.attempts += 1
         pause = _FIRST_BACKOFF_MS * 2 ** (continuation.attempts - 1)
-        if continuation.attempts <= self._retries and (
-            self._now + pause <= continuation.first_failure + _RETRY_WITHIN_MS
-        ):
+        in_time = self._now + pause <= continuation.first_failure + _RETRY_WITHIN_MS
+        if in_time and continuation.attempts <= _RETRIES:
             self.metrics.add("write", "retried")
             self._wait_until(job, self._now + pause)
             return

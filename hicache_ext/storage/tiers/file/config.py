@@ -30,7 +30,6 @@ from hicache_ext.errors import ConfigError
 
 SMALLEST_CAPACITY = 1024 * 1024
 MOST_THREADS = 64
-SHORTEST_TTL = 1.0
 
 _CAPACITY_ALLOWED = "a size such as 512GiB, or 'unlimited'"
 _SIZES_ALLOWED = f"{SIZE_ALLOWED}, or 'unlimited'"
@@ -41,7 +40,6 @@ _TTL_ALLOWED = "a duration from 1s to 365d, such as 7d, or none"
 _MODES = ("private", "group")
 _GROUP_ALLOWED = "the name of a group or its number, with mode: group"
 _GROUP_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\-]{0,255}")
-_LARGEST_GID = (1 << 32) - 2
 
 
 def parse_paths(value: object) -> tuple[str, ...]:
@@ -85,7 +83,7 @@ def parse_group(value: object) -> str | int:
         raise refuse(value, _GROUP_ALLOWED)
     if isinstance(value, int) or value.isdecimal():
         number = int(value)
-        if not 0 <= number <= _LARGEST_GID:
+        if not 0 <= number < (1 << 32) - 1:
             raise ConfigError("", f"{number} is no number of a group", _GROUP_ALLOWED)
         return number
     if not _GROUP_NAME.fullmatch(value):
@@ -140,7 +138,7 @@ class FileTierConfig(TierConfig):
         float | None,
         Field(description="pages written longer ago than this are misses, and their room is free"),
         Allowed(_TTL_ALLOWED),
-        checked(or_word("none", None, duration(SHORTEST_TTL, NO_LIMIT, _TTL_ALLOWED))),
+        checked(or_word("none", None, duration(1.0, NO_LIMIT, _TTL_ALLOWED))),
         WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]}),
     ] = None
 
