@@ -45,28 +45,10 @@ FORMER = {
             "test_a_client_name_may_have_templates",
             "test_a_missing_prompt_is_completed_by_the_decode_node",
             "test_a_soft_pin_is_a_switch_or_a_time",
-            "test_auto_is_what_is_left_out",
-            "test_every_guard_that_has_a_key_can_be_left_out",
-            "test_every_key_reaches_its_guard",
             "test_the_bound_of_open_files_reaches_the_store_of_each_path",
         ),
         _KEY,
     ),
-    **dict.fromkeys(
-        (
-            "test_every_name_of_sglang_that_is_used_is_in_a_table_of_the_json",
-            "test_for_people_the_table_of_names_is_one_sentence",
-            "test_the_picture_has_a_bar_for_each_capacity",
-            "test_what_the_installed_sglang_lacks_is_named_in_that_sentence",
-            "test_where_no_tier_knows_the_command_says_so",
-        ),
-        "the command, or the table of doctor, is gone: stats and the findings by feature say the same",
-    ),
-    "test_hints_go_over_the_pool_unless_another_tier_is_named": (
-        "-> test_hints_go_over_the_last_tier_that_carries_them"
-    ),
-    "test_pins_and_preferred_segments_are_taken_by_the_engine": "-> test_a_hard_pin_is_taken_by_the_engine",
-    "test_the_curve_as_json": "-> test_the_json_of_stats_has_the_shares_and_none_where_a_tier_does_not_know",
     "test_words_are_printed_whole_in_lines_and_without_control_characters": (
         "-> test_an_answer_is_printed_in_lines_without_control_characters"
     ),
@@ -95,8 +77,10 @@ FORMER = {
         "-> test_a_writer_that_is_no_member_counts_until_it_was_silent_for_ten_minutes"
     ),
     "test_eagle_and_plain_hashes_never_meet_and_neither_do_namespaces": "-> test_hashes_of_namespaces_never_meet",
-    "test_every_guard_can_be_left_out": _KEY,
-    "test_pins_replicas_and_groups_are_taken_by_the_engine": "-> test_a_hard_pin_is_taken_by_the_engine",
+    "test_every_guard_can_be_left_out": "-> test_every_guard_that_has_a_key_can_be_left_out",
+    "test_pins_replicas_and_groups_are_taken_by_the_engine": (
+        "-> test_pins_and_preferred_segments_are_taken_by_the_engine"
+    ),
     "test_slabs_of_any_version_make_a_directory_one_of_slabs": (
         "-> test_slabs_make_a_directory_one_of_slabs_whatever_became_of_its_manifest"
     ),

@@ -34,8 +34,8 @@ from hicache_ext.page.transforms.sealing import CipherKind, fastest_cipher
 from hicache_ext.runtime.results import print_json
 from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.sglang.releases import TESTED, comes_with, is_tested, other_release, untested
-from hicache_ext.sglang.self_check import check_installed, lacking
-from hicache_ext.sglang.used_names import FEATURES, STORAGE
+from hicache_ext.sglang.self_check import Checked, check_installed, lacking
+from hicache_ext.sglang.used_names import FEATURES, HOOKED, STORAGE
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.registry import broken_tier_types, examine_tier
 from hicache_ext.storage.tiering.recording import SALT_FILE
@@ -81,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     level = max((one.level for section in sections for one in section.findings), key=levels.index, default=Level.OK)
     told = [
         {"title": section.title, "findings": [asdict(one) | {"level": one.level.value} for one in section.findings]}
+        | ({"table": section.rows} if section.rows else {})
         for section in sections
     ]
     show(arguments, {"level": level.value, "configuration": [], "sections": told}, [_SUMMARY[level]])
@@ -103,6 +104,8 @@ def _text(section: Section) -> str:
         lines.append(f"  {_MARKS[finding.level]} {finding.subject}: {finding.seen}")
         if finding.remedy:
             lines.append(f"          -> {finding.remedy}")
+    if section.rows:
+        lines.append(f"          {table_in_words(section.rows)}")
     return "\n".join([*lines, ""])
 
 
@@ -115,13 +118,15 @@ class Section:
 
     title: str
     findings: tuple[Finding, ...]
+    rows: Sequence[dict[str, str]] = ()
+    """A table that belongs to them."""
 
 
 def examine(checked: ExtraConfig, *, inline: bool, only: Sequence[str] | None = None) -> Iterator[Section]:
     """One section after the other, as they are found; ``only`` names the tiers to look at (None: all)."""
     yield Section("installation", tuple(installation_findings()))
-    if found := tuple(feature_findings()):
-        yield Section("what is used of SGLang", found)
+    if rows := table():
+        yield Section("what is used of SGLang", tuple(feature_findings()), rows)
     yield Section("configuration", tuple(setting_findings(checked, inline=inline)))
     for name, tier in checked.hicache_ext.tiers.items():
         if only is None or name in only:
@@ -200,11 +205,8 @@ def release_finding() -> Finding:
 
 def feature_findings() -> Iterator[Finding]:
     """One line for each feature; none where SGLang is not installed."""
-    try:
-        checked = check_installed()
-    except UnsupportedError:
-        return
-    for feature in FEATURES:
+    checked = _checked()
+    for feature in FEATURES if checked else ():
         words = lacking(checked, feature)
         names = sum(len(one.use.names) for one in checked if one.expected and feature in one.use.features)
         if words is None:
@@ -213,6 +215,50 @@ def feature_findings() -> Iterator[Finding]:
             yield Finding(feature.name, Level.ERROR, f"SGLang lacks {words}: {feature.loss}", "use another release")
         else:
             yield Finding(feature.name, Level.WARNING, f"off, since SGLang lacks {words}: {feature.loss}")
+
+
+def table() -> list[dict[str, str]]:
+    """Every name that is used: whether it was found, what needs it, its kind; names of one owner in a row."""
+    return [row for one in _checked() for row in _rows(one)]
+
+
+def table_in_words(rows: Sequence[dict[str, str]]) -> str:
+    """One sentence: what is not there, which is what somebody has to know; ``--json`` has all of it."""
+    lost = [row["of SGLang"] for row in rows if row["found"] == "NO"]
+    found = f"not found: {'; '.join(lost)}" if lost else "all that this release is to have is found"
+    return f"{len(rows)} places of SGLang were looked at, {found} (--json lists each)"
+
+
+def _checked() -> tuple[Checked, ...]:
+    try:
+        return check_installed()
+    except UnsupportedError:
+        return ()
+
+
+def _rows(one: Checked) -> Iterator[dict[str, str]]:
+    """One for what was found of an owner's names, one for what was not."""
+    use = one.use
+    lost = {
+        name
+        for name in use.names
+        for text in one.missing
+        if text.split(" ")[0] in (f"{use.owner}.{name.partition('|')[0]}", use.owner)
+    }
+    kind = f"hook {use.hook}" if use.hook else "signature" if use.takes or use.answered else "name"
+    parameters = f"({', '.join(use.takes)})" if use.takes or use.answered else ""
+    parameters += f", ignored: {', '.join(one.new)}" if one.new else ""
+    for names, found in (
+        ([name for name in use.names if name in lost], "NO" if one.expected else f"not before {use.since}"),
+        ([name for name in use.names if name not in lost], "yes"),
+    ):
+        if names:
+            yield {
+                "found": found,
+                "kind": kind,
+                "needed by": "every hook" if tuple(use.features) == HOOKED else ", ".join(f.name for f in use.features),
+                "of SGLang": f"{use.owner.removeprefix('sglang.srt.')}: {', '.join(names)}{parameters}",
+            }
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------

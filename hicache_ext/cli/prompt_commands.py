@@ -23,12 +23,14 @@ from hicache_ext.cli.inputs import (
     add_target,
     directories_of,
     prompts_of,
+    read_input,
     seed_of,
     targets,
 )
 from hicache_ext.cli.output import Progress, describe, fitted, rough_span, show
 from hicache_ext.config import load_config, load_document, parse_duration, rounded_size
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
+from hicache_ext.page.envelope import PAGE_HASH_LENGTH
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import KV_POOL
 from hicache_ext.page.transforms.forms import STORED_AS
@@ -219,7 +221,8 @@ def _warm(arguments: argparse.Namespace) -> int:
 def configure_pin(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     _add_name(parser)
-    add_prompt_arguments(parser)
+    what = add_prompt_arguments(parser)
+    what.add_argument("--keys", metavar="FILE", help="page hashes, 64 hex digits a line; '-': standard input")
     parser.add_argument("--page-size", type=int, help="tokens per page; left out: that of the pages in the directory")
     add_namespace_arguments(parser)
     parser.add_argument("--for", dest="duration", metavar="DURATION", help="such as 7d; left out: until it is unpinned")
@@ -254,16 +257,20 @@ def _add_name(parser: argparse.ArgumentParser) -> None:
 def _pin(arguments: argparse.Namespace) -> int:
     directories = _directories(arguments.target)
     seconds = None if arguments.duration is None else parse_duration(arguments.duration, "--for")
-    size = arguments.page_size or _page_size(directories)
-    tokens, *others = prompts_of(arguments)
-    if others:
-        raise ConfigError("--tokens", f"{1 + len(others)} prompts, and a pin is of one")
-    try:
-        hashes = page_hashes(tokens, size, seed_of(arguments))
-    except HicacheExtError as error:
-        raise ConfigError("--tokens", str(error)) from None
-    if not hashes:
-        raise ConfigError("--tokens", f"{len(tokens)} tokens are no whole page of {size}")
+    option = next(f"--{name}" for name in ("tokens", "prompt", "keys") if getattr(arguments, name) is not None)
+    if option == "--keys":
+        hashes = _read_keys(arguments.keys)
+    else:
+        size = arguments.page_size or _page_size(directories)
+        tokens, *others = prompts_of(arguments)
+        if others:
+            raise ConfigError(option, f"{1 + len(others)} prompts, and a pin is of one")
+        try:
+            hashes = page_hashes(tokens, size, seed_of(arguments))
+        except HicacheExtError as error:
+            raise ConfigError(option, str(error)) from None
+        if not hashes:
+            raise ConfigError(option, f"{len(tokens)} tokens are no whole page of {size}")
     names = {directory: names_of(hashes) for directory, names_of in _names(arguments.target).items()}
     for directory in directories:
         try:
@@ -271,7 +278,7 @@ def _pin(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise StoreError(f"{str(directory)!r}: {error.strerror or error}") from error
         except ValueError as error:
-            raise ConfigError("--tokens", str(error)) from None
+            raise ConfigError(option, str(error)) from None
     document = {
         "name": arguments.name,
         "pages": len(hashes),
@@ -362,3 +369,16 @@ def _page_size(directories: Sequence[Path]) -> int:
         told = ", ".join(map(str, sizes)) or "none"
         raise ConfigError("--page-size", f"required: the directory tells of these page sizes: {told}")
     return sizes[0]
+
+
+def _read_keys(file: str) -> list[bytes]:
+    hashes: list[bytes] = []
+    for number, line in enumerate(read_input(file, "--keys").split(), start=1):
+        try:
+            page_hash = bytes.fromhex(line)
+        except ValueError:
+            page_hash = b""
+        if len(page_hash) != PAGE_HASH_LENGTH:
+            raise ConfigError("--keys", f"number {number} is no page hash", "64 hex digits each")
+        hashes.append(page_hash)
+    return hashes

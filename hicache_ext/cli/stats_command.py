@@ -1,8 +1,8 @@
-"""``hicache-ext stats URL``: what the tiers of a running server do, and what other capacities would.
+"""``hicache-ext stats URL`` and ``curve URL``: what the tiers of a running server do, and what other capacities would.
 
-It reads SGLang's Prometheus endpoint, so the server must run with ``--enable-metrics``; a server's ranks are summed.
-The first line is the share of prompt tokens that was not computed, by source. SGLang itself counts that when a request
-ends.
+They read SGLang's Prometheus endpoint, so the server must run with ``--enable-metrics``; a server's ranks are summed.
+The first line of ``stats`` is the share of prompt tokens that was not computed, by source. SGLang itself counts that
+when a request ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import Any
 
 from hicache_ext.cli.output import describe, fitted, rough_span, show
-from hicache_ext.config import parse_duration
+from hicache_ext.config import parse_duration, rounded_size
 from hicache_ext.errors import ConfigError, StatsError
 from hicache_ext.runtime.results import print_json
 from hicache_ext.runtime.shown import shown_address
@@ -250,7 +250,7 @@ _LONGEST = 64 << 20
 _CLEAR = "\x1b[H\x1b[2J"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_stats(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="the server, e.g. http://127.0.0.1:30000")
     parser.add_argument("--interval", default="2s", metavar="DURATION", help="between two looks (default: %(default)s)")
     parser.add_argument("--once", action="store_true", help="print the totals since the server's start, once")
@@ -438,3 +438,41 @@ def _seconds(value: float) -> str:
     if math.isinf(value):
         return "> 10 s"
     return f"{value * 1000:g} ms" if value < 1 else f"{value:g} s"
+
+
+# -- curve -------------------------------------------------------------------------------------------------------------
+
+_WIDTH = 50
+"""Characters of a bar for all uses."""
+_TIMES = {"half": 0.5, "capacity": 1.0, "twice": 2.0, "four_times": 4.0}
+
+
+def configure_curve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="the server, e.g. http://127.0.0.1:30000")
+    describe(
+        parser,
+        run=_curves,
+        examples=["hicache-ext curve http://127.0.0.1:30000"],
+        problem="the server cannot be read, or no tier of it knows",
+    )
+
+
+def _curves(arguments: argparse.Namespace) -> int:
+    """Print a bar for each capacity of each tier that knows; 1 where none does."""
+    samples = fetch(metrics_url(arguments.url))
+    tiers: list[dict[str, Any]] = []
+    lines = []
+    for tier in figures(None, samples)["tiers"]:
+        if not (shares := tier["hit_share_at"]):
+            continue
+        sizes = samples.each(f"{PREFIX}capacity_bytes", tier=tier["tier"])
+        capacity = max((size for size in sizes if not math.isnan(size) and size > 0), default=None)
+        tiers.append({"tier": tier["tier"], "capacity_bytes": capacity, "hit_share_at": shares})
+        lines.append(f"{tier['tier']}: share of page uses served, by capacity")
+        for at, share in shares.items():
+            times = _TIMES[at]
+            size = f"{times:g} times" if capacity is None else rounded_size(int(times * capacity))
+            bar = "#" * round(_WIDTH * share)
+            lines.append(f"{size:>10} {100 * share:5.1f} % |{bar:<{_WIDTH}}|{' now' if times == 1 else ''}")
+    show(arguments, {"tiers": tiers}, lines or ["No tier knows yet: a file tier in slabs that was written to does."])
+    return 0 if tiers else 1

@@ -24,6 +24,7 @@ from hicache_ext.config.sections import (
     POLICIES_ALLOWED,
     BackgroundConfig,
     EventsConfig,
+    HintsConfig,
     KernelsConfig,
     LinkerConfig,
     PdConfig,
@@ -376,7 +377,7 @@ class HicacheExtConfig(ConfigModel):
     def _hints_can_be_sent_and_followed(cls, pd: PdConfig, info: ValidationInfo) -> PdConfig:
         # The lists and promote_to of one role: what stands in a file for several is checked role by role.
         if pd.hints.enabled and info.data.get("role") in ("prefill", "decode"):
-            _refuse_hints_that_go_nowhere(info.data)
+            _refuse_hints_that_go_nowhere(pd.hints, info.data)
         return pd
 
     @field_validator("roles", mode="before")
@@ -408,17 +409,23 @@ class HicacheExtConfig(ConfigModel):
         return roles
 
 
-def _refuse_hints_that_go_nowhere(values: Mapping[str, Any]) -> None:
+def _refuse_hints_that_go_nowhere(hints: HintsConfig, values: Mapping[str, Any]) -> None:
     role = values["role"]
     place = "store_locations" if role == "decode" else "retrieve_locations"
     locations, tiers = values.get(place), values.get("tiers")
     if locations is None or tiers is None or "promote_to" not in values:
         return  # That is wrong already.
-    if hints_over(tiers, locations) is None:
-        problem = f"no tier of {place} of the role {role} can carry hints"
+    over = hints_over(hints, locations)
+    if over is None or over not in locations:
+        problem = f"{quoted(over or '')} is not in {place} of the role {role}, so that no hint passes there"
+        raise as_pydantic_error(ConfigError(".hints.over", problem, listed(locations) or f"a tier of {place}"))
+    if not tiers[over].carries_hints:
+        problem = f"tier {quoted(over)} is of type {tiers[over].type}, which carries no hints"
+        allowed = [name for name in locations if tiers[name].carries_hints]
         types = [name for name, model in tier_types().items() if model.carries_hints]
-        allowed = f"a tier of type {listed(types)}; a directory carries them as the last one only"
-        raise as_pydantic_error(ConfigError(".hints.enabled", problem, allowed))
+        raise as_pydantic_error(
+            ConfigError(".hints.over", problem, listed(allowed) or f"a tier of type {listed(types)}")
+        )
     nearer = [tiers[name] for name in locations[:-1] if name in values.get("store_locations", ())]
     if role == "prefill" and not _may_promote(values["promote_to"], nearer):
         problem = "a prefill node brings the pages to the tier promote_to, and there is none"
@@ -432,15 +439,9 @@ def _may_promote(promote_to: str | None, nearer: Sequence[TierConfig]) -> bool:
     return any(tier.may_be_private for tier in nearer)
 
 
-def hints_over(tiers: Mapping[str, TierConfig], locations: Sequence[str]) -> str | None:
-    """The name of the tier that carries the hints; ``locations`` that a decode node writes, or a prefill node reads.
-
-    A directory with a tier behind it may be of one node alone: it carries none.
-    """
-    for name in reversed(locations):
-        if tiers[name].carries_hints and (name == locations[-1] or not tiers[name].may_be_private):
-            return name
-    return None
+def hints_over(hints: HintsConfig, locations: Sequence[str]) -> str | None:
+    """The name of the tier that carries the hints; ``locations`` that a decode node writes, or a prefill node reads."""
+    return hints.over or (locations[-1] if locations else None)
 
 
 _SHARED = tuple(name for name in HicacheExtConfig.model_fields if name not in ("role", "roles"))

@@ -66,15 +66,15 @@ class PrefetchConfig(ConfigModel):
 class BackgroundConfig(ConfigModel):
     """Writes that no request waits for; per rank."""
 
-    removed: ClassVar[Mapping[str, str]] = {"promotion_buffer": "half of store_buffer may wait to be promoted"}
-
     store_buffer: Annotated[
         _BufferSize,
         Field(
-            description="bytes waiting for each tier with the policy async, and half of that to be promoted; what does"
-            " not fit is dropped and counted"
+            description="bytes waiting for each tier with the policy async; what does not fit is dropped and counted"
         ),
     ] = 256 * 1024 * 1024
+    promotion_buffer: Annotated[
+        _BufferSize, Field(description="bytes waiting to be promoted; what does not fit is dropped and counted")
+    ] = 128 * 1024 * 1024
     drain: Annotated[
         _Duration, Field(description="how long the server waits at its end for what is still to be written")
     ] = 5.0
@@ -275,6 +275,12 @@ _TOKENS_ALLOWED = "a whole number of tokens"
 _RATE_ALLOWED = "tokens per second, such as 8000"
 
 
+def _tier_name(value: object) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise refuse(value, "the name of a tier")
+    return value
+
+
 def _rate(value: object) -> float | None:
     if value is None:
         return None
@@ -345,13 +351,20 @@ class HintsConfig(ConfigModel):
         "max_pages": "a hint names the first 2048 pages of a conversation",
         "keep": "the pool keeps the newest 256 hints",
         "lifetime": "hints older than 60 s are ignored",
-        "over": "the last tier of type redis carries hints, or a directory that is the last of the list: of "
-        "store_locations on a decode node, of retrieve_locations on a prefill node",
     }
 
     enabled: Annotated[
         bool, Field(description="true: decode nodes send hints, prefill nodes follow them into promote_to")
     ] = False
+    over: Annotated[
+        str | None,
+        Field(
+            description="the tier whose engine carries the hints, of type redis or file; left out: the last of"
+            " store_locations on a decode node, of retrieve_locations on a prefill node"
+        ),
+        Allowed("the name of a tier"),
+        checked(_tier_name),
+    ] = None
 
 
 class PdConfig(ConfigModel):

@@ -35,7 +35,7 @@ def call_deadline(longest: float) -> float:
 
 @contextmanager
 def answering_at_once() -> Iterator[None]:
-    """Calls inside come from SGLang's scheduler: look-ups end within the budget of each tier's guards."""
+    """Calls inside come from SGLang's scheduler: look-ups end within each tier's ``guards.exists_budget``."""
     token = _at_once.set(True)
     try:
         yield

@@ -85,7 +85,7 @@ class HintTraffic:
             self._receiver.close(_CLOSE_TIMEOUT)
 
     def _board(self, locations: Sequence[str]) -> tuple[Callable[[], HintBoard], BoardLimits]:
-        over = hints_over(self._config.tiers, locations) or ""
+        over = hints_over(self._config.pd.hints, locations) or ""
         limits = BoardLimits(_KEPT, longest_hint(_MOST_PAGES), _LIFETIME)
         return lambda: board_among(self._store().tiers, over), limits
 

@@ -100,6 +100,7 @@ RUNS: dict[str, list[tuple[str, int]]] = {
     "config schema": [("", 0)],
     "doctor": [("hicache.yaml", 0), ("wrong.yaml", 2)],
     "stats": [("{url} --once", 0)],
+    "curve": [("{url}", 0)],
     "explain": [("hicache.yaml --tokens tokens.json", 1)],
     "warm": [("hicache.yaml --tokens tokens.json", 1)],
     "reload": [("hicache.yaml", 0), ("--check hicache.yaml", 0)],

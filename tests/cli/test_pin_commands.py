@@ -45,8 +45,9 @@ def test_the_pages_of_a_prompt_are_pinned_in_every_path_of_the_configuration(dir
 
 
 def test_pins_are_listed_with_what_they_take_and_can_be_removed(directories, tmp_path, capsys):
-    config = str(tmp_path / "hicache.yaml")
-    assert main(["pin", config, "--name", "system", "--tokens", str(tmp_path / "tokens.json")]) == 0
+    config, keys = str(tmp_path / "hicache.yaml"), tmp_path / "keys"
+    keys.write_text("\n".join(page_hash.hex() for page_hash in HASHES))
+    assert main(["pin", config, "--name", "system", "--keys", str(keys)]) == 0
     capsys.readouterr()
     assert main(["pins", config]) == 0
     _, line = capsys.readouterr().out.splitlines()
@@ -77,20 +78,23 @@ def test_gc_removes_pins_whose_time_is_up(directories, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "option", "sentence"),
     [
-        ("[1, 2", "--tokens: not a list of token ids"),
-        ('{"tokens": [1]}', "--tokens: not a list of token ids; allowed: token ids: numbers"),
-        ("[1.5]", "--tokens: not a list of token ids"),
-        ("[[1], [2]]", "--tokens: 2 prompts, and a pin is of one"),
-        ("[-1]", "--tokens: number 1 of the tokens is -1, not a token id from 0 to 2^32-1"),
-        ("[1, 2]", "--tokens: 2 tokens are no whole page of 16"),
+        ("[1, 2", "--tokens", "--tokens: not a list of token ids"),
+        ('{"tokens": [1]}', "--tokens", "--tokens: not a list of token ids; allowed: token ids: numbers"),
+        ("[1.5]", "--tokens", "--tokens: not a list of token ids"),
+        ("[[1], [2]]", "--tokens", "--tokens: 2 prompts, and a pin is of one"),
+        ("[-1]", "--tokens", "--tokens: number 1 of the tokens is -1, not a token id from 0 to 2^32-1"),
+        ("[1, 2]", "--tokens", "--tokens: 2 tokens are no whole page of 16"),
+        ("a text", "--prompt", "--model: --prompt needs a tokenizer"),
+        ("abc", "--keys", "--keys: number 1 is no page hash; allowed: 64 hex digits each"),
+        ("", "--keys", "--keys: 0 hashes"),
     ],
 )
-def test_what_cannot_be_pinned_is_said_in_one_sentence(directories, tmp_path, capsys, text, sentence):
+def test_what_cannot_be_pinned_is_said_in_one_sentence(directories, tmp_path, capsys, text, option, sentence):
     file = tmp_path / "input"
     file.write_text(text)
-    assert main(["pin", str(directories[0]), "--name", "x", "--tokens", str(file)]) == 2
+    assert main(["pin", str(directories[0]), "--name", "x", option, str(file)]) == 2
     assert sentence in capsys.readouterr().err
     assert read_pins(directories[0]) == []
 
@@ -115,7 +119,8 @@ def test_a_stranger_s_document_does_not_keep_the_page_size_from_being_found(dire
 
 @pytest.mark.parametrize("time", ["1e999", "1e30", "-1e30", "NaN", "9" * 400, '"1"', "null"])
 def test_a_pin_of_a_time_that_is_none_is_no_pin(directories, tmp_path, time):
-    assert main(["pin", str(directories[0]), "--name", "good", "--tokens", str(tmp_path / "tokens.json")]) == 0
+    (tmp_path / "keys").write_text(HASHES[0].hex())
+    assert main(["pin", str(directories[0]), "--name", "good", "--keys", str(tmp_path / "keys")]) == 0
     bad = {"created": "@", "until": None, "hashes": [HASHES[0].hex()]}
     (directories[0] / "pins" / "bad.json").write_text(json.dumps(bad).replace('"@"', time))
     assert [main([command, str(directories[0])]) for command in ("pins", "stat", "gc")] == [0, 0, 0]

@@ -53,7 +53,7 @@ def test_units_and_numbers_are_read() -> None:
         ({"pull": {"hysteresis": 0.3}}, "pd.pull.hysteresis: there is no such key any more: after a tier was too slow"),
         ({"hints": {"enable": True}}, r"pd.hints.enable: unknown key; did you mean 'enabled'\?"),
         ({"hints": {"keep": 100}}, "pd.hints.keep: there is no such key any more: the pool keeps the newest 256 hints"),
-        ({"hints": {"over": "pool"}}, "pd.hints.over: .*: the last tier of type redis carries hints, or"),
+        ({"hints": {"over": 3}}, "pd.hints.over: .*; allowed: the name of a tier"),
         ({"pull": {"prefill_rate": 100}}, "pd.pull.prefill_rate: only mode adaptive uses it, and the mode is off"),
     ],
 )
@@ -63,8 +63,10 @@ def test_what_is_wrong_is_said_in_one_sentence(pd: dict[str, Any], sentence: str
     assert "\n" not in str(raised.value)
 
 
-def with_hints(role: ServerRole, tiers: dict[str, Any], **section: Any) -> HicacheExtConfig:
-    document = {"tiers": tiers, "pd": {"hints": {"enabled": True}}, **section}
+def with_hints(
+    role: ServerRole, tiers: dict[str, Any], *, hints: dict[str, Any] | None = None, **section: Any
+) -> HicacheExtConfig:
+    document = {"tiers": tiers, "pd": {"hints": {"enabled": True, **(hints or {})}}, **section}
     return load_config(ExtraConfig.around(document)).for_role(role)
 
 
@@ -73,16 +75,16 @@ POOL = {"type": "redis", "url": "redis://127.0.0.1:1"}
 MOONCAKE = {"type": "mooncake", "master": "127.0.0.1:1"}
 
 
-def test_hints_go_over_the_last_tier_that_carries_them() -> None:
+def test_hints_go_over_the_pool_unless_another_tier_is_named() -> None:
     shared = {"near": NEAR, "pool": POOL}
     roles = {"decode": {"retrieve_locations": [], "store_locations": ["pool"]}}
     prefill = with_hints("prefill", shared, promote_to="near", roles=roles)
-    assert hints_over(prefill.tiers, prefill.retrieve_locations) == "pool"
+    assert hints_over(prefill.pd.hints, prefill.retrieve_locations) == "pool"
     decode = with_hints("decode", shared, promote_to="near", roles=roles)
-    assert hints_over(decode.tiers, decode.store_locations) == "pool"
+    assert hints_over(decode.pd.hints, decode.store_locations) == "pool"
     assert with_hints("prefill", shared, roles=roles).pd.hints.enabled  # promoted to near by default
-    third = with_hints("prefill", {**shared, "lake": MOONCAKE}, promote_to="near")
-    assert hints_over(third.tiers, third.retrieve_locations) == "pool"
+    named = with_hints("prefill", {**shared, "lake": MOONCAKE}, promote_to="near", hints={"over": "pool"})
+    assert hints_over(named.pd.hints, named.retrieve_locations) == "pool"
     assert with_hints(
         "both", {"pool": MOONCAKE}
     ).pd.hints.enabled  # a server that is no half of a pair has no use for it
@@ -104,17 +106,13 @@ def test_hints_go_over_the_last_tier_that_carries_them() -> None:
             {"store_locations": ["pool"]},
             "pd.hints.enabled: a prefill node brings the pages to the tier promote_to",
         ),
-        (
-            "decode",
-            {"pool": MOONCAKE},
-            {},
-            "pd.hints.enabled: no tier of store_locations of the role decode can carry hints; allowed: a tier of type",
-        ),
+        ("decode", {"pool": MOONCAKE}, {}, "pd.hints.over: tier 'pool' is of type mooncake, which carries no hints"),
+        ("decode", {"pool": POOL}, {"hints": {"over": "poll"}}, "pd.hints.over: 'poll' is not in store_locations"),
         (
             "prefill",
             {"near": NEAR, "pool": MOONCAKE},
             {"promote_to": "near"},
-            "pd.hints.enabled: .* can carry hints; allowed: .*; a directory carries them as the last one only",
+            "pd.hints.over: .*which carries no hints; allowed: near",
         ),
     ],
 )
@@ -122,7 +120,12 @@ def test_hints_that_go_nowhere_are_refused(
     role: ServerRole, tiers: dict[str, Any], section: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        load_config(ExtraConfig.around({"tiers": tiers, "role": role, "pd": {"hints": {"enabled": True}}, **section}))
+        load_config(ExtraConfig.around({"tiers": tiers, "role": role, **with_hints_on(section)}))
     # Where the role comes from the launch it shows when the server looks at its own part of the file.
     with pytest.raises((ConfigError, ValidationError)):
         with_hints(role, tiers, **section)
+
+
+def with_hints_on(section: dict[str, Any]) -> dict[str, Any]:
+    hints = {"enabled": True, **section.get("hints", {})}
+    return {**{key: value for key, value in section.items() if key != "hints"}, "pd": {"hints": hints}}

@@ -87,6 +87,7 @@ RULES = (
         in_short=(("$", " --interval 100ms"),),
         until_interrupted=True,
     ),
+    Rule("hicache-ext curve ", clean=(1,), sglang=(1,), why="no tier of that server was written to, and it says so"),
     Rule("hicache-ext reload ", clean=(1,), sglang=(1,), why="no server runs with that file, and it says so"),
     Rule("hicache-ext (warm|explain) .*--tokens "),
     Rule(

@@ -72,7 +72,7 @@ _CLOSE_WAIT = 10.0
 
 @dataclass(frozen=True, slots=True)
 class GuardPlan:
-    """The guards of one tier. None, 0 and 0.0 leave a guard out. Seconds and bytes."""
+    """The guards of one tier, every "auto" resolved. None, 0 and 0.0 leave a guard out. Seconds and bytes."""
 
     timeout: float | None = None
     """Of a read or a look-up."""
@@ -88,26 +88,29 @@ class GuardPlan:
 
 
 def plan_guards(tier: TierConfig) -> GuardPlan:
-    """The guards for a tier, by its kind and its timeout, on this node.
+    """The guards for a tier as configured, on this node.
 
-    A tier on local disks has none unless it has a timeout: its reads go straight into host pages, and a copy through
+    A tier on local disks has none unless they are asked for: its reads go straight into host pages, and a copy through
     bounce memory would cost more than it protects from (docs/guards.md).
     """
+    guards = tier.guards
     remote = tier.remote or any(is_on_network(path) for path in tier.directories())
     timeout = tier.timeout if tier.timeout is not None else READ_TIMEOUT if remote else math.inf
     limited = timeout != math.inf
     guarded = remote or limited
+    breaker = guards.breaker if guards.breaker is not None else guarded
+    budget = guards.exists_budget if guards.exists_budget is not None else EXISTS_BUDGET if guarded else math.inf
     # Who gives calls more time expects slow ones.
     slow_call = max(SLOW_CALL, timeout / 2) if limited else SLOW_CALL
     return GuardPlan(
         timeout=timeout if limited else None,
         write_timeout=WRITE_TIMEOUT if remote and tier.timeout is None else None,
         bounce_memory=BOUNCE_MEMORY if limited and not tier.keeps_timeout else 0,
-        retries=REMOTE_RETRIES if remote else 0,
-        breaker=BreakerSettings(slow_call) if guarded else None,
+        retries=guards.retries if guards.retries is not None else REMOTE_RETRIES if remote else 0,
+        breaker=BreakerSettings(slow_call) if breaker else None,
         negative_cache=NEGATIVE_LIFE if remote else 0.0,
-        concurrency=CONCURRENCY if guarded else None,
-        exists_budget=EXISTS_BUDGET if guarded else None,
+        concurrency=guards.concurrency if guards.concurrency is not None else CONCURRENCY if guarded else None,
+        exists_budget=budget if budget != math.inf else None,
     )
 
 

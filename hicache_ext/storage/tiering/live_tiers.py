@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from hicache_ext.config import HicacheExtConfig, TierConfig
+from hicache_ext.config import GuardsConfig, HicacheExtConfig, TierConfig
 from hicache_ext.runtime.mounts import is_on_network
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import PageStore
@@ -92,7 +92,7 @@ def let_go(store: PageStore, bare: PageStore) -> None:
 def _may_have_guards(config: TierConfig) -> bool:
     """False for a tier on local disks of which nothing else was asked: ``plan_guards`` would plan none for it."""
     on_network = config.remote or any(is_on_network(path) for path in config.directories())
-    return on_network or config.timeout not in (None, math.inf)
+    return on_network or config.guards != GuardsConfig() or config.timeout not in (None, math.inf)
 
 
 def arrange(config: HicacheExtConfig, tiers: Mapping[str, LiveTier]) -> Arrangement:

@@ -41,6 +41,6 @@ class TieringSettings:
         return cls(
             async_tiers=frozenset(async_tiers),
             store_queue=QueueSettings(background.store_buffer, background.drain),
-            promotion_queue=QueueSettings(background.store_buffer // 2, background.drain),
+            promotion_queue=QueueSettings(background.promotion_buffer, background.drain),
             prefetch=PrefetchSettings(config.prefetch.buffer),
         )

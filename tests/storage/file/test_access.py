@@ -198,9 +198,8 @@ def test_tools_keep_to_the_mode_that_the_server_chose(
     for mode, wanted in (("private", PRIVATE), ("group", SHARED)):
         path = tmp_path / mode
         used(path, layout, mode=mode)
-        (tmp_path / "tokens").write_text("1")
-        tokens = ["--tokens", str(tmp_path / "tokens"), "--page-size", "1"]
-        assert main(["pin", str(path), "--name", "tool", *tokens]) == 0
+        (tmp_path / "keys").write_text("00" * 32)
+        assert main(["pin", str(path), "--name", "tool", "--keys", str(tmp_path / "keys")]) == 0
         assert main(["gc", str(path)]) == 0
         assert main(["clear", str(path), "--all", "--yes"]) == 0
         assert modes(path) == wanted
@@ -567,10 +566,10 @@ def test_who_may_only_read_and_wants_to_change_something_gets_a_sentence(
     path = open_place / "l3"
     used(path, layout)
     loosened(path)
-    (open_place / "tokens").write_text("1")
-    tokens = f"--tokens {open_place / 'tokens'} --page-size 1"
+    keys = open_place / "keys"
+    keys.write_text("00" * 32)
     before = sorted((str(entry), entry.stat().st_mtime_ns) for entry in path.rglob("*"))
-    for command in ("gc", "clear --all --yes", f"pin --name x {tokens}", "unpin --name prompt"):
+    for command in ("gc", "clear --all --yes", f"pin --name x --keys {keys}", "unpin --name prompt"):
         name, *options = command.split()
         assert as_account(SOMEBODY, [], lambda: main([name, str(path), *options])) == 1  # noqa: B023
         assert "Permission denied" in capfd.readouterr().err, command
@@ -583,9 +582,8 @@ def test_what_root_makes_with_a_tool_is_the_servers(open_place: Path, layout: st
     open_place.chmod(0o777)
     path = open_place / "l3"
     as_account(SOMEBODY, [], lambda: used(path, layout))
-    (open_place / "tokens").write_text("1")
-    tokens = ["--tokens", str(open_place / "tokens"), "--page-size", "1"]
-    assert main(["pin", str(path), "--name", "roots", *tokens]) == 0
+    (open_place / "keys").write_text("00" * 32)
+    assert main(["pin", str(path), "--name", "roots", "--keys", str(open_place / "keys")]) == 0
     assert main(["gc", str(path)]) == 0
     assert main(["clear", str(path), "--all", "--yes"]) == 0
     assert {entry.stat().st_uid for entry in [path, *path.rglob("*")]} == {SOMEBODY}

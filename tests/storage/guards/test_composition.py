@@ -93,13 +93,20 @@ def test_the_timeout_of_a_network_file_system_can_be_switched_off() -> None:
     assert "deadline" not in names(guarded(MemoryPageStore(), plan))
 
 
-def test_a_timeout_of_a_disk_brings_all_guards_but_those_of_the_network() -> None:
-    assert plan_guards(file_tier(timeout="9s")) == GuardPlan(
+def test_every_key_reaches_its_guard() -> None:
+    guards = {
+        "retries": 3,
+        "breaker": True,
+        "concurrency": 6,
+        "exists_budget": "7ms",
+    }
+    assert plan_guards(file_tier(timeout="9s", guards=guards)) == GuardPlan(
         timeout=9.0,
         bounce_memory=256 << 20,
+        retries=3,
         breaker=BreakerSettings(slow_call=4.5),
-        concurrency=16,
-        exists_budget=0.005,
+        concurrency=6,
+        exists_budget=0.007,
     )
 
 
@@ -107,6 +114,12 @@ def test_a_timeout_of_a_disk_brings_all_guards_but_those_of_the_network() -> Non
 def test_a_call_is_slow_after_half_of_the_time_that_it_has(timeout: str | None, slow: float) -> None:
     breaker = plan_guards(PoolConfig(timeout=timeout)).breaker
     assert breaker is not None and breaker.slow_call == slow
+
+
+def test_every_guard_that_has_a_key_can_be_left_out() -> None:
+    off = {"retries": 0, "breaker": False, "exists_budget": False}
+    store = guarded(MemoryPageStore(), plan_guards(TimelyPoolConfig(guards=off)))
+    assert names(store) == ["negative cache", "time limit", "concurrency"]
 
 
 def test_abilities_are_found_behind_guards() -> None:

@@ -20,6 +20,7 @@ _DEVICES_ALLOWED = (
     "device names in one text such as 'mlx5_0,mlx5_1', a list with one text per tp rank, or {'0': text, '1': text}"
 )
 _NAME_ALLOWED = "letters, digits, '_', '-' and '.'"
+_SEGMENTS_ALLOWED = "a list of segment names"
 _REPLICAS_ALLOWED = "1 to 16"
 ETCD = "etcd://"
 _HOST = re.compile(r"[^\s,;/:]+|\[[^\s,;/]+\]")
@@ -82,6 +83,17 @@ def parse_devices(value: object) -> Devices:
     return devices
 
 
+def _segments(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list | tuple):
+        raise refuse(value, _SEGMENTS_ALLOWED)
+    for position, name in enumerate(value):
+        if not isinstance(name, str) or not name.strip():
+            raise refuse(name, "the name of a segment", f"[{position}]")
+    return tuple(expand_templates(name) for name in value)
+
+
 _replicas = whole_number(1, 16, _REPLICAS_ALLOWED)
 _SIZE_SCHEMA = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]})
 
@@ -93,7 +105,6 @@ class MooncakeTierConfig(RemoteTierConfig):
     removed: ClassVar[Mapping[str, str]] = {
         "group": "the master evicts each object by itself",
         "local_buffer_size": "pages travel through memory of the tier, and the library's own buffer has 16MiB",
-        "preferred_segments": "the master chooses the segments of each page",
         "soft_pin": "the master evicts what was used least lately",
     }
 
@@ -150,6 +161,13 @@ class MooncakeTierConfig(RemoteTierConfig):
         Allowed(_REPLICAS_ALLOWED),
         checked(_replicas),
     ] = 1
+    preferred_segments: Annotated[
+        tuple[str, ...],
+        Field(description="segments to write to while they have room"),
+        Allowed(_SEGMENTS_ALLOWED),
+        checked(_segments),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+    ] = ()
     hard_pin: Annotated[
         bool, Field(description="never evict these pages"), Allowed("true or false"), checked(true_or_false)
     ] = False
