@@ -98,8 +98,55 @@ FORMER = {
         (
             "test_code_that_does_not_say_how_many_pages_it_moved_is_not_used",
             "test_code_that_makes_or_takes_other_pages_than_the_envelope_says_is_not_used",
+            "test_kernels_that_do_something_else_than_numpy_are_not_used",
+            "test_kernels_that_do_something_else_than_the_plain_ones_are_not_used",
+            "test_kernels_that_make_other_keys_or_addresses_are_not_used",
         ),
         "the native core is of its sources or is not loaded; test_native_moves.py compares it with Python",
+    ),
+    **dict.fromkeys(
+        (
+            "TestNegativeCache",
+            "test_a_look_up_that_a_write_overtakes_remembers_nothing",
+            "test_a_look_up_that_failed_teaches_nothing",
+            "test_a_mixed_batch_asks_only_for_what_may_be_there",
+            "test_an_absent_page_is_asked_for_once_in_its_life",
+            "test_only_the_first_gap_of_a_chain_is_remembered",
+            "test_own_writes_are_seen_at_once",
+            "test_the_negative_cache_is_bounded",
+            "test_trouble_is_not_absence",
+        ),
+        "there is no negative cache; test_what_another_server_has_written_is_found_when_sglang_asks_again",
+    ),
+    "TestRedisServerWithoutCompiledCode": "-> TestRedisServerWithoutTheNativeCore",
+    "test_a_full_disk_refuses_writes_keeps_reads_and_recovers": (
+        "-> test_a_quota_below_the_capacity_keeps_the_newest_page_files_and_packs"
+    ),
+    "test_a_timer_that_compiled_code_set_is_not_taken_for_ones_own": (
+        "-> test_a_timer_that_the_native_core_set_is_not_taken_for_ones_own"
+    ),
+    "test_compiled_and_in_python_are_the_same": "-> test_the_core_does_what_python_does",
+    "test_compiled_and_plain_code_agree_to_the_bit": "-> test_c_and_python_agree_to_the_bit",
+    "test_compiled_code_and_numpy_give_equal_bytes": "-> test_the_core_and_numpy_give_equal_bytes",
+    "test_compiled_code_and_numpy_make_equal_planes": ("-> test_the_core_and_numpy_make_equal_planes_at_any_address"),
+    "test_ghosts_that_wrap_around_their_ring_are_those_of_the_tiers_policy": (
+        "-> test_ghosts_that_are_forgotten_are_those_of_the_tiers_policy"
+    ),
+    "test_its_source_is_among_those_that_compiled_code_depends_on": _NUMBA,
+    "test_numpy_answers_what_compiled_code_does": "-> test_numpy_answers_what_c_does",
+    "test_pages_whose_pieces_fill_a_system_call_are_stored_beside_no_other_memory": (
+        "-> test_pages_whose_pieces_fill_a_system_call_are_written_and_read"
+    ),
+    "test_planes_of_other_sizes_are_refused_before_compiled_code_sees_them": (
+        "-> test_planes_of_other_sizes_are_refused_before_the_core_sees_them"
+    ),
+    "test_slabs_without_compiled_code_are_a_warning_that_says_why": (
+        "-> test_slabs_without_the_native_core_are_a_warning_that_says_why"
+    ),
+    "test_what_is_compiled_is_kept_until_one_of_its_modules_changes": _NUMBA,
+    "test_without_compiled_code_the_first_policy_stays": ("-> test_without_the_native_core_the_first_policy_stays"),
+    "test_words_are_printed_whole_in_lines_and_without_control_characters": (
+        "-> test_an_answer_is_printed_in_lines_without_control_characters"
     ),
     "test_a_decode_node_that_would_copy_memory_given_away_is_refused": "SGLang 0.5.20 alone did so",
     "test_documented_extras_are_those_that_pip_can_install": "hints name packages, and no extras",

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.kernels.gpu import PEAK, Interference, Pipeline, Rate
 from benchmarks.kernels.submit import SubmitCost
 from hicache_ext.bench.frame import Table, number
-from hicache_ext.config.units import format_size
+from hicache_ext.config.values import format_size
 from hicache_ext.kernels.engine import Direction
 
 OUTSTANDING = "GPU figures are outstanding: this run was on a machine without a CUDA device."

@@ -33,7 +33,7 @@ from hicache_ext.bench.frame import (
 from hicache_ext.bench.pool import Case, OurClient, Pages, PoolClient, page_keys, run_calls
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.config.units import format_size
+from hicache_ext.config.values import format_size
 from hicache_ext.errors import BenchmarkError
 from hicache_ext.packages import need
 from hicache_ext.runtime import vectored

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from hicache_ext.config.units import format_size, parse_size
+from hicache_ext.config.values import format_size, parse_size
 from hicache_ext.errors import ConfigError, HicacheExtError, MissingPackageError
 from hicache_ext.packages import installed_version
 from hicache_ext.runtime.file_systems import file_system_of

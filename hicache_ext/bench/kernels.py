@@ -18,7 +18,7 @@ import torch
 
 from hicache_ext.bench.frame import Table, machine_facts, number, report, today
 from hicache_ext.config import KernelsConfig
-from hicache_ext.config.units import format_size
+from hicache_ext.config.values import format_size
 from hicache_ext.errors import BenchmarkError, CopyError
 from hicache_ext.kernels.calibration import (
     Calibration,

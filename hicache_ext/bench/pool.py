@@ -26,7 +26,7 @@ from hicache_ext.bench.frame import (
     what_to_measure,
 )
 from hicache_ext.config import load_config
-from hicache_ext.config.units import format_size
+from hicache_ext.config.values import format_size
 from hicache_ext.errors import BenchmarkError, ConfigError
 from hicache_ext.page.memory import Addresses, PageMemory
 from hicache_ext.runtime.signals import terminated_in_order

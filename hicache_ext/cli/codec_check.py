@@ -6,14 +6,12 @@ import argparse
 import copy
 import math
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from hicache_ext.cli.inputs import read_input
-from hicache_ext.cli.output import describe, show
+from hicache_ext.cli.inputs import our_texts, read_input
+from hicache_ext.cli.output import describe, fitted, show
 from hicache_ext.errors import ConfigError, HicacheExtError, UnsupportedError
 from hicache_ext.packages import need
 from hicache_ext.page.transforms.codec import LOSSY_CODECS, Codec
@@ -37,10 +35,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-kl", metavar="X", help="bound: the mean KL divergence of a prediction, in nats")
     parser.add_argument("--min-agreement", metavar="Y", help="bound: the share of equal most likely tokens, 0 to 1")
     parser.add_argument("--page-size", metavar="N", default="64", help="tokens of a page (default 64)")
-    parser.add_argument(
-        "--float32", action="store_true", help="compute in 32 bits, KV as it is: what the codec does without rounding"
-    )
-    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, ... (default: a GPU where there is one)")
     describe(
         parser,
         run=run,
@@ -74,25 +68,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def our_texts() -> dict[str, str]:
-    """Return texts of several kinds, by kind."""
-    return tomllib.loads(Path(__file__).with_name("codec_texts.toml").read_text("utf-8"))
-
-
 def _measured(arguments: argparse.Namespace, texts: Mapping[str, str], page_tokens: int) -> dict[str, Any]:
-    from hicache_ext import native
+    from hicache_ext.page.transforms import rows
     from hicache_ext.page.transforms.lossless import LosslessCodec
     from hicache_ext.page.transforms.lossy import LossyCodec
-    from hicache_ext.page.transforms.rows import Code
 
-    lossy = arguments.codec in LOSSY_CODECS
-    codec = LossyCodec(Code(arguments.codec)) if lossy else LosslessCodec()
-    model = ModelUnderTest(arguments.model, arguments.device, float32=arguments.float32)
+    codec = LossyCodec(rows.Code(arguments.codec)) if arguments.codec in LOSSY_CODECS else LosslessCodec()
+    model = ModelUnderTest(arguments.model)
     checked = check(model, codec, texts, page_tokens=page_tokens)
-    total = checked.total()
+    total = sum(checked.texts.values(), Agreement())
     if not total.predictions:
         raise ConfigError("--prompts", "no text is long enough", f"texts of {2 * page_tokens} tokens and more")
-    worst = max(checked.texts, key=lambda name: checked.texts[name].worst_kl)
 
     def speed(seconds: float) -> float | None:
         return round(checked.page_bytes / seconds / 1e9, 3) if seconds else None
@@ -100,26 +86,16 @@ def _measured(arguments: argparse.Namespace, texts: Mapping[str, str], page_toke
     return {
         "model": arguments.model,
         "codec": arguments.codec,
-        "dtype": checked.dtype,
-        "device": checked.device,
-        "float32": arguments.float32,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device,
         "page_tokens": page_tokens,
-        "native": native.core() is not None,
-        "predictions": total.predictions,
-        "mean_kl": total.mean_kl,
-        "agreement": total.agreement,
-        "worst": {"kl": total.worst_kl, "text": worst, "token": checked.texts[worst].worst_at},
-        "rounding": {"mean_kl": checked.rounding.mean_kl, "agreement": checked.rounding.agreement},
+        **total.document(),
+        "rounding": checked.rounding.document(),
         "ratio": round(checked.page_bytes / checked.encoded_bytes, 3),
         "ratio_stored": round(checked.page_bytes / checked.stored_bytes, 3),
-        "inexact_share": round(checked.inexact_bytes / checked.page_bytes, 4),
         "encode_gb_per_second": speed(checked.encode_seconds),
         "decode_gb_per_second": speed(checked.decode_seconds),
-        "texts": [
-            {"text": name, "predictions": found.predictions}
-            | {"mean_kl": found.mean_kl, "agreement": found.agreement, "worst_kl": found.worst_kl}
-            for name, found in checked.texts.items()
-        ],
+        "texts": [{"text": name, **found.document()} for name, found in checked.texts.items()],
     }
 
 
@@ -139,35 +115,25 @@ def _problem(report: Mapping[str, Any]) -> str | None:
 
 
 def _lines(report: Mapping[str, Any]) -> list[str]:
-    codec, worst, rounding = report["codec"], report["worst"], report["rounding"]
-    speeds = [f"{report[f'{what}_gb_per_second'] or math.nan:.2f}" for what in ("encode", "decode")]
-    width = max(len("rounding alone"), *(len(text["text"]) for text in report["texts"]))
+    rows = [("text", "predictions", "mean KL", "worst KL", "agree")]
+    for text in (*report["texts"], {"text": "all", **report}, {"text": "rounding alone", **report["rounding"]}):
+        figures = (f"{text['predictions']:,}", f"{text['mean_kl']:.2g}", f"{text['worst_kl']:.2g}")
+        rows.append((text["text"], *figures, f"{text['agreement']:.4f}"))
+    encode, decode = (f"{report[f'{what}_gb_per_second'] or math.nan:.2f}" for what in ("encode", "decode"))
     lines = [
-        f"{report['model']}, KV in {report['dtype']}, pages of {report['page_tokens']} tokens, {codec}, "
-        f"{report['device']}{', computed in float32' if report['float32'] else ''}",
+        f"{report['model']}, KV in {report['dtype']}, pages of {report['page_tokens']} tokens, {report['codec']}, "
+        f"{report['device']}",
         "",
-        f"  {'text':{width}}  predictions  mean KL   agree   worst KL",
-    ]
-    lines += [
-        f"  {text['text']:{width}}  {text['predictions']:>11,}  {text['mean_kl']:<8.2g}  {text['agreement']:.4f}  "
-        f"{text['worst_kl']:.2g}"
-        for text in report["texts"]
-    ]
-    lines += [
-        f"  {'all':{width}}  {report['predictions']:>11,}  {report['mean_kl']:<8.2g}  {report['agreement']:.4f}  "
-        f"{worst['kl']:.2g}, token {worst['token']:,} of {worst['text']}",
-        f"  {'rounding alone':{width}}  {'':>11}  {rounding['mean_kl']:<8.2g}  {rounding['agreement']:.4f}",
+        *fitted(rows),
         "",
-        f"  ratio {report['ratio']:.3f}, {report['ratio_stored']:.3f} as stored; {speeds[0]} GB/s to encode, "
-        f"{speeds[1]} to decode, one thread{'' if report['native'] else ', without the native core'}",
+        f"ratio {report['ratio']:.3f}, {report['ratio_stored']:.3f} as stored; {encode} GB/s to encode, {decode} to "
+        "decode, one thread",
     ]
-    if report["inexact_share"] < 1 and codec in LOSSY_CODECS:
-        lines.append(f"  {1 - report['inexact_share']:.2%} of the bytes came back to the bit")
     if report["configuration"] is not None:
         reason = f"mean KL {report['mean_kl']:.2g}, {report['agreement']:.2%} of {report['predictions']:,} agree"
-        lines += ["", "tiers:", "  NAME:  # the tier whose bytes are dear", f"    codec: {codec}  # {reason}"]
+        lines += ["", "tiers:", "  NAME:  # the tier whose bytes are dear", f"    codec: {report['codec']}  # {reason}"]
     elif report["problem"] is None:
-        lines += ["", f"  {' or '.join(_BOUNDS)}: name what you bear, and you are given a configuration"]
+        lines += ["", f"{' or '.join(_BOUNDS)}: name what you bear, and you are given a configuration"]
     return lines
 
 
@@ -215,7 +181,7 @@ _ROWS_AT_ONCE = 64
 """Predictions whose probabilities are compared at once; each is a row over the vocabulary."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Agreement:
     """How predictions agree: those of one kind of text, or all."""
 
@@ -225,58 +191,62 @@ class Agreement:
     kl: float = 0.0
     """Sum of the Kullback-Leibler divergences from what was computed, nats."""
     worst_kl: float = 0.0
-    worst_at: int = 0
-    """The token of the worst prediction, counted from the beginning of the text."""
 
-    def add(self, other: Agreement) -> None:
-        if other.worst_kl > self.worst_kl:
-            self.worst_kl, self.worst_at = other.worst_kl, other.worst_at
-        self.predictions += other.predictions
-        self.same += other.same
-        self.kl += other.kl
+    def __add__(self, other: Agreement) -> Agreement:
+        worst = max(self.worst_kl, other.worst_kl)
+        return Agreement(self.predictions + other.predictions, self.same + other.same, self.kl + other.kl, worst)
 
-    @property
-    def mean_kl(self) -> float:
-        return self.kl / max(1, self.predictions)
-
-    @property
-    def agreement(self) -> float:
-        return self.same / max(1, self.predictions)
+    def document(self) -> dict[str, float]:
+        """Return what ``--json`` has of it."""
+        count = max(1, self.predictions)
+        shares = {"mean_kl": self.kl / count, "agreement": self.same / count, "worst_kl": self.worst_kl}
+        return {"predictions": self.predictions, **shares}
 
 
 @dataclass(slots=True)
 class Checked:
-    """What was found out."""
+    """What was found out, and the codec's work on the pages."""
 
-    dtype: str
-    device: str
+    codec: Codec
     texts: dict[str, Agreement] = field(default_factory=dict)
-    rounding: Agreement = field(default_factory=Agreement)
+    rounding: Agreement = Agreement()
     """Of all texts: with the run that only rounds otherwise."""
     page_bytes: int = 0
     encoded_bytes: int = 0
     stored_bytes: int = 0
     """With the room that each page lies in."""
-    inexact_bytes: int = 0
-    """Of the pages: those that went through a codec that does not give them back to the bit."""
     encode_seconds: float = 0.0
     decode_seconds: float = 0.0
 
-    def total(self) -> Agreement:
-        all_of_them = Agreement()
-        for agreement in self.texts.values():
-            all_of_them.add(agreement)
-        return all_of_them
+    def there_and_back(self, pool: dict[str, Any], payload: bytes) -> bytes:
+        """Encode and decode a page, as a tier does."""
+        pages = self.codec.for_pages({"model": LOSSY_MODEL, "pool": pool}, len(payload))
+        encoded = memoryview(bytearray(0 if pages is None else pages.rooms[-1]))
+        if pages is not None and not self.page_bytes:
+            # Once before anything is timed.
+            pages.encode(memoryview(payload), encoded)
+        self.page_bytes += len(payload)
+        began = time.perf_counter()
+        length = 0 if pages is None else pages.encode(memoryview(payload), encoded)
+        self.encode_seconds += time.perf_counter() - began
+        if pages is None or not length:
+            self.encoded_bytes += len(payload)
+            self.stored_bytes += len(payload)
+            return payload
+        page = bytearray(len(payload))
+        began = time.perf_counter()
+        pages.decode(encoded[:length], memoryview(page))
+        self.decode_seconds += time.perf_counter() - began
+        self.encoded_bytes += length
+        self.stored_bytes += min(room for room in pages.rooms if room >= length)
+        return bytes(page)
 
 
 class ModelUnderTest:
     """A causal model of transformers with its tokenizer."""
 
-    def __init__(self, path: str, device: str | None = None, *, float32: bool = False) -> None:
-        """``float32``: compute in 32 bits, with KV as its own dtype keeps it: nothing but the codec matters then.
-
-        Raises UnsupportedError where it cannot be loaded, or has no KV by head.
-        """
+    def __init__(self, path: str) -> None:
+        """Raises UnsupportedError where it cannot be loaded, or has no KV by head."""
         import torch
 
         from hicache_ext.testing.sglang_cpu import declare_torchvision_operators
@@ -286,7 +256,7 @@ class ModelUnderTest:
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(path)
             self._model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").to(self.device).eval()
@@ -296,10 +266,8 @@ class ModelUnderTest:
             raise UnsupportedError(
                 f"the model {path!r}", "its KV are latents of MLA, which are never encoded with loss"
             )
-        self.kv_dtype = self._model.dtype
+        self.dtype = self._model.dtype
         """torch's."""
-        if float32:
-            self._model = self._model.to(torch.float32)
 
     def tokens(self, text: str) -> list[int]:
         return list(self._tokenizer(text)["input_ids"])
@@ -320,39 +288,36 @@ class ModelUnderTest:
 
 def check(model: ModelUnderTest, codec: Codec, texts: Mapping[str, str], *, page_tokens: int) -> Checked:
     """Raises UnsupportedError where a model keeps no KV by head."""
-    checked = Checked(str(model.kv_dtype).removeprefix("torch."), model.device)
+    checked = Checked(codec)
     for name, text in texts.items():
         agreement = Agreement()
-        for begin, tokens in _pieces(model.tokens(text), page_tokens):
+        for tokens in _pieces(model.tokens(text), page_tokens):
             prefix = len(tokens) // 2 // page_tokens * page_tokens
             cache = model.empty_cache()
             model.predictions(tokens[:prefix], cache)
             restored = copy.deepcopy(cache)
-            _through_pages(cache, model.kv_dtype, lambda _, page: page, page_tokens)
-            trip = _Trip(codec, checked)
-            _through_pages(restored, model.kv_dtype, trip.there_and_back, page_tokens)
+            _through_pages(restored, checked.there_and_back, page_tokens)
             computed = model.predictions(tokens[prefix:], cache)
             again = model.predictions(tokens[prefix:], restored)
-            agreement.add(_agreement(computed, again, begin + prefix))
+            agreement += _agreement(computed, again)
             del again
-            at_once = model.predictions(tokens, model.empty_cache())[prefix:]
-            checked.rounding.add(_agreement(computed, at_once, begin + prefix))
+            checked.rounding += _agreement(computed, model.predictions(tokens, model.empty_cache())[prefix:])
         if agreement.predictions:
             checked.texts[name] = agreement
     return checked
 
 
-def _pieces(tokens: Sequence[int], page_tokens: int) -> Iterator[tuple[int, Sequence[int]]]:
-    """Where each begins, and its tokens; what is left at the end is dropped where it is short."""
+def _pieces(tokens: Sequence[int], page_tokens: int) -> Iterator[Sequence[int]]:
+    """Yield parts of the text; what is left at the end is dropped where it is short."""
     count = max(1, math.ceil(len(tokens) / PIECE))
     size = math.ceil(len(tokens) / count)
     for begin in range(0, len(tokens), size):
         piece = tokens[begin : begin + size]
         if len(piece) >= 2 * page_tokens:
-            yield begin, piece
+            yield piece
 
 
-def _agreement(computed: Any, again: Any, begin: int) -> Agreement:
+def _agreement(computed: Any, again: Any) -> Agreement:
     import torch
 
     found = Agreement()
@@ -362,16 +327,13 @@ def _agreement(computed: Any, again: Any, begin: int) -> Agreement:
             raise UnsupportedError("this model", "it predicts NaN")
         # What is impossible by the first (-inf) adds nothing.
         divergence = (first.exp() * (first - second)).masked_fill(first == -math.inf, 0.0).sum(-1).clamp(min=0)
-        worst = int(divergence.argmax())
         same = int((first.argmax(-1) == second.argmax(-1)).sum())
-        part = Agreement(len(first), same, float(divergence.sum(dtype=torch.float64)))
-        part.worst_kl, part.worst_at = float(divergence[worst]), begin + at + worst
-        found.add(part)
+        found += Agreement(len(first), same, float(divergence.sum(dtype=torch.float64)), float(divergence.max()))
     return found
 
 
-def _through_pages(cache: Any, dtype: Any, back: Callable[[dict[str, Any], bytes], bytes], page_tokens: int) -> None:
-    """Replace what the layers of the cache hold by what comes ``back``, given a pool and a page. ``dtype``: of pages.
+def _through_pages(cache: Any, back: Callable[[dict[str, Any], bytes], bytes], page_tokens: int) -> None:
+    """Replace what the layers of the cache hold by what comes ``back``, given a pool and a page.
 
     Layers of equal heads share pages.
     """
@@ -386,13 +348,13 @@ def _through_pages(cache: Any, dtype: Any, back: Callable[[dict[str, Any], bytes
     for group in groups.values():
         # [tokens, layers, heads, numbers], in memory of the host
         keys, values = (
-            torch.stack([getattr(layer, name)[0].transpose(0, 1) for layer in group], dim=1).to("cpu", dtype)
+            torch.stack([getattr(layer, name)[0].transpose(0, 1) for layer in group], dim=1).to("cpu")
             for name in ("keys", "values")
         )
         pool = {
             "name": "kv",
             "kind": "MHATokenToKVPoolHost",
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": str(keys.dtype).removeprefix("torch."),
             "geometry": {"head_dim": str(keys.shape[-1]), "v_head_dim": str(values.shape[-1])},
         }
         for begin in range(0, keys.shape[0], page_tokens):
@@ -400,39 +362,8 @@ def _through_pages(cache: Any, dtype: Any, back: Callable[[dict[str, Any], bytes
             page = back(pool, b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts))
             at = parts[0].numel() * parts[0].element_size()
             for part, piece in zip(parts, (page[:at], page[at:]), strict=True):
-                part.copy_(torch.frombuffer(bytearray(piece), dtype=dtype).view(part.shape))
+                part.copy_(torch.frombuffer(bytearray(piece), dtype=part.dtype).view(part.shape))
         for number, layer in enumerate(group):
             for name, numbers in (("keys", keys), ("values", values)):
                 restored = numbers[:, number].transpose(0, 1).unsqueeze(0).contiguous()
                 setattr(layer, name, restored.to(getattr(layer, name)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Trip:
-    """Pages to a medium and back."""
-
-    codec: Codec
-    checked: Checked
-
-    def there_and_back(self, pool: dict[str, Any], payload: bytes) -> bytes:
-        pages, checked = self.codec.for_pages({"model": LOSSY_MODEL, "pool": pool}, len(payload)), self.checked
-        encoded = memoryview(bytearray(0 if pages is None else pages.rooms[-1]))
-        if pages is not None and not checked.page_bytes:
-            # Once before anything is timed.
-            pages.encode(memoryview(payload), encoded)
-        checked.page_bytes += len(payload)
-        began = time.perf_counter()
-        length = 0 if pages is None else pages.encode(memoryview(payload), encoded)
-        checked.encode_seconds += time.perf_counter() - began
-        if pages is None or not length:
-            checked.encoded_bytes += len(payload)
-            checked.stored_bytes += len(payload)
-            return payload
-        page = bytearray(len(payload))
-        began = time.perf_counter()
-        pages.decode(encoded[:length], memoryview(page))
-        checked.decode_seconds += time.perf_counter() - began
-        checked.encoded_bytes += length
-        checked.stored_bytes += min(room for room in pages.rooms if room >= length)
-        checked.inexact_bytes += len(payload) if page != payload else 0
-        return bytes(page)

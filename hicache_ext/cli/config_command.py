@@ -7,7 +7,6 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
@@ -65,7 +64,7 @@ def _check(arguments: argparse.Namespace) -> int:
     inline = file.lstrip().startswith("{")
     try:
         checked = check_document(read_configuration(file))
-        notes = list(notes_on(checked, inline))
+        notes = [note for _, note in notes_on(checked, inline)]
         lines = ["OK" if inline else f"OK: {file}", *_summary(checked), *(f"note: {note}" for note in notes)]
         document = {"ok": True, "problems": [], "notes": notes, **_document(checked)}
     except ConfigError as error:
@@ -131,89 +130,65 @@ _LONGEST_DRAIN = 13.0
 """Seconds: SGLang kills its schedulers 15 s after it asked them to end (0.5.21 to 0.5.23); a close takes one more."""
 
 
-def notes_on(checked: ExtraConfig, inline: bool) -> Iterator[str]:
-    """What is allowed and hardly meant, a sentence each."""
+def notes_on(checked: ExtraConfig, inline: bool) -> Iterator[tuple[str, str]]:
+    """Yield what is allowed and hardly meant: what it is about, and a sentence."""
     config = checked.hicache_ext
     if not inline and checked.allocator and config.role != "decode":
         # On a decode node this package's hook reads the file before SGLang builds its pools (sglang/pd_hooks.py).
-        yield "SGLang ignores 'allocator' in a file; pass the configuration inline to use it"
-    for name in config.tiers:
-        if name not in (*config.retrieve_locations, *config.store_locations):
-            yield f"tier {name} is neither read nor written"
+        yield "allocator", "SGLang ignores 'allocator' in a file; pass the configuration inline to use it"
     for name, tier in config.tiers.items():
+        if name not in (*config.retrieve_locations, *config.store_locations):
+            yield f"tier {name}", f"tier {name} is neither read nor written"
         if tier.timeout is not None and math.inf > tier.timeout >= _LONG_TIMEOUT:
             yield (
+                f"tier {name}",
                 f"tier {name}: timeout is {format_duration(tier.timeout)}, which a tier that hangs costs a request; a "
-                "number without unit is seconds, milliseconds are written 200ms"
+                "number without unit is seconds, milliseconds are written 200ms",
             )
         if tier.admission == "learned" and tier.sharing().shared:
             yield (
+                f"tier {name}",
                 f"tier {name}: it is shared, and 'admission: learned' knows only what this server is asked for; pages "
-                "that other ones would read may be refused"
+                "that other ones would read may be refused",
             )
         if tier.admission == "learned" and getattr(tier, "capacity", 0) is None:
-            yield f"tier {name}: 'admission: learned' refuses nothing where the capacity is unlimited"
+            what = "'admission: learned' refuses nothing where the capacity is unlimited"
+            yield f"tier {name}", f"tier {name}: {what}"
     if config.background.drain > _LONGEST_DRAIN:
         yield (
+            "background.drain",
             f"background.drain is {format_duration(config.background.drain)}, and SGLang kills its processes 15 s "
             "after it told them to end: what is still queued then is lost; use "
-            f"{format_duration(_LONGEST_DRAIN)} or less"
+            f"{format_duration(_LONGEST_DRAIN)} or less",
         )
     for _, secret in secrets_in(checked):
         try:
             secret.reveal()
         except ConfigError as error:
-            yield f"{error}; a server on this node would not reach that tier"
-    yield from _role_notes(config)
-
-
-def _role_notes(config: HicacheExtConfig) -> Iterator[str]:
-    """What a server of a role would find wrong or useless."""
+            yield error.key, f"{error}; a server on this node would not reach that tier"
+    # What a server of a role would find wrong or useless.
     roles: tuple[ServerRole, ...] = ("prefill", "decode") if config.role == "auto" else (config.role,)
     for role in roles:
         try:
             view = config.for_role(role)
-            use = tier_use(view)
+            sharing = tier_use(view).sharing
         except (ConfigError, ValidationError) as error:
             problem = as_config_error(error) if isinstance(error, ValidationError) else error
-            yield f"a server of the role {role} is refused at its start: {problem}"
+            yield f"role {role}", f"a server of the role {role} is refused at its start: {problem}"
             continue
-        stored = [use.sharing[name] for name in view.store_locations]
-        if role == "decode" and config.role != "auto" and stored and not any(sharing.shared for sharing in stored):
+        stored = [sharing[name].shared for name in view.store_locations]
+        if role == "decode" and config.role != "auto" and stored and not any(stored):
             yield (
+                "store_locations",
                 "a decode node that stores in private tiers alone writes what no prefill node can read; store in a "
-                "shared one"
+                "shared one",
             )
 
 
 # -- render ------------------------------------------------------------------------------------------------------------
 
-_COMMENTS_FROM = 44
-"""Column of the comments beside the lines."""
 _POOLS = ("mooncake", "redis", "object")
 """Options for pools, in the order in which they are read: memory over RDMA first."""
-
-
-@dataclass(slots=True)
-class _Lines:
-    """Lines of YAML, each with its reason."""
-
-    lines: list[str] = field(default_factory=list)
-
-    def add(self, depth: int, key: str, value: object = None, why: str = "") -> None:
-        """A key with its value; without a value the key of what follows, one level deeper."""
-        written = ""
-        if value is not None:
-            flow = yaml.safe_dump(value, default_flow_style=True, width=1 << 20, allow_unicode=True, sort_keys=False)
-            written = " " + str(flow).removesuffix("\n").removesuffix("\n...")
-        self._put(f"{'  ' * depth}{key}:{written}", why)
-
-    def hint(self, depth: int, text: str, why: str) -> None:
-        """A line that is switched off."""
-        self._put(f"{'  ' * depth}# {text}", why)
-
-    def _put(self, line: str, why: str) -> None:
-        self.lines.append(f"{line:{_COMMENTS_FROM}} # {why}" if why else line)
 
 
 def _configure_render(parser: argparse.ArgumentParser) -> None:
@@ -276,7 +251,7 @@ def _render(arguments: argparse.Namespace) -> int:
         if arguments.file != "-" and not arguments.file.lstrip().startswith("{"):
             file = arguments.file.removeprefix("@")
     elif chosen:
-        text = "\n".join(_from_options(arguments)) + "\n"
+        text = _from_options(arguments)
         document = read_text(text, "the configuration")
     else:
         text = example_config()
@@ -288,7 +263,7 @@ def _render(arguments: argparse.Namespace) -> int:
         problem = "a decode node stores what it generates through HiCache, and its linker would read nothing back"
         raise ConfigError("--linker", problem, "the role prefill or both")
     launch = linker_lines(file, role) if arguments.linker else launch_lines(file, role)
-    for note in notes_on(checked, arguments.inline):
+    for _, note in notes_on(checked, arguments.inline):
         print(f"note: {note}", file=sys.stderr)
     if arguments.linker or text != example_config():
         flags = chosen_linker_flags() if arguments.linker else chosen_flags(role)
@@ -305,45 +280,102 @@ def _render(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _from_options(arguments: argparse.Namespace) -> list[str]:
-    """The lines of a configuration. Raises ConfigError where an option lacks another one or holds a secret."""
-    role = "both" if arguments.role is None else arguments.role
-    pools = [option for option in _POOLS if getattr(arguments, option) is not None]
-    _refuse_what_does_not_fit(arguments, role, pools)
-    disk = (arguments.name or "disk") if arguments.path else None
-    names = [*([] if disk is None else [disk]), *pools]
-    out = _Lines()
-    out.add(0, "backend_name", "hicache_ext", "these four: how SGLang finds the package")
-    out.add(0, "module_path", "hicache_ext.storage.backend")
-    out.add(0, "class_name", "HiCacheExtBackend")
-    out.add(0, "interface_v1", 1)
-    if role == "prefill":
-        out.hint(0, "prefetch_threshold: 256", "lower it for short conversations: shorter spans never ask storage")
-    out.add(0, "hicache_ext")
-    out.add(1, "role", role, _ROLES.get(role, ""))
-    out.add(1, "tiers")
-    if disk is not None:
-        _add_disk(out, disk, arguments)
-    for pool in pools:
-        _add_pool(out, pool, arguments)
-    if role == "decode":
-        out.add(1, "retrieve_locations", [], "a decode node reads nothing back; its prefill nodes do")
-    else:
-        out.add(1, "retrieve_locations", names, "the order in which tiers are read: nearest first")
-    out.add(1, "store_locations", names, "the tiers that a page is written to; [] for a node that only reads")
-    if disk is not None and pools:
-        out.add(1, "promote_to", disk, "what was found further out is kept here, too")
-    if role == "prefill":
-        out.add(1, "pd")
-        out.add(2, "pull", {"mode": "adaptive"}, "read a prefix only where that is measured to beat computing it")
-    return out.lines
-
-
+_COMMENTS_FROM = 44
+"""Column of the comments beside the lines."""
 _ROLES = {
     "both": "not disaggregated",
     "prefill": "reads and writes; --disaggregation-mode prefill",
     "decode": "writes what it generates; --disaggregation-mode decode",
 }
+
+
+def _from_options(arguments: argparse.Namespace) -> str:
+    """A configuration. Raises ConfigError where an option lacks another one or holds a secret."""
+    role = "both" if arguments.role is None else arguments.role
+    pools = [option for option in _POOLS if getattr(arguments, option) is not None]
+    _refuse_what_does_not_fit(arguments, role, pools)
+    disk = (arguments.name or "disk") if arguments.path else None
+    names = _flow([*([] if disk is None else [disk]), *pools])
+    lines: list[tuple[str, str]] = [
+        ("backend_name: hicache_ext", "these four: how SGLang finds the package"),
+        ("module_path: hicache_ext.storage.backend", ""),
+        ("class_name: HiCacheExtBackend", ""),
+        ("interface_v1: 1", ""),
+    ]
+    if role == "prefill":
+        why = "lower it for short conversations: shorter spans never ask storage"
+        lines.append(("# prefetch_threshold: 256", why))
+    lines += [("hicache_ext:", ""), (f"  role: {_flow(role)}", _ROLES.get(role, "")), ("  tiers:", "")]
+    if disk is not None:
+        capacity = int(arguments.capacity) if arguments.capacity.isdecimal() else arguments.capacity
+        path = f"      path: {_flow(_paths(arguments.path))}"
+        lines += [
+            (f"    {_flow(disk)}:", ""),
+            ("      type: file", ""),
+            (path, "{hostname} and {env:NAME} are replaced on each node"),
+            (f"      capacity: {_flow(capacity)}", "the whole tier: all paths, ranks and processes"),
+            ("      # ttl: 7d", "pages written longer ago are misses"),
+            ("      # require_mount: true", "the tier stays out while its disk is not mounted"),
+        ]
+    for pool in pools:
+        lines += [(f"    {pool}:", ""), (f"      type: {pool}", ""), *_of_pool(pool, arguments)]
+        lines.append(("      required: false", "servers start without it and attach it when it is there"))
+    if role == "decode":
+        lines.append(("  retrieve_locations: []", "a decode node reads nothing back; its prefill nodes do"))
+    else:
+        lines.append((f"  retrieve_locations: {names}", "the order in which tiers are read: nearest first"))
+    why = "the tiers that a page is written to; [] for a node that only reads"
+    lines.append((f"  store_locations: {names}", why))
+    if disk is not None and pools:
+        lines.append((f"  promote_to: {_flow(disk)}", "what was found further out is kept here, too"))
+    if role == "prefill":
+        why = "read a prefix only where that is measured to beat computing it"
+        lines += [("  pd:", ""), ("    pull: {mode: adaptive}", why)]
+    return "".join(f"{line:{_COMMENTS_FROM}} # {why}\n" if why else f"{line}\n" for line, why in lines)
+
+
+def _of_pool(pool: str, arguments: argparse.Namespace) -> list[tuple[str, str]]:
+    """The lines of one pool alone."""
+    if pool == "mooncake":
+        master = f"      master: {_flow(arguments.mooncake)}"
+        return [(master, ""), ("      # protocol: rdma", "tcp where nothing is said")]
+    if pool == "redis":
+        variable = arguments.redis_password_env
+        password = "# password: {env: NAME}" if variable is None else f"password: {_flow({'env': variable})}"
+        url = f"      url: {_flow(_one_or_all(arguments.redis))}"
+        return [
+            (url, "rediss:// is TLS; a list: some nodes of one cluster"),
+            (f"      {password}", "by reference: SGLang prints and serves this file"),
+            ("      # ttl: 24h", "left out: the server's own limits decide (maxmemory, allkeys-lru)"),
+        ]
+    url = f"      url: {_flow(arguments.object)}"
+    lines = [(url, "the bucket, and a prefix that belongs to this package alone")]
+    if arguments.object.startswith("s3:"):
+        lines += [
+            ("      # endpoint: https://minio:9000", "where it is not AWS itself"),
+            ("      # region: eu-central-1", "of the bucket"),
+            ("      # access_key: {env: NAME}", "and secret_key; left out: the standard chain (environment, role)"),
+        ]
+    return lines
+
+
+def _flow(value: object) -> str:
+    """Return a value as YAML has it within a line."""
+    written = yaml.safe_dump(value, default_flow_style=True, width=1 << 20, allow_unicode=True, sort_keys=False)
+    return str(written).removesuffix("\n").removesuffix("\n...")
+
+
+def _one_or_all(values: list[str]) -> str | list[str]:
+    return values if len(values) > 1 else values[0]
+
+
+def _paths(given: list[str]) -> str | list[str]:
+    """A relative path is relative to where this command runs; the server runs elsewhere. A path that begins with a
+    template is left as it is."""
+    for path in given:
+        if not path.strip() or path.startswith("~"):
+            raise ConfigError("--path", f"{path!r} is no directory of the server", "an absolute path")
+    return _one_or_all([path if path.startswith("{") else os.path.abspath(path) for path in given])
 
 
 def _refuse_what_does_not_fit(arguments: argparse.Namespace, role: str, pools: Sequence[str]) -> None:
@@ -374,42 +406,3 @@ _WHERE_SECRETS_GO = {
     "mooncake": "HOST:PORT",
     "object": "the address alone; in the file, access_key: {env: NAME} and secret_key: {env: NAME}",
 }
-
-
-def _add_disk(out: _Lines, name: str, arguments: argparse.Namespace) -> None:
-    # A relative path is relative to where this command runs; the server runs elsewhere. A path that begins with a
-    # template is left as it is.
-    for path in arguments.path:
-        if not path.strip() or path.startswith("~"):
-            raise ConfigError("--path", f"{path!r} is no directory of the server", "an absolute path")
-    paths = [path if path.startswith("{") else os.path.abspath(path) for path in arguments.path]
-    capacity = int(arguments.capacity) if arguments.capacity.isdecimal() else arguments.capacity
-    out.add(2, name)
-    out.add(3, "type", "file")
-    out.add(3, "path", paths if len(paths) > 1 else paths[0], "{hostname} and {env:NAME} are replaced on each node")
-    out.add(3, "capacity", capacity, "the whole tier: all paths, ranks and processes")
-    out.hint(3, "ttl: 7d", "pages written longer ago are misses")
-    out.hint(3, "require_mount: true", "the tier stays out while its disk is not mounted")
-
-
-def _add_pool(out: _Lines, pool: str, arguments: argparse.Namespace) -> None:
-    out.add(2, pool)
-    out.add(3, "type", pool)
-    if pool == "mooncake":
-        out.add(3, "master", arguments.mooncake)
-        out.hint(3, "protocol: rdma", "tcp where nothing is said")
-    elif pool == "redis":
-        urls, variable = arguments.redis, arguments.redis_password_env
-        out.add(3, "url", urls if len(urls) > 1 else urls[0], "rediss:// is TLS; a list: some nodes of one cluster")
-        if variable is None:
-            out.hint(3, "password: {env: NAME}", "by reference: SGLang prints and serves this file")
-        else:
-            out.add(3, "password", {"env": variable}, "by reference: SGLang prints and serves this file")
-        out.hint(3, "ttl: 24h", "left out: the server's own limits decide (maxmemory, allkeys-lru)")
-    else:
-        out.add(3, "url", arguments.object, "the bucket, and a prefix that belongs to this package alone")
-        if arguments.object.startswith("s3:"):
-            out.hint(3, "endpoint: https://minio:9000", "where it is not AWS itself")
-            out.hint(3, "region: eu-central-1", "of the bucket")
-            out.hint(3, "access_key: {env: NAME}", "and secret_key; left out: the standard chain (environment, role)")
-    out.add(3, "required", False, "servers start without it and attach it when it is there")

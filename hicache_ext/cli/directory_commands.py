@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class Group:
     """The pages of one identity."""
 
     digest: bytes
-    document: dict[str, Any] | None
+    document: dict[str, Any] | None = None
     pages: int = 0
     size: int = 0
     hits: int | None = None
@@ -60,18 +60,6 @@ class Group:
     @property
     def model(self) -> str:
         return str((self.document or {}).get("model", {}).get("id", "")) or "unknown"
-
-    def together_with(self, other: Group) -> Group:
-        """The pages of this identity in both."""
-        return Group(
-            self.digest,
-            self.document or other.document,
-            self.pages + other.pages,
-            self.size + other.size,
-            None if self.hits is None and other.hits is None else (self.hits or 0) + (other.hits or 0),
-            _later(self.written, other.written),
-            _later(self.used, other.used),
-        )
 
     def document_for_json(self) -> dict[str, Any]:
         """Moments in seconds since 1970."""
@@ -134,28 +122,26 @@ def groups_of(directories: Sequence[Path], trouble: Trouble) -> list[Group]:
     groups: dict[bytes, Group] = {}
     for directory in directories:
         with trouble.noted(), closing(opened(directory)) as inspector:
-            for group in groups_in(inspector):
-                known = groups.get(group.digest)
-                groups[group.digest] = group if known is None else known.together_with(group)
+            add_pages(inspector, groups)
     return list(groups.values())
 
 
-def groups_in(inspector: Inspector) -> list[Group]:
-    """The pages of one directory by identity."""
-    groups: dict[bytes, Group] = {}
+def add_pages(inspector: Inspector, groups: dict[bytes, Group]) -> None:
+    """Add the pages of one directory to the groups of their identities."""
+    found = set()
     for page in inspector.pages():
-        group = groups.get(page.identity)
-        if group is None:
-            group = groups[page.identity] = Group(page.identity, load_document(inspector.path, page.identity))
+        found.add(page.identity)
+        group = groups.setdefault(page.identity, Group(page.identity))
         group.pages += 1
         group.size += page.size
         group.written = _later(page.written, group.written)
         group.used = _later(page.used, group.used)
-    for group in groups.values():
-        uses = inspector.uses(group.digest)
-        if uses is not None:
-            group.hits, group.used = uses
-    return list(groups.values())
+    for digest in found:
+        group = groups[digest]
+        group.document = group.document or load_document(inspector.path, digest)
+        if (uses := inspector.uses(digest)) is not None:
+            group.hits = (group.hits or 0) + uses[0]
+            group.used = _later(uses[1], group.used)
 
 
 def _later(one: float | None, other: float | None) -> float | None:
@@ -232,14 +218,14 @@ def _stat(arguments: argparse.Namespace) -> int:
 def _stat_of(target: Target, trouble: Trouble) -> dict[str, Any] | None:
     """How full the directories of one tier are, together; a capacity is known from a configuration alone. None where no
     directory can be read."""
-    groups: list[Group] = []
+    groups: dict[bytes, Group] = {}
     occupied = pinned = pins = free = total = 0
     without_space: list[int] = []
     devices: set[int] = set()
     layout = None
     for path in target.directories:
         with trouble.noted(), closing(opened(path)) as inspector:
-            groups += groups_in(inspector)
+            add_pages(inspector, groups)
             occupied += inspector.occupied()
             layout = inspector.layout
             without_space += [inspector.no_space_since] if inspector.no_space_since else []
@@ -257,10 +243,10 @@ def _stat_of(target: Target, trouble: Trouble) -> dict[str, Any] | None:
         "directories": [str(path) for path in target.directories],
         "layout": layout,
         "ttl_seconds": recorded_ttl(target.directories[0]),
-        "models": len({group.model for group in groups}),
-        "identities": len({group.digest for group in groups}),
-        "pages": sum(group.pages for group in groups),
-        "bytes": sum(group.size for group in groups),
+        "models": len({group.model for group in groups.values()}),
+        "identities": len(groups),
+        "pages": sum(group.pages for group in groups.values()),
+        "bytes": sum(group.size for group in groups.values()),
         "bytes_on_disk": occupied,
         "capacity_bytes": target.capacity,
         "pinned_bytes": pinned,
@@ -532,49 +518,38 @@ def configure_clear(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(slots=True)
-class _Cleaned:
-    """What is left over in the directories, or was removed."""
-
-    left_overs: int = 0
-    freed_bytes: int = 0
-    pins: int = 0
-
-
 def _gc(arguments: argparse.Namespace) -> int:
-    found = _Cleaned()
+    found = {"left_overs": 0, "pins": 0, "freed_bytes": 0}
     trouble = Trouble()
     for directory in directories_of(arguments.target):
         with trouble.noted():
             _clean(directory, found, look_only=arguments.dry_run)
     code = trouble.told()
-    if arguments.dry_run:
-        lines = [f"{found.left_overs} left-overs of killed processes would be removed"]
-        lines += [f"{found.pins} pins whose time is up would be removed"] if found.pins else []
-        show(arguments, {"dry_run": True, **asdict(found), "freed_bytes": None}, lines)
-        return code
-    lines = [f"{found.left_overs} left-overs of killed processes removed, {rounded_size(found.freed_bytes)} freed"]
-    lines += [f"{found.pins} pins removed whose time was up"] if found.pins else []
-    show(arguments, {"dry_run": False, **asdict(found)}, lines)
+    done = "would be removed" if arguments.dry_run else "removed"
+    freed = "" if arguments.dry_run else f", {rounded_size(found['freed_bytes'])} freed"
+    lines = [f"{found['left_overs']} left-overs of killed processes {done}{freed}"]
+    lines += [f"{found['pins']} pins {done} whose time was up"] if found["pins"] else []
+    unknown = {"freed_bytes": None} if arguments.dry_run else {}
+    show(arguments, {"dry_run": arguments.dry_run, **found, **unknown}, lines)
     return code
 
 
-def _clean(directory: Path, found: _Cleaned, *, look_only: bool) -> None:
-    """Adds to ``found``."""
+def _clean(directory: Path, found: dict[str, int], *, look_only: bool) -> None:
+    """Add to ``found`` what is left over in the directory, or was removed."""
     with closing(opened(directory)) as inspector:
         before = inspector.occupied()
         left_over = inspector.left_overs()
     over = pins_that_are_over(directory)
     if look_only:
-        found.left_overs += left_over
-        found.pins += len(over)
+        found["left_overs"] += left_over
+        found["pins"] += len(over)
         return
     with closing(open_editor(directory)) as editor:
         # Opening the directory has removed some already.
-        found.left_overs += max(left_over, editor.clean_up())
-    found.pins += sum(remove_pin(directory, name) for name in over)
+        found["left_overs"] += max(left_over, editor.clean_up())
+    found["pins"] += sum(remove_pin(directory, name) for name in over)
     with closing(open_inspector(directory)) as inspector:
-        found.freed_bytes += max(0, before - inspector.occupied())
+        found["freed_bytes"] += max(0, before - inspector.occupied())
 
 
 def _clear(arguments: argparse.Namespace) -> int:

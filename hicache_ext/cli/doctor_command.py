@@ -17,15 +17,15 @@ import socket
 import stat
 import urllib.parse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import hicache_ext
-from hicache_ext.cli.inputs import read_configuration
+from hicache_ext.cli.config_command import notes_on
+from hicache_ext.cli.inputs import FILE_HELP, read_configuration
 from hicache_ext.cli.output import describe, show
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, TierConfig, check_document
-from hicache_ext.config.seal import SealKeyReference
+from hicache_ext.config.secrets import SealKeyReference
 from hicache_ext.config.sections import SGLANG
 from hicache_ext.errors import ConfigError, ConfigErrors, MissingPackageError, StoreError, UnsupportedError
 from hicache_ext.packages import how_to_install, installed_version
@@ -44,9 +44,7 @@ from hicache_ext.storage.tiering.tracing import check_packages
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "file", metavar="CONFIG", help="a .json, .yaml, .yml or .toml file, '-' for standard input, or inline JSON"
-    )
+    parser.add_argument("file", metavar="CONFIG", help=FILE_HELP)
     parser.add_argument("--tier", action="append", metavar="NAME", help="look at this tier alone; may be repeated")
     describe(
         parser,
@@ -81,8 +79,12 @@ def run(arguments: argparse.Namespace) -> int:
                 print(_text(section), flush=True)
     levels = list(_SUMMARY)
     level = max((one.level for section in sections for one in section.findings), key=levels.index, default=Level.OK)
-    document = {"level": level.value, "configuration": [], "sections": [section.document() for section in sections]}
-    show(arguments, document, [_SUMMARY[level]])
+    told = [
+        {"title": section.title, "findings": [asdict(one) | {"level": one.level.value} for one in section.findings]}
+        | ({"table": section.rows} if section.rows else {})
+        for section in sections
+    ]
+    show(arguments, {"level": level.value, "configuration": [], "sections": told}, [_SUMMARY[level]])
     return 1 if level is Level.ERROR else 0
 
 
@@ -118,17 +120,6 @@ class Section:
     findings: tuple[Finding, ...]
     rows: Sequence[dict[str, str]] = ()
     """A table that belongs to them."""
-
-    def document(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "title": self.title,
-            "findings": [
-                {"subject": one.subject, "level": one.level.value, "seen": one.seen, "remedy": one.remedy}
-                for one in self.findings
-            ],
-            **({"table": list(self.rows)} if self.rows else {}),
-        }
 
 
 def examine(checked: ExtraConfig, *, inline: bool, only: Sequence[str] | None = None) -> Iterator[Section]:
@@ -288,13 +279,13 @@ def setting_findings(checked: ExtraConfig, *, inline: bool) -> Iterator[Finding]
         yield Finding("prefetch_threshold", Level.NOTE, seen, remedy)
     else:
         yield Finding("prefetch_threshold", Level.OK, f"{threshold} tokens; shorter spans never ask storage")
+    notes = list(notes_on(checked, inline))
+    for subject, note in notes:
+        yield Finding(subject, Level.WARNING, note)
     if checked.allocator is None:
         seen = "host pages are not page-aligned"
         yield Finding("allocator", Level.NOTE, seen, "allocator: shm in inline JSON aligns them, for direct I/O")
-    elif not inline and config.role != "decode":
-        remedy = "pass the configuration inline: hicache-ext config render --inline"
-        yield Finding("allocator", Level.WARNING, "SGLang ignores 'allocator' in a file", remedy)
-    else:
+    elif "allocator" not in dict(notes):
         yield Finding("allocator", Level.OK, checked.allocator)
     yield _events(config)
     yield _tracing(config)
@@ -302,10 +293,7 @@ def setting_findings(checked: ExtraConfig, *, inline: bool) -> Iterator[Finding]
     for line in tier_use(config).lines():
         yield Finding("tiers", Level.OK, line)
     for name in config.tiers:
-        if name not in (*config.retrieve_locations, *config.store_locations):
-            seen = f"tier {name} is neither read nor written"
-            yield Finding("tiers", Level.WARNING, seen, "name it in a location list")
-        elif name not in config.retrieve_locations and config.role != "decode":
+        if name in config.store_locations and name not in config.retrieve_locations and config.role != "decode":
             yield Finding("tiers", Level.NOTE, f"tier {name} is written and never read by this node", "")
 
 

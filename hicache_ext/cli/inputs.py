@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -50,8 +51,8 @@ def add_namespace_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--tokens`` or ``--prompt`` with ``--model``."""
+def add_prompt_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """``--tokens`` or ``--prompt`` with ``--model``; what is returned takes other ways to say the same."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--tokens", metavar="FILE", help="token ids: numbers, or JSON (a list, or a list of lists); '-': standard input"
@@ -62,6 +63,7 @@ def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
         help="text as the server gets it; needs --model and the package transformers",
     )
     parser.add_argument("--model", metavar="PATH", help="whose tokenizer makes token ids of the prompt")
+    return what
 
 
 def prompts_of(arguments: argparse.Namespace) -> list[list[int]]:
@@ -104,6 +106,11 @@ def _without_tokenizer(model: str) -> str | None:
     if path.exists():
         return f"{model!r} is a file"
     return f"{model!r}: there is no such directory" if model.startswith(("/", ".", "~")) else None
+
+
+def our_texts() -> dict[str, str]:
+    """Return texts of several kinds, by kind."""
+    return tomllib.loads(Path(__file__).with_name("codec_texts.toml").read_text("utf-8"))
 
 
 def seed_of(arguments: argparse.Namespace) -> bytes:

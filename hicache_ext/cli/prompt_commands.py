@@ -1,18 +1,45 @@
-"""``hicache-ext explain`` and ``warm``: where the pages of a prompt are, and how they come to this node's disk."""
+"""``hicache-ext explain``, ``warm``, ``pin``, ``unpin``, ``pins``: where the pages of prompts are, how they come to
+this node's disk, and how they stay there. All may be used while servers run.
+"""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
-from hicache_ext.cli.inputs import add_namespace_arguments, add_prompt_arguments, prompts_of, seed_of
-from hicache_ext.cli.output import Progress, describe, rough_span, show
-from hicache_ext.config import load_config, load_document, rounded_size
+import numpy as np
+
+from hicache_ext.cli.directory_commands import documents_in
+from hicache_ext.cli.inputs import (
+    add_namespace_arguments,
+    add_prompt_arguments,
+    add_target,
+    directories_of,
+    prompts_of,
+    read_input,
+    seed_of,
+    targets,
+)
+from hicache_ext.cli.output import Progress, describe, fitted, rough_span, show
+from hicache_ext.config import load_config, load_document, parse_duration, rounded_size
+from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
+from hicache_ext.page.envelope import PAGE_HASH_LENGTH
+from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import KV_POOL
+from hicache_ext.page.transforms.forms import STORED_AS
+from hicache_ext.page.transforms.sealing import SealKey, SealMode
 from hicache_ext.storage.serving.explaining import Chain, Explanation, Found, explain
 from hicache_ext.storage.serving.warming import read_identities, warm_prompts
+from hicache_ext.storage.tiers.file.inspection import open_inspector
+from hicache_ext.storage.tiers.file.manifest import layout_in
+from hicache_ext.storage.tiers.file.pins import Pin, add_pin, read_pins, remove_pin
 
 # -- explain -----------------------------------------------------------------------------------------------------------
 
@@ -20,12 +47,17 @@ _SGLANG_THRESHOLD = 256
 """SGLang's own ``prefetch_threshold``, where no other is configured."""
 
 
-def configure_explain(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser, role: str) -> None:
+    """Those of both commands; ``role``: the default."""
     parser.add_argument("config", metavar="CONFIG", help="the configuration file that the server is given")
     add_prompt_arguments(parser)
     parser.add_argument("--served-name", metavar="NAME", help="of the model, where the tiers hold several")
-    parser.add_argument("--role", choices=("prefill", "decode", "both"), default="both", help="default: %(default)s")
+    parser.add_argument("--role", choices=("prefill", "decode", "both"), default=role, help="default: %(default)s")
     add_namespace_arguments(parser)
+
+
+def configure_explain(parser: argparse.ArgumentParser) -> None:
+    _add_arguments(parser, "both")
     describe(
         parser,
         run=_explain,
@@ -47,12 +79,9 @@ def _explain(arguments: argparse.Namespace) -> int:
     explained = [explain(config, tokens, model=model, seed=seed) for tokens in prompts_of(arguments)]
     lines = ["\n\n".join("\n".join(_lines(one, threshold)) for one in explained)]
     show(arguments, [_document(one) for one in explained], lines)
-    return 0 if all(map(_is_whole, explained)) else 1
-
-
-def _is_whole(explanation: Explanation) -> bool:
-    """Whether some server finds all pages of the prompt's KV."""
-    return any(chain.pool == KV_POOL and chain.leading == len(chain.hashes) for chain in explanation.chains)
+    # Whether some server finds all pages of each prompt's KV.
+    whole = (any(c.pool == KV_POOL and c.leading == len(c.hashes) for c in one.chains) for one in explained)
+    return 0 if all(whole) else 1
 
 
 def _lines(explanation: Explanation, threshold: int) -> list[str]:
@@ -62,11 +91,18 @@ def _lines(explanation: Explanation, threshold: int) -> list[str]:
         kind = ", ".join(filter(None, (pool.get("dtype"), pool.get("layout"), f"{chain.page_size} tokens a page")))
         model = chain.document["model"]["id"]
         lines += ["", f"identity {chain.digest.hex()[:12]}: {model}, pool {chain.pool} ({kind})"]
-        for tier, found in sorted(_by_tier(chain).items()):
+        tiers: dict[str, list[Found]] = {}
+        for place in itertools.chain.from_iterable(chain.found.values()):
+            tiers.setdefault(place.tier, []).append(place)
+        for tier, found in sorted(tiers.items()):
             lines.append(f"  {tier}: {len(found)} of {len(chain.hashes)} pages{_ages(found)}")
         if not chain.found:
             lines.append(f"  none of {len(chain.hashes)} pages in any tier")
-        lines += _kv_lines(explanation, chain, threshold) if chain.pool == KV_POOL else _lines_beside(chain)
+        if chain.pool == KV_POOL:
+            lines += _kv_lines(explanation, chain, threshold)
+        elif chain.found:
+            # It may need the last pages of a prefix only, and SGLang alone knows how many.
+            lines.append(f"  the last one ends at token {(max(chain.found) + 1) * chain.page_size}")
     lines.append("")
     lines += [f"not asked: {name}: {reason}" for name, reason in explanation.unread.items()]
     if explanation.tokens < threshold:
@@ -82,19 +118,6 @@ def _kv_lines(explanation: Explanation, chain: Chain, threshold: int) -> list[st
         first, last = chain.leading_tokens, chain.leading_tokens + chain.page_size - 1
         lines.append(f"  page {chain.leading + 1} (tokens {first} to {last}) is missing: {reason}")
     return lines
-
-
-def _lines_beside(chain: Chain) -> list[str]:
-    """A pool beside the KV may need the last pages of a prefix only, and SGLang alone knows how many."""
-    return [f"  the last one ends at token {(max(chain.found) + 1) * chain.page_size}"] if chain.found else []
-
-
-def _by_tier(chain: Chain) -> dict[str, list[Found]]:
-    tiers: dict[str, list[Found]] = {}
-    for places in chain.found.values():
-        for found in places:
-            tiers.setdefault(found.tier, []).append(found)
-    return tiers
 
 
 def _ages(found: Sequence[Found]) -> str:
@@ -142,9 +165,7 @@ def _document(explanation: Explanation) -> dict[str, Any]:
 
 
 def configure_warm(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="the configuration file that the server is given")
-    add_prompt_arguments(parser)
-    parser.add_argument("--served-name", metavar="NAME", help="of the model, where the tiers hold several")
+    _add_arguments(parser, "prefill")
     parser.add_argument(
         "--identity",
         metavar="FILE",
@@ -154,8 +175,6 @@ def configure_warm(parser: argparse.ArgumentParser) -> None:
         "where no tier of this node knows any; may be repeated",
     )
     parser.add_argument("--to", metavar="TIER", help="the tier to warm (default: promote_to)")
-    parser.add_argument("--role", choices=("prefill", "decode", "both"), default="prefill", help="default: %(default)s")
-    add_namespace_arguments(parser)
     describe(
         parser,
         run=_warm,
@@ -194,3 +213,172 @@ def _warm(arguments: argparse.Namespace) -> int:
     )
     show(arguments, document, [line])
     return 1 if report.failed else 0
+
+
+# -- pin, unpin, pins --------------------------------------------------------------------------------------------------
+
+
+def configure_pin(parser: argparse.ArgumentParser) -> None:
+    add_target(parser)
+    _add_name(parser)
+    what = add_prompt_arguments(parser)
+    what.add_argument("--keys", metavar="FILE", help="page hashes, 64 hex digits a line; '-': standard input")
+    parser.add_argument("--page-size", type=int, help="tokens per page; left out: that of the pages in the directory")
+    add_namespace_arguments(parser)
+    parser.add_argument("--for", dest="duration", metavar="DURATION", help="such as 7d; left out: until it is unpinned")
+    describe(
+        parser,
+        run=_pin,
+        examples=["hicache-ext pin hicache.yaml --name system-prompt --tokens prompt.json --for 30d"],
+        problem="the directory is none of a file tier, or cannot be changed",
+    )
+
+
+def configure_unpin(parser: argparse.ArgumentParser) -> None:
+    add_target(parser)
+    _add_name(parser)
+    describe(
+        parser,
+        run=_unpin,
+        examples=["hicache-ext unpin hicache.yaml --name system-prompt"],
+        problem="there is no such pin",
+    )
+
+
+def configure_pins(parser: argparse.ArgumentParser) -> None:
+    add_target(parser)
+    describe(parser, run=_pins, examples=["hicache-ext pins hicache.yaml"], problem="the directory cannot be read")
+
+
+def _add_name(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--name", required=True, help="of the pin: letters, digits, '.', '_' and '-'")
+
+
+def _pin(arguments: argparse.Namespace) -> int:
+    directories = _directories(arguments.target)
+    seconds = None if arguments.duration is None else parse_duration(arguments.duration, "--for")
+    option = next(f"--{name}" for name in ("tokens", "prompt", "keys") if getattr(arguments, name) is not None)
+    if option == "--keys":
+        hashes = _read_keys(arguments.keys)
+    else:
+        size = arguments.page_size or _page_size(directories)
+        tokens, *others = prompts_of(arguments)
+        if others:
+            raise ConfigError(option, f"{1 + len(others)} prompts, and a pin is of one")
+        try:
+            hashes = page_hashes(tokens, size, seed_of(arguments))
+        except HicacheExtError as error:
+            raise ConfigError(option, str(error)) from None
+        if not hashes:
+            raise ConfigError(option, f"{len(tokens)} tokens are no whole page of {size}")
+    names = {directory: names_of(hashes) for directory, names_of in _names(arguments.target).items()}
+    for directory in directories:
+        try:
+            add_pin(directory, arguments.name, names[directory], seconds)
+        except OSError as error:
+            raise StoreError(f"{str(directory)!r}: {error.strerror or error}") from error
+        except ValueError as error:
+            raise ConfigError(option, str(error)) from None
+    document = {
+        "name": arguments.name,
+        "pages": len(hashes),
+        "seconds": seconds,
+        "directories": [str(directory) for directory in directories],
+    }
+    show(arguments, document, [f"{arguments.name}: {len(hashes)} pages pinned in {', '.join(map(str, directories))}"])
+    return 0
+
+
+def _unpin(arguments: argparse.Namespace) -> int:
+    directories = _directories(arguments.target)
+    removed = [directory for directory in directories if remove_pin(directory, arguments.name)]
+    if not removed:
+        known = sorted({pin.name for directory in directories for pin in read_pins(directory)})
+        print(f"no pin is named {arguments.name!r}; pins here: {', '.join(known) or 'none'}", file=sys.stderr)
+        return 1
+    document = {"name": arguments.name, "directories": [str(directory) for directory in removed]}
+    show(arguments, document, [f"{arguments.name}: unpinned in {', '.join(map(str, removed))}"])
+    return 0
+
+
+def _pins(arguments: argparse.Namespace) -> int:
+    pins: dict[str, Pin] = {}
+    present: dict[str, int] = {}
+    for directory in _directories(arguments.target):
+        with closing(open_inspector(directory)) as inspector:
+            for pin in read_pins(directory):
+                pins[pin.name] = pin
+                present[pin.name] = present.get(pin.name, 0) + sum(inspector.occupied_by(pin.hashes))
+    by_age = sorted(pins.values(), key=lambda pin: pin.created)
+    document = [
+        {
+            "name": pin.name,
+            "pages": len(pin.hashes),
+            "bytes_on_disk": present[pin.name],
+            "since": pin.created,
+            "until": pin.until,
+        }
+        for pin in by_age
+    ]
+    rows = [("name", "pages", "on disk", "since", "for another")]
+    for pin in by_age:
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(pin.created))
+        left = "for good" if pin.until is None else rough_span(pin.until - time.time())
+        rows.append((pin.name, str(len(pin.hashes)), rounded_size(present[pin.name]), since, left))
+    show(arguments, document, fitted(rows))
+    return 0
+
+
+def _directories(target: str) -> list[Path]:
+    """Those of the file tiers of a configuration, or the one that was named. Raises StoreError."""
+    directories = directories_of(target)
+    for directory in directories:
+        if layout_in(directory) is None:
+            raise StoreError(f"{str(directory)!r} is no directory of a file tier: it has no hicache_ext.json")
+    return directories
+
+
+def _names(target: str) -> dict[Path, Callable[[Sequence[bytes]], list[bytes]]]:
+    """For each directory the names under which pages with these hashes are stored. Raises ConfigError."""
+    found: dict[Path, Callable[[Sequence[bytes]], list[bytes]]] = {}
+    for one in targets(target, keys=True):
+        seal = None if one.transforms is None else one.transforms.seal
+        hiding = [] if seal is None or seal.mode is not SealMode.ENCRYPT else seal.keys
+        for directory in one.directories:
+            if one.tier is None and any(
+                document.get(STORED_AS, {}).get("seal") == SealMode.ENCRYPT.name.lower()
+                for _, document in documents_in(directory)
+            ):
+                problem = "pages here are encrypted, and their names hidden"
+                raise ConfigError("CONFIG|DIRECTORY", problem, "the configuration file, which names the keys")
+            found[directory] = functools.partial(_hidden, hiding) if hiding else list
+    return found
+
+
+def _hidden(keys: Sequence[SealKey], hashes: Sequence[bytes]) -> list[bytes]:
+    words = np.frombuffer(b"".join(hashes), np.int64).reshape(len(hashes), -1)
+    return [row.tobytes() for key in keys for row in key.hidden_hashes(words)]
+
+
+def _page_size(directories: Sequence[Path]) -> int:
+    """The page size of all pages here, by the documents of their identities."""
+    documents = [document for directory in directories for _, document in documents_in(directory)]
+    found = [document.get("pool", {}).get("page_size") for document in documents]
+    sizes = sorted({size for size in found if isinstance(size, int) and size > 0})
+    if len(sizes) != 1:
+        told = ", ".join(map(str, sizes)) or "none"
+        raise ConfigError("--page-size", f"required: the directory tells of these page sizes: {told}")
+    return sizes[0]
+
+
+def _read_keys(file: str) -> list[bytes]:
+    hashes: list[bytes] = []
+    for number, line in enumerate(read_input(file, "--keys").split(), start=1):
+        try:
+            page_hash = bytes.fromhex(line)
+        except ValueError:
+            page_hash = b""
+        if len(page_hash) != PAGE_HASH_LENGTH:
+            raise ConfigError("--keys", f"number {number} is no page hash", "64 hex digits each")
+        hashes.append(page_hash)
+    return hashes

@@ -36,8 +36,13 @@ _BREAKER_STATES = ("closed", "half open", "open")
 _PATH_EVENTS = ("out_of_service", "back_in_service")
 PROMPT_TOKENS = "sglang:prompt_tokens_total"
 CACHED_TOKENS = "sglang:cached_tokens_total"
-CACHE_SOURCES = ("storage", "host", "device", "total")
-"""SGLang's label ``cache_source``; "total": SGLang did not find out which."""
+_SOURCES = {
+    "storage": "from storage",
+    "host": "from host memory",
+    "device": "on the device",
+    "total": "cached somewhere",
+}
+"""SGLang's label ``cache_source``, in words; "total": SGLang did not find out which."""
 
 CAPACITIES = {"half": "half of it", "capacity": "this one", "twice": "twice", "four_times": "four times"}
 """Capacities of the gauges ``hit_share_at_...``, in words."""
@@ -101,8 +106,7 @@ def figures(before: Samples | None, now: Samples) -> dict[str, Any]:
     tiers, beside = _tiers_and_others(now)
     tokens = _difference([look.total(PROMPT_TOKENS) for look in looks])
     cached = {
-        source: _difference([look.total(CACHED_TOKENS, cache_source=source) for look in looks])
-        for source in CACHE_SOURCES
+        source: _difference([look.total(CACHED_TOKENS, cache_source=source) for look in looks]) for source in _SOURCES
     }
     return {
         "seconds": None if before is None else now.when - before.when,
@@ -150,11 +154,12 @@ def _beside(before: Samples | None, now: Samples, name: str) -> dict[str, Any]:
     """What counts beside the tiers (the pull rule, a recording, the copy engines): by reason, or a gauge."""
     grown = _Growth(before, now, name)
     told: dict[str, Any] = {}
-    for metric, title in _counted_by(now, name):
+    for metric in sorted({metric for metric, labels in now.values if dict(labels).get("tier") == name}):
+        title = metric.removeprefix(PREFIX).removesuffix("_total")
         if metric.endswith("_total"):
             if counts := {reason: count for reason, count in grown.by_reason(title).items() if count}:
                 told[title] = counts
-        else:
+        elif not metric.endswith("_created") and not metric.startswith(CALL_SECONDS):
             told[title] = now.total(metric, tier=name)
     return told
 
@@ -237,25 +242,12 @@ def _tiers_and_others(samples: Samples) -> tuple[list[str], list[str]]:
     return sorted(names - {"all", "backend", *beside}) + [name for name in ("all",) if name in names], beside
 
 
-def _counted_by(samples: Samples, source: str) -> list[tuple[str, str]]:
-    """(metric, its name without the package's prefix and suffix) of what ``source`` exports."""
-    names = sorted({name for name, labels in samples.values if dict(labels).get("tier") == source})
-    return [
-        (name, name.removeprefix(PREFIX).removesuffix("_total"))
-        for name in names
-        if not name.endswith("_created") and not name.startswith(CALL_SECONDS)
-    ]
-
-
 # -- stats -------------------------------------------------------------------------------------------------------------
 
 _TIMEOUT = 10.0
 _LONGEST = 64 << 20
 """Bytes of metrics that are read."""
 _CLEAR = "\x1b[H\x1b[2J"
-_SOURCES = dict(
-    zip(CACHE_SOURCES, ("from storage", "from host memory", "on the device", "cached somewhere"), strict=True)
-)
 
 
 def configure_stats(parser: argparse.ArgumentParser) -> None:
@@ -468,26 +460,19 @@ def configure_curve(parser: argparse.ArgumentParser) -> None:
 def _curves(arguments: argparse.Namespace) -> int:
     """Print a bar for each capacity of each tier that knows; 1 where none does."""
     samples = fetch(metrics_url(arguments.url))
-    curves = {tier["tier"]: tier["hit_share_at"] for tier in figures(None, samples)["tiers"] if tier["hit_share_at"]}
-    tiers = [
-        {"tier": tier, "capacity_bytes": _capacity(samples, tier), "hit_share_at": shares}
-        for tier, shares in curves.items()
-    ]
-    lines = [line for tier, shares in curves.items() for line in picture(tier, _capacity(samples, tier), shares)]
+    tiers: list[dict[str, Any]] = []
+    lines = []
+    for tier in figures(None, samples)["tiers"]:
+        if not (shares := tier["hit_share_at"]):
+            continue
+        sizes = samples.each(f"{PREFIX}capacity_bytes", tier=tier["tier"])
+        capacity = max((size for size in sizes if not math.isnan(size) and size > 0), default=None)
+        tiers.append({"tier": tier["tier"], "capacity_bytes": capacity, "hit_share_at": shares})
+        lines.append(f"{tier['tier']}: share of page uses served, by capacity")
+        for at, share in shares.items():
+            times = _TIMES[at]
+            size = f"{times:g} times" if capacity is None else rounded_size(int(times * capacity))
+            bar = "#" * round(_WIDTH * share)
+            lines.append(f"{size:>10} {100 * share:5.1f} % |{bar:<{_WIDTH}}|{' now' if times == 1 else ''}")
     show(arguments, {"tiers": tiers}, lines or ["No tier knows yet: a file tier in slabs that was written to does."])
     return 0 if tiers else 1
-
-
-def picture(tier: str, capacity: float | None, shares: Mapping[str, float]) -> Iterator[str]:
-    """A title, and a line with a bar for each capacity."""
-    yield f"{tier}: share of page uses served, by capacity"
-    for at, share in shares.items():
-        times = _TIMES[at]
-        size = f"{times:g} times" if capacity is None else rounded_size(int(times * capacity))
-        bar = "#" * round(_WIDTH * share)
-        yield f"{size:>10} {100 * share:5.1f} % |{bar:<{_WIDTH}}|{' now' if times == 1 else ''}"
-
-
-def _capacity(samples: Samples, tier: str) -> float | None:
-    known = [size for size in samples.each(f"{PREFIX}capacity_bytes", tier=tier) if not math.isnan(size) and size > 0]
-    return max(known, default=None)

@@ -5,14 +5,19 @@
 
 from __future__ import annotations
 
-from hicache_ext.config.guards import GuardsConfig
 from hicache_ext.config.load import Source, check_document, load_config, load_document, read_document
 from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, ModelConfig, Role, RoleConfig, ServerRole
 from hicache_ext.config.secrets import Secret
 from hicache_ext.config.sections import KernelsConfig
-from hicache_ext.config.tier import RemoteTierConfig, TierConfig, tier_types
-from hicache_ext.config.units import format_duration, format_size, parse_duration, parse_size, rounded_size
-from hicache_ext.config.values import expand_templates
+from hicache_ext.config.tier import GuardsConfig, RemoteTierConfig, TierConfig, tier_types
+from hicache_ext.config.values import (
+    expand_templates,
+    format_duration,
+    format_size,
+    parse_duration,
+    parse_size,
+    rounded_size,
+)
 from hicache_ext.errors import ConfigErrors
 
 __all__ = [

@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import AfterValidator, Field, ValidationError, WithJsonSchema, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from hicache_ext.config.pd import HintsConfig, PdConfig
 from hicache_ext.config.problems import did_you_mean, key_path, listed, quoted, refuse, shown
 from hicache_ext.config.schema import (
     Allowed,
@@ -25,8 +24,10 @@ from hicache_ext.config.sections import (
     POLICIES_ALLOWED,
     BackgroundConfig,
     EventsConfig,
+    HintsConfig,
     KernelsConfig,
     LinkerConfig,
+    PdConfig,
     PrefetchConfig,
     RecordConfig,
     StorePolicy,
@@ -34,8 +35,7 @@ from hicache_ext.config.sections import (
     parse_policies,
 )
 from hicache_ext.config.tier import AnyTier, TierConfig, tier_types
-from hicache_ext.config.units import LONGEST_DURATION
-from hicache_ext.config.values import NO_LIMIT, directory_relation, number, whole_number
+from hicache_ext.config.values import LONGEST_DURATION, NO_LIMIT, directory_relation, number, whole_number
 from hicache_ext.errors import ConfigError
 from hicache_ext.page.transforms.codec import LOSSY_CODECS
 

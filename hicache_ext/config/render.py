@@ -45,7 +45,6 @@ hicache_ext:
     weights_epoch: "0"             # change it when the weights change under the same name
   kernels:
     engine: auto                   # auto | sglang | reference | batched_dma | rectangle_dma | triton
-    triton_programs: 4             # 1 to 1024
 """
 
 

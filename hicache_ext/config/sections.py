@@ -1,4 +1,4 @@
-"""The sections of the configuration beside ``tiers`` and ``pd``: what each takes, and what is wrong with a value."""
+"""The sections of the configuration besides ``tiers``: what each takes, and what is wrong with a value."""
 
 from __future__ import annotations
 
@@ -82,9 +82,6 @@ class BackgroundConfig(ConfigModel):
 
 EngineName = Literal["auto", "sglang", "reference", "batched_dma", "rectangle_dma", "triton"]
 
-MOST_PROGRAMS = 1024
-
-_PROGRAMS_ALLOWED = f"1 to {MOST_PROGRAMS}"
 _PATH_ALLOWED = "an absolute path"
 
 
@@ -94,6 +91,10 @@ def _calibration(value: object) -> Path | None:
 
 class KernelsConfig(ConfigModel):
     """``auto`` follows the calibration; any other engine serves whatever it can, SGLang's own path the rest."""
+
+    removed: ClassVar[Mapping[str, str]] = {
+        "triton_programs": "the Triton engine copies with four programs, each on a multiprocessor"
+    }
 
     engine: Annotated[
         EngineName,
@@ -106,21 +107,14 @@ class KernelsConfig(ConfigModel):
         checked(_calibration),
         WithJsonSchema({"type": "string"}),
     ] = None
-    triton_programs: Annotated[
-        int,
-        Field(description="programs of the Triton engine, each of which occupies a multiprocessor while it copies"),
-        Allowed(_PROGRAMS_ALLOWED),
-        checked(whole_number(1, MOST_PROGRAMS, _PROGRAMS_ALLOWED)),
-    ] = 4
 
     def with_environment(self, environment: Mapping[str, str] = os.environ) -> KernelsConfig:
         """This section, overridden by the environment. Raises ``ConfigError`` naming the variable."""
         found = self
         for variable, field in _VARIABLES.items():
             if text := environment.get(variable):
-                value = int(text) if field == "triton_programs" and text.isascii() and text.isdecimal() else text
                 try:
-                    read = KernelsConfig.model_validate({field: value})
+                    read = KernelsConfig.model_validate({field: text})
                 except ValidationError as error:
                     wrong = as_config_error(error)
                     raise ConfigError(variable, wrong.problem, wrong.allowed) from None
@@ -131,7 +125,6 @@ class KernelsConfig(ConfigModel):
 _VARIABLES = {
     "HICACHE_EXT_KERNEL_ENGINE": "engine",
     "HICACHE_EXT_KERNEL_CALIBRATION": "calibration",
-    "HICACHE_EXT_KERNEL_PROGRAMS": "triton_programs",
 }
 
 
@@ -271,3 +264,112 @@ class RecordConfig(ConfigModel):
     size: Annotated[_RecordingsSize, Field(description="of all files in it together; the oldest are removed")] = (
         256 << 20
     )
+
+
+# -- pd ----------------------------------------------------------------------------------------------------------------
+
+
+PullMode = Literal["off", "fixed", "adaptive"]
+
+_TOKENS_ALLOWED = "a whole number of tokens"
+_RATE_ALLOWED = "tokens per second, such as 8000"
+
+
+def _tier_name(value: object) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise refuse(value, "the name of a tier")
+    return value
+
+
+def _rate(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        raise refuse(value, _RATE_ALLOWED)
+    return float(value)
+
+
+_Tokens = Annotated[int, Allowed(_TOKENS_ALLOWED), checked(whole_number(0, NO_LIMIT, _TOKENS_ALLOWED))]
+
+
+class WriteConfig(ConfigModel):
+    """``pd.write``: how a decode node writes the KV of what it generated."""
+
+    removed: ClassVar[Mapping[str, str]] = {
+        "stride": "a running request is copied every 256 tokens",
+        "flush_on_abort": "what an aborted request had generated is written",
+        "missing_prefix": "a continuation whose prompt is not in the pool is not written",
+        "prefix_grace": "the prefill node has 5 s to write the prompt",
+        "drop": "the oldest continuation of the lowest priority goes first",
+        "retry_within": "no write is tried again later than 30 s after the first attempt",
+        "pages_in_flight": "512 pages are handed to the storage thread, the others wait",
+        "retries": "a failed write is tried again three times",
+        "ttl": "the writer cannot expire single pages; where the tier has a ttl, set that in the decode node's file",
+        "speculative": "with EAGLE or MTP a decode node is refused unless pd.write.enabled is false",
+    }
+
+    enabled: Annotated[bool, Field(description="false: SGLang's own decode offload, unchanged")] = True
+    min_tokens: Annotated[
+        _Tokens, Field(description="requests that generate fewer tokens than this are not written")
+    ] = 0
+
+
+class PullConfig(ConfigModel):
+    """``pd.pull``: when a prefill node reads a prefix from storage instead of computing it."""
+
+    removed: ClassVar[Mapping[str, str]] = {
+        "hysteresis": "after a tier was too slow, a pull must be cheaper by a fifth",
+        "probe_interval": "a tier that is not used is measured every 10 s",
+    }
+
+    mode: Annotated[
+        PullMode,
+        Field(description="off: always pull; fixed: from min_tokens on; adaptive: when measured to be cheaper"),
+    ] = "off"
+    min_tokens: Annotated[_Tokens, Field(description="shorter prefixes are computed (modes fixed and adaptive)")] = 256
+    prefill_rate: Annotated[
+        float | None,
+        Field(description="tokens per second this node computes; left out: measured"),
+        Allowed(_RATE_ALLOWED),
+        checked(_rate),
+    ] = None
+
+    @model_validator(mode="after")
+    def _a_rate_needs_the_adaptive_mode(self) -> Self:
+        if self.prefill_rate is not None and self.mode != "adaptive":
+            problem = f"only mode adaptive uses it, and the mode is {self.mode}"
+            raise as_pydantic_error(ConfigError(".prefill_rate", problem, "leave it out, or mode: adaptive"))
+        return self
+
+
+class HintsConfig(ConfigModel):
+    """``pd.hints``: a decode node says which conversations are in the pool, and prefill nodes bring them to a local
+    tier before the next turn arrives."""
+
+    removed: ClassVar[Mapping[str, str]] = {
+        "interval": "a prefill node looks for hints twice a second",
+        "max_pages": "a hint names the first 2048 pages of a conversation",
+        "keep": "the pool keeps the newest 256 hints",
+        "lifetime": "hints older than 60 s are ignored",
+    }
+
+    enabled: Annotated[
+        bool, Field(description="true: decode nodes send hints, prefill nodes follow them into promote_to")
+    ] = False
+    over: Annotated[
+        str | None,
+        Field(
+            description="the tier whose engine carries the hints, of type redis or file; left out: the last of"
+            " store_locations on a decode node, of retrieve_locations on a prefill node"
+        ),
+        Allowed("the name of a tier"),
+        checked(_tier_name),
+    ] = None
+
+
+class PdConfig(ConfigModel):
+    """``pd``: prefill/decode disaggregation. See docs/pd.md."""
+
+    write: WriteConfig = WriteConfig()
+    pull: PullConfig = PullConfig()
+    hints: HintsConfig = HintsConfig()

@@ -145,7 +145,7 @@ def engine_makers(settings: KernelsConfig) -> dict[str, Callable[[], CopyEngine]
     def triton() -> CopyEngine:
         from hicache_ext.kernels.triton_engine import TritonEngine
 
-        return TritonEngine(programs=settings.triton_programs)
+        return TritonEngine()
 
     return {
         ReferenceEngine.name: ReferenceEngine,

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hicache_ext.config.pd import WriteConfig
+from hicache_ext.config.sections import WriteConfig
 from hicache_ext.pd.continuation import Continuation, Piece, WriteQueue
 from hicache_ext.pd.pool_writer import Finished, Outcome, PoolWriter, WriteJob, describe
 from hicache_ext.runtime.metrics import TierMetrics
@@ -35,6 +35,7 @@ _COPIES_PER_STEP = 8
 """Copies of running requests started by one step: a batch that reaches its stride together is spread over steps."""
 _LOG_INTERVAL = 60.0
 _LEVEL_INTERVAL = 1.0
+_RETRIES = 3
 _FIRST_BACKOFF_MS = 250
 _RETRY_WITHIN_MS = 30_000
 """No write is tried again later than this after its first failure."""
@@ -304,9 +305,8 @@ class DecodeWriter:
             continuation.first_failure = self._now
         continuation.attempts += 1
         pause = _FIRST_BACKOFF_MS * 2 ** (continuation.attempts - 1)
-        if continuation.attempts <= self._config.retries and (
-            self._now + pause <= continuation.first_failure + _RETRY_WITHIN_MS
-        ):
+        in_time = self._now + pause <= continuation.first_failure + _RETRY_WITHIN_MS
+        if in_time and continuation.attempts <= _RETRIES:
             self.metrics.add("write", "retried")
             self._wait_until(job, self._now + pause)
             return

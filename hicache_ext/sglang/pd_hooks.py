@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from hicache_ext.config import load_config
 from hicache_ext.config.model import BACKEND_NAME
-from hicache_ext.config.pd import WriteConfig
+from hicache_ext.config.sections import WriteConfig
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.sglang.launch_facts import configuration_given_as

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from hicache_ext.cli import demo_command
-from hicache_ext.cli.demo_command import QUESTIONS, Story, _Words
+from hicache_ext.cli.demo_command import QUESTIONS, Story, _ask
 from hicache_ext.cli.main import main
+from hicache_ext.testing.client import CachedTokens, Generation
 
 
 class Letters:
@@ -54,16 +55,20 @@ def test_an_answer_that_the_template_leaves_out_begins_the_prompt_anew() -> None
     assert "".join(map(chr, story.ask(QUESTIONS[1]))).startswith("".join(map(chr, first)) + "</><user>")
 
 
-def test_words_are_printed_whole_in_lines_and_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
-    words = _Words("Model: ")
-    for text in ("On", "Once up", "Once upon a \x1b[31mti", "Once upon a \x1b[31mtime" + " and again" * 20):
-        words.show(text)
-    words.end()
+class Answering:
+    """A server that says one thing."""
+
+    def generate(self, prompt: list[int], **_: Any) -> Generation:
+        return Generation(
+            "Once upon a \x1b[31mtime" + " and again" * 20, (1,), 10, 4, CachedTokens(1, 2, 1), 0.1, 0.2, {}
+        )
+
+
+def test_an_answer_is_printed_in_lines_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    _ask(Answering(), "What then?", [1, 2])  # type: ignore[arg-type]
     printed = capsys.readouterr().out
-    assert printed.split() == ("Model: Once upon a ?[31mtime" + " and again" * 20).split()
-    lines = printed.splitlines()
-    assert len(lines) > 1 and max(map(len, lines)) <= 110
-    assert all(line.startswith(" " * len("Model: ")) for line in lines[1:])
+    assert "You: What then?" in printed and "Model: Once upon a  [31mtime and again" in printed
+    assert "\x1b" not in printed and max(map(len, printed.splitlines())) <= 110
 
 
 def test_a_directory_that_holds_something_else_is_left_alone(

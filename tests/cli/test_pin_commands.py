@@ -86,6 +86,7 @@ def test_gc_removes_pins_whose_time_is_up(directories, tmp_path, capsys):
         ("[[1], [2]]", "--tokens", "--tokens: 2 prompts, and a pin is of one"),
         ("[-1]", "--tokens", "--tokens: number 1 of the tokens is -1, not a token id from 0 to 2^32-1"),
         ("[1, 2]", "--tokens", "--tokens: 2 tokens are no whole page of 16"),
+        ("a text", "--prompt", "--model: --prompt needs a tokenizer"),
         ("abc", "--keys", "--keys: number 1 is no page hash; allowed: 64 hex digits each"),
         ("", "--keys", "--keys: 0 hashes"),
     ],

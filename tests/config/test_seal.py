@@ -12,7 +12,7 @@ import pytest
 
 from hicache_ext.cli.main import main
 from hicache_ext.config import ExtraConfig, load_config
-from hicache_ext.config.seal import SealConfig
+from hicache_ext.config.secrets import SealConfig
 from hicache_ext.errors import ConfigError, StoreError
 from hicache_ext.page.transforms.sealing import SealMode
 from hicache_ext.storage.contract.registry import open_tier

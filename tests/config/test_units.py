@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hicache_ext.config import format_duration, format_size, parse_duration, parse_size, rounded_size
-from hicache_ext.config.units import LARGEST_SIZE, LONGEST_DURATION
+from hicache_ext.config.values import LARGEST_SIZE, LONGEST_DURATION
 from hicache_ext.errors import ConfigError
 
 

@@ -20,7 +20,7 @@ from hicache_ext.config.model import RoleConfig
 from hicache_ext.config.render import json_schema
 from hicache_ext.config.schema import allowed_for
 from hicache_ext.config.tier import tier_types
-from hicache_ext.config.units import format_duration, format_size
+from hicache_ext.config.values import format_duration, format_size
 from hicache_ext.storage.serving.metrics_export import BUILD_INFO, CALL_SECONDS, HELP
 from tests.test_metrics import counted_in_the_package
 

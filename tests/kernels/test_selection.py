@@ -176,25 +176,19 @@ def test_a_configured_engine_serves_what_it_can_and_the_fallback_the_rest() -> N
 
 
 def test_the_environment_overrides_what_is_configured() -> None:
-    settings = KernelsConfig(engine="triton", triton_programs=2)
+    settings = KernelsConfig(engine="triton")
     assert settings.with_environment({}) == settings
     environment = {
         "HICACHE_EXT_KERNEL_ENGINE": "sglang",
         "HICACHE_EXT_KERNEL_CALIBRATION": "/somewhere/gpu.json",
-        "HICACHE_EXT_KERNEL_PROGRAMS": "16",
     }
-    assert settings.with_environment(environment) == KernelsConfig(
-        engine="sglang", calibration="/somewhere/gpu.json", triton_programs=16
-    )
+    assert settings.with_environment(environment) == KernelsConfig(engine="sglang", calibration="/somewhere/gpu.json")
 
 
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
         ("HICACHE_EXT_KERNEL_ENGINE", "dma"),
-        ("HICACHE_EXT_KERNEL_PROGRAMS", "0"),
-        ("HICACHE_EXT_KERNEL_PROGRAMS", "-1"),
-        ("HICACHE_EXT_KERNEL_PROGRAMS", "many"),
         ("HICACHE_EXT_KERNEL_CALIBRATION", "gpu.json"),
     ],
 )

@@ -18,7 +18,8 @@ prepare_process()
 
 from sglang.srt.managers.cache_controller import HiCacheController  # noqa: E402
 
-from hicache_ext.config.pd import WriteConfig  # noqa: E402
+from hicache_ext.config.sections import WriteConfig  # noqa: E402
+from hicache_ext.pd import decode_writer  # noqa: E402
 from hicache_ext.pd.decode_writer import DecodeWriter  # noqa: E402
 from hicache_ext.pd.pool_writer import PoolWriter  # noqa: E402
 from hicache_ext.runtime.metrics import TierMetrics  # noqa: E402
@@ -230,10 +231,11 @@ def hashes(tokens: list[int]) -> list[str]:
 
 
 @pytest.fixture
-def node_of() -> Iterator[Callable[..., Node]]:
+def node_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
     nodes: list[Node] = []
 
-    def make(**settings: Any) -> Node:
+    def make(retries: int = 3, **settings: Any) -> Node:
+        monkeypatch.setattr(decode_writer, "_RETRIES", retries)
         nodes.append(Node(**settings))
         return nodes[-1]
 

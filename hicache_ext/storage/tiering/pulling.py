@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from hicache_ext.config.pd import PullConfig
+from hicache_ext.config.sections import PullConfig
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.runtime.background import once_in_background
 from hicache_ext.runtime.linear_cost import LinearCost

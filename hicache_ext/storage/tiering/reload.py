@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from hicache_ext.config import HicacheExtConfig, TierConfig
 from hicache_ext.config.problems import config_error, listed
-from hicache_ext.config.seal import SealConfig
+from hicache_ext.config.secrets import SealConfig
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page.transforms.codec import LOSSY_CODECS
 from hicache_ext.storage.contract.abilities import Resizable, ability

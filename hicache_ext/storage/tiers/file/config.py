@@ -13,12 +13,14 @@ from pydantic_core.core_schema import ValidationInfo
 from hicache_ext.config.problems import listed, quoted, refuse, shown
 from hicache_ext.config.schema import Allowed, as_pydantic_error, checked, one_of, true_or_false
 from hicache_ext.config.tier import Sharing, TierConfig
-from hicache_ext.config.units import SIZE_ALLOWED, format_duration, format_size
 from hicache_ext.config.values import (
     NO_LIMIT,
+    SIZE_ALLOWED,
     directory_relation,
     duration,
     expand_templates,
+    format_duration,
+    format_size,
     or_auto,
     or_word,
     size,
@@ -28,7 +30,6 @@ from hicache_ext.errors import ConfigError
 
 SMALLEST_CAPACITY = 1024 * 1024
 MOST_THREADS = 64
-SHORTEST_TTL = 1.0
 
 _CAPACITY_ALLOWED = "a size such as 512GiB, or 'unlimited'"
 _SIZES_ALLOWED = f"{SIZE_ALLOWED}, or 'unlimited'"
@@ -39,7 +40,6 @@ _TTL_ALLOWED = "a duration from 1s to 365d, such as 7d, or none"
 _MODES = ("private", "group")
 _GROUP_ALLOWED = "the name of a group or its number, with mode: group"
 _GROUP_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\-]{0,255}")
-_LARGEST_GID = (1 << 32) - 2
 
 
 def parse_paths(value: object) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ def parse_group(value: object) -> str | int:
         raise refuse(value, _GROUP_ALLOWED)
     if isinstance(value, int) or value.isdecimal():
         number = int(value)
-        if not 0 <= number <= _LARGEST_GID:
+        if not 0 <= number < (1 << 32) - 1:
             raise ConfigError("", f"{number} is no number of a group", _GROUP_ALLOWED)
         return number
     if not _GROUP_NAME.fullmatch(value):
@@ -138,7 +138,7 @@ class FileTierConfig(TierConfig):
         float | None,
         Field(description="pages written longer ago than this are misses, and their room is free"),
         Allowed(_TTL_ALLOWED),
-        checked(or_word("none", None, duration(SHORTEST_TTL, NO_LIMIT, _TTL_ALLOWED))),
+        checked(or_word("none", None, duration(1.0, NO_LIMIT, _TTL_ALLOWED))),
         WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]}),
     ] = None
 

@@ -11,8 +11,7 @@ from pydantic import Field, WithJsonSchema
 from hicache_ext.config.problems import quoted, refuse, shown
 from hicache_ext.config.schema import Allowed, checked, one_of, true_or_false
 from hicache_ext.config.tier import RemoteTierConfig
-from hicache_ext.config.units import SIZE_ALLOWED, format_size, parse_size
-from hicache_ext.config.values import expand_templates, whole_number
+from hicache_ext.config.values import SIZE_ALLOWED, expand_templates, format_size, parse_size, whole_number
 from hicache_ext.errors import ConfigError
 
 _ADDRESS_ALLOWED = "host:port, such as 10.0.0.1:50051"

@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hicache_ext.config.units import rounded_size
+from hicache_ext.config.values import rounded_size
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.trial import try_store

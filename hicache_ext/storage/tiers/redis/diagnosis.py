@@ -10,7 +10,7 @@ from typing import Any
 
 import redis
 
-from hicache_ext.config.units import format_size, rounded_size
+from hicache_ext.config.values import format_size, rounded_size
 from hicache_ext.errors import ConfigError, ProtocolError, RefusedError
 from hicache_ext.storage.contract.diagnosis import Finding, Level, moves_of
 from hicache_ext.storage.contract.store import GetResult, SetResult
