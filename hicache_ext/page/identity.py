@@ -111,7 +111,9 @@ def digest_of_document(document: Mapping[str, Any]) -> bytes:
 
 
 def _canonical(document: Mapping[str, Any]) -> bytes:
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode(
+        errors="surrogatepass"
+    )
 
 
 def joined_page_hashes(keys: Sequence[str]) -> bytes:
