@@ -56,6 +56,10 @@ class LaunchFacts:
     unknown_arguments: tuple[str, ...] = ()
     """Launch arguments that were given and that this package does not know: ``compute`` has a digest of each."""
     role: ServerRole = "both"
+    parts_of_pages: bool = False
+    """Whether ranks that otherwise hold the same KV hold stripes or layers of it."""
+    role_may_change: bool = False
+    """Whether SGLang may turn a prefill into a decode server while it runs, or the other way round."""
     metrics: bool = False
     config_file: str | None = None
     """The file behind ``--hicache-storage-backend-extra-config @FILE``; None where it was given inline."""
@@ -97,6 +101,8 @@ def _facts_of_server() -> LaunchFacts:
         compute=_compute(given),
         unknown_arguments=launch_arguments.unknown(given),
         role=_ROLES.get(str(resolved("disaggregation_mode")), "both"),
+        parts_of_pages=bool(resolved("enable_kv_cache_sharding") or resolved("enable_dsa_cache_layer_split")),
+        role_may_change=bool(resolved("enable_pd_role_switch")),
         metrics=bool(resolved("enable_metrics")),
         config_file=_config_file(),
         prefetch_policy=resolved("hicache_storage_prefetch_policy"),

@@ -76,6 +76,9 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         """Raises ConfigError, StoreSetupError or UnsupportedError with one sentence: SGLang then does not start."""
         _refuse_unusable_release()
         self._facts = read_launch_facts()
+        if self._facts.role_may_change:
+            reason = "tiers are those of the role at the start, and with each switch SGLang clears the whole storage"
+            raise UnsupportedError("--enable-pd-role-switch", reason, "leave it out, or the storage backend")
         self._ranks_before_this = int(storage_config.tp_rank or 0) + int(storage_config.pp_rank or 0)
         view = server_view(self._facts.role, int(storage_config.tp_rank or 0), _writers(storage_config))
         configured = load_config(storage_config.extra_config or {})

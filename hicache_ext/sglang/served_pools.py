@@ -272,7 +272,10 @@ class ServedPools:
                 )
             replicated = False
         if replicated:
-            return [common]
+            # SGLang gathers latents: each rank of a context-parallel group has those of all tokens. Of what else its
+            # pools may hold (states, windows), nobody looked.
+            latents = pool_fact(pool, "kv_lora_rank") is not None and not self._facts.parts_of_pages
+            return [replace(common, cp=(0, 1)) if latents and common.dcp[1] == 1 else common]
         lcm = ranks.tp_lcm_size
         if lcm and getattr(pool, "layout", "") == "page_head" and name == KV:
             return [replace(common, tp=(ranks.tp_rank * parts + part, lcm)) for part in range(parts)]

@@ -23,6 +23,7 @@ from hicache_ext.page.hashes import namespaced_extra_key
 from hicache_ext.sglang import hooks, launch_arguments, launch_facts, model_weights, process
 from hicache_ext.sglang.launch_facts import LaunchFacts, logical_dtype
 from hicache_ext.sglang.process import LoadedModel
+from hicache_ext.sglang.releases import installed_release
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices
 from hicache_ext.testing.tiny_model import make_tiny_model
@@ -441,6 +442,18 @@ def test_the_configuration_of_a_diffusion_model_counts_by_its_content(
     assert launched(plain, dllm_algorithm_config=str(there)).compute == first != launched(plain).compute
     here.write_text("threshold: 0.9")
     assert launched(plain, dllm_algorithm_config=str(here)).compute != first
+
+
+@pytest.mark.parametrize("argument", ["enable_dsa_cache_layer_split", "enable_kv_cache_sharding"])
+def test_ranks_that_hold_parts_of_pages_are_told_from_those_that_hold_them_whole(
+    launched: Callable[..., LaunchFacts], argument: str
+) -> None:
+    """The host pool has the same layers and sizes, of which a rank fills its own."""
+    if installed_release() == "0.5.21" and argument == "enable_kv_cache_sharding":
+        pytest.skip("since 0.5.22")
+    whole, parts = (launched(runner_with("auto", torch.bfloat16), **given) for given in ({}, {argument: True}))
+    assert (whole.parts_of_pages, parts.parts_of_pages) == (False, True)
+    assert whole.compute != parts.compute
 
 
 @pytest.mark.parametrize("argument", ["kt_weight_path", "uno_lora_path", "download_dir", "weight_cache_mode"])
