@@ -110,10 +110,8 @@ def digest_of_document(document: Mapping[str, Any]) -> bytes:
     return hashlib.sha256(_DIGEST_DOMAIN + _canonical(document)).digest()[:DIGEST_LENGTH]
 
 
-def _canonical(document: Mapping[str, Any]) -> bytes:
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode(
-        errors="surrogatepass"
-    )
+def _canonical(facts: Mapping[str, Any]) -> bytes:
+    return json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")
 
 
 def joined_page_hashes(keys: Sequence[str]) -> bytes:
