@@ -18,6 +18,7 @@ from hicache_ext.page.identity import (
     PageIdentity,
     PoolIdentity,
     Shard,
+    digest_of_document,
     joined_page_hashes,
     page_hash_bytes,
 )
@@ -108,6 +109,12 @@ def test_the_order_of_geometry_facts_does_not_matter():
 
 def test_the_document_is_json():
     assert json.loads(json.dumps(IDENTITY.document()))["pool"]["geometry"] == {"layers": "32"}
+
+
+def test_a_document_of_somebody_else_with_half_a_surrogate_has_a_digest():
+    document = {**IDENTITY.document(), "schema": "\ud800"}
+    assert digest_of_document(document) == digest_of_document(json.loads(json.dumps(document)))
+    assert digest_of_document(document) != digest_of_document({**document, "schema": "\ud801"})
 
 
 def test_a_page_hash_of_sglang_is_taken_as_it_is():

@@ -177,7 +177,7 @@ class ModelFingerprint:
             digests = self._digests()
             digest = hashlib.sha256(_DOMAIN)
             for name, of_file in sorted(digests.items()):
-                digest.update(len(name).to_bytes(8, "little") + name.encode() + of_file)
+                digest.update(len(name).to_bytes(8, "little") + name.encode("utf-8", "surrogateescape") + of_file)
             self.digest = digest.hexdigest()[:32]
             self._seconds = time.monotonic() - started
             size = sum(file.facts.size for file in self._files)

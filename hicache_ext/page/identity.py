@@ -53,8 +53,8 @@ class ModelIdentity:
 class Shard:
     """The parallel coordinates of a page's bytes, each with its size: rank 0 of 2 is not rank 0 of 4.
 
-    Replicated bytes (MLA latents) have tp (0, 1). With SGLang's ``tp_lcm_size``, ``tp`` counts shards of the
-    split-heads layout, so that deployments of different TP share pages.
+    Replicated bytes (MLA latents) have tp (0, 1), and cp without dcp. With SGLang's ``tp_lcm_size``, ``tp`` counts
+    shards of the split-heads layout, so that deployments of different TP share pages.
     """
 
     tp: tuple[int, int] = (0, 1)
@@ -110,8 +110,8 @@ def digest_of_document(document: Mapping[str, Any]) -> bytes:
     return hashlib.sha256(_DIGEST_DOMAIN + _canonical(document)).digest()[:DIGEST_LENGTH]
 
 
-def _canonical(document: Mapping[str, Any]) -> bytes:
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+def _canonical(facts: Mapping[str, Any]) -> bytes:
+    return json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")
 
 
 def joined_page_hashes(keys: Sequence[str]) -> bytes:

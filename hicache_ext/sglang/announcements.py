@@ -15,6 +15,7 @@ from hicache_ext.config.model import hints_over
 from hicache_ext.page.identity import PageIdentity, Shard
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.sglang.launch_facts import unicode_text
 from hicache_ext.sglang.self_check import check_installed, features_off
 from hicache_ext.sglang.served_pools import KV, BoundPool, ServedPools
 from hicache_ext.sglang.used_names import EVENTS
@@ -230,7 +231,7 @@ def recording_of(config: HicacheExtConfig, ranks: Any, pools: ServedPools) -> Re
         kv = pools.bound.get(KV)
         pages = None if kv is None else kv.pages
         return {
-            "model": str(getattr(ranks, "model_name", None) or ""),
+            "model": unicode_text(str(getattr(ranks, "model_name", None) or "")),
             **{name: int(getattr(ranks, name, None) or 1) for name in _SIZES},
             "page_size": int(getattr(ranks, "logical_page_size", None) or (0 if pages is None else pages.page_size)),
             "page_bytes": 0 if pages is None else pages.page_bytes * pages.parts,

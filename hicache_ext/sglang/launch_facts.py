@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from typing import Any
 
 from hicache_ext.config import ServerRole
 from hicache_ext.errors import UnsupportedError
-from hicache_ext.sglang import process
+from hicache_ext.sglang import launch_arguments, process
 
 logger = logging.getLogger(__name__)
 
@@ -29,22 +29,10 @@ _ROLES: dict[str, ServerRole] = {"prefill": "prefill", "decode": "decode"}
 _NAMES_OF_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 """Values of ``--kv-cache-dtype`` that say no more than the dtype they stand for."""
 
-_COMPUTE_ARGUMENTS = (
-    *("json_model_override_args", "modelopt_quant", "model_loader_extra_config"),
-    *("forward_hooks", "rl_quant_profile"),
-)
-"""Launch arguments that change KV values although the weights are the same, beside dtype and quantisation, which the
-runner of the model tells."""
-
-_COMPUTE_FILES = ("quantization_param_path", "decrypted_config_file", "decrypted_draft_config_file")
-"""Those that name a small file, which counts by its content."""
-
-
 _STORAGE_ARGUMENTS = (
     *("enable_hierarchical_cache", "hicache_storage_backend"),
     *("disaggregation_decode_enable_offload_kvcache", "enable_unified_cache_external_linker"),
 )
-_ELSEWHERE = ("weight_cache_mode", "modelopt_checkpoint_restore_path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +53,13 @@ class LaunchFacts:
     lora: bool = False
     kv_cache_dtype: str | None = None
     compute: str = ""
+    unknown_arguments: tuple[str, ...] = ()
+    """Launch arguments that were given and that this package does not know: ``compute`` has a digest of each."""
     role: ServerRole = "both"
+    parts_of_pages: bool = False
+    """Whether ranks that otherwise hold the same KV hold stripes or layers of it."""
+    role_may_change: bool = False
+    """Whether SGLang may turn a prefill into a decode server while it runs, or the other way round."""
     metrics: bool = False
     config_file: str | None = None
     """The file behind ``--hicache-storage-backend-extra-config @FILE``; None where it was given inline."""
@@ -94,18 +88,21 @@ def read_launch_facts() -> LaunchFacts:
 
 def _facts_of_server() -> LaunchFacts:
     draft = resolved("speculative_draft_model_path")
-    elsewhere = [name.replace("_", "-") for name in _ELSEWHERE if resolved(name) not in (None, "", "off")]
+    given = _given()
     return LaunchFacts(
         model_path=resolved("model_path"),
         revision=resolved("revision"),
         load_format=str(resolved("load_format") or "auto"),
         draft_load_format=resolved("speculative_draft_load_format"),
-        weights_from_elsewhere=tuple(elsewhere),
+        weights_from_elsewhere=tuple(_weights_from_elsewhere(resolved("model_path"), draft)),
         drafts=((draft, resolved("speculative_draft_model_revision")),) if draft else (),
         lora=bool(resolved("enable_lora")),
         kv_cache_dtype=_kv_cache_dtype(_target_runner()) or resolved("kv_cache_dtype"),
-        compute=_compute(),
+        compute=_compute(given),
+        unknown_arguments=launch_arguments.unknown(given),
         role=_ROLES.get(str(resolved("disaggregation_mode")), "both"),
+        parts_of_pages=bool(resolved("enable_kv_cache_sharding") or resolved("enable_dsa_cache_layer_split")),
+        role_may_change=bool(resolved("enable_pd_role_switch")),
         metrics=bool(resolved("enable_metrics")),
         config_file=_config_file(),
         prefetch_policy=resolved("hicache_storage_prefetch_policy"),
@@ -140,6 +137,11 @@ def resolved(argument: str) -> Any:
     return getattr(bag, argument)
 
 
+def unicode_text(name: str) -> str:
+    """``name``, which may be a path, so that every encoder takes it: bytes that are no UTF-8 become ``\\udcXX``."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 def longest_prompt() -> int | None:
     """Tokens that a prompt may have: the context of the model, or what the device holds. None where that is not known.
 
@@ -166,11 +168,29 @@ def _kv_cache_dtype(runner: Any) -> str | None:
     return stored if name in _NAMES_OF_DTYPES else f"{name}/{stored}"
 
 
-def _compute() -> str:
-    compute = {name: str(value) for name in _COMPUTE_ARGUMENTS if (value := resolved(name)) and value != "{}"}
-    if resolved("load_format") == "dummy":
-        compute["load_format"] = "dummy"
-    for name in _COMPUTE_FILES:
+def _given() -> dict[str, Any]:
+    from sglang.srt.runtime_context import get_server_args
+
+    return launch_arguments.given_arguments(get_server_args())
+
+
+def _weights_from_elsewhere(*models: str | None) -> Iterator[str]:
+    for name in launch_arguments.WEIGHTS:
+        if resolved(name) in (None, "", "off") or (
+            name == "download_dir" and all(map(os.path.exists, filter(None, models)))
+        ):
+            continue
+        yield name.replace("_", "-")
+    if "qlora_adapter_name_or_path" in str(resolved("model_loader_extra_config")):
+        yield "model-loader-extra-config"
+
+
+def _compute(given: Mapping[str, Any]) -> str:
+    compute = launch_arguments.shaping(given)
+    as_resolved = {name: resolved(name) for name in launch_arguments.SHAPING_AS_RESOLVED}
+    compute |= {name: str(value) for name, value in as_resolved.items() if value and value != "{}"}
+    compute |= {name: value for name, value in launch_arguments.SHAPING_VALUES if resolved(name) == value}
+    for name in launch_arguments.SHAPING_FILES:
         if path := resolved(name):
             compute[name] = _digest_of_small_file(path)
     target = _target_runner()

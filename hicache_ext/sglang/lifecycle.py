@@ -26,7 +26,7 @@ from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
 from hicache_ext.sglang import kernel_hooks
 from hicache_ext.sglang.hooks import not_in_force
-from hicache_ext.sglang.launch_facts import longest_prompt, read_launch_facts
+from hicache_ext.sglang.launch_facts import LaunchFacts, longest_prompt, read_launch_facts, unicode_text
 from hicache_ext.sglang.never_raise import answering, guarded_calls
 from hicache_ext.sglang.process import attach, detach
 from hicache_ext.sglang.releases import (
@@ -76,6 +76,9 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         """Raises ConfigError, StoreSetupError or UnsupportedError with one sentence: SGLang then does not start."""
         _refuse_unusable_release()
         self._facts = read_launch_facts()
+        if self._facts.role_may_change:
+            reason = "tiers are those of the role at the start, and with each switch SGLang clears the whole storage"
+            raise UnsupportedError("--enable-pd-role-switch", reason, "leave it out, or the storage backend")
         self._ranks_before_this = int(storage_config.tp_rank or 0) + int(storage_config.pp_rank or 0)
         view = server_view(self._facts.role, int(storage_config.tp_rank or 0), _writers(storage_config))
         configured = load_config(storage_config.extra_config or {})
@@ -288,7 +291,8 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
                 "pages (docs/codecs.md)",
                 listed([f"tier {name} ({codec})" for name, codec in lossy.items()]),
             )
-        for sentence in (untested(installed_release()), ignored_parameters(check_installed())):
+        unknown = _unknown_arguments(self._facts)
+        for sentence in (untested(installed_release()), ignored_parameters(check_installed()), unknown):
             if sentence is not None and not self._ranks_before_this:
                 logger.warning("%s", sentence)
         unused = {
@@ -352,6 +356,14 @@ def _refuse_unusable_release() -> None:
         raise UnsupportedError(f"SGLang {installed_release()}", f"it lacks {words}, which storage needs", remedy)
 
 
+def _unknown_arguments(facts: LaunchFacts) -> str | None:
+    """The warning about launch arguments that may change what a page holds; None where all are known."""
+    names = ", ".join(f"--{name.replace('_', '-')}" for name in facts.unknown_arguments)
+    return (
+        f"hicache_ext does not know {names}: pages are shared with servers that were given the same" if names else None
+    )
+
+
 def _writers(storage_config: HiCacheStorageConfig) -> int:
     """How many ranks write pages of their own: those that hold the same pages leave it to one of them."""
     sizes = ["pp_size", "attn_cp_size"] + ([] if rank_replicated(storage_config) else ["tp_size"])
@@ -362,6 +374,6 @@ def _process_labels(config: HiCacheStorageConfig) -> dict[str, str]:
     """The model, and which of a server's processes counts; like the labels of SGLang's own metrics."""
     ranks = ("tp_rank", "pp_rank", "dp_rank", "attn_cp_rank", "dcp_rank")
     return {
-        "model_name": config.model_name or "",
+        "model_name": unicode_text(config.model_name or ""),
         **{rank: str(getattr(config, rank, None) or 0) for rank in ranks},
     }

@@ -22,7 +22,7 @@ from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity,
 from hicache_ext.sglang import model_weights
 from hicache_ext.sglang.hooks import not_in_force
 from hicache_ext.sglang.host_pool import AnyPages, CopiedPages, is_logical_anchor, pages_of
-from hicache_ext.sglang.launch_facts import LaunchFacts, logical_dtype
+from hicache_ext.sglang.launch_facts import LaunchFacts, logical_dtype, unicode_text
 from hicache_ext.sglang.model_weights import ModelWeights, records_directory, weights_of_server
 from hicache_ext.sglang.releases import dcp_shard, pool_fact, rank_replicated
 from hicache_ext.sglang.used_names import ADAPTERS, DRAFTS
@@ -272,7 +272,10 @@ class ServedPools:
                 )
             replicated = False
         if replicated:
-            return [common]
+            # SGLang gathers latents: each rank of a context-parallel group has those of all tokens. Of what else its
+            # pools may hold (states, windows), nobody looked.
+            latents = pool_fact(pool, "kv_lora_rank") is not None and not self._facts.parts_of_pages
+            return [replace(common, cp=(0, 1)) if latents and common.dcp[1] == 1 else common]
         lcm = ranks.tp_lcm_size
         if lcm and getattr(pool, "layout", "") == "page_head" and name == KV:
             return [replace(common, tp=(ranks.tp_rank * parts + part, lcm)) for part in range(parts)]
@@ -281,8 +284,8 @@ class ServedPools:
     def _model_identity(self) -> ModelIdentity:
         model = self._config.model
         return ModelIdentity(
-            id=model.id or self._ranks.model_name or "",
-            revision=model.revision or self._facts.revision or "",
+            id=unicode_text(model.id or self._ranks.model_name or ""),
+            revision=unicode_text(model.revision or self._facts.revision or ""),
             fingerprint="" if model.fingerprint in ("auto", "off") else model.fingerprint,
             weights_epoch=self._epoch_after(model_weights.updated_to()),
             compute=self._facts.compute,

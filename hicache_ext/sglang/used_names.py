@@ -186,6 +186,7 @@ USED: tuple[Use, ...] = (
     # What the identity of pages and the role of the server are read from. A name that is gone would read as "not set".
     _names("runtime_context", "get_server_args get_memory get_model get_spec", STORAGE),
     _call("arg_groups.arg_utils", "namespace_of", "cls", STORAGE),
+    _call("arg_groups.arg_utils", "record_fields", "cls", STORAGE),
     Use(
         LAUNCH_ARGUMENTS,
         (

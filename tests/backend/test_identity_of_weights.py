@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import shutil
 import threading
 import weakref
@@ -18,9 +20,10 @@ from hicache_ext.errors import UnsupportedError
 from hicache_ext.page import fingerprint
 from hicache_ext.page.fingerprint import ModelFingerprint
 from hicache_ext.page.hashes import namespaced_extra_key
-from hicache_ext.sglang import hooks, launch_facts, model_weights, process
+from hicache_ext.sglang import hooks, launch_arguments, launch_facts, model_weights, process
 from hicache_ext.sglang.launch_facts import LaunchFacts, logical_dtype
 from hicache_ext.sglang.process import LoadedModel
+from hicache_ext.sglang.releases import installed_release
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices
 from hicache_ext.testing.tiny_model import make_tiny_model
@@ -272,6 +275,31 @@ def test_a_model_without_files_is_refused_with_one_sentence(tmp_path: Path, serv
         serve(tmp_path / "nowhere")
 
 
+def test_a_model_at_a_path_that_is_no_utf8_is_served(
+    tmp_path: Path, open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang names a model by its path, and Python keeps such bytes as halves of surrogates, which no encoder takes."""
+    from hicache_ext.sglang import lifecycle
+
+    model = make_tiny_model(tmp_path / "model").rename(tmp_path / os.fsdecode(b"mod\xe9l"))
+    (model / "model.safetensors").rename(model / os.fsdecode(b"mod\xe9l.safetensors"))
+    monkeypatch.setattr(lifecycle, "read_launch_facts", lambda: LaunchFacts(model_path=str(model)))
+    backend = open_backend(mha_pools(page_size=PAGE_SIZE).host, model_name=str(model))
+    wait_until(lambda: backend._pools.identified or backend._pools.weights.problem is not None)
+    assert backend._pools.weights.problem is None
+    assert backend._pools.model.id == f"{tmp_path}/mod\\udce9l"
+    assert backend.batch_set_v1(KEYS, INDICES) == [True, True]
+    assert backend.batch_exists(KEYS) == 2
+    document = backend._pools.bound["kv"].identities[0].document()
+    assert json.dumps(document, ensure_ascii=False).encode()
+    assert lifecycle._process_labels(SimpleNamespace(model_name=str(model)))["model_name"].encode()
+
+
+@pytest.mark.parametrize("name", ["org/model", "/models/Modèle", "\\udce9", ""])
+def test_a_name_that_is_unicode_stays_as_it_is(name: str) -> None:
+    assert launch_facts.unicode_text(name) == name
+
+
 def test_an_epoch_that_comes_before_the_weights_are_identified_is_kept(
     tmp_path: Path, serve: Callable[..., Any], held: threading.Event
 ) -> None:
@@ -306,9 +334,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LaunchFacts]:
 
     def launched_(runner: Any, draft: Any = None, **arguments: Any) -> LaunchFacts:
         from sglang.srt import runtime_context
+        from sglang.srt.server_args import ServerArgs
 
-        monkeypatch.setattr(runtime_context, "get_server_args", lambda: arguments)
-        monkeypatch.setattr(launch_facts, "resolved", {"model_path": "m", **arguments}.get)
+        arguments = {"model_path": "m", **arguments}
+        monkeypatch.setattr(runtime_context, "get_server_args", lambda: ServerArgs(**arguments))
+        monkeypatch.setattr(launch_facts, "resolved", arguments.get)
         files = ModelFingerprint("m", None)
         models = [LoadedModel(runner, False, files)] + ([LoadedModel(draft, True, files)] if draft else [])
         monkeypatch.setattr(process, "loaded", models)
@@ -356,6 +386,96 @@ def test_what_changes_kv_without_changing_weights_counts(launched: Callable[...,
     assert launched(plain, quantization_param_path=str(elsewhere)).compute == seen[-1]
 
 
+def test_the_golden_texts_of_what_counts_beside_the_weights(launched: Callable[..., LaunchFacts]) -> None:
+    """They are in every identity: a change of one character is a cold cache for every server."""
+    plain = runner_with("auto", torch.bfloat16)
+    usual = {"attention_backend": "fa3", "tp_size": 4, "page_size": 64, "api_key": "secret", "host": "0.0.0.0"}
+    assert launched(plain).compute == launched(plain, **usual).compute == '{"dtype": "bfloat16", "kv": "bfloat16"}'
+    seen = launched(
+        runner_with("fp8_e4m3", torch.float8_e4m3fn, "fp8"),
+        plain,
+        json_model_override_args='{"rope_theta": 1}',
+        load_format="dummy",
+        rl_quant_profile="/a",
+        forward_hooks=[{"name": "h"}],
+        modelopt_quant="fp8",
+        model_loader_extra_config='{"a": 1}',
+        quantization_param_path="/nonexistent",
+    )
+    assert seen.compute == (
+        '{"drafts": "{\\"dtype\\": \\"bfloat16\\", \\"kv\\": \\"bfloat16\\", \\"quantization\\": null}", '
+        '"dtype": "bfloat16", "forward_hooks": "[{\'name\': \'h\'}]", "json_model_override_args": '
+        '"{\\"rope_theta\\": 1}", "kv": "float8_e4m3fn", "load_format": "dummy", "model_loader_extra_config": '
+        '"{\\"a\\": 1}", "modelopt_quant": "fp8", "quantization": "fp8", '
+        '"quantization_param_path": "/nonexistent", "rl_quant_profile": "/a"}'
+    )
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("kt_method", "AMXINT8"),
+        ("kt_max_deferred_experts_per_token", 2),
+        ("rl_on_policy_target", "fsdp"),
+        ("enable_w4a4_mxfp4_megamoe", True),
+        ("flashinfer_mxfp4_moe_precision", "bf16"),
+        ("enable_precise_embedding_interpolation", True),
+        ("enable_tf32_matmul", True),
+        ("ep_dispatch_algorithm", "fake"),
+        ("disaggregation_transfer_backend", "fake"),
+    ],
+)
+def test_an_argument_that_shapes_kv_is_another_identity(
+    launched: Callable[..., LaunchFacts], argument: str, value: Any
+) -> None:
+    plain = runner_with("auto", torch.bfloat16)
+    assert launched(plain, **{argument: value}).compute != launched(plain).compute
+
+
+def test_the_configuration_of_a_diffusion_model_counts_by_its_content(
+    launched: Callable[..., LaunchFacts], tmp_path: Path
+) -> None:
+    plain, here, there = runner_with("auto", torch.bfloat16), tmp_path / "here", tmp_path / "there"
+    here.write_text("threshold: 0.5")
+    there.write_text("threshold: 0.5")
+    first = launched(plain, dllm_algorithm_config=str(here)).compute
+    assert launched(plain, dllm_algorithm_config=str(there)).compute == first != launched(plain).compute
+    here.write_text("threshold: 0.9")
+    assert launched(plain, dllm_algorithm_config=str(here)).compute != first
+
+
+@pytest.mark.parametrize("argument", ["enable_dsa_cache_layer_split", "enable_kv_cache_sharding"])
+def test_ranks_that_hold_parts_of_pages_are_told_from_those_that_hold_them_whole(
+    launched: Callable[..., LaunchFacts], argument: str
+) -> None:
+    """The host pool has the same layers and sizes, of which a rank fills its own."""
+    if installed_release() == "0.5.21" and argument == "enable_kv_cache_sharding":
+        pytest.skip("since 0.5.22")
+    whole, parts = (launched(runner_with("auto", torch.bfloat16), **given) for given in ({}, {argument: True}))
+    assert (whole.parts_of_pages, parts.parts_of_pages) == (False, True)
+    assert whole.compute != parts.compute
+
+
+@pytest.mark.parametrize("argument", ["kt_weight_path", "uno_lora_path", "download_dir", "weight_cache_mode"])
+def test_weights_that_an_argument_names_are_refused(
+    launched: Callable[..., LaunchFacts], tmp_path: Path, argument: str
+) -> None:
+    assert launched(runner_with("auto", torch.bfloat16)).weights_from_elsewhere == ()
+    named = launched(runner_with("auto", torch.bfloat16), **{argument: str(tmp_path)})
+    assert named.weights_from_elsewhere == (argument.replace("_", "-"),)
+    with pytest.raises(UnsupportedError, match=f"--{named.weights_from_elsewhere[0]} cannot be served"):
+        model_weights.weights_of_server(named)
+
+
+def test_a_directory_for_downloads_is_none_where_the_model_is_one(
+    launched: Callable[..., LaunchFacts], tmp_path: Path
+) -> None:
+    here = {"model_path": str(tmp_path), "download_dir": str(tmp_path)}
+    assert launched(runner_with("auto", torch.bfloat16), **here).weights_from_elsewhere == ()
+    draft = {"speculative_draft_model_path": "org/draft"}
+    assert launched(runner_with("auto", torch.bfloat16), **here, **draft).weights_from_elsewhere == ("download-dir",)
+
+
 def test_a_real_servers_namespaces_hold_what_was_resolved() -> None:
     """``get_server_args()`` is what was typed; the namespaces are published from what it was resolved to."""
     from sglang.srt.arg_groups.arg_utils import namespace_of
@@ -369,7 +489,7 @@ def test_a_real_servers_namespaces_hold_what_was_resolved() -> None:
         "quantization_param_path",
     }
     asked |= {"speculative_draft_model_path", "speculative_draft_model_revision", "json_model_override_args"}
-    asked |= {*launch_facts._ELSEWHERE, *launch_facts._STORAGE_ARGUMENTS, *launch_facts._COMPUTE_FILES}
+    asked |= {*launch_arguments.WEIGHTS, *launch_facts._STORAGE_ARGUMENTS, *launch_arguments.SHAPING_FILES}
     asked |= {"enable_weights_cpu_backup", "speculative_draft_load_format"}
     assert asked <= set(namespace_of(ServerArgs))
 
@@ -399,8 +519,6 @@ def test_a_server_without_storage_is_left_alone(tmp_path: Path, monkeypatch: pyt
 
 def loaded_adapter(path: Path) -> Any:
     """An adapter as SGLang holds it, but for its stacking of projections."""
-    import json
-
     from safetensors.torch import load_file
 
     config = SimpleNamespace(hf_config=json.loads((path / "adapter_config.json").read_text()), added_tokens_config=None)

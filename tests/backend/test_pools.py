@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hicache_ext.errors import UnsupportedError
+from hicache_ext.sglang.launch_facts import LaunchFacts
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import MHA_LAYOUTS, MLA_LAYOUTS, mha_pools, mla_pools, page_indices
 
@@ -89,6 +90,33 @@ def test_mla_ranks_share_what_the_writer_rank_wrote(open_backend: Callable[..., 
     assert content(reader, 7) == before
     # Replicated bytes are the same under any TP size.
     assert open_backend(reader, is_mla_model=True, tp_rank=1, tp_size=8).batch_exists(KEYS[:1]) == 1
+
+
+def test_ranks_of_a_context_parallel_group_share_latents(
+    open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang gathers them on every rank, and each rank stored a copy of its own."""
+    from hicache_ext.sglang import lifecycle, served_pools
+
+    host, second = mla_pools(page_size=PAGE_SIZE).host, {"attn_cp_rank": 1, "attn_cp_size": 2}
+    first = {"attn_cp_rank": 0, "attn_cp_size": 2, "tp_size": 1}
+    assert move(open_backend(host, is_mla_model=True, **first), "batch_set_v1", [3]) == [True]
+    assert open_backend(host, is_mla_model=True, **second).batch_exists(KEYS[:1]) == 1
+    assert open_backend(host, is_mla_model=True).batch_exists(KEYS[:1]) == 1
+    # Heads, stripes of pages, layers of their own, and tokens dealt out over ranks are other bytes on each.
+    heads = mha_pools(page_size=PAGE_SIZE).host
+    assert move(open_backend(heads, **first), "batch_set_v1", [3]) == [True]
+    assert open_backend(heads, **second).batch_exists(KEYS[:1]) == 0
+    facts = LaunchFacts(parts_of_pages=True)
+    monkeypatch.setattr(lifecycle, "read_launch_facts", lambda: facts)
+    assert open_backend(host, is_mla_model=True, **first).batch_exists(KEYS[:1]) == 0
+    monkeypatch.setattr(served_pools, "dcp_shard", lambda ranks, pool: (0, 2))
+    monkeypatch.setattr(lifecycle, "read_launch_facts", LaunchFacts)
+    shards = [
+        open_backend(host, is_mla_model=True, **ranks)._pools.bound["kv"].identities[0].shard
+        for ranks in (first, second)
+    ]
+    assert [shard.cp for shard in shards] == [(0, 2), (1, 2)]
 
 
 def test_split_heads_let_tp_2_read_what_tp_4_wrote_and_the_other_way_round(open_backend: Callable[..., Any]) -> None:

@@ -380,6 +380,19 @@ def test_the_longest_prompt_is_the_context_or_what_the_device_holds(monkeypatch:
     assert longest_prompt() is None
 
 
+def test_launch_arguments_that_nobody_knows_are_named_once_and_without_their_values(
+    open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    facts = LaunchFacts(model_path="m", unknown_arguments=("new_key", "new_knob"), compute='{"new_key": "sha256:0"}')
+    monkeypatch.setattr(lifecycle, "read_launch_facts", lambda: facts)
+    for rank in (0, 1):
+        ours = {"model": {"fingerprint": "off"}}
+        open_backend(mha_pools(page_size=PAGE_SIZE).host, ours=ours, tp_rank=rank, tp_size=2)
+    assert [record.getMessage() for record in caplog.records if "does not know" in record.getMessage()] == [
+        "hicache_ext does not know --new-key, --new-knob: pages are shared with servers that were given the same"
+    ]
+
+
 def test_an_untested_release_is_warned_about_once(
     serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hicache_ext.errors import UnsupportedError
 from hicache_ext.sglang import launch_facts
 from hicache_ext.sglang.launch_facts import read_launch_facts
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
@@ -40,6 +41,15 @@ def launched_as(monkeypatch):
 def test_the_role_is_what_sglang_was_launched_as(launched_as, mode, role):
     launched_as(mode)
     assert read_launch_facts().role == role
+
+
+def test_a_server_whose_role_may_change_while_it_runs_is_refused(open_backend, monkeypatch):
+    """It kept the tiers of the start, and SGLang cleared a shared pool with each switch."""
+    from hicache_ext.sglang import lifecycle
+
+    monkeypatch.setattr(lifecycle, "read_launch_facts", lambda: launch_facts.LaunchFacts(role_may_change=True))
+    with pytest.raises(UnsupportedError, match="--enable-pd-role-switch cannot be served: tiers are those of the role"):
+        open_backend(mha_pools(page_size=PAGE_SIZE).host)
 
 
 def test_outside_a_server_the_role_is_both():
