@@ -44,7 +44,7 @@ help:
 	@echo "make power-loss the power cut 300 times, ext4 and XFS, as root, 22 minutes; writes build/reports/power-loss*.md"
 	@echo "make decode-throughput  a real pair: decoding with and without the decode writer, 12 minutes; writes build/reports/"
 	@echo "make pull-or-recompute  real servers over a tier that slows step by step, 8 minutes; writes build/reports/"
-	@echo "make sanitize   the native core with AddressSanitizer, UBSan and ThreadSanitizer, and a million replies of a hostile server"
+	@echo "make sanitize   the native core with AddressSanitizer, UBSan and ThreadSanitizer, 20 minutes"
 	@echo "make wheels     wheels for x86-64 and ARM64 in dist/, compiled by zig"
 	@echo "make docs       the documentation as a site in build/site; every broken link and anchor fails it"
 	@echo "make clean      remove .venv and everything the demo made"
@@ -140,6 +140,9 @@ decode-throughput: setup-test
 
 pull-or-recompute: setup-test
 	.venv/bin/python -m tests.campaigns.pull_or_recompute --minutes 7 --report build/reports/pull-or-recompute.md
+
+sanitize: setup-test
+	.venv/bin/python -m tests.native.sanitized
 
 wheels: setup-test
 	.venv/bin/python -m pip --disable-pip-version-check -q install ziglang==0.13.0

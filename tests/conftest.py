@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from hicache_ext import native
-from tests.native.sanitized import CORE_VARIABLE
+from tests.native.sanitized import use_the_core_that_is_to_be_tested
 from tests.thorough import mark_what_is_thorough
 
 # Workers and servers share the machine's cores: threads of torch would wait for each other, for a third of the time.
@@ -29,8 +29,7 @@ settings.register_profile(
 )
 settings.load_profile("suite")
 
-if CORE_VARIABLE in os.environ:
-    native.LIBRARY = Path(os.environ[CORE_VARIABLE])
+use_the_core_that_is_to_be_tested()
 
 MISSING = "missing: "
 

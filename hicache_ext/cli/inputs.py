@@ -53,6 +53,7 @@ def add_namespace_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_prompt_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
     """``--tokens`` or ``--prompt`` with ``--model``; what is returned takes other ways to say the same."""
+    parser.add_argument("--model", metavar="PATH", help="whose tokenizer makes token ids of the prompt")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--tokens", metavar="FILE", help="token ids: numbers, or JSON (a list, or a list of lists); '-': standard input"
@@ -62,7 +63,6 @@ def add_prompt_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyE
         metavar="FILE",
         help="text as the server gets it; needs --model and the package transformers",
     )
-    parser.add_argument("--model", metavar="PATH", help="whose tokenizer makes token ids of the prompt")
     return what
 
 

@@ -1,4 +1,4 @@
-"""Addresses of the pages of a batch, for compiled code, which takes no memoryviews."""
+"""Addresses of the pages of a batch, for native code, which takes no memoryviews."""
 
 from __future__ import annotations
 

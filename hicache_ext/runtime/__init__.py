@@ -1,1 +1,1 @@
-"""What every room runs on: threads, locks between processes, files written whole, compiled code, metrics."""
+"""What every room runs on: threads, locks between processes, files written whole, metrics."""

@@ -32,6 +32,7 @@ from hicache_ext.storage.tiers.redis.connection import Connection
 from hicache_ext.testing.conformance.pages import HostPages, cut, filled, page_keys, payload_of
 from hicache_ext.testing.conformance.second_reader import write_page_object
 from tests.campaigns.reporting import problem_lines, publish
+from tests.native.sanitized import use_the_core_that_is_to_be_tested
 from tests.rigs.redis_talks import ANSWER, GOOD, LONGEST_TALK, Talked, known_words, talk
 from tests.storage.remote.redis.odd_replies import TO_GET, TO_SET, replies_of
 
@@ -202,6 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--report", type=Path)
     options = parser.parse_args(arguments)
+    use_the_core_that_is_to_be_tested()
     findings = run_campaign(options.inputs, options.seed)
     publish(report(findings, options.seed), options.report)
     return 1 if findings.problems else 0

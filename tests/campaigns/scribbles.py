@@ -303,7 +303,7 @@ def _rounds(place: Path, seed: int, first: int, rounds: int, beside: bool) -> No
             while number < behind and (number - first + 1) % ROUNDS_OF_A_STORE:
                 name, words = attacker.words()
                 say(part=name, words=words)
-                # Its default ends the process, in compiled code, too.
+                # Its default ends the process, in native code, too.
                 signal.alarm(LONGEST_ROUND)
                 faulthandler.dump_traceback_later(LONGEST_ROUND - 5)
                 part = attacker.parts[name]

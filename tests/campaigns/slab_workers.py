@@ -73,7 +73,7 @@ def payload(key: bytes) -> bytes:
 
 
 def some_keys(chance: random.Random, most: int) -> list[bytes]:
-    """Half of the time of one size: only such batches are moved by compiled code."""
+    """Half of the time of one size: only such batches are moved by native code."""
     among = chance.choice([KEYS, chance.choice(OF_ONE_SIZE)])
     return chance.sample(among, min(chance.randint(1, most), len(among)))
 

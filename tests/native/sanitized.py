@@ -1,16 +1,36 @@
-"""The core built with a sanitizer, and tests that are run on it in a process of their own."""
+"""The core built with a sanitizer, and tests that are run on it in a process of their own.
+
+``python -m tests.native.sanitized`` runs all of them, and the fuzzer of Redis' replies.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from hicache_ext import native
+
 ROOT = Path(__file__).parents[2]
 CORE_VARIABLE = "HICACHE_EXT_TEST_CORE"
-"""Names the library that tests/conftest.py puts in place of the package's own."""
+"""Names the library that ``use_the_core_that_is_to_be_tested`` puts in place of the package's own."""
+DIFFERENTIAL = (
+    "tests/storage/file/test_index_code.py",
+    "tests/storage/file/test_native_moves.py",
+    "tests/storage/remote/redis/test_native_talk.py",
+    "tests/page/test_planes.py",
+    "tests/page/test_rows.py",
+    "tests/plan/test_caches.py",
+)
+"""Tests that drive the core and the plain way over the same states, or hand it bytes from outside."""
+THREADS = (
+    "tests/storage/file/test_index_code.py::test_look_ups_beside_changes_find_every_page_that_is_there",
+    "tests/storage/file/test_native_moves.py::test_threads_share_the_pages_of_a_call_and_leave_none",
+)
+"""Tests in which several threads are in the core."""
 _OPTIONS = {
     # The interpreter frees little at its end, and keeps its own small blocks.
     "address": {
@@ -20,6 +40,11 @@ _OPTIONS = {
     "thread": {"TSAN_OPTIONS": "halt_on_error=1:report_signal_unsafe=0"},
 }
 _FLAGS = {"address": "-fsanitize=address,undefined -fno-sanitize-recover=all", "thread": "-fsanitize=thread"}
+
+
+def use_the_core_that_is_to_be_tested() -> None:
+    if CORE_VARIABLE in os.environ:
+        native.LIBRARY = Path(os.environ[CORE_VARIABLE])
 
 
 def build(sanitizer: str, place: Path) -> Path:
@@ -49,3 +74,21 @@ def run(sanitizer: str, library: Path, command: Sequence[str]) -> subprocess.Com
         text=True,
         check=False,
     )
+
+
+def main() -> int:
+    """Run the tests with each sanitizer, then the fuzzer; the exit code of the first that failed."""
+    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", ""]
+    fuzzer = ["-m", "tests.campaigns.fuzz_resp", "--inputs", "100000"]
+    campaigns = (("address", [*pytest, *DIFFERENTIAL]), ("thread", [*pytest, *THREADS]), ("address", fuzzer))
+    with tempfile.TemporaryDirectory() as place:
+        for sanitizer, command in campaigns:
+            done = run(sanitizer, build(sanitizer, Path(place)), command)
+            print(done.stdout[-4000:], done.stderr[-4000:], sep="\n")
+            if done.returncode:
+                return done.returncode
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

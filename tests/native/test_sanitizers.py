@@ -6,24 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.native.sanitized import build, run
+from tests.native.sanitized import DIFFERENTIAL, THREADS, build, run
 
 pytestmark = pytest.mark.slow
-
-DIFFERENTIAL = (
-    "tests/storage/file/test_index_code.py",
-    "tests/storage/file/test_native_moves.py",
-    "tests/storage/remote/redis/test_native_talk.py",
-    "tests/page/test_planes.py",
-    "tests/page/test_rows.py",
-    "tests/plan/test_caches.py",
-)
-"""Tests that drive the core and the plain way over the same states, or hand it bytes from outside."""
-THREADS = (
-    "tests/storage/file/test_index_code.py::test_look_ups_beside_changes_find_every_page_that_is_there",
-    "tests/storage/file/test_native_moves.py::test_threads_share_the_pages_of_a_call_and_leave_none",
-)
-"""Tests in which several threads are in the core."""
 
 
 @pytest.mark.parametrize(("sanitizer", "tests"), [("address", DIFFERENTIAL), ("thread", THREADS)])

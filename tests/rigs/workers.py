@@ -8,7 +8,7 @@
 
 In namespaces of its own a process has pid 1, as every other one, a hostname, a network and System V IPC of its own, and
 sees no process but itself under /proc. Files are those of the machine. Workers are forked from a process that has
-loaded the compiled code already: loading it takes longer than most of them live. They end with the process that
+loaded all modules already: loading them takes longer than most of them live. They end with the process that
 started them, also when they are stopped.
 """
 

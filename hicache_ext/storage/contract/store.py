@@ -129,7 +129,7 @@ class PageKeys(Sequence[bytes]):
 
     def __getitem__(self, which: int | slice) -> bytes | PageKeys:
         if isinstance(which, slice):
-            # Contiguous, as compiled code wants them; no copy where they are.
+            # Contiguous, as native code wants them; no copy where they are.
             return PageKeys(self.identity, np.ascontiguousarray(self.words[which]))
         return self._all()[which]
 
@@ -177,10 +177,10 @@ def chosen_keys(keys: Sequence[bytes], positions: npt.NDArray[np.intp]) -> Seque
 
 
 def key_words(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
-    """The keys as int64, shape (pages, 6), for compiled code."""
+    """The keys as int64, shape (pages, 6), for native code."""
     if isinstance(keys, PageKeys):
         return keys.words
-    # Writable: compiled code requires it.
+    # Writable: their address is then had in a third of the time.
     return np.frombuffer(bytearray().join(keys), np.int64).reshape(len(keys), KEY_LENGTH // 8)
 
 

@@ -446,7 +446,7 @@ class SlabStore(PathStore):
                 results[position] = _PUBLISHED[outcome]
 
     def _finish_writing(self, batch: PageBatch, moving: Moving, results: list[SetResult]) -> SlotReferences:
-        """What compiled code did not write; all pages that are written, by position."""
+        """What native code did not write; all pages that are written, by position."""
         written = [moving.done()]
         _fill(results, self._count_failed(moving), SetResult.ERROR)
         runs = self._runs(moving.left().pages(), self._writers)
