@@ -25,10 +25,11 @@ import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ def address(memory: npt.NDArray[Any] | bytearray) -> int:
         return ctypes.addressof(_NO_BYTES.from_buffer(memory))  # type: ignore[arg-type]
     except TypeError:
         # It is read-only.
-        return int(np.asarray(memory).ctypes.data)
+        return int(cast("npt.NDArray[Any]", memory).ctypes.data)
 
 
 def sources_version(place: Path = _HERE) -> int:
