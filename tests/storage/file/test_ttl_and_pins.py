@@ -11,6 +11,7 @@ import pytest
 from hicache_ext.page import envelope
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.file import path_store as expiry
+from hicache_ext.storage.tiers.file.pages import store as page_files
 from hicache_ext.storage.tiers.file import pins
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pins import add_pin
@@ -117,6 +118,7 @@ def test_what_a_clock_has_dated_that_was_ahead_is_gone_for_good_after_a_while(op
     """A later start found it young again."""
     monkeypatch.setattr(expiry, "_LONGEST_INTERVAL", 0.05)
     monkeypatch.setattr(expiry, "_SHORTEST_INTERVAL", 0.05)
+    monkeypatch.setattr(page_files, "_COUNT_INTERVAL", 0.05)
     keys = page_keys(16)
     clock[0] = 30 * HOUR
     store = opened(ttl=HOUR)
