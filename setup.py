@@ -16,6 +16,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -37,10 +38,24 @@ def _version_of_sources() -> int:
 
 
 class BuildCore(build_ext):
-    """Names the library as native/__init__.py looks for it."""
+    """Builds the library anew each time: files of a release may be older than those that it replaces."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.force = True
 
     def get_ext_filename(self, fullname: str) -> str:
+        """As native/__init__.py looks for it."""
         return fullname.replace(".", "/") + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
+        try:
+            super().build_extension(ext)
+        except CompileError:
+            # A compiler that cannot choose between kinds of vectors when a program begins.
+            ext.define_macros.append(("WIDE", ""))
+            super().build_extension(ext)
 
 
 class WheelOfAnyPython(bdist_wheel):

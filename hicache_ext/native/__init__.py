@@ -15,7 +15,9 @@ numpy: slower, and with the GIL. Why C, and why so: docs/decisions/native-core.m
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import functools
 import hashlib
 import importlib
@@ -27,6 +29,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+import xxhash
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -36,18 +40,17 @@ logger = logging.getLogger(__name__)
 _HERE = Path(__file__).parent
 LIBRARY = _HERE / "core.so"
 """Tests put another one here."""
-_of_buffer, _address_of_object = (ctypes.c_char * 0).from_buffer, ctypes.addressof
-_FUNCTIONS = (
+_OF_XXHASH = (
     ("XXH3_128bits_dispatch", "XXH3_128bits"),
     ("XXH3_createState",),
     ("XXH3_freeState",),
     ("XXH3_128bits_reset",),
     ("XXH3_128bits_update_dispatch", "XXH3_128bits_update"),
     ("XXH3_128bits_digest",),
-    ("preadv2",),
-    ("pwritev2",),
 )
-"""Of ``struct functions``: the first name that exists, in the xxhash package's extension module or the C library."""
+"""Of ``struct functions``: the first name that the xxhash package's extension module has, and no other library's."""
+_OF_SYSTEM = (("preadv2",), ("pwritev2",))
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EIO)
 
 
 def words(names: str) -> list[tuple[str, Any]]:
@@ -67,13 +70,17 @@ class Core:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._functions: dict[type[Arguments], tuple[Any, Callable[..., bytes]]] = {}
-        self.functions = (ctypes.c_void_p * len(_FUNCTIONS))(*_functions_of_others())
+        of_others = _functions_of_others()
+        self.functions = (ctypes.c_void_p * len(of_others))(*of_others)
         """``struct functions``; tests replace some, and call ``bind``."""
         self.bind()
 
     def bind(self) -> None:
-        """Have the core call ``functions``."""
-        self._library.hicache_bind(self.functions)
+        """Have the core call ``functions``. Raises ImportError where they make other checksums than Python's."""
+        sample, digests = bytes(range(256)) * 20, ctypes.create_string_buffer(32)
+        status = self._library.hicache_bind(self.functions, sample, ctypes.c_size_t(len(sample)), digests)
+        if status or digests.raw != 2 * xxhash.xxh3_128_digest(sample):
+            raise ImportError(f"the package xxhash {xxhash.VERSION} makes other checksums in C than in Python")
 
     def __call__(self, arguments: Arguments) -> int:
         """Call the function that takes these arguments; its result."""
@@ -97,13 +104,16 @@ _NO_BYTES = ctypes.c_char * 0
 
 
 def address(memory: npt.NDArray[Any] | bytearray) -> int:
-    """Where it begins."""
+    """Where it begins. Raises ValueError for an array that is not in one piece."""
     try:
         # A third of what numpy takes for it.
         return ctypes.addressof(_NO_BYTES.from_buffer(memory))  # type: ignore[arg-type]
     except TypeError:
+        array = cast("npt.NDArray[Any]", memory)
+        if not array.flags.c_contiguous:
+            raise ValueError("an array in pieces has no address") from None
         # It is read-only.
-        return int(cast("npt.NDArray[Any]", memory).ctypes.data)
+        return int(array.ctypes.data)
 
 
 def sources_version(place: Path = _HERE) -> int:
@@ -112,19 +122,35 @@ def sources_version(place: Path = _HERE) -> int:
     return int.from_bytes(hashlib.sha256(b"-".join(sources)).digest()[:8], "little") >> 1
 
 
+def _version() -> int | None:
+    with contextlib.suppress(OSError):
+        return sources_version()
+    return None
+
+
+_VERSION = _version()
+"""Of the sources beside this module when it was imported: an upgrade under a running process changes them."""
+
+
 @functools.cache
 def _loaded(path: Path) -> Core | str:
-    """The core, or why there is none."""
+    """The core, or why there is none. Raises OSError for want of memory or descriptors, which may pass."""
     # A checksum is returned in two registers, and fields of a header are little-endian.
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64") or sys.byteorder != "little":
         return f"{sys.platform} on {platform.machine()} is not supported"
     try:
+        # For its error: that of ctypes has no number.
+        path.open("rb").close()
         library = ctypes.CDLL(str(path))
-        if ctypes.c_uint64.in_dll(library, "hicache_version").value != sources_version():
+        if ctypes.c_uint64.in_dll(library, "hicache_version").value != _VERSION:
             return f"{path} was built of other sources"
         return Core(library)
+    except FileNotFoundError:
+        return f"{path.name} was not built with this package"
     except (OSError, ValueError, AttributeError, ImportError) as error:
-        return f"{path.name} was not built with this package" if not path.exists() else str(error)
+        if isinstance(error, OSError) and error.errno in _SHORTAGES:
+            raise
+        return str(error)
 
 
 _found: tuple[Path | None, Core | None] = (None, None)
@@ -135,20 +161,27 @@ def core() -> Core | None:
     """The native core; None where it is not available, which is logged once."""
     global _found
     if _found[0] is not LIBRARY:
-        loaded = _loaded(LIBRARY)
-        _found = LIBRARY, loaded if isinstance(loaded, Core) else None
-        if isinstance(loaded, str):
-            _say_once(loaded)
+        why = why_not()
+        if why is not None:
+            _say_once(why)
+        with contextlib.suppress(OSError):
+            loaded = _loaded(LIBRARY)
+            _found = LIBRARY, loaded if isinstance(loaded, Core) else None
     return _found[1]
 
 
 def why_not() -> str | None:
     """Why there is no core; None where there is one."""
-    found = _loaded(LIBRARY)
+    try:
+        found = _loaded(LIBRARY)
+    except OSError as error:
+        return f"{LIBRARY}: {error.strerror}"
     return found if isinstance(found, str) else None
 
 
-REMEDY = "install a C compiler (gcc) and install hicache_ext again"
+REMEDY = (
+    "install a C compiler (gcc), then hicache_ext again with pip install --force-reinstall --no-cache-dir --no-deps"
+)
 
 
 @functools.cache
@@ -158,15 +191,15 @@ def _say_once(reason: str) -> None:
 
 def _functions_of_others() -> list[int]:
     """Addresses. Raises ImportError, OSError or AttributeError where one is missing."""
-    libraries = ctypes.CDLL(str(importlib.import_module("xxhash._xxhash").__file__)), ctypes.CDLL(None)
-    return [_address_of(libraries, names) for names in _FUNCTIONS]
+    of_xxhash = ctypes.CDLL(str(importlib.import_module("xxhash._xxhash").__file__))
+    addresses = [_address_of(of_xxhash, *names) for names in _OF_XXHASH]
+    return addresses + [_address_of(ctypes.CDLL(None), *names) for names in _OF_SYSTEM]
 
 
-def _address_of(libraries: tuple[ctypes.CDLL, ...], names: tuple[str, ...]) -> int:
+def _address_of(library: ctypes.CDLL, *names: str) -> int:
     for name in names:
-        for library in libraries:
-            if hasattr(library, name):
-                return int(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0)
+        if hasattr(library, name):
+            return int(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0)
     raise AttributeError(f"no function {names[-1]}")
 
 

@@ -21,11 +21,14 @@
 
 #define PUBLIC __attribute__((visibility("default")))
 
-/* A function that is compiled for wider vectors, too; the processor has the say when the library is loaded. */
+/* A function that is compiled for wider vectors, too; the processor has the say when the library is loaded. Not every
+ * compiler can: the build defines WIDE as nothing where this one fails (setup.py). */
+#ifndef WIDE
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define WIDE __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
+#define WIDE __attribute__((target_clones("arch=skylake-avx512", "avx2", "default")))
 #else
 #define WIDE
+#endif
 #endif
 
 #if !defined(__linux__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || !defined(__LP64__)

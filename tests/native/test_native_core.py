@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import hicache_ext
@@ -131,11 +132,66 @@ def test_an_edited_source_makes_another_version(tmp_path: Path) -> None:
 
 def test_it_is_c11_without_a_warning(compiler: str, tmp_path: Path) -> None:
     flags = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-fPIC", "-fwrapv", "-DHICACHE_VERSION=1"]
-    for file in SOURCES.glob("*.c"):
-        subprocess.run([compiler, *flags, "-c", str(file), "-o", str(tmp_path / "object")], check=True)
+    for more in ([], ["-DWIDE="]):
+        for file in SOURCES.glob("*.c"):
+            subprocess.run([compiler, *flags, *more, "-c", str(file), "-o", str(tmp_path / "object")], check=True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the library is for Linux")
 def test_it_asks_nothing_but_the_c_library_of_the_system() -> None:
     needed = subprocess.run(["readelf", "-d", str(native.LIBRARY)], capture_output=True, text=True, check=True).stdout
     assert set(re.findall(r"NEEDED.*\[(.+)\]", needed)) <= {"libc.so.6"}
+
+
+def test_an_upgrade_under_a_running_process_is_not_loaded_into_it(compiler: str, tmp_path: Path) -> None:
+    """Its structs would have other fields than the classes that are there already: SIGSEGV."""
+    package = tmp_path / "hicache_ext"
+    (package / "native").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    for file in [*SOURCES.glob("*.[ch]"), SOURCES / "__init__.py"]:
+        shutil.copy(file, package / "native" / file.name)
+    program = """
+import shutil, subprocess, sys
+from hicache_ext import native
+with open(native._HERE / "core.h", "a") as header:
+    header.write("/* another release */\\n")
+define, files = f"-DHICACHE_VERSION={native.sources_version()}", [str(file) for file in native._HERE.glob("*.c")]
+command = [sys.argv[1], "-std=gnu11", "-w", "-shared", "-fPIC", define, *files, "-o", str(native.LIBRARY)]
+subprocess.run(command, check=True)
+print(native.core(), native.why_not())
+"""
+    command = [sys.executable, "-c", program, compiler]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.startswith("None ") and "was built of other sources" in done.stdout
+
+
+def test_a_shortage_that_passes_is_not_remembered() -> None:
+    program = """
+import os, resource
+from hicache_ext import native
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+opened = [os.dup(0) for _ in range(3)]
+resource.setrlimit(resource.RLIMIT_NOFILE, (max(opened) + 1, limits[1]))
+print(native.core() is None, native.why_not())
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+print(native.core() is not None)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    first, second = done.stdout.splitlines()
+    assert first.startswith("True ") and first.endswith("Too many open files") and second == "True"
+
+
+def test_an_array_in_pieces_has_no_address() -> None:
+    with pytest.raises(ValueError, match="in pieces"):
+        native.address(np.zeros((4, 4), np.int64)[:, 0])
+    fixed = np.zeros(4, np.int64)
+    fixed.flags.writeable = False
+    assert native.address(fixed) == fixed.ctypes.data
+
+
+def test_functions_that_make_other_checksums_are_not_used(monkeypatch) -> None:
+    core = native.core()
+    assert core is not None
+    monkeypatch.setattr(native.xxhash, "xxh3_128_digest", lambda data: bytes(16))
+    with pytest.raises(ImportError, match="other checksums in C"):
+        core.bind()

@@ -102,7 +102,8 @@ class PageKeys(Sequence[bytes]):
             text = _SEPARATOR.join(names)
             if text.isascii() and len(text) % 8 == 0:
                 digits, words = bytearray(text, "ascii"), np.empty((len(names), _KEY_WORDS), np.int64)
-                of_text = address(digits), len(text) // 8, address(_words_of(identity))
+                of_identity = _words_of(identity)
+                of_text = address(digits), len(text) // 8, address(of_identity)
                 if core(_DecodeHashes(*of_text, address(words), len(names))):
                     return cls(identity, words)
         return cls.of_joined(identity, joined_page_hashes(names))
