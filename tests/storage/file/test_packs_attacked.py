@@ -17,7 +17,6 @@ from hicache_ext.cli.main import main
 from hicache_ext.runtime import vectored
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.pages import catalogue
-from hicache_ext.storage.tiers.file.path_store import EVER
 from hicache_ext.testing.conformance.pages import IDENTITY, HostPages, assert_hits, page_keys, read_pages, store_pages
 from tests.storage.file.page_files import store_one_by_one
 from tests.storage.raw_access import account_and_walk
@@ -188,7 +187,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_pack_leaves_nothing_of_it(store,
     assert not list((place / "tmp").iterdir())
     assert account_and_walk(store)[0] == account_and_walk(store)[1]
     full[0] = False
-    monkeypatch.setattr(store, "_no_growth_until", 0.0)
+    monkeypatch.setattr(store, "_no_writes_until", 0.0)
     assert store_pages(store, KEYS) == [SetResult.STORED] * 6
     assert_hits(store, KEYS)
 
@@ -233,7 +232,7 @@ def test_a_pack_that_others_renamed_before_its_age_was_renewed_is_no_trouble_of_
     monkeypatch.setattr(store, "_trouble", errors.append)
     old = time.time() - 3600
     os.utime(pack, (old, old))
-    found = store._packs.find(KEYS[1:2], EVER)[0]
+    found = store._packs.find(KEYS[1:2], 0)[0]
     open_store().remove(KEYS[:1])
     store._packs.touch(found.path, found.status)
     assert errors == []

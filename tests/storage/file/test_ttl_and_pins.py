@@ -12,12 +12,10 @@ from hicache_ext.page import envelope
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.file import path_store as expiry
 from hicache_ext.storage.tiers.file import pins
-from hicache_ext.storage.tiers.file.pages import store as page_files
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pins import add_pin
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import OTHER_IDENTITY, assert_hits, page_keys, read_pages, store_pages
-from tests.waiting import wait_until
 
 MIB = 1 << 20
 SIZES = (31 << 10,)
@@ -90,56 +88,6 @@ def test_use_does_not_make_a_page_younger(opened, clock):
     assert_hits(store, keys, SIZES)
     clock[0] = HOUR + 60
     assert not any(hits(store, keys))
-
-
-@pytest.mark.parametrize("at_once", [1, 8])
-@pytest.mark.parametrize("restart", [False, True])
-def test_a_clock_that_was_ahead_makes_no_page_outlive_the_ttl(opened, clock, at_once, restart):
-    keys = page_keys(16)
-    clock[0] = 300.0
-    store = opened(ttl=HOUR)
-    for at in range(0, 8, at_once):
-        store_pages(store, keys[at : at + at_once], SIZES)
-    assert_hits(store, keys[:8], SIZES)
-    clock[0] = 0.0
-    if restart:
-        store.close()
-        store = opened(ttl=HOUR)
-    store_pages(store, keys[8:], SIZES)
-    assert hits(store, keys) == [False] * 8 + [True] * 8
-    clock[0] = HOUR + 120
-    assert read_pages(store, keys, SIZES)[0] == [GetResult.MISS] * 16
-    assert store.contains(keys) == [False] * 16
-    assert store_pages(store, keys[:8], SIZES) == [SetResult.STORED] * 8
-    assert_hits(store, keys[:8], SIZES)
-
-
-def test_what_a_clock_has_dated_that_was_ahead_is_gone_for_good_after_a_while(opened, clock, monkeypatch):
-    """A later start found it young again."""
-    monkeypatch.setattr(expiry, "_LONGEST_INTERVAL", 0.05)
-    monkeypatch.setattr(expiry, "_SHORTEST_INTERVAL", 0.05)
-    monkeypatch.setattr(page_files, "_COUNT_INTERVAL", 0.05)
-    keys = page_keys(16)
-    clock[0] = 30 * HOUR
-    store = opened(ttl=HOUR)
-    store_pages(store, keys[:8], SIZES)
-    clock[0] = 0.0
-    store_pages(store, keys[8:], SIZES)
-    wait_until(lambda: store.fullness().pages == 8)
-    time.sleep(0.5)
-    assert_hits(store, keys[8:], SIZES)
-    store.close()
-    clock[0] = 30 * HOUR
-    assert not any(hits(opened(), keys[:8]))
-
-
-def test_clocks_that_are_seconds_apart_do_no_harm(opened, clock):
-    clock[0] = 20.0
-    keys = page_keys(8)
-    store = opened(ttl=HOUR)
-    store_pages(store, keys, SIZES)
-    clock[0] = 0.0
-    assert_hits(store, keys, SIZES)
 
 
 def test_a_ttl_holds_for_pages_written_before_there_was_one(opened, clock):

@@ -51,18 +51,9 @@ _SHORTEST_INTERVAL = 0.5
 _LONGEST_INTERVAL = 600.0
 
 
-EVER = range(1 << 64)
-_CLOCKS_APART = 60.0
-"""Seconds by which the clocks of machines that share a directory may differ."""
-
-
-def valid_ms(ttl: float | None) -> range:
-    """When pages were created (``created_ms`` of their envelope) that are not expired. Also those are expired that a
-    clock has dated that was ahead: nobody knows how old they are."""
-    if ttl is None:
-        return EVER
-    now = time.time()
-    return range(int((now - ttl) * 1000), int((now + min(ttl, _CLOCKS_APART)) * 1000))
+def oldest_valid_ms(ttl: float | None) -> int:
+    """Pages created (``created_ms`` of their envelope) before this are expired; 0 without a ttl."""
+    return 0 if ttl is None else int((time.time() - ttl) * 1000)
 
 
 def record_ttl(tier: str, path: Path, ttl: float | None) -> None:

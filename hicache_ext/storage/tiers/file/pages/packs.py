@@ -102,7 +102,7 @@ class Packs:
 
     # -- finding ---------------------------------------------------------------------------------------------------
 
-    def find(self, keys: Sequence[bytes], valid: range) -> list[FoundPack | None]:
+    def find(self, keys: Sequence[bytes], oldest_valid_ms: int) -> list[FoundPack | None]:
         """Where each page is and can be read from; None for other pages."""
         found: list[FoundPack | None] = [None] * len(keys)
         for identity, positions in _by_identity(keys):
@@ -116,7 +116,7 @@ class Packs:
                         continue
                     pack, number = place
                     if pack.id not in statuses:
-                        statuses[pack.id] = self._status(identity, pack, valid)
+                        statuses[pack.id] = self._status(identity, pack, oldest_valid_ms)
                     status = statuses[pack.id]
                     if status is None or status.dead >> number & 1:
                         moved.append(position)
@@ -142,7 +142,7 @@ class Packs:
             return [key for position in PackFile(pack, dead).living if (key := keys[position]) is not None]
         return []
 
-    def _status(self, identity: bytes, pack: Pack, valid: range) -> FoundPack | None:
+    def _status(self, identity: bytes, pack: Pack, oldest_valid_ms: int) -> FoundPack | None:
         """None: it is not there under the name that was known; its bucket was read again."""
         path, dead = self.catalogue.path(identity, pack)
         try:
@@ -152,7 +152,7 @@ class Packs:
         except OSError as error:
             self._note_error(error)
         else:
-            is_pack = stat.S_ISREG(status.st_mode) and milliseconds_of(pack.id) in valid
+            is_pack = stat.S_ISREG(status.st_mode) and milliseconds_of(pack.id) >= oldest_valid_ms
             pages = status.st_size // pack.page_bytes if is_pack else 0
             return FoundPack(path, dead, status, pack.page_bytes, pages)
         return None
@@ -169,7 +169,7 @@ class Packs:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def read(self, pages: PackRun, batch: PageBatch, valid: range) -> list[GetResult | None]:
+    def read(self, pages: PackRun, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult | None]:
         """Read the pages of a run into their memory. None: the page is not there (any more): look again."""
         identity, pack, count = pages.identity, pages.run.pack, len(pages.run.members)
         path, dead = self.catalogue.path(identity, pack)
@@ -197,7 +197,7 @@ class Packs:
                 self._metrics.add("corrupt", "not_a_file", count)
                 self._remove_no_pack(identity, pack, path)
                 return [GetResult.CORRUPT] * count
-            if milliseconds_of(pack.id) not in valid:
+            if milliseconds_of(pack.id) < oldest_valid_ms:
                 self.remove_expired(identity, PackFile(pack, dead), path, status)
                 return [GetResult.MISS] * count
             results = self._read_run(fd, pages, batch)
@@ -363,7 +363,7 @@ class Packs:
                 removed = self._take_away(identity, place) or removed
         return removed
 
-    def make_way(self, sizes: Mapping[bytes, int], valid: range) -> None:
+    def make_way(self, sizes: Mapping[bytes, int], oldest_valid_ms: int) -> None:
         """Of pages that are about to be written, key and bytes, take those away that are there and are not they: a
         reader looks into packs first. Never raises OSError."""
         keys = list(sizes)
@@ -374,18 +374,18 @@ class Packs:
                 in_the_way = [
                     place
                     for key, place in places
-                    if place is not None and self._is_in_the_way(identity, place, sizes[key], valid)
+                    if place is not None and self._is_in_the_way(identity, place, sizes[key], oldest_valid_ms)
                 ]
                 for place in in_the_way:
-                    expired = milliseconds_of(place.pack.id) not in valid
+                    expired = milliseconds_of(place.pack.id) < oldest_valid_ms
                     self._heal(identity, place, EXPIRED if expired else "unreadable")
                 if not in_the_way:
                     break
 
-    def _is_in_the_way(self, identity: bytes, place: Place, size: int, valid: range) -> bool:
+    def _is_in_the_way(self, identity: bytes, place: Place, size: int, oldest_valid_ms: int) -> bool:
         """Whether a page is there that is not one of ``size`` bytes to be read. Another writer may just have stored it:
         that one stays."""
-        status = self._status(identity, place.pack, valid)
+        status = self._status(identity, place.pack, oldest_valid_ms)
         if status is None or status.dead & place.mask:
             return False
         return (
@@ -464,8 +464,8 @@ class Packs:
         self._metrics.add("evicted", "ttl", len(found.living))
         return len(found.living)
 
-    def remove_all_expired(self, loop: BackgroundLoop, valid: range) -> int:
-        """Delete the packs that were not written then, until ``loop`` is stopped; how many pages that were."""
+    def remove_all_expired(self, loop: BackgroundLoop, oldest_valid_ms: int) -> int:
+        """Delete the packs written before, until ``loop`` is stopped; how many pages that were."""
         removed, tree = 0, self._directory.packs
         for identity in tree.known_identities():
             for name in tree.buckets(identity):
@@ -474,7 +474,7 @@ class Packs:
                 for path, found in list(tree.packs_in(bucket)):
                     if loop.stopping:
                         return removed
-                    if milliseconds_of(found.pack.id) not in valid:
+                    if milliseconds_of(found.pack.id) < oldest_valid_ms:
                         with suppress(OSError):
                             removed += self.remove_expired(identity, found, path, os.lstat(path))
                 if removed > before:

@@ -11,7 +11,6 @@ from hicache_ext.errors import FormatError
 from hicache_ext.page import envelope
 from hicache_ext.runtime import vectored
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
-from hicache_ext.storage.tiers.file.path_store import EVER
 
 HEADER_LENGTH = envelope.FIELDS_LENGTH
 
@@ -36,7 +35,7 @@ def read_page(
     key: bytes,
     segments: Sequence[memoryview],
     flags: int = 0,
-    valid: range = EVER,
+    oldest_valid_ms: int = 0,
 ) -> str | None:
     """Read the page ``key`` into ``segments`` and check it; returns why it is not the page, None when it is.
 
@@ -51,7 +50,7 @@ def read_page(
     if vectored.read_into(fd, [memoryview(header), *segments], 0, flags) != expected:
         return "truncated"
     reason = envelope.reason_to_refuse(header, key, segments)
-    if reason is None and valid is not EVER and envelope.decode_header(header).created_ms not in valid:
+    if reason is None and oldest_valid_ms and envelope.decode_header(header).created_ms < oldest_valid_ms:
         return EXPIRED
     return reason
 
@@ -66,14 +65,14 @@ def is_page(fd: int, status: os.stat_result, key: bytes, segments: Sequence[memo
     return read_page(fd, status, key, elsewhere) is None
 
 
-def created_outside(path: str, valid: range) -> bool:
-    """Whether a page file was written at another time, by its header. Never raises: False for an unreadable file."""
+def created_before(path: str, oldest_valid_ms: int) -> bool:
+    """Whether a page file was written before, by its header. Never raises: False for an unreadable file."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:
-        return envelope.decode_header(os.pread(fd, HEADER_LENGTH, 0)).created_ms not in valid
+        return envelope.decode_header(os.pread(fd, HEADER_LENGTH, 0)).created_ms < oldest_valid_ms
     except (OSError, FormatError):
         return False
     finally:

@@ -22,7 +22,7 @@ from hicache_ext.storage.contract.store import GetResult, SetResult, identities_
 from hicache_ext.storage.tiers.file.pages import page_file as page_io
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.scanning import ABSENT, occupied
-from hicache_ext.storage.tiers.file.path_store import valid_ms
+from hicache_ext.storage.tiers.file.path_store import oldest_valid_ms
 from hicache_ext.storage.tiers.file.usage import Usage
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class PageFiles:
             return GetResult.CORRUPT
         try:
             status = os.fstat(fd)
-            reason = page_io.read_page(fd, status, key, segments, self._read_flags, valid_ms(self._ttl))
+            reason = page_io.read_page(fd, status, key, segments, self._read_flags, oldest_valid_ms(self._ttl))
             if reason is None:
                 self._touch(fd, status)
             elif reason != page_io.EXPIRED and page_io.is_page(fd, status, key, segments):
@@ -291,7 +291,7 @@ class PageFiles:
         if self._ttl is None or not stat.S_ISREG(status.st_mode):
             return False
         # The mtime is that of the last use: never before the page was written.
-        return status.st_mtime < time.time() - self._ttl or page_io.created_outside(path, valid_ms(self._ttl))
+        return status.st_mtime < time.time() - self._ttl or page_io.created_before(path, oldest_valid_ms(self._ttl))
 
     def _remove_expired(self, key: bytes, path: str, size: int, status: os.stat_result) -> bool:
         """False when it stays."""

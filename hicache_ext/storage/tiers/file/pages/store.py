@@ -35,7 +35,7 @@ from hicache_ext.storage.tiers.file.pages.packs import PackRun, Packs
 from hicache_ext.storage.tiers.file.pages.scanning import ABSENT, BLOCK, occupied
 from hicache_ext.storage.tiers.file.pages.single import Found, PageFiles
 from hicache_ext.storage.tiers.file.pages.upkeep import Upkeep
-from hicache_ext.storage.tiers.file.path_store import NO_SPACE, Fullness, PathStore, valid_ms
+from hicache_ext.storage.tiers.file.path_store import NO_SPACE, Fullness, PathStore, oldest_valid_ms
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.usage import Grant, Removal, Usage
 
@@ -144,13 +144,13 @@ class PageFileStore(PathStore):
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def _read(self, batch: PageBatch) -> list[GetResult]:
-        valid = valid_ms(self._ttl)
+        oldest = oldest_valid_ms(self._ttl)
         in_packs = self._packs.runs(batch.keys)
         rest = sorted(set(range(len(batch))).difference(*[pages.run.members for pages in in_packs]))
 
         def read_file(number: int) -> list[GetResult]:
             if number < len(in_packs):
-                return self._get_run(in_packs[number], batch, valid)
+                return self._get_run(in_packs[number], batch, oldest)
             position = rest[number - len(in_packs)]
             return [self._files.get(batch.keys[position], batch.buffers[position])]
 
@@ -169,19 +169,19 @@ class PageFileStore(PathStore):
         keys = self._packs.keys_in(*place)
         yield keys, [place[1].page_bytes - page_io.HEADER_LENGTH] * len(keys)
 
-    def _get_run(self, pages: PackRun, batch: PageBatch, valid: range) -> list[GetResult]:
+    def _get_run(self, pages: PackRun, batch: PageBatch, oldest: int) -> list[GetResult]:
         """Pages that were in a pack, as far as its name told."""
         return [
-            self._look_again(batch, position, valid) if result is None else result
-            for position, result in zip(pages.run.members, self._packs.read(pages, batch, valid), strict=True)
+            self._look_again(batch, position, oldest) if result is None else result
+            for position, result in zip(pages.run.members, self._packs.read(pages, batch, oldest), strict=True)
         ]
 
-    def _look_again(self, batch: PageBatch, position: int, valid: range) -> GetResult:
+    def _look_again(self, batch: PageBatch, position: int, oldest: int) -> GetResult:
         """A page that was not where it was expected: its pack was renamed or removed, or is that of another page."""
         one = batch.select([position])
         for _ in range(_LOOKS):
             for pages in self._packs.runs(one.keys, again=False):
-                (result,) = self._packs.read(pages, one, valid)
+                (result,) = self._packs.read(pages, one, oldest)
                 if result is not None:
                     return result
         return self._files.get(batch.keys[position], batch.buffers[position])
@@ -189,7 +189,7 @@ class PageFileStore(PathStore):
     # -- presence --------------------------------------------------------------------------------------------------
 
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
-        in_packs = self._packs.find(keys, valid_ms(self._ttl))
+        in_packs = self._packs.find(keys, oldest_valid_ms(self._ttl))
         present = [found is not None for found in in_packs]
         rest = [position for position, known in enumerate(present) if not known]
         if rest:
@@ -210,7 +210,7 @@ class PageFileStore(PathStore):
         sizes = [page_io.object_size(segments) for segments in batch.buffers]
         results = [SetResult.REJECTED] * len(batch)
         missing: dict[bytes, int] = {}
-        in_packs = self._packs.find(batch.keys, valid_ms(self._ttl))
+        in_packs = self._packs.find(batch.keys, oldest_valid_ms(self._ttl))
         for pack in {found.path: found for found in in_packs if found is not None}.values():
             self._packs.touch(pack.path, pack.status)
         for position, (key, size, found) in enumerate(zip(batch.keys, sizes, in_packs, strict=True)):
@@ -230,7 +230,7 @@ class PageFileStore(PathStore):
             self.metrics.add("rejected", "no_space", len(missing))
             return results
         absent = {key: sizes[position] for key, position in missing.items()}
-        self._packs.make_way(absent, valid_ms(self._ttl))
+        self._packs.make_way(absent, oldest_valid_ms(self._ttl))
         self._set_missing(batch, sizes, list(missing.values()), results)
         if len(missing) < len(batch):
             for position, key in enumerate(batch.keys):
@@ -369,8 +369,8 @@ class PageFileStore(PathStore):
         return was_there
 
     def remove_expired(self, loop: BackgroundLoop) -> int:
-        valid = valid_ms(self._ttl)
-        return self._files.remove_expired(loop) + self._packs.remove_all_expired(loop, valid)
+        oldest = oldest_valid_ms(self._ttl)
+        return self._files.remove_expired(loop) + self._packs.remove_all_expired(loop, oldest)
 
     def _clear(self, digests: Sequence[bytes] | None) -> int:
         """Out of sight at once, for everybody: the trees of these identities are moved away, then deleted."""

@@ -105,8 +105,6 @@ _MOST_COMPANIONS = 64
 """Of one identity: more than ranks and pools of a server on one machine."""
 _AT_ONCE_BESIDE = 1 << 11
 """Pages looked for beside those that went, under the lock at once."""
-_AHEAD = 1
-"""CREATED of a page that a clock has dated that was ahead."""
 _NO_NUMBERS = np.array([-1])
 _NONE: Words = np.empty(0, np.int64)
 _NO_TABLE: Words = np.empty((0, 0), np.int64)
@@ -541,34 +539,6 @@ class SlabIndex:
         taken_from: Words = of_size[self.memory.slabs[of_size, SLAB_STATE] == READY]
         return taken_from
 
-    def _note_written(self, moment: int) -> None:
-        header = self.memory.header
-        header[slot_code.NEWEST] = max(int(header[slot_code.NEWEST]), moment)
-
-    def expire_ahead(self, newest: int) -> None:
-        """Let pages that say they were written after ``newest`` (milliseconds) be older than any. Looks at every row
-        where there may be one. Without a lock: what is written at the same moment may be lost."""
-        header = self.memory.header
-        if header[slot_code.NEWEST] > newest:
-            for slab in self.view().slabs.values():
-                created = self.memory.rows[slab.first_row : slab.first_row + slab.slots, CREATED]
-                created[created > newest] = _AHEAD
-            header[slot_code.NEWEST] = newest
-
-    def expired_ahead(self) -> Words:
-        """The rows of pages that ``expire_ahead`` found. Looks at every row."""
-        found = [np.empty(0, np.int64)]
-        for slab in self.view().slabs.values():
-            rows = self.memory.rows[slab.first_row : slab.first_row + slab.slots]
-            ahead = (rows[:, CREATED] == _AHEAD) & (rows[:, STATE] & STATES == slot_code.PAGE)
-            found.append(slab.first_row + np.flatnonzero(ahead))
-        return np.concatenate(found)
-
-    def seals_of(self, rows: Words) -> list[bytes]:
-        """The seals that pages in these rows have now."""
-        seals = self.memory.rows[rows, slot_code.SEAL : slot_code.SEAL + SEAL_LENGTH // 8]
-        return [seal.tobytes() for seal in seals]
-
     def give_back(self, rows: Words, ticket: int) -> None:
         """Free slots that were taken. Raises IndexBusyError."""
         if len(rows):
@@ -606,7 +576,6 @@ class SlabIndex:
                 published,
                 sampled := self._sampled(view),
             )
-            self._note_written(now)
             if sampled:
                 self._learn(view)
             index_words.give_back(self.memory, np.ascontiguousarray(taken.rows), pending, ticket)
@@ -630,7 +599,8 @@ class SlabIndex:
         rows = np.ascontiguousarray(rows)
         with self._changing():
             if seals is not None:
-                same = [now == seal for now, seal in zip(self.seals_of(rows), seals, strict=True)]
+                now = self.memory.rows[rows, slot_code.SEAL : slot_code.SEAL + SEAL_LENGTH // 8]
+                same = [row.tobytes() == seal for row, seal in zip(now, seals, strict=True)]
                 rows = rows[np.array(same, bool)]
             index_words.seize(self.memory, rows, self._pending, ticket)
         return rows[rows >= 0]
@@ -1011,7 +981,6 @@ class SlabIndex:
                 of_slab[FREE_SLOTS] += int((states == FREE).sum())
                 of_slab[OF] = begin + at + len(columns[0])
                 self.memory.header[slot_code.FOUND] += found
-                self._note_written(int(columns[3].max()))
 
     def end_slab(self, slab: Slab) -> bool:
         """All slots of a slab were looked at; False, and it is to be looked at again, where that is not so. Raises

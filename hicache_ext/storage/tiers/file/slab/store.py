@@ -29,10 +29,9 @@ import numpy.typing as npt
 from hicache_ext.errors import ClearLaterError, IndexBusyError, StoreSetupError
 from hicache_ext.page import envelope
 from hicache_ext.page.envelope import IDENTITY_LENGTH
-from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
-from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore, valid_ms
+from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore, oldest_valid_ms
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.allocator import SlotAllocator
@@ -143,7 +142,6 @@ class SlabStore(PathStore):
 
     layout = "slab"
     without_space = "new pages take the place of cold ones"
-    removes_expired = True
 
     @property
     def no_space_since(self) -> int:
@@ -336,22 +334,20 @@ class SlabStore(PathStore):
     def _forget(self, keys: Sequence[bytes], only: int | None = None, seals: Sequence[bytes] | None = None) -> int:
         """Remove pages, their headers included, so that a rebuild does not find them; how many there were. With
         ``only``, none but the page in that row; with ``seals``, one for each key, none but the pages that have them."""
+        ticket = self._index.next_ticket()
         found = self._index.locate(keys)
         if only is not None:
             found = found.select(found.rows == only)
-        return self._forget_rows(found.rows, None if seals is None else [seals[at] for at in found.positions])
-
-    def _forget_rows(self, rows: Numbers, seals: Sequence[bytes] | None) -> int:
-        ticket = self._index.next_ticket()
+        wanted = None if seals is None else [seals[position] for position in found.positions]
         try:
-            seized = self._index.seize(rows, ticket, seals)
+            seized = self._index.seize(found.rows, ticket, wanted)
         except IndexBusyError:
             return 0
         try:
-            for number, slot in zip(*self._index.places_of(seized), strict=True):
-                slab = self._allocator.slab(int(number))
+            for page in found.select(np.isin(found.rows, seized)).pages():
+                slab = self._allocator.slab(page.slab)
                 if slab is not None:
-                    self._io.erase_header(slab, int(slot))
+                    self._io.erase_header(slab, page.slot)
         except FileNotFoundError:
             # The slab was dropped meanwhile.
             pass
@@ -530,23 +526,7 @@ class SlabStore(PathStore):
 
     def _oldest(self) -> int:
         """Pages written before this (wall-clock milliseconds) are expired; 0 without a ttl."""
-        if self._ttl is None:
-            return 0
-        valid = valid_ms(self._ttl)
-        self._index.expire_ahead(valid.stop)
-        return max(0, valid.start)
-
-    def remove_expired(self, loop: BackgroundLoop) -> int:
-        """Only those of a clock that was ahead, which a later start would find young again: others go when slots are
-        needed."""
-        self._oldest()
-        rows, removed = self._index.expired_ahead(), 0
-        for at in range(0, len(rows), _HEADERS_AT_ONCE):
-            if loop.stopping:
-                break
-            some = rows[at : at + _HEADERS_AT_ONCE]
-            removed += self._forget_rows(some, self._index.seals_of(some))
-        return removed
+        return 0 if self._ttl is None else max(0, oldest_valid_ms(self._ttl))
 
     def _give_back_left(self) -> None:
         """Free the slots that could not be freed when they should. Raises IndexBusyError."""
