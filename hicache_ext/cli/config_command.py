@@ -138,7 +138,7 @@ def notes_on(checked: ExtraConfig, inline: bool) -> Iterator[tuple[str, str]]:
         yield "allocator", "SGLang ignores 'allocator' in a file; pass the configuration inline to use it"
     for name, tier in config.tiers.items():
         if name not in (*config.retrieve_locations, *config.store_locations):
-            yield f"tier {name}", f"tier {name} is neither read nor written"
+            yield f"tier {name}", f"tier {name} is neither read nor written; name it in a location list"
         if tier.timeout is not None and math.inf > tier.timeout >= _LONG_TIMEOUT:
             yield (
                 f"tier {name}",

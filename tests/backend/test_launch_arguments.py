@@ -105,3 +105,16 @@ def test_an_argument_that_nobody_knows_counts_by_a_digest_when_it_is_given() -> 
 def test_equal_values_have_equal_digests_whatever_their_order(make: Callable[[list[str]], Any]) -> None:
     one, other = (shaping({"new_knob": make(order)}) for order in (["x", "y", "z"], ["z", "y", "x"]))
     assert one == other
+
+
+def test_values_of_any_kind_are_equal_in_every_process() -> None:
+    class Thing:
+        def __init__(self, of: int) -> None:
+            self.of = of
+
+    def facts(value: object) -> dict[str, str]:
+        return shaping({"an_argument_to_come": value})
+
+    assert facts(Thing(1)) == facts(Thing(1)) != facts(Thing(2))
+    assert facts(object()) == facts(object())
+    assert facts({1: "a", "b": 2}) == facts({"b": 2, 1: "a"}) != facts({1: "a", "b": 3})

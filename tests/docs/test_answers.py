@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -206,7 +207,9 @@ STATES: dict[str, Callable[[Place], None]] = {
     "nothing is stored": lambda place: place.metrics('hicache_ext_serving{tp_rank="0"} 0'),
     '"was bad (checksum)': _counted("corrupt", "checksum", 3),
     '"pages arrived damaged': _counted("suspect", "good", 2),
-    '"no space left"': _counted("rejected", "no_space", 5),
+    '"no space left"': lambda place: place.metrics(
+        f'hicache_ext_no_space_since_seconds{{tier="disk",tp_rank="0"}} {time.time() - 90}'
+    ),
     '"tier ... is left out"': lambda place: place.metrics('hicache_ext_breaker_state{tier="pool",tp_rank="0"} 2'),
     '"path ... is out of service"': _broken_path,
     '"does not go on: stopped': _stopped,

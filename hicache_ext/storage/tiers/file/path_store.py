@@ -358,14 +358,19 @@ class PathStore(TierStore):
         self._resources.close()
 
     def _portions(
-        self, positions: list[int], sizes: Sequence[int], disk_bytes: Callable[[int], int], share: int
+        self,
+        positions: list[int],
+        sizes: Sequence[int],
+        disk_bytes: Callable[[int], int],
+        capacity: int | None,
+        share: int,
     ) -> list[list[int]]:
-        """``positions`` cut so that no portion needs more than this share of the capacity, unless one page does.
+        """``positions`` cut so that no portion needs more than this share of ``capacity``, unless one page does.
         ``disk_bytes``: of a page of this size."""
         if not positions:
             return []
         needed = {size: disk_bytes(size) for size in set(sizes)}
-        limit = math.inf if self._capacity is None else self._capacity // share
+        limit = math.inf if capacity is None else capacity // share
         if len(positions) * max(needed.values()) <= limit:
             return [positions]
         portions: list[list[int]] = []

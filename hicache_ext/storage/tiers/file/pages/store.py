@@ -240,13 +240,23 @@ class PageFileStore(PathStore):
 
     def _set_missing(self, batch: PageBatch, sizes: list[int], positions: list[int], results: list[SetResult]) -> None:
         """Write the pages at ``positions`` within the capacity, in portions that the capacity can hold."""
-        for portion in self._portions(positions, sizes, _room, _PORTIONS):
+        portions = self._portions(positions, sizes, _room, self._limit(), _PORTIONS)
+        for number, portion in enumerate(portions):
             left = self._set_portion(batch, sizes, portion, results)
             if left and self._is_kept_small():
                 self._note_size()
                 left = self._set_portion(batch, sizes, left, results, again=True)
                 if left:
                     self._no_writes_until = self._no_growth_until
+                    # Nobody can ask for a tail without its head.
+                    self.metrics.add("rejected", "no_space", sum(map(len, portions[number + 1 :])))
+                    return
+
+    def _limit(self) -> int | None:
+        """Bytes that the pages may take now."""
+        if not self._is_kept_small():
+            return self._capacity
+        return min(self._full_at, self._capacity or self._full_at)
 
     def _set_portion(
         self, batch: PageBatch, sizes: list[int], portion: list[int], results: list[SetResult], *, again: bool = False
@@ -256,14 +266,13 @@ class PageFileStore(PathStore):
         lengths = [pack_length(len(pack), sizes[pack[0]]) for pack in packs] + [sizes[i] for i in singles]
         reserved = sum(map(_room, lengths))
         kept_small = self._is_kept_small()
-        limit, share, least_files = self._capacity, (self._capacity or 0) * _EVICTION_SHARE, 0
+        limit, share, least_files = self._limit(), (self._capacity or 0) * _EVICTION_SHARE, 0
         if kept_small:
-            limit, share = min(self._full_at, limit or self._full_at), self._full_at * _FULL_DISK_SHARE
-            # It may be inodes that are lacking: a file needs one, and a new directory another.
-            least_files = 2 * len(lengths)
+            share = self._full_at * _FULL_DISK_SHARE
         if again:
-            # Others may take what this frees.
-            share = 0
+            # Others may take what this frees. It may be inodes that are lacking: a file needs one, and a new directory
+            # another.
+            share, least_files = 0, 2 * len(lengths)
         try:
             grant = self._usage.reserve(
                 reserved, limit, lambda need: self._evictor.evict(need, int(share), least_files)
@@ -302,6 +311,10 @@ class PageFileStore(PathStore):
     def _look_for_space(self) -> None:
         """Whether a write that went through has shown that there is space again: what eviction freed is none."""
         before = self._full_at
+        if not before:
+            # Another process or an earlier one found the file system full: from here on it is seen whether pages grow.
+            self._note_size()
+            return
         try:
             if not _CLEARED_SHARE * before < self.used_bytes() <= before:
                 self._is_full = not self._note_space(None)

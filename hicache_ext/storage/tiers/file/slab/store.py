@@ -393,7 +393,7 @@ class SlabStore(PathStore):
                 self.metrics.add("rejected", "capacity", len(missing))
                 return results
             # No portion can evict its own pages or leave none to the others.
-            for portion in self._portions(missing, batch.sizes, slot_size_of, _PORTIONS):
+            for portion in self._portions(missing, batch.sizes, slot_size_of, self._capacity, _PORTIONS):
                 self._set_portion(batch, portion, results)
             self._allocator.look_after([slot_size_of(size) for size in set(batch.sizes)], self._oldest())
         except IndexBusyError:
