@@ -49,6 +49,9 @@ others take what that frees, are not written. Twice as long each time that it ha
 _LONGEST_NO_SPACE_PAUSE = 300.0
 _FULL_DISK_SHARE = 1 / 64
 """As ``_EVICTION_SHARE``, where the file system is full before the tier is."""
+_GROWN_SHARE = 33 / 32
+"""The pages that take more than this part of what they took on a full medium have found new room: a little more fits
+whenever files of other sizes are evicted."""
 _CLEARED_SHARE = 3 / 4
 """A tier that takes less than this share of what it took on a full file system was cleared."""
 
@@ -316,7 +319,7 @@ class PageFileStore(PathStore):
             self._note_size()
             return
         try:
-            if not _CLEARED_SHARE * before < self.used_bytes() <= before:
+            if not _CLEARED_SHARE * before < self.used_bytes() <= _GROWN_SHARE * before:
                 self._is_full = not self._note_space(None)
                 self._full_pause = 0.0
         except OSError as error:
