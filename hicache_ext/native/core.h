@@ -8,7 +8,7 @@
  * Memory that other processes map (the index), slabs and servers may hold any bytes. A word from there that becomes a
  * position or a length is read once and used only where it lies in its part; lengths in a struct are the caller's own.
  *
- * What is little-endian on disk and in headers is copied as it is: other machines do not build this.
+ * What is little-endian on disk and in headers is copied as it is: big-endian machines are refused at compile time.
  */
 #ifndef HICACHE_CORE_H
 #define HICACHE_CORE_H
@@ -21,7 +21,7 @@
 
 #define PUBLIC __attribute__((visibility("default")))
 
-/* A function that is compiled for wider vectors, too; the processor has the say when the library is loaded. Not every
+/* A function that is compiled for wider vectors, too; the variant is chosen when the library is loaded. Not every
  * compiler can: the build defines WIDE as nothing where this one fails (setup.py). */
 #ifndef WIDE
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
@@ -35,7 +35,7 @@
 #error "64-bit little-endian Linux only"
 #endif
 
-/* -- functions of others ------------------------------------------------------------------------------------------- */
+/* -- external functions ------------------------------------------------------------------------------------------- */
 
 typedef struct { uint64_t low, high; } checksum; /* XXH128_hash_t */
 

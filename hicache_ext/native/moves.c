@@ -105,7 +105,7 @@ static int find_place(struct run *run)
     return !__builtin_mul_overflow(run->slot + count, call->slot_size, &end);
 }
 
-/* Move `count` vectors. Returns the bytes, or -errno; 0 for a call that fails without a reason. */
+/* Move `count` vectors. Returns the bytes, or -errno; 0 for a call that fails with errno 0. */
 static int64_t move(struct run *run, int64_t descriptor, int count, int64_t offset, int64_t flags)
 {
     ssize_t moved = (run->call->into_memory ? of_others.read : of_others.write)(
@@ -134,7 +134,7 @@ static int64_t read_large_page(struct run *run, checksum *of_payload)
 {
     const struct move_pages *call = run->call;
     const int64_t *at = call->addresses + call->positions[run->begin] * call->segment_count;
-    /* About equal ones: a small rest would cost a system call of its own. */
+    /* About equal ones: a small remainder would cost a system call of its own. */
     int64_t portions = call->payload > call->at_once ? call->payload / call->at_once : 1;
     int64_t portion = (call->payload + portions - 1) / portions;
     portion = (portion + BLOCK - 1) / BLOCK * BLOCK;
@@ -222,7 +222,7 @@ static int64_t write_run(struct run *run)
 }
 
 /* Move pages until all are taken; several threads may do so with one struct. Returns how many this thread called DONE.
- * Pages that are not may be moved in part. Sizes that make no sense, and no memory: 0. */
+ * Pages that are not may be moved in part. Returns 0 for invalid sizes or without memory. */
 PUBLIC int64_t hicache_move_pages(struct move_pages *call)
 {
     int64_t gap = call->slot_size - call->payload, done = 0;
@@ -250,7 +250,7 @@ struct check_headers {
     const uint64_t *headers;
     int64_t header_count;
     const uint64_t *start; /* The first 16 bytes of every header. */
-    uint64_t *seals;       /* Receives two words for each header that is one. */
+    uint64_t *seals;       /* Receives two words for each valid header. */
     uint8_t *valid;        /* Receives 1 for each that begins so and agrees with its checksum, 0 for the others. */
 };
 

@@ -1,4 +1,4 @@
-/* The functions of storage/tiers/file/eviction.py, which says what they mean, on the same integers. Words that another
+/* The functions of storage/tiers/file/eviction.py, which documents them; the results are the same. Words that another
  * process may have damaged give some rank; they never overflow into a trap (-fwrapv, and no divisor below 1). */
 #ifndef HICACHE_RANKS_H
 #define HICACHE_RANKS_H

@@ -14,11 +14,13 @@
  * one thread of one process holds; without it a slot may be given to two writers, and one of their pages is lost.
  *
  * A row says PENDING until all of it is written, and one store of STATE, a release, makes it a page. A look-up reads
- * STATE first, with acquire. So a kill between any two stores leaves nothing to be repaired.
+ * STATE first, with acquire. So a kill between any two stores never has a wrong page served: at worst a page has no
+ * entry, and its slot is used again once it is cold; or a count is off by one.
  *
  * Other processes may have damaged any word. Each is read once, by load(), and is a position only where it lies in its
  * part. What a struct says is the caller's own: lengths are those of its arrays, `identity_count` is a power of two,
- * `capacity`, `step` and `together` are at least 1, and what it knows of slabs (`known`, `slabs`) lies in the rows.
+ * `set_count`, `event_count`, `capacity`, `step` and `together` are at least 1, `entry_sets` is a power of two from 4
+ * on, and what it knows of slabs (`known`, `slabs`) lies in the rows.
  */
 #include <stdbool.h>
 #include <stdlib.h>
@@ -44,7 +46,7 @@ enum { SAMPLE_SHIFT = 24, SAMPLE = (1 << 20) - 1 };
 #define ROW_MASK ((INT64_C(1) << ROW_BITS) - 1)
 #define TAG_MASK ((INT64_C(1) << 23) - 1)
 #define NO_PAGE INT64_MAX /* The rank of a slot that cannot be taken now. */
-enum { AT_ONCE = -1 };    /* And of one that is free, or holds what nobody can ask for any more. */
+enum { AT_ONCE = -1 };    /* The rank of one that is free, or whose content can no longer be asked for. */
 
 struct table {
     int64_t *rows, *sets, *header, *identities;
@@ -84,7 +86,7 @@ static inline bool is_current(const struct table *table, int64_t state)
     return (state >> 8 & GENERATIONS) == (generation & GENERATIONS);
 }
 
-/* One page of this STATE less. */
+/* Decrement the page count of this STATE's identity. */
 static inline void uncount(const struct table *table, int64_t state)
 {
     if (is_current(table, state))
@@ -109,7 +111,7 @@ static inline int64_t hash_of(const int64_t *keys, int64_t of)
     return (int64_t)word;
 }
 
-/* Of a page: its low bits, which every bit of the key has a part in, choose the set; its high bits are the tag. */
+/* Of a page: its low bits, which depend on every bit of the key, choose the set; its high bits are the tag. */
 static inline uint64_t mixed(int64_t hash, int64_t number)
 {
     uint64_t word = scrambled((uint64_t)hash ^ (uint64_t)number << 7);
@@ -127,13 +129,13 @@ static inline int64_t tag_of(uint64_t word) { return (int64_t)(word >> ROW_BITS)
 static inline int64_t entry_for(uint64_t word, int64_t row) { return tag_of(word) << ROW_BITS | (row + 1); }
 static inline int64_t row_in(int64_t entry) { return (entry & ROW_MASK) - 1; }
 
-/* Linear hashing: sets are added one by one, and one that is added takes its entries from one other. LEVEL may be a
- * step behind SETS or ahead of it, which makes no difference to the sets there are. */
+/* Linear hashing: sets are added one by one, and one that is added takes its entries from one other. SETS is read
+ * first, with acquire: grow_sets stores LEVEL before it. LEVEL may then be a step ahead, which makes no difference. */
 static inline int64_t *set_of(const struct table *table, uint64_t word)
 {
-    int64_t level = load(table->header + LEVEL);
+    int64_t sets = __atomic_load_n(table->header + SETS, __ATOMIC_ACQUIRE), level = load(table->header + LEVEL);
     int64_t at = (int64_t)(word & (uint64_t)(2 * level - 1));
-    if (at >= load(table->header + SETS))
+    if (at >= sets)
         at = (int64_t)(word & (uint64_t)(level - 1));
     return table->sets + (at >= 0 && at < table->set_count ? at : 0) * WAYS;
 }
@@ -156,7 +158,7 @@ static int64_t row_of(const struct table *table, int64_t hash, int64_t number, i
     return -1;
 }
 
-/* row_of, trying the row behind `before` first (-1: none). Pages written together are neighbours, and the next row is
+/* row_of, trying the row after `before` first (-1: none). Pages written together are neighbours, and the next row is
  * in the processor's cache, where the sets are not. One written before `oldest` may be what a kill has left of a page
  * that was written again since. */
 static inline int64_t row_behind(const struct table *table, int64_t hash, int64_t number, int64_t state,
@@ -258,7 +260,7 @@ PUBLIC int64_t hicache_grow_sets(const struct grow_sets *call)
 struct find {
     const struct table *table;
     const int64_t *keys, *numbers; /* Of identities, one each, -1: an unknown one; NULL: all have `number`. */
-    int64_t *found;                /* Receives the row of each page, -1: nowhere; NULL: up to the first one of those. */
+    int64_t *found;                /* Receives the row of each page, -1: nowhere. NULL: stop at the first such page. */
     int64_t key_count, number;
     int64_t oldest; /* Pages written before it (wall-clock milliseconds) are not found. */
 };
@@ -277,7 +279,7 @@ static inline int64_t number_of(const int64_t *numbers, int64_t of_all, int64_t 
     return numbers == NULL ? of_all : numbers[of];
 }
 
-/* No lock. Returns how many pages were looked up; without `found` how many are there before the first that is not. */
+/* No lock. Returns how many pages were looked up; without `found`, the length of the leading part that is there. */
 PUBLIC int64_t hicache_find(const struct find *call)
 {
     int64_t last = -1;
@@ -326,8 +328,8 @@ struct locate {
 
 enum { IN_ORDER = 1, ONE_LENGTH = 2, ONE_SLAB = 4, FACTS = 3 };
 
-/* Find pages as find does. No lock. Returns how many are there << FACTS, and whether their places ascend, they have one
- * length and are in one slab. */
+/* Find pages as find does. No lock. Returns how many were found << FACTS | flags: their places ascend, they have one
+ * length, they are in one slab. */
 PUBLIC int64_t hicache_locate(const struct locate *call)
 {
     int64_t *located = call->located, many = call->key_count, count = 0, last = -1;
@@ -449,8 +451,8 @@ struct rank_again {
     int64_t capacity, most; /* At most so many rows. */
 };
 
-/* Rank by the policy of now what was ranked by another one. What a rebuild found keeps its rank, by age. Under the
- * lock, beside touch. Returns how many rows are left. */
+/* Rank by the current policy the rows that an earlier one has ranked. What a rebuild found keeps its rank, by age.
+ * Under the lock; a touch at the same time may lose its use. Returns how many rows are left. */
 PUBLIC int64_t hicache_rank_again(const struct rank_again *call)
 {
     const struct table *table = call->table;
@@ -595,7 +597,7 @@ struct sample {
     const int64_t *slabs, *dead; /* The caller's copy; the members that have ended. */
     int64_t *ranks;              /* Receives them. */
     int64_t slab_count, dead_count, rank_count, oldest;
-    int64_t first, step; /* From this slot on, of all slabs, each so many further. */
+    int64_t first, step; /* Start at this slot, counted across all slabs; advance by `step`. */
 };
 
 /* The ranks of some slots. No lock. Returns how many there are. */
@@ -622,7 +624,8 @@ struct coldest {
     int64_t cold, cool;
 };
 
-/* The rows with a rank up to `cool` in groups that have one up to `cold`. Under the lock. Returns their number. */
+/* The rows with a rank up to `cool` in groups that have one up to `cold`, so that slots become free side by side.
+ * Under the lock. Returns their number. */
 PUBLIC int64_t hicache_coldest(const struct coldest *call)
 {
     int64_t count = 0;
@@ -659,8 +662,8 @@ struct evict {
     int64_t victim_count, spared_count, dead_count, headroom, oldest;
 };
 
-/* Free slots, whatever is in them by now that may be taken. Under the lock. Returns the number of pages evicted, which
- * does not count those that nobody could ask for. */
+/* Free each victim that may still be taken, whatever it holds by now. Under the lock. Returns the number of pages
+ * evicted, which does not count those that nobody could ask for. */
 PUBLIC int64_t hicache_evict(const struct evict *call)
 {
     const struct table *table = call->table;
@@ -696,7 +699,7 @@ struct evict_beside {
     const int64_t *needed;          /* By number of a companion: those of which it needs one, up to a -1. */
     int64_t *freed;                 /* Receives the rows. */
     int64_t gone_count, beside_rows, beside_width, needed_rows, needed_width, freed_most;
-    int64_t oldest; /* What was written before it (milliseconds) is left to its age. */
+    int64_t oldest; /* Pages written before it (milliseconds) are not evicted here: they expire. */
 };
 
 /* Whether none of the pages that a companion's page with this HASH needs is there. */
@@ -711,7 +714,8 @@ static bool is_lost(const struct evict_beside *call, int64_t companion, int64_t 
     return true;
 }
 
-/* Evict what is of no use without pages that are gone, under the same hashes; nothing of pages that were cleared.
+/* Under the hash of each page that is gone, evict its companions (states, indexer keys, drafts) unless a page that they
+ * need is still there. Pages of identities that were cleared are skipped.
  * Under the lock. Returns how many. */
 PUBLIC int64_t hicache_evict_beside(const struct evict_beside *call)
 {
@@ -801,8 +805,8 @@ struct publish {
     const struct table *table;
     const int64_t *keys, *numbers;              /* A chain; as for find. */
     const int64_t *positions, *taken, *lengths; /* Page keys[positions[n]] is in row taken[n]. */
-    int64_t *published; /* Receives 1; 0 for a page that is there already, whose slot becomes free; -1 for a slot that
-                         * is no longer this writer's. */
+    int64_t *published; /* Receives 1; 0 for a page that is there already: the slot that was taken for it becomes free;
+                         * -1 for a slot that is no longer this writer's. */
     int64_t key_count, number, taken_count, pending, ticket;
     int64_t created, oldest; /* When they were written (milliseconds); as for find. */
     int64_t capacity, ghost_limit, sampled; /* Slots, of all sizes; ghosts worth remembering; as for touch. */
@@ -885,7 +889,7 @@ struct adopt {
     int64_t slot_size, now;
 };
 
-/* For a rebuild: the pages that headers tell of, in slots that are still UNKNOWN. Of several pages with one key the
+/* For a rebuild: the pages that headers describe, in slots that are still UNKNOWN. Of several pages with one key the
  * newest counts. They rank by their age, below all that is written from now on. Under the lock. Returns the number of
  * pages found, less those they replace. */
 PUBLIC int64_t hicache_adopt(const struct adopt *call)
@@ -896,7 +900,7 @@ PUBLIC int64_t hicache_adopt(const struct adopt *call)
         int64_t at = call->first + of, *row = row_at(table, at), number = call->numbers[of];
         if (load(row + STATE) != UNKNOWN)
             continue;
-        /* Before it is known whether the page was cleared: a clear meanwhile leaves it a generation that is over. */
+        /* Read before CLEARED: if a clear comes in between, the page gets the old generation and is not found. */
         int64_t state = state_for(table, most(0, number)), length = call->lengths[of], created = call->created[of];
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
         bool fits = number >= 0 && length >= 0 && length <= call->slot_size;
@@ -1215,7 +1219,7 @@ PUBLIC int64_t hicache_learn(const struct learn *call)
     int64_t seen = load(header + SEEN);
     add(small + EXPECTED, most(0, seen - load(small + COUNTED)) * sampled);
     store(small + COUNTED, seen);
-    int64_t learned = load(header + LEARNED), done = least(call->most, load(header + EVENTS) - learned);
+    int64_t learned = load(header + LEARNED), done = most(0, least(call->most, load(header + EVENTS) - learned));
     int64_t distance = distance_of(table, capacity), window = least(capacity, distance) >> RENEWAL_SHIFT;
     for (int64_t of = 0; of < done; of++) {
         const int64_t *event = table->events + 2 * ((uint64_t)(learned + of) % (uint64_t)table->event_count);
