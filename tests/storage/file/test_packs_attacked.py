@@ -188,6 +188,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_pack_leaves_nothing_of_it(store,
     assert account_and_walk(store)[0] == account_and_walk(store)[1]
     full[0] = False
     monkeypatch.setattr(store, "_no_writes_until", 0.0)
+    monkeypatch.setattr(store, "_no_growth_until", 0.0)
     assert store_pages(store, KEYS) == [SetResult.STORED] * 6
     assert_hits(store, KEYS)
 

@@ -286,9 +286,11 @@ class PageFileStore(PathStore):
                 results[position] = SetResult.ERROR
             return []
         if grant is not Grant.GRANTED:
-            reason = "held" if grant is Grant.HELD else "no_space" if kept_small else "capacity"
-            self.metrics.add("rejected", reason, len(portion))
-            return []
+            is_lacking = kept_small and grant is not Grant.HELD
+            if again or not is_lacking:
+                reason = "no_space" if is_lacking else "held" if grant is Grant.HELD else "capacity"
+                self.metrics.add("rejected", reason, len(portion))
+            return portion if is_lacking else []
         stored = 0
         try:
             for position, result, added in self._set_pages(batch, packs, singles):
