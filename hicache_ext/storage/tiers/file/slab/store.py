@@ -303,11 +303,12 @@ class SlabStore(PathStore):
         same slot."""
         key = batch.keys[page.position]
         (now,) = self._index.locate([key]).pages() or (None,)
+        created = self._index.memory.rows[page.row, slot_code.CREATED].item()
         if now is None or now._replace(position=page.position) != page:
             return False
         if reason != "length" and not self._read_run(batch, [page], results):
             return False
-        if not self._forget([key], only=page.row):
+        if not self._forget([key], only=(page.row, created)):
             return False
         self.metrics.add("corrupt", reason)
         words = "tier %s: page %s was bad (%s) and is removed"
@@ -331,13 +332,18 @@ class SlabStore(PathStore):
             found = found.select((found.slabs == place) & (found.slots == found.positions + begin))
             yield [keys[position] for position in found.positions.tolist()], found.lengths.tolist()
 
-    def _forget(self, keys: Sequence[bytes], only: int | None = None, seals: Sequence[bytes] | None = None) -> int:
+    def _forget(
+        self, keys: Sequence[bytes], only: tuple[int, int] | None = None, seals: Sequence[bytes] | None = None
+    ) -> int:
         """Remove pages, their headers included, so that a rebuild does not find them; how many there were. With
-        ``only``, none but the page in that row; with ``seals``, one for each key, none but the pages that have them."""
+        ``only``, none but the page in that row that was written then; with ``seals``, one for each key, none but the pages that have them."""
         ticket = self._index.next_ticket()
         found = self._index.locate(keys)
         if only is not None:
-            found = found.select(found.rows == only)
+            row, created = only
+            found = found.select(
+                (found.rows == row) & (self._index.memory.rows[found.rows, slot_code.CREATED] == created)
+            )
         wanted = None if seals is None else [seals[position] for position in found.positions]
         try:
             seized = self._index.seize(found.rows, ticket, wanted)
