@@ -48,7 +48,6 @@ CONFORMANCE = (
     "tests/storage/test_slab_conformance.py::TestSlabStoreByAddress",
     "tests/storage/test_outside_tier.py::TestSqlitePageStore",
     "tests/storage/admission/test_gate.py::TestAdmission",
-    "tests/storage/test_spread_conformance.py::TestSpreadSlabsDirect",
     "tests/storage/guards/test_conformance.py::TestGuardedSlabs",
     "tests/storage/transforms/test_conformance.py::TestEncodedAndEncryptedSlabs",
     "tests/storage/remote/redis/test_redis_conformance.py::TestRedisServer",

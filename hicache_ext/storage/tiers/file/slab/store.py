@@ -336,7 +336,8 @@ class SlabStore(PathStore):
         self, keys: Sequence[bytes], only: tuple[int, int] | None = None, seals: Sequence[bytes] | None = None
     ) -> int:
         """Remove pages, their headers included, so that a rebuild does not find them; how many there were. With
-        ``only``, none but the page in that row that was written then; with ``seals``, one for each key, none but the pages that have them."""
+        ``only``, none but the page in that row that was written then; with ``seals``, one for each key, none but the
+        pages that have them."""
         ticket = self._index.next_ticket()
         found = self._index.locate(keys)
         if only is not None:
