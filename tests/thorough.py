@@ -46,6 +46,7 @@ CONFORMANCE = (
     "tests/storage/test_slab_conformance.py::TestSlabStore",
     "tests/storage/test_slab_conformance.py::TestSlabStoreWithoutCompiledCode",
     "tests/storage/test_slab_conformance.py::TestSlabStoreByAddress",
+    "tests/storage/test_spread_conformance.py::TestSpreadSlabsDirect",
     "tests/storage/test_outside_tier.py::TestSqlitePageStore",
     "tests/storage/admission/test_gate.py::TestAdmission",
     "tests/storage/guards/test_conformance.py::TestGuardedSlabs",

@@ -183,7 +183,7 @@ class RawSlots:
         index.register([key[:16]])
         page = self._find(key)
         if page is not None:
-            (row,) = index.seize(np.array([page.row]), ticket).tolist()
+            (row,) = index.seize([key], ticket).rows.tolist()
         else:
             if not index.view().slabs:
                 # No page was stored here yet.

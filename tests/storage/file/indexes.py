@@ -89,8 +89,8 @@ def store(
 def remove(index: SlabIndex, keys: Sequence[bytes]) -> int:
     """As the store does: until the header is gone, the slot stays this process'."""
     ticket = index.next_ticket()
-    seized = index.seize(index.rows_of(keys), ticket)
-    index.give_back(seized, ticket)
+    seized = index.seize(keys, ticket)
+    index.give_back(seized.rows, ticket)
     return len(seized)
 
 

@@ -355,6 +355,30 @@ def test_slots_of_dead_members_are_free_once_somebody_looks_those_of_live_ones_n
     assert len(take(index, 40, evict=False)[1]) == 20
 
 
+def test_what_came_to_a_slot_after_somebody_looked_is_not_seized(index: SlabIndex) -> None:
+    """Another process may take the slot for another page, or write the same page once more, before the lock is got."""
+    (page, other) = keys_of(range(2))
+    add_slab(index, SMALL, 1)
+    store(index, [page], now=1000)
+    (row,) = index.rows_of([page]).tolist()
+    ticket = index.next_ticket()
+    assert len(index.seize([page], ticket, only=(row, 999))) == 0
+    assert len(index.seize([page], ticket, only=(row + 1, 1000))) == 0
+    remove(index, [page])
+    store(index, [other], now=1000)
+    assert index.rows_of([other]).tolist() == [row]
+    assert len(index.seize([page], ticket, only=(row, 1000))) == 0
+    assert len(index.seize([page], ticket)) == 0
+    assert present(index, [other]) == [0]
+    remove(index, [other])
+    store(index, [page], now=2000)
+    assert len(index.seize([page], ticket, only=(row, 1000))) == 0
+    seized = index.seize([page], ticket, only=(row, 2000))
+    assert seized.rows.tolist() == [row] and present(index, [page]) == []
+    index.give_back(seized.rows, ticket)
+    assert_no_slot_lost(index)
+
+
 def test_a_writer_whose_slots_were_given_to_another_one_publishes_nothing(index: SlabIndex) -> None:
     """It was taken for dead, or the slot was seized."""
     add_slab(index, SMALL, 5)

@@ -593,17 +593,31 @@ class SlabIndex:
             # How cold the coldest are is to be measured anew.
             memory.sizes[:, LEFT] = 0
 
-    def seize(self, rows: Words, ticket: int, seals: Sequence[bytes] | None = None) -> Words:
-        """Forget pages whose slots stay this process' until ``give_back``; the rows of those that were there. With
-        ``seals``, one for each row, only of those that have them now. Raises IndexBusyError."""
-        rows = np.ascontiguousarray(rows)
+    def seize(
+        self,
+        keys: Sequence[bytes],
+        ticket: int,
+        seals: Sequence[bytes] | None = None,
+        only: tuple[int, int] | None = None,
+    ) -> SlotReferences:
+        """Forget pages whose slots stay this process' until ``give_back``; those that were there. With ``seals``, one
+        for each key, only pages that have them now; with ``only``, a row and a moment (CREATED), only the page that was
+        written there then. They are looked up under the lock: what has come to a slot since somebody looked is not
+        touched. Raises IndexBusyError."""
         with self._changing():
+            found = self.locate(keys)
+            words = self.memory.rows[found.rows]
+            wanted = np.ones(len(words), bool)
+            if only is not None:
+                wanted = (found.rows == only[0]) & (words[:, slot_code.CREATED] == only[1])
             if seals is not None:
-                now = self.memory.rows[rows, slot_code.SEAL : slot_code.SEAL + SEAL_LENGTH // 8]
-                same = [row.tobytes() == seal for row, seal in zip(now, seals, strict=True)]
-                rows = rows[np.array(same, bool)]
+                now = np.ascontiguousarray(words[:, slot_code.SEAL : slot_code.SEAL + SEAL_LENGTH // 8])
+                pairs = zip(now, found.positions.tolist(), strict=True)
+                wanted &= np.array([seal.tobytes() == seals[position] for seal, position in pairs], bool)
+            found = found.select(wanted)
+            rows = np.ascontiguousarray(found.rows)
             index_words.seize(self.memory, rows, self._pending, ticket)
-        return rows[rows >= 0]
+        return found.select(rows >= 0)
 
     def free_dead(self) -> int:
         """Free the slots that processes were writing that have ended; how many. Looks at every slot. Raises

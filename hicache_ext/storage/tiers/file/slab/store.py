@@ -302,8 +302,9 @@ class SlabStore(PathStore):
         another length, or when it can be read now: since it was looked up it was evicted and written again, into the
         same slot."""
         key = batch.keys[page.position]
-        (now,) = self._index.locate([key]).pages() or (None,)
+        # Before it is looked up: a page that comes to this row from here on has another moment.
         created = self._index.memory.rows[page.row, slot_code.CREATED].item()
+        (now,) = self._index.locate([key]).pages() or (None,)
         if now is None or now._replace(position=page.position) != page:
             return False
         if reason != "length" and not self._read_run(batch, [page], results):
@@ -339,19 +340,12 @@ class SlabStore(PathStore):
         ``only``, none but the page in that row that was written then; with ``seals``, one for each key, none but the
         pages that have them."""
         ticket = self._index.next_ticket()
-        found = self._index.locate(keys)
-        if only is not None:
-            row, created = only
-            found = found.select(
-                (found.rows == row) & (self._index.memory.rows[found.rows, slot_code.CREATED] == created)
-            )
-        wanted = None if seals is None else [seals[position] for position in found.positions]
         try:
-            seized = self._index.seize(found.rows, ticket, wanted)
+            seized = self._index.seize(keys, ticket, seals, only)
         except IndexBusyError:
             return 0
         try:
-            for page in found.select(np.isin(found.rows, seized)).pages():
+            for page in seized.pages():
                 slab = self._allocator.slab(page.slab)
                 if slab is not None:
                     self._io.erase_header(slab, page.slot)
@@ -361,8 +355,8 @@ class SlabStore(PathStore):
         except OSError as error:
             self._count_error(error)
         finally:
-            self._give_back(seized, ticket)
-        return len(seized)
+            self._give_back(seized.rows, ticket)
+        return len(seized.positions)
 
     def _give_back(self, rows: Numbers, ticket: int) -> None:
         """Have slots free again that were taken; later, where the index cannot be changed now."""
