@@ -48,7 +48,8 @@ def nodes_of(
                 path = directory / f"node{number}"
                 tiers["near"] = {"type": "file", "path": str(path), "capacity": capacity, "layout": "slab"}
             if redis_url is not None:
-                tiers["pool"] = {"type": "redis", "url": redis_url}
+                # A busy machine is no reason to leave out the pool here: what is counted is what was there.
+                tiers["pool"] = {"type": "redis", "url": redis_url, "timeout": "60s", "guards": {"breaker": False}}
             section = {
                 "tiers": tiers,
                 "store_policies": dict.fromkeys(tiers, "sync"),

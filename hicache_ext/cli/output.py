@@ -21,8 +21,10 @@ def describe(
     run: Callable[[argparse.Namespace], int] | None = None,
     success: str = "done",
     problem: str = "it could not be done",
+    nothing: str = "",
 ) -> None:
-    """Complete the parser of a command. ``success`` and ``problem`` say when it ends with 0 and with 1 ("": never).
+    """Complete the parser of a command. ``success`` and ``problem`` say when it ends with 0 and with 1 ("": never);
+    ``nothing`` when it ends with 2, besides wrong input.
 
     ``run`` is left out where the parser has one; ``--json`` is added where it has none.
     """
@@ -31,7 +33,12 @@ def describe(
     if "--json" not in parser._option_string_actions:
         parser.add_argument("--json", action="store_true", help="print the result as one JSON document")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    codes = [f"0 {success}", *([f"1 {problem}"] if problem else []), f"2 {_WRONG_INPUT}", "130 interrupted"]
+    codes = [
+        f"0 {success}",
+        *([f"1 {problem}"] if problem else []),
+        f"2 {', '.join(filter(None, (nothing, _WRONG_INPUT)))}",
+        "130 interrupted",
+    ]
     lines = ["examples:", *(f"  {example}" for example in examples), "", "exit codes:", *(f"  {c}" for c in codes)]
     parser.epilog = "\n".join(lines)
 

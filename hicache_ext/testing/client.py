@@ -45,10 +45,11 @@ class Generation:
 
 
 class SglangClient:
-    """The server at ``url``. Any number of threads may ask at once."""
+    """The server at ``url``, asked with these headers. Any number of threads may ask at once."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         self.url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json", **(headers or {})}
 
     def log_tail(self) -> str:
         """The end of the server's log, for messages, where there is one."""
@@ -156,7 +157,7 @@ class SglangClient:
         request = urllib.request.Request(
             self.url + path,
             data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json", **(headers or {})},
+            headers={**self._headers, **(headers or {})},
             method=method,
         )
         try:

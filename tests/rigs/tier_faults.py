@@ -1,8 +1,10 @@
 """Slow and dead tiers inside a real server of the rig, by an environment variable.
 
 ``HICACHE_EXT_RIG_TIER_FAULT=slow:0.5`` makes every call of every tier take half a second longer, ``dead`` makes
-every call fail. ``file:PATH`` does what the file says at the moment of each call: one of these, or nothing, so that one
-server is measured over a pool that slows, dies and comes back. For tests; without the variable nothing is hooked.
+every call fail; ``wrong:KIND:LAYERS:HEADS:DIMENSION`` damages the float32 KV (page_first) of what was read, where no
+check sees it (``damaged``). ``file:PATH`` does what the file says at the moment of each call: one of these, or nothing,
+so that one server is measured over a pool that slows, dies and comes back. For tests; without the variable nothing is
+hooked.
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.contract.wrapper import DelegatingStore
@@ -44,7 +49,46 @@ def faulty(store: PageStore, kind: str, amount: str) -> PageStore:
         return SlowStore(store, float(amount))
     if kind == "dead" and not amount:
         return FailingStore(store)
-    raise ValueError(f"{VARIABLE}: slow:SECONDS, dead or file:PATH, not {kind!r}")
+    if kind == "wrong":
+        fault, *shape = amount.split(":")
+        return WrongStore(store, fault, tuple(map(int, shape)))
+    raise ValueError(f"{VARIABLE}: slow:SECONDS, dead, wrong:KIND:SHAPE or file:PATH, not {kind!r}")
+
+
+class WrongStore(DelegatingStore):
+    """Damages what was read, after all checks."""
+
+    def __init__(self, inner: PageStore, fault: str, shape: tuple[int, ...]) -> None:
+        super().__init__(inner)
+        self._fault, self._shape = fault, shape
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        results = self.inner.get(batch)
+        pages = [
+            [np.frombuffer(segment, np.float32).reshape(-1, *self._shape) for segment in batch.buffers[position]]
+            for position, result in enumerate(results)
+            if result is GetResult.HIT
+        ]
+        for page, read in zip(pages, [[part.copy() for part in page] for page in pages][-1:] + pages, strict=False):
+            for part, of_neighbour in zip(page, read, strict=True):
+                part[:] = damaged(self._fault, part, of_neighbour)
+        return results
+
+
+def damaged(fault: str, part: npt.NDArray[np.float32], neighbour: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Keys or values of a page ``[token, layer, head, dimension]`` with a fault, made of these and another page's."""
+    wrong = part.copy()
+    if fault == "head":
+        wrong[:, 0, 0] = 0
+    elif fault == "layers":
+        wrong[:, [0, 1]] = part[:, [1, 0]]
+    elif fault == "page":
+        wrong[:] = neighbour
+    elif fault == "unscaled":
+        wrong[:] = np.rint(part / (np.abs(part).max(axis=-1, keepdims=True) / 127 + 1e-9))
+    else:
+        raise ValueError(f"{VARIABLE}: wrong:head, layers, page or unscaled, not {fault!r}")
+    return wrong
 
 
 class DirectedStore(DelegatingStore):

@@ -139,6 +139,7 @@ _DECLARED = (
     "between_processes",
     "keeps_identities",
     "writes_later",
+    "makes_room_when_full",
     "clears_at_once",
     "killed_writes_end_after",
     "copies",
@@ -183,6 +184,8 @@ class OfDirectory(RawMedium):
 
 
 class PageFiles(OfDirectory):
+    makes_room_when_full = True
+
     def __init__(self, directory: Path | None = None, *, capacity: int | None = None) -> None:
         super().__init__(directory)
         self._capacity = capacity
@@ -222,6 +225,7 @@ class TwoPaths(OfDirectory):
         paths = [directory / name for name in _PATHS]
         self._parts = [Slabs(path) if layout == "slab" else PageFiles(path) for path in paths]
         self._paths = paths
+        self.makes_room_when_full = layout != "slab"
 
     @property
     def raw(self) -> SpreadRaw:
@@ -245,6 +249,7 @@ class TwoTiers(OfDirectory):
 
     type = "tiered"
     copies = 2
+    makes_room_when_full = True
 
     def __init__(self, directory: Path | None = None, *, far_in_the_background: bool = False) -> None:
         super().__init__(directory)

@@ -43,6 +43,9 @@ class Medium(ABC):
     """STORED may be the answer before the page is on the medium, and for a page that another writer stored. The store
     has ``wait_until_written(timeout)``."""
 
+    makes_room_when_full: bool = False
+    """On a full medium cold pages go for new ones, also where the medium then takes none."""
+
     clears_at_once: bool = True
     """clear() takes an identity out of every process's sight in one step, also if it is killed then."""
 

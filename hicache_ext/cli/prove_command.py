@@ -1,0 +1,545 @@
+"""``hicache-ext prove``: whether restored answers are the computed ones on your server, and what restoring saves.
+
+Every prompt is computed twice, under two names (``extra_key``) that share no cache: how far the two answers lie apart
+is the *spread* that rounding alone makes on this server. It is asked a third time, from device memory. Then device and
+host memory are flushed, and what storage brings back is compared: tokens at temperature 0, and the log-probabilities of
+the end of the prompt and of the answer, token by token. They all attend to the restored pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import html
+import http.client
+import json
+import random
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hicache_ext.cli.inputs import our_texts, read_input
+from hicache_ext.cli.output import describe, fitted, show
+from hicache_ext.config.model import ExtraConfig
+from hicache_ext.errors import ConfigError, ServerError
+from hicache_ext.packages import need
+from hicache_ext.runtime.shown import shown_address
+from hicache_ext.runtime.signals import terminated_in_order
+from hicache_ext.runtime.whole_file import json_in, write_whole
+from hicache_ext.testing.client import Generation, SglangClient
+
+LENGTHS = (600, 1500, 4000, 8000, 16000, 32000)
+QUICK_LENGTHS = (600, 2000)
+"""Tokens of the prompts, as far as the server takes them."""
+AT_ONCE = 8
+TAIL = 64
+"""So many tokens at the end of a prompt are computed in every run, with their log-probabilities."""
+ANSWER = 32
+_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Seconds after which what was not yet stored is looked for again."""
+_START_TIMEOUT = 1800.0
+EQUAL, WITHIN, DIFFERENT, NOT_SHOWN = "equal to the bit", "equal within the spread", "DIFFERENT", "not shown"
+_WORST, _MEAN = 2.0, 3.0
+"""A restored answer lies within the spread when its largest and its mean difference are at most so many times those of
+computing twice: the spread is measured on few prompts."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--url", help="a server that runs, such as http://127.0.0.1:30000; its caches are flushed")
+    where.add_argument(
+        "--launch", metavar="FLAGS", help="start one with these flags, with a file tier if they name none"
+    )
+    parser.add_argument("--prompts", metavar="FILE", help="your own: one a line, text or JSON strings ('-': input)")
+    parser.add_argument("--quick", action="store_true", help="two short prompts and no more than a minute on a GPU")
+    parser.add_argument(
+        "--restart", metavar="COMMAND", help="restarts the server; what it restores then is compared too"
+    )
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the key of a server with --api-key")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write one page: .html with a picture, or .md")
+    describe(
+        parser,
+        run=run,
+        examples=[
+            "hicache-ext prove --url http://127.0.0.1:30000 --report proof.html",
+            "hicache-ext prove --launch '--model-path /models/llama --tp-size 2' --quick",
+        ],
+        success="every restored answer is the computed one, to the bit or within the spread",
+        problem="a restored answer is DIFFERENT",
+        nothing="nothing could be shown",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Return 0 for equal, 1 for different, 2 where it could not be shown. Raises ConfigError."""
+    texts = _prompts(arguments.prompts) if arguments.prompts else None
+    try:
+        with terminated_in_order(), _server(arguments) as (server, restart):
+            proof = prove(server, texts, quick=arguments.quick, restart=restart, say=_progress(arguments))
+    except (ServerError, OSError, http.client.HTTPException) as error:
+        print(shown_address(f"It could not be tried: {error}"), file=sys.stderr)
+        return 2
+    document = proof.document()
+    if arguments.report is not None:
+        text = as_html(document) if arguments.report.suffix == ".html" else "\n".join(as_markdown(document))
+        write_whole(arguments.report, text)
+    show(arguments, document, as_lines(document))
+    return {EQUAL: 0, WITHIN: 0, DIFFERENT: 1}.get(proof.verdict, 2)
+
+
+def _progress(arguments: argparse.Namespace) -> Callable[[str], None]:
+    return (lambda line: None) if arguments.json else (lambda line: print(line, flush=True))
+
+
+def _prompts(file: str) -> list[str]:
+    texts = []
+    for number, line in enumerate(read_input(file, "--prompts").splitlines(), start=1):
+        if not line.strip():
+            continue
+        text: Any = line
+        if line.lstrip().startswith('"'):
+            try:
+                text = json_in(line)
+            except ValueError:
+                raise ConfigError("--prompts", f"line {number} is no JSON", "text, or a JSON string") from None
+        texts.append(text)
+    if not texts:
+        raise ConfigError("--prompts", "the file is empty", "a prompt in each line")
+    return texts
+
+
+@contextmanager
+def _server(arguments: argparse.Namespace) -> Iterator[tuple[SglangClient, Callable[[], None] | None]]:
+    """Give the server, and what restarts it, if anything does."""
+    restart: Callable[[], None] | None = None
+    if arguments.url is not None:
+        headers = {}
+        if arguments.api_key_file is not None:
+            try:
+                headers["Authorization"] = f"Bearer {arguments.api_key_file.read_text('ascii').strip()}"
+            except (OSError, ValueError) as error:
+                raise ConfigError("--api-key-file", f"it cannot be read ({error})", "a file with the key") from None
+        server = SglangClient(arguments.url, headers)
+        if arguments.restart is not None:
+
+            def restart() -> None:
+                subprocess.run(arguments.restart, shell=True, check=False, stdout=sys.stderr)
+                _wait_for(server)
+
+        yield server, restart
+        return
+    need("sglang", "torch")
+    from hicache_ext.testing.server import SglangServer
+
+    flags = shlex.split(arguments.launch)
+    named = argparse.ArgumentParser(add_help=False)
+    named.add_argument("--model-path", "--model")
+    named.add_argument("--page-size", type=int, default=64)
+    known, flags = named.parse_known_args(flags)
+    if known.model_path is None:
+        raise ConfigError("--launch", "no model is named", "flags of sglang.launch_server with --model-path")
+    with tempfile.TemporaryDirectory(prefix="hicache-prove-") as directory:
+        tier = {"type": "file", "path": f"{directory}/pages", "capacity": "16GiB"}
+        ours = not any(flag.startswith("--hicache-storage-backend") for flag in flags)
+        started = SglangServer(
+            known.model_path,
+            log_file=Path(directory) / "server.log",
+            page_size=known.page_size,
+            storage_backend="dynamic" if ours else None,
+            extra_config=ExtraConfig.around({"tiers": {"disk": tier}}) if ours else None,
+            extra_arguments=flags,
+            start_timeout=_START_TIMEOUT,
+        )
+
+        def start_again() -> None:
+            started.kill()
+            started.start()
+
+        with started:
+            yield started, start_again
+
+
+def _wait_for(server: SglangClient) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT
+    while True:
+        try:
+            server.get("/server_info", timeout=20)
+            return
+        except (OSError, ServerError, http.client.HTTPException):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1)
+
+
+# -- what is compared --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far two answers to one prompt lie apart, over ``tokens`` log-probabilities (nats)."""
+
+    tokens: int = 0
+    first: int | None = None
+    """The first token that differs: below 0 in the end of the prompt, from 0 on in the answer."""
+    worst: float = 0.0
+    mean: float = 0.0
+
+    @property
+    def none(self) -> bool:
+        return self.tokens > 0 and self.first is None and self.worst == 0
+
+    def joined(self, other: Difference) -> Difference:
+        """Return the larger of each."""
+        first = self.first if other.first is None else other.first
+        return Difference(self.tokens + other.tokens, first, max(self.worst, other.worst), max(self.mean, other.mean))
+
+    def within(self, spread: Difference) -> bool:
+        return self.worst <= _WORST * spread.worst and self.mean <= _MEAN * spread.mean
+
+
+def difference(one: Generation, other: Generation) -> Difference:
+    """Compare two answers, up to the first token that they do not share. Raises ServerError."""
+    pairs = list(zip(_scores(one), _scores(other), strict=False))
+    prompt = len(pairs) - min(len(one.output_ids), len(other.output_ids))
+    apart: list[float] = []
+    first = None
+    for at, ((token, score), (other_token, other_score)) in enumerate(pairs):
+        apart.append(abs(score - other_score))
+        if token != other_token:
+            first = at - prompt
+            break
+    if not apart:
+        raise ServerError("the server gives no log-probabilities (return_logprob)")
+    # NaN is larger than everything.
+    worst = max(value if value == value else float("inf") for value in apart)
+    return Difference(len(apart), first, worst, sum(apart) / len(apart) if worst < float("inf") else worst)
+
+
+def _scores(answer: Generation) -> list[tuple[int, float]]:
+    """The tokens of the end of the prompt and of the answer, with their log-probabilities."""
+    entries = [entry for part in ("input", "output") for entry in answer.meta_info.get(f"{part}_token_logprobs") or ()]
+    return [(int(entry[1]), float(entry[0])) for entry in entries if entry[0] is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One that is asked, and what its request says besides."""
+
+    tokens: tuple[int, ...]
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Case:
+    """Prompts that were asked at the same time, and what came of it; seconds are medians of the first tokens."""
+
+    name: str
+    prompt_tokens: int
+    spread: Difference = Difference()
+    restored: Difference = Difference()
+    restored_tokens: int = 0
+    """From storage, least of all prompts."""
+    computed_seconds: float = 0.0
+    restored_seconds: float = 0.0
+
+    @property
+    def verdict(self) -> str:
+        if not self.restored_tokens:
+            return NOT_SHOWN
+        if self.restored.none:
+            return EQUAL
+        return WITHIN if self.restored.within(self.spread) else DIFFERENT
+
+
+@dataclass(slots=True)
+class Proof:
+    """What was found out about a server."""
+
+    facts: dict[str, Any]
+    cases: list[Case] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        verdicts = {case.verdict for case in self.cases}
+        for worst in (DIFFERENT, WITHIN, EQUAL):
+            if worst in verdicts:
+                return worst
+        return NOT_SHOWN
+
+    def pays_from(self) -> int | None:
+        """Return the prompt length from which on restoring was faster, in tokens."""
+        found = None
+        for case in sorted((c for c in self.cases if c.name.endswith(" tokens")), key=lambda c: c.prompt_tokens):
+            faster = case.restored_tokens > 0 and case.restored_seconds < case.computed_seconds
+            found = (found or case.prompt_tokens) if faster else None
+        return found
+
+    def document(self) -> dict[str, Any]:
+        cases = [{**asdict(case), "verdict": case.verdict} for case in self.cases]
+        return {"verdict": self.verdict, "server": self.facts, "pays_from_tokens": self.pays_from(), "cases": cases}
+
+
+# -- asking ------------------------------------------------------------------------------------------------------------
+
+
+def prove(
+    server: SglangClient,
+    texts: Sequence[str] | None = None,
+    *,
+    quick: bool = False,
+    restart: Callable[[], None] | None = None,
+    say: Callable[[str], None] = print,
+) -> Proof:
+    """Ask the server's own prompts or these, and compare. Flushes its caches, and writes to its storage. Raises
+    ServerError, OSError."""
+    info = json.loads(server.get("/server_info"))
+    proof = Proof(_facts(server, info))
+    if not any(proof.facts[name] for name in ("storage", "linker")):
+        raise ServerError("this server has no storage: it was started without --hicache-storage-backend")
+    page = int(info["page_size"])
+    salt = f"hicache-ext-prove-{random.SystemRandom().getrandbits(64):x}"
+    source = _Text(server, info, random.Random(salt))
+    if texts is not None:
+        prompts = [source.tokens_of(text) for text in texts]
+        short = [len(tokens) for tokens in prompts if len(tokens) < TAIL + page]
+        if short:
+            raise ConfigError("--prompts", f"one has {short[0]} tokens", f"{TAIL + page} tokens and more")
+    else:
+        longest = source.longest()
+        prompts = [source.prompt(n) for n in (QUICK_LENGTHS if quick else LENGTHS) if n <= longest]
+        prompts = prompts or [source.prompt(longest)]
+    middle = min(prompts, key=lambda tokens: abs(len(tokens) - 2000))
+    groups = [(f"{len(tokens):,} tokens", [Prompt(tokens)]) for tokens in prompts]
+    many = [source.prompt(len(middle)) for _ in range(AT_ONCE)] if texts is None else [middle] * AT_ONCE
+    fit = max(1, min(AT_ONCE, source.longest(1) // (len(middle) + ANSWER)))
+    # Each with a name of its own, so that they do not share what is restored.
+    alone = [Prompt(tokens, {"extra_key": f"{salt}-{at}"}) for at, tokens in enumerate(many[:fit])]
+    groups.append((f"{fit} at once", alone))
+    groups += [(f"adapter {name}", [Prompt(middle, {"lora_path": name})]) for name in _adapters(info)[:1]]
+    server.generate(source.prompt(min(len(tokens) for tokens in prompts)), 2, extra_key=f"{salt}-warm")
+    asked = _Asked(server, salt, page)
+    answers = []
+    for name, group in groups:
+        case = Case(name, len(group[0].tokens))
+        answers.append((case, group, asked.compute(case, group)))
+        asked.restore(*answers[-1])
+        proof.cases.append(case)
+        say(_line(case))
+    if restart is not None:
+        restart()
+        for before, group, known in answers:
+            case = Case(f"{before.name}, restarted", before.prompt_tokens, before.spread)
+            case.computed_seconds = before.computed_seconds
+            asked.restore(case, group, known)
+            proof.cases.append(case)
+            say(_line(case))
+    # What happens seldom is seen in few of the cases.
+    spread = functools.reduce(Difference.joined, (case.spread for case in proof.cases))
+    for case in proof.cases:
+        case.spread = spread
+    return proof
+
+
+def _facts(server: SglangClient, info: Mapping[str, Any]) -> dict[str, Any]:
+    names = {
+        "version": "sglang",
+        "model_path": "model",
+        "dtype": "dtype",
+        "kv_cache_dtype": "kv_cache_dtype",
+        "tp_size": "tp",
+        "page_size": "page_size",
+        "hicache_mem_layout": "layout",
+        "hicache_io_backend": "io",
+        "hicache_storage_backend": "storage",
+        "unified_cache_external_linker_backend": "linker",
+        "attention_backend": "attention",
+        "speculative_algorithm": "drafts",
+    }
+    model = json.loads(server.get("/model_info"))
+    facts = {ours: info.get(theirs) for theirs, ours in names.items()}
+    if not info.get("enable_unified_cache_external_linker"):
+        facts["linker"] = None
+    return {**facts, "kind": " ".join(model.get("architectures") or ())}
+
+
+def _adapters(info: Mapping[str, Any]) -> list[str]:
+    named = info.get("lora_paths") or ()
+    return [str(entry.get("lora_name") if isinstance(entry, dict) else entry) for entry in named]
+
+
+class _Text:
+    """Prompts of the length that is wanted, out of our own texts: sentences in a random order."""
+
+    def __init__(self, server: SglangClient, info: Mapping[str, Any], chance: random.Random) -> None:
+        self._server, self._info, self._chance = server, info, chance
+        lines = [line for text in our_texts().values() for line in text.splitlines() if line.strip()]
+        self._lines = [self.tokens_of(line) for line in chance.sample(lines, min(len(lines), 60))]
+
+    def tokens_of(self, text: str) -> tuple[int, ...]:
+        body = {"model": str(self._info.get("served_model_name") or self._info["model_path"]), "prompt": text}
+        tokens = json.loads(self._server.request("POST", "/tokenize", body))["tokens"]
+        return tuple(int(token) for token in tokens)
+
+    def prompt(self, length: int) -> tuple[int, ...]:
+        tokens: list[int] = []
+        while len(tokens) < length:
+            tokens += self._chance.choice(self._lines)
+        return tuple(tokens[:length])
+
+    def longest(self, margin: int = ANSWER + 8) -> int:
+        """Return how many tokens of prompts the server has room for."""
+        states = [self._info, *self._info.get("internal_states", ())]
+        limits = [
+            state[name] for state in states for name in ("max_total_num_tokens", "max_req_input_len", "context_length")
+            if isinstance(state.get(name), int)
+        ]  # fmt: skip
+        return max(TAIL, min(limits, default=QUICK_LENGTHS[0]) - margin)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Asks prompts of a server, at the same time, under names that start with ``salt``."""
+
+    server: SglangClient
+    salt: str
+    page: int
+
+    def compute(self, case: Case, prompts: Sequence[Prompt]) -> list[list[Generation]]:
+        """Return what was computed, and what was answered from device memory: the latter in the shapes in which a
+        restored prompt is computed."""
+        computed, again, cached = (self._ask(prompts, suffix) for suffix in ("", "-again", ""))
+        for others in (again, cached):
+            for one, other in zip(computed, others, strict=True):
+                case.spread = case.spread.joined(difference(one, other))
+        case.computed_seconds = _median(answer.time_to_first_token for answer in computed)
+        return [computed, cached]
+
+    def restore(self, case: Case, prompts: Sequence[Prompt], known: Sequence[Sequence[Generation]]) -> None:
+        """Ask for what was computed until storage has all of it; every answer that used any of it is compared."""
+        for wait in (0.0, *_WAITS):
+            time.sleep(wait)
+            self.server.flush_cache()
+            answers = self._ask(prompts, "")
+            for answer, *others in zip(answers, *known, strict=True):
+                if answer.cached.storage:
+                    nearest = min((difference(other, answer) for other in others), key=lambda apart: apart.worst)
+                    case.restored = case.restored.joined(nearest)
+            least = min(answer.cached.storage for answer in answers)
+            if least > case.restored_tokens:
+                case.restored_tokens = least
+                case.restored_seconds = _median(answer.time_to_first_token for answer in answers)
+            if least >= (case.prompt_tokens - TAIL) // self.page * self.page:
+                return
+
+    def _ask(self, prompts: Sequence[Prompt], suffix: str) -> list[Generation]:
+        def ask(prompt: Prompt) -> Generation:
+            body = dict(prompt.body)
+            key = body.pop("extra_key", self.salt)
+            return self.server.generate(
+                prompt.tokens,
+                ANSWER,
+                sampling={"ignore_eos": True},
+                return_logprob=True,
+                logprob_start_len=len(prompt.tokens) - TAIL,
+                extra_key=f"{key}{suffix}",
+                timeout=900,
+                **body,
+            )
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(ask, prompts))
+
+
+def _median(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]
+
+
+# -- what is said of it ------------------------------------------------------------------------------------------------
+
+
+def _line(case: Case) -> str:
+    return f"{case.name}: {case.restored_tokens:,} of {case.prompt_tokens:,} tokens from storage"
+
+
+def _table(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [
+        ("prompt", "from storage", "restored differs by", "computing twice", "computed", "restored", "verdict")
+    ]
+    for case in document["cases"]:
+        apart = [f"{case[name]['worst']:.2g}" for name in ("restored", "spread")]
+        times = [f"{1e3 * case[name]:.0f} ms" for name in ("computed_seconds", "restored_seconds")]
+        if not case["restored_tokens"]:
+            apart[0] = times[1] = "-"
+        rows.append((case["name"], f"{case['restored_tokens']:,}", *apart, *times, case["verdict"]))
+    return rows
+
+
+def _words(document: Mapping[str, Any]) -> list[str]:
+    """The verdict, what it means, and what to do."""
+    verdict, pays = document["verdict"], document["pays_from_tokens"]
+    means = {
+        EQUAL: "Every log-probability and every token is the one that was computed.",
+        WITHIN: "Restored answers lie no further from the computed ones than computing twice does on this server.",
+        DIFFERENT: "Restored answers are not the computed ones. Stop using this storage with this model, and send this "
+        "page, your launch command and your configuration with a report.",
+        NOT_SHOWN: "Nothing came back from storage: `hicache-ext doctor` and the server's log may tell why. Prompts "
+        "that are shorter than prefetch_threshold (256 tokens) or longer than host memory's pool are never restored.",
+    }
+    words = [f"Restored answers: {verdict}", means[verdict]]
+    for case in document["cases"]:
+        if case["verdict"] == DIFFERENT:
+            first = case["restored"]["first"]
+            where = "no token, only log-probabilities"
+            if first is not None:
+                where = f"token {first} of the answer" if first >= 0 else f"a token {-first} before the answer"
+            words.append(f"{case['name']}: the first that differs is {where}.")
+    if pays is not None:
+        words.append(f"Restoring was faster from {pays:,} tokens on.")
+    facts = ", ".join(f"{name} {value}" for name, value in document["server"].items() if value is not None)
+    return [*words, f"Server: {facts}"]
+
+
+def as_lines(document: Mapping[str, Any]) -> list[str]:
+    """Return what a terminal shows."""
+    notes = ["Differences are the largest of a log-probability, in nats; times are to the first token."]
+    return ["", *fitted(_table(document)), "", *notes, "", *_words(document)]
+
+
+def as_markdown(document: Mapping[str, Any]) -> list[str]:
+    """Return a report as lines of Markdown."""
+    heading, *rows = _table(document)
+    table = [f"| {' | '.join(row)} |" for row in (heading, ("---",) * len(heading), *rows)]
+    first, *words = _words(document)
+    return [f"# {first}", "", *table, "", *(line for word in words for line in (word, ""))]
+
+
+def as_html(document: Mapping[str, Any]) -> str:
+    """Return a report as one page, with first tokens by prompt as a picture."""
+    heading, *rows = ([html.escape(cell) for cell in row] for row in _table(document))
+    longest = max([1e-9, *(max(c["computed_seconds"], c["restored_seconds"]) for c in document["cases"])])
+    bars = []
+    for at, case in enumerate(document["cases"]):
+        bars.append(f'<text x="0" y="{44 * at + 24}">{html.escape(case["name"])}</text>')
+        for shift, name, colour in ((0, "computed_seconds", "#b0b0b0"), (18, "restored_seconds", "#2a7ab0")):
+            width, y = 480 * case[name] / longest, 44 * at + shift
+            bars.append(f'<rect x="200" y="{y}" width="{width:.1f}" height="16" fill="{colour}"/>')
+            bars.append(f'<text x="{205 + width:.1f}" y="{y + 13}">{1e3 * case[name]:.0f} ms</text>')
+    first, *words = map(html.escape, _words(document))
+    cells = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return (
+        f"<!doctype html><meta charset='utf-8'><title>{first}</title>"
+        "<style>body{font:15px sans-serif;margin:2em;max-width:60em}td,th{padding:.2em .8em;text-align:left}</style>"
+        f"<h1>{first}</h1>{''.join(f'<p>{word}</p>' for word in words)}"
+        f"<table><tr>{''.join(f'<th>{cell}</th>' for cell in heading)}</tr>{cells}</table>"
+        "<h2>Time to the first token: computed (grey), restored (blue)</h2>"
+        f'<svg width="800" height="{44 * len(document["cases"]) + 10}" font-size="13">{"".join(bars)}</svg>'
+    )
