@@ -36,7 +36,7 @@ def describe(
     codes = [
         f"0 {success}",
         *([f"1 {problem}"] if problem else []),
-        f"2 {', '.join(filter(None, (nothing, _WRONG_INPUT)))}",
+        f"2 {', '.join(filter(None, (_WRONG_INPUT, nothing)))}",
         "130 interrupted",
     ]
     lines = ["examples:", *(f"  {example}" for example in examples), "", "exit codes:", *(f"  {c}" for c in codes)]

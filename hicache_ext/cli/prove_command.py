@@ -13,6 +13,7 @@ import functools
 import html
 import http.client
 import json
+import math
 import random
 import shlex
 import subprocess
@@ -46,6 +47,8 @@ ANSWER = 32
 _WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds after which what was not yet stored is looked for again."""
 _START_TIMEOUT = 1800.0
+_NO_NUMBER = 1e9
+"""How far NaN lies from any log-probability, in nats."""
 EQUAL, WITHIN, DIFFERENT, NOT_SHOWN = "equal to the bit", "equal within the spread", "DIFFERENT", "not shown"
 _WORST, _MEAN = 2.0, 3.0
 """A restored answer lies within the spread when its largest and its mean difference are at most so many times those of
@@ -212,15 +215,13 @@ def difference(one: Generation, other: Generation) -> Difference:
     apart: list[float] = []
     first = None
     for at, ((token, score), (other_token, other_score)) in enumerate(pairs):
-        apart.append(abs(score - other_score))
+        apart.append(abs(score - other_score) if math.isfinite(score - other_score) else _NO_NUMBER)
         if token != other_token:
             first = at - prompt
             break
     if not apart:
         raise ServerError("the server gives no log-probabilities (return_logprob)")
-    # NaN is larger than everything.
-    worst = max(value if value == value else float("inf") for value in apart)
-    return Difference(len(apart), first, worst, sum(apart) / len(apart) if worst < float("inf") else worst)
+    return Difference(len(apart), first, max(apart), sum(apart) / len(apart))
 
 
 def _scores(answer: Generation) -> list[tuple[int, float]]:

@@ -78,6 +78,7 @@ RULES = (
     ),
     Rule("hicache-ext pins? "),
     Rule("hicache-ext unpin "),
+    Rule("hicache-ext prove ", How.PARSE, why="it asks a server with a model; tests/e2e/test_prove.py does"),
     Rule(r"hicache-ext stats \S+ --once"),
     Rule(
         "hicache-ext stats ",

@@ -1,0 +1,263 @@
+"""``hicache-ext prove`` against a stand-in whose restored answers are right, or wrong in a way that is known."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache_ext.cli import prove_command
+from hicache_ext.cli.main import main
+from hicache_ext.cli.prove_command import DIFFERENT, EQUAL, NOT_SHOWN, WITHIN, Proof, prove
+from hicache_ext.errors import ServerError
+from hicache_ext.testing.client import CachedTokens, Generation
+from tests.cli.test_every_command import documented, fields_of, is_documented
+
+PAGE = 16
+INFO = {
+    "version": "0.5.23",
+    "model_path": "/models/m",
+    "page_size": PAGE,
+    "hicache_storage_backend": "dynamic",
+    "max_total_num_tokens": 5000,
+}
+
+
+class Server:
+    """Answers as SGLang does: what it computed it has, on its device until it is flushed and then in storage.
+
+    Args:
+        noise: how far the log-probabilities of an answer lie from the true ones when it was computed, in nats.
+        wrong: the same of an answer made from pages that were restored.
+        info: what ``/server_info`` says differently.
+        stores: whether storage keeps anything.
+    """
+
+    def __init__(
+        self,
+        *,
+        noise: float = 0.0,
+        wrong: float = 0.0,
+        other_token: int | None = None,
+        stores: bool = True,
+        **info: Any,
+    ) -> None:
+        self.noise, self.wrong, self.other_token, self.stores = noise, wrong, other_token, stores
+        self.info = {**INFO, **info}
+        self.device: set[tuple[Any, ...]] = set()
+        self.storage: set[tuple[Any, ...]] = set()
+        self.restored: set[tuple[Any, ...]] = set()
+        self.asked: list[dict[str, Any]] = []
+        self.restarts = 0
+        self._chance = random.Random(1)
+
+    def get(self, path: str, timeout: float = 30) -> str:
+        return json.dumps(self.info if path == "/server_info" else {"architectures": ["LlamaForCausalLM"]})
+
+    def request(self, method: str, path: str, body: Any = None, **_: Any) -> str:
+        assert (method, path) == ("POST", "/tokenize")
+        return json.dumps({"tokens": [ord(character) for character in body["prompt"]]})
+
+    def flush_cache(self, timeout: float = 60) -> None:
+        self.device.clear()
+        self.restored.clear()
+
+    def generate(self, prompt: Sequence[int], max_new_tokens: int = 16, **body: Any) -> Generation:
+        self.asked.append(body)
+        name = (tuple(prompt), body.get("extra_key"), body.get("lora_path"))
+        start = body.get("logprob_start_len", len(prompt) - 1)
+        reusable = start // PAGE * PAGE
+        from_device, from_storage = name in self.device, name not in self.device and name in self.storage
+        if from_storage:
+            self.restored.add(name)
+        self.device.add(name)
+        if self.stores:
+            self.storage.add(name)
+        # Restored pages stay what they are when they are asked for once more.
+        shift = self.wrong if name in self.restored else self._chance.uniform(-self.noise, self.noise)
+        truth = random.Random(str(prompt))
+        tokens = [*prompt[start:], *(truth.randrange(1000) for _ in range(max_new_tokens))]
+        scores = [[-truth.random() + shift, token, None] for token in tokens]
+        if self.other_token is not None and name in self.restored:
+            scores[-max_new_tokens + self.other_token][1] = -1
+        return Generation(
+            text="",
+            output_ids=tuple(entry[1] for entry in scores[-max_new_tokens:]),
+            prompt_tokens=len(prompt),
+            cached_tokens=reusable if from_device or from_storage else 0,
+            cached=CachedTokens(device=reusable * from_device, storage=reusable * from_storage),
+            time_to_first_token=0.1 if from_device or from_storage else 1.0,
+            total_time=1.0,
+            meta_info={
+                "input_token_logprobs": scores[:-max_new_tokens],
+                "output_token_logprobs": scores[-max_new_tokens:],
+            },
+        )
+
+    def restart(self) -> None:
+        self.restarts += 1
+        self.flush_cache()
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove_command, "_WAITS", (0.0, 0.0))
+
+
+def proven(server: Server, texts: Sequence[str] | None = None, **arguments: Any) -> Proof:
+    stand_in: Any = server
+    return prove(stand_in, texts, quick=True, say=lambda line: None, **arguments)
+
+
+def test_answers_that_are_equal_to_the_bit() -> None:
+    server = Server()
+    proof = proven(server)
+    assert proof.verdict == EQUAL and proof.pays_from() == 600
+    assert [(case.name, case.restored_tokens) for case in proof.cases] == [
+        ("600 tokens", 528),
+        ("2,000 tokens", 1936),
+        ("2 at once", 1936),
+    ]
+    assert all(case.restored.none and case.spread.none for case in proof.cases)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "verdict"), [(0.0, WITHIN), (0.008, WITHIN), (0.05, DIFFERENT), (float("nan"), DIFFERENT)]
+)
+def test_a_server_that_rounds_otherwise_each_time_sets_the_measure(wrong: float, verdict: str) -> None:
+    assert proven(Server(noise=0.01, wrong=wrong)).verdict == verdict
+
+
+def test_the_least_difference_counts_where_computing_twice_makes_none() -> None:
+    proof = proven(Server(wrong=1e-9))
+    assert proof.verdict == DIFFERENT
+    assert all(case.restored.first is None for case in proof.cases)
+
+
+def test_another_token_is_named_by_its_place() -> None:
+    proof = proven(Server(other_token=3, wrong=0.5))
+    assert proof.verdict == DIFFERENT and proof.cases[0].restored.first == 3
+    assert "600 tokens: the first that differs is token 3 of the answer." in prove_command.as_lines(proof.document())
+
+
+def test_what_the_device_has_taken_from_storage_is_no_measure_of_it() -> None:
+    """Asked once more, wrong pages answer as they did before."""
+    server = Server(wrong=0.5)
+    assert proven(server, restart=server.restart).verdict == DIFFERENT
+
+
+def test_after_a_restart_all_is_compared_once_more() -> None:
+    server = Server()
+    proof = proven(server, restart=server.restart)
+    assert server.restarts == 1
+    assert [case.name for case in proof.cases[3:]] == [f"{case.name}, restarted" for case in proof.cases[:3]]
+    assert {case.verdict for case in proof.cases} == {EQUAL}
+
+
+def test_an_adapter_is_asked_besides() -> None:
+    server = Server(lora_paths=[{"lora_name": "style", "lora_path": "/adapters/style"}])
+    assert proven(server).cases[-1].name == "adapter style"
+    assert {"lora_path": "style"}.items() <= server.asked[-1].items()
+
+
+def test_no_name_is_asked_before_or_shared_by_two_runs() -> None:
+    servers = [Server(), Server()]
+    for server in servers:
+        proven(server)
+    names = [{body["extra_key"] for body in server.asked} for server in servers]
+    assert all(len(some) > 4 for some in names) and not names[0] & names[1]
+
+
+def test_your_own_prompts(tmp_path: Path) -> None:
+    proof = proven(Server(), ["a" * 100, "b" * 1200])
+    assert [case.prompt_tokens for case in proof.cases[:2]] == [100, 1200]
+
+
+def command(server: Server, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(prove_command, "SglangClient", lambda url, headers: server)
+    return main(["prove", "--url", "http://127.0.0.1:1", "--quick", *words])
+
+
+@pytest.mark.parametrize(
+    ("server", "code", "words"),
+    [
+        (Server(), 0, EQUAL),
+        (Server(noise=0.01), 0, WITHIN),
+        (Server(wrong=0.5), 1, "Stop using this storage"),
+        (Server(stores=False), 2, NOT_SHOWN),
+    ],
+    ids=["equal", "within", "different", "nothing restored"],
+)
+def test_the_exit_code_and_the_words(
+    server: Server, code: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(server, monkeypatch) == code
+    assert words in capsys.readouterr().out
+
+
+def test_json_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(Server(), monkeypatch, "--json", "--report", str(tmp_path / "proof.html")) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["verdict"] == EQUAL and document["server"]["sglang"] == "0.5.23"
+    assert document["cases"][0]["restored_seconds"] == 0.1
+    assert [field for field in fields_of(document) if not is_documented(field, documented()["prove"])] == []
+    page = (tmp_path / "proof.html").read_text()
+    assert page.count("<rect") == 2 * len(document["cases"]) and EQUAL in page
+    assert command(Server(model_path="<b>|m"), monkeypatch, "--report", str(tmp_path / "proof.md")) == 0
+    assert (tmp_path / "proof.md").read_text().startswith(f"# Restored answers: {EQUAL}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--prompts", "FILE"], "--prompts: one has 10 tokens"),
+        (["--api-key-file", "/no/such/file"], "--api-key-file"),
+    ],
+)
+def test_wrong_input_gets_one_sentence(
+    words: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "prompts").write_text("ten digits\n" + "long enough " * 20)
+    words = [str(tmp_path / "prompts") if word == "FILE" else word for word in words]
+    assert command(Server(), monkeypatch, *words) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_server_without_storage_or_that_dies_is_no_proof(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(Server(hicache_storage_backend=None), monkeypatch) == 2
+    assert "without --hicache-storage-backend" in capsys.readouterr().err
+
+    def dies(*_: Any, **__: Any) -> Generation:
+        raise ServerError("the server died")
+
+    server = Server()
+    monkeypatch.setattr(server, "generate", dies)
+    assert command(server, monkeypatch) == 2
+    assert "It could not be tried: the server died" in capsys.readouterr().err
+
+
+def test_the_key_of_a_server_is_sent_and_never_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "key").write_text("a-secret\n")
+    given = []
+
+    def client(url: str, headers: dict[str, str]) -> Server:
+        given.append(headers)
+        return Server(stores=False)
+
+    monkeypatch.setattr(prove_command, "SglangClient", client)
+    arguments = ["prove", "--url", "http://127.0.0.1:1", "--quick", "--api-key-file", str(tmp_path / "key")]
+    assert main(arguments) == 2
+    assert given == [{"Authorization": "Bearer a-secret"}]
+    assert "a-secret" not in "".join(capsys.readouterr())
