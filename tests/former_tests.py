@@ -227,6 +227,10 @@ FORMER = {
     "test_what_opted_out_or_is_too_short_or_was_aborted_is_not_written": (
         "-> test_what_opted_out_or_is_too_short_is_not_written"
     ),
+    **dict.fromkeys(
+        ("test_a_damaged_staged_page_is_no_hit", "test_a_page_damaged_in_the_buffer_is_not_promoted"),
+        "a page is hashed once, when its tier reads it: the prefetch buffer is host memory as any other",
+    ),
 }
 """Name of a test that is gone -> why, or "-> " and the name that it has now."""
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, overload, runtime_checkable
@@ -36,6 +37,7 @@ from hicache_ext.runtime.metrics import TierMetrics
 
 _IDENTITY_WORDS = IDENTITY_LENGTH // 8
 _KEY_WORDS = KEY_LENGTH // 8
+_nbytes = operator.attrgetter("nbytes")
 _SEPARATOR = 8 * " "
 """Each page hash in the text of ``_DecodeHashes`` begins at a word."""
 
@@ -132,7 +134,7 @@ class PageKeys(Sequence[bytes]):
         if isinstance(which, slice):
             # Contiguous, as native code wants them; no copy where they are.
             return PageKeys(self.identity, np.ascontiguousarray(self.words[which]))
-        return self._all()[which]
+        return (self._keys or self._all())[which]
 
     def chosen(self, positions: npt.NDArray[np.intp]) -> PageKeys:
         """The keys at these positions."""
@@ -221,7 +223,10 @@ class PageBatch:
             raise ValueError(f"{len(self.keys)} keys for {pages} pages")
         if len(self.sizes) != pages:
             # Computed once: stores ask several times per page.
-            sizes = [sum([segment.nbytes for segment in segments]) for segments in self.buffers]
+            if isinstance(self.buffers, PageMemory):
+                sizes = [self.buffers.addresses.page_bytes] * pages
+            else:
+                sizes = [sum(map(_nbytes, segments)) for segments in self.buffers]
             object.__setattr__(self, "sizes", sizes)
 
     def __len__(self) -> int:
@@ -235,9 +240,9 @@ class PageBatch:
         chosen = list(positions)
         if chosen == list(everything):
             return self
-        buffers = self.buffers
+        buffers, keys = self.buffers, self.keys
         return PageBatch(
-            [self.keys[i] for i in chosen],
+            keys.chosen(np.array(chosen, np.intp)) if isinstance(keys, PageKeys) else [keys[i] for i in chosen],
             buffers.select(chosen) if isinstance(buffers, PageMemory) else [buffers[i] for i in chosen],
             [self.sizes[i] for i in chosen],
             [self.counted_as[i] for i in chosen] if self.counted_as else (),

@@ -84,7 +84,8 @@ class TierHandle(DelegatingStore):
         self.before_promotion = before_promotion
         """Waits until promotions may go on [the queue's thread]."""
         self._lock = threading.Lock()
-        self._hidden: set[bytes] = set()
+        self.hidden: frozenset[bytes] = frozenset()
+        """Pages that were written when they were cleared or removed: absent until they are removed again."""
         self._work: list[Work] = []
         self._carried_out: Work | None = None
         """What the thread is at."""
@@ -146,27 +147,37 @@ class TierHandle(DelegatingStore):
     def _get(self, batch: PageBatch) -> list[GetResult]:
         if not self._has_more_to_say():
             return self._through(lambda store: store.get(batch))
-        results = [self._get_here(key, segments) for key, segments in zip(batch.keys, batch.buffers, strict=True)]
-        absent = [position for position, result in enumerate(results) if result is None]
-        if absent:
-            asked = batch.select(absent)
-            for position, result in zip(absent, self._through(lambda store: store.get(asked)), strict=True):
+        results, asked, found = [GetResult.MISS] * len(batch), [], 0
+        here, buffers = self._queued_and_away(batch.keys), list(batch.buffers)
+        for position, (key, payload, is_hidden, is_cleared) in enumerate(here):
+            if is_hidden or (payload is None and is_cleared):
+                continue
+            if payload is None:
+                asked.append(position)
+            elif len(payload) != batch.sizes[position]:
+                self.writes.forget({key}.__contains__)
+                results[position] = GetResult.CORRUPT
+            else:
+                scatter(memoryview(payload), buffers[position])
+                results[position] = GetResult.HIT
+                found += 1
+        if asked:
+            wanted = batch.select(asked)
+            for position, result in zip(asked, self._through(lambda store: store.get(wanted)), strict=True):
                 results[position] = result
-        self.metrics.add("get", "hit", sum(result is GetResult.HIT for result in results) - _hits(results, absent))
-        return [result or GetResult.MISS for result in results]
+        self.metrics.add("get", "hit", found)
+        return results
 
-    def _get_here(self, key: bytes, segments: Sequence[memoryview]) -> GetResult | None:
-        """The answer for a page that is queued or hidden; None: the store has to say."""
-        payload = self.writes.payload(key)
-        if self.hides(key):
-            return GetResult.MISS
-        if payload is None:
-            return GetResult.MISS if self._is_cleared(key) else None
-        if len(payload) != sum(segment.nbytes for segment in segments):
-            self.writes.forget(lambda queued: queued == key)
-            return GetResult.CORRUPT
-        scatter(memoryview(payload), segments)
-        return GetResult.HIT
+    def _queued_and_away(self, keys: Sequence[bytes]) -> list[tuple[bytes, bytes | None, bool, bool]]:
+        """Each key, its payload while it is queued, whether what the store has under it is being removed, and whether a
+        clear() of it is under way."""
+        # First the queue: a page that leaves it meanwhile is in the store.
+        queued = [(key, self.writes.payload(key)) for key in keys]
+        hidden, everything, cleared = self.hidden, self._clears_all, self._cleared
+        if (everything or cleared) and not self._administration.running:
+            # There was no thread to be had when it began.
+            self._administration.wake()
+        return [(key, load, key in hidden, everything or key[:IDENTITY_LENGTH] in cleared) for key, load in queued]
 
     def set(self, batch: PageBatch) -> list[SetResult]:
         """Write now. A page that waits to be written EXISTS; one that is being cleared or removed is REJECTED."""
@@ -176,20 +187,14 @@ class TierHandle(DelegatingStore):
     def _set(self, batch: PageBatch) -> list[SetResult]:
         if not self._has_more_to_say():
             return self._write(batch)
-        results: list[SetResult | None] = [
-            SetResult.REJECTED
-            if self.hides(key) or self._is_cleared(key)
-            else SetResult.EXISTS
-            if self.writes.payload(key) is not None
-            else None
-            for key in batch.keys
-        ]
-        absent = [position for position, result in enumerate(results) if result is None]
+        here = self._queued_and_away(batch.keys)
+        away = [is_hidden or is_cleared for _, _, is_hidden, is_cleared in here]
+        results = [SetResult.REJECTED if gone else SetResult.EXISTS for gone in away]
+        absent = [at for at, (_, payload, _, _) in enumerate(here) if payload is None and not away[at]]
         if absent:
-            asked = batch.select(absent)
-            for position, result in zip(absent, self._write(asked), strict=True):
+            for position, result in zip(absent, self._write(batch.select(absent)), strict=True):
                 results[position] = result
-        return [result or SetResult.ERROR for result in results]
+        return results
 
     def _write(self, batch: PageBatch) -> list[SetResult]:
         results = self._through(lambda store: store.set(batch))
@@ -206,12 +211,11 @@ class TierHandle(DelegatingStore):
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         if not self._has_more_to_say():
             return self._through(lambda store: store.contains(keys))
-        # First the queue: a page that leaves it meanwhile is in the store.
-        queued = [self.writes.payload(key) is not None for key in keys]
+        here = self._queued_and_away(keys)
         stored = self._through(lambda store: store.contains(keys))
         return [
-            not self.hides(key) and (waits or (known and not self._is_cleared(key)))
-            for key, waits, known in zip(keys, queued, stored, strict=True)
+            not is_hidden and (payload is not None or (known and not is_cleared))
+            for (_, payload, is_hidden, is_cleared), known in zip(here, stored, strict=True)
         ]
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
@@ -238,7 +242,7 @@ class TierHandle(DelegatingStore):
     def _has_more_to_say(self) -> bool:
         """Whether what the store answers is not all. Pages leave a queue once the store has them, so that this may be
         looked at without a lock."""
-        return bool(self._hidden or self._clears_all or self._cleared or len(self.writes) or self._closed)
+        return bool(self.hidden or self._clears_all or self._cleared or len(self.writes) or self._closed)
 
     def _through(self, call: Callable[[PageStore], _T]) -> _T:
         """A call on the store; again, if its guards were changed meanwhile."""
@@ -345,15 +349,6 @@ class TierHandle(DelegatingStore):
         words = "hicache_ext: tier %s: a clear() or a new identity is tried again: %r"
         self._log.log(logging.WARNING, "administration", words, self.name, error)
 
-    def _is_cleared(self, key: bytes) -> bool:
-        """Whether a clear() of what the store has under ``key`` is under way."""
-        if not (self._clears_all or self._cleared):
-            return False
-        if not self._administration.running:
-            # There was no thread to be had when it began.
-            self._administration.wake()
-        return self._clears_all or key[:IDENTITY_LENGTH] in self._cleared
-
     # -- what the queues ask ---------------------------------------------------------------------------------------
 
     def write_queued(self, batch: PageBatch) -> list[SetResult]:
@@ -362,14 +357,11 @@ class TierHandle(DelegatingStore):
     def may_write(self) -> bool:
         return not (self._clears_all or self._cleared)
 
-    def hides(self, key: bytes) -> bool:
-        return key in self._hidden
-
     def hide(self, keys: Iterable[bytes]) -> None:
         with self._lock:
-            before = len(self._hidden)
-            self._hidden = self._hidden | set(keys)
-            more = len(self._hidden) > before
+            before = len(self.hidden)
+            self.hidden = self.hidden.union(keys)
+            more = len(self.hidden) > before
         if more:
             self._removals.wake()
 
@@ -387,7 +379,7 @@ class TierHandle(DelegatingStore):
 
     def _remove_hidden(self) -> float | Retry | None:
         """Remove the hidden pages whose writes have ended."""
-        hidden = list(self._hidden)
+        hidden = list(self.hidden)
         queues = (self.writes, self.promotions)
         ended = [key for key in hidden if not any(queue.is_writing([key]) for queue in queues)]
         # After the queues: a write that was still in one may have been left behind by the guards since.
@@ -396,8 +388,8 @@ class TierHandle(DelegatingStore):
         if ended and not self._is_gone(ended):
             return RETRY
         with self._lock:
-            self._hidden = self._hidden - set(ended)
-            left = bool(self._hidden)
+            self.hidden = self.hidden.difference(ended)
+            left = bool(self.hidden)
         return _WRITES_END if left else None
 
     def _is_gone(self, keys: list[bytes]) -> bool:
@@ -424,7 +416,7 @@ class TierHandle(DelegatingStore):
         for queue in (self.writes, self.promotions):
             if not queue.wait_until_written(max(0.0, deadline - time.monotonic())):
                 return False
-        while self._hidden or self._work:
+        while self.hidden or self._work:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.001)
@@ -438,11 +430,11 @@ class TierHandle(DelegatingStore):
             if self._closed:
                 return
             self._closed = True
-        while (self._work or self._hidden) and time.monotonic() < drain:
+        while (self._work or self.hidden) and time.monotonic() < drain:
             time.sleep(0.001)
         for loop in (self._administration, self._removals):
             loop.stop(max(0.0, longest - time.monotonic()))
-        if self._work or self._hidden:
+        if self._work or self.hidden:
             logger.warning("hicache_ext: tier %s: closed before everything cleared was removed from it", self.name)
         left = max(0.0, longest - time.monotonic())
         try:
@@ -464,7 +456,3 @@ def _clear(store: PageStore, work: Work) -> int:
     # Nothing is added to it any more.
     digests = work.digests
     return clear_or_raise(store, None if digests is None else list(digests))
-
-
-def _hits(results: Sequence[GetResult | None], positions: Iterable[int]) -> int:
-    return sum(results[position] is GetResult.HIT for position in positions)

@@ -9,7 +9,6 @@ there at once, beside the near tiers. Pages found behind ``promote_to`` are writ
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import threading
 import time
@@ -48,7 +47,7 @@ from hicache_ext.storage.tiering.tier_handle import ADMINISTRATION_WAIT, TierHan
 from hicache_ext.storage.tiering.write_behind import PROMOTION_PATIENCE
 
 if TYPE_CHECKING:
-    from hicache_ext.storage.tiering.prefetch import PrefetchedPage, Prefetcher
+    from hicache_ext.storage.tiering.prefetch import Announced, Prefetcher, Staged
 
 logger = logging.getLogger(__name__)
 
@@ -295,15 +294,14 @@ class TieredStore:
         still_wanted = self._generations.moment()
         read = _Read(batch, arrangement)
         prefetcher = self._prefetcher or self.prefetcher
-        staged = prefetcher.begin_read(batch.keys)
-        try:
-            self._read_known_places(read, [position for position, page in enumerate(staged) if page is None])
-            self._walk(read, [position for position, page in enumerate(staged) if page is None])
-            with self._gate.read():
-                # Prefetched pages came from far tiers, too: promotion waits.
-                self._take_staged(read, staged, prefetcher)
-        finally:
-            prefetcher.end_read(batch.keys, staged)
+        with prefetcher.reading(read.keys) as staged:
+            own = [position for position, page in enumerate(staged) if page is None]
+            self._read_known_places(read, own)
+            self._walk(read, own)
+            if len(own) < len(staged):
+                with self._gate.read():
+                    # Prefetched pages came from far tiers, too: promotion waits.
+                    self._take_staged(read, staged, prefetcher)
         leading = _leading_hits(read.results)
         places = [read.places[position] for position in range(leading)]
         tiers = arrangement.retrieve
@@ -342,39 +340,27 @@ class TieredStore:
             )
         read.note(positions, number, results)
 
-    def _take_staged(self, read: _Read, staged: Sequence[PrefetchedPage | None], prefetcher: Prefetcher) -> None:
-        of_source: dict[int | None, list[int]] = {}
-        for position, page in enumerate(staged):
-            if page is not None:
-                of_source.setdefault(read.arrangement.order.get(id(page.source)), []).append(position)
-        failed: list[int] = []
-        for number, positions in of_source.items():
-            buffers = read.batch.buffers
-            pages = [(page, buffers[position]) for position in positions if (page := staged[position]) is not None]
-            results = prefetcher.take(pages)
-            if number is None:
-                # Its tier is in use no more.
-                failed += positions
-            else:
-                failed += [at for at, result in zip(positions, results, strict=True) if result is not GetResult.HIT]
-                answered = [at for at, result in enumerate(results) if result is not GetResult.REJECTED]
-                read.note([positions[at] for at in answered], number, [results[at] for at in answered])
-        if failed:
-            self._walk(read, sorted(failed))
+    def _take_staged(self, read: _Read, staged: Sequence[Staged | None], prefetcher: Prefetcher) -> None:
+        positions = [position for position, page in enumerate(staged) if page is not None]
+        pages, buffers = [page for page in staged if page is not None], list(read.batch.buffers)
+        results = prefetcher.take(pages, [buffers[position] for position in positions])
+        for number, tier in enumerate(read.arrangement.retrieve):
+            answered = [
+                at
+                for at, (fetch, _) in enumerate(pages)
+                if fetch.announced.source is tier and results[at] is not GetResult.REJECTED
+            ]
+            read.note([positions[at] for at in answered], number, [results[at] for at in answered])
+        # Also those of a tier that is in use no more.
+        if failed := [position for position in positions if read.results[position] is not GetResult.HIT]:
+            self._walk(read, failed)
 
-    def _promote_unread(self, pages: Sequence[PrefetchedPage]) -> None:
+    def _promote_unread(self, batch: PageBatch, announced: Announced) -> None:
         """Pages that came too late for the request that they were fetched for [a thread of the prefetch]."""
         arrangement = self._arrangement
-        target = arrangement.promote_to
-        outer = [page for page in pages if arrangement.order.get(id(page.source), 0) >= arrangement.inner_tiers]
-        if target is None:
-            return
-        # Pages that were announced together have one moment in common.
-        for still_wanted, some in itertools.groupby(outer, lambda page: page.still_wanted):
-            together = list(some)
-            payloads = [[memoryview(page.memory or b"")] for page in together]
-            batch = PageBatch([page.key for page in together], payloads)
-            target.promotions.promote(batch, range(len(together)), still_wanted)
+        is_outer = arrangement.order.get(id(announced.source), 0) >= arrangement.inner_tiers
+        if is_outer and (target := arrangement.promote_to) is not None:
+            target.promotions.promote(batch, range(len(batch)), announced.still_wanted)
 
     def _count(
         self, batch: PageBatch, results: Sequence[GetResult], leading: int, sources: Sequence[tuple[PageStore, int]]
@@ -420,12 +406,15 @@ class TieredStore:
         places = self._find_leading(keys, arrangement)
         self._count_found(keys, dict(enumerate(np.bincount(places).tolist())), arrangement)
         arrangement.looked_up(keys, len(places))
-        outer = np.flatnonzero(places >= arrangement.inner_tiers).tolist()
-        if outer and arrangement.settings.prefetch.buffer:
-            tiers, sizes = arrangement.retrieve, self._page_bytes
-            # One by one: of a long chain only the beginning is planned.
-            pages = ((keys[page], tiers[places[page]], sizes.get(keys[page][:IDENTITY_LENGTH], 0)) for page in outer)
-            (self._prefetcher or self.prefetcher).announce(pages, still_wanted)
+        if len(places) and arrangement.settings.prefetch.buffer:
+            for number in range(arrangement.inner_tiers, len(arrangement.retrieve)):
+                here = chosen_keys(keys, np.flatnonzero(places == number))
+                identities = identities_of(here) if len(here) else []
+                for identity in identities:
+                    some = here if len(identities) == 1 else [key for key in here if key.startswith(identity)]
+                    size = self._page_bytes.get(identity, 0)
+                    prefetcher = self._prefetcher or self.prefetcher
+                    prefetcher.announce(some, arrangement.retrieve[number], size, still_wanted)
         return len(places)
 
     def _count_found(self, keys: Sequence[bytes], found: Mapping[int, int], arrangement: Arrangement) -> None:
@@ -708,7 +697,7 @@ class _Read:
     def __init__(self, batch: PageBatch, arrangement: Arrangement) -> None:
         self.batch = batch
         self.arrangement = arrangement
-        self.keys = batch.keys
+        self.keys = list(batch.keys)
         self.results = [GetResult.MISS] * len(batch)
         self.places = [0] * len(batch)
         """The number of the tier that each hit came from."""
