@@ -13,8 +13,6 @@ import pytest
 
 from hicache_ext.config.sections import TracingConfig
 from hicache_ext.errors import ConfigError, MissingPackageError
-from hicache_ext.page.transforms.lossy import LossyCodec
-from hicache_ext.page.transforms.rows import Code
 from hicache_ext.sglang import scheduler_hooks
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiering import observers, tracing
@@ -25,7 +23,6 @@ from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_p
 from hicache_ext.testing.server import free_port
 from tests.rigs.faults import RaisingStore
 from tests.rigs.otlp_collector import OtlpCollector
-from tests.storage.transforms.test_lossy import CONTENTS, opened, read, write
 from tests.waiting import wait_until
 
 # Its thread goes on for a while where a collector is dead: its lines would be in the logs of the tests that come next.
@@ -313,15 +310,3 @@ def test_bytes_of_a_batch_are_those_that_moved() -> None:
     batch = PageBatch(KEYS, [[memoryview(bytearray(10))]] * 3)
     facts = tracing._facts(batch, [SetResult.STORED, SetResult.EXISTS, SetResult.TIMEOUT])
     assert (facts["hicache.bytes"], facts["hicache.pages_moved"], facts["hicache.outcome"]) == (10, 2, "timeout")
-
-
-def test_the_span_of_a_read_tells_how_many_pages_came_back_inexactly(
-    finished: Finished, tiered: Callable[..., TieredStore]
-) -> None:
-    pytest.importorskip("zstandard")
-    tier = opened(MemoryPageStore("pool"), LossyCodec(Code.INT8))
-    store = tiered(tier)
-    assert write(store, CONTENTS) == [SetResult.STORED] * 6
-    read(store)
-    told_of = {span.name: span.attributes.get("hicache.lossy_pages") for span in finished()}
-    assert told_of == {"set pool": None, "get pool": 6}

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from hicache_ext.config import HicacheExtConfig, TierConfig
 from hicache_ext.config.problems import config_error, listed
-from hicache_ext.config.secrets import SealConfig
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page.transforms.codec import LOSSY_CODECS
 from hicache_ext.storage.contract.abilities import Resizable, ability
@@ -163,8 +162,10 @@ class ReloadableStore(TieredStore):
                 yield ConfigError(f"hicache_ext.tiers.{name}.codec", problem, "restart")
             if name in self._live:
                 yield from _problems_of_tier(name, self._live[name], tier)
-                if tier.seal is not None and tier.seal == self._live[name].config.seal:
-                    yield from _problems_of_content(f"hicache_ext.tiers.{name}.seal", self._live[name], tier.seal)
+                try:
+                    _new_seal(name, self._live[name], tier)
+                except ConfigError as error:
+                    yield error
         directories = {directory: name for name, live in self._live.items() for directory in live.config.directories()}
         for name, tier in used_tiers(config).items():
             if name in self._live:
@@ -205,56 +206,14 @@ def _problems_of_tier(name: str, live: LiveTier, wanted: TierConfig) -> Iterator
             if store is None or not store.can_resize(getattr(wanted, field)):
                 yield ConfigError(f"{key}.{field}", f"cannot change in this layout while the tier is in use; {remedy}")
         elif field == "seal" and field in wanted.live_keys:
-            yield from _problems_of_seal(f"{key}.seal", live, wanted, remedy)
+            if live.config.seal is None or wanted.seal is None or live.config.seal.mode != wanted.seal.mode:
+                yield ConfigError(
+                    f"{key}.seal", f"pages cannot be sealed in another way while the tier is in use; {remedy}"
+                )
+            elif _transforming(live) is None:
+                yield ConfigError(f"{key}.seal", "cannot change before the tier could be opened")
         elif field not in wanted.live_keys:
             yield ConfigError(f"{key}.{field}", f"cannot change while the tier is in use; {remedy}")
-
-
-def _problems_of_seal(key: str, live: LiveTier, wanted: TierConfig, remedy: str) -> Iterator[ConfigError]:
-    """Keys may change, and what they do to pages may not."""
-    one, other = live.config.seal, wanted.seal
-    if one is None or other is None or one.mode != other.mode:
-        yield ConfigError(key, f"pages cannot be sealed in another way while the tier is in use; {remedy}")
-    elif _transforming(live) is None:
-        yield ConfigError(key, "cannot change before the tier could be opened")
-    else:
-        try:
-            _opened_seal(key, live, other)
-        except ConfigError as error:
-            yield error
-
-
-def _problems_of_content(key: str, live: LiveTier, seal: SealConfig) -> Iterator[ConfigError]:
-    """Of a seal that stays: what its references hold may have changed. What cannot be read now is in use already."""
-    try:
-        found = seal.opened(key)
-    except ConfigError:
-        return
-    try:
-        _check_content(key, live, seal, found)
-    except ConfigError as error:
-        yield error
-
-
-def _opened_seal(key: str, live: LiveTier, seal: SealConfig) -> Seal:
-    """Raises ConfigError."""
-    found = seal.opened(key)
-    _check_content(key, live, seal, found)
-    return found
-
-
-def _check_content(key: str, live: LiveTier, seal: SealConfig, found: Seal) -> None:
-    """Raise ConfigError for a key that is another one than that of the same id which is in use: pages of both would
-    have one id, and those of the old one would be gone unnoticed."""
-    store = _transforming(live)
-    if store is None or store.seal is None:
-        return
-    in_use = {one.id: one for one in store.seal.keys}
-    for one in found.keys:
-        if one.id in in_use and not one.is_same(in_use[one.id]):
-            number = [reference.id for reference in seal.keys].index(one.id)
-            problem = f"the id {one.id} has another secret than the one in use; give it another id"
-            raise ConfigError(f"{key}.keys[{number}]", problem)
 
 
 def _transforming(live: LiveTier) -> TransformedStore | None:
@@ -267,10 +226,29 @@ def _transforming(live: LiveTier) -> TransformedStore | None:
 
 
 def _new_seal(name: str, live: LiveTier, wanted: TierConfig) -> Seal | None:
-    """The seal that is to be put in force, where it is another one. Raises ConfigError."""
-    if wanted.seal is None or wanted.seal == live.config.seal:
+    """The seal that is to be put in force, where it is another one.
+
+    Raises ConfigError, also for a key that is another one than that of the same id which is in use, whether or not the
+    configuration has changed: pages of both would have one id, and those of the old one would be gone unnoticed.
+    """
+    store, seal, key = _transforming(live), wanted.seal, f"hicache_ext.tiers.{name}.seal"
+    if store is None or store.seal is None or seal is None:
         return None
-    return _opened_seal(f"hicache_ext.tiers.{name}.seal", live, wanted.seal)
+    is_new = seal != live.config.seal
+    try:
+        found = seal.opened(key)
+    except ConfigError:
+        if is_new:
+            raise
+        # What cannot be read now is in use already.
+        return None
+    in_use = {one.id: one for one in store.seal.keys}
+    for number, reference in enumerate(seal.keys):
+        for one in found.keys:
+            if one.id == reference.id and one.id in in_use and not one.is_same(in_use[one.id]):
+                problem = f"the id {one.id} has another secret than the one in use; give it another id"
+                raise ConfigError(f"{key}.keys[{number}]", problem)
+    return found if is_new else None
 
 
 def _differing_keys(one: TierConfig, other: TierConfig) -> list[str]:

@@ -29,7 +29,6 @@ from hicache_ext.page.transforms.header import SALT_LENGTH
 from hicache_ext.page.transforms.lossy import lossy_name
 from hicache_ext.page.transforms.sealing import Seal, new_salts
 from hicache_ext.runtime.log_limit import LimitedLog
-from hicache_ext.storage.contract import lossy_pages
 from hicache_ext.storage.contract.abilities import IdentityKeeper, PageLister, ability, clear_or_raise
 from hicache_ext.storage.contract.base import error_reason, leading_in_portions, one_for_each
 from hicache_ext.storage.contract.store import (
@@ -293,7 +292,6 @@ class TransformedStore(DelegatingStore):
         codecs = [forms[positions[page]].codec for page in hits if answers[page] is GetResult.HIT]
         if lossy := [name for codec in codecs if (name := lossy_name(codec)) is not None]:
             self.metrics.add_many("lossy", Counter(lossy))
-            lossy_pages.note(len(lossy))
         return answers
 
     def _chosen_forms(self, known: KnownForms, forms: Forms, keys: PageKeys) -> list[Form]:
