@@ -15,7 +15,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -266,29 +265,21 @@ class TransformedStore(DelegatingStore):
             known.note_moved("get", asked, began, answers.count(GetResult.HIT))
             hits = [page for page, answer in enumerate(answers) if answer is GetResult.HIT]
 
-            def begun(page: int) -> Callable[[], str | None]:
+            def unpack(number: int) -> None:
+                page = hits[number]
                 form, segments = forms[positions[page]], batch.buffers[positions[page]]
-                return body.reading(rooms[page], names[page], form, segments, self._memory.of_thread)
-
-            def of_this_page(page: int, work: Callable[[], Any]) -> Any:
                 try:
-                    return work()
+                    reason = body.read(rooms[page], names[page], form, segments, self._memory.of_thread)
                 except Exception as error:  # noqa: BLE001 - of this page alone
                     answers[page] = GetResult.ERROR
                     self.metrics.add("error", error_reason(error))
                     self._log.log(logging.WARNING, "read", "tier %s: a page: %r", self.name, error, exc_info=error)
-                    return None
-
-            finishes = [of_this_page(page, partial(begun, page)) for page in hits]
-
-            def finish(number: int) -> None:
-                page, work = hits[number], finishes[number]
-                reason = None if work is None else of_this_page(page, work)
+                    return
                 if reason is not None:
                     answers[page] = GetResult.CORRUPT
                     self._bad.note(names[page], reason)
 
-            self._portions.each(len(hits), finish)
+            self._portions.each(len(hits), unpack)
         codecs = [forms[positions[page]].codec for page in hits if answers[page] is GetResult.HIT]
         if lossy := [name for codec in codecs if (name := lossy_name(codec)) is not None]:
             self.metrics.add_many("lossy", Counter(lossy))
@@ -375,20 +366,13 @@ class TransformedStore(DelegatingStore):
         lengths = [known.length(form, size) for form, size in zip(chosen, batch.sizes, strict=True)]
         salts = new_salts(len(batch))
         with self._memory.lent(lengths) as rooms:
-            of_thread = self._memory.of_thread
-            finish = [
-                body.writing(
-                    rooms[page],
-                    stored[page],
-                    chosen[page],
-                    batch.buffers[page],
-                    coded[page],
-                    salts[page * SALT_LENGTH : (page + 1) * SALT_LENGTH],
-                    of_thread,
-                )
-                for page in range(len(batch))
-            ]
-            self._portions.each(len(batch), lambda page: finish[page]())
+
+            def pack(page: int) -> None:
+                salt = salts[page * SALT_LENGTH : (page + 1) * SALT_LENGTH]
+                pages = chosen[page], batch.buffers[page], coded[page]
+                body.write(rooms[page], stored[page], *pages, salt, self._memory.of_thread)
+
+            self._portions.each(len(batch), pack)
             given = PageBatch(stored, [[room] for room in rooms], lengths, batch.sizes)
             kept = self._bad.keep(given, list(zip(chosen, batch.sizes, strict=True)))
             if kept:
