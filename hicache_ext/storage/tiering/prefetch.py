@@ -31,7 +31,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.errors import StoreClosedError
-from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.memory import PageMemory
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
@@ -178,16 +177,10 @@ class Prefetcher:
                 self._changed = True
             self._dropped()
 
-    def forget(self, keys: Iterable[bytes]) -> None:
+    def forget(self, wanted: Callable[[bytes], bool]) -> None:
+        """Drop the pages whose keys are ``wanted``."""
         with self._condition:
-            self._forget(keys)
-            self._dropped()
-
-    def forget_identities(self, digests: Sequence[bytes] | None) -> None:
-        chosen = None if digests is None else set(digests)
-        with self._condition:
-            known = itertools.chain(self._pages, *self._plans.values())
-            self._forget([key for key in known if chosen is None or key[:IDENTITY_LENGTH] in chosen])
+            self._forget([key for key in itertools.chain(self._pages, *self._plans.values()) if wanted(key)])
             self._dropped()
 
     def inside(self, keys: Sequence[bytes]) -> int:

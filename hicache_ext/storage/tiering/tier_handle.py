@@ -285,9 +285,6 @@ class TierHandle(DelegatingStore):
         work.answer = len({key[:IDENTITY_LENGTH] for key in queued})
         return self._have_done(work)
 
-    def forget_promotions(self, wanted: Callable[[bytes], bool]) -> None:
-        self.promotions.forget(wanted)
-
     def wait_for(self, work: Work, deadline: float | None = None) -> int:
         """The answer as far as it is known by ``deadline`` (time.monotonic()); on SGLang's scheduler now."""
         if not must_answer_at_once():

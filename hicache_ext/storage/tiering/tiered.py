@@ -95,6 +95,7 @@ class Arrangement:
         self.only_tier = self.retrieve[0] if len(retrieve) == self.inner_tiers == 1 else None
         """Nothing lies further out: nothing is prefetched, joined or promoted."""
         self.calls = CallGate("tiers")
+        self.places = _Places()
 
     def looked_up(self, keys: Sequence[bytes], leading: int) -> None:
         """Tell admission of a chain of which the first ``leading`` pages are there."""
@@ -140,7 +141,6 @@ class TieredStore:
         self._prefetcher: Prefetcher | None = None
         """Made when there is a tier to fetch from."""
         self._page_bytes: dict[bytes, int] = {}
-        self._places = _Places()
         self._helpers = ThreadPool("hicache-tiers")
         self._log = LimitedLog(logger)
         self._changing = threading.Lock()
@@ -149,7 +149,16 @@ class TieredStore:
         self._closed = False
         self._leaving: list[TierHandle] = []
         self._arrangement = arrangement
+        self._prepare(arrangement)
         self._configure(arrangement)
+
+    def _prepare(self, arrangement: Arrangement) -> None:
+        """Make what the calls of this arrangement need."""
+        if len(arrangement.retrieve) > arrangement.inner_tiers and self._prefetcher is None:
+            from hicache_ext.storage.tiering.prefetch import Prefetcher
+
+            settings = arrangement.settings.prefetch
+            self._prefetcher = Prefetcher(settings, self._gate, self._metrics, unread=self._promote_unread)
 
     # -- which tiers -----------------------------------------------------------------------------------------------
 
@@ -163,6 +172,7 @@ class TieredStore:
         leaving = [tier for tier in self._arrangement.tiers if tier not in arrangement.tiers]
         new_tiers = [tier for tier in arrangement.tiers if id(tier) not in known]
         registered: set[bytes] = set()
+        self._prepare(arrangement)
         while True:
             with self._changing:
                 if self._closed:
@@ -175,7 +185,6 @@ class TieredStore:
             # Outside the lock: SGLang's scheduler may be about to register more.
             _register(new_tiers, missing)
             registered |= missing.keys()
-        self._places.forget()
         self._configure(arrangement)
         before.calls.shut_within(_CALLS_END)
         for tier in leaving:
@@ -187,9 +196,8 @@ class TieredStore:
 
     def _configure(self, arrangement: Arrangement) -> None:
         settings = arrangement.settings
-        outer_tiers = len(arrangement.retrieve) - arrangement.inner_tiers
-        if outer_tiers > 0 or self._prefetcher is not None:
-            self.prefetcher.configure(settings.prefetch, outer_tiers)
+        if self._prefetcher is not None:
+            self._prefetcher.configure(settings.prefetch, len(arrangement.retrieve) - arrangement.inner_tiers)
         for tier in arrangement.tiers:
             tier.before_promotion = lambda: self._gate.wait_until_idle(PROMOTION_PATIENCE)
             tier.configure(settings.store_queue, settings.promotion_queue)
@@ -235,16 +243,9 @@ class TieredStore:
 
     @property
     def prefetcher(self) -> Prefetcher:
-        if self._prefetcher is not None:
-            return self._prefetcher
-        # Not under the lock, for which SGLang's scheduler may wait.
-        from hicache_ext.storage.tiering.prefetch import Prefetcher
-
-        with self._changing:
-            if self._prefetcher is None:
-                settings = self._arrangement.settings.prefetch
-                self._prefetcher = Prefetcher(settings, self._gate, self._metrics, unread=self._promote_unread)
-            return self._prefetcher
+        """Only where a tier lies further out."""
+        assert self._prefetcher is not None
+        return self._prefetcher
 
     def forget_what_was_fetched(self, source: TierHandle) -> None:
         """Drop what was read ahead from this tier."""
@@ -293,7 +294,7 @@ class TieredStore:
     def _get_from_several(self, batch: PageBatch, arrangement: Arrangement) -> list[GetResult]:
         still_wanted = self._generations.moment()
         read = _Read(batch, arrangement)
-        prefetcher = self._prefetcher or self.prefetcher
+        prefetcher = self.prefetcher
         with prefetcher.reading(read.keys) as staged:
             own = [position for position, page in enumerate(staged) if page is None]
             self._read_known_places(read, own)
@@ -318,7 +319,9 @@ class TieredStore:
         if len(read.arrangement.retrieve) < 2:
             return
         by_tier: dict[int, list[int]] = {}
-        for position, place in zip(positions, self._places.find([read.keys[p] for p in positions]), strict=True):
+        for position, place in zip(
+            positions, read.arrangement.places.find([read.keys[p] for p in positions]), strict=True
+        ):
             by_tier.setdefault(place, []).append(position)
         if set(by_tier) == {0}:
             return
@@ -413,8 +416,7 @@ class TieredStore:
                 for identity in identities:
                     some = here if len(identities) == 1 else [key for key in here if key.startswith(identity)]
                     size = self._page_bytes.get(identity, 0)
-                    prefetcher = self._prefetcher or self.prefetcher
-                    prefetcher.announce(some, arrangement.retrieve[number], size, still_wanted)
+                    self.prefetcher.announce(some, arrangement.retrieve[number], size, still_wanted)
         return len(places)
 
     def _count_found(self, keys: Sequence[bytes], found: Mapping[int, int], arrangement: Arrangement) -> None:
@@ -457,7 +459,7 @@ class TieredStore:
                 # The first page that the last tier lacks ends the run: it need not look at those behind.
                 count = self._call(tier, "exists", tier.count_leading, wanted, 0)
                 known = np.arange(len(missing)) < count
-                self._remember_places(number, wanted, known)
+                arrangement.places.remember(chosen_keys(wanted, np.flatnonzero(known)), number)
             else:
                 known = self._known_in(number, wanted, arrangement)
             places[missing[known]] = number
@@ -468,12 +470,8 @@ class TieredStore:
         """Which keys one tier has."""
         tier = arrangement.retrieve[number]
         known = np.array(self._call(tier, "exists", tier.contains, keys, [False] * len(keys)), np.bool_)
-        self._remember_places(number, keys, known)
+        arrangement.places.remember(chosen_keys(keys, np.flatnonzero(known)), number)
         return known
-
-    def _remember_places(self, number: int, keys: Sequence[bytes], known: npt.NDArray[np.bool_]) -> None:
-        if number:
-            self._places.remember(chosen_keys(keys, np.flatnonzero(known)), number)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -488,24 +486,13 @@ class TieredStore:
                 self._call(tier, "queue", functools.partial(tier.set_later, still_wanted=still_wanted), batch, failed)
                 for tier in arrangement.later
             ]
-            if len(arrangement.sync) == 1:
-                (tier,) = arrangement.sync
-                written = [self._call(tier, "set", tier.set, batch, failed)]
-            else:
-                written = self._write_to_several(arrangement.sync, batch, failed)
+            tiers = arrangement.sync
+            written = self._beside(len(tiers), lambda at: self._call(tiers[at], "set", tiers[at].set, batch, failed))
             best, *others = written or queued or [[SetResult.REJECTED] * len(batch.sizes)]
             for answers in others:
                 best = [min(pair, key=_WORST_LAST.index) for pair in zip(best, answers, strict=True)]
             self._metrics.add_many("set", counted(best))
             return best
-
-    def _write_to_several(
-        self, tiers: Sequence[TierHandle], batch: PageBatch, failed: list[SetResult]
-    ) -> list[list[SetResult]]:
-        """To these tiers at once: what each answers."""
-        return self._beside(
-            len(tiers), lambda number: self._call(tiers[number], "set", tiers[number].set, batch, failed)
-        )
 
     # -- administration --------------------------------------------------------------------------------------------
 
@@ -563,19 +550,23 @@ class TieredStore:
     def remove(self, keys: Sequence[bytes]) -> int:
         with self._entered() as arrangement:
             wanted = list(dict.fromkeys(keys))
-            self._generations.advance(identities_of(wanted))
-            if self._prefetcher is not None:
-                self._prefetcher.forget(wanted)
+            of_these = set(wanted).__contains__
+            self._make_void(identities_of(wanted), of_these)
             # A page of two tiers is one page: their own counts cannot be added.
             tiers: Sequence[TierHandle] = list(self._tiers_in_use(arrangement))
             present = self._helpers.run(len(tiers), lambda number: self._remove_from(tiers[number], wanted))
             if arrangement.promote_to is not None:
                 # What has begun to read an outer tier before it was removed there, and ends now.
-                self._generations.advance(identities_of(wanted))
-                if self._prefetcher is not None:
-                    self._prefetcher.forget(wanted)
+                self._make_void(identities_of(wanted), of_these)
                 self._remove_from(arrangement.promote_to, wanted)
             return sum(any(known) for known in zip(*present, strict=True))
+
+    def _make_void(self, digests: Sequence[bytes] | None, wanted: Callable[[bytes], bool]) -> None:
+        """What has begun to read these pages in the background does not bring them back. ``digests``: their identities,
+        None for all."""
+        self._generations.advance(digests)
+        if self._prefetcher is not None:
+            self._prefetcher.forget(wanted)
 
     def _remove_from(self, tier: TierHandle, keys: list[bytes]) -> list[bool]:
         """Which of them it had."""
@@ -591,21 +582,21 @@ class TieredStore:
     def clear(self, digests: Sequence[bytes] | None) -> int:
         """As the contract says. It hides the pages in all tiers at once, and waits for those that are quick alone."""
         with self._entered() as arrangement:
-            self._generations.advance(digests)
-            if self._prefetcher is not None:
-                self._prefetcher.forget_identities(digests)
+            chosen = None if digests is None else frozenset(digests)
+
+            def wanted(key: bytes) -> bool:
+                return chosen is None or key[:IDENTITY_LENGTH] in chosen
+
+            self._make_void(digests, wanted)
             # Also tiers that a reload puts in force meanwhile.
             begun: dict[TierHandle, Work | None] = {}
             while left := self._tiers_in_use(arrangement) - begun.keys():
                 for tier in left:
                     begun[tier] = self._call(tier, "clear", tier.begin_clear, digests, None)
             # What has begun to read a tier before it was cleared, and ends now.
-            chosen = None if digests is None else frozenset(digests)
-            self._generations.advance(digests)
-            if self._prefetcher is not None:
-                self._prefetcher.forget_identities(digests)
+            self._make_void(digests, wanted)
             for tier in begun:
-                tier.forget_promotions(lambda key: chosen is None or key[:IDENTITY_LENGTH] in chosen)
+                tier.promotions.forget(wanted)
             deadline = time.monotonic() + ADMINISTRATION_WAIT
             answers = [tier.wait_for(work, deadline) for tier, work in begun.items() if work is not None]
             return max(answers, default=0)
@@ -635,26 +626,20 @@ class TieredStore:
             *([] if self._prefetcher is None else [functools.partial(self._prefetcher.close, longest)]),
             *[functools.partial(tier.end_by, drain, longest) for tier in arrangement.tiers],
         ]
-        self._end_all(parts, longest)
-        self._helpers.close(max(0.0, longest - time.monotonic()))
-
-    def _end_all(self, parts: Sequence[Callable[[], object]], longest: float) -> None:
-        threads = ThreadPool("hicache-close")
-        first: BaseException | None = None
-        ends = []
+        threads, ends = ThreadPool("hicache-close"), []
         for part in parts:
             try:
                 ends.append(threads.start(part))
             except RuntimeError:
                 part()
-        for end in ends:
-            # Each part ends by itself at ``longest``.
-            if end.ended_within(longest + _CLOSE_WAIT - time.monotonic()) and end.error is not None:
-                logger.error("hicache_ext: closing a tier", exc_info=end.error)
-                first = first or end.error
-        threads.close(max(0.0, longest + _CLOSE_WAIT - time.monotonic()))
-        if first is not None:
-            raise first
+        # Each part ends by itself at ``longest``.
+        errors = [end.error for end in ends if end.ended_within(longest + _CLOSE_WAIT - time.monotonic()) and end.error]
+        for error in errors:
+            logger.error("hicache_ext: closing a tier", exc_info=error)
+        for pool in (threads, self._helpers):
+            pool.close(max(0.0, longest + _CLOSE_WAIT - time.monotonic()))
+        if errors:
+            raise errors[0]
 
     def _beside(self, count: int, work: Callable[[int], _T]) -> list[_T]:
         """``work(0..count-1)`` with the help of other threads."""
@@ -737,6 +722,8 @@ class _Places:
         self._places: OrderedDict[bytes, int] = OrderedDict()
 
     def remember(self, keys: Sequence[bytes], number: int) -> None:
+        if not number:
+            return
         with self._lock:
             self._places.update(dict.fromkeys(keys, number))
             while len(self._places) > _REMEMBERED_PLACES:
@@ -746,8 +733,3 @@ class _Places:
         """The number of the tier to try first. An entry is removed when it is looked up."""
         with self._lock:
             return [self._places.pop(key, 0) for key in keys]
-
-    def forget(self) -> None:
-        """The tiers have other numbers."""
-        with self._lock:
-            self._places.clear()
