@@ -35,7 +35,7 @@ OFF = (
     *("bench", "cli", "doctor", "pd", "plan", "config.render"),
     *("kernels.batched_dma", "kernels.calibration", "kernels.cuda_driver", "kernels.triton_engine"),
     *("page.recording", "page.transforms.body", "page.transforms.lossless", "page.transforms.lossy"),
-    *("page.transforms.rows", "storage.contract.transforming", "storage.guards.deadline"),
+    *("page.transforms.numbers", "storage.contract.transforming", "storage.guards.deadline"),
     *("storage.guards.late_open", "storage.serving", "storage.tiering.admission", "storage.tiering.reuse"),
     *("storage.tiering.prefetch", "storage.tiering.pulling", "storage.tiering.recording"),
     *("storage.tiering.tracing", "storage.tiers.memory", "storage.tiers.mooncake", "storage.tiers.object"),

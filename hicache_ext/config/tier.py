@@ -284,7 +284,7 @@ class TierConfig(ConfigModel):
 
         if self.codec in LOSSY_CODECS:
             from hicache_ext.page.transforms.lossy import LossyCodec
-            from hicache_ext.page.transforms.rows import Code
+            from hicache_ext.page.transforms.numbers import Code
 
             return LossyCodec(Code(self.codec))
         return PayingCodec(LosslessCodec()) if self.codec == "auto" else LosslessCodec()

@@ -102,6 +102,12 @@ class Pack:
         return len(self.hashes) // HASH_BYTES
 
     @property
+    def numbers(self) -> list[int]:
+        """Its ``hashes`` as ``short_numbers``."""
+        hashes = self.hashes
+        return [int.from_bytes(hashes[at : at + HASH_BYTES], "big") for at in range(0, len(hashes), HASH_BYTES)]
+
+    @property
     def all_dead(self) -> int:
         """The mask of a tombstone for every page."""
         return (1 << self.count) - 1

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.page.transforms.planes import Bytes, Split
-from hicache_ext.page.transforms.rows import Code, Rows, Words
+from hicache_ext.page.transforms.numbers import Bytes, Code, Rows, Split, Words
 
 Floats = npt.NDArray[np.float32]
 Move = Callable[[Bytes, Bytes, Bytes], None]

@@ -14,7 +14,7 @@ from hicache_ext import native
 from hicache_ext.errors import FormatError, MissingPackageError
 from hicache_ext.page.transforms import lossless
 from hicache_ext.page.transforms.lossless import LosslessCodec, rooms_of
-from hicache_ext.page.transforms.planes import Split
+from hicache_ext.page.transforms.numbers import Split
 from tests.page import in_numpy
 from tests.page.damages import damaged_in_one_way
 

@@ -11,11 +11,10 @@ import pytest
 
 from hicache_ext import native
 from hicache_ext.errors import FormatError
-from hicache_ext.page.transforms import lossy, rows
+from hicache_ext.page.transforms import lossy, numbers
 from hicache_ext.page.transforms.lossless import LosslessPages
 from hicache_ext.page.transforms.lossy import LossyCodec, LossyPages, lossy_fact
-from hicache_ext.page.transforms.planes import Split
-from hicache_ext.page.transforms.rows import Code, Rows
+from hicache_ext.page.transforms.numbers import Code, Rows, Split
 from tests.page import in_numpy
 from tests.page.damages import damaged_in_one_way
 from tests.page.test_lossless import page_of
@@ -200,7 +199,7 @@ def test_unlike_heads_of_keys_and_values_share_the_longest_row_that_divides_both
 def test_packed_drafts_share_the_row_with_the_target() -> None:
     drafts = "head_dim=96,v_head_dim=96,dtype=torch.bfloat16,layout=nhd"
     size = 96 * 512
-    assert lossy.rows_of(document(buffer1=drafts), Code.INT8) == rows.Rows("bfloat16", 32, Code.INT8)
+    assert lossy.rows_of(document(buffer1=drafts), Code.INT8) == numbers.Rows("bfloat16", 32, Code.INT8)
     assert isinstance(LossyCodec(Code.INT8).for_pages(document(buffer1=drafts), size), LossyPages)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_ext import native
-from hicache_ext.page.transforms.planes import SPLITS, Split
+from hicache_ext.page.transforms.numbers import SPLITS, Split
 from tests.page import in_numpy
 
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from hicache_ext import native
 from hicache_ext.native import address
-from hicache_ext.page.transforms import rows
-from hicache_ext.page.transforms.rows import KINDS, Code, Rows
+from hicache_ext.page.transforms.numbers import KINDS, Code, Rows, _Quantise, _Restore
 from tests.page import in_numpy
 from tests.page.test_planes import at_address
 
@@ -100,24 +99,24 @@ def test_every_bit_of_a_page_is_quantised_and_restored_alike_at_any_address(dtyp
     @given(st.integers(1, 70), st.integers(0, 5), st.integers(0, 3), st.booleans(), st.randoms(use_true_random=False))
     def check(length: int, count: int, start: int, harmless: bool, chance: random.Random) -> None:
         how = Rows(dtype, length, code)
-        numbers = length * count
-        content = np.frombuffer(chance.randbytes(2 * how.words * numbers), np.uint16).copy()
+        total = length * count
+        content = np.frombuffer(chance.randbytes(2 * how.words * total), np.uint16).copy()
         if harmless:
             # No large exponents, and some denormal ones.
             content[how.words - 1 :: how.words] &= np.uint16(chance.choice((0xBBFF, 0x83FF, 0x8FFF)))
         page = at_address(content.view(np.uint8), start)
-        scales, codes, back = (at_address(np.zeros(size, np.uint8), start) for size in (2 * count, numbers, page.size))
-        expected = np.zeros(count, np.uint16), np.zeros(numbers, np.uint8), np.zeros_like(content)
+        scales, codes, back = (at_address(np.zeros(size, np.uint8), start) for size in (2 * count, total, page.size))
+        expected = np.zeros(count, np.uint16), np.zeros(total, np.uint8), np.zeros_like(content)
         kind, fp8 = KINDS[dtype], code is Code.FP8
         places = address(scales), address(codes)
-        accepted = core(rows._Quantise(address(page), kind, fp8, length, count, *places))
+        accepted = core(_Quantise(address(page), kind, fp8, length, count, *places))
         assert accepted == in_numpy.quantise(how, content, *expected[:2])
         if not accepted:
             return
         assert (bytes(scales), bytes(codes)) == (bytes(expected[0]), bytes(expected[1]))
-        for of_codes in (bytes(codes), chance.randbytes(numbers)):
+        for of_codes in (bytes(codes), chance.randbytes(total)):
             codes[:] = expected[1][:] = np.frombuffer(of_codes, np.uint8)
-            core(rows._Restore(*places, kind, fp8, length, count, address(back)))
+            core(_Restore(*places, kind, fp8, length, count, address(back)))
             in_numpy.restore(how, *expected)
             assert bytes(back) == bytes(expected[2])
 

@@ -330,7 +330,8 @@ class TierHandle(DelegatingStore):
             except Exception as error:  # noqa: BLE001 - a store that breaks its promise is asked again
                 with self._lock:
                     self._carried_out = None
-                self._administration_failed(error)
+                words = "hicache_ext: tier %s: a clear() or a new identity is tried again: %r"
+                self._log.log(logging.WARNING, "administration", words, self.name, error)
                 return RETRY
             if work.clears:
                 self.forget_look_ups()
@@ -341,10 +342,6 @@ class TierHandle(DelegatingStore):
             work.done.set()
             self.writes.go_on()
         return None
-
-    def _administration_failed(self, error: Exception) -> None:
-        words = "hicache_ext: tier %s: a clear() or a new identity is tried again: %r"
-        self._log.log(logging.WARNING, "administration", words, self.name, error)
 
     # -- what the queues ask ---------------------------------------------------------------------------------------
 

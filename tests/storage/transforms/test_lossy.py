@@ -10,7 +10,7 @@ import pytest
 
 from hicache_ext.page.transforms.lossless import LosslessCodec
 from hicache_ext.page.transforms.lossy import LossyCodec
-from hicache_ext.page.transforms.rows import Code
+from hicache_ext.page.transforms.numbers import Code
 from hicache_ext.storage.contract.reports import TierReports
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.contract.transforming.store import transformed

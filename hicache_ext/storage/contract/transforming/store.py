@@ -43,7 +43,6 @@ from hicache_ext.storage.contract.transforming.known_forms import (
     KnownForms,
     UnsealedPages,
     by_identity,
-    chosen_of,
     stored_keys,
     stored_keys_of,
 )
@@ -105,7 +104,7 @@ class TransformedStore(DelegatingStore):
         known = self._known
         known.forget(digest)
         if self._unsealed is not None:
-            self._unsealed.forget(digest)
+            self._unsealed.known.forget(digest)
         # As it is: tools look for the identity of a model under its own digest.
         self.inner.register_identity(digest, document)
         self._register_forms(known, digest, document)
@@ -128,17 +127,15 @@ class TransformedStore(DelegatingStore):
         if digests is not None and not digests:
             return clear_or_raise(self.inner, digests)
         documents = self._documents_of_inner()
-        wanted = list(dict.fromkeys(digests)) if digests is not None else self._of_several_forms()
+        # Of all identities, those that ``inner`` takes for several.
+        several = [digest for digest in list(self._documents) if len(self._known.forms(digest).all) > 1]
+        wanted = several if digests is None else list(dict.fromkeys(digests))
         had_pages = 0
         for digest in wanted:
             stored = [form.identity for form in self._known.forms(digest).all]
             stored += [other for other, document in documents.items() if stored_as(document, digest)]
             had_pages += clear_or_raise(self.inner, list(dict.fromkeys([*stored, digest]))) > 0
         return had_pages if digests is not None else had_pages + clear_or_raise(self.inner, None)
-
-    def _of_several_forms(self) -> list[bytes]:
-        """The known identities that ``inner`` takes for several."""
-        return [digest for digest in list(self._documents) if len(self._known.forms(digest).all) > 1]
 
     def _documents_of_inner(self) -> Mapping[bytes, Mapping[str, Any]]:
         keeper = ability(self.inner, IdentityKeeper)
@@ -220,7 +217,9 @@ class TransformedStore(DelegatingStore):
         stored = stored_keys_of(keys, chosen)
         results: list[GetResult] = [GetResult.ERROR] * len(batch)
         plain = [page for page, form in enumerate(chosen) if form.plain]
-        for position, answer in zip(plain, self._get_plain(known, chosen_of(batch, plain)), strict=True):
+        for position, answer in zip(
+            plain, self._move_plain(known, "get", self.inner.get, batch, plain, GetResult.HIT), strict=True
+        ):
             results[position] = answer
         coded = [page for page, form in enumerate(chosen) if not form.plain]
         portions = self._portions.of(coded, [known.length(chosen[page], batch.sizes[page]) for page in coded])
@@ -238,15 +237,6 @@ class TransformedStore(DelegatingStore):
             missing = [page for page, result in enumerate(results) if result is GetResult.MISS]
             self._unsealed.note(keys.chosen(np.array(missing)))
         return results
-
-    def _get_plain(self, known: KnownForms, batch: PageBatch) -> list[GetResult]:
-        """Pages that are stored as they are, straight into their places."""
-        if not len(batch):
-            return []
-        began = time.monotonic()
-        answers = one_for_each(self.inner.get(batch), len(batch))
-        known.note_moved("get", batch, began, answers.count(GetResult.HIT))
-        return answers
 
     def _read_portion(
         self,
@@ -334,18 +324,11 @@ class TransformedStore(DelegatingStore):
 
         self._portions.run(len(portions), write)
         plain.sort()
-        for position, stored in zip(plain, self._set_plain(known, chosen_of(batch, plain)), strict=True):
+        for position, stored in zip(
+            plain, self._move_plain(known, "set", self.inner.set, batch, plain, SetResult.STORED), strict=True
+        ):
             results[position] = stored
         return results
-
-    def _set_plain(self, known: KnownForms, batch: PageBatch) -> list[SetResult]:
-        """Pages that are stored as they are, from their places."""
-        if not len(batch):
-            return []
-        began = time.monotonic()
-        answers = one_for_each(self.inner.set(batch), len(batch))
-        known.note_moved("set", batch, began, answers.count(SetResult.STORED))
-        return answers
 
     def _write_portion(
         self, known: KnownForms, forms: Forms, batch: PageBatch, keys: PageKeys
@@ -400,6 +383,24 @@ class TransformedStore(DelegatingStore):
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
+    def _move_plain(
+        self,
+        known: KnownForms,
+        call: str,
+        move: Callable[[PageBatch], list[_Result]],
+        batch: PageBatch,
+        positions: Sequence[int],
+        moved: _Result,
+    ) -> list[_Result]:
+        """Of pages that are stored as they are: straight between the store and their places."""
+        if not positions:
+            return []
+        pages = batch.select(positions)
+        began = time.monotonic()
+        answers = one_for_each(move(pages), len(pages))
+        known.note_moved(call, pages, began, answers.count(moved))
+        return answers
+
     def _moved(
         self,
         call: str,
@@ -410,7 +411,7 @@ class TransformedStore(DelegatingStore):
         """The results of the pages of each identity, in order."""
         results, known = [error] * len(batch), self._known
         for positions, keys in by_identity(batch.keys):
-            some = batch if len(positions) == len(batch) else batch.select(positions)
+            some = batch.select(positions)
             try:
                 of_identity = move(known, keys, some)
             except StoreClosedError:
