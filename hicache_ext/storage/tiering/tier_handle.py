@@ -33,6 +33,7 @@ from hicache_ext.storage.tiering.settings import QueueSettings
 from hicache_ext.storage.tiering.write_behind import PromotionQueue, WriteBehind
 
 if TYPE_CHECKING:
+    from hicache_ext.config import TierConfig
     from hicache_ext.storage.tiering.admission import Admission, AdmissionSettings
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,9 @@ class Work:
 class TierHandle(DelegatingStore):
     """A PageStore: the tier, with what waits for it. Threads: any."""
 
+    config: TierConfig
+    """The one in force, of a tier that was opened by one."""
+
     def __init__(
         self,
         store: PageStore,
@@ -79,7 +83,9 @@ class TierHandle(DelegatingStore):
         pull rule). Owns them: close() closes them."""
         super().__init__(store if measured is None else measured)
         self._measured = measured
-        self._bare = bare if bare is not None else store
+        self.bare = bare if bare is not None else store
+        self.guarded = store
+        """``bare`` with the guards that it has now."""
         self._guards_changed = 0
         self.before_promotion = before_promotion
         """Waits until promotions may go on [the queue's thread]."""
@@ -108,7 +114,7 @@ class TierHandle(DelegatingStore):
         with self._lock:
             if self._closed:
                 return False
-            self._former_guards = self._late_writers()
+            self._former_guards, self.guarded = self._late_writers(), store
             if self._measured is not None:
                 self._measured.inner = store
             else:
@@ -324,7 +330,7 @@ class TierHandle(DelegatingStore):
             with self._lock:
                 work = self._carried_out = self._work[0]
             try:
-                answer = work.carry_out(self._bare)
+                answer = work.carry_out(self.bare)
             except StoreClosedError:
                 answer = 0
             except Exception as error:  # noqa: BLE001 - a store that breaks its promise is asked again
@@ -368,8 +374,7 @@ class TierHandle(DelegatingStore):
     def _late_writers(self) -> list[DelegatingStore]:
         """Guards whose writes may reach the store although they were answered TIMEOUT."""
         former = [guards for guards in self._former_guards if guards.being_written()]
-        store = self.inner if self._measured is None else self._measured.inner
-        return [*former, store] if isinstance(store, DelegatingStore) else former
+        return [*former, self.guarded] if isinstance(self.guarded, DelegatingStore) else former
 
     def _remove_hidden(self) -> float | Retry | None:
         """Remove the hidden pages whose writes have ended."""
