@@ -77,7 +77,7 @@ def is_closed(store: PageStore) -> bool:
 
 def breaker(store: ReloadableStore) -> TierBreaker:
     (tier,) = store._live.values()
-    found = ability(tier.handle, GuardedStore)
+    found = ability(tier, GuardedStore)
     assert found is not None and found.breaker is not None
     return found.breaker
 

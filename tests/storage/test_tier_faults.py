@@ -30,7 +30,7 @@ def test_what_is_hooked_is_what_opens_the_tiers(tmp_path: Path, monkeypatch: pyt
     tier = {"type": "file", "path": str(tmp_path), "capacity": "16MiB"}
     config = load_config(ExtraConfig.around({"tiers": {"disk": tier}}))
     opened = reload.open_live_tiers(config.tiers, config.role)
-    assert store_pages(opened["disk"].handle, page_keys(2)) == [SetResult.ERROR] * 2
+    assert store_pages(opened["disk"], page_keys(2)) == [SetResult.ERROR] * 2
     for tier in opened.values():
         tier.close()
 

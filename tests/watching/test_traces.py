@@ -177,7 +177,7 @@ def begun(provider: Any) -> Iterator[Callable[[str], tracing.Spans]]:
 
     yield begin
     for spans in made:
-        observers.end_tracing(spans)
+        observers.end(spans)
 
 
 def test_a_collector_gets_the_spans_by_the_end_at_the_latest(
@@ -186,7 +186,7 @@ def test_a_collector_gets_the_spans_by_the_end_at_the_latest(
     with OtlpCollector() as collector:
         spans = begun(collector.endpoint)
         store_pages(tiered(MemoryPageStore("disk")), KEYS)
-        observers.end_tracing(spans)
+        observers.end(spans)
         assert observers.spans is None
         (span,) = collector.spans
     assert span.name == "set disk" and span.attributes["hicache.bytes"] == 3000
@@ -207,7 +207,7 @@ def test_a_collector_that_does_not_take_them_holds_up_no_call_and_not_the_end(
         if collector == "hung":
             wait_until(hung.requested.is_set)
             assert store_pages(store, KEYS) == [SetResult.STORED] * 3
-        observers.end_tracing(spans)  # while the request under way has had no answer
+        observers.end(spans)  # while the request under way has had no answer
         assert not hung._closing.is_set()
 
 
@@ -225,7 +225,7 @@ def test_the_collector_of_sglang_needs_sglang_to_trace(
     spans = begun("sglang")
     closed: list[bool] = []
     monkeypatch.setattr(provider, "shutdown", lambda: closed.append(True))
-    observers.end_tracing(spans)
+    observers.end(spans)
     assert not closed, "it is SGLang's"
 
 

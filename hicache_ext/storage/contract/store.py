@@ -2,18 +2,6 @@
 
 A store keeps pages (envelope.py) under 48-byte keys: identity digest + page hash. It moves batches between its medium
 and host memory.
-
-The caller (backend.py, tiered.py, a guard) guarantees:
-  - the memory of a batch stays valid and unshared until the call returns;
-  - keys are 48 bytes; the pages of one batch may have different sizes.
-The implementer guarantees:
-  - nothing touches the batch's memory after the call has returned, on any path;
-  - calls may come from several threads at once;
-  - no call raises except after close() (StoreClosedError) or for a programming error; a failure is a result;
-  - GetResult.HIT only if identity, page hash, length and checksum of the envelope agree with what was read;
-  - a page is visible whole or not at all, to every process, after kill -9 at any instant; the first writer wins;
-  - a copy found bad is replaced by the next write; from a shared medium it is removed only once the stored copy itself
-    was shown to be bad (bad_pages.py).
 """
 
 from __future__ import annotations
@@ -271,13 +259,15 @@ class StoreInfo:
 class PageStore(Protocol):
     """One tier, or several as one.
 
-    The caller guarantees that the memory of a batch stays valid and unshared until the call returns, and that keys have
-    48 bytes. The store guarantees that
+    The caller (backend.py, tiered.py, a guard) guarantees that the memory of a batch stays valid and unshared until the
+    call returns, and that keys have 48 bytes; the pages of a batch may have different sizes. The store guarantees that
 
-    - nothing touches the batch's memory after the call has returned;
+    - nothing touches the batch's memory after the call has returned, on any path;
     - HIT means identity, page hash, length and checksum of what was read agree;
     - a page is visible whole or not at all, to every process, after kill -9 at any instant; the first writer wins;
-    - no call raises but after ``close()`` (StoreClosedError): a failure is a result.
+    - a copy found bad is replaced by the next write; from a shared medium it is removed only once the stored copy
+      itself was shown to be bad (bad_pages.py);
+    - no call raises but after ``close()`` (StoreClosedError), or for a programming error: a failure is a result.
 
     Threads: any, several at once.
     """

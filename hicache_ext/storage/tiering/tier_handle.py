@@ -28,7 +28,7 @@ from hicache_ext.storage.contract.abilities import clear_or_raise
 from hicache_ext.storage.contract.base import leading
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 from hicache_ext.storage.contract.wrapper import DelegatingStore
-from hicache_ext.storage.tiering.generations import StillWanted, always
+from hicache_ext.storage.tiering.generations import StillWanted, always, of_identities
 from hicache_ext.storage.tiering.settings import QueueSettings
 from hicache_ext.storage.tiering.write_behind import PromotionQueue, WriteBehind
 
@@ -86,7 +86,6 @@ class TierHandle(DelegatingStore):
         self.bare = bare if bare is not None else store
         self.guarded = store
         """``bare`` with the guards that it has now."""
-        self._guards_changed = 0
         self.before_promotion = before_promotion
         """Waits until promotions may go on [the queue's thread]."""
         self._lock = threading.Lock()
@@ -114,12 +113,13 @@ class TierHandle(DelegatingStore):
         with self._lock:
             if self._closed:
                 return False
-            self._former_guards, self.guarded = self._late_writers(), store
+            self._former_guards = self._late_writers()
             if self._measured is not None:
                 self._measured.inner = store
             else:
                 self.inner = store
-            self._guards_changed += 1
+            # Last: a call that found the old ones closed looks at it, and goes through the new ones.
+            self.guarded = store
         return True
 
     def admit_by(self, settings: AdmissionSettings | None) -> None:
@@ -253,11 +253,11 @@ class TierHandle(DelegatingStore):
     def _through(self, call: Callable[[PageStore], _T]) -> _T:
         """A call on the store; again, if its guards were changed meanwhile."""
         while True:
-            guards = self._guards_changed
+            guards = self.guarded
             try:
                 return call(self.inner)
             except StoreClosedError:
-                if guards == self._guards_changed:
+                if guards is self.guarded:
                     raise
 
     # -- administration --------------------------------------------------------------------------------------------
@@ -279,11 +279,7 @@ class TierHandle(DelegatingStore):
 
     def begin_clear(self, digests: Sequence[bytes] | None) -> Work:
         """Hide these identities from this process, and have them removed from the store. Does not wait."""
-        chosen = None if digests is None else frozenset(digests)
-
-        def wanted(key: bytes) -> bool:
-            return chosen is None or key[:IDENTITY_LENGTH] in chosen
-
+        wanted = of_identities(digests)
         self._hide_late_writes(wanted)
         queued = self.writes.forget(wanted) | self.promotions.forget(wanted)
         work = Work(lambda store: _clear(store, work), clears=True, digests=None if digests is None else set(digests))

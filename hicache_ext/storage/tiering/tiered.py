@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.errors import StoreClosedError
-from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
@@ -40,7 +39,7 @@ from hicache_ext.storage.contract.store import (
     identity_of,
 )
 from hicache_ext.storage.tiering import observers
-from hicache_ext.storage.tiering.generations import Generations
+from hicache_ext.storage.tiering.generations import Generations, of_identities
 from hicache_ext.storage.tiering.io_priority import IoPriority
 from hicache_ext.storage.tiering.settings import TieringSettings
 from hicache_ext.storage.tiering.tier_handle import ADMINISTRATION_WAIT, TierHandle, Work
@@ -154,7 +153,7 @@ class TieredStore:
 
     def _prepare(self, arrangement: Arrangement) -> None:
         """Make what the calls of this arrangement need."""
-        if len(arrangement.retrieve) > arrangement.inner_tiers and self._prefetcher is None:
+        if arrangement.only_tier is None and self._prefetcher is None:
             from hicache_ext.storage.tiering.prefetch import Prefetcher
 
             settings = arrangement.settings.prefetch
@@ -243,7 +242,7 @@ class TieredStore:
 
     @property
     def prefetcher(self) -> Prefetcher:
-        """Only where a tier lies further out."""
+        """Not where one private tier is all that is read."""
         assert self._prefetcher is not None
         return self._prefetcher
 
@@ -582,11 +581,7 @@ class TieredStore:
     def clear(self, digests: Sequence[bytes] | None) -> int:
         """As the contract says. It hides the pages in all tiers at once, and waits for those that are quick alone."""
         with self._entered() as arrangement:
-            chosen = None if digests is None else frozenset(digests)
-
-            def wanted(key: bytes) -> bool:
-                return chosen is None or key[:IDENTITY_LENGTH] in chosen
-
+            wanted = of_identities(digests)
             self._make_void(digests, wanted)
             # Also tiers that a reload puts in force meanwhile.
             begun: dict[TierHandle, Work | None] = {}
