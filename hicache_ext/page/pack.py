@@ -104,8 +104,10 @@ class Pack:
     @property
     def numbers(self) -> list[int]:
         """Its ``hashes`` as ``short_numbers``."""
-        hashes = self.hashes
-        return [int.from_bytes(hashes[at : at + HASH_BYTES], "big") for at in range(0, len(hashes), HASH_BYTES)]
+        wide = np.zeros((self.count, 8), np.uint8)
+        wide[:, -HASH_BYTES:] = np.frombuffer(self.hashes, np.uint8).reshape(-1, HASH_BYTES)
+        numbers: list[int] = wide.view(">i8").ravel().tolist()
+        return numbers
 
     @property
     def all_dead(self) -> int:
