@@ -160,8 +160,6 @@ class LossyPages:
         page, target = np.frombuffer(payload, np.uint8), np.frombuffer(encoded, np.uint8)
         if page.size != self._payload:
             raise ValueError(f"a page of {page.size} bytes in place of {self._payload}")
-        if page.ctypes.data % 2:
-            page = page.copy()
         scales, codes = np.empty(self._scales, np.uint16), np.empty(self._codes, np.uint8)
         if not self._rows.quantise(page.view(np.uint16), scales, codes):
             return 0
@@ -190,11 +188,8 @@ class LossyPages:
         stored = np.frombuffer(encoded, np.uint8)
         scales = stored[_HEAD.size : self._begin].copy().view(np.uint16)
         codes = self._codes_in(stored, encoded, method, length)
-        aligned = page if page.ctypes.data % 2 == 0 else np.empty_like(page)
-        if not self._rows.restore(scales, codes, aligned.view(np.uint16)):
+        if not self._rows.restore(scales, codes, page.view(np.uint16)):
             raise FormatError("encoding", "no scales")
-        if aligned is not page:
-            np.copyto(page, aligned)
 
     def _codes_in(self, stored: Any, encoded: memoryview, method: int, length: int) -> Any:
         begin = self._begin + self._rest

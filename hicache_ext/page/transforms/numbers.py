@@ -7,6 +7,8 @@ bit to the lowest, then the highest byte into its plane. ``top`` of 8 bits has t
 *Rows* (``Rows``): the numbers of one head of one token in one layer, as codes of 8 bits and a scale. ``scale`` is the
 row's largest magnitude by the largest code, rounded up to bfloat16. Codes are int8 (number / scale, to the nearest) or
 fp8 (e4m3). All arithmetic is that of float32, step by step; numbers of 2**100 and more are refused.
+
+Pages may lie at any address.
 """
 
 from __future__ import annotations
@@ -131,5 +133,3 @@ class Rows:
         """The core does not look where arrays end. Raises ValueError: a programming error."""
         if codes.size != scales.size * self.length or page.size != codes.size * self.words:
             raise ValueError(f"{page.size} words are not {scales.size} rows of {self.length} numbers")
-        if not page.flags.aligned or not scales.flags.aligned:
-            raise ValueError("words at an odd address")

@@ -26,6 +26,7 @@ from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
+from hicache_ext.storage.contract.base import leading
 from hicache_ext.storage.contract.reports import OF_ANSWERS
 from hicache_ext.storage.contract.store import (
     GetResult,
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from hicache_ext.storage.tiering.prefetch import Announced, Prefetcher, Staged
 
 logger = logging.getLogger(__name__)
+
+LookIn = Callable[[TierHandle, Sequence[bytes]], npt.NDArray[np.bool_]]
 
 _Argument = TypeVar("_Argument")
 _T = TypeVar("_T")
@@ -383,14 +386,8 @@ class TieredStore:
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._entered() as arrangement:
-            missing = np.arange(len(keys))
-            for number in range(len(arrangement.retrieve)):
-                if not len(missing):
-                    break
-                missing = missing[~self._known_in(number, chosen_keys(keys, missing), arrangement)]
-            present = np.ones(len(keys), np.bool_)
-            present[missing] = False
-            return present.tolist()
+            present: list[bool] = (self._find(keys, arrangement, self._known_in) >= 0).tolist()
+            return present
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         """The leading run over all tiers; its pages in far tiers begin to be prefetched."""
@@ -405,7 +402,9 @@ class TieredStore:
 
     def _lead_over_several(self, keys: Sequence[bytes], arrangement: Arrangement) -> int:
         still_wanted = self._generations.moment()
-        places = self._find_leading(keys, arrangement)
+        # The first page that the last tier lacks ends the run: it need not look at those behind.
+        places = self._find(keys, arrangement, self._leading_in)
+        places = places[: leading((places >= 0).tolist())]
         self._count_found(keys, dict(enumerate(np.bincount(places).tolist())), arrangement)
         arrangement.looked_up(keys, len(places))
         if len(places) and arrangement.settings.prefetch.buffer:
@@ -445,32 +444,26 @@ class TieredStore:
         for metrics in (self._metrics, *(tier.metrics for tier in self._arrangement.retrieve)):
             metrics.add("chain_pages", "asked", pages)
 
-    def _find_leading(self, keys: Sequence[bytes], arrangement: Arrangement) -> npt.NDArray[np.intp]:
-        """The number of the tier of each page of the leading run."""
-        places = np.zeros(len(keys), np.intp)
-        missing = np.arange(len(keys))
-        last = len(arrangement.retrieve) - 1
+    def _find(self, keys: Sequence[bytes], arrangement: Arrangement, look_in_last: LookIn) -> npt.NDArray[np.intp]:
+        """The number of the tier that has each page, -1 for none. Each tier is asked for what the nearer ones lack."""
+        places = np.full(len(keys), -1)
         for number, tier in enumerate(arrangement.retrieve):
+            missing = np.flatnonzero(places < 0)
             if not len(missing):
                 break
             wanted = chosen_keys(keys, missing)
-            if number == last:
-                # The first page that the last tier lacks ends the run: it need not look at those behind.
-                count = self._call(tier, "exists", tier.count_leading, wanted, 0)
-                known = np.arange(len(missing)) < count
-                arrangement.places.remember(chosen_keys(wanted, np.flatnonzero(known)), number)
-            else:
-                known = self._known_in(number, wanted, arrangement)
+            known = (look_in_last if tier is arrangement.retrieve[-1] else self._known_in)(tier, wanted)
+            arrangement.places.remember(chosen_keys(wanted, np.flatnonzero(known)), number)
             places[missing[known]] = number
-            missing = missing[~known]
-        return places[: missing[0]] if len(missing) else places
+        return places
 
-    def _known_in(self, number: int, keys: Sequence[bytes], arrangement: Arrangement) -> npt.NDArray[np.bool_]:
-        """Which keys one tier has."""
-        tier = arrangement.retrieve[number]
-        known = np.array(self._call(tier, "exists", tier.contains, keys, [False] * len(keys)), np.bool_)
-        arrangement.places.remember(chosen_keys(keys, np.flatnonzero(known)), number)
-        return known
+    def _known_in(self, tier: TierHandle, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Which keys a tier has."""
+        return np.array(self._call(tier, "exists", tier.contains, keys, [False] * len(keys)), np.bool_)
+
+    def _leading_in(self, tier: TierHandle, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """The leading run in a tier."""
+        return np.arange(len(keys)) < self._call(tier, "exists", tier.count_leading, keys, 0)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
