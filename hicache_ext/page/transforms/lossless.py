@@ -71,9 +71,6 @@ class LosslessCodec:
             split = None
         return LosslessPages(payload, split, rooms) if rooms else None
 
-    def moved(self, call: str, stored_bytes: int, seconds: float) -> None:
-        """It is asked for, so it is used."""
-
 
 def rooms_of(payload: int, parts: tuple[int, ...]) -> tuple[int, ...]:
     """So many 128ths of a page."""

@@ -78,9 +78,6 @@ class LossyCodec:
             return LosslessCodec().for_pages(document, payload)
         return LossyPages(payload, rows)
 
-    def moved(self, call: str, stored_bytes: int, seconds: float) -> None:
-        """It is asked for, so it is used."""
-
 
 def lossy_name(pages: PageCodec | None) -> str | None:
     """Of the codec of which pages come back otherwise than they were; None for others."""

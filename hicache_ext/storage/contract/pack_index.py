@@ -256,21 +256,13 @@ class PackIndex:
 
     def find_all(self, keys: Sequence[bytes]) -> list[list[Place]]:
         """Every place of each page that lives. Not in order of age."""
-        numbers = short_numbers(keys)
-        wanted = numbers.tolist()
+        wanted = short_numbers(keys)
         with self._lock:
-            if not self._numbers:
-                return [[] for _ in wanted]
-            begins = np.searchsorted(self._hashes, numbers).tolist()
-            hashes, places, recent = self._hashes, self._places, self._recent
-            found: list[list[Place]] = []
-            for number, begin in zip(wanted, begins, strict=True):
-                candidates = list(recent.get(number, ()))
-                while begin < len(hashes) and hashes[begin] == number:
-                    candidates.append(int(places[begin]))
-                    begin += 1
-                found.append(self._living(candidates) if candidates else [])
-            return found
+            begins, ends = (np.searchsorted(self._hashes, wanted, side).tolist() for side in ("left", "right"))
+            return [
+                self._living([*self._recent.get(number, ()), *self._places[begin:end].tolist()])
+                for number, begin, end in zip(wanted.tolist(), begins, ends, strict=True)
+            ]
 
     def _living(self, places: Iterable[int]) -> list[Place]:
         living = []

@@ -87,11 +87,10 @@ class Arrangement:
         self.later = [tier for tier in store if tier.name in settings.async_tiers]
         """Written in the background."""
         self.tiers = list({id(tier): tier for tier in [*retrieve, *store]}.values())
-        self.order = {id(tier): number for number, tier in enumerate(retrieve)}
         self.inner_tiers = 1
         """How many tiers are read in place: what lies further out is fetched ahead and promoted."""
         if promote_to is not None:
-            self.inner_tiers = 1 + self.order[id(promote_to)]
+            self.inner_tiers = 1 + self.retrieve.index(promote_to)
         elif len(retrieve) == 1 and retrieve[0].describe().shared:
             self.inner_tiers = 0
         self.only_tier = self.retrieve[0] if len(retrieve) == self.inner_tiers == 1 else None
@@ -363,8 +362,8 @@ class TieredStore:
     def _promote_unread(self, batch: PageBatch, announced: Announced) -> None:
         """Pages that came too late for the request that they were fetched for [a thread of the prefetch]."""
         arrangement = self._arrangement
-        is_outer = arrangement.order.get(id(announced.source), 0) >= arrangement.inner_tiers
-        if is_outer and (target := arrangement.promote_to) is not None:
+        target, outer = arrangement.promote_to, arrangement.retrieve[arrangement.inner_tiers :]
+        if target is not None and announced.source in outer:
             target.promotions.promote(batch, range(len(batch)), announced.still_wanted)
 
     def _count(

@@ -16,6 +16,7 @@ from hicache_ext.page import envelope
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.transforms import body
 from hicache_ext.page.transforms.forms import Form, Forms, Transforms
+from hicache_ext.page.transforms.paying import PayingCodec
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.storage.contract.abilities import RemovesCopies, ability
@@ -59,9 +60,8 @@ class KnownForms:
 
     def note_moved(self, call: str, batch: PageBatch, began: float, moved: int) -> None:
         """So many pages of a batch of stored pages went to or came from the medium since ``began``."""
-        if self.transforms.codec is not None and moved:
-            stored = sum(batch.sizes) * moved // len(batch)
-            self.transforms.codec.moved(call, stored, time.monotonic() - began)
+        if isinstance(codec := self.transforms.codec, PayingCodec) and moved:
+            codec.moved(call, sum(batch.sizes) * moved // len(batch), time.monotonic() - began)
 
     def remember(self, keys: PageKeys, found: Sequence[int | None]) -> None:
         """In which form, a place among all, each page is there."""
