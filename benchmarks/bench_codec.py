@@ -17,10 +17,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hicache_ext.page.transforms import planes, rows
 from hicache_ext.page.transforms.lossless import LosslessCodec
 from hicache_ext.page.transforms.lossy import LOSSY_MODEL, LossyCodec
-from hicache_ext.page.transforms.rows import Code
+from hicache_ext.page.transforms.numbers import Code
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -95,14 +94,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", default=["page_first", "page_first_direct", "layer_first"])
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--codec", default="lossless", choices=["lossless", "int8", "fp8"])
-    parser.add_argument("--numpy", action="store_true", help="as where nothing is compiled")
     given = parser.parse_args()
-    if given.numpy:
-        for part in (planes.part, rows.part):
-            part.code = lambda: None  # type: ignore[attr-defined]
-    else:
-        assert planes.part.wait() is not None, planes.part.why_not()
-        assert rows.part.wait() is not None, rows.part.why_not()
     for tokens in given.tokens:
         for layout in given.layouts:
             print(f"\n{tokens} tokens, {layout}\ndtype             bytes pages   raw  ratio stored  enc    dec GB/s")

@@ -227,6 +227,17 @@ FORMER = {
     "test_what_opted_out_or_is_too_short_or_was_aborted_is_not_written": (
         "-> test_what_opted_out_or_is_too_short_is_not_written"
     ),
+    **dict.fromkeys(
+        (
+            "test_the_span_of_a_read_tells_how_many_pages_came_back_inexactly",
+            "test_who_counts_a_call_is_told_its_lossy_pages_alone",
+        ),
+        "a counter of the tier tells it, and no span",
+    ),
+    **dict.fromkeys(
+        ("test_a_damaged_staged_page_is_no_hit", "test_a_page_damaged_in_the_buffer_is_not_promoted"),
+        "a page is hashed once, when its tier reads it: the prefetch buffer is host memory as any other",
+    ),
 }
 """Name of a test that is gone -> why, or "-> " and the name that it has now."""
 

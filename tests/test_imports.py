@@ -11,7 +11,7 @@ import pytest
 
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.storage.guards.pipeline import guarded, plan_guards
-from hicache_ext.storage.tiering import live_tiers
+from hicache_ext.storage.tiering import reload
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +35,7 @@ OFF = (
     *("bench", "cli", "doctor", "pd", "plan", "config.render"),
     *("kernels.batched_dma", "kernels.calibration", "kernels.cuda_driver", "kernels.triton_engine"),
     *("page.recording", "page.transforms.body", "page.transforms.lossless", "page.transforms.lossy"),
-    *("page.transforms.rows", "storage.contract.transforming", "storage.guards.deadline"),
+    *("page.transforms.numbers", "storage.contract.transforming", "storage.guards.deadline"),
     *("storage.guards.late_open", "storage.serving", "storage.tiering.admission", "storage.tiering.reuse"),
     *("storage.tiering.prefetch", "storage.tiering.pulling", "storage.tiering.recording"),
     *("storage.tiering.tracing", "storage.tiers.memory", "storage.tiers.mooncake", "storage.tiers.object"),
@@ -59,7 +59,7 @@ def test_a_tier_whose_guards_are_not_imported_would_get_none(tmp_path: Path) -> 
     tiers = {"disk": {"type": "file", "path": str(tmp_path), "capacity": "64MiB"}}
     disk = load_config(ExtraConfig.around({"tiers": tiers})).tiers["disk"]
     store = MemoryPageStore("disk")
-    assert live_tiers.guard(disk, store) is store
+    assert reload.guard(disk, store) is store
     assert guarded(store, plan_guards(disk)) is store
 
 

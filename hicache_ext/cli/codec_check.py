@@ -69,11 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measured(arguments: argparse.Namespace, texts: Mapping[str, str], page_tokens: int) -> dict[str, Any]:
-    from hicache_ext.page.transforms import rows
+    from hicache_ext.page.transforms import numbers
     from hicache_ext.page.transforms.lossless import LosslessCodec
     from hicache_ext.page.transforms.lossy import LossyCodec
 
-    codec = LossyCodec(rows.Code(arguments.codec)) if arguments.codec in LOSSY_CODECS else LosslessCodec()
+    codec = LossyCodec(numbers.Code(arguments.codec)) if arguments.codec in LOSSY_CODECS else LosslessCodec()
     model = ModelUnderTest(arguments.model)
     checked = check(model, codec, texts, page_tokens=page_tokens)
     total = sum(checked.texts.values(), Agreement())

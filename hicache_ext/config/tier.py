@@ -19,6 +19,7 @@ from pydantic import (
 )
 from pydantic_core.core_schema import ValidationInfo
 
+from hicache_ext import native
 from hicache_ext.config.problems import did_you_mean, kind_of, listed, quoted, refuse, shown
 from hicache_ext.config.schema import DURATION_SCHEMA, Allowed, ConfigModel, as_pydantic_error, checked, one_of
 from hicache_ext.config.secrets import SealConfig
@@ -276,12 +277,14 @@ class TierConfig(ConfigModel):
             need("zstandard")
         except MissingPackageError as error:
             raise ConfigError(key, str(error)) from None
+        if (why := native.why_not()) is not None:
+            raise ConfigError(key, f"needs the native core: {why}", native.REMEDY)
         from hicache_ext.page.transforms.lossless import LosslessCodec
         from hicache_ext.page.transforms.paying import PayingCodec
 
         if self.codec in LOSSY_CODECS:
             from hicache_ext.page.transforms.lossy import LossyCodec
-            from hicache_ext.page.transforms.rows import Code
+            from hicache_ext.page.transforms.numbers import Code
 
             return LossyCodec(Code(self.codec))
         return PayingCodec(LosslessCodec()) if self.codec == "auto" else LosslessCodec()

@@ -86,14 +86,6 @@ def encode_header(key: bytes, segments: Segments, *, checksum: bool = True, crea
     if len(key) != KEY_LENGTH:
         raise ValueError(f"a page key has {KEY_LENGTH} bytes, got {len(key)}")
     payload_length = sum([segment.nbytes for segment in segments])
-    created_ms = int(time.time() * 1000) if created_ms is None else created_ms
-    return encode_page(key, segments, payload_length, created_ms, checksum=checksum)
-
-
-def encode_page(
-    key: bytes, segments: Segments, payload_length: int, created_ms: int, *, checksum: bool = True
-) -> bytes:
-    """``encode_header`` without a check, for stores that do it per page and have counted the payload."""
     fields = _FIELDS.pack(
         MAGIC,
         FORMAT_VERSION,
@@ -103,7 +95,7 @@ def encode_page(
         key[IDENTITY_LENGTH:],
         payload_length,
         payload_checksum(segments) if checksum else _NO_CHECKSUM,
-        created_ms,
+        int(time.time() * 1000) if created_ms is None else created_ms,
         _RESERVED,
     )
     return fields + xxhash.xxh3_128_digest(fields)
@@ -140,14 +132,6 @@ def decode_header(header: Buffer) -> Envelope:
     )
 
 
-def _is_page(fields: bytes, key: bytes, payload_length: int, segments: Segments) -> bool:
-    """Whether a page with this header of 128 bytes is the page ``key``, checksum included, by one comparison."""
-    expected = _sealed(key, payload_length, segments)
-    return fields.startswith(expected) and fields[_FIELDS_BEFORE_CHECKSUM:] == xxhash.xxh3_128_digest(
-        fields[:_FIELDS_BEFORE_CHECKSUM]
-    )
-
-
 def page_seal(key: bytes, payload_length: int, segments: Segments) -> bytes:
     """16 bytes that bind a payload to its page where the header is not read: equal only for the same key, length and
     payload. Equals ``seal_of`` of the page's header."""
@@ -172,9 +156,13 @@ def reason_to_refuse(header: Buffer, key: bytes, segments: Segments, *, checksum
     ``identity``, ``page_hash``, ``payload_length``, ``no_checksum``, ``checksum``.
     """
     payload_length = sum([segment.nbytes for segment in segments])
-    # The fast path for a good page with a header of 128 bytes.
-    if checksum and len(header) == FIELDS_LENGTH and _is_page(bytes(header), key, payload_length, segments):
-        return None
+    # The fast path for a good page with a header of 128 bytes: one comparison, checksum included.
+    if checksum and len(header) == FIELDS_LENGTH:
+        fields = bytes(header)
+        of_fields = xxhash.xxh3_128_digest(fields[:_FIELDS_BEFORE_CHECKSUM])
+        is_good = fields.startswith(_sealed(key, payload_length, segments))
+        if is_good and fields[_FIELDS_BEFORE_CHECKSUM:] == of_fields:
+            return None
     try:
         envelope = decode_header(header)
     except FormatError as error:

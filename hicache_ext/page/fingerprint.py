@@ -312,7 +312,7 @@ def claimed(directory: Path, name: str) -> Iterator[_Record | None]:
         fd = open_file(directory / name, os.O_RDWR)
     except OSError as error:
         logger.debug("digests of weight files are not remembered in %s: %s", directory, error)
-        yield _Record(None, name)
+        yield _Record(-1, name)
         return
     try:
         ours = True
@@ -327,25 +327,20 @@ class _Record:
     """A small file: ``<digest, 64 hex digits> <check, 16 hex digits>``; the check covers the record's name, too. One
     that is torn or damaged counts as empty. Errors of the medium mean: nothing remembered."""
 
-    _LENGTH = 64 + 1 + 16
-
-    def __init__(self, fd: int | None, name: str) -> None:
+    def __init__(self, fd: int, name: str) -> None:
+        """``fd``: -1 where there is no file, which is an error of the medium like any other."""
         self._fd = fd
         self._name = name
 
     def read(self) -> bytes | None:
-        if self._fd is None:
-            return None
         try:
-            text = os.pread(self._fd, self._LENGTH + 1, 0)
+            text = os.pread(self._fd, 64 + 1 + 16 + 1, 0)
             digest = bytes.fromhex(text[:64].decode("ascii"))
         except (OSError, ValueError):
             return None
         return digest if text == self._text(digest) else None
 
     def write(self, digest: bytes) -> None:
-        if self._fd is None:
-            return
         try:
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, self._text(digest), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, overload
 
@@ -29,6 +30,13 @@ class PageMemory(Sequence[Segments]):
         self._make = views
         self._views: list[Segments] | None = None
 
+    @classmethod
+    def of_rows(cls, rows: npt.NDArray[np.uint8]) -> PageMemory:
+        """Pages of one segment each: the rows of a contiguous array."""
+        count, size = rows.shape
+        pages = rows.__array_interface__["data"][0] + size * np.arange(count, dtype=np.int64).reshape(-1, 1)
+        return cls(Addresses(pages, np.array([size], np.int64), size), lambda: [[row.data] for row in rows])
+
     def __len__(self) -> int:
         return len(self.addresses.pages)
 
@@ -42,7 +50,7 @@ class PageMemory(Sequence[Segments]):
     def __getitem__(self, which: slice) -> Sequence[Segments]: ...
 
     def __getitem__(self, which: int | slice) -> Segments | Sequence[Segments]:
-        return self._all()[which]
+        return (self._views or self._all())[which]
 
     def select(self, positions: Iterable[int]) -> PageMemory:
         chosen = list(positions)
@@ -66,13 +74,14 @@ def addresses_of(buffers: Sequence[Segments], *, writable: bool) -> Addresses | 
     if isinstance(buffers, PageMemory):
         return buffers.addresses
     sizes = [segment.nbytes for segment in buffers[0]] if buffers else []
-    if not all(sizes) or not sizes:
+    if not all(sizes) or not sizes or set(map(len, buffers)) != {len(sizes)}:
         return None
-    for segments in buffers:
-        if [segment.nbytes for segment in segments] != sizes:
-            return None
-        if writable and any(segment.readonly for segment in segments):
-            return None
-    found = [address_of(segment) for segments in buffers for segment in segments]
+    # All segments in one list: nothing here calls a function for each page.
+    segments = list(itertools.chain.from_iterable(buffers))
+    if [segment.nbytes for segment in segments] != sizes * len(buffers):
+        return None
+    if writable and True in [segment.readonly for segment in segments]:
+        return None
+    found = [np.frombuffer(segment, np.uint8).__array_interface__["data"][0] for segment in segments]
     pages = np.array(found, np.int64).reshape(len(buffers), len(sizes))
     return Addresses(pages, np.array(sizes, np.int64), sum(sizes))

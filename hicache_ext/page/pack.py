@@ -102,6 +102,14 @@ class Pack:
         return len(self.hashes) // HASH_BYTES
 
     @property
+    def numbers(self) -> list[int]:
+        """Its ``hashes`` as ``short_numbers``."""
+        wide = np.zeros((self.count, 8), np.uint8)
+        wide[:, -HASH_BYTES:] = np.frombuffer(self.hashes, np.uint8).reshape(-1, HASH_BYTES)
+        numbers: list[int] = wide.view(">i8").ravel().tolist()
+        return numbers
+
+    @property
     def all_dead(self) -> int:
         """The mask of a tombstone for every page."""
         return (1 << self.count) - 1

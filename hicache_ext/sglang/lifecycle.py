@@ -105,8 +105,8 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self._exporter: Exporter | None = None
         self._spans = observers.begin_tracing(self._config.tracing)
         with ExitStack() as undo:
-            undo.callback(lambda: observers.end_tracing(self._spans))
-            undo.callback(lambda: observers.end_recording(self._recorder))
+            undo.callback(lambda: observers.end(self._spans))
+            undo.callback(lambda: observers.end(self._recorder))
             self._begin_recording(storage_config)
             self._store = open_tiers(self._config)
             undo.callback(self._store.close)
@@ -250,10 +250,10 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         detach(self)
         self._close_what_serves()
         self._store.close()
-        observers.end_recording(self._recorder)
+        observers.end(self._recorder)
         if self._exporter is not None:
             self._exporter.close()
-        observers.end_tracing(self._spans)
+        observers.end(self._spans)
 
     def export_also(self, metrics: TierMetrics) -> None:
         """Export the counts of something beside the tiers together with theirs, as long as this backend lives."""

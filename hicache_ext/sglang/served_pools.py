@@ -144,7 +144,7 @@ class ServedPools:
             identified = self.identified
         for codec in sorted(self._config.lossy_codecs):
             from hicache_ext.page.transforms.lossy import rows_of
-            from hicache_ext.page.transforms.rows import Code, Rows
+            from hicache_ext.page.transforms.numbers import Code, Rows
 
             rows = rows_of(bound.identities[0].document(), Code(codec))
             how = f"in codes of 8 bits, a scale for {rows.length} numbers" if isinstance(rows, Rows) else rows

@@ -296,15 +296,15 @@ class TroubledStore(PageStoreWrapper):
 @contextmanager
 def troubled_stores() -> Iterator[list[TroubledStore]]:
     """The tiers that are opened meanwhile, each with trouble around it; they are well again at the end."""
-    from hicache_ext.storage.tiering import live_tiers
+    from hicache_ext.storage.tiering import reload
 
-    original, opened = live_tiers.open_tier, []
+    original, opened = reload.open_tier, []
 
     def open_tier(*arguments: Any, **named: Any) -> TroubledStore:
         opened.append(TroubledStore(original(*arguments, **named)))
         return opened[-1]
 
-    with mock.patch.object(live_tiers, "open_tier", open_tier):
+    with mock.patch.object(reload, "open_tier", open_tier):
         try:
             yield opened
         finally:

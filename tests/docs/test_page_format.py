@@ -103,7 +103,7 @@ def test_the_vectors_of_sealed_pages_are_what_the_code_writes(monkeypatch: pytes
     assert body.read(documented, identity + page[16:], form, [memoryview(payload)], fresh) is None
     assert payload == bytes(range(16))
     written = memoryview(bytearray(len(documented)))
-    body.writing(written, identity + page[16:], form, [memoryview(payload)], None, bytes(range(24)), fresh)()
+    body.write(written, identity + page[16:], form, [memoryview(payload)], None, bytes(range(24)), fresh)
     assert written == documented
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,11 @@ import pytest
 
 from hicache_ext import native
 from hicache_ext.errors import FormatError
-from hicache_ext.page.transforms import lossy, rows
+from hicache_ext.page.transforms import lossy, numbers
 from hicache_ext.page.transforms.lossless import LosslessPages
 from hicache_ext.page.transforms.lossy import LossyCodec, LossyPages, lossy_fact
-from hicache_ext.page.transforms.rows import Code
+from hicache_ext.page.transforms.numbers import Code, Rows, Split
+from tests.page import in_numpy
 from tests.page.damages import damaged_in_one_way
 from tests.page.test_lossless import page_of
 
@@ -57,7 +57,7 @@ def floats(page: bytes) -> np.ndarray:
     ("dtype", "ratio"), [("bfloat16", 1.95), ("float16", 1.95), ("float32", 3.9)], ids=lambda value: str(value)
 )
 @pytest.mark.parametrize("code", Code)
-def test_pages_take_half_of_their_bytes_and_less(code: Code, dtype: str, ratio: float, way: str) -> None:
+def test_pages_take_half_of_their_bytes_and_less(code: Code, dtype: str, ratio: float) -> None:
     content = page_of(dtype, SIZE)
     pages = pages_for(code, dtype=dtype)
     encoded = encoded_by(pages, content)
@@ -67,7 +67,7 @@ def test_pages_take_half_of_their_bytes_and_less(code: Code, dtype: str, ratio: 
 
 
 @pytest.mark.parametrize(("code", "error"), [(Code.INT8, 0.03), (Code.FP8, 0.16)])
-def test_what_comes_back_is_close_to_what_was_computed(code: Code, error: float, way: str) -> None:
+def test_what_comes_back_is_close_to_what_was_computed(code: Code, error: float) -> None:
     content = page_of("bfloat16", SIZE)
     pages = pages_for(code)
     before, after = floats(content), floats(decoded_by(pages, encoded_by(pages, content)))
@@ -80,12 +80,13 @@ def test_the_core_and_numpy_give_equal_bytes(code: Code, monkeypatch) -> None:
     pages = pages_for(code)
     assert native.core() is not None
     encoded = encoded_by(pages, content)
-    monkeypatch.setattr(native, "LIBRARY", Path("/nowhere"))
+    monkeypatch.setattr(Split, "split", in_numpy.split)
+    monkeypatch.setattr(Rows, "quantise", in_numpy.quantise)
     assert encoded_by(pages, content) == encoded
 
 
 @pytest.mark.parametrize("code", Code)
-def test_every_page_of_finite_numbers_fits_the_last_room(code: Code, way: str) -> None:
+def test_every_page_of_finite_numbers_fits_the_last_room(code: Code) -> None:
     """Also one whose codes are noise."""
     numbers = np.random.default_rng(0).integers(0, 1 << 15, SIZE // 2, np.uint16) % 0x4000
     numbers |= np.random.default_rng(1).integers(0, 2, SIZE // 2, np.uint16) << 15
@@ -100,7 +101,7 @@ def test_every_page_of_finite_numbers_fits_the_last_room(code: Code, way: str) -
 
 @pytest.mark.parametrize("code", Code)
 @pytest.mark.parametrize("word", [0x7F80, 0xFF80, 0x7FC1])
-def test_a_page_with_an_infinity_or_a_nan_is_not_encoded(code: Code, word: int, way: str) -> None:
+def test_a_page_with_an_infinity_or_a_nan_is_not_encoded(code: Code, word: int) -> None:
     content = bytearray(page_of("bfloat16", SIZE))
     content[1000:1002] = word.to_bytes(2, "little")
     assert encoded_by(pages_for(code), bytes(content)) == b""
@@ -113,7 +114,7 @@ def test_rooms_are_few_and_each_is_less_than_a_page(code: Code, size: int) -> No
     assert 1 <= len(rooms) <= 4 and list(rooms) == sorted(set(rooms)) and rooms[-1] < size
 
 
-def test_the_page_may_lie_at_any_address(way: str) -> None:
+def test_the_page_may_lie_at_any_address() -> None:
     content = page_of("bfloat16", SIZE)
     pages = pages_for(Code.INT8)
     behind, target = memoryview(b"x" + content)[1:], memoryview(bytearray(pages.rooms[-1] + 1))[1:]
@@ -124,7 +125,7 @@ def test_the_page_may_lie_at_any_address(way: str) -> None:
 
 
 @pytest.mark.parametrize("code", Code)
-def test_damaged_bytes_are_an_error_or_finite_numbers_and_never_touch_what_is_beside(code: Code, way: str) -> None:
+def test_damaged_bytes_are_an_error_or_finite_numbers_and_never_touch_what_is_beside(code: Code) -> None:
     size = 16 << 10
     pages = pages_for(code, size)
     encoded = encoded_by(pages, page_of("bfloat16", size))
@@ -198,7 +199,7 @@ def test_unlike_heads_of_keys_and_values_share_the_longest_row_that_divides_both
 def test_packed_drafts_share_the_row_with_the_target() -> None:
     drafts = "head_dim=96,v_head_dim=96,dtype=torch.bfloat16,layout=nhd"
     size = 96 * 512
-    assert lossy.rows_of(document(buffer1=drafts), Code.INT8) == rows.Rows("bfloat16", 32, Code.INT8)
+    assert lossy.rows_of(document(buffer1=drafts), Code.INT8) == numbers.Rows("bfloat16", 32, Code.INT8)
     assert isinstance(LossyCodec(Code.INT8).for_pages(document(buffer1=drafts), size), LossyPages)
 
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_ext import native
-from hicache_ext.page.transforms.planes import SPLITS, Split
+from hicache_ext.page.transforms.numbers import SPLITS, Split
+from tests.page import in_numpy
 
 
 def at_address(content: np.ndarray, start: int) -> np.ndarray:
@@ -32,9 +33,9 @@ def test_numpy_joins_what_it_split(split: Split) -> None:
     # Of more than a piece, and not a whole number of them.
     page = np.random.default_rng(1).integers(0, 256, 200_004, np.uint8)
     both = _planes_of(split, page.tobytes())
-    split.split_with_numpy(page, *both)
+    in_numpy.split(split, page, *both)
     joined = np.zeros_like(page)
-    split.join_with_numpy(*both, joined)
+    in_numpy.join(split, *both, joined)
     assert np.array_equal(joined, page)
 
 
@@ -47,7 +48,7 @@ def test_the_core_and_numpy_make_equal_planes_at_any_address(split: Split) -> No
         page = np.frombuffer(content, np.uint8)
         made, plain = ([at_address(plane, start) for plane in _planes_of(split, content)] for _ in range(2))
         split.split(at_address(page, start), *made)
-        split.split_with_numpy(page, *plain)
+        in_numpy.split(split, page, *plain)
         assert [plane.tobytes() for plane in made] == [plane.tobytes() for plane in plain]
         joined = at_address(np.zeros_like(page), start)
         split.join(*made, joined)
@@ -70,14 +71,14 @@ def test_the_core_writes_into_its_planes_alone(split: Split) -> None:
     assert (memory == 7).all()
 
 
-def test_the_top_of_16_bits_is_the_exponent_of_a_bfloat16(way: str) -> None:
+def test_the_top_of_16_bits_is_the_exponent_of_a_bfloat16() -> None:
     page = np.array([0x3F80, 0xBF80, 0x4000, 0x0001], "<u2").view(np.uint8)
     top, rest = np.zeros(4, np.uint8), np.zeros(4, np.uint8)
     SPLITS[16].split(page, top, rest)
     assert (top.tolist(), rest.tolist()) == ([127, 127, 128, 0], [0, 1, 0, 2])
 
 
-def test_the_top_of_8_bits_is_the_exponents_of_two_neighbours(way: str) -> None:
+def test_the_top_of_8_bits_is_the_exponents_of_two_neighbours() -> None:
     page = np.array([0b0_0111_101, 0b1_1000_010], np.uint8)
     top, rest = np.zeros(1, np.uint8), np.zeros(1, np.uint8)
     SPLITS[8].split(page, top, rest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 
 from hicache_ext import native
 from hicache_ext.native import address
-from hicache_ext.page.transforms import rows
-from hicache_ext.page.transforms.rows import KINDS, Code, Rows
+from hicache_ext.page.transforms.numbers import KINDS, Code, Rows, _Quantise, _Restore
+from tests.page import in_numpy
 from tests.page.test_planes import at_address
 
 LENGTH = 64
@@ -24,12 +25,12 @@ ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 0.0}
 
 def words_of(numbers: np.ndarray, dtype: str) -> np.ndarray:
     page = np.zeros(numbers.size * (2 if dtype == "float32" else 1), np.uint16)
-    rows._NARROW[dtype](np.ascontiguousarray(numbers, np.float32).reshape(-1), page)
+    in_numpy._NARROW[dtype](np.ascontiguousarray(numbers, np.float32).reshape(-1), page)
     return page
 
 
 def numbers_of(page: np.ndarray, dtype: str) -> np.ndarray:
-    return rows._WIDEN[dtype](page).view(np.float32).reshape(-1, LENGTH)
+    return in_numpy._WIDEN[dtype](page).view(np.float32).reshape(-1, LENGTH)
 
 
 def there_and_back(page: np.ndarray, dtype: str, code: Code) -> np.ndarray:
@@ -43,7 +44,7 @@ def there_and_back(page: np.ndarray, dtype: str, code: Code) -> np.ndarray:
 
 @pytest.mark.parametrize("code", Code)
 @pytest.mark.parametrize("dtype", KINDS)
-def test_numbers_come_back_within_half_a_step(dtype: str, code: Code, way: str) -> None:
+def test_numbers_come_back_within_half_a_step(dtype: str, code: Code) -> None:
     random = np.random.default_rng(0)
     sizes = np.exp(random.uniform(-8, 8, (500, 1)))
     page = words_of(random.standard_normal((500, LENGTH)) * sizes, dtype)
@@ -54,7 +55,7 @@ def test_numbers_come_back_within_half_a_step(dtype: str, code: Code, way: str) 
 
 
 @pytest.mark.parametrize("dtype", KINDS)
-def test_fp8_keeps_small_numbers_of_a_row_to_four_bits(dtype: str, way: str) -> None:
+def test_fp8_keeps_small_numbers_of_a_row_to_four_bits(dtype: str) -> None:
     """What int8 makes zeros: an error in parts of the number itself."""
     row = np.geomspace(1, 2**-12, LENGTH)
     page = words_of(row, dtype)
@@ -77,7 +78,7 @@ def test_numbers_between_the_codes_of_fp8_and_the_steps_of_halves_are_rounded_al
     how = Rows(dtype, LENGTH, code)
     made = []
     for quantise, restore in (
-        (how.quantise_with_numpy, how.restore_with_numpy),
+        (partial(in_numpy.quantise, how), partial(in_numpy.restore, how)),
         (how.quantise, how.restore),
     ):
         codes = np.zeros(400 * LENGTH, np.uint8)
@@ -98,25 +99,25 @@ def test_every_bit_of_a_page_is_quantised_and_restored_alike_at_any_address(dtyp
     @given(st.integers(1, 70), st.integers(0, 5), st.integers(0, 3), st.booleans(), st.randoms(use_true_random=False))
     def check(length: int, count: int, start: int, harmless: bool, chance: random.Random) -> None:
         how = Rows(dtype, length, code)
-        numbers = length * count
-        content = np.frombuffer(chance.randbytes(2 * how.words * numbers), np.uint16).copy()
+        total = length * count
+        content = np.frombuffer(chance.randbytes(2 * how.words * total), np.uint16).copy()
         if harmless:
             # No large exponents, and some denormal ones.
             content[how.words - 1 :: how.words] &= np.uint16(chance.choice((0xBBFF, 0x83FF, 0x8FFF)))
         page = at_address(content.view(np.uint8), start)
-        scales, codes, back = (at_address(np.zeros(size, np.uint8), start) for size in (2 * count, numbers, page.size))
-        expected = np.zeros(count, np.uint16), np.zeros(numbers, np.uint8), np.zeros_like(content)
+        scales, codes, back = (at_address(np.zeros(size, np.uint8), start) for size in (2 * count, total, page.size))
+        expected = np.zeros(count, np.uint16), np.zeros(total, np.uint8), np.zeros_like(content)
         kind, fp8 = KINDS[dtype], code is Code.FP8
         places = address(scales), address(codes)
-        accepted = core(rows._Quantise(address(page), kind, fp8, length, count, *places))
-        assert accepted == how.quantise_with_numpy(content, *expected[:2])
+        accepted = core(_Quantise(address(page), kind, fp8, length, count, *places))
+        assert accepted == in_numpy.quantise(how, content, *expected[:2])
         if not accepted:
             return
         assert (bytes(scales), bytes(codes)) == (bytes(expected[0]), bytes(expected[1]))
-        for of_codes in (bytes(codes), chance.randbytes(numbers)):
+        for of_codes in (bytes(codes), chance.randbytes(total)):
             codes[:] = expected[1][:] = np.frombuffer(of_codes, np.uint8)
-            core(rows._Restore(*places, kind, fp8, length, count, address(back)))
-            how.restore_with_numpy(*expected)
+            core(_Restore(*places, kind, fp8, length, count, address(back)))
+            in_numpy.restore(how, *expected)
             assert bytes(back) == bytes(expected[2])
 
     check()
@@ -124,7 +125,7 @@ def test_every_bit_of_a_page_is_quantised_and_restored_alike_at_any_address(dtyp
 
 @pytest.mark.parametrize("code", Code)
 @pytest.mark.parametrize("dtype", KINDS)
-def test_rows_of_zeros_stay_zeros_and_harm_no_neighbour(dtype: str, code: Code, way: str) -> None:
+def test_rows_of_zeros_stay_zeros_and_harm_no_neighbour(dtype: str, code: Code) -> None:
     numbers = np.zeros((3, LENGTH))
     numbers[1] = np.linspace(-1, 1, LENGTH)
     after = numbers_of(there_and_back(words_of(numbers, dtype), dtype, code), dtype)
@@ -133,7 +134,7 @@ def test_rows_of_zeros_stay_zeros_and_harm_no_neighbour(dtype: str, code: Code, 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_row_below_two_to_the_minus_hundred_becomes_zeros(dtype: str, way: str) -> None:
+def test_a_row_below_two_to_the_minus_hundred_becomes_zeros(dtype: str) -> None:
     numbers = np.full((2, LENGTH), 2.0**-100)
     numbers[1] = 2.0**-101
     after = numbers_of(there_and_back(words_of(numbers, dtype), dtype, Code.INT8), dtype)
@@ -143,7 +144,7 @@ def test_a_row_below_two_to_the_minus_hundred_becomes_zeros(dtype: str, way: str
 @pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan, 2.0**100, -(2.0**127)], ids=str)
 @pytest.mark.parametrize("code", Code)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_infinities_nans_and_huge_numbers_are_refused(dtype: str, code: Code, number: float, way: str) -> None:
+def test_infinities_nans_and_huge_numbers_are_refused(dtype: str, code: Code, number: float) -> None:
     numbers = np.ones((5, LENGTH), np.float32)
     numbers[3, 17] = number
     page = words_of(numbers, dtype)
@@ -152,7 +153,7 @@ def test_infinities_nans_and_huge_numbers_are_refused(dtype: str, code: Code, nu
 
 
 @pytest.mark.parametrize("word", [0x7C00, 0xFC00, 0x7E01, 0xFFFF])
-def test_infinities_and_nans_of_halves_are_refused(word: int, way: str) -> None:
+def test_infinities_and_nans_of_halves_are_refused(word: int) -> None:
     page = np.full(LENGTH, 0x3C00, np.uint16)
     page[3] = word
     how = Rows("float16", LENGTH, Code.INT8)
@@ -160,14 +161,14 @@ def test_infinities_and_nans_of_halves_are_refused(word: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("code", Code)
-def test_the_largest_halves_never_become_infinite(code: Code, way: str) -> None:
+def test_the_largest_halves_never_become_infinite(code: Code) -> None:
     numbers = np.linspace(64000, 65504, LENGTH)
     after = numbers_of(there_and_back(words_of(numbers, "float16"), "float16", code), "float16")
     assert np.isfinite(after).all() and after.max() <= 65504
 
 
 @pytest.mark.parametrize("scale", [0x7F80, 0xFFFF, 0x8001, 0x7180])
-def test_scales_that_nobody_writes_are_refused(scale: int, way: str) -> None:
+def test_scales_that_nobody_writes_are_refused(scale: int) -> None:
     how = Rows("bfloat16", LENGTH, Code.INT8)
     scales = np.array([0x3F80, scale], np.uint16)
     assert not how.restore(scales, np.zeros(2 * LENGTH, np.uint8), np.zeros(2 * LENGTH, np.uint16))

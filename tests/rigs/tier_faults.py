@@ -22,7 +22,7 @@ from hicache_ext.storage.contract.wrapper import DelegatingStore
 from tests.rigs.faults import FailingStore, SlowStore
 
 VARIABLE = "HICACHE_EXT_RIG_TIER_FAULT"
-_TARGET = "hicache_ext.storage.tiering.live_tiers.open_tier"
+_TARGET = "hicache_ext.storage.tiering.reload.open_tier"
 
 
 def register() -> None:

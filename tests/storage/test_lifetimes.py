@@ -18,7 +18,7 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, 
 from hicache_ext.storage.guards.breaker import BreakerSettings
 from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan, guarded
 from hicache_ext.storage.opening import open_tiers
-from hicache_ext.storage.tiering import live_tiers
+from hicache_ext.storage.tiering import reload
 from hicache_ext.storage.tiering.io_priority import IoPriority
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.storage.tiering.settings import PrefetchSettings, QueueSettings, TieringSettings
@@ -117,7 +117,7 @@ def held(made: list[Held]) -> Callable[..., Held]:
 def reloadable(held: Callable[..., Held], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ReloadableStore]]:
     """Tiers "near" and "far" of a configuration; the second is written in the background."""
     opened: list[ReloadableStore] = []
-    monkeypatch.setattr(live_tiers, "open_tier", lambda name, _: held(name, shared=name != "near"))
+    monkeypatch.setattr(reload, "open_tier", lambda name, _: held(name, shared=name != "near"))
 
     def open_them(**section: Any) -> ReloadableStore:
         opened.append(open_tiers(config(**section)))

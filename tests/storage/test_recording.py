@@ -59,7 +59,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
     yield begin
     for recorder in made:
-        observers.end_recording(recorder)
+        observers.end(recorder)
 
 
 def files_in(directory: Path) -> list[Path]:
@@ -228,7 +228,7 @@ def test_a_slow_disk_holds_up_no_request_and_not_the_end(
         assert slowest < 1.0
         assert recorder.metrics.value("request", "dropped_queue") >= 6000 - 2 * recording._MOST_REQUESTS
         started = time.monotonic()
-        observers.end_recording(recorder)
+        observers.end(recorder)
         assert time.monotonic() - started < 5.0
     finally:
         released.set()
@@ -296,7 +296,7 @@ for number in range(int(sys.argv[3])):
     recorder.ask(f"{number}", pages, before=None, answered=0, found={})
     if number == 20:
         print("going", flush=True)
-observers.end_recording(recorder)
+observers.end(recorder)
 """
 
 

@@ -20,7 +20,7 @@ from hicache_ext.storage.guards import pipeline
 from hicache_ext.storage.guards.breaker import Outcome, TierBreaker
 from hicache_ext.storage.guards.pipeline import GuardedStore
 from hicache_ext.storage.opening import open_tiers
-from hicache_ext.storage.tiering import live_tiers, reload
+from hicache_ext.storage.tiering import reload
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import store_pages
@@ -49,13 +49,13 @@ def config(tmp_path: Path) -> Callable[..., HicacheExtConfig]:
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[PageStore]:
     """Every tier that was opened, without its guards."""
     stores: list[PageStore] = []
-    real = live_tiers.open_tier
+    real = reload.open_tier
 
     def open_tier(name: str, config: Any) -> PageStore:
         stores.append(real(name, config))
         return stores[-1]
 
-    monkeypatch.setattr(live_tiers, "open_tier", open_tier)
+    monkeypatch.setattr(reload, "open_tier", open_tier)
     return stores
 
 
@@ -77,7 +77,7 @@ def is_closed(store: PageStore) -> bool:
 
 def breaker(store: ReloadableStore) -> TierBreaker:
     (tier,) = store._live.values()
-    found = ability(tier.handle, GuardedStore)
+    found = ability(tier, GuardedStore)
     assert found is not None and found.breaker is not None
     return found.breaker
 
@@ -128,7 +128,7 @@ def test_a_tier_that_does_not_close_delays_a_refused_start_by_its_timeout_alone(
             raise StoreSetupError(name, "no such server")
         return NeverCloses(name)
 
-    monkeypatch.setattr(live_tiers, "open_tier", open_tier)
+    monkeypatch.setattr(reload, "open_tier", open_tier)
     begun = time.monotonic()
     with pytest.raises(StoreSetupError, match="no such server"):
         open_tiers(config("more", timeout="100ms"))
@@ -148,7 +148,7 @@ def test_tiers_that_cannot_be_put_together_are_closed_and_those_in_use_stay(
 
     before = store.arrangement
     with monkeypatch.context() as patch:
-        patch.setattr(live_tiers, "Arrangement", no_thread)
+        patch.setattr(reload, "Arrangement", no_thread)
         with pytest.raises(StoreError, match=r"the new tiers cannot be used: .*can't start new thread"):
             store.reload(config("more", timeout="50s"))
     assert [is_closed(tier) for tier in opened] == [False, True]
@@ -193,7 +193,7 @@ def test_whatever_a_new_tier_raises_is_an_error_of_the_reload(
 
     before = store.arrangement
     with monkeypatch.context() as patch:
-        patch.setattr(live_tiers, step, no_thread)
+        patch.setattr(reload, step, no_thread)
         with pytest.raises(StoreError, match=r"the new tiers cannot be used: .*can't start new thread"):
             store.reload(config("more", timeout="50s"))
     assert [is_closed(tier) for tier in opened] == [False, True][: len(opened)]
@@ -215,7 +215,7 @@ def test_new_guards_of_a_tier_that_is_down_probe_it_once_they_are_in_force_and_n
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(live_tiers, "Arrangement", no_thread)
+        patch.setattr(reload, "Arrangement", no_thread)
         with pytest.raises(StoreError):
             store.reload(config("more", timeout="50s"))
     assert [*at_that_moment, probers()] == [1, 1]

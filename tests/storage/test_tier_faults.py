@@ -14,7 +14,7 @@ import pytest
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.storage.contract.store import SetResult
-from hicache_ext.storage.tiering import live_tiers
+from hicache_ext.storage.tiering import reload
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from tests.rigs import step_costs, tier_faults
@@ -23,14 +23,14 @@ from tests.rigs.server_hooks import rig_environment
 
 def test_what_is_hooked_is_what_opens_the_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, _, name = tier_faults._TARGET.rpartition(".")
-    assert pkgutil.resolve_name(module) is live_tiers
-    original = live_tiers.open_tier
+    assert pkgutil.resolve_name(module) is reload
+    original = reload.open_tier
     monkeypatch.setenv(tier_faults.VARIABLE, "dead")
-    monkeypatch.setattr(live_tiers, name, lambda *arguments: tier_faults.after_open(original(*arguments), *arguments))
+    monkeypatch.setattr(reload, name, lambda *arguments: tier_faults.after_open(original(*arguments), *arguments))
     tier = {"type": "file", "path": str(tmp_path), "capacity": "16MiB"}
     config = load_config(ExtraConfig.around({"tiers": {"disk": tier}}))
-    opened = live_tiers.open_live_tiers(config.tiers, config.role)
-    assert store_pages(opened["disk"].handle, page_keys(2)) == [SetResult.ERROR] * 2
+    opened = reload.open_live_tiers(config.tiers, config.role)
+    assert store_pages(opened["disk"], page_keys(2)) == [SetResult.ERROR] * 2
     for tier in opened.values():
         tier.close()
 

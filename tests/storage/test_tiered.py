@@ -389,3 +389,12 @@ def test_host_memory_is_left_alone_by_everything_in_the_background(near, far):
     before = pages.snapshot()
     store.close()
     assert pages.snapshot() == before
+
+
+def test_where_nothing_is_read_every_page_is_a_miss():
+    store = TieredStore([], [MemoryPageStore("written")])
+    keys = page_keys(3)
+    assert store_pages(store, keys) == [SetResult.STORED] * 3
+    assert read_pages(store, keys)[0] == [GetResult.MISS] * 3
+    assert (store.count_leading(keys), store.contains(keys)) == (0, [False] * 3)
+    store.close()

@@ -13,8 +13,6 @@ import pytest
 
 from hicache_ext.config.sections import TracingConfig
 from hicache_ext.errors import ConfigError, MissingPackageError
-from hicache_ext.page.transforms.lossy import LossyCodec
-from hicache_ext.page.transforms.rows import Code
 from hicache_ext.sglang import scheduler_hooks
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiering import observers, tracing
@@ -25,7 +23,6 @@ from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_p
 from hicache_ext.testing.server import free_port
 from tests.rigs.faults import RaisingStore
 from tests.rigs.otlp_collector import OtlpCollector
-from tests.storage.transforms.test_lossy import CONTENTS, opened, read, write
 from tests.waiting import wait_until
 
 # Its thread goes on for a while where a collector is dead: its lines would be in the logs of the tests that come next.
@@ -180,7 +177,7 @@ def begun(provider: Any) -> Iterator[Callable[[str], tracing.Spans]]:
 
     yield begin
     for spans in made:
-        observers.end_tracing(spans)
+        observers.end(spans)
 
 
 def test_a_collector_gets_the_spans_by_the_end_at_the_latest(
@@ -189,7 +186,7 @@ def test_a_collector_gets_the_spans_by_the_end_at_the_latest(
     with OtlpCollector() as collector:
         spans = begun(collector.endpoint)
         store_pages(tiered(MemoryPageStore("disk")), KEYS)
-        observers.end_tracing(spans)
+        observers.end(spans)
         assert observers.spans is None
         (span,) = collector.spans
     assert span.name == "set disk" and span.attributes["hicache.bytes"] == 3000
@@ -210,7 +207,7 @@ def test_a_collector_that_does_not_take_them_holds_up_no_call_and_not_the_end(
         if collector == "hung":
             wait_until(hung.requested.is_set)
             assert store_pages(store, KEYS) == [SetResult.STORED] * 3
-        observers.end_tracing(spans)  # while the request under way has had no answer
+        observers.end(spans)  # while the request under way has had no answer
         assert not hung._closing.is_set()
 
 
@@ -228,7 +225,7 @@ def test_the_collector_of_sglang_needs_sglang_to_trace(
     spans = begun("sglang")
     closed: list[bool] = []
     monkeypatch.setattr(provider, "shutdown", lambda: closed.append(True))
-    observers.end_tracing(spans)
+    observers.end(spans)
     assert not closed, "it is SGLang's"
 
 
@@ -313,15 +310,3 @@ def test_bytes_of_a_batch_are_those_that_moved() -> None:
     batch = PageBatch(KEYS, [[memoryview(bytearray(10))]] * 3)
     facts = tracing._facts(batch, [SetResult.STORED, SetResult.EXISTS, SetResult.TIMEOUT])
     assert (facts["hicache.bytes"], facts["hicache.pages_moved"], facts["hicache.outcome"]) == (10, 2, "timeout")
-
-
-def test_the_span_of_a_read_tells_how_many_pages_came_back_inexactly(
-    finished: Finished, tiered: Callable[..., TieredStore]
-) -> None:
-    pytest.importorskip("zstandard")
-    tier = opened(MemoryPageStore("pool"), LossyCodec(Code.INT8))
-    store = tiered(tier)
-    assert write(store, CONTENTS) == [SetResult.STORED] * 6
-    read(store)
-    told_of = {span.name: span.attributes.get("hicache.lossy_pages") for span in finished()}
-    assert told_of == {"set pool": None, "get pool": 6}

@@ -1,6 +1,6 @@
 """One page through its transforms: from its segments to the bytes that a medium stores, and back.
 
-Pure; any thread. The GIL is not held while pages are copied, sealed and opened.
+Pure; any thread. The GIL is not held while pages are copied, sealed and unsealed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def encoded(codec: PageCodec, segments: Sequence[memoryview], room: Room) -> mem
     return target[:length] if 0 < length <= target.nbytes else None
 
 
-def writing(
+def write(
     stored: memoryview,
     stored_key: bytes,
     form: Form,
@@ -39,9 +39,8 @@ def writing(
     body: memoryview | None,
     salt: bytes,
     room: Room,
-) -> Callable[[], None]:
-    """Fill ``stored`` with a page in this form, in two steps: what needs the GIL now, copies and ciphers when the
-    result is called, on any thread. ``body``: the encoded page, of a form with a codec."""
+) -> None:
+    """Fill ``stored`` with a page in this form. ``body``: the encoded page, of a form with a codec."""
     payload = sum([segment.nbytes for segment in segments])
     length = payload if body is None else body.nbytes
     code = RAW if form.codec is None else form.codec.code
@@ -53,19 +52,14 @@ def writing(
     stored[:HEADER_LENGTH] = head.encode()
     stored[head.end :] = bytes(stored.nbytes - head.end)
     pieces = segments if body is None else [body]
-    place = stored[HEADER_LENGTH : head.body_end]
-    if form.key is None:
-        return lambda: gather(pieces, place)
-    seal = form.key.sealing(head.seal, head.cipher, salt, stored_key, stored[: head.end])
     if form.hides:
-        return lambda: seal(in_one_piece(pieces, room))
-
-    def copy_and_seal() -> None:
+        plain = in_one_piece(pieces, room)
+    else:
         # The seal is of the copy: should the page change meanwhile, what is stored can still be trusted.
-        gather(pieces, place)
-        seal(None)
-
-    return copy_and_seal
+        plain = None
+        gather(pieces, stored[HEADER_LENGTH : head.body_end])
+    if form.key is not None:
+        form.key.seal(head.seal, head.cipher, salt, stored_key, stored[: head.end], plain)
 
 
 def read(stored: memoryview, stored_key: bytes, form: Form, segments: Sequence[memoryview], room: Room) -> str | None:
@@ -75,43 +69,28 @@ def read(stored: memoryview, stored_key: bytes, form: Form, segments: Sequence[m
     The reasons are those of ``header.decode``, ``unsealed``, ``seal_form``, ``seal_key``, ``seal_tag`` (one that is not
     its page's), ``SEAL_CIPHER``, ``payload_length``, and those of codecs.
     """
-    return reading(stored, stored_key, form, segments, room)()
-
-
-def reading(
-    stored: memoryview, stored_key: bytes, form: Form, segments: Sequence[memoryview], room: Room
-) -> Callable[[], str | None]:
-    """``read`` in two steps, as ``writing``."""
     payload = sum([segment.nbytes for segment in segments])
     head = _header(stored, form)
     if isinstance(head, str):
-        return lambda: head
+        return head
     if head.payload_length != payload:
-        return lambda: "payload_length"
-    place = stored[HEADER_LENGTH : head.body_end]
-    reason_of_seal = None
+        return "payload_length"
+    body, plain = stored[HEADER_LENGTH : head.body_end], None
     if form.key is not None:
-        reason_of_seal = _looking_at_seal(form.key, head, stored_key, stored)
-
-    def finish() -> str | None:
-        body, plain = place, None
-        if reason_of_seal is not None:
-            if form.hides:
-                plain = segments[0] if form.codec is None and len(segments) == 1 else room(head.body_length)
-            reason = reason_of_seal(plain)
-            if reason is not None:
-                if plain is not None:
-                    # The cipher has written what nobody has vouched for.
-                    np.frombuffer(plain, np.uint8).fill(0)
-                return reason
-            body = body if plain is None else plain
-        if form.codec is None:
-            if plain is None or len(segments) != 1:
-                scatter(body, segments)
-            return None
+        if form.hides:
+            plain = segments[0] if form.codec is None and len(segments) == 1 else room(head.body_length)
+        reason = _reason_of_seal(form.key, head, stored_key, stored, plain)
+        if reason is not None:
+            if plain is not None:
+                # The cipher has written what nobody has vouched for.
+                np.frombuffer(plain, np.uint8).fill(0)
+            return reason
+        body = body if plain is None else plain
+    if form.codec is not None:
         return _decoded(form.codec, body, segments, payload)
-
-    return finish
+    if plain is None or len(segments) != 1:
+        scatter(body, segments)
+    return None
 
 
 def _decoded(codec: PageCodec, body: memoryview, segments: Sequence[memoryview], payload: int) -> str | None:
@@ -174,25 +153,12 @@ def _unsealed_body(head: Header) -> memoryview | None:
 def _reason_of_seal(
     key: SealKey, head: Header, stored_key: bytes, stored: memoryview, plain: memoryview | None
 ) -> str | None:
-    return _looking_at_seal(key, head, stored_key, stored)(plain)
-
-
-def _looking_at_seal(
-    key: SealKey, head: Header, stored_key: bytes, stored: memoryview
-) -> Callable[[memoryview | None], str | None]:
-    """Says why a page is not as it was sealed, and writes the body of an encrypted one into the argument."""
+    """Why a page is not as it was sealed; ``plain`` takes the body of an encrypted one."""
     try:
-        is_whole = key.unsealing(head.seal, head.cipher, head.salt, stored_key, stored[: head.end])
+        is_whole = key.unseal(head.seal, head.cipher, head.salt, stored_key, stored[: head.end], plain)
     except Exception:  # noqa: BLE001 - a cryptographic library's errors end here: they are of this page alone
-        return lambda plain: SEAL_CIPHER
-
-    def reason(plain: memoryview | None) -> str | None:
-        try:
-            return None if is_whole(plain) else "seal_tag"
-        except Exception:  # noqa: BLE001 - as above
-            return SEAL_CIPHER
-
-    return reason
+        return SEAL_CIPHER
+    return None if is_whole else "seal_tag"
 
 
 def in_one_piece(segments: Sequence[memoryview], room: Room) -> memoryview:

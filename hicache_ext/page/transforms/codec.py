@@ -54,7 +54,3 @@ class Codec(Protocol):
     def for_pages(self, document: Mapping[str, Any], payload: int) -> PageCodec | None:
         """For pages of ``payload`` bytes of the identity with this document; None where they are stored as they are.
         Asked once for each identity and length."""
-
-    def moved(self, call: str, stored_bytes: int, seconds: float) -> None:
-        """The medium has moved so many bytes in a ``get`` or ``set`` that took so long, without encoding: for a codec
-        that learns whether it pays. Returns at once."""

@@ -82,12 +82,9 @@ class Transforms:
         if self.codec is not None and document is not None and payload:
             codec = self.codec.for_pages(document, payload)
         keys: Sequence[SealKey | None] = [None] if self.seal is None else self.seal.keys
-        found = [[self._form(identity, key, codec, room) for room in self._rooms(codec)] for key in keys]
+        rooms = [0] if codec is None else [0, *codec.rooms]
+        found = [[self._form(identity, key, codec, room) for room in rooms] for key in keys]
         return Forms([form for of_key in found for form in of_key], found[0], payload if codec is not None else 0)
-
-    @staticmethod
-    def _rooms(codec: PageCodec | None) -> list[int]:
-        return [0] if codec is None else [0, *codec.rooms]
 
     def _form(self, identity: bytes, key: SealKey | None, codec: PageCodec | None, room: int) -> Form:
         coded = b"" if self.codec is None else self.codec.label + b"\0%d" % room

@@ -2,7 +2,7 @@
 
 An encoded page is ``head || rest || frame``, then zeros up to the room. The head has 8 bytes, little-endian: method
 (1), version (1), zeros (2), bytes of the frame (4). ``frame`` is one Zstandard frame with the plane ``top`` of
-planes.py; ``rest`` is the other plane. A page of other numbers has no ``rest``, its frame has all bytes.
+numbers.py; ``rest`` is the other plane. A page of other numbers has no ``rest``, its frame has all bytes.
 
 Zstandard's matches find next to nothing in a plane of exponents, and cost most of the time. So it is told to look for
 seven equal bytes in a table of 64 places: what is left is its Huffman code, for each 128 KiB its own. Measurements:
@@ -11,6 +11,7 @@ docs/codecs.md.
 
 from __future__ import annotations
 
+import functools
 import struct
 import threading
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ import numpy as np
 
 from hicache_ext.errors import FormatError
 from hicache_ext.packages import missing_package
-from hicache_ext.page.transforms.planes import SPLITS, Bytes, Split
+from hicache_ext.page.transforms.numbers import SPLITS, Bytes, Split
 
 _HEAD = struct.Struct("<BBHI")
 _VERSION = 1
@@ -69,9 +70,6 @@ class LosslessCodec:
         if split is not None and payload % split.group:
             split = None
         return LosslessPages(payload, split, rooms) if rooms else None
-
-    def moved(self, call: str, stored_bytes: int, seconds: float) -> None:
-        """It is asked for, so it is used."""
 
 
 def rooms_of(payload: int, parts: tuple[int, ...]) -> tuple[int, ...]:
@@ -131,7 +129,7 @@ class LosslessPages:
 
 def frame_of(plane: Bytes) -> bytes:
     """``plane`` as one Zstandard frame."""
-    frame: bytes = _coders.compressor().compress(plane)
+    frame: bytes = _coders().compressor.compress(plane)
     return frame
 
 
@@ -144,7 +142,7 @@ def plane_in(frame: memoryview, size: int) -> bytes:
         # Zstandard allocates what the frame says, before it looks further.
         if bytes(frame[:4]) != _FRAME_START or said.content_size != size or said.dict_id:
             raise FormatError("encoding", f"a frame of {said.content_size} bytes for {size}")
-        plane: bytes = _coders.decompressor().decompress(frame, allow_extra_data=False)
+        plane: bytes = _coders().decompressor.decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise FormatError("encoding", str(error)) from error
     if len(plane) != size:
@@ -156,35 +154,26 @@ class _Coders(threading.local):
     """Zstandard's contexts: one thread at a time may use each."""
 
     def __init__(self) -> None:
-        self._compressor: Any = None
-        self._decompressor: Any = None
-
-    def compressor(self) -> Any:
-        if self._compressor is None:
-            zstandard = _zstandard()
-            self._compressor = zstandard.ZstdCompressor(
-                compression_params=zstandard.ZstdCompressionParameters(
-                    strategy=zstandard.STRATEGY_FAST,
-                    window_log=17,
-                    hash_log=6,
-                    chain_log=6,
-                    search_log=1,
-                    min_match=7,
-                    target_length=0,
-                    write_content_size=True,
-                    write_checksum=False,
-                    write_dict_id=False,
-                )
-            )
-        return self._compressor
-
-    def decompressor(self) -> Any:
-        if self._decompressor is None:
-            self._decompressor = _zstandard().ZstdDecompressor()
-        return self._decompressor
+        zstandard = _zstandard()
+        parameters = zstandard.ZstdCompressionParameters(
+            strategy=zstandard.STRATEGY_FAST,
+            window_log=17,
+            hash_log=6,
+            chain_log=6,
+            search_log=1,
+            min_match=7,
+            target_length=0,
+            write_content_size=True,
+            write_checksum=False,
+            write_dict_id=False,
+        )
+        self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
+        self.decompressor = zstandard.ZstdDecompressor()
 
 
-_coders = _Coders()
+@functools.cache
+def _coders() -> _Coders:
+    return _Coders()
 
 
 def _zstandard() -> ModuleType:

@@ -1,9 +1,9 @@
 """Pages as half of their bytes and less, not exactly: ``codec: int8`` and ``codec: fp8``.
 
-Every row of a page, the numbers of one head of one token in one layer, is quantised (rows.py). An encoded page is
+Every row of a page, the numbers of one head of one token in one layer, is quantised (numbers.py). An encoded page is
 ``head || scales || rest || frame``, then zeros up to the room. The head has 8 bytes, little-endian: method (1), version
 (1), zeros (2), bytes of the frame (4). The codes of int8 are one Zstandard frame. Those of fp8 are two planes
-(planes.py), of which the frame has ``top``. Method 0 has the codes as they are, where a frame makes them no shorter.
+(numbers.py), of which the frame has ``top``. Method 0 has the codes as they are, where a frame makes them no shorter.
 
 Only pools of keys and values are quantised. States of linear attention, latents of MLA, indexes and numbers of 8 bits
 are encoded without loss; so are pages with an infinity, a NaN or a number of 2**100 or more stored as they are.
@@ -29,8 +29,7 @@ import numpy as np
 from hicache_ext.errors import FormatError
 from hicache_ext.page.transforms.codec import LOSSY_CODECS, PageCodec
 from hicache_ext.page.transforms.lossless import LosslessCodec, frame_of, plane_in
-from hicache_ext.page.transforms.planes import SPLITS
-from hicache_ext.page.transforms.rows import KINDS, Code, Rows
+from hicache_ext.page.transforms.numbers import KINDS, SPLITS, Code, Rows
 from hicache_ext.runtime.whole_file import json_in
 
 _HEAD = struct.Struct("<BBHI")
@@ -78,9 +77,6 @@ class LossyCodec:
         ):
             return LosslessCodec().for_pages(document, payload)
         return LossyPages(payload, rows)
-
-    def moved(self, call: str, stored_bytes: int, seconds: float) -> None:
-        """It is asked for, so it is used."""
 
 
 def lossy_name(pages: PageCodec | None) -> str | None:
@@ -161,8 +157,6 @@ class LossyPages:
         page, target = np.frombuffer(payload, np.uint8), np.frombuffer(encoded, np.uint8)
         if page.size != self._payload:
             raise ValueError(f"a page of {page.size} bytes in place of {self._payload}")
-        if page.ctypes.data % 2:
-            page = page.copy()
         scales, codes = np.empty(self._scales, np.uint16), np.empty(self._codes, np.uint8)
         if not self._rows.quantise(page.view(np.uint16), scales, codes):
             return 0
@@ -191,11 +185,8 @@ class LossyPages:
         stored = np.frombuffer(encoded, np.uint8)
         scales = stored[_HEAD.size : self._begin].copy().view(np.uint16)
         codes = self._codes_in(stored, encoded, method, length)
-        aligned = page if page.ctypes.data % 2 == 0 else np.empty_like(page)
-        if not self._rows.restore(scales, codes, aligned.view(np.uint16)):
+        if not self._rows.restore(scales, codes, page.view(np.uint16)):
             raise FormatError("encoding", "no scales")
-        if aligned is not page:
-            np.copyto(page, aligned)
 
     def _codes_in(self, stored: Any, encoded: memoryview, method: int, length: int) -> Any:
         begin = self._begin + self._rest

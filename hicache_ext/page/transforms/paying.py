@@ -53,6 +53,7 @@ class PayingCodec:
         return None if pages is None else _PayingPages(pages, self)
 
     def moved(self, call: str, stored_bytes: int, seconds: float) -> None:
+        """The medium has moved so many bytes in a ``get`` or ``set`` that took so long, without encoding."""
         self._calls += 1
         if stored_bytes > 0:
             self._costs[call].observe(stored_bytes, seconds)

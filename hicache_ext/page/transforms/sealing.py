@@ -21,7 +21,7 @@ import itertools
 import os
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -118,57 +118,31 @@ class SealKey:
 
     # -- pages -----------------------------------------------------------------------------------------------------
 
-    # Each begins with what Python does, and returns the cipher's work, which holds the GIL for a microsecond: threads
-    # that prepare some pages and then seal them do not wait for each other at every page (docs/decisions/seals.md).
-
-    def sealing(
-        self, mode: int, kind: int, salt: bytes, stored_key: bytes, sealed: memoryview
-    ) -> Callable[[memoryview | None], None]:
-        """Seals a page. ``sealed`` is the memory of header, body and tag, the header written. ENCRYPT takes the body
-        from the argument, which is other memory; AUTHENTICATE finds it in ``sealed``."""
+    def seal(
+        self, mode: int, kind: int, salt: bytes, stored_key: bytes, sealed: memoryview, body: memoryview | None
+    ) -> None:
+        """Seal a page. ``sealed`` is the memory of header, body and tag, the header written. ENCRYPT takes the body
+        from ``body``, which is other memory; AUTHENTICATE finds it in ``sealed``."""
         cipher = self._cipher(kind, salt, stored_key)
         if mode == SealMode.ENCRYPT:
-            head, rest = sealed[:HEADER_LENGTH], sealed[HEADER_LENGTH:]
-
-            def encrypt(body: memoryview | None) -> None:
-                cipher.encrypt_into(_NONCE, body, head, rest)
-
-            return encrypt
-        length = sealed.nbytes - TAG_LENGTH
-        content, tag = sealed[:length], sealed[length:]
-
-        def authenticate(body: memoryview | None) -> None:
-            tag[:] = cipher.encrypt(_NONCE, b"", content)
-
-        return authenticate
-
-    def unsealing(
-        self, mode: int, kind: int, salt: bytes, stored_key: bytes, sealed: memoryview
-    ) -> Callable[[memoryview | None], bool]:
-        """Says whether a page is as it was sealed. ``sealed``: header, body and tag as stored. ENCRYPT writes the body
-        into the argument: it may hold anything where the answer is False."""
-        cipher = self._cipher(kind, salt, stored_key)
-        if mode == SealMode.ENCRYPT:
-            head, rest = sealed[:HEADER_LENGTH], sealed[HEADER_LENGTH:]
-
-            def opened(body: memoryview | None) -> None:
-                cipher.decrypt_into(_NONCE, rest, head, body)
-
+            cipher.encrypt_into(_NONCE, body, sealed[:HEADER_LENGTH], sealed[HEADER_LENGTH:])
         else:
-            length = sealed.nbytes - TAG_LENGTH
-            content, tag = sealed[:length], sealed[length:]
+            sealed[-TAG_LENGTH:] = cipher.encrypt(_NONCE, b"", sealed[:-TAG_LENGTH])
 
-            def opened(body: memoryview | None) -> None:
-                cipher.decrypt(_NONCE, tag, content)
-
-        def is_whole(body: memoryview | None) -> bool:
-            try:
-                opened(body)
-            except self._invalid_tag:
-                return False
-            return True
-
-        return is_whole
+    def unseal(
+        self, mode: int, kind: int, salt: bytes, stored_key: bytes, sealed: memoryview, body: memoryview | None
+    ) -> bool:
+        """Whether a page is as it was sealed. ``sealed``: header, body and tag as stored. ENCRYPT writes the body into
+        ``body``: it may hold anything where the answer is False."""
+        cipher = self._cipher(kind, salt, stored_key)
+        try:
+            if mode == SealMode.ENCRYPT:
+                cipher.decrypt_into(_NONCE, sealed[HEADER_LENGTH:], sealed[:HEADER_LENGTH], body)
+            else:
+                cipher.decrypt(_NONCE, sealed[-TAG_LENGTH:], sealed[:-TAG_LENGTH])
+        except self._invalid_tag:
+            return False
+        return True
 
     def _cipher(self, kind: int, salt: bytes, stored_key: bytes) -> Any:
         """With the key of one page."""

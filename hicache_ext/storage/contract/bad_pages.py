@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -33,6 +32,7 @@ import xxhash
 from hicache_ext.errors import FormatError, NotReadError
 from hicache_ext.page import envelope
 from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 
 logger = logging.getLogger(__name__)
@@ -207,8 +207,7 @@ class BadPages:
         self._loop = BackgroundLoop(f"hicache-{tier}-examine", self._examine_one)
         self._examining = False
         self._closing = False
-        self._unreported = {Verdict.GOOD: 0, Verdict.DENIED: 0}
-        self._reported = {Verdict.GOOD: -math.inf, Verdict.DENIED: -math.inf}
+        self._log = LimitedLog(logger, _REPORT_AGAIN, clock)
 
     # -- asked by calls --------------------------------------------------------------------------------------------
 
@@ -382,18 +381,14 @@ class BadPages:
         if verdict is Verdict.REMOVED:
             page = suspect.key.hex()
             logger.warning("tier %s: page %s was bad (%s) and is removed", self._tier, page, suspect.reason)
-        if verdict not in self._reported:
-            return
-        self._unreported[verdict] += 1
-        if self._clock() >= self._reported[verdict] + _REPORT_AGAIN:
-            logger.warning(_MESSAGES[verdict], self._tier, self._unreported[verdict])
-            self._reported[verdict], self._unreported[verdict] = self._clock(), 0
+        elif verdict in _MESSAGES:
+            self._log.log(logging.WARNING, verdict.value, _MESSAGES[verdict], self._tier)
 
 
 _MESSAGES = {
-    Verdict.GOOD: "tier %s: %d pages arrived damaged and are good in the pool: look at this machine's memory, "
-    "network card and at what is between it and the pool",
-    Verdict.DENIED: "tier %s: %d pages always arrive as the same bad bytes, and the store says that it has others: a "
+    Verdict.GOOD: "tier %s: pages arrive damaged and are good in the pool: look at this machine's memory, network card "
+    "and at what is between it and the pool",
+    Verdict.DENIED: "tier %s: pages always arrive as the same bad bytes, and the store says that it has others: a "
     "cache on the way, or a disk that changed under the store? They stay; the next write replaces them",
 }
 

@@ -9,6 +9,8 @@ it finds out, and says so (``forget``, ``forget_page``).
 
 from __future__ import annotations
 
+import functools
+import operator
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,17 +20,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.page.pack import HASH_BYTES, Pack, Tombstone, short_numbers
+from hicache_ext.page.pack import Pack, Tombstone, short_numbers
 
 _POSITION_BITS = 6
 _POSITIONS = (1 << _POSITION_BITS) - 1
 _FEWEST_MERGED = 4096
+"""Pages that are added before they are sorted in."""
 _PACK_BYTES, _PAGE_BYTES = 400, 22
 _MOST_TOMBSTONES = 4 * (_POSITIONS + 1)
 """Of a pack: of each page one, and some by others who removed it simultaneously."""
 MOST_BYTES = 1 << 30
 """Of memory, by those two: whatever a medium lists, an index grows no further. 600,000 packs of 64 pages."""
-"""Pages that are added before they are sorted in."""
 
 
 class Place(NamedTuple):
@@ -111,10 +113,11 @@ class PackIndex:
                     self._forget(known_longest)
             number = len(self._packs)
             self._packs.append(pack)
-            self._dead.append(_mask_of(self._tombstones.get(pack.id, ())))
+            masks = [tombstone.mask for tombstone in self._tombstones.get(pack.id, ())]
+            self._dead.append(functools.reduce(operator.or_, masks, 0))
             self._numbers[pack.id] = number
             self._page_count += pack.count
-            for position, found in enumerate(_array_of(pack.hashes).tolist()):
+            for position, found in enumerate(pack.numbers):
                 self._recent[found] = (*self._recent.get(found, ()), number << _POSITION_BITS | position)
             if len(self._recent) > max(_FEWEST_MERGED, len(self._hashes) // 8):
                 self._merge()
@@ -253,21 +256,13 @@ class PackIndex:
 
     def find_all(self, keys: Sequence[bytes]) -> list[list[Place]]:
         """Every place of each page that lives. Not in order of age."""
-        numbers = short_numbers(keys)
-        wanted = numbers.tolist()
+        wanted = short_numbers(keys)
         with self._lock:
-            if not self._numbers:
-                return [[] for _ in wanted]
-            begins = np.searchsorted(self._hashes, numbers).tolist()
-            hashes, places, recent = self._hashes, self._places, self._recent
-            found: list[list[Place]] = []
-            for number, begin in zip(wanted, begins, strict=True):
-                candidates = list(recent.get(number, ()))
-                while begin < len(hashes) and hashes[begin] == number:
-                    candidates.append(int(places[begin]))
-                    begin += 1
-                found.append(self._living(candidates) if candidates else [])
-            return found
+            begins, ends = (np.searchsorted(self._hashes, wanted, side).tolist() for side in ("left", "right"))
+            return [
+                self._living([*self._recent.get(number, ()), *self._places[begin:end].tolist()])
+                for number, begin, end in zip(wanted.tolist(), begins, ends, strict=True)
+            ]
 
     def _living(self, places: Iterable[int]) -> list[Place]:
         living = []
@@ -327,17 +322,3 @@ def runs(places: Sequence[Place | None], most_bytes: int) -> list[Run]:
 
 def _age(place: Place) -> str:
     return place.pack.id
-
-
-def _array_of(hashes: bytes) -> npt.NDArray[np.int64]:
-    """Short hashes as numbers."""
-    wide = np.zeros((len(hashes) // HASH_BYTES, 8), np.uint8)
-    wide[:, -HASH_BYTES:] = np.frombuffer(hashes, np.uint8).reshape(-1, HASH_BYTES)
-    return wide.view(">i8").ravel().astype(np.int64)
-
-
-def _mask_of(tombstones: Iterable[Tombstone]) -> int:
-    mask = 0
-    for tombstone in tombstones:
-        mask |= tombstone.mask
-    return mask

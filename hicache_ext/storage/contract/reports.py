@@ -156,7 +156,7 @@ OF_EVERY_TIER: Mapping[str, Sequence[str]] = {
     "bytes": ("get", "set"),
     "corrupt": (
         *("short_header", "magic", "header_checksum", "version", "header_length", "identity", "page_hash"),
-        *("payload_length", "no_checksum", "checksum", "length", "truncated", "longer", "staged"),
+        *("payload_length", "no_checksum", "checksum", "length", "truncated", "longer"),
     ),
     "rejected": ("breaker", "concurrency", "stuck", "bounce_memory", "not_open"),
     "error": ("raised",),

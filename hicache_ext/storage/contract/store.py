@@ -2,24 +2,13 @@
 
 A store keeps pages (envelope.py) under 48-byte keys: identity digest + page hash. It moves batches between its medium
 and host memory.
-
-The caller (backend.py, tiered.py, a guard) guarantees:
-  - the memory of a batch stays valid and unshared until the call returns;
-  - keys are 48 bytes; the pages of one batch may have different sizes.
-The implementer guarantees:
-  - nothing touches the batch's memory after the call has returned, on any path;
-  - calls may come from several threads at once;
-  - no call raises except after close() (StoreClosedError) or for a programming error; a failure is a result;
-  - GetResult.HIT only if identity, page hash, length and checksum of the envelope agree with what was read;
-  - a page is visible whole or not at all, to every process, after kill -9 at any instant; the first writer wins;
-  - a copy found bad is replaced by the next write; from a shared medium it is removed only once the stored copy itself
-    was shown to be bad (bad_pages.py).
 """
 
 from __future__ import annotations
 
 import enum
 import functools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, overload, runtime_checkable
@@ -36,6 +25,7 @@ from hicache_ext.runtime.metrics import TierMetrics
 
 _IDENTITY_WORDS = IDENTITY_LENGTH // 8
 _KEY_WORDS = KEY_LENGTH // 8
+_nbytes = operator.attrgetter("nbytes")
 _SEPARATOR = 8 * " "
 """Each page hash in the text of ``_DecodeHashes`` begins at a word."""
 
@@ -132,7 +122,7 @@ class PageKeys(Sequence[bytes]):
         if isinstance(which, slice):
             # Contiguous, as native code wants them; no copy where they are.
             return PageKeys(self.identity, np.ascontiguousarray(self.words[which]))
-        return self._all()[which]
+        return (self._keys or self._all())[which]
 
     def chosen(self, positions: npt.NDArray[np.intp]) -> PageKeys:
         """The keys at these positions."""
@@ -221,7 +211,10 @@ class PageBatch:
             raise ValueError(f"{len(self.keys)} keys for {pages} pages")
         if len(self.sizes) != pages:
             # Computed once: stores ask several times per page.
-            sizes = [sum([segment.nbytes for segment in segments]) for segments in self.buffers]
+            if isinstance(self.buffers, PageMemory):
+                sizes = [self.buffers.addresses.page_bytes] * pages
+            else:
+                sizes = [sum(map(_nbytes, segments)) for segments in self.buffers]
             object.__setattr__(self, "sizes", sizes)
 
     def __len__(self) -> int:
@@ -235,9 +228,9 @@ class PageBatch:
         chosen = list(positions)
         if chosen == list(everything):
             return self
-        buffers = self.buffers
+        buffers, keys = self.buffers, self.keys
         return PageBatch(
-            [self.keys[i] for i in chosen],
+            keys.chosen(np.array(chosen, np.intp)) if isinstance(keys, PageKeys) else [keys[i] for i in chosen],
             buffers.select(chosen) if isinstance(buffers, PageMemory) else [buffers[i] for i in chosen],
             [self.sizes[i] for i in chosen],
             [self.counted_as[i] for i in chosen] if self.counted_as else (),
@@ -266,13 +259,15 @@ class StoreInfo:
 class PageStore(Protocol):
     """One tier, or several as one.
 
-    The caller guarantees that the memory of a batch stays valid and unshared until the call returns, and that keys have
-    48 bytes. The store guarantees that
+    The caller (backend.py, tiered.py, a guard) guarantees that the memory of a batch stays valid and unshared until the
+    call returns, and that keys have 48 bytes; the pages of a batch may have different sizes. The store guarantees that
 
-    - nothing touches the batch's memory after the call has returned;
+    - nothing touches the batch's memory after the call has returned, on any path;
     - HIT means identity, page hash, length and checksum of what was read agree;
     - a page is visible whole or not at all, to every process, after kill -9 at any instant; the first writer wins;
-    - no call raises but after ``close()`` (StoreClosedError): a failure is a result.
+    - a copy found bad is replaced by the next write; from a shared medium it is removed only once the stored copy
+      itself was shown to be bad (bad_pages.py);
+    - no call raises but after ``close()`` (StoreClosedError), or for a programming error: a failure is a result.
 
     Threads: any, several at once.
     """

@@ -19,8 +19,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
-from hicache_ext.runtime.file_systems import file_system_of
-from hicache_ext.runtime.members import Members, living_members
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 
@@ -28,9 +26,6 @@ _PAGES = 16
 _PAGE_BYTES = 1 << 20
 _LOOK_UPS = 10
 _TRIAL = ".hicache-ext-trial-"
-_BEGUN = f"{_TRIAL}begun-"
-_MEMBERS = f"{_TRIAL}members"
-"""In the directory of a trial: who is at it (runtime/members.py)."""
 _LONGEST_TRIAL = 600.0
 """Seconds."""
 
@@ -48,33 +43,18 @@ def nearest_directory(path: Path) -> Path:
 def trial_directory(path: Path) -> Iterator[Path]:
     """A new directory in ``path``, or above it where that does not exist; removed afterwards.
 
-    Left-overs of trials that were killed are removed, too. Raises OSError.
+    Left-overs of trials that were killed are removed, too, once no trial can still be at them. Raises OSError.
     """
     place = nearest_directory(path)
     for left in place.glob(f"{_TRIAL}*"):
         with suppress(OSError):
-            if _is_left_over(left):
+            if time.time() - left.lstat().st_ctime > _LONGEST_TRIAL:
                 shutil.rmtree(left)
-    made = Path(tempfile.mkdtemp(prefix=_BEGUN, dir=place))
+    made = Path(tempfile.mkdtemp(prefix=_TRIAL, dir=place))
     try:
-        members = Members(made / _MEMBERS)
-        try:
-            made = made.rename(made.with_name(made.name.replace(_BEGUN, _TRIAL)))
-            yield made
-        finally:
-            members.close()
+        yield made
     finally:
         shutil.rmtree(made)
-
-
-def _is_left_over(trial: Path) -> bool:
-    """Raises OSError."""
-    members = trial / _MEMBERS
-    if living_members(members):
-        return False
-    # Locks may not hold between machines; and one that has just begun has no member yet.
-    is_known = members.exists() and not trial.name.startswith(_BEGUN) and file_system_of(trial).local
-    return is_known or time.time() - trial.lstat().st_ctime > _LONGEST_TRIAL
 
 
 def try_store(store: PageStore, page_bytes: int = _PAGE_BYTES) -> list[Finding]:

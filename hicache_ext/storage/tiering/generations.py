@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+
+from hicache_ext.page.envelope import IDENTITY_LENGTH
 
 StillWanted = Callable[[bytes], bool]
 """Whether nothing of an identity (its digest) was cleared or removed since a moment."""
@@ -46,3 +48,11 @@ class Generations:
 def always(_digest: bytes) -> bool:
     """A moment for work that nothing can make void."""
     return True
+
+
+def of_identities(digests: Sequence[bytes] | None) -> Callable[[bytes], bool]:
+    """Whether a key is of one of these identities; None: of any."""
+    if digests is None:
+        return always
+    chosen = frozenset(digests)
+    return lambda key: key[:IDENTITY_LENGTH] in chosen

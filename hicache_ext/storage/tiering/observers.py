@@ -30,15 +30,6 @@ def begin_tracing(settings: TracingConfig | None) -> Spans | None:
     return spans
 
 
-def end_tracing(begun: Spans | None) -> None:
-    """End what ``begin_tracing`` returned."""
-    global spans
-    if begun is not None:
-        if spans is begun:
-            spans = None
-        begun.close()
-
-
 def begin_recording(settings: RecordConfig | None, facts: Callable[[], Mapping[str, Any]]) -> Recorder | None:
     """Record the requests of this process from now on, as configured. Raises ConfigError."""
     global recorder
@@ -50,10 +41,10 @@ def begin_recording(settings: RecordConfig | None, facts: Callable[[], Mapping[s
     return recorder
 
 
-def end_recording(begun: Recorder | None) -> None:
-    """End what ``begin_recording`` returned."""
-    global recorder
+def end(begun: Spans | Recorder | None) -> None:
+    """End what one of these returned."""
+    global spans, recorder
     if begun is not None:
-        if recorder is begun:
-            recorder = None
+        spans = None if spans is begun else spans
+        recorder = None if recorder is begun else recorder
         begun.close()

@@ -2,8 +2,8 @@
 
 When exists() reports a hit, SGLang will most likely read those pages: after it has allocated host memory and has served
 the requests before. ``announce`` gets the keys in chain order, a few threads fetch them into a bounded buffer, and a
-foreground read takes them from there, checked again. A foreground read never waits for a page that is only planned: it
-reads that page itself. It waits for a page that is being fetched, so that no bytes travel twice at a time.
+foreground read takes them from there. A foreground read never waits for a page that is only planned: it reads that page
+itself. It waits for a page that is being fetched, so that no bytes travel twice at a time.
 
 SGLang tells a backend neither of an abort nor that a hit was below its threshold. So an announced page has a lifetime;
 a page that nobody has read by then is given to ``unread`` (it came too late for this request, and may serve the next
@@ -14,26 +14,29 @@ buffer per lifetime.
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
+import itertools
 import logging
 import math
 import operator
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from hicache_ext.errors import StoreClosedError
-from hicache_ext.page import envelope
-from hicache_ext.page.envelope import IDENTITY_LENGTH
-from hicache_ext.page.page_object import scatter
+from hicache_ext.page.memory import PageMemory
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.base import one_for_each
-from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, identity_of
 from hicache_ext.storage.tiering.generations import StillWanted, always
 from hicache_ext.storage.tiering.io_priority import IoPriority
 from hicache_ext.storage.tiering.settings import PrefetchSettings
@@ -45,35 +48,42 @@ _nbytes = operator.attrgetter("nbytes")
 _PATIENCE = 0.02
 """Seconds for which a fetch waits for foreground reads. Short: a request being read needs its next batch."""
 _MOST_PLANNED = 16384
-"""Pages planned and fetched at once, of all tiers. More could not be read before they expire."""
+"""Pages planned at once, of all tiers. More could not be read before they expire."""
 
 
-class _State(enum.Enum):
-    PLANNED = enum.auto()
-    FETCHING = enum.auto()
-    STAGED = enum.auto()
-    GONE = enum.auto()
-    """Taken over, expired, failed or cancelled; not found under its key any more."""
+class Announced(NamedTuple):
+    """What the pages of one announcement have in common."""
 
-
-@dataclass(eq=False, slots=True)
-class PrefetchedPage:
-    """One announced page. Fields change under the prefetcher's lock only."""
-
-    key: bytes
     source: PageStore
     size: int
     expires: float
-    state: _State = _State.PLANNED
-    memory: bytearray | None = None
-    checksum: bytes = b""
-    result: GetResult | None = None
-    """The answer of its tier."""
-    wanted: int = 1
-    """Announcements that have not read it yet."""
-    used: bool = False
-    still_wanted: StillWanted = always
+    still_wanted: StillWanted
     """Since it was announced."""
+
+
+@dataclass(eq=False, slots=True)
+class Fetch:
+    """Pages of one announcement that one call of their tier brings. Fields change under the prefetcher's lock only."""
+
+    announced: Announced
+    keys: list[bytes]
+    live: set[bytes]
+    """Of ``keys``, those that a reader may take: not those taken, cleared or missing."""
+    memory: npt.NDArray[np.uint8] | None = None
+    """A row for each of ``keys``."""
+    results: list[GetResult] = field(default_factory=list)
+    """The answers of the tier."""
+    under_way: bool = True
+    unread: set[bytes] = field(default_factory=set)
+    """Of ``live``, those that are in memory and that nobody has read."""
+
+    @property
+    def bytes(self) -> int:
+        return len(self.keys) * self.announced.size
+
+
+Staged = tuple[Fetch, int]
+"""A page that is in the buffer, or on its way there: its fetch, and its row in it."""
 
 
 class Prefetcher:
@@ -90,35 +100,35 @@ class Prefetcher:
         gate: IoPriority,
         metrics: TierMetrics,
         clock: Callable[[], float] = time.monotonic,
-        unread: Callable[[Sequence[PrefetchedPage]], None] | None = None,
+        unread: Callable[[PageBatch, Announced], None] | None = None,
     ) -> None:
-        """``unread`` takes pages that have their memory and that nobody has read in time [a thread of its own]; it may
-        use that memory until it returns."""
+        """``unread`` takes pages that nobody has read in time [a thread of its own]; it may use their memory until it
+        returns."""
         self._settings = settings
         self._unread = unread
         self._gate = gate
         self._metrics = metrics
         self._clock = clock
         self._condition = threading.Condition()
-        self._pages: dict[bytes, PrefetchedPage] = {}
-        """By key, in order of expiry."""
-        self._sources = 1
-        self._pages_of: Counter[PageStore] = Counter()
-        """Pages of each tier among ``_pages``."""
-        self._wasted: dict[PageStore, list[int]] = {}
-        """Sizes of pages dropped unread that are not counted yet."""
-        self._changed = False
-        """Pages were planned, staged or dropped, and nobody was woken yet."""
-        self._plans: dict[PageStore, dict[bytes, PrefetchedPage]] = {}
+        self._plans: dict[PageStore, dict[bytes, Announced]] = {}
         """What is to be fetched, by tier: each has threads of its own, so that one that hangs stops no other."""
+        self._fetches: dict[Fetch, None] = {}
+        """Those that have memory, the longest ago first."""
+        self._pages: dict[bytes, Staged] = {}
+        """Where each key is that is ``live``."""
+        self._again: set[bytes] = set()
+        """Keys that were announced once more: they stay when they are read."""
+        self._being_read: list[set[bytes]] = []
+        """Keys that foreground reads are reading from their tier."""
+        self._sources = 1
         self._fetching: Counter[PageStore] = Counter()
         """Bytes of pages being fetched, by tier."""
-        self._used: dict[bytes, PrefetchedPage] = {}
-        """Pages in the buffer that were read, the longest ago first."""
-        self._being_read: Counter[bytes] = Counter()
-        """Keys that foreground reads are reading from their tier."""
         self._held = 0
         """Bytes of pages being fetched and staged."""
+        self._wasted: Counter[Announced] = Counter()
+        """Pages dropped unread that are not counted yet."""
+        self._changed = False
+        """Pages were planned, staged or dropped, and nobody was woken yet."""
         self._closing = False
         self._threads = ThreadPool("hicache-prefetch")
         self._streams: Counter[PageStore] = Counter()
@@ -130,185 +140,133 @@ class Prefetcher:
         with self._condition:
             self._settings = settings
             self._sources = max(1, sources)
-            latest = self._clock() + settings.lifetime
-            for page in self._pages.values():
-                page.expires = min(page.expires, latest)
             self._condition.notify_all()
 
     def forget_source(self, source: PageStore) -> None:
         """The tier is in use no more: drop what came from it, and end its threads."""
         with self._condition:
-            for page in [page for page in self._pages.values() if page.source is source]:
-                self._drop(page)
+            self._forget([key for key, (fetch, _) in self._pages.items() if fetch.announced.source is source])
             self._plans.pop(source, None)
             self._changed = True
             self._dropped()
 
     # -- what is to come -------------------------------------------------------------------------------------------
 
-    def announce(self, pages: Iterable[tuple[bytes, PageStore, int]], still_wanted: StillWanted = always) -> None:
-        """Pages (key, source, payload bytes) that are likely to be read soon, in the order of the chain.
+    def announce(self, keys: Sequence[bytes], source: PageStore, size: int, still_wanted: StillWanted = always) -> None:
+        """Pages of one identity, of ``size`` bytes each, are likely to be read soon, in the order of the chain.
 
-        Not those that were cleared since ``still_wanted``. Pages beyond what the buffer holds twice are not planned:
-        they would expire before there is memory for them.
+        Not if they were cleared since ``still_wanted``. Pages beyond what the buffer holds twice are not planned: they
+        would expire before there is memory for them.
         """
         now = self._clock()
         with self._condition:
             settings = self._settings
-            if self._closing or not settings.buffer:
+            if self._closing or not 0 < size <= settings.buffer or not still_wanted(identity_of(keys)):
                 return
             self._expire(now)
-            planned = 0
-            sources: set[PageStore] = set()
-            for key, source, size in pages:
-                known = self._pages.get(key)
-                if known is not None:
-                    known.wanted += 1
-                    continue
-                if self._pages_of[source] >= _MOST_PLANNED // self._sources or planned + size > 2 * settings.buffer:
-                    break
-                if key in self._being_read or not 0 < size <= settings.buffer:
-                    continue
-                if still_wanted(key[:IDENTITY_LENGTH]):
-                    page = PrefetchedPage(key, source, size, now + settings.lifetime, still_wanted=still_wanted)
-                    self._pages[key] = page
-                    self._pages_of[source] += 1
-                    self._plans.setdefault(source, {})[key] = page
-                    sources.add(source)
-                    planned += size
-            for source in sources:
+            plan = self._plans.setdefault(source, {})
+            asked = list(keys[:_MOST_PLANNED])
+            self._again.update([key for key in asked if key in self._pages or key in plan])
+            busy = self._again.union(*self._being_read)
+            most = min(2 * settings.buffer // size, _MOST_PLANNED // self._sources - len(plan))
+            new = [key for key in asked if key not in busy][: max(0, most)]
+            if new:
+                announced = Announced(source, size, now + settings.lifetime, still_wanted)
+                plan.update(dict.fromkeys(new, announced))
                 self._start(source)
-            self._changed = self._changed or bool(sources)
+                self._changed = True
             self._dropped()
 
-    def forget(self, keys: Iterable[bytes]) -> None:
+    def forget(self, wanted: Callable[[bytes], bool]) -> None:
+        """Drop the pages whose keys are ``wanted``."""
         with self._condition:
-            for key in keys:
-                if key in self._pages:
-                    self._drop(self._pages[key])
-            self._dropped()
-
-    def forget_identities(self, digests: Sequence[bytes] | None) -> None:
-        chosen = None if digests is None else set(digests)
-        with self._condition:
-            for page in list(self._pages.values()):
-                if chosen is None or page.key[:IDENTITY_LENGTH] in chosen:
-                    self._drop(page)
+            self._forget([key for key in itertools.chain(self._pages, *self._plans.values()) if wanted(key)])
             self._dropped()
 
     def inside(self, keys: Sequence[bytes]) -> int:
         """How many of ``keys`` are in the buffer."""
         with self._condition:
-            return sum(key in self._pages and self._pages[key].state is _State.STAGED for key in keys)
+            return [page[0].under_way for page in map(self._pages.get, keys) if page is not None].count(False)
 
     # -- foreground reads ---------------------------------------------------------------------------------------------
 
-    def begin_read(self, keys: Sequence[bytes]) -> list[PrefetchedPage | None]:
-        """A foreground read of ``keys`` begins. For each key the page that is staged or being fetched, or None.
+    @contextlib.contextmanager
+    def reading(self, keys: Sequence[bytes]) -> Iterator[list[Staged | None]]:
+        """Around a foreground read of ``keys``: for each the page that is staged or being fetched, or None.
 
-        Planned pages are taken over. The caller reads keys with None itself, passes all other pages to ``take``, and
-        calls ``end_read`` with the answer in any case.
+        Planned pages are taken over. The caller reads keys with None itself, and passes all other pages to ``take``.
         """
-        overtaken: Counter[PageStore] = Counter()
-        joined: Counter[PageStore] = Counter()
-        pages: list[PrefetchedPage | None] = []
         with self._condition:
             self._expire(self._clock())
-            for key in keys:
-                page = self._pages.get(key)
-                if page is not None and page.state is _State.PLANNED:
-                    overtaken[page.source] += 1
-                    self._drop(page)
-                    page = None
-                if page is None:
-                    self._being_read[key] += 1
-                elif page.state is _State.FETCHING:
-                    joined[page.source] += 1
-                pages.append(page)
+            pages = list(map(self._pages.get, keys))
+            own = {key for key, page in zip(keys, pages, strict=True) if page is None}
+            for source, plan in self._plans.items():
+                if overtaken := plan.keys() & own:
+                    self._unplan(plan, overtaken)
+                    source.metrics.add("prefetch", "overtaken", len(overtaken))
+            under_way = [page[0].announced.source for page in pages if page is not None and page[0].under_way]
+            for source, joined in Counter(under_way).items():
+                source.metrics.add("prefetch", "joined", joined)
+            self._being_read.append(own)
             self._dropped()
-        for outcome, counts in (("overtaken", overtaken), ("joined", joined)):
-            for source, count in counts.items():
-                source.metrics.add("prefetch", outcome, count)
-        return pages
+        try:
+            yield pages
+        finally:
+            with self._condition:
+                self._being_read.remove(own)
 
-    def end_read(self, keys: Sequence[bytes], pages: Sequence[PrefetchedPage | None]) -> None:
-        with self._condition:
-            for key, page in zip(keys, pages, strict=True):
-                if page is None:
-                    self._being_read[key] -= 1
-                    if not self._being_read[key]:
-                        del self._being_read[key]
-
-    def take(self, wanted: Sequence[tuple[PrefetchedPage, Sequence[memoryview]]]) -> list[GetResult]:
+    def take(self, wanted: Sequence[Staged], buffers: Sequence[Sequence[memoryview]]) -> list[GetResult]:
         """Copy pages into host memory, waiting for those that are being fetched. For each HIT, or why there is none.
 
         MISS, TIMEOUT and the like are the tier's answer: it need not be asked again. REJECTED: the page was dropped
         meanwhile.
         """
         results = [GetResult.REJECTED] * len(wanted)
-        left = list(range(len(wanted)))
-        while left:
+        of_fetch: dict[Fetch, dict[bytes, tuple[int, int]]] = {}
+        for position, (fetch, row) in enumerate(wanted):
+            of_fetch.setdefault(fetch, {})[fetch.keys[row]] = (position, row)
+        # What has been fetched is copied while the rest is on its way.
+        for fetch, pages in sorted(of_fetch.items(), key=lambda item: item[0].under_way):
             with self._condition:
-                # What has been fetched is copied while the rest is on its way.
-                while not (ready := [at for at in left if wanted[at][0].state is not _State.FETCHING]):
+                while fetch.under_way and not fetch.live.isdisjoint(pages):
                     self._condition.wait()
-                left = [at for at in left if wanted[at][0].state is _State.FETCHING]
-                # These references keep the memory of pages that are dropped while they are copied outside the lock.
-                memories = [(at, wanted[at][0].memory, wanted[at][0].checksum) for at in ready]
-            self._copy_out(wanted, memories, results)
+                # This reference keeps the memory of pages that are dropped while they are copied outside the lock.
+                memory, here = fetch.memory, fetch.live & pages.keys()
+            copied = set()
+            for key, (position, row) in pages.items():
+                if fetch.results and fetch.results[row] is not GetResult.HIT:
+                    results[position] = fetch.results[row]
+                elif memory is not None and key in here:
+                    segments, begin = buffers[position], 0
+                    if sum(map(_nbytes, segments)) != fetch.announced.size:
+                        continue
+                    for segment in segments:
+                        # numpy releases the GIL while it copies.
+                        np.copyto(np.frombuffer(segment, np.uint8), memory[row, begin : begin + segment.nbytes])
+                        begin += segment.nbytes
+                    copied.add(key)
+                    results[position] = GetResult.HIT
+            self._note_read(fetch, copied)
         return results
 
-    def _copy_out(
-        self,
-        wanted: Sequence[tuple[PrefetchedPage, Sequence[memoryview]]],
-        memories: Sequence[tuple[int, bytearray | None, bytes]],
-        results: list[GetResult],
-    ) -> None:
-        copied: list[tuple[PrefetchedPage, bool]] = []
-        for at, memory, checksum in memories:
-            page, segments = wanted[at]
-            if memory is None:
-                if page.result is not None and page.result is not GetResult.HIT:
-                    results[at] = page.result
-                continue
-            if len(memory) != sum(map(_nbytes, segments)):
-                continue
-            scatter(memoryview(memory), segments)
-            intact = envelope.payload_checksum(segments) == checksum
-            copied.append((page, intact))
-            if intact:
-                results[at] = GetResult.HIT
-        useful: dict[PageStore, list[int]] = {}
-        corrupt: Counter[PageStore] = Counter()
+    def _note_read(self, fetch: Fetch, keys: set[bytes]) -> None:
         with self._condition:
-            for page, intact in copied:
-                if not intact:
-                    corrupt[page.source] += 1
-                else:
-                    page.wanted -= 1
-                    if not page.used:
-                        page.used = True
-                        useful.setdefault(page.source, []).append(page.size)
-                if (page.wanted <= 0 or not intact) and self._pages.get(page.key) is page:
-                    self._drop(page)
-                elif page.state is _State.STAGED:
-                    self._used.pop(page.key, None)
-                    self._used[page.key] = page
             # Before the lock is given back: what is dropped later counts as wasted where this was not counted.
-            for source, sizes in useful.items():
-                source.metrics.add("prefetch", "useful", len(sizes))
-                source.metrics.add("prefetch_bytes", "useful", sum(sizes))
+            if useful := len(fetch.unread & keys):
+                _count(fetch.announced, "useful", useful)
+            fetch.unread -= keys
+            last = (keys - self._again) & fetch.live
+            self._again -= keys
+            self._drop(fetch, last)
             self._dropped()
-        for source, count in corrupt.items():
-            source.metrics.add("corrupt", "staged", count)
 
     def close(self, longest: float = math.inf) -> None:
         """Drop everything, wait for fetches under way, but not beyond ``longest`` (time.monotonic()), end the threads.
         Idempotent."""
         with self._condition:
             self._closing = self._changed = True
-            for page in list(self._pages.values()):
-                self._drop(page)
+            self._plans.clear()
+            self._forget(list(self._pages))
             self._dropped()
         if self._threads.close(None if longest == math.inf else max(0.0, longest - time.monotonic())):
             logger.warning("hicache_ext: a prefetch hangs in its tier; its thread ends with it")
@@ -324,7 +282,16 @@ class Prefetcher:
 
     def _run(self, source: PageStore) -> None:
         try:
-            self._fetch_what_is_planned(source)
+            while self._wait_for_work(source):
+                if late := self._take_late():
+                    self._give_away(*late)
+                    continue
+                self._gate.wait_for_quiet(_PATIENCE)
+                with self._gate.fetch():
+                    with self._condition:
+                        fetch = self._next_fetch(source)
+                    if fetch is not None:
+                        self._fetch(fetch)
         except Exception:
             # Nobody asks how this call of the pool has ended.
             logger.exception("hicache_ext: a thread of the prefetch ended in an error that nobody expected")
@@ -334,168 +301,156 @@ class Prefetcher:
                 if not self._streams[source]:
                     del self._streams[source]
 
-    def _fetch_what_is_planned(self, source: PageStore) -> None:
-        while self._wait_for_work(source):
-            if late := self._take_late():
-                self._give_away(late)
-                continue
-            self._gate.wait_for_quiet(_PATIENCE)
-            with self._gate.fetch():
-                with self._condition:
-                    pages = self._next_pages(source)
-                if pages:
-                    self._fetch(pages)
-
     def _wait_for_work(self, source: PageStore) -> bool:
         """True when there may be something to fetch, False at the end."""
         with self._condition:
-            while not self._closing and (plan := self._plans.get(source)) is not None:
+            while not self._closing and source in self._plans:
                 now = self._clock()
                 some_are_late = self._expire(now)
-                fits = bool(plan) and self._fits(next(iter(plan.values())))
+                fits = self._room(source) > 0
                 self._dropped()
                 if fits or some_are_late:
                     return True
-                oldest = next(iter(self._pages.values()), None)
-                self._condition.wait(None if oldest is None else max(0.05, oldest.expires - now))
+                first = next(itertools.chain(self._fetches, ()), None)
+                self._condition.wait(None if first is None else max(0.05, first.announced.expires - now))
             return False
 
-    def _take_late(self) -> list[PrefetchedPage]:
-        """Some pages that were fetched and not read in time. Their bytes count until they are released."""
-        late: list[PrefetchedPage] = []
-        with self._condition:
-            now = self._clock()
-            for page in self._pages.values():
-                if page.expires > now or len(late) == _PAGES_AT_ONCE:
-                    break
-                if self._is_late(page, now):
-                    late.append(page)
-            for page in late:
-                self._forget(page)
-        return late
-
-    def _give_away(self, pages: list[PrefetchedPage]) -> None:
-        intact = [
-            page
-            for page in pages
-            if page.memory is not None and envelope.payload_checksum([memoryview(page.memory)]) == page.checksum
-        ]
-        try:
-            if self._unread is not None:
-                with contextlib.suppress(StoreClosedError):
-                    self._unread(intact)
-        finally:
-            with self._condition:
-                self._changed = True
-                for page in pages:
-                    self._release(page)
-                self._dropped()
-
-    def _fits(self, page: PrefetchedPage) -> bool:
-        buffer = self._settings.buffer
-        # Of several tiers none may fill the buffer with fetches that do not end.
-        share = buffer if self._sources < 2 else max(page.size, buffer // 2)
-        if self._fetching[page.source] + page.size > share:
-            return False
-        while self._held + page.size > buffer and self._used:
-            # Pages that were read stay for other requests, and are dropped first.
-            self._drop(next(iter(self._used.values())))
-        return self._held + page.size <= buffer
-
-    def _next_pages(self, source: PageStore) -> list[PrefetchedPage]:
-        """The next planned pages of a tier that fit; they are FETCHING from now on."""
-        pages: list[PrefetchedPage] = []
-        plan = self._plans.get(source, {})
-        while plan and len(pages) < _PAGES_AT_ONCE and not self._closing:
-            page = next(iter(plan.values()))
-            if not self._fits(page):
+    def _room(self, source: PageStore) -> int:
+        """How many of the pages that are planned next, of one announcement, may be fetched now."""
+        plan, buffer = self._plans.get(source), self._settings.buffer
+        if not plan or self._closing:
+            return 0
+        size = next(iter(plan.values())).size
+        wanted = min(_PAGES_AT_ONCE, len(plan)) * size
+        for fetch in list(self._fetches):
+            if self._held + wanted <= buffer:
                 break
-            del plan[page.key]
-            page.state = _State.FETCHING
-            self._held += page.size
-            self._fetching[source] += page.size
-            pages.append(page)
-        return pages
+            if not fetch.under_way and not fetch.unread:
+                # Pages that were read stay for other requests, and are dropped first.
+                self._drop(fetch, fetch.live)
+        # Of several tiers none may fill the buffer with fetches that do not end.
+        share = buffer if self._sources < 2 else max(size, buffer // 2)
+        return min(wanted, share - self._fetching[source], buffer - self._held) // size
 
-    def _fetch(self, pages: list[PrefetchedPage]) -> None:
-        source = pages[0].source
-        memory: list[bytearray] = []
-        checksums: list[bytes] = []
-        results: list[GetResult] = []
+    def _next_fetch(self, source: PageStore) -> Fetch | None:
+        if (room := self._room(source)) <= 0:
+            return None
+        plan = self._plans[source]
+        announced = next(iter(plan.values()))
+        planned = [key for key, of_key in itertools.islice(plan.items(), room) if of_key is announced]
+        for key in planned:
+            del plan[key]
+        # Another tier may have had them, too.
+        keys = [key for key in planned if key not in self._pages]
+        fetch = Fetch(announced, keys, set(keys))
+        self._fetches[fetch] = None
+        self._pages.update(zip(keys, zip(itertools.repeat(fetch), range(len(keys))), strict=False))
+        self._held += fetch.bytes
+        self._fetching[source] += fetch.bytes
+        return fetch
+
+    def _fetch(self, fetch: Fetch) -> None:
+        source = fetch.announced.source
+        memory: npt.NDArray[np.uint8] | None = None
         try:
-            memory = [bytearray(page.size) for page in pages]
-            batch = PageBatch([page.key for page in pages], [[memoryview(target)] for target in memory])
+            memory = np.empty((len(fetch.keys), fetch.announced.size), np.uint8)
             # Found later, too few would leave a foreground read waiting for these pages.
-            results = one_for_each(source.get(batch), len(pages))
-            checksums = [
-                envelope.payload_checksum([memoryview(target)]) if result is GetResult.HIT else b""
-                for target, result in zip(memory, results, strict=True)
-            ]
+            results = one_for_each(source.get(PageBatch(fetch.keys, PageMemory.of_rows(memory))), len(fetch.keys))
         except BaseException as error:  # noqa: BLE001 - also a panic inside a client library: readers wait for them
             kind, words = f"{source.name} {type(error).__name__}", "hicache_ext: prefetch from %s: %r"
             self._log.log(logging.ERROR, kind, words, source.name, error, exc_info=error)
-            results = [GetResult.ERROR] * len(pages)
-            memory, checksums = [bytearray()] * len(pages), [b""] * len(pages)
-        fetched = [page.size for page, result in zip(pages, results, strict=True) if result is GetResult.HIT]
-        source.metrics.add_many("prefetch", {"fetched": len(fetched), "failed": len(pages) - len(fetched)})
-        source.metrics.add("prefetch_bytes", "fetched", sum(fetched))
+            results = [GetResult.ERROR] * len(fetch.keys)
+        hits = {key for key, result in zip(fetch.keys, results, strict=True) if result is GetResult.HIT}
+        source.metrics.add("prefetch", "failed", len(fetch.keys) - len(hits))
+        _count(fetch.announced, "fetched", len(hits))
         with self._condition:
             self._changed = True
-            self._fetching[source] -= sum(page.size for page in pages)
-            for page, target, result, checksum in zip(pages, memory, results, checksums, strict=True):
-                page.result = result
-                if result is GetResult.HIT:
-                    page.memory, page.checksum = target, checksum
-                if page.state is _State.GONE:
-                    # Cancelled while it was under way.
-                    self._release(page)
-                    continue
-                page.state = _State.STAGED
-                if result is not GetResult.HIT:
-                    self._drop(page)
+            self._fetching[source] -= fetch.bytes
+            fetch.memory, fetch.results, fetch.under_way = memory, results, False
+            # What was dropped while it was under way, was not wanted.
+            self._wasted[fetch.announced] += len(hits - fetch.live)
+            fetch.unread = hits & fetch.live
+            self._drop(fetch, fetch.live - hits)
             self._dropped()
+
+    # -- pages that nobody has read in time ------------------------------------------------------------------------
+
+    def _take_late(self) -> tuple[Fetch, set[bytes]] | None:
+        """A fetch, and its pages that were not read in time. Its bytes count until it is released."""
+        with self._condition:
+            now = self._clock()
+            fetch = next((fetch for fetch in self._fetches if self._is_late(fetch, now)), None)
+            if fetch is None:
+                return None
+            late, fetch.unread, fetch.under_way = fetch.unread, set(), True
+            self._drop(fetch, fetch.live)
+            return fetch, late
+
+    def _give_away(self, fetch: Fetch, late: set[bytes]) -> None:
+        try:
+            if self._unread is not None and fetch.memory is not None:
+                whole = PageBatch(fetch.keys, PageMemory.of_rows(fetch.memory))
+                with contextlib.suppress(StoreClosedError):
+                    self._unread(
+                        whole.select([row for row, key in enumerate(fetch.keys) if key in late]), fetch.announced
+                    )
+        finally:
+            with self._condition:
+                self._wasted[fetch.announced] += len(late)
+                fetch.under_way = False
+                self._drop(fetch, set())
+                self._dropped()
+
+    def _is_late(self, fetch: Fetch, now: float) -> bool:
+        """Whether it has pages for ``unread``. Until a thread gives them away they may be read."""
+        return bool(self._unread is not None and fetch.unread and fetch.announced.expires <= now)
 
     # -- under the lock --------------------------------------------------------------------------------------------
 
     def _expire(self, now: float) -> bool:
         """Whether there are pages for ``unread``."""
         late = False
-        expired: list[PrefetchedPage] = []
-        for page in self._pages.values():
-            if page.expires > now:
+        for fetch in list(self._fetches):
+            if fetch.announced.expires > now:
                 break
-            if self._is_late(page, now):
+            if self._is_late(fetch, now):
                 late = True
-            elif page.state is not _State.FETCHING:
-                expired.append(page)
-        for page in expired:
-            self._drop(page)
+            elif not fetch.under_way:
+                self._drop(fetch, fetch.live)
+        for plan in self._plans.values():
+            if plan and next(iter(plan.values())).expires <= now:
+                self._unplan(plan, {key for key, announced in plan.items() if announced.expires <= now})
         return late
 
-    def _is_late(self, page: PrefetchedPage, now: float) -> bool:
-        """Whether it is for ``unread``. Until a thread gives it away it may be read."""
-        return self._unread is not None and page.expires <= now and page.state is _State.STAGED and not page.used
+    def _forget(self, keys: Iterable[bytes]) -> None:
+        """Drop pages in any state."""
+        of_fetch: dict[Fetch, set[bytes]] = {}
+        for key in (wanted := set(keys)) & self._pages.keys():
+            of_fetch.setdefault(self._pages[key][0], set()).add(key)
+        for fetch, some in of_fetch.items():
+            self._drop(fetch, some)
+        for plan in self._plans.values():
+            self._unplan(plan, plan.keys() & wanted)
 
-    def _drop(self, page: PrefetchedPage) -> None:
-        """Forget a page in any state; the bytes of one that is being fetched are released when the fetch ends."""
-        if self._forget(page) is _State.STAGED:
-            self._release(page)
+    def _unplan(self, plan: dict[bytes, Announced], keys: AbstractSet[bytes]) -> None:
+        for key in keys:
+            del plan[key]
+        self._again -= keys
+        self._changed = self._changed or bool(keys)
 
-    def _forget(self, page: PrefetchedPage) -> _State:
-        """The state that it was in. Its bytes are not released."""
-        del self._pages[page.key]
-        self._pages_of[page.source] -= 1
-        self._used.pop(page.key, None)
-        self._plans.get(page.source, {}).pop(page.key, None)
+    def _drop(self, fetch: Fetch, keys: set[bytes]) -> None:
+        """Forget live pages of a fetch, and its memory with the last of them, unless it is under way."""
+        for key in keys:
+            del self._pages[key]
+        self._again -= keys
+        if wasted := len(fetch.unread & keys):
+            self._wasted[fetch.announced] += wasted
+            fetch.unread = fetch.unread - keys
+        fetch.live = fetch.live - keys
+        if not fetch.live and not fetch.under_way and self._fetches.pop(fetch, self) is None:
+            self._held -= fetch.bytes
+            fetch.memory = None
         self._changed = True
-        was, page.state = page.state, _State.GONE
-        return was
-
-    def _release(self, page: PrefetchedPage) -> None:
-        self._held -= page.size
-        if page.memory is not None and not page.used:
-            self._wasted.setdefault(page.source, []).append(page.size)
-        page.memory = None
 
     def _dropped(self) -> None:
         """Once after all that may have changed in one go: count it, and wake who waits. Threads that wait come here,
@@ -503,12 +458,16 @@ class Prefetcher:
         if not self._changed:
             return
         self._changed = False
-        for source, sizes in self._wasted.items():
-            source.metrics.add("prefetch", "wasted", len(sizes))
-            source.metrics.add("prefetch_bytes", "wasted", sum(sizes))
+        for announced, pages in self._wasted.items():
+            _count(announced, "wasted", pages)
         self._wasted.clear()
         self._publish_level()
         self._condition.notify_all()
 
     def _publish_level(self) -> None:
         self._metrics.set_level("prefetch_buffer_bytes", "", self._held)
+
+
+def _count(announced: Announced, outcome: str, pages: int) -> None:
+    announced.source.metrics.add("prefetch", outcome, pages)
+    announced.source.metrics.add("prefetch_bytes", outcome, pages * announced.size)

@@ -16,10 +16,11 @@ import itertools
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from typing import TypeVar
 
 from hicache_ext.config.sections import PullConfig
 from hicache_ext.errors import StoreClosedError
@@ -31,6 +32,8 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _NEW_LOWER = 0.7
 _NEW_HIGHER = 0.3
@@ -120,24 +123,12 @@ class SizedCost:
 
 _COUNTED = (GetResult.HIT, GetResult.TIMEOUT, GetResult.ERROR)
 
-WorthAsking = Callable[[], bool]
-"""Whether a look-up can pay."""
-
-
-@dataclass(slots=True)
-class LookUp:
-    """The outcome of one thread's look-ups."""
-
-    found: int = 0
-    """Keys found."""
-    not_asked: int = 0
-    """Keys not looked up, because reading them would not have paid."""
-
 
 class MeasuredStore(DelegatingStore):
     """``inner``, measured: ``read_cost`` in bytes, ``look_up_cost`` in keys.
 
-    ``ask_only_if`` holds for the calling thread's look-ups until ``take_look_up``; all other calls reach ``inner``.
+    While a thread looks up for a question of SGLang's (``asked_by``), its look-ups count for that, and end here where
+    they cannot pay.
     """
 
     def __init__(self, inner: PageStore) -> None:
@@ -158,20 +149,28 @@ class MeasuredStore(DelegatingStore):
         return results
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        if not self._is_worth_asking(len(keys)):
-            return [False] * len(keys)
-        started = time.perf_counter()
-        known = self.inner.contains(keys)
-        self._note(len(keys), time.perf_counter() - started, sum(known))
-        return known
+        return self._look_up(self.inner.contains, keys, [False] * len(keys), sum)
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
-        if not self._is_worth_asking(len(keys)):
-            return 0
+        return self._look_up(self.inner.count_leading, keys, 0, int)
+
+    def _look_up(
+        self, call: Callable[[Sequence[bytes]], _T], keys: Sequence[bytes], none: _T, found: Callable[[_T], int]
+    ) -> _T:
+        asked: Asked | None = getattr(self._of_thread, "asked", None)
+        if asked is not None and not asked.pays(self):
+            asked.not_asked[self] = None
+            return none
         started = time.perf_counter()
-        leading = self.inner.count_leading(keys)
-        self._note(len(keys), time.perf_counter() - started, leading)
-        return leading
+        answer = call(keys)
+        self.look_up_cost.observe(len(keys), time.perf_counter() - started)
+        if asked is not None:
+            asked.found[self] += found(answer)
+        return answer
+
+    def asked_by(self, asked: Asked | None) -> None:
+        """The look-ups of this thread are for that question from now on, or for none."""
+        self._of_thread.asked = asked
 
     def probed(self) -> None:
         """A background measurement begins."""
@@ -180,36 +179,6 @@ class MeasuredStore(DelegatingStore):
     def age(self) -> float:
         """Seconds since the last measurement or attempt."""
         return min(self.read_cost.age(), time.monotonic() - self._last_probe)
-
-    def ask_only_if(self, worth_asking: WorthAsking) -> None:
-        """For the next look-ups of this thread: while ``worth_asking`` is False, keys count as absent."""
-        self._of_thread.worth_asking = worth_asking
-        self._of_thread.look_up = LookUp()
-
-    def take_look_up(self) -> LookUp:
-        """The outcome of this thread's look-ups since ``ask_only_if``; ends its condition."""
-        self._of_thread.worth_asking = None
-        look_up: LookUp = getattr(self._of_thread, "look_up", LookUp())
-        self._of_thread.look_up = LookUp()
-        return look_up
-
-    def found_so_far(self) -> int:
-        """Keys found by this thread's look-ups since ``ask_only_if``."""
-        look_up: LookUp | None = getattr(self._of_thread, "look_up", None)
-        return 0 if look_up is None else look_up.found
-
-    def _is_worth_asking(self, keys: int) -> bool:
-        worth_asking: WorthAsking | None = getattr(self._of_thread, "worth_asking", None)
-        if worth_asking is None or worth_asking():
-            return True
-        self._of_thread.look_up.not_asked += keys
-        return False
-
-    def _note(self, keys: int, seconds: float, found: int) -> None:
-        self.look_up_cost.observe(keys, seconds)
-        look_up: LookUp | None = getattr(self._of_thread, "look_up", None)
-        if look_up is not None:
-            look_up.found += found
 
 
 _MARGIN = 0.1
@@ -248,15 +217,19 @@ Tiers = Callable[[], Sequence[PageStore]]
 
 @dataclass(slots=True)
 class Asked:
-    """One question of SGLang: how many of ``pages`` leading pages to pull. ``looked_up``: outcome by tier, at the
-    end."""
+    """One question of SGLang: how many of ``pages`` leading pages to pull."""
 
     pages: int
     page_tokens: int
     page_bytes: int
-    parts: int = 1
+    parts: int
     """Objects that a page is split in."""
-    looked_up: dict[MeasuredStore, LookUp] = field(default_factory=dict)
+    pays: Callable[[MeasuredStore], bool]
+    """Whether a look-up in this tier can pay."""
+    found: Counter[MeasuredStore] = field(default_factory=Counter)
+    """How many keys each tier has."""
+    not_asked: dict[MeasuredStore, None] = field(default_factory=dict)
+    """Tiers in which nothing was looked up, because reading it would not have paid."""
     too_dear: tuple[float, float] | None = None
     """Why a tier was not asked: seconds of look-up and read, and of computing."""
 
@@ -280,28 +253,28 @@ class PullRule:
     @contextmanager
     def looking_up(self, pages: int, page_tokens: int, page_bytes: int, parts: int = 1) -> Iterator[Asked | None]:
         """Around the look-ups for one question, on their thread. None: too short, look nothing up."""
-        asked = Asked(pages, page_tokens, page_bytes, parts)
+        asked = Asked(pages, page_tokens, page_bytes, parts, lambda tier: self._is_worth_asking(asked, tier))
         if asked.tokens < self._config.min_tokens:
             self._count(Decision(False, "short", asked.tokens))
             yield None
             return
         tiers = [tier for store in self._in_use() if (tier := ability(store, MeasuredStore)) is not None]
         for tier in tiers:
-            others = [other for other in tiers if other is not tier]
-            tier.ask_only_if(partial(self._is_worth_asking, asked, tier, others))
+            tier.asked_by(asked)
         try:
             yield asked
         finally:
-            asked.looked_up = {tier: tier.take_look_up() for tier in tiers}
+            for tier in tiers:
+                tier.asked_by(None)
 
-    def _is_worth_asking(self, asked: Asked, tier: MeasuredStore, others: Sequence[MeasuredStore]) -> bool:
-        """Whether looking up and reading all pages that ``others`` lack can be cheaper than computing.
+    def _is_worth_asking(self, asked: Asked, tier: MeasuredStore) -> bool:
+        """Whether looking up and reading all pages that other tiers lack can be cheaper than computing.
 
         All pages, not those of the current look-up: a long chain is looked up in portions, and the first one is short.
         """
         if self._config.mode != "adaptive":
             return True
-        pages = asked.pages - sum(other.found_so_far() for other in others)
+        pages = asked.pages - asked.found.total() + asked.found[tier]
         looking = tier.look_up_cost.predict(pages)
         reading = tier.read_cost.predict(pages * asked.page_bytes)
         computing = self._compute_seconds(pages * asked.page_tokens)
@@ -317,14 +290,14 @@ class PullRule:
 
         ``keys(n)``: store keys of the first parts of the first n pages asked for, for a probe.
         """
-        not_asked = [tier for tier, look_up in asked.looked_up.items() if look_up.not_asked]
+        not_asked = list(asked.not_asked)
         if not pages:
             if not_asked:
                 self._was_too_dear = True
                 self._count(Decision(False, "not_asked", asked.tokens, *(asked.too_dear or ())))
                 self._probe(not_asked, asked, keys)
             return 0
-        found = {tier: look_up.found for tier, look_up in asked.looked_up.items() if look_up.found}
+        found = {tier: keys_there for tier, keys_there in asked.found.items() if keys_there}
         decision = self.decide(pages * asked.page_tokens, pages * asked.page_bytes, found)
         self._count(decision)
         unused = [] if decision.pull or decision.reason == "short" else list(found)

@@ -164,8 +164,8 @@ class Recorder:
     def _write(self, fresh: Sequence[Asked]) -> None:
         """Raises OSError; then none of them counts as written."""
         tiers = tuple(dict.fromkeys(tier for asked in fresh for tier in asked.found))
-        file = self._file
-        if file is not None and (file.is_gone() or file.size >= self._file_size or set(tiers) - set(file.tiers)):
+        file, most = self._file, min(_LONGEST_FILE, self._settings.size // _SHARE_OF_A_FILE)
+        if file is not None and (file.is_gone() or file.size >= most or set(tiers) - set(file.tiers)):
             tiers = tuple(dict.fromkeys((*file.tiers, *tiers)))
             self._close_file()
         if self._file is None:
@@ -173,10 +173,6 @@ class Recorder:
         content = block(b"".join(self._file.encoder.entry(asked) for asked in fresh))
         self._make_room(len(content))
         self._file.append(content)
-
-    @property
-    def _file_size(self) -> int:
-        return min(_LONGEST_FILE, self._settings.size // _SHARE_OF_A_FILE)
 
     def _new_file(self, tiers: Sequence[str]) -> _File:
         self._files += 1

@@ -1,4 +1,4 @@
-"""Changing tiers while SGLang runs: what may change, and the change at one moment.
+"""Tiers in use, opened with their guards, and exchanged while SGLang runs.
 
 A reload that is refused, or whose new tiers cannot be opened, changes nothing. An accepted one takes effect between two
 calls (``TieredStore.rearrange``), and what waits for tiers that stay goes on. It runs on the caller's thread, never on
@@ -9,34 +9,30 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from hicache_ext.config import HicacheExtConfig, TierConfig
+from hicache_ext.config import GuardsConfig, HicacheExtConfig, TierConfig
 from hicache_ext.config.problems import config_error, listed
-from hicache_ext.config.secrets import SealConfig
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page.transforms.codec import LOSSY_CODECS
+from hicache_ext.runtime.mounts import is_on_network
 from hicache_ext.storage.contract.abilities import Resizable, ability
+from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import PageStore
-from hicache_ext.storage.tiering.live_tiers import (
-    LiveTier,
-    admission_of,
-    arrange,
-    guard,
-    guards_of,
-    let_go,
-    open_live_tiers,
-    used_tiers,
-)
+from hicache_ext.storage.tiering.settings import TieringSettings
+from hicache_ext.storage.tiering.tier_handle import TierHandle
 from hicache_ext.storage.tiering.tier_use import tier_use
-from hicache_ext.storage.tiering.tiered import TieredStore
+from hicache_ext.storage.tiering.tiered import Arrangement, TieredStore
 
 if TYPE_CHECKING:
     from hicache_ext.page.transforms.sealing import Seal
     from hicache_ext.storage.contract.transforming.store import TransformedStore
+    from hicache_ext.storage.guards.pipeline import GuardedStore
+    from hicache_ext.storage.tiering.admission import AdmissionSettings
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +43,9 @@ _FIXED = {
     "watch_config": "it is read at start",
 }
 """Keys that a reload may not change -> why. Others (orders, tiers, limits) may change."""
+
+_FIRST_WAIT = 10.0
+"""Seconds that the start waits for a tier that is not required; it goes on opening in the background."""
 
 _CAPACITY = "capacity"
 """The live key of a tier that its store is told of (``Resizable``)."""
@@ -134,18 +133,18 @@ class ReloadableStore(TieredStore):
             assert store is not None
             store.put_seal(seal)
             # Nor what was read ahead with it: who has a key that leaked may have made these pages.
-            self.forget_what_was_fetched(before[name].handle)
+            self.forget_what_was_fetched(before[name])
         for name, new_guards in guards.items():
             tier = before[name]
-            tier.handle.admit_by(admission_of(wanted[name], config.role))
-            old_guards, tier.guarded, tier.config = tier.guarded, new_guards, wanted[name]
-            if not tier.handle.put_guards(new_guards):
+            tier.admit_by(admission_of(wanted[name], config.role))
+            old_guards, tier.config = tier.guarded, wanted[name]
+            if not tier.put_guards(new_guards):
                 # Closed meanwhile, with the old ones.
                 _end(name, functools.partial(let_go, new_guards, tier.bare))
                 continue
             _end(name, functools.partial(let_go, old_guards, tier.bare))
             # What went through the old ones since is nothing that these know of.
-            tier.handle.forget_look_ups()
+            tier.forget_look_ups()
             if (in_force := guards_of(new_guards, tier.bare)) is not None:
                 in_force.resume()
         for name, tier in before.items():
@@ -163,8 +162,10 @@ class ReloadableStore(TieredStore):
                 yield ConfigError(f"hicache_ext.tiers.{name}.codec", problem, "restart")
             if name in self._live:
                 yield from _problems_of_tier(name, self._live[name], tier)
-                if tier.seal is not None and tier.seal == self._live[name].config.seal:
-                    yield from _problems_of_content(f"hicache_ext.tiers.{name}.seal", self._live[name], tier.seal)
+                try:
+                    _new_seal(name, self._live[name], tier)
+                except ConfigError as error:
+                    yield error
         directories = {directory: name for name, live in self._live.items() for directory in live.config.directories()}
         for name, tier in used_tiers(config).items():
             if name in self._live:
@@ -191,7 +192,7 @@ class ReloadableStore(TieredStore):
                 yield f"new {key}{_LATER.get(key, '')}"
 
 
-def _problems_of_tier(name: str, live: LiveTier, wanted: TierConfig) -> Iterator[ConfigError]:
+def _problems_of_tier(name: str, live: TierHandle, wanted: TierConfig) -> Iterator[ConfigError]:
     key = f"hicache_ext.tiers.{name}"
     remedy = "give the tier another name (the old one is then closed), or restart"
     if type(wanted) is not type(live.config):
@@ -205,59 +206,17 @@ def _problems_of_tier(name: str, live: LiveTier, wanted: TierConfig) -> Iterator
             if store is None or not store.can_resize(getattr(wanted, field)):
                 yield ConfigError(f"{key}.{field}", f"cannot change in this layout while the tier is in use; {remedy}")
         elif field == "seal" and field in wanted.live_keys:
-            yield from _problems_of_seal(f"{key}.seal", live, wanted, remedy)
+            if live.config.seal is None or wanted.seal is None or live.config.seal.mode != wanted.seal.mode:
+                yield ConfigError(
+                    f"{key}.seal", f"pages cannot be sealed in another way while the tier is in use; {remedy}"
+                )
+            elif _transforming(live) is None:
+                yield ConfigError(f"{key}.seal", "cannot change before the tier could be opened")
         elif field not in wanted.live_keys:
             yield ConfigError(f"{key}.{field}", f"cannot change while the tier is in use; {remedy}")
 
 
-def _problems_of_seal(key: str, live: LiveTier, wanted: TierConfig, remedy: str) -> Iterator[ConfigError]:
-    """Keys may change, and what they do to pages may not."""
-    one, other = live.config.seal, wanted.seal
-    if one is None or other is None or one.mode != other.mode:
-        yield ConfigError(key, f"pages cannot be sealed in another way while the tier is in use; {remedy}")
-    elif _transforming(live) is None:
-        yield ConfigError(key, "cannot change before the tier could be opened")
-    else:
-        try:
-            _opened_seal(key, live, other)
-        except ConfigError as error:
-            yield error
-
-
-def _problems_of_content(key: str, live: LiveTier, seal: SealConfig) -> Iterator[ConfigError]:
-    """Of a seal that stays: what its references hold may have changed. What cannot be read now is in use already."""
-    try:
-        found = seal.opened(key)
-    except ConfigError:
-        return
-    try:
-        _check_content(key, live, seal, found)
-    except ConfigError as error:
-        yield error
-
-
-def _opened_seal(key: str, live: LiveTier, seal: SealConfig) -> Seal:
-    """Raises ConfigError."""
-    found = seal.opened(key)
-    _check_content(key, live, seal, found)
-    return found
-
-
-def _check_content(key: str, live: LiveTier, seal: SealConfig, found: Seal) -> None:
-    """Raise ConfigError for a key that is another one than that of the same id which is in use: pages of both would
-    have one id, and those of the old one would be gone unnoticed."""
-    store = _transforming(live)
-    if store is None or store.seal is None:
-        return
-    in_use = {one.id: one for one in store.seal.keys}
-    for one in found.keys:
-        if one.id in in_use and not one.is_same(in_use[one.id]):
-            number = [reference.id for reference in seal.keys].index(one.id)
-            problem = f"the id {one.id} has another secret than the one in use; give it another id"
-            raise ConfigError(f"{key}.keys[{number}]", problem)
-
-
-def _transforming(live: LiveTier) -> TransformedStore | None:
+def _transforming(live: TierHandle) -> TransformedStore | None:
     """The layer that seals and encodes the pages of a tier; None where there is none, or before the tier was opened."""
     if live.config.seal is None and live.config.codec == "off":
         return None
@@ -266,11 +225,30 @@ def _transforming(live: LiveTier) -> TransformedStore | None:
     return ability(live.bare, TransformedStore)
 
 
-def _new_seal(name: str, live: LiveTier, wanted: TierConfig) -> Seal | None:
-    """The seal that is to be put in force, where it is another one. Raises ConfigError."""
-    if wanted.seal is None or wanted.seal == live.config.seal:
+def _new_seal(name: str, live: TierHandle, wanted: TierConfig) -> Seal | None:
+    """The seal that is to be put in force, where it is another one.
+
+    Raises ConfigError, also for a key that is another one than that of the same id which is in use, whether or not the
+    configuration has changed: pages of both would have one id, and those of the old one would be gone unnoticed.
+    """
+    store, seal, key = _transforming(live), wanted.seal, f"hicache_ext.tiers.{name}.seal"
+    if store is None or store.seal is None or seal is None:
         return None
-    return _opened_seal(f"hicache_ext.tiers.{name}.seal", live, wanted.seal)
+    is_new = seal != live.config.seal
+    try:
+        found = seal.opened(key)
+    except ConfigError:
+        if is_new:
+            raise
+        # What cannot be read now is in use already.
+        return None
+    in_use = {one.id: one for one in store.seal.keys}
+    for number, reference in enumerate(seal.keys):
+        for one in found.keys:
+            if one.id == reference.id and one.id in in_use and not one.is_same(in_use[one.id]):
+                problem = f"the id {one.id} has another secret than the one in use; give it another id"
+                raise ConfigError(f"{key}.keys[{number}]", problem)
+    return found if is_new else None
 
 
 def _differing_keys(one: TierConfig, other: TierConfig) -> list[str]:
@@ -289,7 +267,98 @@ def _is_measured(config: HicacheExtConfig) -> bool:
     return config.pd.pull.mode == "adaptive"
 
 
-def _resize(live: LiveTier, wanted: TierConfig) -> None:
+def _resize(live: TierHandle, wanted: TierConfig) -> None:
     store = ability(live.bare, Resizable)
     if _CAPACITY in wanted.live_keys and store is not None:
         store.resize(getattr(wanted, _CAPACITY))
+
+
+# -- tiers in use ------------------------------------------------------------------------------------------------------
+
+
+def used_tiers(config: HicacheExtConfig) -> dict[str, TierConfig]:
+    """The tiers that are read or written, in written order."""
+    used = {*config.retrieve_locations, *config.store_locations}
+    return {name: tier for name, tier in config.tiers.items() if name in used}
+
+
+def open_live_tiers(configs: Mapping[str, TierConfig], role: str, *, measured: bool = False) -> dict[str, TierHandle]:
+    """Open all of these tiers, or none. ``measured``: for the pull rule. Raises StoreSetupError or ConfigError."""
+    opened: dict[str, TierHandle] = {}
+    with ExitStack() as undo:
+        for name, config in configs.items():
+            bare = _open(name, config)
+            with ExitStack() as unguarded:
+                unguarded.callback(bare.close)
+                store = guard(config, bare)
+                unguarded.pop_all()
+            # Through the guards alone, which do not wait for ever.
+            undo.callback(store.close)
+            # What is off is not imported: here, and below.
+            costs = None
+            if measured:
+                from hicache_ext.storage.tiering.pulling import MeasuredStore
+
+                costs = MeasuredStore(store)
+            handle = TierHandle(store, bare=bare, measured=costs)
+            handle.admit_by(admission_of(config, role))
+            handle.config = config
+            opened[name] = handle
+        undo.pop_all()
+    return opened
+
+
+def guard(config: TierConfig, bare: PageStore, before: PageStore | None = None) -> PageStore:
+    """``bare`` with its guards as configured, or itself; ``before``: with those it had. Raises StoreSetupError."""
+    if not _may_have_guards(config):
+        return bare
+    from hicache_ext.storage.guards.pipeline import guarded, plan_guards
+
+    return guarded(bare, plan_guards(config), before)
+
+
+def guards_of(store: PageStore, bare: PageStore) -> GuardedStore | None:
+    """The guards that ``guard`` put around ``bare``."""
+    return None if store is bare else cast("GuardedStore", store)
+
+
+def let_go(store: PageStore, bare: PageStore) -> None:
+    """Close the guards of a tier, and not the tier."""
+    if (guards := guards_of(store, bare)) is not None:
+        guards.let_go()
+
+
+def _may_have_guards(config: TierConfig) -> bool:
+    """False for a tier on local disks of which nothing else was asked: ``plan_guards`` would plan none for it."""
+    on_network = config.remote or any(is_on_network(path) for path in config.directories())
+    return on_network or config.guards != GuardsConfig() or config.timeout not in (None, math.inf)
+
+
+def arrange(config: HicacheExtConfig, tiers: Mapping[str, TierHandle]) -> Arrangement:
+    """The tiers together, as ``config`` orders them."""
+    use = tier_use(config)
+    logger.info("hicache_ext: %s", "; ".join(use.lines()))
+    return Arrangement(
+        [tiers[name] for name in config.retrieve_locations],
+        [tiers[name] for name in config.store_locations],
+        None if use.promote_to is None else tiers[use.promote_to],
+        TieringSettings.of(config, use.async_tiers),
+    )
+
+
+def admission_of(config: TierConfig, role: str) -> AdmissionSettings | None:
+    """What decides which pages the tier is given; None where it is given all."""
+    if config.admission == "all" and config.write_budget is None:
+        return None
+    from hicache_ext.storage.tiering.admission import AdmissionSettings
+
+    return AdmissionSettings.of(config, role)
+
+
+def _open(name: str, config: TierConfig) -> PageStore:
+    if config.required:
+        return open_tier(name, config)
+    from hicache_ext.storage.guards.late_open import LateStore
+
+    shared = config.sharing().shared
+    return LateStore(name, config.type, lambda: open_tier(name, config), shared=shared, first_wait=_FIRST_WAIT)

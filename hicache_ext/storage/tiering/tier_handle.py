@@ -28,11 +28,12 @@ from hicache_ext.storage.contract.abilities import clear_or_raise
 from hicache_ext.storage.contract.base import leading
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 from hicache_ext.storage.contract.wrapper import DelegatingStore
-from hicache_ext.storage.tiering.generations import StillWanted, always
+from hicache_ext.storage.tiering.generations import StillWanted, always, of_identities
 from hicache_ext.storage.tiering.settings import QueueSettings
 from hicache_ext.storage.tiering.write_behind import PromotionQueue, WriteBehind
 
 if TYPE_CHECKING:
+    from hicache_ext.config import TierConfig
     from hicache_ext.storage.tiering.admission import Admission, AdmissionSettings
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,9 @@ class Work:
 class TierHandle(DelegatingStore):
     """A PageStore: the tier, with what waits for it. Threads: any."""
 
+    config: TierConfig
+    """The one in force, of a tier that was opened by one."""
+
     def __init__(
         self,
         store: PageStore,
@@ -79,12 +83,14 @@ class TierHandle(DelegatingStore):
         pull rule). Owns them: close() closes them."""
         super().__init__(store if measured is None else measured)
         self._measured = measured
-        self._bare = bare if bare is not None else store
-        self._guards_changed = 0
+        self.bare = bare if bare is not None else store
+        self.guarded = store
+        """``bare`` with the guards that it has now."""
         self.before_promotion = before_promotion
         """Waits until promotions may go on [the queue's thread]."""
         self._lock = threading.Lock()
-        self._hidden: set[bytes] = set()
+        self.hidden: frozenset[bytes] = frozenset()
+        """Pages that were written when they were cleared or removed: absent until they are removed again."""
         self._work: list[Work] = []
         self._carried_out: Work | None = None
         """What the thread is at."""
@@ -112,7 +118,8 @@ class TierHandle(DelegatingStore):
                 self._measured.inner = store
             else:
                 self.inner = store
-            self._guards_changed += 1
+            # Last: a call that found the old ones closed looks at it, and goes through the new ones.
+            self.guarded = store
         return True
 
     def admit_by(self, settings: AdmissionSettings | None) -> None:
@@ -146,27 +153,37 @@ class TierHandle(DelegatingStore):
     def _get(self, batch: PageBatch) -> list[GetResult]:
         if not self._has_more_to_say():
             return self._through(lambda store: store.get(batch))
-        results = [self._get_here(key, segments) for key, segments in zip(batch.keys, batch.buffers, strict=True)]
-        absent = [position for position, result in enumerate(results) if result is None]
-        if absent:
-            asked = batch.select(absent)
-            for position, result in zip(absent, self._through(lambda store: store.get(asked)), strict=True):
+        results, asked, found = [GetResult.MISS] * len(batch), [], 0
+        here, buffers = self._queued_and_away(batch.keys), list(batch.buffers)
+        for position, (key, payload, is_hidden, is_cleared) in enumerate(here):
+            if is_hidden or (payload is None and is_cleared):
+                continue
+            if payload is None:
+                asked.append(position)
+            elif len(payload) != batch.sizes[position]:
+                self.writes.forget({key}.__contains__)
+                results[position] = GetResult.CORRUPT
+            else:
+                scatter(memoryview(payload), buffers[position])
+                results[position] = GetResult.HIT
+                found += 1
+        if asked:
+            wanted = batch.select(asked)
+            for position, result in zip(asked, self._through(lambda store: store.get(wanted)), strict=True):
                 results[position] = result
-        self.metrics.add("get", "hit", sum(result is GetResult.HIT for result in results) - _hits(results, absent))
-        return [result or GetResult.MISS for result in results]
+        self.metrics.add("get", "hit", found)
+        return results
 
-    def _get_here(self, key: bytes, segments: Sequence[memoryview]) -> GetResult | None:
-        """The answer for a page that is queued or hidden; None: the store has to say."""
-        payload = self.writes.payload(key)
-        if self.hides(key):
-            return GetResult.MISS
-        if payload is None:
-            return GetResult.MISS if self._is_cleared(key) else None
-        if len(payload) != sum(segment.nbytes for segment in segments):
-            self.writes.forget(lambda queued: queued == key)
-            return GetResult.CORRUPT
-        scatter(memoryview(payload), segments)
-        return GetResult.HIT
+    def _queued_and_away(self, keys: Sequence[bytes]) -> list[tuple[bytes, bytes | None, bool, bool]]:
+        """Each key, its payload while it is queued, whether what the store has under it is being removed, and whether a
+        clear() of it is under way."""
+        # First the queue: a page that leaves it meanwhile is in the store.
+        queued = [(key, self.writes.payload(key)) for key in keys]
+        hidden, everything, cleared = self.hidden, self._clears_all, self._cleared
+        if (everything or cleared) and not self._administration.running:
+            # There was no thread to be had when it began.
+            self._administration.wake()
+        return [(key, load, key in hidden, everything or key[:IDENTITY_LENGTH] in cleared) for key, load in queued]
 
     def set(self, batch: PageBatch) -> list[SetResult]:
         """Write now. A page that waits to be written EXISTS; one that is being cleared or removed is REJECTED."""
@@ -176,20 +193,14 @@ class TierHandle(DelegatingStore):
     def _set(self, batch: PageBatch) -> list[SetResult]:
         if not self._has_more_to_say():
             return self._write(batch)
-        results: list[SetResult | None] = [
-            SetResult.REJECTED
-            if self.hides(key) or self._is_cleared(key)
-            else SetResult.EXISTS
-            if self.writes.payload(key) is not None
-            else None
-            for key in batch.keys
-        ]
-        absent = [position for position, result in enumerate(results) if result is None]
+        here = self._queued_and_away(batch.keys)
+        away = [is_hidden or is_cleared for _, _, is_hidden, is_cleared in here]
+        results = [SetResult.REJECTED if gone else SetResult.EXISTS for gone in away]
+        absent = [at for at, (_, payload, _, _) in enumerate(here) if payload is None and not away[at]]
         if absent:
-            asked = batch.select(absent)
-            for position, result in zip(absent, self._write(asked), strict=True):
+            for position, result in zip(absent, self._write(batch.select(absent)), strict=True):
                 results[position] = result
-        return [result or SetResult.ERROR for result in results]
+        return results
 
     def _write(self, batch: PageBatch) -> list[SetResult]:
         results = self._through(lambda store: store.set(batch))
@@ -206,12 +217,11 @@ class TierHandle(DelegatingStore):
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         if not self._has_more_to_say():
             return self._through(lambda store: store.contains(keys))
-        # First the queue: a page that leaves it meanwhile is in the store.
-        queued = [self.writes.payload(key) is not None for key in keys]
+        here = self._queued_and_away(keys)
         stored = self._through(lambda store: store.contains(keys))
         return [
-            not self.hides(key) and (waits or (known and not self._is_cleared(key)))
-            for key, waits, known in zip(keys, queued, stored, strict=True)
+            not is_hidden and (payload is not None or (known and not is_cleared))
+            for (_, payload, is_hidden, is_cleared), known in zip(here, stored, strict=True)
         ]
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
@@ -238,16 +248,16 @@ class TierHandle(DelegatingStore):
     def _has_more_to_say(self) -> bool:
         """Whether what the store answers is not all. Pages leave a queue once the store has them, so that this may be
         looked at without a lock."""
-        return bool(self._hidden or self._clears_all or self._cleared or len(self.writes) or self._closed)
+        return bool(self.hidden or self._clears_all or self._cleared or len(self.writes) or self._closed)
 
     def _through(self, call: Callable[[PageStore], _T]) -> _T:
         """A call on the store; again, if its guards were changed meanwhile."""
         while True:
-            guards = self._guards_changed
+            guards = self.guarded
             try:
                 return call(self.inner)
             except StoreClosedError:
-                if guards == self._guards_changed:
+                if guards is self.guarded:
                     raise
 
     # -- administration --------------------------------------------------------------------------------------------
@@ -269,20 +279,13 @@ class TierHandle(DelegatingStore):
 
     def begin_clear(self, digests: Sequence[bytes] | None) -> Work:
         """Hide these identities from this process, and have them removed from the store. Does not wait."""
-        chosen = None if digests is None else frozenset(digests)
-
-        def wanted(key: bytes) -> bool:
-            return chosen is None or key[:IDENTITY_LENGTH] in chosen
-
+        wanted = of_identities(digests)
         self._hide_late_writes(wanted)
         queued = self.writes.forget(wanted) | self.promotions.forget(wanted)
         work = Work(lambda store: _clear(store, work), clears=True, digests=None if digests is None else set(digests))
         # Its pages leave with the queue, not with the store; who counts pages of both counts them once.
         work.answer = len({key[:IDENTITY_LENGTH] for key in queued})
         return self._have_done(work)
-
-    def forget_promotions(self, wanted: Callable[[bytes], bool]) -> None:
-        self.promotions.forget(wanted)
 
     def wait_for(self, work: Work, deadline: float | None = None) -> int:
         """The answer as far as it is known by ``deadline`` (time.monotonic()); on SGLang's scheduler now."""
@@ -323,13 +326,14 @@ class TierHandle(DelegatingStore):
             with self._lock:
                 work = self._carried_out = self._work[0]
             try:
-                answer = work.carry_out(self._bare)
+                answer = work.carry_out(self.bare)
             except StoreClosedError:
                 answer = 0
             except Exception as error:  # noqa: BLE001 - a store that breaks its promise is asked again
                 with self._lock:
                     self._carried_out = None
-                self._administration_failed(error)
+                words = "hicache_ext: tier %s: a clear() or a new identity is tried again: %r"
+                self._log.log(logging.WARNING, "administration", words, self.name, error)
                 return RETRY
             if work.clears:
                 self.forget_look_ups()
@@ -341,19 +345,6 @@ class TierHandle(DelegatingStore):
             self.writes.go_on()
         return None
 
-    def _administration_failed(self, error: Exception) -> None:
-        words = "hicache_ext: tier %s: a clear() or a new identity is tried again: %r"
-        self._log.log(logging.WARNING, "administration", words, self.name, error)
-
-    def _is_cleared(self, key: bytes) -> bool:
-        """Whether a clear() of what the store has under ``key`` is under way."""
-        if not (self._clears_all or self._cleared):
-            return False
-        if not self._administration.running:
-            # There was no thread to be had when it began.
-            self._administration.wake()
-        return self._clears_all or key[:IDENTITY_LENGTH] in self._cleared
-
     # -- what the queues ask ---------------------------------------------------------------------------------------
 
     def write_queued(self, batch: PageBatch) -> list[SetResult]:
@@ -362,14 +353,11 @@ class TierHandle(DelegatingStore):
     def may_write(self) -> bool:
         return not (self._clears_all or self._cleared)
 
-    def hides(self, key: bytes) -> bool:
-        return key in self._hidden
-
     def hide(self, keys: Iterable[bytes]) -> None:
         with self._lock:
-            before = len(self._hidden)
-            self._hidden = self._hidden | set(keys)
-            more = len(self._hidden) > before
+            before = len(self.hidden)
+            self.hidden = self.hidden.union(keys)
+            more = len(self.hidden) > before
         if more:
             self._removals.wake()
 
@@ -382,12 +370,11 @@ class TierHandle(DelegatingStore):
     def _late_writers(self) -> list[DelegatingStore]:
         """Guards whose writes may reach the store although they were answered TIMEOUT."""
         former = [guards for guards in self._former_guards if guards.being_written()]
-        store = self.inner if self._measured is None else self._measured.inner
-        return [*former, store] if isinstance(store, DelegatingStore) else former
+        return [*former, self.guarded] if isinstance(self.guarded, DelegatingStore) else former
 
     def _remove_hidden(self) -> float | Retry | None:
         """Remove the hidden pages whose writes have ended."""
-        hidden = list(self._hidden)
+        hidden = list(self.hidden)
         queues = (self.writes, self.promotions)
         ended = [key for key in hidden if not any(queue.is_writing([key]) for queue in queues)]
         # After the queues: a write that was still in one may have been left behind by the guards since.
@@ -396,8 +383,8 @@ class TierHandle(DelegatingStore):
         if ended and not self._is_gone(ended):
             return RETRY
         with self._lock:
-            self._hidden = self._hidden - set(ended)
-            left = bool(self._hidden)
+            self.hidden = self.hidden.difference(ended)
+            left = bool(self.hidden)
         return _WRITES_END if left else None
 
     def _is_gone(self, keys: list[bytes]) -> bool:
@@ -424,7 +411,7 @@ class TierHandle(DelegatingStore):
         for queue in (self.writes, self.promotions):
             if not queue.wait_until_written(max(0.0, deadline - time.monotonic())):
                 return False
-        while self._hidden or self._work:
+        while self.hidden or self._work:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.001)
@@ -438,11 +425,11 @@ class TierHandle(DelegatingStore):
             if self._closed:
                 return
             self._closed = True
-        while (self._work or self._hidden) and time.monotonic() < drain:
+        while (self._work or self.hidden) and time.monotonic() < drain:
             time.sleep(0.001)
         for loop in (self._administration, self._removals):
             loop.stop(max(0.0, longest - time.monotonic()))
-        if self._work or self._hidden:
+        if self._work or self.hidden:
             logger.warning("hicache_ext: tier %s: closed before everything cleared was removed from it", self.name)
         left = max(0.0, longest - time.monotonic())
         try:
@@ -464,7 +451,3 @@ def _clear(store: PageStore, work: Work) -> int:
     # Nothing is added to it any more.
     digests = work.digests
     return clear_or_raise(store, None if digests is None else list(digests))
-
-
-def _hits(results: Sequence[GetResult | None], positions: Iterable[int]) -> int:
-    return sum(results[position] is GetResult.HIT for position in positions)

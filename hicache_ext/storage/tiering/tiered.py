@@ -9,7 +9,6 @@ there at once, beside the near tiers. Pages found behind ``promote_to`` are writ
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import threading
 import time
@@ -23,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.errors import StoreClosedError
-from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
+from hicache_ext.storage.contract.base import leading
 from hicache_ext.storage.contract.reports import OF_ANSWERS
 from hicache_ext.storage.contract.store import (
     GetResult,
@@ -41,16 +40,18 @@ from hicache_ext.storage.contract.store import (
     identity_of,
 )
 from hicache_ext.storage.tiering import observers
-from hicache_ext.storage.tiering.generations import Generations
+from hicache_ext.storage.tiering.generations import Generations, of_identities
 from hicache_ext.storage.tiering.io_priority import IoPriority
 from hicache_ext.storage.tiering.settings import TieringSettings
 from hicache_ext.storage.tiering.tier_handle import ADMINISTRATION_WAIT, TierHandle, Work
 from hicache_ext.storage.tiering.write_behind import PROMOTION_PATIENCE
 
 if TYPE_CHECKING:
-    from hicache_ext.storage.tiering.prefetch import PrefetchedPage, Prefetcher
+    from hicache_ext.storage.tiering.prefetch import Announced, Prefetcher, Staged
 
 logger = logging.getLogger(__name__)
+
+LookIn = Callable[[TierHandle, Sequence[bytes]], npt.NDArray[np.bool_]]
 
 _Argument = TypeVar("_Argument")
 _T = TypeVar("_T")
@@ -86,16 +87,16 @@ class Arrangement:
         self.later = [tier for tier in store if tier.name in settings.async_tiers]
         """Written in the background."""
         self.tiers = list({id(tier): tier for tier in [*retrieve, *store]}.values())
-        self.order = {id(tier): number for number, tier in enumerate(retrieve)}
         self.inner_tiers = 1
         """How many tiers are read in place: what lies further out is fetched ahead and promoted."""
         if promote_to is not None:
-            self.inner_tiers = 1 + self.order[id(promote_to)]
+            self.inner_tiers = 1 + self.retrieve.index(promote_to)
         elif len(retrieve) == 1 and retrieve[0].describe().shared:
             self.inner_tiers = 0
         self.only_tier = self.retrieve[0] if len(retrieve) == self.inner_tiers == 1 else None
         """Nothing lies further out: nothing is prefetched, joined or promoted."""
         self.calls = CallGate("tiers")
+        self.places = _Places()
 
     def looked_up(self, keys: Sequence[bytes], leading: int) -> None:
         """Tell admission of a chain of which the first ``leading`` pages are there."""
@@ -141,7 +142,6 @@ class TieredStore:
         self._prefetcher: Prefetcher | None = None
         """Made when there is a tier to fetch from."""
         self._page_bytes: dict[bytes, int] = {}
-        self._places = _Places()
         self._helpers = ThreadPool("hicache-tiers")
         self._log = LimitedLog(logger)
         self._changing = threading.Lock()
@@ -150,7 +150,16 @@ class TieredStore:
         self._closed = False
         self._leaving: list[TierHandle] = []
         self._arrangement = arrangement
+        self._prepare(arrangement)
         self._configure(arrangement)
+
+    def _prepare(self, arrangement: Arrangement) -> None:
+        """Make what the calls of this arrangement need."""
+        if arrangement.only_tier is None and self._prefetcher is None:
+            from hicache_ext.storage.tiering.prefetch import Prefetcher
+
+            settings = arrangement.settings.prefetch
+            self._prefetcher = Prefetcher(settings, self._gate, self._metrics, unread=self._promote_unread)
 
     # -- which tiers -----------------------------------------------------------------------------------------------
 
@@ -164,6 +173,7 @@ class TieredStore:
         leaving = [tier for tier in self._arrangement.tiers if tier not in arrangement.tiers]
         new_tiers = [tier for tier in arrangement.tiers if id(tier) not in known]
         registered: set[bytes] = set()
+        self._prepare(arrangement)
         while True:
             with self._changing:
                 if self._closed:
@@ -176,7 +186,6 @@ class TieredStore:
             # Outside the lock: SGLang's scheduler may be about to register more.
             _register(new_tiers, missing)
             registered |= missing.keys()
-        self._places.forget()
         self._configure(arrangement)
         before.calls.shut_within(_CALLS_END)
         for tier in leaving:
@@ -188,9 +197,8 @@ class TieredStore:
 
     def _configure(self, arrangement: Arrangement) -> None:
         settings = arrangement.settings
-        outer_tiers = len(arrangement.retrieve) - arrangement.inner_tiers
-        if outer_tiers > 0 or self._prefetcher is not None:
-            self.prefetcher.configure(settings.prefetch, outer_tiers)
+        if self._prefetcher is not None:
+            self._prefetcher.configure(settings.prefetch, len(arrangement.retrieve) - arrangement.inner_tiers)
         for tier in arrangement.tiers:
             tier.before_promotion = lambda: self._gate.wait_until_idle(PROMOTION_PATIENCE)
             tier.configure(settings.store_queue, settings.promotion_queue)
@@ -236,16 +244,9 @@ class TieredStore:
 
     @property
     def prefetcher(self) -> Prefetcher:
-        if self._prefetcher is not None:
-            return self._prefetcher
-        # Not under the lock, for which SGLang's scheduler may wait.
-        from hicache_ext.storage.tiering.prefetch import Prefetcher
-
-        with self._changing:
-            if self._prefetcher is None:
-                settings = self._arrangement.settings.prefetch
-                self._prefetcher = Prefetcher(settings, self._gate, self._metrics, unread=self._promote_unread)
-            return self._prefetcher
+        """Not where one private tier is all that is read."""
+        assert self._prefetcher is not None
+        return self._prefetcher
 
     def forget_what_was_fetched(self, source: TierHandle) -> None:
         """Drop what was read ahead from this tier."""
@@ -294,16 +295,15 @@ class TieredStore:
     def _get_from_several(self, batch: PageBatch, arrangement: Arrangement) -> list[GetResult]:
         still_wanted = self._generations.moment()
         read = _Read(batch, arrangement)
-        prefetcher = self._prefetcher or self.prefetcher
-        staged = prefetcher.begin_read(batch.keys)
-        try:
-            self._read_known_places(read, [position for position, page in enumerate(staged) if page is None])
-            self._walk(read, [position for position, page in enumerate(staged) if page is None])
-            with self._gate.read():
-                # Prefetched pages came from far tiers, too: promotion waits.
-                self._take_staged(read, staged, prefetcher)
-        finally:
-            prefetcher.end_read(batch.keys, staged)
+        prefetcher = self.prefetcher
+        with prefetcher.reading(read.keys) as staged:
+            own = [position for position, page in enumerate(staged) if page is None]
+            self._read_known_places(read, own)
+            self._walk(read, own)
+            if len(own) < len(staged):
+                with self._gate.read():
+                    # Prefetched pages came from far tiers, too: promotion waits.
+                    self._take_staged(read, staged, prefetcher)
         leading = _leading_hits(read.results)
         places = [read.places[position] for position in range(leading)]
         tiers = arrangement.retrieve
@@ -320,7 +320,9 @@ class TieredStore:
         if len(read.arrangement.retrieve) < 2:
             return
         by_tier: dict[int, list[int]] = {}
-        for position, place in zip(positions, self._places.find([read.keys[p] for p in positions]), strict=True):
+        for position, place in zip(
+            positions, read.arrangement.places.find([read.keys[p] for p in positions]), strict=True
+        ):
             by_tier.setdefault(place, []).append(position)
         if set(by_tier) == {0}:
             return
@@ -342,39 +344,27 @@ class TieredStore:
             )
         read.note(positions, number, results)
 
-    def _take_staged(self, read: _Read, staged: Sequence[PrefetchedPage | None], prefetcher: Prefetcher) -> None:
-        of_source: dict[int | None, list[int]] = {}
-        for position, page in enumerate(staged):
-            if page is not None:
-                of_source.setdefault(read.arrangement.order.get(id(page.source)), []).append(position)
-        failed: list[int] = []
-        for number, positions in of_source.items():
-            buffers = read.batch.buffers
-            pages = [(page, buffers[position]) for position in positions if (page := staged[position]) is not None]
-            results = prefetcher.take(pages)
-            if number is None:
-                # Its tier is in use no more.
-                failed += positions
-            else:
-                failed += [at for at, result in zip(positions, results, strict=True) if result is not GetResult.HIT]
-                answered = [at for at, result in enumerate(results) if result is not GetResult.REJECTED]
-                read.note([positions[at] for at in answered], number, [results[at] for at in answered])
-        if failed:
-            self._walk(read, sorted(failed))
+    def _take_staged(self, read: _Read, staged: Sequence[Staged | None], prefetcher: Prefetcher) -> None:
+        positions = [position for position, page in enumerate(staged) if page is not None]
+        pages, buffers = [page for page in staged if page is not None], list(read.batch.buffers)
+        results = prefetcher.take(pages, [buffers[position] for position in positions])
+        for number, tier in enumerate(read.arrangement.retrieve):
+            answered = [
+                at
+                for at, (fetch, _) in enumerate(pages)
+                if fetch.announced.source is tier and results[at] is not GetResult.REJECTED
+            ]
+            read.note([positions[at] for at in answered], number, [results[at] for at in answered])
+        # Also those of a tier that is in use no more.
+        if failed := [position for position in positions if read.results[position] is not GetResult.HIT]:
+            self._walk(read, failed)
 
-    def _promote_unread(self, pages: Sequence[PrefetchedPage]) -> None:
+    def _promote_unread(self, batch: PageBatch, announced: Announced) -> None:
         """Pages that came too late for the request that they were fetched for [a thread of the prefetch]."""
         arrangement = self._arrangement
-        target = arrangement.promote_to
-        outer = [page for page in pages if arrangement.order.get(id(page.source), 0) >= arrangement.inner_tiers]
-        if target is None:
-            return
-        # Pages that were announced together have one moment in common.
-        for still_wanted, some in itertools.groupby(outer, lambda page: page.still_wanted):
-            together = list(some)
-            payloads = [[memoryview(page.memory or b"")] for page in together]
-            batch = PageBatch([page.key for page in together], payloads)
-            target.promotions.promote(batch, range(len(together)), still_wanted)
+        target, outer = arrangement.promote_to, arrangement.retrieve[arrangement.inner_tiers :]
+        if target is not None and announced.source in outer:
+            target.promotions.promote(batch, range(len(batch)), announced.still_wanted)
 
     def _count(
         self, batch: PageBatch, results: Sequence[GetResult], leading: int, sources: Sequence[tuple[PageStore, int]]
@@ -395,14 +385,8 @@ class TieredStore:
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._entered() as arrangement:
-            missing = np.arange(len(keys))
-            for number in range(len(arrangement.retrieve)):
-                if not len(missing):
-                    break
-                missing = missing[~self._known_in(number, chosen_keys(keys, missing), arrangement)]
-            present = np.ones(len(keys), np.bool_)
-            present[missing] = False
-            return present.tolist()
+            present: list[bool] = (self._find(keys, arrangement, self._known_in) >= 0).tolist()
+            return present
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         """The leading run over all tiers; its pages in far tiers begin to be prefetched."""
@@ -417,15 +401,19 @@ class TieredStore:
 
     def _lead_over_several(self, keys: Sequence[bytes], arrangement: Arrangement) -> int:
         still_wanted = self._generations.moment()
-        places = self._find_leading(keys, arrangement)
+        # The first page that the last tier lacks ends the run: it need not look at those behind.
+        places = self._find(keys, arrangement, self._leading_in)
+        places = places[: leading((places >= 0).tolist())]
         self._count_found(keys, dict(enumerate(np.bincount(places).tolist())), arrangement)
         arrangement.looked_up(keys, len(places))
-        outer = np.flatnonzero(places >= arrangement.inner_tiers).tolist()
-        if outer and arrangement.settings.prefetch.buffer:
-            tiers, sizes = arrangement.retrieve, self._page_bytes
-            # One by one: of a long chain only the beginning is planned.
-            pages = ((keys[page], tiers[places[page]], sizes.get(keys[page][:IDENTITY_LENGTH], 0)) for page in outer)
-            (self._prefetcher or self.prefetcher).announce(pages, still_wanted)
+        if len(places) and arrangement.settings.prefetch.buffer:
+            for number in range(arrangement.inner_tiers, len(arrangement.retrieve)):
+                here = chosen_keys(keys, np.flatnonzero(places == number))
+                identities = identities_of(here) if len(here) else []
+                for identity in identities:
+                    some = here if len(identities) == 1 else [key for key in here if key.startswith(identity)]
+                    size = self._page_bytes.get(identity, 0)
+                    self.prefetcher.announce(some, arrangement.retrieve[number], size, still_wanted)
         return len(places)
 
     def _count_found(self, keys: Sequence[bytes], found: Mapping[int, int], arrangement: Arrangement) -> None:
@@ -455,36 +443,26 @@ class TieredStore:
         for metrics in (self._metrics, *(tier.metrics for tier in self._arrangement.retrieve)):
             metrics.add("chain_pages", "asked", pages)
 
-    def _find_leading(self, keys: Sequence[bytes], arrangement: Arrangement) -> npt.NDArray[np.intp]:
-        """The number of the tier of each page of the leading run."""
-        places = np.zeros(len(keys), np.intp)
-        missing = np.arange(len(keys))
-        last = len(arrangement.retrieve) - 1
+    def _find(self, keys: Sequence[bytes], arrangement: Arrangement, look_in_last: LookIn) -> npt.NDArray[np.intp]:
+        """The number of the tier that has each page, -1 for none. Each tier is asked for what the nearer ones lack."""
+        places = np.full(len(keys), -1)
         for number, tier in enumerate(arrangement.retrieve):
+            missing = np.flatnonzero(places < 0)
             if not len(missing):
                 break
             wanted = chosen_keys(keys, missing)
-            if number == last:
-                # The first page that the last tier lacks ends the run: it need not look at those behind.
-                count = self._call(tier, "exists", tier.count_leading, wanted, 0)
-                known = np.arange(len(missing)) < count
-                self._remember_places(number, wanted, known)
-            else:
-                known = self._known_in(number, wanted, arrangement)
+            known = (look_in_last if tier is arrangement.retrieve[-1] else self._known_in)(tier, wanted)
+            arrangement.places.remember(chosen_keys(wanted, np.flatnonzero(known)), number)
             places[missing[known]] = number
-            missing = missing[~known]
-        return places[: missing[0]] if len(missing) else places
+        return places
 
-    def _known_in(self, number: int, keys: Sequence[bytes], arrangement: Arrangement) -> npt.NDArray[np.bool_]:
-        """Which keys one tier has."""
-        tier = arrangement.retrieve[number]
-        known = np.array(self._call(tier, "exists", tier.contains, keys, [False] * len(keys)), np.bool_)
-        self._remember_places(number, keys, known)
-        return known
+    def _known_in(self, tier: TierHandle, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Which keys a tier has."""
+        return np.array(self._call(tier, "exists", tier.contains, keys, [False] * len(keys)), np.bool_)
 
-    def _remember_places(self, number: int, keys: Sequence[bytes], known: npt.NDArray[np.bool_]) -> None:
-        if number:
-            self._places.remember(chosen_keys(keys, np.flatnonzero(known)), number)
+    def _leading_in(self, tier: TierHandle, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """The leading run in a tier."""
+        return np.arange(len(keys)) < self._call(tier, "exists", tier.count_leading, keys, 0)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -499,24 +477,13 @@ class TieredStore:
                 self._call(tier, "queue", functools.partial(tier.set_later, still_wanted=still_wanted), batch, failed)
                 for tier in arrangement.later
             ]
-            if len(arrangement.sync) == 1:
-                (tier,) = arrangement.sync
-                written = [self._call(tier, "set", tier.set, batch, failed)]
-            else:
-                written = self._write_to_several(arrangement.sync, batch, failed)
+            tiers = arrangement.sync
+            written = self._beside(len(tiers), lambda at: self._call(tiers[at], "set", tiers[at].set, batch, failed))
             best, *others = written or queued or [[SetResult.REJECTED] * len(batch.sizes)]
             for answers in others:
                 best = [min(pair, key=_WORST_LAST.index) for pair in zip(best, answers, strict=True)]
             self._metrics.add_many("set", counted(best))
             return best
-
-    def _write_to_several(
-        self, tiers: Sequence[TierHandle], batch: PageBatch, failed: list[SetResult]
-    ) -> list[list[SetResult]]:
-        """To these tiers at once: what each answers."""
-        return self._beside(
-            len(tiers), lambda number: self._call(tiers[number], "set", tiers[number].set, batch, failed)
-        )
 
     # -- administration --------------------------------------------------------------------------------------------
 
@@ -574,19 +541,23 @@ class TieredStore:
     def remove(self, keys: Sequence[bytes]) -> int:
         with self._entered() as arrangement:
             wanted = list(dict.fromkeys(keys))
-            self._generations.advance(identities_of(wanted))
-            if self._prefetcher is not None:
-                self._prefetcher.forget(wanted)
+            of_these = set(wanted).__contains__
+            self._make_void(identities_of(wanted), of_these)
             # A page of two tiers is one page: their own counts cannot be added.
             tiers: Sequence[TierHandle] = list(self._tiers_in_use(arrangement))
             present = self._helpers.run(len(tiers), lambda number: self._remove_from(tiers[number], wanted))
             if arrangement.promote_to is not None:
                 # What has begun to read an outer tier before it was removed there, and ends now.
-                self._generations.advance(identities_of(wanted))
-                if self._prefetcher is not None:
-                    self._prefetcher.forget(wanted)
+                self._make_void(identities_of(wanted), of_these)
                 self._remove_from(arrangement.promote_to, wanted)
             return sum(any(known) for known in zip(*present, strict=True))
+
+    def _make_void(self, digests: Sequence[bytes] | None, wanted: Callable[[bytes], bool]) -> None:
+        """What has begun to read these pages in the background does not bring them back. ``digests``: their identities,
+        None for all."""
+        self._generations.advance(digests)
+        if self._prefetcher is not None:
+            self._prefetcher.forget(wanted)
 
     def _remove_from(self, tier: TierHandle, keys: list[bytes]) -> list[bool]:
         """Which of them it had."""
@@ -602,21 +573,17 @@ class TieredStore:
     def clear(self, digests: Sequence[bytes] | None) -> int:
         """As the contract says. It hides the pages in all tiers at once, and waits for those that are quick alone."""
         with self._entered() as arrangement:
-            self._generations.advance(digests)
-            if self._prefetcher is not None:
-                self._prefetcher.forget_identities(digests)
+            wanted = of_identities(digests)
+            self._make_void(digests, wanted)
             # Also tiers that a reload puts in force meanwhile.
             begun: dict[TierHandle, Work | None] = {}
             while left := self._tiers_in_use(arrangement) - begun.keys():
                 for tier in left:
                     begun[tier] = self._call(tier, "clear", tier.begin_clear, digests, None)
             # What has begun to read a tier before it was cleared, and ends now.
-            chosen = None if digests is None else frozenset(digests)
-            self._generations.advance(digests)
-            if self._prefetcher is not None:
-                self._prefetcher.forget_identities(digests)
+            self._make_void(digests, wanted)
             for tier in begun:
-                tier.forget_promotions(lambda key: chosen is None or key[:IDENTITY_LENGTH] in chosen)
+                tier.promotions.forget(wanted)
             deadline = time.monotonic() + ADMINISTRATION_WAIT
             answers = [tier.wait_for(work, deadline) for tier, work in begun.items() if work is not None]
             return max(answers, default=0)
@@ -646,26 +613,20 @@ class TieredStore:
             *([] if self._prefetcher is None else [functools.partial(self._prefetcher.close, longest)]),
             *[functools.partial(tier.end_by, drain, longest) for tier in arrangement.tiers],
         ]
-        self._end_all(parts, longest)
-        self._helpers.close(max(0.0, longest - time.monotonic()))
-
-    def _end_all(self, parts: Sequence[Callable[[], object]], longest: float) -> None:
-        threads = ThreadPool("hicache-close")
-        first: BaseException | None = None
-        ends = []
+        threads, ends = ThreadPool("hicache-close"), []
         for part in parts:
             try:
                 ends.append(threads.start(part))
             except RuntimeError:
                 part()
-        for end in ends:
-            # Each part ends by itself at ``longest``.
-            if end.ended_within(longest + _CLOSE_WAIT - time.monotonic()) and end.error is not None:
-                logger.error("hicache_ext: closing a tier", exc_info=end.error)
-                first = first or end.error
-        threads.close(max(0.0, longest + _CLOSE_WAIT - time.monotonic()))
-        if first is not None:
-            raise first
+        # Each part ends by itself at ``longest``.
+        errors = [end.error for end in ends if end.ended_within(longest + _CLOSE_WAIT - time.monotonic()) and end.error]
+        for error in errors:
+            logger.error("hicache_ext: closing a tier", exc_info=error)
+        for pool in (threads, self._helpers):
+            pool.close(max(0.0, longest + _CLOSE_WAIT - time.monotonic()))
+        if errors:
+            raise errors[0]
 
     def _beside(self, count: int, work: Callable[[int], _T]) -> list[_T]:
         """``work(0..count-1)`` with the help of other threads."""
@@ -708,7 +669,7 @@ class _Read:
     def __init__(self, batch: PageBatch, arrangement: Arrangement) -> None:
         self.batch = batch
         self.arrangement = arrangement
-        self.keys = batch.keys
+        self.keys = list(batch.keys)
         self.results = [GetResult.MISS] * len(batch)
         self.places = [0] * len(batch)
         """The number of the tier that each hit came from."""
@@ -748,6 +709,8 @@ class _Places:
         self._places: OrderedDict[bytes, int] = OrderedDict()
 
     def remember(self, keys: Sequence[bytes], number: int) -> None:
+        if not number:
+            return
         with self._lock:
             self._places.update(dict.fromkeys(keys, number))
             while len(self._places) > _REMEMBERED_PLACES:
@@ -757,8 +720,3 @@ class _Places:
         """The number of the tier to try first. An entry is removed when it is looked up."""
         with self._lock:
             return [self._places.pop(key, 0) for key in keys]
-
-    def forget(self) -> None:
-        """The tiers have other numbers."""
-        with self._lock:
-            self._places.clear()

@@ -20,7 +20,6 @@ from hicache_ext.errors import ConfigError
 from hicache_ext.packages import missing_package
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.threads import call_within
-from hicache_ext.storage.contract import lossy_pages
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 
 logger = logging.getLogger(__name__)
@@ -58,13 +57,12 @@ class Spans:
 
         def traced(argument: _Argument) -> _T:
             started = time.time_ns()
-            with lossy_pages.counting() as lossy:
-                try:
-                    answer = call(argument)
-                except BaseException:
-                    self._tell(tier, operation, argument, None, started, 0)
-                    raise
-            self._tell(tier, operation, argument, answer, started, sum(lossy))
+            try:
+                answer = call(argument)
+            except BaseException:
+                self._tell(tier, operation, argument, None, started)
+                raise
+            self._tell(tier, operation, argument, answer, started)
             return answer
 
         return traced
@@ -92,15 +90,13 @@ class Spans:
         """The Context of a request: its trace where SGLang has one (``parent``), and its name in any case."""
         return self._context.set_value(_REQUEST, rid[:_MOST_OF_RID], parent)
 
-    def _tell(self, tier: str, operation: str, argument: Any, answer: Any, started: int, lossy: int) -> None:
+    def _tell(self, tier: str, operation: str, argument: Any, answer: Any, started: int) -> None:
         """Never raises."""
         try:
             facts = _facts(argument, answer)
             if (rid := self._context.get_value(_REQUEST)) is not None:
                 facts["hicache.rid"] = rid
             facts.update({"hicache.tier": tier, "hicache.operation": operation})
-            if lossy:
-                facts["hicache.lossy_pages"] = lossy
             span = self._tracer.start_span(f"{operation} {tier}", start_time=started, attributes=facts)
             if facts["hicache.outcome"] in _TROUBLE:
                 span.set_status(self._trace.StatusCode.ERROR)

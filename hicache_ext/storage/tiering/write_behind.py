@@ -14,23 +14,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.background import BackgroundLoop, Backoff
 from hicache_ext.runtime.log_limit import LimitedLog
-from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.base import one_for_each
 from hicache_ext.storage.contract.store import PageBatch, SetResult, counted
 from hicache_ext.storage.tiering.generations import StillWanted, always
 from hicache_ext.storage.tiering.settings import QueueSettings
+
+if TYPE_CHECKING:
+    from hicache_ext.storage.tiering.tier_handle import TierHandle
 
 logger = logging.getLogger(__name__)
 
 _PAGES_AT_ONCE = 64
 _REFUSED = Backoff(0.05, 1.0)
 """Seconds before pages that a tier did not take are offered to it again."""
-_FORGOTTEN_AT_ONCE = 1000
 _COPIED_AT_ONCE = 16 << 20
 """Bytes of a batch that take their space, and are copied, before others have their turn."""
 _MOST_REFUSALS = 3
@@ -39,28 +40,6 @@ _FIRST_SPACE_WAIT, _SHORTEST_SPACE_WAIT, _LONGEST_SPACE_WAIT = 1.0, 0.25, 5.0
 """Seconds for which an offer waits for space while nothing leaves the queue: twice what the last batch took."""
 _LONGEST_WAIT = 600.0
 """Seconds after its first refusal at which a page is dropped: it must not take the place of others for ever."""
-
-
-class QueueOwner(Protocol):
-    """The tier of a queue."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def metrics(self) -> TierMetrics: ...
-
-    def write_queued(self, batch: PageBatch) -> list[SetResult]:
-        """Write pages to the store. May raise [the queue's thread]."""
-
-    def may_write(self) -> bool:
-        """Whether pages may be written now: not while a clear() that came before them is under way."""
-
-    def hides(self, key: bytes) -> bool:
-        """Whether what the store has under ``key`` is being removed."""
-
-    def hide(self, keys: Iterable[bytes]) -> None:
-        """These pages are being written and must not be seen: they are removed again after the write."""
 
 
 @dataclass(slots=True)
@@ -78,7 +57,7 @@ class WriteBehind:
 
     def __init__(
         self,
-        tier: QueueOwner,
+        tier: TierHandle,
         settings: QueueSettings,
         *,
         queue: str,
@@ -131,15 +110,16 @@ class WriteBehind:
         Waits for space only while the tier takes pages: a batch may be larger than the queue, and would always lose its
         end. Of a tier that refuses or hangs it does not wait, but for the moment in which that shows, once.
         """
-        chosen = list(positions)
-        results = [SetResult.REJECTED] * len(chosen)
+        batch = batch.select(positions)
+        keys, sizes, buffers = list(batch.keys), batch.sizes, list(batch.buffers)
+        results = [SetResult.REJECTED] * len(keys)
         done = 0
-        while done < len(chosen):
+        while done < len(keys):
             reserved: list[int] = []
             held = 0
             with self._condition:
-                for at in range(done, len(chosen)):
-                    key, size = batch.keys[chosen[at]], batch.sizes[chosen[at]]
+                for at in range(done, len(keys)):
+                    key, size = keys[at], sizes[at]
                     if held >= _COPIED_AT_ONCE:
                         break
                     if key not in self._waiting and self._bytes + size > self._settings.capacity:
@@ -148,7 +128,7 @@ class WriteBehind:
                             break
                         self._wait_for_space(size)
                     if key in self._waiting:
-                        results[at] = SetResult.REJECTED if self._tier.hides(key) else SetResult.EXISTS
+                        results[at] = SetResult.REJECTED if key in self._tier.hidden else SetResult.EXISTS
                     elif not self._closing and self._bytes + size <= self._settings.capacity:
                         self._bytes += size
                         held += size
@@ -156,18 +136,19 @@ class WriteBehind:
                     done = at + 1
             # Outside the lock: clear() and look-ups must not wait while a batch is copied.
             try:
-                payloads = [b"".join(batch.buffers[chosen[at]]) for at in reserved]
+                payloads = [b"".join(buffers[at]) for at in reserved]
             except BaseException:
                 with self._condition:
                     self._bytes -= held
                     self._condition.notify_all()
                 raise
             with self._condition:
-                digests = {batch.keys[chosen[at]][:IDENTITY_LENGTH] for at in reserved}
+                digests = {keys[at][:IDENTITY_LENGTH] for at in reserved}
                 cleared = {digest for digest in digests if not still_wanted(digest)}
+                hidden = self._tier.hidden
                 for at, payload in zip(reserved, payloads, strict=True):
-                    key = batch.keys[chosen[at]]
-                    unwanted = self._closing or self._tier.hides(key) or key[:IDENTITY_LENGTH] in cleared
+                    key = keys[at]
+                    unwanted = self._closing or key in hidden or key[:IDENTITY_LENGTH] in cleared
                     if unwanted or key in self._waiting:
                         self._bytes -= len(payload)
                         results[at] = SetResult.REJECTED if unwanted else SetResult.EXISTS
@@ -204,17 +185,9 @@ class WriteBehind:
         """Drop the pages whose keys are ``wanted``; of those that are being written the store is rid afterwards.
         Returns the keys of both."""
         with self._condition:
-            keys = list(self._waiting)
-        chosen: set[bytes] = set()
-        for first in range(0, len(keys), _FORGOTTEN_AT_ONCE):
-            # In portions: others wait for the lock. What comes meanwhile came after.
-            with self._condition:
-                some = {key for key in keys[first : first + _FORGOTTEN_AT_ONCE] if key in self._waiting and wanted(key)}
-                self._tier.hide(some & self._under_way)
-                for key in some - self._under_way:
-                    self._drop(key)
-            chosen |= some
-        with self._condition:
+            chosen = set(filter(wanted, self._waiting))
+            self._tier.hide(chosen & self._under_way)
+            self._drop(chosen - self._under_way)
             self._publish_levels()
             self._condition.notify_all()
         return chosen
@@ -301,7 +274,7 @@ class WriteBehind:
         self._written(results)
         with self._condition:
             self._under_way.clear()
-            taken = any(result.durable for result in results)
+            taken = SetResult.STORED in results or SetResult.EXISTS in results
             dropped = self._settle(batch.keys, results, taken)
             self._refusals_in_a_row = 0 if taken else self._refusals_in_a_row + 1
             if taken:
@@ -322,12 +295,12 @@ class WriteBehind:
         """What becomes of each page of a batch; how many were dropped. The condition is held."""
         now = time.monotonic()
         dropped = 0
-        for key, result in zip(keys, results, strict=True):
+        there = (SetResult.STORED, SetResult.EXISTS)
+        # Those of a write that ended after close() do not wait any more.
+        waiting = [(key, result) for key, result in zip(keys, results, strict=True) if key in self._waiting]
+        self._drop([key for key, result in waiting if result in there or key in self._tier.hidden])
+        for key, result in waiting:
             if key not in self._waiting:
-                # Of a write that ended after close().
-                continue
-            if result.durable or self._tier.hides(key):
-                self._drop(key)
                 continue
             refusals = self._refused.setdefault(key, _Refusals(now))
             refusals.while_others_were_taken += taken and result is SetResult.REJECTED
@@ -336,7 +309,7 @@ class WriteBehind:
                 or refusals.while_others_were_taken >= _MOST_REFUSALS
                 or now - refusals.since > _LONGEST_WAIT
             ):
-                self._drop(key)
+                self._drop([key])
                 dropped += 1
             else:
                 # Behind the others: a page that the tier never takes must not be in their way.
@@ -356,9 +329,10 @@ class WriteBehind:
     def _written(self, results: Sequence[SetResult]) -> None:
         """Count how the pages of a batch were written, beside what is counted here."""
 
-    def _drop(self, key: bytes) -> None:
-        self._bytes -= len(self._waiting.pop(key))
-        self._refused.pop(key, None)
+    def _drop(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._bytes -= len(self._waiting.pop(key))
+            self._refused.pop(key, None)
 
     def _publish_levels(self) -> None:
         self._tier.metrics.set_level("queue_pages", self._queue, len(self._waiting))
@@ -377,7 +351,7 @@ class PromotionQueue(WriteBehind):
     already), dropped (queue full, or cleared meanwhile), and then stored, exists or failed.
     """
 
-    def __init__(self, tier: QueueOwner, settings: QueueSettings, wait_for_quiet: Callable[[], None]) -> None:
+    def __init__(self, tier: TierHandle, settings: QueueSettings, wait_for_quiet: Callable[[], None]) -> None:
         super().__init__(tier, settings, queue="promotion", waits=False, before_batch=wait_for_quiet)
 
     def promote(self, batch: PageBatch, positions: Sequence[int], still_wanted: StillWanted) -> int:

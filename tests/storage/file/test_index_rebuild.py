@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ext.page.envelope import encode_page
+from hicache_ext.page.envelope import encode_header
 from hicache_ext.runtime.access import make_tier_directory
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.storage.tiers.file.slab import directory as directory_module
@@ -29,7 +29,7 @@ CAPACITY = 64 << 20
 
 
 def header(key: bytes, created: int = 1000, length: int = 100) -> bytes:
-    return encode_page(key, [memoryview(bytes(length))], length, created)
+    return encode_header(key, [memoryview(bytes(length))], created_ms=created)
 
 
 def put_slab(place: Path, number: int, headers: Sequence[bytes], slots: int = 0, slot_size: int = SMALL) -> Path:

@@ -167,8 +167,8 @@ def move(slabs: Slabs, batch: PageBatch, placed: SlotReferences, *, write: bool,
 def write_in_python(slabs: Slabs, batch: PageBatch, placed: SlotReferences, created_ms: int, mode: str) -> None:
     io = SlotIo(slabs, IoPlan(read=mode, write=mode), TierMetrics("disk"))
     for page in placed.pages():
-        key, segments, size = batch.keys[page.position], batch.buffers[page.position], batch.sizes[page.position]
-        header = envelope.encode_page(key, segments, size, created_ms)
+        key, segments = batch.keys[page.position], batch.buffers[page.position]
+        header = envelope.encode_header(key, segments, created_ms=created_ms)
         assert io.write(slabs.slab(page.slab), page.slot, [header], [segments])
 
 
@@ -771,7 +771,7 @@ def test_headers_are_checked_alike_by_either_way(kinds, seed):
     for kind in kinds:
         key, payload = chance.randbytes(48), chance.randbytes(50)
         fields = bytearray(
-            envelope.encode_page(key, [memoryview(payload)], 50, seed, checksum=kind != "no checksum")[:128]
+            envelope.encode_header(key, [memoryview(payload)], created_ms=seed, checksum=kind != "no checksum")[:128]
         )
         if kind == "flipped":
             fields[chance.randrange(128)] ^= 1 << chance.randrange(8)

@@ -14,7 +14,7 @@ from hicache_ext.config.sections import PullConfig
 from hicache_ext.runtime.linear_cost import LinearCost
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch
-from hicache_ext.storage.tiering.pulling import PROBE_INTERVAL, LookUp, MeasuredStore, PullRule, SizedCost
+from hicache_ext.storage.tiering.pulling import PROBE_INTERVAL, Asked, MeasuredStore, PullRule, SizedCost
 from tests.waiting import wait_until
 
 MIB = 2**20
@@ -209,14 +209,15 @@ def test_a_store_measures_hits_and_trouble_and_not_misses() -> None:
     tier.get(batch)
     assert tier.read_cost.predict(100) is not None
     tier.contains([b"lost"])
-    tier.ask_only_if(lambda: tier.found_so_far() < 3)
+    asked = Asked(6, 16, 100, 1, lambda tier: asked.found[tier] < 3)
+    tier.asked_by(asked)
     tier.contains([b"a", b"b"])
     tier.count_leading([b"a"])
-    assert tier.found_so_far() == 3
+    assert asked.found == {tier: 3} and not asked.not_asked
     assert tier.count_leading([b"a", b"b", b"c"]) == 0
     assert tier.contains([b"a", b"b", b"c"]) == [False] * 3
-    assert tier.take_look_up() == LookUp(found=3, not_asked=6)
-    assert tier.take_look_up() == LookUp()
+    assert asked.found == {tier: 3} and list(asked.not_asked) == [tier]
+    tier.asked_by(None)
     assert tier.count_leading([b"a", b"b", b"c"]) == 3
 
 

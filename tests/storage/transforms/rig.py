@@ -77,13 +77,9 @@ class Shelf:
     def __init__(self, directory: Path, label: bytes = b"shelf") -> None:
         self.directory = directory
         self.label = label
-        self.told: list[tuple[str, int]] = []
 
     def for_pages(self, document: Mapping[str, Any], payload: int) -> Shelved | None:
         return Shelved(self.directory, payload) if payload > 128 else None
-
-    def moved(self, call: str, stored_bytes: int, seconds: float) -> None:
-        self.told.append((call, stored_bytes))
 
 
 class Shelved:

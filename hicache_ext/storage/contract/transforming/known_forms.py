@@ -16,6 +16,7 @@ from hicache_ext.page import envelope
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.transforms import body
 from hicache_ext.page.transforms.forms import Form, Forms, Transforms
+from hicache_ext.page.transforms.paying import PayingCodec
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.storage.contract.abilities import RemovesCopies, ability
@@ -59,9 +60,8 @@ class KnownForms:
 
     def note_moved(self, call: str, batch: PageBatch, began: float, moved: int) -> None:
         """So many pages of a batch of stored pages went to or came from the medium since ``began``."""
-        if self.transforms.codec is not None and moved:
-            stored = sum(batch.sizes) * moved // len(batch)
-            self.transforms.codec.moved(call, stored, time.monotonic() - began)
+        if isinstance(codec := self.transforms.codec, PayingCodec) and moved:
+            codec.moved(call, sum(batch.sizes) * moved // len(batch), time.monotonic() - began)
 
     def remember(self, keys: PageKeys, found: Sequence[int | None]) -> None:
         """In which form, a place among all, each page is there."""
@@ -92,10 +92,6 @@ def stored_keys_of(keys: PageKeys, forms: Sequence[Form]) -> list[bytes]:
     if len(different) == 1:
         return list(names[different[0]])
     return [names[form][page] for page, form in enumerate(forms)]
-
-
-def chosen_of(batch: PageBatch, positions: Sequence[int]) -> PageBatch:
-    return batch if len(positions) == len(batch) else batch.select(positions)
 
 
 def by_identity(keys: Sequence[bytes]) -> Iterator[tuple[Sequence[int], PageKeys]]:
@@ -217,7 +213,6 @@ _AGAIN = 60.0
 """Seconds between two looks for pages of an identity that had none."""
 _MOST_AT_ONCE = 256
 """Pages of one call that are looked for."""
-_MOST_WAITING = 64
 _CLOSE_TIMEOUT = 1.0
 
 
@@ -227,53 +222,36 @@ class UnsealedPages:
     def __init__(self, inner: PageStore, known: KnownForms) -> None:
         """``known``: the forms of pages that have no seal."""
         self._inner = inner
-        self._known = known
-        self._lock = threading.Lock()
-        self._waiting: list[PageKeys] = []
+        self.known = known
+        self._waiting: dict[bytes, PageKeys] = {}
+        """By identity, those that were missing last."""
         self._again: dict[bytes, float] = {}
         """Identity -> when it may be looked at again."""
         self._loop = BackgroundLoop(f"hicache-{inner.name}-unsealed", self._look)
 
-    def forget(self, identity: bytes) -> None:
-        """Its document has come."""
-        self._known.forget(identity)
-
     def note(self, missing: PageKeys) -> None:
-        """These, of one identity, were asked for and are missing. Returns at once."""
-        if not len(missing) or time.monotonic() < self._again.get(missing.identity, 0.0):
-            return
-        with self._lock:
-            if len(self._waiting) >= _MOST_WAITING:
-                return
-            self._waiting.append(missing[:_MOST_AT_ONCE])
-        self._loop.wake()
+        """These, of one identity, were asked for and are missing. Returns immediately."""
+        if len(missing) and time.monotonic() >= self._again.get(missing.identity, 0.0):
+            self._waiting[missing.identity] = missing[:_MOST_AT_ONCE]
+            self._loop.wake()
 
     def _look(self) -> float:
-        while not self._loop.stopping:
-            with self._lock:
-                if not self._waiting:
-                    break
-                keys = self._waiting.pop(0)
-            if time.monotonic() < self._again.get(keys.identity, 0.0):
+        while self._waiting and not self._loop.stopping:
+            identity, keys = self._waiting.popitem()
+            if time.monotonic() < self._again.get(identity, 0.0):
                 continue
+            there = np.zeros(len(keys), np.bool_)
             try:
-                there = self._count(keys)
+                for form in self.known.forms(identity).all:
+                    there |= one_for_each(self._inner.contains(stored_keys(form, keys)), len(keys))
             except StoreClosedError:
                 break
-            self._inner.metrics.add("unsealed", "", there)
-            if not there:
+            self._inner.metrics.add("unsealed", "", int(there.sum()))
+            if not there.any():
                 if len(self._again) >= _MOST_REMEMBERED:
                     self._again.clear()
-                self._again[keys.identity] = time.monotonic() + _AGAIN
+                self._again[identity] = time.monotonic() + _AGAIN
         return math.inf
-
-    def _count(self, keys: PageKeys) -> int:
-        """How many are there in any form without a seal."""
-        there = [False] * len(keys)
-        for form in self._known.forms(keys.identity).all:
-            present = one_for_each(self._inner.contains(stored_keys(form, keys)), len(keys))
-            there = [before or now for before, now in zip(there, present, strict=True)]
-        return sum(there)
 
     def close(self) -> None:
         self._loop.stop(_CLOSE_TIMEOUT)

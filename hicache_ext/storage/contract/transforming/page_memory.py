@@ -41,14 +41,29 @@ class PageMemory:
         for length in lengths:
             places.append(end)
             end += -(-length // _ALIGNMENT) * _ALIGNMENT
-        whole = self._take(end)
+        needed, deadline = end + _ALIGNMENT, call_deadline(_LONGEST_WAIT)
+        with self._changed:
+            while self._lent and self._lent + needed > _MOST_LENT:
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise TimeoutError("no memory for pages in time")
+            fitting = [kept for kept in self._kept if needed <= kept.nbytes <= 4 * needed]
+            whole = min(fitting, key=len, default=None)
+            if whole is None:
+                whole = np.empty(needed, np.uint8)
+            self._kept = [kept for kept in self._kept if kept is not whole]
+            self._lent += whole.nbytes
         try:
             # The memory of numpy begins anywhere.
             first = -whole.ctypes.data % _ALIGNMENT
             view = whole.data
             yield [view[first + place : first + place + length] for place, length in zip(places, lengths, strict=True)]
         finally:
-            self._give_back(whole)
+            with self._changed:
+                self._lent -= whole.nbytes
+                self._kept.append(whole)
+                while sum([kept.nbytes for kept in self._kept]) > _MOST_KEPT:
+                    del self._kept[0]
+                self._changed.notify_all()
 
     def of_thread(self, length: int) -> memoryview:
         """Memory of this thread, until it asks again."""
@@ -56,30 +71,6 @@ class PageMemory:
         if own is None or own.nbytes < length:
             own = self._own.memory = np.empty(length, np.uint8)
         return own.data[:length]
-
-    def _take(self, length: int) -> npt.NDArray[np.uint8]:
-        deadline = call_deadline(_LONGEST_WAIT)
-        needed = length + _ALIGNMENT
-        with self._changed:
-            while self._lent and self._lent + needed > _MOST_LENT:
-                if not self._changed.wait(deadline - time.monotonic()):
-                    raise TimeoutError("no memory for pages in time")
-            fitting = [place for place, kept in enumerate(self._kept) if kept.nbytes >= needed]
-            smallest = min(fitting, key=lambda place: self._kept[place].nbytes, default=None)
-            if smallest is not None and self._kept[smallest].nbytes <= 4 * needed:
-                whole = self._kept.pop(smallest)
-            else:
-                whole = np.empty(needed, np.uint8)
-            self._lent += whole.nbytes
-        return whole
-
-    def _give_back(self, whole: npt.NDArray[np.uint8]) -> None:
-        with self._changed:
-            self._lent -= whole.nbytes
-            self._kept.append(whole)
-            while sum([kept.nbytes for kept in self._kept]) > _MOST_KEPT:
-                del self._kept[0]
-            self._changed.notify_all()
 
 
 # -- portions ----------------------------------------------------------------------------------------------------------

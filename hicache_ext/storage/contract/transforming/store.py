@@ -15,7 +15,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,7 +28,6 @@ from hicache_ext.page.transforms.header import SALT_LENGTH
 from hicache_ext.page.transforms.lossy import lossy_name
 from hicache_ext.page.transforms.sealing import Seal, new_salts
 from hicache_ext.runtime.log_limit import LimitedLog
-from hicache_ext.storage.contract import lossy_pages
 from hicache_ext.storage.contract.abilities import IdentityKeeper, PageLister, ability, clear_or_raise
 from hicache_ext.storage.contract.base import error_reason, leading_in_portions, one_for_each
 from hicache_ext.storage.contract.store import (
@@ -45,7 +43,6 @@ from hicache_ext.storage.contract.transforming.known_forms import (
     KnownForms,
     UnsealedPages,
     by_identity,
-    chosen_of,
     stored_keys,
     stored_keys_of,
 )
@@ -107,7 +104,7 @@ class TransformedStore(DelegatingStore):
         known = self._known
         known.forget(digest)
         if self._unsealed is not None:
-            self._unsealed.forget(digest)
+            self._unsealed.known.forget(digest)
         # As it is: tools look for the identity of a model under its own digest.
         self.inner.register_identity(digest, document)
         self._register_forms(known, digest, document)
@@ -130,17 +127,15 @@ class TransformedStore(DelegatingStore):
         if digests is not None and not digests:
             return clear_or_raise(self.inner, digests)
         documents = self._documents_of_inner()
-        wanted = list(dict.fromkeys(digests)) if digests is not None else self._of_several_forms()
+        # Of all identities, those that ``inner`` takes for several.
+        several = [digest for digest in list(self._documents) if len(self._known.forms(digest).all) > 1]
+        wanted = several if digests is None else list(dict.fromkeys(digests))
         had_pages = 0
         for digest in wanted:
             stored = [form.identity for form in self._known.forms(digest).all]
             stored += [other for other, document in documents.items() if stored_as(document, digest)]
             had_pages += clear_or_raise(self.inner, list(dict.fromkeys([*stored, digest]))) > 0
         return had_pages if digests is not None else had_pages + clear_or_raise(self.inner, None)
-
-    def _of_several_forms(self) -> list[bytes]:
-        """The known identities that ``inner`` takes for several."""
-        return [digest for digest in list(self._documents) if len(self._known.forms(digest).all) > 1]
 
     def _documents_of_inner(self) -> Mapping[bytes, Mapping[str, Any]]:
         keeper = ability(self.inner, IdentityKeeper)
@@ -222,7 +217,9 @@ class TransformedStore(DelegatingStore):
         stored = stored_keys_of(keys, chosen)
         results: list[GetResult] = [GetResult.ERROR] * len(batch)
         plain = [page for page, form in enumerate(chosen) if form.plain]
-        for position, answer in zip(plain, self._get_plain(known, chosen_of(batch, plain)), strict=True):
+        for position, answer in zip(
+            plain, self._move_plain(known, "get", self.inner.get, batch, plain, GetResult.HIT), strict=True
+        ):
             results[position] = answer
         coded = [page for page, form in enumerate(chosen) if not form.plain]
         portions = self._portions.of(coded, [known.length(chosen[page], batch.sizes[page]) for page in coded])
@@ -241,15 +238,6 @@ class TransformedStore(DelegatingStore):
             self._unsealed.note(keys.chosen(np.array(missing)))
         return results
 
-    def _get_plain(self, known: KnownForms, batch: PageBatch) -> list[GetResult]:
-        """Pages that are stored as they are, straight into their places."""
-        if not len(batch):
-            return []
-        began = time.monotonic()
-        answers = one_for_each(self.inner.get(batch), len(batch))
-        known.note_moved("get", batch, began, answers.count(GetResult.HIT))
-        return answers
-
     def _read_portion(
         self,
         known: KnownForms,
@@ -267,33 +255,24 @@ class TransformedStore(DelegatingStore):
             known.note_moved("get", asked, began, answers.count(GetResult.HIT))
             hits = [page for page, answer in enumerate(answers) if answer is GetResult.HIT]
 
-            def begun(page: int) -> Callable[[], str | None]:
+            def unpack(number: int) -> None:
+                page = hits[number]
                 form, segments = forms[positions[page]], batch.buffers[positions[page]]
-                return body.reading(rooms[page], names[page], form, segments, self._memory.of_thread)
-
-            def of_this_page(page: int, work: Callable[[], Any]) -> Any:
                 try:
-                    return work()
+                    reason = body.read(rooms[page], names[page], form, segments, self._memory.of_thread)
                 except Exception as error:  # noqa: BLE001 - of this page alone
                     answers[page] = GetResult.ERROR
                     self.metrics.add("error", error_reason(error))
                     self._log.log(logging.WARNING, "read", "tier %s: a page: %r", self.name, error, exc_info=error)
-                    return None
-
-            finishes = [of_this_page(page, partial(begun, page)) for page in hits]
-
-            def finish(number: int) -> None:
-                page, work = hits[number], finishes[number]
-                reason = None if work is None else of_this_page(page, work)
+                    return
                 if reason is not None:
                     answers[page] = GetResult.CORRUPT
                     self._bad.note(names[page], reason)
 
-            self._portions.each(len(hits), finish)
+            self._portions.each(len(hits), unpack)
         codecs = [forms[positions[page]].codec for page in hits if answers[page] is GetResult.HIT]
         if lossy := [name for codec in codecs if (name := lossy_name(codec)) is not None]:
             self.metrics.add_many("lossy", Counter(lossy))
-            lossy_pages.note(len(lossy))
         return answers
 
     def _chosen_forms(self, known: KnownForms, forms: Forms, keys: PageKeys) -> list[Form]:
@@ -345,18 +324,11 @@ class TransformedStore(DelegatingStore):
 
         self._portions.run(len(portions), write)
         plain.sort()
-        for position, stored in zip(plain, self._set_plain(known, chosen_of(batch, plain)), strict=True):
+        for position, stored in zip(
+            plain, self._move_plain(known, "set", self.inner.set, batch, plain, SetResult.STORED), strict=True
+        ):
             results[position] = stored
         return results
-
-    def _set_plain(self, known: KnownForms, batch: PageBatch) -> list[SetResult]:
-        """Pages that are stored as they are, from their places."""
-        if not len(batch):
-            return []
-        began = time.monotonic()
-        answers = one_for_each(self.inner.set(batch), len(batch))
-        known.note_moved("set", batch, began, answers.count(SetResult.STORED))
-        return answers
 
     def _write_portion(
         self, known: KnownForms, forms: Forms, batch: PageBatch, keys: PageKeys
@@ -377,20 +349,13 @@ class TransformedStore(DelegatingStore):
         lengths = [known.length(form, size) for form, size in zip(chosen, batch.sizes, strict=True)]
         salts = new_salts(len(batch))
         with self._memory.lent(lengths) as rooms:
-            of_thread = self._memory.of_thread
-            finish = [
-                body.writing(
-                    rooms[page],
-                    stored[page],
-                    chosen[page],
-                    batch.buffers[page],
-                    coded[page],
-                    salts[page * SALT_LENGTH : (page + 1) * SALT_LENGTH],
-                    of_thread,
-                )
-                for page in range(len(batch))
-            ]
-            self._portions.each(len(batch), lambda page: finish[page]())
+
+            def pack(page: int) -> None:
+                salt = salts[page * SALT_LENGTH : (page + 1) * SALT_LENGTH]
+                pages = chosen[page], batch.buffers[page], coded[page]
+                body.write(rooms[page], stored[page], *pages, salt, self._memory.of_thread)
+
+            self._portions.each(len(batch), pack)
             given = PageBatch(stored, [[room] for room in rooms], lengths, batch.sizes)
             kept = self._bad.keep(given, list(zip(chosen, batch.sizes, strict=True)))
             if kept:
@@ -418,6 +383,24 @@ class TransformedStore(DelegatingStore):
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
+    def _move_plain(
+        self,
+        known: KnownForms,
+        call: str,
+        move: Callable[[PageBatch], list[_Result]],
+        batch: PageBatch,
+        positions: Sequence[int],
+        moved: _Result,
+    ) -> list[_Result]:
+        """Of pages that are stored as they are: straight between the store and their places."""
+        if not positions:
+            return []
+        pages = batch.select(positions)
+        began = time.monotonic()
+        answers = one_for_each(move(pages), len(pages))
+        known.note_moved(call, pages, began, answers.count(moved))
+        return answers
+
     def _moved(
         self,
         call: str,
@@ -428,7 +411,7 @@ class TransformedStore(DelegatingStore):
         """The results of the pages of each identity, in order."""
         results, known = [error] * len(batch), self._known
         for positions, keys in by_identity(batch.keys):
-            some = batch if len(positions) == len(batch) else batch.select(positions)
+            some = batch.select(positions)
             try:
                 of_identity = move(known, keys, some)
             except StoreClosedError:

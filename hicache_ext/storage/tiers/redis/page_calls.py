@@ -228,8 +228,7 @@ def _set_pages(connection: Connection, missing: Sequence[PageCall], ttl: int | N
             refusal = take_reply()
         if refusal:
             break
-        payload = call.size - HEADER_LENGTH
-        header = envelope.encode_page(call.key, call.segments, payload, created_ms)
+        header = envelope.encode_header(call.key, call.segments, created_ms=created_ms)
         asking = _ASKING if call.asking else b""
         head = b"%b*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (asking, words, len(call.name), call.name, call.size)
         gathered += [head + header, *call.segments, options]

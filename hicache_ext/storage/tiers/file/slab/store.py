@@ -465,7 +465,7 @@ class SlabStore(PathStore):
             # A batch that is wrong about its sizes: what is longer than its slot would be in the next one, too.
             return SetResult.ERROR
         headers = [
-            envelope.encode_page(keys[page.position], segments, page.length, now)
+            envelope.encode_header(keys[page.position], segments, created_ms=now)
             for page, segments in zip(run, pages, strict=True)
         ]
         try:
