@@ -21,7 +21,7 @@ import torch
 
 from hicache_ext.config import KernelsConfig
 from hicache_ext.errors import CalibrationError, ConfigError
-from hicache_ext.kernels.engine import Direction, Operation
+from hicache_ext.kernels.engine import SGLANG, Direction, Operation
 from hicache_ext.runtime.user_cache import user_cache
 from hicache_ext.runtime.whole_file import json_in
 
@@ -82,22 +82,22 @@ class Calibration:
     date: str
     measurements: tuple[Measurement, ...]
 
-    def fastest(self, situation: Situation, baseline: str) -> str | None:
-        """The engine that is clearly faster than ``baseline`` where the sizes are nearest, ``baseline`` if none is.
+    def fastest(self, situation: Situation) -> str | None:
+        """The engine that is clearly faster than SGLang's own path where the sizes are nearest, ``SGLANG`` if none is.
 
-        None if nothing like ``situation`` was measured together with ``baseline``.
+        None if nothing like ``situation`` was measured together with SGLang's own path.
         """
         near = [
             (measurement.situation.distance(situation), index)
             for index, measurement in enumerate(self.measurements)
-            if baseline in measurement.seconds
+            if SGLANG in measurement.seconds
         ]
         distance, index = min(near, default=(math.inf, 0))
         if math.isinf(distance):
             return None
         seconds = self.measurements[index].seconds
         engine = min(seconds, key=lambda name: seconds[name])
-        return engine if seconds[engine] * MARGIN <= seconds[baseline] else baseline
+        return engine if seconds[engine] * MARGIN <= seconds[SGLANG] else SGLANG
 
 
 def calibration_file(gpu: str) -> Path:

@@ -7,7 +7,6 @@ scheduler's, before the forward pass), inside the stream in which the copies sha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
 from functools import cached_property
 from typing import Protocol
@@ -16,9 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hicache_ext.errors import CopyError
 from hicache_ext.kernels.geometry import LayerStack
 from hicache_ext.kernels.plan import CopyPlan, make_plan
+
+SGLANG = "sglang"
+"""The name of SGLang's own path, which is no engine of ours."""
 
 
 class Direction(StrEnum):
@@ -84,18 +85,3 @@ class CopyEngine(Protocol):
 
     def begin(self, operation: Operation) -> Transfer:
         """Plan ``operation``; ``refusal`` has answered None for it in the same stream."""
-
-
-def copy_now(engine: CopyEngine, operation: Operation, layers: Sequence[int] | None = None) -> None:
-    """Submit ``layers`` (default: all) of ``operation`` at once; for tests, benchmarks and write-backs.
-
-    Raises :class:`CopyError` if the engine refuses.
-    """
-    if reason := engine.refusal(operation):
-        raise CopyError(f"{engine.name} refused: {reason}")
-    transfer = engine.begin(operation)
-    if layers is None:
-        transfer.submit(0, len(operation.stack.copies))
-        return
-    for layer in layers:
-        transfer.submit(*operation.stack.layers[layer])

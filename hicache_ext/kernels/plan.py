@@ -2,8 +2,7 @@
 
 A *run* is contiguous on both sides. Runs are as long as both sides allow: rows of a page that touch on both sides are
 one run, and so are pages that are neighbours on both sides, whatever order they were given in. Where rows touch on one
-side only (``page_first`` hosts, unified device pools), each row is a run; :class:`StridedPlan` describes those as
-rectangles instead, one per stretch of evenly spaced rows.
+side only (``page_first`` hosts, unified device pools), each row is a run.
 
 Everything is numpy on arrays of the length of the operation: the planning happens on SGLang's scheduler thread, before
 the forward pass. Offsets are relative to token 0 of a copy, in bytes.
@@ -33,21 +32,6 @@ class CopyPlan:
         return len(self.sizes)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StridedPlan:
-    """The runs of an operation as rectangles: ``rows`` runs of ``row_bytes``, evenly spaced on both sides."""
-
-    host: Offsets
-    device: Offsets
-    rows: Offsets
-    row_bytes: int
-    host_pitch: int
-    device_pitch: int
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-
 def make_plan(shape: CopyShape, host_indices: Offsets, device_indices: Offsets) -> CopyPlan:
     """The plan that copies token ``host_indices[i]`` to or from token ``device_indices[i]``, for all ``i``.
 
@@ -66,41 +50,6 @@ def make_plan(shape: CopyShape, host_indices: Offsets, device_indices: Offsets) 
     else:
         host, device, size = _token_runs(shape, host_indices, device_indices)
     return _joined(host, device, size)
-
-
-def make_strided_plan(shape: CopyShape, host_indices: Offsets, device_indices: Offsets) -> StridedPlan | None:
-    """The plan as rectangles of evenly spaced rows; None where rows have several segments or are not evenly spaced."""
-    shape = _with_joined_segments(shape)
-    if len(host_indices) != len(device_indices):
-        raise ValueError(f"{len(host_indices)} host tokens, but {len(device_indices)} device tokens")
-    if shape.segments != 1:
-        return None
-    host, device = _offsets(host_indices, shape, shape.host), _offsets(device_indices, shape, shape.device)
-    host, device = _in_host_order(host, device)
-    starts = np.ones(len(host), dtype=bool)
-    if len(host):
-        starts[1:] = (np.diff(host) != shape.host.token) | (np.diff(device) != shape.device.token)
-    first = np.flatnonzero(starts)
-    rows = np.diff(first, append=len(host))
-    return StridedPlan(host[first], device[first], rows, shape.segment_bytes, shape.host.token, shape.device.token)
-
-
-def crosses(plan: CopyPlan, page_stride: int, base: int, registrations: tuple[Registration, ...]) -> bool:
-    """Whether a run of a copy that begins at host address ``base`` may lie in two registrations.
-
-    Exact where no run is longer than a page's stride, else on the safe side; a few integer operations for each border.
-    """
-    if len(registrations) < 2 or len(plan) == 0:
-        return False
-    ends = plan.host % page_stride + plan.sizes
-    furthest = int(ends.max())
-    if furthest > page_stride:
-        return True
-    for address, _ in registrations[1:]:
-        offset = (address - base) % page_stride
-        if 0 < offset < furthest:
-            return True
-    return False
 
 
 def split_at_borders(

@@ -7,6 +7,7 @@ programs as the quota says, for as long as the copy takes.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import weakref
 from collections.abc import Mapping
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 
 from hicache_ext.errors import CopyError
-from hicache_ext.kernels.cuda_driver import reaches_registered_memory
 from hicache_ext.kernels.engine import Direction, Operation
 from hicache_ext.kernels.geometry import LayerStack
 
@@ -25,6 +25,7 @@ _WARPS = 32
 _TILE_BYTES = 32 * 1024
 """What a program has in flight: with four programs more than the 70 to 107 KiB that should fill PCIe 5."""
 _MOST_COLUMN_BYTES = 4096
+_CAN_USE_HOST_POINTER = 91
 _WIDEST_WORD = 4
 """Bytes. 32-bit words: four of them, 16-byte aligned, become one 16-byte load."""
 
@@ -70,7 +71,7 @@ class TritonEngine:
     def _reaches_host(self, device: torch.device) -> bool:
         index = torch.cuda.current_device() if device.index is None else device.index
         if index not in self._reaching:
-            self._reaching[index] = reaches_registered_memory(index)
+            self._reaching[index] = _reaches_registered_memory(index)
         return self._reaching[index]
 
     def begin(self, operation: Operation) -> _TritonTransfer:
@@ -178,3 +179,17 @@ def _on_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
     own_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(own_stream):  # to wait for this copy and nothing else
         return table.to(device)
+
+
+def _reaches_registered_memory(device_index: int) -> bool:
+    """Whether kernels may use the host's own addresses of registered memory; where not, it has others for the device.
+
+    CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM; False too where it cannot be asked.
+    """
+    value = ctypes.c_int(0)
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        code: int = library.cuDeviceGetAttribute(ctypes.byref(value), _CAN_USE_HOST_POINTER, device_index)
+    except (OSError, AttributeError):
+        return False
+    return code == 0 and value.value == 1

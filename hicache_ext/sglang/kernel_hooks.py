@@ -31,8 +31,7 @@ from hicache_ext.config import KernelsConfig
 from hicache_ext.errors import ConfigError
 from hicache_ext.kernels.engine import Direction, Operation
 from hicache_ext.kernels.geometry import LayerCopy, LayerStack, Registration, device_rows, host_rows
-from hicache_ext.kernels.loader import Submission
-from hicache_ext.kernels.selection import Choice, Selector, make_selector
+from hicache_ext.kernels.selection import Choice, Selector, Submission, make_selector
 from hicache_ext.sglang import releases
 
 logger = logging.getLogger(__name__)

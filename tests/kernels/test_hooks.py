@@ -40,9 +40,6 @@ EVERY_LAYER = [(layer, layer) for layer in range(LAYERS)]
 
 def check_mha(rig: Rig, pool: Any, io_backend: str, tokens: Tokens | None = None, layer: int = 1) -> None:
     """Load one layer and back up all, with the engine of ``rig``; where it refuses, the original is called."""
-    if not rig.serves(pool):
-        assert calls_original(pool, io_backend)
-        return
     finish = rig.gpu.synchronize
     check_load(pool, sglang_hooks.load_layer, io_backend, [(layer, layer, layer, False)], tokens, finish=finish)
     layers = [(number, number) for number in range(pool.layer_num)]
@@ -105,8 +102,6 @@ def test_single_tokens_of_a_page_are_copied_alone(rig: Rig, layout: str, io_back
 @pytest.mark.parametrize(("layout", "io_backend"), MHA_COMBINATIONS)
 def test_no_tokens_change_nothing(rig: Rig, layout: str, io_backend: str) -> None:
     pool = rig.attach(mha_pool(layout, 16))
-    if not rig.serves(pool):
-        return
     nothing = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
     check_load(pool, sglang_hooks.load_layer, io_backend, [(0, 0, 0, False)], nothing, finish=rig.gpu.synchronize)
     check_back_up(pool, sglang_hooks.back_up_layers, io_backend, [], nothing, finish=rig.gpu.synchronize)
@@ -116,8 +111,6 @@ def test_no_tokens_change_nothing(rig: Rig, layout: str, io_backend: str) -> Non
 @pytest.mark.parametrize(("layout", "io_backend"), MHA_COMBINATIONS)
 def test_mha_draft_layers_follow_the_target_layers(rig: Rig, layout: str, io_backend: str) -> None:
     pool = rig.attach(mha_pool(layout, 16, drafts=2))
-    if not rig.serves(pool):
-        return
     # In the order in which SGLang submits them: the first draft after the first target layer.
     order = [0, LAYERS, 1, LAYERS + 1, 2]
     layers = [(layer, layer, layer, layer >= LAYERS) for layer in order]
@@ -227,9 +220,8 @@ def test_a_sharded_backup_that_sglang_refuses_goes_to_the_original() -> None:
 
 
 @pytest.mark.usefixtures("own_selector")
-@pytest.mark.parametrize("engine", ["batched_dma, 9 arguments", "rectangle_dma, 5 arguments"])
-def test_what_dma_cannot_take_goes_to_the_original_with_a_reason(engine: str) -> None:
-    rig = Rig(engine)
+def test_what_dma_cannot_take_goes_to_the_original_with_a_reason() -> None:
+    rig = Rig("batched_dma")
     rig.install()
     pool = mha_pool("page_first_direct", 16)
     assert calls_original(pool, "direct")
@@ -250,7 +242,7 @@ def test_what_dma_cannot_take_goes_to_the_original_with_a_reason(engine: str) ->
 
 @pytest.mark.usefixtures("own_selector")
 def test_half_registered_memory_counts_as_unpinned() -> None:
-    rig = Rig("batched_dma, 9 arguments")
+    rig = Rig("batched_dma")
     rig.install()
     pool = rig.attach(mha_pool("page_first_direct", 16))
     (start, size), *_ = rig.gpu.registrations
@@ -261,7 +253,7 @@ def test_half_registered_memory_counts_as_unpinned() -> None:
 
 @pytest.mark.usefixtures("own_selector")
 def test_a_layer_that_the_driver_fails_is_copied_by_the_original_and_the_engine_given_up_after_three() -> None:
-    rig = Rig("batched_dma, 9 arguments")
+    rig = Rig("batched_dma")
     rig.install()
     pool = rig.attach(mha_pool("page_first_direct", 16))
     rig.gpu.fail_next = 3
