@@ -89,7 +89,7 @@ def wants_hooks() -> bool:
     return not has_accelerator() or (torch.cuda.is_available() and torch.version.hip is None)
 
 
-def load_layer(
+def around_load(
     original: Callable[..., None],
     pool: Any,
     device_pool: Any,
@@ -116,7 +116,7 @@ def load_layer(
         original(pool, device_pool, host_indices, device_indices, layer_id, io_backend, *later, **named)
 
 
-def back_up_layers(
+def around_back_up(
     original: Callable[..., None],
     pool: Any,
     device_pool: Any,

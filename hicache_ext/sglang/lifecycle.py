@@ -25,9 +25,9 @@ from hicache_ext.runtime.call_deadline import answering_at_once
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
 from hicache_ext.sglang import kernel_hooks
-from hicache_ext.sglang.hooks import not_in_force
 from hicache_ext.sglang.launch_facts import LaunchFacts, longest_prompt, read_launch_facts, unicode_text
 from hicache_ext.sglang.never_raise import answering, guarded_calls
+from hicache_ext.sglang.plugin import not_in_force
 from hicache_ext.sglang.process import attach, detach
 from hicache_ext.sglang.releases import (
     installed_release,

@@ -31,13 +31,13 @@ from hicache_ext.errors import ConfigError, UnsupportedError
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.sglang.backend import HiCacheExtBackend
-from hicache_ext.sglang.hooks import not_in_force
 from hicache_ext.sglang.launch_facts import configuration_given_as
 from hicache_ext.sglang.lifecycle import name_of
 from hicache_ext.sglang.linking.ahead import OUTCOMES, ReadAhead
 from hicache_ext.sglang.linking.staging import Pages, Staging, pages_of
 from hicache_ext.sglang.linking.transfers import Loads, Offloads
 from hicache_ext.sglang.never_raise import answering, guarded_calls
+from hicache_ext.sglang.plugin import not_in_force
 from hicache_ext.sglang.releases import end_registration, installed_release, refuse_release_without_linker
 from hicache_ext.sglang.self_check import check_installed, lacking
 from hicache_ext.sglang.served_pools import KV, BoundPool

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hicache_ext.sglang import model_weights
-from hicache_ext.sglang.hooks import HOOKS
+from hicache_ext.sglang.used_names import HOOKS
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices
 

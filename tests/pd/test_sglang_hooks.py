@@ -15,9 +15,8 @@ prepare_process()
 
 from hicache_ext.errors import UnsupportedError  # noqa: E402
 from hicache_ext.sglang import pd_hooks as sglang_hooks  # noqa: E402
-from hicache_ext.sglang.hooks import HOOKS  # noqa: E402
 from hicache_ext.sglang.pd_hooks import Stopwatch  # noqa: E402
-from hicache_ext.sglang.used_names import DECODE_WRITER  # noqa: E402
+from hicache_ext.sglang.used_names import DECODE_WRITER, HOOKS  # noqa: E402
 from tests.releases.needs import needs  # noqa: E402
 
 
@@ -41,7 +40,7 @@ def test_every_method_that_the_scheduler_calls_and_that_moves_pages_is_hooked() 
     cls = pkgutil.resolve_name(sglang_hooks.MANAGER)
     public = {name for name, _ in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")}
     assert public == scheduler_side | untouched
-    assert {hook.target.rpartition(".")[2] for hook in HOOKS if hook.feature is DECODE_WRITER} == scheduler_side | {
+    assert {hook.target.rpartition(".")[2] for hook in HOOKS if DECODE_WRITER in hook.features} == scheduler_side | {
         "__init__"
     }
 
