@@ -6,6 +6,7 @@ Without a GPU the DMA engines talk to a stand-in of the driver and Triton is int
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import torch
 
@@ -14,8 +15,9 @@ from hicache_ext.kernels.batched_dma import BatchedDmaEngine, open_driver
 from hicache_ext.kernels.engine import CopyEngine, Direction, Operation
 from hicache_ext.kernels.geometry import HOST_LAYOUTS, LayerCopy, LayerStack, device_rows, host_rows, page_tokens
 from hicache_ext.kernels.reference import ReferenceEngine
-from hicache_ext.kernels.triton_engine import TritonEngine, has_triton
+from hicache_ext.kernels.triton_engine import TritonEngine
 from tests.rigs.fake_cuda import FakeGpu
+from tests.rigs.interpreted_triton import InterpretedTritonEngine
 from tests.rigs.layerwise import copy_now
 
 
@@ -100,13 +102,13 @@ def _engines(memory: CheckedMemory, on_gpu: bool) -> Iterator[tuple[str, CopyEng
             pass
         else:
             yield BatchedDmaEngine.name, BatchedDmaEngine(driver), _synchronize
-        if has_triton():
+        if find_spec("triton"):
             yield TritonEngine.name, TritonEngine(), _synchronize
         return
     gpu = memory.gpu()
     yield "batched_dma (driver stand-in)", BatchedDmaEngine(gpu.driver()), gpu.synchronize
-    if has_triton():
-        yield "triton (interpreted)", TritonEngine(interpret=True), _synchronize
+    if find_spec("triton"):
+        yield "triton (interpreted)", InterpretedTritonEngine(), _synchronize
 
 
 def _synchronize() -> None:

@@ -7,7 +7,7 @@ there.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import itertools
 import statistics
 import time
@@ -24,7 +24,7 @@ from hicache_ext.kernels.engine import CopyEngine, Direction, Operation
 from hicache_ext.kernels.geometry import LayerCopy, LayerStack, device_rows, host_rows, page_tokens
 from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.selection import Selector
-from hicache_ext.kernels.triton_engine import TritonEngine, has_triton
+from hicache_ext.kernels.triton_engine import TritonEngine
 from hicache_ext.runtime.metrics import TierMetrics
 from tests.rigs.layerwise import LayerwiseLoader, copy_now
 
@@ -95,7 +95,7 @@ def engines(programs: Sequence[int] = TRITON_PROGRAMS) -> Iterator[tuple[str, Co
         yield "batched_dma", BatchedDmaEngine(open_driver())
     except CopyError as error:
         print(f"  note: batched_dma is left out: {error}", flush=True)
-    if has_triton():
+    if importlib.util.find_spec("triton"):
         for number in programs:
             yield f"triton, {number} programs", TritonEngine(programs=number)
     yield "torch index copies", ReferenceEngine()

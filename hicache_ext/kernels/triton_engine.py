@@ -8,7 +8,6 @@ programs as the quota says, for as long as the copy takes.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,28 +26,22 @@ _TILE_BYTES = 32 * 1024
 _MOST_COLUMN_BYTES = 4096
 _CAN_USE_HOST_POINTER = 91
 _WIDEST_WORD = 4
-"""Bytes. 32-bit words: four of them, 16-byte aligned, become one 16-byte load."""
-
-
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 class TritonEngine:
-    """One launch per submission, ``programs`` programs at most. ``interpret`` runs it on CPU tensors, for tests.
+    """One launch per submission, ``programs`` programs at most.
 
     Constructing imports triton; the kernel is compiled at the first submission of each pool geometry and direction.
     """
 
     name = "triton"
 
-    def __init__(self, *, programs: int = DEFAULT_PROGRAMS, interpret: bool = False) -> None:
+    def __init__(self, *, programs: int = DEFAULT_PROGRAMS) -> None:
         from hicache_ext.kernels import triton_kernel
 
         self._programs = programs
-        self._interpret = interpret
-        self._options = {} if interpret else {"num_warps": _WARPS}
-        self._kernel = triton_kernel.interpreted() if interpret else triton_kernel.compiled()
+        self._options = {"num_warps": _WARPS}
+        self._kernel = triton_kernel.compiled()
         self._reaching: dict[int, bool] = {}
         self._known: weakref.WeakKeyDictionary[LayerStack, tuple[torch.Tensor, dict[Direction, RowCut]]]
         self._known = weakref.WeakKeyDictionary()
@@ -57,7 +50,7 @@ class TritonEngine:
     def refusal(self, operation: Operation) -> str | None:
         stack = operation.stack
         if stack.device.type == "cpu":
-            return None if self._interpret else "no_gpu"
+            return "no_gpu"
         if stack.device.type != "cuda" or torch.version.hip is not None:
             return "not_cuda"
         if not stack.is_registered:
@@ -115,8 +108,6 @@ class RowCut:
 
     rows: int
     """Of a tile."""
-    columns: int
-    """Words of a tile's row."""
     chunks: int
     """Tiles side by side that make a whole segment."""
     constants: Mapping[str, Any]
@@ -125,9 +116,10 @@ class RowCut:
     @classmethod
     def of(cls, stack: LayerStack, direction: Direction) -> RowCut:
         shape = stack.shape
-        width = _word_bytes(stack)
+        # 4 wherever the alignment allows: 16 of alignment make four such words one load; with 8 the compiler joins two.
+        width = min(stack.alignment, _WIDEST_WORD)
         words = shape.segment_bytes // width
-        columns = min(_power_of_two(words), _MOST_COLUMN_BYTES // width)
+        columns = min(1 << max(words - 1, 0).bit_length(), _MOST_COLUMN_BYTES // width)
         rows, chunks = max(1, _TILE_BYTES // (columns * width)), -(-words // columns)
         constants = {
             "HOST_PAGE": shape.host.page,
@@ -146,23 +138,11 @@ class RowCut:
             "CHUNKS": chunks,
             "IS_LOAD": direction is Direction.LOAD,
         }
-        return cls(rows, columns, chunks, constants)
+        return cls(rows, chunks, constants)
 
     def units(self, copies: int, rows: int) -> int:
         """Tiles of ``rows`` rows in each of ``copies`` copies."""
         return copies * -(-rows // self.rows) * self.chunks
-
-
-def _word_bytes(stack: LayerStack) -> int:
-    """Bytes of the words to move: 4 wherever the alignment allows, since 16 of alignment make four of them one load.
-
-    With 8 of alignment the compiler joins two.
-    """
-    return min(stack.alignment, _WIDEST_WORD)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()
 
 
 def _to_current_stream(indices: torch.Tensor, device: torch.device) -> torch.Tensor:

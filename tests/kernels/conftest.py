@@ -14,13 +14,13 @@ from hicache_ext.kernels.batched_dma import BatchedDmaEngine
 from hicache_ext.kernels.engine import CopyEngine
 from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.selection import Selector
-from hicache_ext.kernels.triton_engine import TritonEngine
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.sglang import kernel_hooks as sglang_hooks
 from hicache_ext.sglang.releases import comes_with, installed_release
 from hicache_ext.testing.sglang_cpu import prepare_process
 from tests.kernels import pools
 from tests.rigs.fake_cuda import FakeGpu
+from tests.rigs.interpreted_triton import InterpretedTritonEngine
 
 REGISTERED = "_sglang_cuda_host_registered_ranges"
 
@@ -54,7 +54,7 @@ class Rig:
         makers: dict[str, Callable[[], CopyEngine]] = {
             "reference": ReferenceEngine,
             "batched_dma": lambda: BatchedDmaEngine(self.gpu.driver()),
-            "triton": lambda: TritonEngine(programs=3, interpret=True),
+            "triton": lambda: InterpretedTritonEngine(programs=3),
         }
         return makers[self.name]()
 

@@ -13,10 +13,10 @@ from hicache_ext.kernels.engine import CopyEngine, Direction, Operation
 from hicache_ext.kernels.geometry import page_tokens
 from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.selection import Selector
-from hicache_ext.kernels.triton_engine import TritonEngine
 from hicache_ext.runtime.metrics import TierMetrics
 from tests.kernels.stacks import PlainMemory, plain_memory
 from tests.rigs.fake_cuda import FakeGpu
+from tests.rigs.interpreted_triton import InterpretedTritonEngine
 from tests.rigs.layerwise import LayerwiseLoader
 
 PAGES = [6, 0, 1]
@@ -45,7 +45,7 @@ def device_page(memory: PlainMemory, layer: int, page: int) -> torch.Tensor:
 ENGINES: dict[str, Callable[[FakeGpu], CopyEngine]] = {
     "reference": lambda _: ReferenceEngine(),
     "batched_dma": lambda gpu: BatchedDmaEngine(gpu.driver()),
-    "triton": lambda _: TritonEngine(interpret=True),
+    "triton": lambda _: InterpretedTritonEngine(),
 }
 
 
