@@ -24,7 +24,7 @@ import torch
 
 from hicache_ext.config.sections import WriteConfig
 from hicache_ext.pd.continuation import Continuation, Piece, WriteQueue
-from hicache_ext.pd.pool_writer import Finished, Outcome, PoolWriter, WriteJob, describe
+from hicache_ext.pd.pool_writer import Outcome, PoolWriter, WriteJob
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.serving.hints import HintSender
 
@@ -117,16 +117,19 @@ class DecodeWriter:
         if not finished and (continuation.closed or len(output) < continuation.next_copy_at):
             return False
         continuation.finished = finished
-        if not self._wanted(request, output, continuation):
+        if continuation.closed or not self._offload.is_on_device(request):
+            return False
+        continuation.generated = len(output) - 1
+        if continuation.generated < self._config.min_tokens:
+            if finished:
+                self.metrics.add("request", "too_short")
             return False
         if not finished and self._copies_this_step >= _COPIES_PER_STEP:
             return False
         return self._copy(request, output, continuation)
 
     def _begin(self, request: Any) -> Continuation:
-        options = self._offload.options(request)
-        prompt = self._offload.prompt(request)
-        chain = self._offload.page_chain(request)
+        prompt, chain, options = self._offload.facts(request)
         prompt_pages = chain.pages_in(len(prompt))
         self._continuations_made += 1
         continuation = Continuation(
@@ -148,17 +151,6 @@ class DecodeWriter:
     def _copy_due_at(self, prompt_length: int, copied_pages: int) -> int:
         """Length of the output at which the next stride of whole pages is complete; the last token has no KV yet."""
         return copied_pages * self._page_size + self._stride - prompt_length + 1
-
-    def _wanted(self, request: Any, output: Sequence[int], continuation: Continuation) -> bool:
-        finished = continuation.finished
-        if continuation.closed or not self._offload.is_on_device(request):
-            return False
-        continuation.generated = len(output) - 1
-        if continuation.generated < self._config.min_tokens:
-            if finished:
-                self.metrics.add("request", "too_short")
-            return False
-        return True
 
     def _copy(self, request: Any, output: Sequence[int], continuation: Continuation) -> bool:
         """Start copying the whole pages that are due; whether a copy began."""
@@ -186,9 +178,9 @@ class DecodeWriter:
 
     def _host_memory(self, tokens: int, continuation: Continuation) -> torch.Tensor | None:
         """Host indices for a copy; drops queued pages if needed."""
-        if self._offload.free_host_tokens < tokens and not self._evict(tokens, continuation):
+        if self._offload.host_pool.available_size() < tokens and not self._evict(tokens, continuation):
             return None
-        host_indices: torch.Tensor | None = self._offload.allocate(tokens)
+        host_indices: torch.Tensor | None = self._offload.host_pool.alloc(tokens)
         return host_indices
 
     def _start_copies(self) -> None:
@@ -198,7 +190,7 @@ class DecodeWriter:
 
     def _evict(self, tokens: int, spare: Continuation) -> bool:
         victims: list[Continuation] = []
-        gain = self._offload.free_host_tokens
+        gain = self._offload.host_pool.available_size()
         for victim in self._queue.victims(spare):
             if gain >= tokens:
                 break
@@ -220,7 +212,10 @@ class DecodeWriter:
         """Start copies, collect ended copies and writes, submit the next writes. Never waits."""
         self._copies_this_step = 0
         self._start_copies()
-        copied, written, self._now = self._progress()
+        # Copies ended, writes ended, milliseconds since the start: the minimum of all ranks.
+        milliseconds = int((time.monotonic() - self._started) * 1000)
+        numbers = [self._offload.ended_copies(), self._writer.finished_jobs, milliseconds]
+        copied, written, self._now = numbers if self._minimum is None else self._minimum(numbers)
         if copied:
             self._copies_ended(copied)
         if written:
@@ -233,14 +228,6 @@ class DecodeWriter:
         """Wait for every copy under way: retraction is about to free the device memory they read [scheduler]."""
         self._start_copies()
         self._copies_ended(self._offload.wait())
-
-    def _progress(self) -> tuple[int, int, int]:
-        """Copies ended, writes ended, milliseconds since the start: the minimum of all ranks."""
-        milliseconds = int((time.monotonic() - self._started) * 1000)
-        numbers = [self._offload.ended_copies(), self._writer.finished_jobs, milliseconds]
-        if self._minimum is not None:
-            numbers = self._minimum(numbers)
-        return numbers[0], numbers[1], numbers[2]
 
     def _copies_ended(self, operations: int) -> None:
         for piece in self._offload.take_copies(operations):
@@ -264,11 +251,15 @@ class DecodeWriter:
             self._writer.submit(job)
 
     def _writes_ended(self, count: int) -> None:
-        for finished in self._agreed(self._writer.take_finished(count)):
-            job, continuation = finished.job, finished.job.continuation
+        finished = self._writer.take_finished(count)
+        outcomes: Sequence[int] = [outcome for _, outcome in finished]
+        if self._minimum is not None:
+            outcomes = self._minimum(list(outcomes))
+        for (job, _), outcome in zip(finished, outcomes, strict=True):
+            continuation = job.continuation
             continuation.in_flight = False
             self._pages_in_flight -= job.pages
-            if finished.outcome is Outcome.WRITTEN:
+            if outcome == Outcome.WRITTEN:
                 continuation.prefix_known = True
                 continuation.attempts = 0
                 self._free(job.pieces)
@@ -277,19 +268,13 @@ class DecodeWriter:
                     self._hints.announce(continuation.chain.hashes(0, job.pieces[-1].end_page))
             elif continuation.closed:
                 self._free(job.pieces)
-            elif finished.outcome is Outcome.PREFIX_MISSING:
+            elif outcome == Outcome.PREFIX_MISSING:
                 self._prefix_is_missing(job)
-            elif finished.outcome is Outcome.REFUSED:
+            elif outcome == Outcome.REFUSED:
                 self._free(job.pieces)
                 self._close(continuation, "refused", lost_pages=job.pages)
             else:
                 self._write_failed(job)
-
-    def _agreed(self, finished: Sequence[Finished]) -> list[Finished]:
-        if self._minimum is None:
-            return list(finished)
-        agreed = self._minimum([one.outcome for one in finished])
-        return [Finished(one.job, Outcome(outcome)) for one, outcome in zip(finished, agreed, strict=True)]
 
     def _prefix_is_missing(self, job: WriteJob) -> None:
         if self._now - job.continuation.born < self._prefix_grace * 1000:
@@ -346,7 +331,7 @@ class DecodeWriter:
 
     def _free(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
-            self._offload.free(piece.host_indices)
+            self._offload.host_pool.free(piece.host_indices)
 
     # -- reporting -------------------------------------------------------------------------------------------------
 
@@ -363,12 +348,10 @@ class DecodeWriter:
 
     def log_summary(self) -> None:
         """One line with all counters, if any has changed since the last one."""
-        levels = self._levels()
-        counters = {
-            **describe(self.metrics),
-            "waiting.pages": levels["waiting_pages"],
-            "host.used_tokens": levels["host_used_tokens"],
-        }
+        counts = sorted(self.metrics.snapshot().items())
+        counters: dict[str, Any] = {".".join(filter(None, key)): amount for key, amount in counts if amount}
+        waiting, used = self._levels().values()
+        counters |= {"waiting.pages": waiting, "host.used_tokens": used}
         if counters != self._last_logged:
             self._last_logged = counters
             logger.info("hicache_ext: decode writer: %s", counters)
@@ -376,7 +359,7 @@ class DecodeWriter:
     def _levels(self) -> dict[str, int]:
         return {
             "waiting_pages": self._queue.pages + self._pages_in_flight,
-            "host_used_tokens": self._offload.host_tokens - self._offload.free_host_tokens,
+            "host_used_tokens": int(self._offload.host_pool.size - self._offload.host_pool.available_size()),
         }
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,12 +49,6 @@ class WriteJob:
         return sum(piece.pages for piece in self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    job: WriteJob
-    outcome: Outcome
-
-
 class PoolWriter:
     """``submit`` and ``finished`` run on the scheduler thread and never wait; everything else on a thread of its
     own."""
@@ -67,7 +60,7 @@ class PoolWriter:
         self._metrics = metrics
         self._writes = writes
         self._jobs: deque[WriteJob] = deque()
-        self._finished: deque[Finished] = deque()
+        self._finished: deque[tuple[WriteJob, Outcome]] = deque()
         self._log = LimitedLog(logger, 1.0)
         self._loop = BackgroundLoop("hicache-ext-pd-writer", self._work)
         # At once: a machine without threads shows at the start, and not when jobs keep host memory.
@@ -82,7 +75,7 @@ class PoolWriter:
         """Jobs that ended and were not taken."""
         return len(self._finished)
 
-    def take_finished(self, count: int) -> list[Finished]:
+    def take_finished(self, count: int) -> list[tuple[WriteJob, Outcome]]:
         return [self._finished.popleft() for _ in range(count)]
 
     def stop(self, timeout: float) -> bool:
@@ -93,17 +86,17 @@ class PoolWriter:
         while self._jobs and not self._loop.stopping:
             job = self._jobs.popleft()
             try:
-                finished = self._write(job)
+                outcome = self._write(job)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - without this thread nothing is ever written again
                 self._metrics.add("failure", type(error).__name__)
                 self._log.log(logging.ERROR, "write", "hicache_ext: a decode node's write failed", exc_info=error)
-                finished = Finished(job, Outcome.FAILED)
-            self._finished.append(finished)
+                outcome = Outcome.FAILED
+            self._finished.append((job, outcome))
         return math.inf
 
-    def _write(self, job: WriteJob) -> Finished:
+    def _write(self, job: WriteJob) -> Outcome:
         if not self._writes:
-            return Finished(job, Outcome.WRITTEN)
+            return Outcome.WRITTEN
         continuation, pieces = job.continuation, job.pieces
         chain = continuation.chain
         first_page = pieces[0].first_page
@@ -111,7 +104,7 @@ class PoolWriter:
             chain.extend(continuation.prompt[chain.tokens_for(len(chain), continuation.prompt_pages)])
         prompt = chain.hashes(0, continuation.prompt_pages) if job.look_for_prefix else []
         if prompt and self._pool.stored_leading(prompt) < len(prompt):
-            return Finished(job, Outcome.PREFIX_MISSING)
+            return Outcome.PREFIX_MISSING
         keys: list[str] = []
         for piece in pieces:
             if len(chain) < piece.first_page:
@@ -124,8 +117,8 @@ class PoolWriter:
             end = first + _PAGES_PER_CALL
             outcome = self._write_pages(keys[first:end], host_indices[first:end])
             if outcome is not Outcome.WRITTEN:
-                return Finished(job, outcome)
-        return Finished(job, Outcome.WRITTEN)
+                return outcome
+        return Outcome.WRITTEN
 
     def _write_pages(self, keys: list[str], host_indices: torch.Tensor) -> Outcome:
         """Write the pages that the pool lacks: WRITTEN where it has all of them now."""
@@ -134,21 +127,10 @@ class PoolWriter:
         if not absent:
             return Outcome.WRITTEN
         results = self._pool.store_pages([keys[page] for page in absent], host_indices[absent].flatten())
-        self._count(results)
+        self._metrics.add("write", "calls")
+        ends = Counter("present" if result is SetResult.EXISTS else result.value for result in results)
+        self._metrics.add_many("page", ends)
         if all(result.durable for result in results):
             return Outcome.WRITTEN
         refused = all(result.durable or result is SetResult.REFUSED for result in results)
         return Outcome.REFUSED if refused else Outcome.FAILED
-
-    def _count(self, results: Sequence[SetResult]) -> None:
-        amounts: dict[str, int] = {}
-        for result in results:
-            reason = "present" if result is SetResult.EXISTS else result.value
-            amounts[reason] = amounts.get(reason, 0) + 1
-        self._metrics.add("write", "calls")
-        self._metrics.add_many("page", amounts)
-
-
-def describe(metrics: TierMetrics) -> dict[str, Any]:
-    """The counters as ``event.reason: amount``, for logs."""
-    return {".".join(filter(None, key)): amount for key, amount in sorted(metrics.snapshot().items()) if amount}

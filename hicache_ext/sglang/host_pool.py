@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,34 +62,17 @@ class _AddressPages(native.Arguments):
     _fields_ = native.words("numbers number_count starts strides run_count addresses")
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """One contiguous run of bytes of every page: page p has it at ``p * stride`` in ``memory``."""
-
-    address: int
-    stride: int
-    size: int
-
-
-class _Part(NamedTuple):
-    """The runs of one stored object of every page."""
-
-    addresses: npt.NDArray[np.int64]
-    strides: npt.NDArray[np.int64]
-    sizes: npt.NDArray[np.int64]
-    page_bytes: int
-    of_runs: tuple[int, int, int]
-    """For ``_AddressPages``: where the first two are, and how long."""
-
-
 class PoolPages:
     """The pages of one host pool by number, and what they are. Thread-safe.
 
-    ``page_bytes`` is the payload of a page; ``parts`` is how many objects it is stored as.
+    ``page_bytes`` is the payload of a page, which is stored as ``parts`` objects of ``part_sizes`` bytes;
+    ``segment_sizes`` are those of the segments of the first one.
     """
 
+    page_bytes: int
+    part_sizes: tuple[int, ...]
+    segment_sizes: tuple[int, ...]
     parts = 1
-    page_bytes = 0
 
     def __init__(self, pool: Any, name: str) -> None:
         """Raises UnsupportedError for a pool without pages."""
@@ -100,11 +83,6 @@ class PoolPages:
         self._tokens = np.arange(self.page_size)
         if self._page_count < 1:
             raise UnsupportedError(f"host pool {name!r}", "it has no pages")
-
-    @property
-    def segment_sizes(self) -> tuple[int, ...]:
-        """Sizes in bytes of the segments of one stored object."""
-        return (self.page_bytes,)
 
     def page_numbers(
         self, host_indices: torch.Tensor | None, pages: int
@@ -151,6 +129,21 @@ class PoolPages:
         )
 
 
+class _Part(NamedTuple):
+    """The runs of bytes of one stored object of every page: page p has them at ``starts + p * strides``."""
+
+    starts: npt.NDArray[np.int64]
+    strides: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    of_runs: tuple[int, int, int]
+    """For ``_AddressPages``: where the first two are, and how long."""
+
+    @classmethod
+    def of(cls, runs: Sequence[tuple[int, int, int]]) -> _Part:
+        starts, strides, sizes = (np.array(column, np.int64) for column in zip(*runs, strict=True))
+        return cls(starts, strides, sizes, (address(starts), address(strides), len(runs)))
+
+
 class HostPages(PoolPages):
     """The memory of the pages of one host pool; valid as long as the pool's buffers are.
 
@@ -162,62 +155,44 @@ class HostPages(PoolPages):
         """Raises UnsupportedError for a pool that does not tell where its pages are."""
         super().__init__(pool, name)
         self.parts = parts
-        self._runs = self._measure_runs()
+        runs = self._measure_runs()
         # The memory belongs to the pool, which is kept alive by self.pool.
+        last = self._page_count - 1
         self._memory = [
-            memoryview(
-                (ctypes.c_ubyte * (run.stride * (self._page_count - 1) + run.size)).from_address(run.address)
-            ).cast("B")
-            for run in self._runs
+            memoryview((ctypes.c_ubyte * (stride * last + size)).from_address(start)).cast("B")
+            for start, stride, size in runs
         ]
-        self._runs_per_part = len(self._runs) // parts
-        self._parts = [self._part(begin) for begin in range(0, len(self._runs), self._runs_per_part)]
-        self.page_bytes = sum([run.size for run in self._runs])
-
-    def _part(self, begin: int) -> _Part:
-        runs = self._runs[begin : begin + self._runs_per_part]
-        addresses, strides, sizes = (
-            np.array([getattr(run, name) for run in runs], np.int64) for name in ("address", "stride", "size")
-        )
-        of_runs = address(addresses), address(strides), len(runs)
-        return _Part(addresses, strides, sizes, sum([run.size for run in runs]), of_runs)
-
-    @property
-    def segment_sizes(self) -> tuple[int, ...]:
-        """Sizes in bytes of the segments of one stored object."""
-        return tuple(run.size for run in self._runs[: self._runs_per_part])
+        in_each = len(runs) // parts
+        self._parts = [_Part.of(runs[begin : begin + in_each]) for begin in range(0, len(runs), in_each)]
+        self.segment_sizes = tuple(self._parts[0].sizes.tolist())
+        self.part_sizes = tuple(int(part.sizes.sum()) for part in self._parts)
+        self.page_bytes = sum(self.part_sizes)
 
     def memory_of(self, page_numbers: npt.NDArray[np.int64], part: int = 0) -> PageMemory:
         """``buffers_of`` these pages, made lazily."""
-        starts, strides, sizes, page_bytes, of_runs = self._parts[part]
+        starts, strides, sizes, of_runs = self._parts[part]
         if core := native.core():
             pages = np.empty((len(page_numbers), len(starts)), np.int64)
             core(_AddressPages(address(page_numbers), len(page_numbers), *of_runs, address(pages)))
         else:
             pages = starts + page_numbers[:, None] * strides
-        return PageMemory(Addresses(pages, sizes, page_bytes), lambda: self.buffers_of(page_numbers.tolist(), part))
+        addresses = Addresses(pages, sizes, self.part_sizes[part])
+        return PageMemory(addresses, lambda: self.buffers_of(page_numbers.tolist(), part))
 
     def buffers_of(self, page_numbers: Sequence[int], part: int = 0) -> list[Sequence[memoryview]]:
         """The segments of one stored object of each page, in payload order.
 
         Run by run: most of what a page costs in Python would be spent here otherwise.
         """
-        begin = part * self._runs_per_part
+        runs = self._parts[part]
         columns: list[list[memoryview]] = []
-        for run, memory in zip(
-            self._runs[begin : begin + self._runs_per_part],
-            self._memory[begin : begin + self._runs_per_part],
-            strict=True,
-        ):
-            size, starts = run.size, [number * run.stride for number in page_numbers]
-            columns.append([memory[start : start + size] for start in starts])
+        for number, (stride, size) in enumerate(zip(runs.strides.tolist(), runs.sizes.tolist(), strict=True)):
+            memory = self._memory[part * len(runs.sizes) + number]
+            columns.append([memory[page * stride : page * stride + size] for page in page_numbers])
         return list(zip(*columns, strict=True))
 
-    def part_bytes(self, part: int) -> int:
-        """Payload bytes of one stored object of a page."""
-        return self._parts[part].page_bytes
-
-    def _measure_runs(self) -> list[_Run]:
+    def _measure_runs(self) -> list[tuple[int, int, int]]:
+        """Where each run of page 0 is, how far on that of the next page is, and its bytes."""
         first = self._ask(0)
         last_page = self._page_count - 1
         strides = [0] * len(first)
@@ -234,7 +209,7 @@ class HostPages(PoolPages):
             raise UnsupportedError(
                 f"host pool {self.name!r}", f"its {len(first)} page buffers cannot be split in {self.parts} head groups"
             )
-        return [_Run(address, stride, size) for (address, size), stride in zip(first, strides, strict=True)]
+        return [(start, stride, size) for (start, size), stride in zip(first, strides, strict=True)]
 
     def _ask(self, page: int) -> list[tuple[int, int]]:
         """SGLang's own answer for one page: (address, bytes) of each run."""
@@ -356,6 +331,7 @@ class CopiedPages(PoolPages):
             empty = pool.get_dummy_flat_data_page()
             self._dtype: torch.dtype = empty.dtype
             self.page_bytes = empty.numel() * empty.element_size()
+            self.part_sizes = self.segment_sizes = (self.page_bytes,)
             given = {self._flat(page).numel() for page in (0, self._page_count - 1)}
         except Exception as error:
             raise UnsupportedError(

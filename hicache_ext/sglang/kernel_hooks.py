@@ -23,6 +23,7 @@ import logging
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,6 @@ _REGISTERED_RANGES = "_sglang_cuda_host_registered_ranges"
 _LOADS_UNDER_WAY = 4
 """Loads that a pool remembers: one of the target layers and some of drafts."""
 
-_settings = KernelsConfig()
 _selector: Selector | None = None
 _broken = False
 
@@ -63,13 +63,11 @@ def configure(settings: KernelsConfig) -> None:
 
     Raises ``ConfigError`` with one sentence.
     """
-    global _settings
-    _settings = settings
     use(make_selector(settings.with_environment()))
 
 
 def use(selector: Selector | None) -> None:
-    """Let ``selector`` choose from now on; None: the one of the settings, at the next copy."""
+    """Let ``selector`` choose from now on; None: the one of the environment, at the next copy."""
     global _selector, _broken
     _selector, _broken = selector, False
     _bindings.clear()
@@ -111,7 +109,9 @@ def around_load(
     refusal = _asks_for_more(original, later, named) or _refusal(pool, kind, io_backend, Direction.LOAD)
     if refusal is None and not is_draft and layer_id not in _target_layers(pool, kind):
         return
-    if not _load_layer(pool, host_indices, device_indices, layer_id, refusal):
+    is_counted = refusal is None or layer_id == 0  # once per operation
+    load = partial(_load_layer, pool, host_indices, device_indices, layer_id)
+    if not (is_counted and _serves(Direction.LOAD, refusal, load)):
         named["is_draft"] = is_draft
         original(pool, device_pool, host_indices, device_indices, layer_id, io_backend, *later, **named)
 
@@ -129,7 +129,8 @@ def around_back_up(
     """AROUND ``backup_from_device_all_layer``: the layers that this rank owns, then the drafts."""
     refusal = _asks_for_more(original, later, named)
     refusal = refusal or _refusal(pool, _dotted_name(type(pool)), io_backend, Direction.BACK_UP)
-    if not _back_up(pool, host_indices, device_indices, refusal):
+    back_up = partial(_back_up, pool, host_indices, device_indices)
+    if not _serves(Direction.BACK_UP, refusal, back_up):
         original(pool, device_pool, host_indices, device_indices, io_backend, *later, **named)
 
 
@@ -242,35 +243,27 @@ class _Binding:
 _bindings: weakref.WeakKeyDictionary[Any, _Binding] = weakref.WeakKeyDictionary()
 
 
-def _load_layer(
-    pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, layer_id: int, refusal: str | None
-) -> bool:
-    """Submit one layer; False if SGLang's own path has to."""
+def _serves(direction: Direction, refusal: str | None, submit: Callable[[], bool]) -> bool:
+    """Submit copies; False if SGLang's own path has to make them."""
     if _broken:
         return False
     try:
         if refusal is not None:
-            if layer_id == 0:  # once per operation
-                _current_selector().count(Direction.LOAD, Choice(None, refusal))
+            _current_selector().count(direction, Choice(None, refusal))
             return False
-        binding = _bound(pool)
-        return binding.load(pool, host_indices, device_indices, binding.layer_of[layer_id])
+        return submit()
     except Exception as error:  # noqa: BLE001 - SGLang's own path is there, whatever is wrong with ours
         _give_up(error)
         return False
 
 
-def _back_up(pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, refusal: str | None) -> bool:
-    if _broken:
-        return False
-    try:
-        if refusal is not None:
-            _current_selector().count(Direction.BACK_UP, Choice(None, refusal))
-            return False
-        return _bound(pool).begin(pool, Direction.BACK_UP, host_indices, device_indices).submit_all()
-    except Exception as error:  # noqa: BLE001 - as above
-        _give_up(error)
-        return False
+def _load_layer(pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, layer_id: int) -> bool:
+    binding = _bound(pool)
+    return binding.load(pool, host_indices, device_indices, binding.layer_of[layer_id])
+
+
+def _back_up(pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor) -> bool:
+    return _bound(pool).begin(pool, Direction.BACK_UP, host_indices, device_indices).submit_all()
 
 
 def _give_up(error: Exception) -> None:
@@ -286,7 +279,7 @@ def _give_up(error: Exception) -> None:
 def _current_selector() -> Selector:
     global _selector
     if _selector is None:
-        _selector = make_selector(_settings.with_environment())
+        _selector = make_selector(KernelsConfig().with_environment())
     return _selector
 
 

@@ -54,9 +54,7 @@ from hicache_ext.storage.tiering import observers
 if TYPE_CHECKING:
     from hicache_ext.sglang.announcements import HintTraffic
     from hicache_ext.storage.serving.config_file import ConfigFile
-    from hicache_ext.storage.serving.events import EventPublisher
     from hicache_ext.storage.serving.hints import HintSender
-    from hicache_ext.storage.serving.metrics_export import Exporter
     from hicache_ext.storage.tiering.pulling import PullRule
     from hicache_ext.storage.tiering.recording import Recorder
 
@@ -101,18 +99,16 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self._config_file: ConfigFile | None = None
         self._pull_rule: PullRule | None = None
         self._hints: HintTraffic | None = None
-        self._events: EventPublisher | None = None
-        self._exporter: Exporter | None = None
         self._spans = observers.begin_tracing(self._config.tracing)
-        with ExitStack() as undo:
-            undo.callback(lambda: observers.end_tracing(self._spans))
-            undo.callback(lambda: observers.end_recording(self._recorder))
+        with ExitStack() as closing:
+            closing.callback(lambda: observers.end_tracing(self._spans))
+            exporting = closing.enter_context(ExitStack())  # also what the others count while they are closed
+            closing.callback(lambda: observers.end_recording(self._recorder))
             self._begin_recording(storage_config)
             self._store = open_tiers(self._config)
-            undo.callback(self._store.close)
-            undo.callback(self._close_what_serves)
-            self._begin_to_serve(storage_config, view)
-            undo.pop_all()
+            closing.callback(self._store.close)
+            self._begin_to_serve(storage_config, view, closing, exporting)
+            self._closing = closing.pop_all()
         attach(self)
         self._warn_at_start()
         logger.info(
@@ -132,9 +128,15 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             from hicache_ext.sglang.announcements import recording_of
 
             self._recorder = recording_of(self._config, ranks, self._pools)
+            if self._recorder is not None:
+                self.export_also(self._recorder.metrics)
 
     def _begin_to_serve(
-        self, ranks: HiCacheStorageConfig, view: Callable[[HicacheExtConfig], HicacheExtConfig]
+        self,
+        ranks: HiCacheStorageConfig,
+        view: Callable[[HicacheExtConfig], HicacheExtConfig],
+        closing: ExitStack,
+        exporting: ExitStack,
     ) -> None:
         """Raises ConfigError or MissingPackageError."""
         config = self._config
@@ -142,31 +144,33 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             from hicache_ext.storage.serving.config_file import config_file_of
 
             self._config_file = config_file_of(self._facts.config_file, self._store, config, view)
+            if self._config_file is not None:
+                closing.callback(self._config_file.close)
         if config.pd.pull.mode != "off":
             from hicache_ext.sglang.scheduler_hooks import prefill_cost
             from hicache_ext.storage.tiering.pulling import PullRule
 
             self._pull_rule = PullRule(config.pd.pull, lambda: self._store.tiers, prefill_cost())
+            self.export_also(self._pull_rule.metrics)
         if config.pd.hints.enabled:
             from hicache_ext.sglang.announcements import HintTraffic
 
             self._hints = HintTraffic(config, ranks, self._pools, lambda: self._store)
+            closing.callback(self._hints.close)
+            self._also_counted += self._hints.metrics
         if config.events is not None:
             from hicache_ext.sglang.announcements import kv_events
 
-            self._events = kv_events(config, ranks, self._pools, lambda: self._store)
+            events = kv_events(config, ranks, self._pools, lambda: self._store)
+            if events is not None:
+                closing.callback(events.close)
+                self.export_also(events.metrics)
         if self._facts.metrics:
             from hicache_ext.storage.serving.metrics_export import export_if_possible
 
-            self._exporter = export_if_possible(self._export_sources, _process_labels(ranks))
-
-    def _close_what_serves(self) -> None:
-        if self._hints is not None:
-            self._hints.close()
-        if self._events is not None:
-            self._events.close()
-        if self._config_file is not None:
-            self._config_file.close()
+            exporter = export_if_possible(self._export_sources, _process_labels(ranks))
+            if exporter is not None:
+                exporting.callback(exporter.close)
 
     # -- registration ----------------------------------------------------------------------------------------------
 
@@ -248,12 +252,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def close(self) -> None:
         self._pools.closed = True
         detach(self)
-        self._close_what_serves()
-        self._store.close()
-        observers.end_recording(self._recorder)
-        if self._exporter is not None:
-            self._exporter.close()
-        observers.end_tracing(self._spans)
+        self._closing.close()
 
     def export_also(self, metrics: TierMetrics) -> None:
         """Export the counts of something beside the tiers together with theirs, as long as this backend lives."""
@@ -266,14 +265,6 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         for pool in list(self._pools.bound) + list(self._pools.unserved):
             self._failures.set_level("unserved_pool", pool, float(pool in self._pools.unserved))
         beside = [self._failures, kernel_metrics, *self._also_counted]
-        if self._hints is not None:
-            beside += self._hints.metrics
-        if self._pull_rule is not None:
-            beside.append(self._pull_rule.metrics)
-        if self._events is not None:
-            beside.append(self._events.metrics)
-        if self._recorder is not None:
-            beside.append(self._recorder.metrics)
         tiers = self._store.tiers
         return [*beside, *self._reports.sources(tiers), self._store.metrics, *[tier.metrics for tier in tiers]]
 

@@ -22,6 +22,7 @@ from hicache_ext.config import load_config
 from hicache_ext.config.model import BACKEND_NAME
 from hicache_ext.config.sections import WriteConfig
 from hicache_ext.errors import UnsupportedError
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.sglang.launch_facts import configuration_given_as
 from hicache_ext.sglang.process import attached_backends
@@ -37,7 +38,7 @@ _WRITER = "_hicache_ext_writer"
 _STOPWATCH = "_hicache_ext_stopwatch"
 _STOP_TIMEOUT = 20.0
 
-_last_trouble = 0.0
+_log = LimitedLog(logger, 1.0)
 
 
 def around_init(original: Callable[..., None], manager: Any, *arguments: Any, **keywords: Any) -> None:
@@ -82,7 +83,11 @@ def around_check(original: Callable[..., None], manager: Any, *later: Any, **nam
     if writer is None:
         original(manager, *later, **named)
     else:
-        _step(writer)
+        try:
+            writer.step()
+        except Exception as error:  # noqa: BLE001 - it would end the scheduler
+            # This step's pages are lost to the cache; the next step goes on.
+            _log.log(logging.ERROR, "step", "hicache_ext: a step of the decode writer failed", exc_info=error)
     stopwatch = getattr(manager, _STOPWATCH)
     stopwatch.add(time.perf_counter() - started)
     stopwatch.step_ends()
@@ -119,17 +124,6 @@ def _without_trouble(writer: DecodeWriter, req: Any) -> bool:
         # False: the scheduler releases a finished request at once, as if it had nothing to write.
         logger.exception("hicache_ext: a request's KV will not be written")
         return False
-
-
-def _step(writer: DecodeWriter) -> None:
-    global _last_trouble
-    try:
-        writer.step()
-    except Exception:
-        # An exception would end the scheduler. This step's pages are lost to the cache; the next step goes on.
-        if time.monotonic() - _last_trouble >= 1:
-            _last_trouble = time.monotonic()
-            logger.exception("hicache_ext: a step of the decode writer failed")
 
 
 def _read_extra_config(written: str | None) -> dict[str, Any]:
