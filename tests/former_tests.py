@@ -27,6 +27,9 @@ FORMER = {
         ),
         "copies as rectangles are gone: no installed server could use them",
     ),
+    "test_without_our_writer_sglangs_own_methods_run_and_are_timed": (
+        "-> test_without_our_writer_sglangs_own_methods_run"
+    ),
     "test_a_configured_engine_serves_what_it_can_and_the_fallback_the_rest": (
         "-> test_a_configured_engine_serves_what_it_can_and_sglangs_own_path_the_rest"
     ),

@@ -12,9 +12,8 @@ import torch
 
 from hicache_ext.errors import BenchmarkError, CopyError
 from hicache_ext.kernels.batched_dma import BatchedDmaEngine, open_driver
-from hicache_ext.kernels.engine import CopyEngine, Direction, Operation
+from hicache_ext.kernels.engine import CopyEngine, Direction, Operation, ReferenceEngine
 from hicache_ext.kernels.geometry import HOST_LAYOUTS, LayerCopy, LayerStack, device_rows, host_rows, page_tokens
-from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.triton_engine import TritonEngine
 from tests.rigs.fake_cuda import FakeGpu
 from tests.rigs.interpreted_triton import InterpretedTritonEngine

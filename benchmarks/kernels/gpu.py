@@ -20,9 +20,8 @@ import torch
 from hicache_ext.bench.kernels import driver_version
 from hicache_ext.errors import CopyError
 from hicache_ext.kernels.batched_dma import BatchedDmaEngine, open_driver
-from hicache_ext.kernels.engine import CopyEngine, Direction, Operation
+from hicache_ext.kernels.engine import CopyEngine, Direction, Operation, ReferenceEngine
 from hicache_ext.kernels.geometry import LayerCopy, LayerStack, device_rows, host_rows, page_tokens
-from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.selection import Selector
 from hicache_ext.kernels.triton_engine import TritonEngine
 from hicache_ext.runtime.metrics import TierMetrics

@@ -28,9 +28,8 @@ from hicache_ext.kernels.calibration import (
     merged,
     write_calibration,
 )
-from hicache_ext.kernels.engine import SGLANG, Direction, Operation
+from hicache_ext.kernels.engine import SGLANG, Direction, Operation, ReferenceEngine
 from hicache_ext.kernels.geometry import page_tokens
-from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.selection import ENGINES
 from hicache_ext.sglang import kernel_hooks as sglang_hooks
 from hicache_ext.testing.host_pools import mha_pools

@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -164,15 +164,9 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
 
 
 def _entry(measurement: Measurement) -> dict[str, Any]:
-    situation = measurement.situation
-    return {
-        "direction": situation.direction.value,
-        "layout": situation.layout,
-        "indices": "cpu" if situation.indices_on_cpu else "device",
-        "run_bytes": situation.run_bytes,
-        "bytes_per_layer": situation.bytes_per_layer,
-        "seconds": dict(measurement.seconds),
-    }
+    facts = asdict(measurement.situation)
+    indices = "cpu" if facts.pop("indices_on_cpu") else "device"
+    return {**facts, "indices": indices, "seconds": dict(measurement.seconds)}
 
 
 def _measurement(entry: Mapping[str, Any]) -> Measurement:

@@ -15,8 +15,7 @@ import torch
 
 from hicache_ext.config import KernelsConfig
 from hicache_ext.errors import CopyError
-from hicache_ext.kernels.engine import SGLANG, CopyEngine, Operation, Transfer
-from hicache_ext.kernels.reference import ReferenceEngine
+from hicache_ext.kernels.engine import SGLANG, CopyEngine, Operation, ReferenceEngine, Transfer
 from hicache_ext.runtime.metrics import TierMetrics
 
 if TYPE_CHECKING:

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +30,6 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.sglang.backend import HiCacheExtBackend
 from hicache_ext.sglang.launch_facts import configuration_given_as
-from hicache_ext.sglang.lifecycle import name_of
 from hicache_ext.sglang.linking.ahead import OUTCOMES, ReadAhead
 from hicache_ext.sglang.linking.staging import Pages, Staging, pages_of
 from hicache_ext.sglang.linking.transfers import Loads, Offloads
@@ -104,7 +101,6 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
                 settings.load_timeout,
                 self._threads,
             )
-            self._look_ups = LookUps(self._staging, self._restorable, self._ahead)
             self._loads = Loads(
                 self._staging,
                 self._backend,
@@ -160,7 +156,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
     @answering(lambda *_, **__: [])
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         # Also where nothing may be served now: each rank has to know what SGLang asked.
-        return [] if self._closed else self._look_ups.restorable(rid, transfers)
+        return [] if self._closed else self._ahead.restorable(rid, transfers)
 
     def _restorable(self, keys: list[str], beside: list[PoolTransfer]) -> list[int]:
         return list(self._backend.batch_exists_v2(keys, beside).restorable_prefix_pages or [])
@@ -177,7 +173,6 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         pages = self._pages(transfers)
         if not pages:
             return False
-        self._look_ups.forget(rid)
         read = self._read(rid, pages)
         everywhere = self._agreed_alone(read)
         if read and not everywhere:
@@ -235,7 +230,6 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
     def reset(self) -> None:
         """Forget what SGLang waits for. What it handed over is stored, as far as it could leave the device within
         seconds; from the return on the device is neither read nor written."""
-        self._look_ups.forget()
         self._ahead.reset()
         self._loads.reset()
         self._offloads.reset()
@@ -330,87 +324,6 @@ def _storage_config(staging: Staging, document: dict[str, Any]) -> Any:
     from sglang.srt.runtime_context import get_serving
 
     return staging.controller._generate_storage_config(get_serving().served_model_name, dict(document))
-
-
-# -- look-ups ----------------------------------------------------------------------------------------------------------
-# What of a prompt can be restored, as SGLang asks its linker.
-#
-# What was read while a request was in the queue is known (linking/ahead.py). Of others the store is asked. SGLang asks
-# again in every round of its scheduler for a request that waits at the head of its queue; for a moment it is answered
-# what it was answered before: a pool over a network would cost its budget of look-ups each time.
-
-REMEMBERED = 0.5
-"""Seconds for which an answer counts. What has gone meanwhile is found out when it is read."""
-_MOST_REQUESTS = 1024
-
-_Question = tuple[tuple[str, int, str, str], ...]
-"""Of each component its name, and how many keys from which to which: a key stands for all before it."""
-
-
-class LookUps:
-    """Threads: any."""
-
-    def __init__(
-        self,
-        staging: Staging,
-        find: Callable[[list[str], list[Any]], list[int]],
-        ahead: ReadAhead,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """``find``: prefix lengths that can be restored, of KV keys and transfers of the pools beside."""
-        self._staging = staging
-        self._find = find
-        self._ahead = ahead
-        self._clock = clock
-        self._answers: OrderedDict[str, tuple[_Question, float, list[int]]] = OrderedDict()
-
-    def restorable(self, rid: str, transfers: Sequence[Any]) -> list[int]:
-        """Every prefix length in pages at which all pools have what they need."""
-        by_name = {name_of(transfer.name): transfer for transfer in transfers}
-        kv = by_name.get(KV)
-        if kv is None or not kv.keys:
-            return []
-        beside = self._beside(by_name)
-        if beside is None:
-            return []
-        keys = list(kv.keys)
-        if self._ahead.note(
-            rid, keys, {source: len(by_name[source].keys) for source in self._staging.pools_on}, beside
-        ):
-            return []
-        if (answer := self._ahead.answer(rid, keys)) is not None:
-            return answer
-        question = tuple((name, len(one.keys), one.keys[0], one.keys[-1]) for name, one in by_name.items() if one.keys)
-        known = self._answers.get(rid)
-        if known is not None and known[0] == question and self._clock() - known[1] < REMEMBERED:
-            return list(known[2])
-        found = self._find(keys, beside)
-        self._answers[rid] = (question, self._clock(), found)
-        while len(self._answers) > _MOST_REQUESTS:
-            self._answers.popitem(last=False)
-        return list(found)
-
-    def forget(self, rid: str | None = None) -> None:
-        """An answer, or all of them."""
-        if rid is None:
-            self._answers.clear()
-        else:
-            self._answers.pop(rid, None)
-
-    def _beside(self, by_name: Mapping[str, Any]) -> list[Any] | None:
-        """What is asked of the pools beside KV; None where SGLang asks for too few: nothing can be restored then."""
-        from sglang.srt.mem_cache.hicache_storage import PoolTransfer
-
-        beside = []
-        for source, names in self._staging.pools_on.items():
-            asked = by_name.get(source)
-            if asked is None or not asked.keys:
-                return None
-            for name in names:
-                if name != KV:
-                    policy = asked.hit_policy if name == source else self._staging.policies[name]
-                    beside.append(PoolTransfer(self._staging.pool_name(name), keys=asked.keys, hit_policy=policy))
-        return beside
 
 
 # -- what all ranks of a deployment must decide alike ------------------------------------------------------------------

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from hicache_ext.pd.continuation import PageChain, Piece
-from hicache_ext.pd.decode_writer import RequestOptions
+from hicache_ext.pd.decode_writer import PageChain, Piece, RequestOptions
 
 logger = logging.getLogger(__name__)
 

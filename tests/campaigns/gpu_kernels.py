@@ -31,9 +31,8 @@ from benchmarks.kernels.check import CheckedMemory
 from benchmarks.kernels.gpu import gpu_facts
 from hicache_ext.errors import CopyError
 from hicache_ext.kernels.batched_dma import BatchedDmaEngine, open_driver
-from hicache_ext.kernels.engine import CopyEngine, Direction, Operation
+from hicache_ext.kernels.engine import CopyEngine, Direction, Operation, ReferenceEngine
 from hicache_ext.kernels.geometry import HOST_LAYOUTS, page_tokens
-from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.selection import Selector
 from hicache_ext.kernels.triton_engine import TritonEngine
 from hicache_ext.runtime.metrics import TierMetrics

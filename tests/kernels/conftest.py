@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from hicache_ext.kernels.batched_dma import BatchedDmaEngine
-from hicache_ext.kernels.engine import CopyEngine
-from hicache_ext.kernels.reference import ReferenceEngine
+from hicache_ext.kernels.engine import CopyEngine, ReferenceEngine
 from hicache_ext.kernels.selection import Selector
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.sglang import kernel_hooks as sglang_hooks

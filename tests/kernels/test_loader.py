@@ -9,9 +9,8 @@ import torch
 
 from hicache_ext.errors import CopyError
 from hicache_ext.kernels.batched_dma import BatchedDmaEngine
-from hicache_ext.kernels.engine import CopyEngine, Direction, Operation
+from hicache_ext.kernels.engine import CopyEngine, Direction, Operation, ReferenceEngine
 from hicache_ext.kernels.geometry import page_tokens
-from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.selection import Selector
 from hicache_ext.runtime.metrics import TierMetrics
 from tests.kernels.stacks import PlainMemory, plain_memory

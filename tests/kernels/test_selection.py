@@ -20,9 +20,8 @@ from hicache_ext.kernels.calibration import (
     read_calibration,
     write_calibration,
 )
-from hicache_ext.kernels.engine import Direction, Operation
+from hicache_ext.kernels.engine import Direction, Operation, ReferenceEngine
 from hicache_ext.kernels.geometry import page_tokens
-from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.selection import Selector, make_selector
 from hicache_ext.runtime.metrics import TierMetrics
 from tests.kernels.stacks import plain_memory

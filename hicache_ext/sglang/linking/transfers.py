@@ -236,10 +236,8 @@ class Loads:
 
     def _end(self, load: _Load) -> None:
         """Give its memory back; waits for a copy to the device, not for a store."""
-        with load.writing:
-            load.over = True
-            while load.waiting:
-                load.waiting.popleft().release()
+        for portion in _taken_out(load):
+            portion.release()
 
 
 def _given_places(ahead: deque[Portion], wanted: Sequence[Pages]) -> list[Pages]:
