@@ -27,6 +27,8 @@ FORMER = {
         ),
         "copies as rectangles are gone: no installed server could use them",
     ),
+    "test_unequal_numbers_of_tokens_are_refused": "-> test_unequal_numbers_of_tokens_are_refused",
+    "test_repeated_measurements_keep_the_best_time_of_each_engine": "a situation that is measured twice is kept twice",
     "test_without_our_writer_sglangs_own_methods_run_and_are_timed": (
         "-> test_without_our_writer_sglangs_own_methods_run"
     ),

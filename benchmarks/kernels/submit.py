@@ -17,7 +17,7 @@ import torch
 
 from hicache_ext.kernels.batched_dma import BATCH_TYPES, BatchedDmaEngine, CudaDriver
 from hicache_ext.kernels.engine import CopyEngine, Direction, Operation
-from hicache_ext.kernels.geometry import LayerCopy, LayerStack, Rows, page_tokens
+from hicache_ext.kernels.geometry import LayerCopy, LayerStack, Rows, Strides, page_tokens
 
 LAYOUTS = ("page_first_direct", "layer_first", "page_first")
 
@@ -97,8 +97,8 @@ def imaginary_stack(case: SubmitCase, *, components: int = 2) -> LayerStack:
             device = device_start + (layer * components + component) * pool_tokens * row
             layers[-1].append(
                 LayerCopy(
-                    Rows(nothing, host, pool_tokens, page_stride, token_stride, row),
-                    Rows(nothing, device, pool_tokens, page, row, row),
+                    Rows(nothing, host, pool_tokens, Strides(page_stride, token_stride, row)),
+                    Rows(nothing, device, pool_tokens, Strides(page, row, row)),
                     case.page_size,
                     1,
                     row,

@@ -25,7 +25,6 @@ from hicache_ext.kernels.calibration import (
     Measurement,
     Situation,
     calibration_file,
-    merged,
     write_calibration,
 )
 from hicache_ext.kernels.engine import SGLANG, Direction, Operation, ReferenceEngine
@@ -103,7 +102,7 @@ def calibrate(seconds: float) -> Calibration:
             print(f"  left out: {type(error).__name__}: {str(error)[:200]}", flush=True)
     if not measurements:
         raise BenchmarkError("nothing could be measured: SGLang's pools cannot be built on this machine")
-    return Calibration(torch.cuda.get_device_name(), driver_version(), today(), merged(measurements))
+    return Calibration(torch.cuda.get_device_name(), driver_version(), today(), tuple(measurements))
 
 
 def _measure_pool(layout: str, io_backend: str, heads: int, page_size: int) -> Iterator[Measurement]:

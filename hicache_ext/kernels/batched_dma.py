@@ -19,7 +19,7 @@ import torch
 
 from hicache_ext.errors import CopyError
 from hicache_ext.kernels.engine import Direction, Operation
-from hicache_ext.kernels.plan import CopyPlan, split_at_borders
+from hicache_ext.kernels.geometry import CopyPlan, split_at_borders
 
 # -- the driver --------------------------------------------------------------------------------------------------------
 
@@ -30,19 +30,13 @@ _LEGACY_STREAMS = (0, 1)
 """Handles of the legacy default stream, in which batches are refused: NULL and CU_STREAM_LEGACY."""
 
 
-class Location(ctypes.Structure):
-    """CUmemLocation."""
-
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
 class Attributes(ctypes.Structure):
-    """CUmemcpyAttributes, 24 bytes."""
+    """CUmemcpyAttributes, 24 bytes; a location is a type and an id."""
 
     _fields_ = (
         ("source_access_order", ctypes.c_int),
-        ("source_location", Location),
-        ("destination_location", Location),
+        ("source_location", ctypes.c_int * 2),
+        ("destination_location", ctypes.c_int * 2),
         ("flags", ctypes.c_uint),
     )
 

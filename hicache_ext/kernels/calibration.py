@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,8 @@ class Situation:
         """Between sizes, in doublings; infinite where anything else differs."""
         if (self.direction, self.layout, self.indices_on_cpu) != (other.direction, other.layout, other.indices_on_cpu):
             return math.inf
-        return abs(_log2(self.run_bytes) - _log2(other.run_bytes)) + abs(
-            _log2(self.bytes_per_layer) - _log2(other.bytes_per_layer)
-        )
+        sizes = (self.run_bytes, other.run_bytes), (self.bytes_per_layer, other.bytes_per_layer)
+        return sum(abs(math.log2(max(mine, 1) / max(theirs, 1))) for mine, theirs in sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,17 +183,3 @@ def _measurement(entry: Mapping[str, Any]) -> Measurement:
         ),
         seconds,
     )
-
-
-def _log2(number: int) -> float:
-    return math.log2(max(number, 1))
-
-
-def merged(calibrations: Sequence[Measurement]) -> tuple[Measurement, ...]:
-    """One measurement per situation: the fastest time of each engine."""
-    best: dict[Situation, dict[str, float]] = {}
-    for measurement in calibrations:
-        seconds = best.setdefault(measurement.situation, {})
-        for name, value in measurement.seconds.items():
-            seconds[name] = min(value, seconds.get(name, math.inf))
-    return tuple(Measurement(situation, seconds) for situation, seconds in best.items())

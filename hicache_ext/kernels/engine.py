@@ -11,12 +11,9 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from hicache_ext.kernels.geometry import LayerCopy, LayerStack, Rows
-from hicache_ext.kernels.plan import CopyPlan, make_plan
+from hicache_ext.kernels.geometry import CopyPlan, LayerCopy, LayerStack, Rows, make_plan
 
 SGLANG = "sglang"
 """The name of SGLang's own path, which is no engine of ours."""
@@ -55,14 +52,9 @@ class Operation:
         return self.host_indices.device.type == "cpu" and self.device_indices.device.type == "cpu"
 
     @cached_property
-    def cpu_indices(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Host and device indices as arrays. Waits for the device unless ``indices_on_cpu``."""
-        return self.host_indices.cpu().numpy(), self.device_indices.cpu().numpy()
-
-    @cached_property
     def plan(self) -> CopyPlan:
-        """Made at first use, once for all layers."""
-        return make_plan(self.stack.shape, *self.cpu_indices)
+        """Made at first use, once for all layers. Waits for the device unless ``indices_on_cpu``."""
+        return make_plan(self.stack.shape, self.host_indices.cpu().numpy(), self.device_indices.cpu().numpy())
 
 
 class Transfer(Protocol):
@@ -142,16 +134,16 @@ def _view(
     """A view of the rows with the token axes in front, and the index that selects ``indices`` on those axes."""
     page_size = copy.page_size
     indices = indices.to(rows.storage.device)
-    if rows.page_stride == page_size * rows.token_stride:
+    if rows.strides.page == page_size * rows.strides.token:
         shape: tuple[int, ...] = (rows.token_count,)
-        strides: tuple[int, ...] = (rows.token_stride,)
+        strides: tuple[int, ...] = (rows.strides.token,)
         place: tuple[torch.Tensor, ...] = (indices,)
     else:
         shape = (rows.token_count // page_size, page_size)
-        strides = (rows.page_stride, rows.token_stride)
+        strides = (rows.strides.page, rows.strides.token)
         place = (indices // page_size, indices % page_size)
     shape += (copy.segments, copy.segment_bytes)
-    strides += (rows.segment_stride, 1)
+    strides += (rows.strides.segment, 1)
     words = torch.empty(0, dtype=dtype, device=rows.storage.device)
     words.set_(
         rows.storage,
@@ -165,5 +157,5 @@ def _view(
 def _widest_word(copy: LayerCopy) -> tuple[int, torch.dtype]:
     numbers = [copy.segment_bytes]
     for rows in (copy.host, copy.device):
-        numbers += [rows.base - rows.storage.data_ptr(), rows.page_stride, rows.token_stride, rows.segment_stride]
+        numbers += [rows.base - rows.storage.data_ptr(), *rows.strides]
     return next((width, dtype) for width, dtype in _WORDS if all(number % width == 0 for number in numbers))

@@ -8,6 +8,7 @@ programs as the quota says, for as long as the copy takes.
 from __future__ import annotations
 
 import ctypes
+import functools
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +43,6 @@ class TritonEngine:
         self._programs = programs
         self._options = {"num_warps": _WARPS}
         self._kernel = triton_kernel.compiled()
-        self._reaching: dict[int, bool] = {}
         self._known: weakref.WeakKeyDictionary[LayerStack, tuple[torch.Tensor, dict[Direction, RowCut]]]
         self._known = weakref.WeakKeyDictionary()
         """The addresses of a stack's copies on the device, and its cut for each direction."""
@@ -55,17 +55,13 @@ class TritonEngine:
             return "not_cuda"
         if not stack.is_registered:
             return "unpinned"
-        if not self._reaches_host(stack.device):
+        if not _reaches_registered_memory(
+            torch.cuda.current_device() if stack.device.index is None else stack.device.index
+        ):
             return "aliased_memory"
         if torch.cuda.is_current_stream_capturing():
             return "graph_capture"  # a captured copy would be replayed over pages that mean something else by then
         return None
-
-    def _reaches_host(self, device: torch.device) -> bool:
-        index = torch.cuda.current_device() if device.index is None else device.index
-        if index not in self._reaching:
-            self._reaching[index] = _reaches_registered_memory(index)
-        return self._reaching[index]
 
     def begin(self, operation: Operation) -> _TritonTransfer:
         stack = operation.stack
@@ -161,6 +157,7 @@ def _on_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
         return table.to(device)
 
 
+@functools.cache
 def _reaches_registered_memory(device_index: int) -> bool:
     """Whether kernels may use the host's own addresses of registered memory; where not, it has others for the device.
 

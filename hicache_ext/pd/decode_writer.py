@@ -125,9 +125,7 @@ class Continuation:
     closed: bool = False
     """Nothing more of this request will be written."""
     epoch: int = 0
-    generated: int = 0
     attempts: int = 0
-    first_failure: int = 0
     waiting: deque[Piece] = field(default_factory=deque)
     in_flight: bool = False
     not_before: int = 0
@@ -335,8 +333,6 @@ _LOG_INTERVAL = 60.0
 _LEVEL_INTERVAL = 1.0
 _RETRIES = 3
 _FIRST_BACKOFF_MS = 250
-_RETRY_WITHIN_MS = 30_000
-"""No write is tried again later than this after its first failure."""
 _PAGES_IN_FLIGHT = 512
 """Pages handed to the storage thread; the others wait where they can be dropped."""
 _HINTS_TIMEOUT = 2.0
@@ -417,8 +413,7 @@ class DecodeWriter:
         continuation.finished = finished
         if continuation.closed or not self._offload.is_on_device(request):
             return False
-        continuation.generated = len(output) - 1
-        if continuation.generated < self._config.min_tokens:
+        if len(output) - 1 < self._config.min_tokens:
             if finished:
                 self.metrics.add("request", "too_short")
             return False
@@ -453,15 +448,17 @@ class DecodeWriter:
     def _copy(self, request: Any, output: Sequence[int], continuation: Continuation) -> bool:
         """Start copying the whole pages that are due; whether a copy began."""
         page_size, finished = self._page_size, continuation.finished
-        prompt_length, generated = len(continuation.prompt), continuation.generated
-        end_page = (prompt_length + generated) // page_size
+        prompt_length = len(continuation.prompt)
+        end_page = (prompt_length + len(output) - 1) // page_size  # the last token has no KV yet
         first_page = continuation.copied_pages
         pages = end_page - first_page
         if pages <= 0:
             return False
         continuation.next_copy_at = len(output) + self._stride
         tokens = _tokens_between(continuation.prompt, output, continuation.chain.tokens_for(first_page, end_page))
-        host_indices = self._host_memory(pages * page_size, continuation)
+        host_pool = self._offload.host_pool
+        has_room = host_pool.available_size() >= pages * page_size or self._evict(pages * page_size, continuation)
+        host_indices = host_pool.alloc(pages * page_size) if has_room else None
         if host_indices is None:
             self.metrics.add("copy", "no_host_memory" if finished else "deferred")
             if finished:
@@ -474,19 +471,13 @@ class DecodeWriter:
         continuation.next_copy_at = self._copy_due_at(prompt_length, end_page)
         return True
 
-    def _host_memory(self, tokens: int, continuation: Continuation) -> torch.Tensor | None:
-        """Host indices for a copy; drops queued pages if needed."""
-        if self._offload.host_pool.available_size() < tokens and not self._evict(tokens, continuation):
-            return None
-        host_indices: torch.Tensor | None = self._offload.host_pool.alloc(tokens)
-        return host_indices
-
     def _start_copies(self) -> None:
         for piece in self._offload.start_copies():
             self._close(piece.continuation, "copy_failed")
             self._copy_ended(piece)
 
     def _evict(self, tokens: int, spare: Continuation) -> bool:
+        """Drop queued pages until so much host memory is free; False where that cannot be."""
         victims: list[Continuation] = []
         gain = self._offload.host_pool.available_size()
         for victim in self._queue.victims(spare):
@@ -561,44 +552,29 @@ class DecodeWriter:
                 continuation.prefix_known = True
                 continuation.attempts = 0
                 self._free(job.pieces)
-                if self._hints is not None and _is_last(job):
+                end_page = job.pieces[-1].end_page
+                if self._hints is not None and continuation.finished and end_page == continuation.copied_pages:
                     # The last write: the storage thread no longer uses the chain.
-                    self._hints.announce(continuation.chain.hashes(0, job.pieces[-1].end_page))
+                    self._hints.announce(continuation.chain.hashes(0, end_page))
             elif continuation.closed:
                 self._free(job.pieces)
-            elif outcome == Outcome.PREFIX_MISSING:
-                self._prefix_is_missing(job)
-            elif outcome == Outcome.REFUSED:
-                self._free(job.pieces)
-                self._close(continuation, "refused", lost_pages=job.pages)
+            elif (pause := self._pause(continuation, outcome)) is not None:
+                continuation.not_before = self._now + pause
+                self._queue.put_back(job.pieces)
             else:
-                self._write_failed(job)
+                self._free(job.pieces)
+                self._close(continuation, Outcome(outcome).name.lower(), lost_pages=job.pages)
 
-    def _prefix_is_missing(self, job: WriteJob) -> None:
-        if self._now - job.continuation.born < self._prefix_grace * 1000:
+    def _pause(self, continuation: Continuation, outcome: int) -> int | None:
+        """Milliseconds after which a write is tried again; None where it is not."""
+        if outcome == Outcome.PREFIX_MISSING and self._now - continuation.born < self._prefix_grace * 1000:
             # The prefill node may still be writing it.
-            self._wait_until(job, self._now + _FIRST_BACKOFF_MS)
-            return
-        self._free(job.pieces)
-        self._close(job.continuation, "prefix_missing", lost_pages=job.pages)
-
-    def _write_failed(self, job: WriteJob) -> None:
-        continuation = job.continuation
-        if continuation.attempts == 0:
-            continuation.first_failure = self._now
+            return _FIRST_BACKOFF_MS
+        if outcome != Outcome.FAILED or continuation.attempts >= _RETRIES:
+            return None
         continuation.attempts += 1
-        pause = _FIRST_BACKOFF_MS * 2 ** (continuation.attempts - 1)
-        in_time = self._now + pause <= continuation.first_failure + _RETRY_WITHIN_MS
-        if in_time and continuation.attempts <= _RETRIES:
-            self.metrics.add("write", "retried")
-            self._wait_until(job, self._now + pause)
-            return
-        self._free(job.pieces)
-        self._close(continuation, "failed", lost_pages=job.pages)
-
-    def _wait_until(self, job: WriteJob, moment: int) -> None:
-        job.continuation.not_before = moment
-        self._queue.put_back(job.pieces)
+        self.metrics.add("write", "retried")
+        return int(_FIRST_BACKOFF_MS * 2 ** (continuation.attempts - 1))
 
     def stop(self, timeout: float) -> bool:
         """End the storage thread. True: it ended, and host memory may be freed."""
@@ -659,12 +635,6 @@ class DecodeWriter:
             "waiting_pages": self._queue.pages + self._pages_in_flight,
             "host_used_tokens": int(self._offload.host_pool.size - self._offload.host_pool.available_size()),
         }
-
-
-def _is_last(job: WriteJob) -> bool:
-    """Whether this run was the last one of a finished request."""
-    continuation = job.continuation
-    return continuation.finished and job.pieces[-1].end_page == continuation.copied_pages
 
 
 def _tokens_between(prompt: Sequence[int], output: Sequence[int], wanted: slice) -> Sequence[int]:

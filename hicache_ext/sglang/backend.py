@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,7 +71,11 @@ class HiCacheExtBackend(BackendLifecycle):
             leading = 0 if asked is None else self._leading_of_any_kind(pool, keys)
         if asked is None:
             self._store.count_absent(len(keys) * parts)
-        return 0 if asked is None else self._pull_rule.pages_to_pull(asked, leading, partial(_probe_keys, pool, keys))
+            return 0
+        first = pool.digests[0]
+        return self._pull_rule.pages_to_pull(
+            asked, leading, lambda count: [first + page_hash_bytes(key) for key in keys[:count]]
+        )
 
     def _leading_of_any_kind(self, pool: BoundPool | None, keys: Sequence[str]) -> int:
         leading, absent = self._leading(pool, keys) if pool is not None and pool.pages is not None else (0, len(keys))
@@ -131,10 +134,9 @@ class HiCacheExtBackend(BackendLifecycle):
         if hit_policy(transfer.hit_policy) == "unknown":
             return set()
         window = max(1, len(transfer.keys) if transfer.keys else 1)
-        present = self._present(pool, keys)
         complete: set[int] = set()
         run = 0
-        for pages, known in enumerate(present, start=1):
+        for pages, known in enumerate(self._every_part(pool, keys, self._store.contains), start=1):
             run = run + 1 if known else 0
             if run >= min(window, pages):
                 complete.add(pages)
@@ -163,14 +165,12 @@ class HiCacheExtBackend(BackendLifecycle):
         self._found_all = done == len(keys)
         return done, len(keys) * len(pool.digests) - found
 
-    def _present(self, pool: BoundPool, keys: Sequence[str]) -> list[bool]:
+    def _every_part(self, pool: BoundPool, keys: Sequence[str], ask: Callable[[PageKeys], list[bool]]) -> list[bool]:
+        """Of which pages it is so for all parts."""
         of_first = PageKeys.of_hashes(pool.digests[0], keys)
-        present = [True] * len(keys)
-        for digest in pool.digests:
-            with self._patience():
-                known = self._store.contains(of_first.under(digest))
-            present = [a and b for a, b in zip(present, known, strict=True)]
-        return present
+        with self._patience():
+            per_part = [ask(of_first.under(digest)) for digest in pool.digests]
+        return [all(known) for known in zip(*per_part, strict=True)]
 
     # -- v1 and v2: pages of host pools ----------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class HiCacheExtBackend(BackendLifecycle):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._move_pages(KV, keys, host_indices, read_pages, self._prefetched)
+        return self._moved(self._pools.usable(KV), keys, host_indices, read_pages, self._prefetched)
 
     @answering(all_false)
     def batch_set_v1(
@@ -190,7 +190,7 @@ class HiCacheExtBackend(BackendLifecycle):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._move_pages(KV, keys, host_indices, write_pages, self._backed_up)
+        return self._moved(self._pools.usable(KV), keys, host_indices, write_pages, self._backed_up)
 
     @answering(transfers_false)
     def batch_get_v2(
@@ -213,29 +213,20 @@ class HiCacheExtBackend(BackendLifecycle):
     @answering(transfer_false)
     def _move_transfer(self, transfer: PoolTransfer, move: Move, samples: TransferSamples) -> list[bool]:
         """Never raises by itself: the other transfers of the call are answered with what became of them."""
-        name, keys = name_of(transfer.name), transfer.keys or []
-        return self._move_pages(name, keys, transfer.host_indices, move, samples)
+        pool = self._pools.usable(name_of(transfer.name))
+        return self._moved(pool, transfer.keys or [], transfer.host_indices, move, samples)
 
-    def _move_pages(
+    def _moved(
         self,
-        name: str,
+        pool: BoundPool | None,
         keys: Sequence[str],
         host_indices: torch.Tensor | None,
         move: Move,
         samples: TransferSamples,
     ) -> list[bool]:
         """Move pages between the store and a registered host pool; which of them went well."""
-        pool = self._pools.usable(name)
-        return [False] * len(keys) if pool is None else self._moved(pool, keys, host_indices, move, samples)
-
-    def _moved(
-        self,
-        pool: BoundPool,
-        keys: Sequence[str],
-        host_indices: torch.Tensor | None,
-        move: Move,
-        samples: TransferSamples,
-    ) -> list[bool]:
+        if pool is None:
+            return [False] * len(keys)
         if pool.pages is None:
             return [True] * len(keys)
         results, owners = self._timed(pool, pool.pages, keys, host_indices, move, samples)
@@ -299,11 +290,7 @@ class HiCacheExtBackend(BackendLifecycle):
     def stored(self, keys: list[str]) -> list[bool]:
         """Which pages need not be written again [pd writer]."""
         pool = self._pools.usable(KV)
-        if pool is None:
-            return [False] * len(keys)
-        of_first = PageKeys.of_hashes(pool.digests[0], keys)
-        per_part = [self._store.stored(of_first.under(digest)) for digest in pool.digests]
-        return [all(known) for known in zip(*per_part, strict=True)]
+        return [False] * len(keys) if pool is None else self._every_part(pool, keys, self._store.stored)
 
     @answering(lambda *_, **__: 0)
     def stored_leading(self, keys: list[str]) -> int:
@@ -312,10 +299,7 @@ class HiCacheExtBackend(BackendLifecycle):
         if pool is None:
             return 0
         of_first = PageKeys.of_hashes(pool.digests[0], keys)
-        return min(
-            (self._store.count_leading_in_pool(of_first.under(digest)) for digest in pool.digests),
-            default=0,
-        )
+        return min((self._store.count_leading_in_pool(of_first.under(d)) for d in pool.digests), default=0)
 
     @answering(lambda keys=(), *_, **__: [SetResult.ERROR] * length(keys))
     def store_pages(self, keys: list[str], host_indices: torch.Tensor) -> list[SetResult]:
@@ -390,11 +374,6 @@ class HiCacheExtBackend(BackendLifecycle):
                 if ok and tensors is not None:
                     done[position] = tensors[position]
         return done
-
-
-def _probe_keys(pool: BoundPool, keys: Sequence[str], count: int) -> list[bytes]:
-    """Store keys of the first ``count`` pages, of their first parts."""
-    return [pool.digests[0] + page_hash_bytes(key) for key in keys[:count]]
 
 
 # -- pages of host pools on their way from and to the store ------------------------------------------------------------

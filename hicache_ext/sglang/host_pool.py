@@ -12,6 +12,7 @@ import ctypes
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -250,20 +251,15 @@ def flat_buffers(count: int, tensors: Sequence[Any] | None, sizes: Sequence[Any]
         size = sizes[position] if sizes is not None and position < len(sizes) else None
         segments: list[memoryview] | None = None
         if isinstance(target, torch.Tensor):
-            segments = _tensor_segments(target)
+            # Not one that is no contiguous run of host memory.
+            if target.device.type == "cpu" and target.is_contiguous() and target.numel():
+                size = target.numel() * target.element_size()
+                segments = [memoryview((ctypes.c_ubyte * size).from_address(target.data_ptr())).cast("B")]
         elif isinstance(target, int) and isinstance(size, int) and _is_memory(target, size):
             segments = [memoryview((ctypes.c_ubyte * size).from_address(target)).cast("B")]
         if segments is not None:
             buffers[position] = segments
     return buffers
-
-
-def _tensor_segments(tensor: torch.Tensor) -> list[memoryview] | None:
-    """The bytes of a CPU tensor as one segment; None when it is not one contiguous run of host memory."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0:
-        return None
-    size = tensor.numel() * tensor.element_size()
-    return [memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")]
 
 
 def _is_memory(address: int, size: int) -> bool:
@@ -364,10 +360,9 @@ class CopiedPages(PoolPages):
         Raises what the pool raises when it takes a page; what was put there until then is not to be relied on.
         """
         results: list[GetResult] = []
-        for some, places in self._portions(keys, numbers):
-            copies = self._copies(len(places))
-            found = get(self._batch(some, copies))
-            for copy, place, result in zip(copies, places.tolist(), found, strict=True):
+        for batch, copies, places in self._portions(keys, numbers):
+            found = get(batch)
+            for copy, place, result in zip(copies, places, found, strict=True):
                 if result is GetResult.HIT:
                     page = torch.from_numpy(copy).view(self._dtype)
                     self.pool.set_from_flat_data_page(place * self.page_size, page)
@@ -379,37 +374,35 @@ class CopiedPages(PoolPages):
     ) -> list[SetResult]:
         """Write these pages of the pool through ``put``."""
         results: list[SetResult] = []
-        for some, places in self._portions(keys, numbers):
-            copies = self._copies(len(places))
-            for copy, place in zip(copies, places.tolist(), strict=True):
+        for batch, copies, places in self._portions(keys, numbers):
+            for copy, place in zip(copies, places, strict=True):
                 torch.from_numpy(copy).copy_(self._flat(place))
-            results += put(self._batch(some, copies))
+            results += put(batch)
         return results
 
     def _portions(
         self, keys: PageKeys, numbers: npt.NDArray[np.int64]
-    ) -> Iterator[tuple[PageKeys, npt.NDArray[np.int64]]]:
+    ) -> Iterator[tuple[PageBatch, npt.NDArray[np.uint8], list[int]]]:
+        """Pages that are copied together: the batch, its memory with a row for each page, and their places."""
         for begin in range(0, len(numbers), self._at_once):
-            some = slice(begin, begin + self._at_once)
-            yield PageKeys(keys.identity, np.ascontiguousarray(keys.words[some])), numbers[some]
-
-    def _copies(self, pages: int) -> npt.NDArray[np.uint8]:
-        """Memory for so many pages, shape (pages, page_bytes)."""
-        memory = np.empty(pages * self._stride + _ALIGNMENT, np.uint8)
-        begin = -memory.ctypes.data % _ALIGNMENT
-        return memory[begin : begin + pages * self._stride].reshape(pages, self._stride)[:, : self.page_bytes]
-
-    def _batch(self, keys: PageKeys, copies: npt.NDArray[np.uint8]) -> PageBatch:
-        def views() -> list[Segments]:
-            return [(copy.data,) for copy in copies]
-
-        starts = copies.ctypes.data + self._stride * np.arange(len(copies), dtype=np.int64)
-        addresses = Addresses(starts.reshape(-1, 1), np.array([self.page_bytes], np.int64), self.page_bytes)
-        return PageBatch(keys, PageMemory(addresses, views), [self.page_bytes] * len(copies))
+            places = numbers[begin : begin + self._at_once]
+            some = PageKeys(keys.identity, np.ascontiguousarray(keys.words[begin : begin + self._at_once]))
+            memory = np.empty(len(places) * self._stride + _ALIGNMENT, np.uint8)
+            first = -memory.ctypes.data % _ALIGNMENT
+            rows = memory[first : first + len(places) * self._stride].reshape(len(places), self._stride)
+            copies = rows[:, : self.page_bytes]
+            starts = copies.ctypes.data + self._stride * np.arange(len(copies), dtype=np.int64)
+            addresses = Addresses(starts.reshape(-1, 1), np.array([self.page_bytes], np.int64), self.page_bytes)
+            memory_of_pages = PageMemory(addresses, partial(_rows, copies))
+            yield PageBatch(some, memory_of_pages, [self.page_bytes] * len(copies)), copies, places.tolist()
 
     def _flat(self, page: int) -> torch.Tensor:
         flat: torch.Tensor = self.pool.get_data_page(page * self.page_size)
         return flat.detach().contiguous().view(torch.uint8).reshape(-1)
+
+
+def _rows(copies: npt.NDArray[np.uint8]) -> list[Segments]:
+    return [(copy.data,) for copy in copies]
 
 
 AnyPages = HostPages | CopiedPages

@@ -25,7 +25,7 @@ from hicache_ext.runtime.call_deadline import answering_at_once
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
 from hicache_ext.sglang import kernel_hooks
-from hicache_ext.sglang.launch_facts import LaunchFacts, longest_prompt, read_launch_facts, unicode_text
+from hicache_ext.sglang.launch_facts import longest_prompt, read_launch_facts, unicode_text
 from hicache_ext.sglang.never_raise import answering, guarded_calls
 from hicache_ext.sglang.plugin import not_in_force
 from hicache_ext.sglang.process import attach, detach
@@ -46,13 +46,13 @@ from hicache_ext.sglang.used_names import (
     READ_AHEAD,
     REQUEST_TRACES,
     STORAGE,
+    Feature,
 )
 from hicache_ext.storage.contract.reports import TierReports
 from hicache_ext.storage.opening import open_tiers, server_view
 from hicache_ext.storage.tiering import observers
 
 if TYPE_CHECKING:
-    from hicache_ext.sglang.announcements import HintTraffic
     from hicache_ext.storage.serving.config_file import ConfigFile
     from hicache_ext.storage.serving.hints import HintSender
     from hicache_ext.storage.tiering.pulling import PullRule
@@ -72,7 +72,8 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None, *_: Any, **__: Any
     ) -> None:
         """Raises ConfigError, StoreSetupError or UnsupportedError with one sentence: SGLang then does not start."""
-        _refuse_unusable_release()
+        refuse_old_release()
+        refuse_release_without(STORAGE, "storage", "use another release")
         self._facts = read_launch_facts()
         if self._facts.role_may_change:
             reason = "tiers are those of the role at the start, and with each switch SGLang clears the whole storage"
@@ -82,12 +83,17 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         configured = load_config(storage_config.extra_config or {})
         self._config: HicacheExtConfig = view(configured)
         # What a lossy tier gives back, and all that is computed from it, belongs to other identities.
-        facts = replace(self._facts, compute=_with_lossy_codecs(self._facts.compute, configured.lossy_codecs))
+        facts = self._facts
+        if configured.lossy_codecs:
+            from hicache_ext.page.transforms.lossy import lossy_fact
+
+            facts = replace(facts, compute=lossy_fact(facts.compute, configured.lossy_codecs))
         self._pools = ServedPools(storage_config, self._config, facts, self._register_identity, self.clear)
         self._failures = TierMetrics("backend")
         self._failures.declare({"failure": [*guarded_calls(type(self)), "host_indices"]})
         self._reports = TierReports()
         self._also_counted: list[TierMetrics] = []
+        self._level_setters: list[Callable[[], None]] = []
         self._log = LimitedLog(logger, 1.0)
         self._prefetched = TransferSamples()
         self._backed_up = TransferSamples()
@@ -98,7 +104,6 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self._recorder: Recorder | None = None
         self._config_file: ConfigFile | None = None
         self._pull_rule: PullRule | None = None
-        self._hints: HintTraffic | None = None
         self._spans = observers.begin_tracing(self._config.tracing)
         with ExitStack() as closing:
             closing.callback(lambda: observers.end_tracing(self._spans))
@@ -152,12 +157,12 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
 
             self._pull_rule = PullRule(config.pd.pull, lambda: self._store.tiers, prefill_cost())
             self.export_also(self._pull_rule.metrics)
-        if config.pd.hints.enabled:
-            from hicache_ext.sglang.announcements import HintTraffic
+        if config.pd.hints.enabled and config.role == "prefill":
+            from hicache_ext.sglang.announcements import CLOSE_TIMEOUT, hint_receiver
 
-            self._hints = HintTraffic(config, ranks, self._pools, lambda: self._store)
-            closing.callback(self._hints.close)
-            self._also_counted += self._hints.metrics
+            hints = hint_receiver(config, self._pools, lambda: self._store)
+            closing.callback(lambda: hints.close(CLOSE_TIMEOUT))
+            self.export_also(hints.metrics)
         if config.events is not None:
             from hicache_ext.sglang.announcements import kv_events
 
@@ -222,7 +227,11 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
 
     def hint_sender(self, metrics: TierMetrics) -> HintSender | None:
         """What announces a decode node's pages; None unless hints are on [pd, scheduler]."""
-        return None if self._hints is None else self._hints.sender(metrics)
+        if not self._config.pd.hints.enabled or self._ranks_before_this:
+            return None
+        from hicache_ext.sglang.announcements import hint_sender
+
+        return hint_sender(self._config, self._pools, lambda: self._store, metrics)
 
     # -- administration --------------------------------------------------------------------------------------------
 
@@ -254,11 +263,16 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         detach(self)
         self._closing.close()
 
-    def export_also(self, metrics: TierMetrics) -> None:
-        """Export the counts of something beside the tiers together with theirs, as long as this backend lives."""
+    def export_also(self, metrics: TierMetrics, set_levels: Callable[[], None] = lambda: None) -> None:
+        """Export the counts of something beside the tiers together with theirs, as long as this backend lives.
+
+        ``set_levels`` is called before each export [exporter]."""
         self._also_counted.append(metrics)
+        self._level_setters.append(set_levels)
 
     def _export_sources(self) -> list[TierMetrics]:
+        for set_levels in self._level_setters:
+            set_levels()
         self._failures.set_level("serving", "", float(not self._pools.unavailable))
         in_force = self._config_file is None or self._config_file.in_force
         self._failures.set_level("config_in_force", "", float(in_force))
@@ -282,8 +296,13 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
                 "pages (docs/codecs.md)",
                 listed([f"tier {name} ({codec})" for name, codec in lossy.items()]),
             )
-        unknown = _unknown_arguments(self._facts)
-        for sentence in (untested(installed_release()), ignored_parameters(check_installed()), unknown):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in self._facts.unknown_arguments)
+        unknown = f"hicache_ext does not know {names}: pages are shared with servers that were given the same"
+        for sentence in (
+            untested(installed_release()),
+            ignored_parameters(check_installed()),
+            unknown if names else None,
+        ):
             if sentence is not None and not self._ranks_before_this:
                 logger.warning("%s", sentence)
         unused = {
@@ -326,33 +345,15 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self._log.log(logging.ERROR, "failure", words, call, error, exc_info=error)
 
 
-def _with_lossy_codecs(compute: str, codecs: frozenset[str]) -> str:
-    """``ModelIdentity.compute`` of a server with tiers that have these codecs."""
-    if not codecs:
-        return compute
-    from hicache_ext.page.transforms.lossy import lossy_fact
-
-    return lossy_fact(compute, codecs)
-
-
 def name_of(name: Any) -> str:
     return str(getattr(name, "value", name))
 
 
-def _refuse_unusable_release() -> None:
-    """Raises UnsupportedError for a release that is too old, or lacks something that storage needs."""
-    refuse_old_release()
-    if (words := lacking(check_installed(), STORAGE)) is not None:
-        remedy = "use another release; hicache-ext doctor shows all that is missing"
-        raise UnsupportedError(f"SGLang {installed_release()}", f"it lacks {words}, which storage needs", remedy)
-
-
-def _unknown_arguments(facts: LaunchFacts) -> str | None:
-    """The warning about launch arguments that may change what a page holds; None where all are known."""
-    names = ", ".join(f"--{name.replace('_', '-')}" for name in facts.unknown_arguments)
-    return (
-        f"hicache_ext does not know {names}: pages are shared with servers that were given the same" if names else None
-    )
+def refuse_release_without(feature: Feature, whose: str, remedy: str) -> None:
+    """Raises UnsupportedError for a release that lacks something that a feature needs."""
+    if (words := lacking(check_installed(), feature)) is not None:
+        remedy += "; hicache-ext doctor shows all that is missing"
+        raise UnsupportedError(f"SGLang {installed_release()}", f"it lacks {words}, which {whose} needs", remedy)
 
 
 def _writers(storage_config: HiCacheStorageConfig) -> int:

@@ -41,10 +41,14 @@ _log = LimitedLog(logger, 1.0)
 
 def around_init(original: Callable[..., None], manager: Any, *arguments: Any, **keywords: Any) -> None:
     """Construction [scheduler thread, before the first request]. Raises ConfigError or UnsupportedError."""
-    from sglang.srt.runtime_context import get_context, get_memory
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+    from sglang.srt.runtime_context import get_context, get_memory, get_spec
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     written = getattr(get_memory(), _CONFIG_FIELD)
-    extra_config = _read_extra_config(written) if get_memory().hicache_storage_backend == "dynamic" else {}
+    extra_config: dict[str, Any] = {}
+    if get_memory().hicache_storage_backend == "dynamic":
+        extra_config = HybridCacheController.parse_storage_backend_extra_config(written)[0]
     if extra_config.get("backend_name") != BACKEND_NAME:
         original(manager, *arguments, **keywords)
         return
@@ -59,7 +63,9 @@ def around_init(original: Callable[..., None], manager: Any, *arguments: Any, **
     if not config.pd.write.enabled:
         logger.info("hicache_ext: pd.write is off, SGLang's own decode offload writes")
         return
-    _refuse_what_prefill_cannot_use(manager.kv_cache, _keys_are_bigrams())
+    # Whether prefill nodes of this launch key their tree by bigrams.
+    bigrams = bool(SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm).is_eagle())
+    _refuse_what_prefill_cannot_use(manager.kv_cache, bigrams)
     setattr(manager, _WRITER, _make_writer(manager, config.pd.write))
     logger.info("hicache_ext: decode writer in force: %s", config.pd.write)
 
@@ -113,40 +119,25 @@ def around_release(original: Callable[..., None], manager: Any, *later: Any, **n
     original(manager, *later, **named)
 
 
-def _read_extra_config(written: str | None) -> dict[str, Any]:
-    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
-
-    extra_config: dict[str, Any] = HybridCacheController.parse_storage_backend_extra_config(written)[0]
-    return extra_config
-
-
-def _keys_are_bigrams() -> bool:
-    """Whether prefill nodes of this launch key their tree by bigrams."""
-    from sglang.srt.runtime_context import get_spec
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-    return bool(SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm).is_eagle())
-
-
 def _refuse_what_prefill_cannot_use(kv_cache: Any, bigrams: bool) -> None:
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
 
     remedy = "set pd.write.enabled: false, or leave out --disaggregation-decode-enable-offload-kvcache"
-    name = type(kv_cache).__name__
+    subject, reason = f"decode-side writing of {type(kv_cache).__name__}", None
     if isinstance(kv_cache, DSATokenToKVPool):
         reason = (
             "a decode node writes the latent without its indexer, and no prefill node can use one without the other"
         )
-        raise UnsupportedError(f"decode-side writing of {name}", reason, remedy)
-    if not isinstance(kv_cache, MHATokenToKVPool | MLATokenToKVPool):
+    elif not isinstance(kv_cache, MHATokenToKVPool | MLATokenToKVPool):
         reason = "it has side pools that a decode node does not write"
-        raise UnsupportedError(f"decode-side writing of {name}", reason, remedy)
-    if bigrams:
+    elif bigrams:
+        subject = "decode-side writing with speculation"
         reason = (
             "with EAGLE or MTP a prefill node stores the draft model's KV beside the target's or packed in its pages,"
             " and a decode node writes the target's only"
         )
-        raise UnsupportedError("decode-side writing with speculation", reason, remedy)
+    if reason is not None:
+        raise UnsupportedError(subject, reason, remedy)
 
 
 def _make_writer(manager: Any, config: WriteConfig) -> DecodeWriter:

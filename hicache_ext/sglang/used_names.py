@@ -12,7 +12,7 @@ from __future__ import annotations
 import pkgutil
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -313,9 +313,10 @@ external linker
     served_model_name hicache_mem_layout hicache_io_backend hicache_host_memory_mode hicache_size hicache_ratio
     hicache_write_policy
 """
-"""A feature, its owners below ``sglang.srt``, and what is used of each: names; a function that we call, with the
-parameters that we give; one that SGLang calls and ours answers (``<-``); one that ours is hooked on (``<- function``),
-with the parameters that it knows if it knows any; one that constructs a class of ours (``<- class variable``)."""
+"""Features, below each its owners in ``sglang.srt``, and what is used of these: names that are read; a function that is
+called, with its parameters; one that SGLang calls and ours answers (``<-``); one that ours is hooked on
+(``<- function``), with the parameters that ours knows, if any; one that constructs a class of ours (``<- class``, and
+the name under which it holds it)."""
 
 _MEMBER = re.compile(r"(?:since (\S+) )?(may go )?([^(<]+?)(?:\((.*)\))?(?: (<-)(?: (class )?(\S+))?)?")
 
@@ -333,22 +334,14 @@ def _read(table: str) -> Iterator[Use]:
             continue
         if not line.startswith("    "):
             owner, _, text = text.partition(": ")
+            if not text:
+                continue  # its members are below it
         if (found := _MEMBER.fullmatch(text)) is None:
-            continue  # an owner whose members are below it
+            raise ValueError(f"{owner}: {text}")
         since, may_go, names, takes, arrow, is_class, ours = found.groups(default="")
         answered = bool(arrow) and found[4] is not None
-        of_ours = {"class_as" if is_class else "hook": ours}
-        parameters = tuple(takes.split())
-        yield Use(
-            f"sglang.srt.{owner}",
-            tuple(names.split()),
-            features,
-            parameters,
-            answered,
-            since,
-            may_go=bool(may_go),
-            **of_ours,
-        )
+        use = Use(f"sglang.srt.{owner}", tuple(names.split()), features, tuple(takes.split()), answered, since)
+        yield replace(use, may_go=bool(may_go), class_as=ours if is_class else "", hook="" if is_class else ours)
 
 
 USED: tuple[Use, ...] = tuple(_read(_TABLE))

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hicache_ext.kernels.geometry import CopyShape, Strides
-from hicache_ext.kernels.plan import CopyPlan, make_plan, split_at_borders
+from hicache_ext.kernels.geometry import CopyPlan, CopyShape, Strides, make_plan, split_at_borders
 
 Run = tuple[int, int, int]
 
@@ -143,9 +142,3 @@ def test_neighbouring_pages_become_one_run_whatever_order_they_come_in() -> None
     host = np.concatenate([np.arange(page * 16, page * 16 + 16) for page in (7, 5, 6)])
     device = np.concatenate([np.arange(page * 16, page * 16 + 16) for page in (3, 1, 2)])
     assert runs(make_plan(shape, host, device)) == [(5 * 2048, 1 * 2048, 3 * 2048)]
-
-
-def test_unequal_numbers_of_tokens_are_refused() -> None:
-    shape = CopyShape(1, 1, 8, Strides(8, 8, 8), Strides(8, 8, 8))
-    with pytest.raises(ValueError, match="2 host tokens, but 3 device tokens"):
-        make_plan(shape, np.arange(2), np.arange(3))

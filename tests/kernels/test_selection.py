@@ -16,7 +16,6 @@ from hicache_ext.kernels.calibration import (
     Measurement,
     Situation,
     calibration_file,
-    merged,
     read_calibration,
     write_calibration,
 )
@@ -99,11 +98,6 @@ def test_impossible_seconds_are_refused(tmp_path: Path) -> None:
         write_calibration(path, calibration(Measurement(SMALL, {"sglang": value})))
         with pytest.raises(CalibrationError):
             read_calibration(path)
-
-
-def test_repeated_measurements_keep_the_best_time_of_each_engine() -> None:
-    twice = [Measurement(SMALL, {"a": 2.0, "b": 1.0}), Measurement(SMALL, {"a": 1.5, "c": 3.0})]
-    assert merged(twice) == (Measurement(SMALL, {"a": 1.5, "b": 1.0, "c": 3.0}),)
 
 
 def test_each_gpu_model_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -26,11 +26,9 @@ from typing import Any
 import torch
 
 from hicache_ext.runtime.log_limit import LimitedLog
-from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.threads import Call, ThreadPool
-from hicache_ext.sglang.backend import HiCacheExtBackend
+from hicache_ext.runtime.threads import Call
 from hicache_ext.sglang.lifecycle import name_of
-from hicache_ext.sglang.linking.staging import Pages, Portion, Staging
+from hicache_ext.sglang.linking.staging import Link, Pages, Portion
 from hicache_ext.sglang.served_pools import KV
 
 logger = logging.getLogger(__name__)
@@ -85,25 +83,11 @@ class _Request:
 class ReadAhead:
     """See the module docstring. Threads: the scheduler's, but for ``drop_one``."""
 
-    def __init__(
-        self,
-        staging: Staging,
-        reader: HiCacheExtBackend,
-        find: Callable[[list[str], list[Any]], list[int]],
-        agreed: Callable[[Sequence[bool]], Sequence[bool]],
-        metrics: TierMetrics,
-        seconds: float,
-        threads: ThreadPool,
-    ) -> None:
-        """``find``: prefix lengths that can be restored and are worth it, of KV keys and transfers of the pools
-        beside. ``agreed``: what is so on all ranks. ``seconds``: how long a request is held back, at most."""
-        self._staging = staging
-        self._reader = reader
-        self._find = find
+    def __init__(self, link: Link, agreed: Callable[[Sequence[bool]], Sequence[bool]]) -> None:
+        """``agreed``: what is so on all ranks."""
+        self._staging, self._reader = link.staging, link.backend
+        self._metrics, self._threads, self._seconds = link.metrics, link.threads, link.seconds
         self._agreed = agreed
-        self._metrics = metrics
-        self._seconds = seconds
-        self._threads = threads
         self._log = LimitedLog(logger)
         self._requests: dict[str, _Request] = {}
         self._asking: tuple[str, _Request] | None = None
@@ -167,6 +151,10 @@ class ReadAhead:
             while len(self._answers) > _MOST_ANSWERS:
                 self._answers.popitem(last=False)
         return list(found)
+
+    def _find(self, keys: list[str], beside: list[Any]) -> list[int]:
+        """Prefix lengths that can be restored and are worth it, of KV keys and transfers of the pools beside."""
+        return list(self._reader.batch_exists_v2(keys, beside).restorable_prefix_pages or [])
 
     def _beside(self, by_name: Mapping[str, Any]) -> list[Any] | None:
         """What is asked of the pools beside KV; None where SGLang asks for too few: nothing can be restored then."""
@@ -344,9 +332,8 @@ class ReadAhead:
             for source, pages in sorted(request.asked.items(), key=lambda item: item[0] == KV):
                 keys = request.keys[0 if source == KV else max(0, length - pages) : length]
                 size = self._staging.page_sizes[source]
-                for some in Pages(source, keys, _nowhere(len(keys) * size), size).portions(
-                    self._staging.portion_pages(source)
-                ):
+                nowhere = torch.full((len(keys) * size,), -1, dtype=torch.int64)  # known when they are wanted
+                for some in Pages(source, keys, nowhere, size).portions(self._staging.portion_pages(source)):
                     seconds = max(0.0, until - time.monotonic())
                     left = self._staging.reserved_pages(source)
                     portion = None if request.over else self._staging.take("load", some, seconds, left)
@@ -363,11 +350,6 @@ def _is_covered(request: _Request, length: int, longest: int, portions: Sequence
     return length <= sum(len(portion.pages.keys) for portion in portions if portion.pages.source == KV) and all(
         length == longest or longest <= pages for source, pages in request.asked.items() if source != KV
     )
-
-
-def _nowhere(tokens: int) -> torch.Tensor:
-    """Places on the device that are not known yet."""
-    return torch.full((tokens,), -1, dtype=torch.int64)
 
 
 def _release(portions: Sequence[Portion]) -> None:
