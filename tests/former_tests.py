@@ -22,6 +22,21 @@ _NUMBA = "nothing is compiled at run time, or kept: the native core is built wit
 FORMER = {
     **dict.fromkeys(
         (
+            "test_a_stretch_of_page_first_pages_is_one_rectangle",
+            "test_rectangles_move_the_bytes_of_the_naive_plan",
+        ),
+        "copies as rectangles are gone: no installed server could use them",
+    ),
+    "test_unequal_numbers_of_tokens_are_refused": "-> test_unequal_numbers_of_tokens_are_refused",
+    "test_repeated_measurements_keep_the_best_time_of_each_engine": "a situation that is measured twice is kept twice",
+    "test_without_our_writer_sglangs_own_methods_run_and_are_timed": (
+        "-> test_without_our_writer_sglangs_own_methods_run"
+    ),
+    "test_a_configured_engine_serves_what_it_can_and_the_fallback_the_rest": (
+        "-> test_a_configured_engine_serves_what_it_can_and_sglangs_own_path_the_rest"
+    ),
+    **dict.fromkeys(
+        (
             "test_a_former_release_goes_on_with_its_slabs_beside_ours",
             "test_a_former_release_starts_empty_beside_slabs_of_this_version",
             "test_a_lock_that_cannot_be_opened_keeps_former_slabs_and_raises_nothing",

@@ -33,7 +33,7 @@ print(json.dumps({name: len(Path(module.__file__).read_text().splitlines()) for 
 
 OFF = (
     *("bench", "cli", "doctor", "pd", "plan", "config.render"),
-    *("kernels.batched_dma", "kernels.calibration", "kernels.cuda_driver", "kernels.triton_engine"),
+    *("kernels.batched_dma", "kernels.calibration", "kernels.triton_engine"),
     *("page.recording", "page.transforms.body", "page.transforms.lossless", "page.transforms.lossy"),
     *("page.transforms.numbers", "storage.contract.transforming", "storage.guards.deadline"),
     *("storage.guards.late_open", "storage.serving", "storage.tiering.admission", "storage.tiering.reuse"),

@@ -6,17 +6,18 @@ Without a GPU the DMA engines talk to a stand-in of the driver and Triton is int
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import torch
 
 from hicache_ext.errors import BenchmarkError, CopyError
-from hicache_ext.kernels.batched_dma import BatchedDmaEngine, RectangleDmaEngine
-from hicache_ext.kernels.cuda_driver import Form, open_driver
-from hicache_ext.kernels.engine import CopyEngine, Direction, Operation, copy_now
+from hicache_ext.kernels.batched_dma import BatchedDmaEngine, open_driver
+from hicache_ext.kernels.engine import CopyEngine, Direction, Operation, ReferenceEngine
 from hicache_ext.kernels.geometry import HOST_LAYOUTS, LayerCopy, LayerStack, device_rows, host_rows, page_tokens
-from hicache_ext.kernels.reference import ReferenceEngine
-from hicache_ext.kernels.triton_engine import TritonEngine, has_triton
+from hicache_ext.kernels.triton_engine import TritonEngine
 from tests.rigs.fake_cuda import FakeGpu
+from tests.rigs.interpreted_triton import InterpretedTritonEngine
+from tests.rigs.layerwise import copy_now
 
 
 class CheckedMemory:
@@ -100,17 +101,13 @@ def _engines(memory: CheckedMemory, on_gpu: bool) -> Iterator[tuple[str, CopyEng
             pass
         else:
             yield BatchedDmaEngine.name, BatchedDmaEngine(driver), _synchronize
-            yield RectangleDmaEngine.name, RectangleDmaEngine(driver), _synchronize
-        if has_triton():
+        if find_spec("triton"):
             yield TritonEngine.name, TritonEngine(), _synchronize
         return
     gpu = memory.gpu()
-    for form in Form:
-        driver = gpu.driver(form)
-        yield f"batched_dma (driver stand-in, {form.value})", BatchedDmaEngine(driver), gpu.synchronize
-        yield f"rectangle_dma (driver stand-in, {form.value})", RectangleDmaEngine(driver), gpu.synchronize
-    if has_triton():
-        yield "triton (interpreted)", TritonEngine(interpret=True), _synchronize
+    yield "batched_dma (driver stand-in)", BatchedDmaEngine(gpu.driver()), gpu.synchronize
+    if find_spec("triton"):
+        yield "triton (interpreted)", InterpretedTritonEngine(), _synchronize
 
 
 def _synchronize() -> None:

@@ -7,7 +7,7 @@ there.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import itertools
 import statistics
 import time
@@ -19,15 +19,13 @@ import torch
 
 from hicache_ext.bench.kernels import driver_version
 from hicache_ext.errors import CopyError
-from hicache_ext.kernels.batched_dma import BatchedDmaEngine
-from hicache_ext.kernels.cuda_driver import open_driver
-from hicache_ext.kernels.engine import CopyEngine, Direction, Operation, copy_now
+from hicache_ext.kernels.batched_dma import BatchedDmaEngine, open_driver
+from hicache_ext.kernels.engine import CopyEngine, Direction, Operation, ReferenceEngine
 from hicache_ext.kernels.geometry import LayerCopy, LayerStack, device_rows, host_rows, page_tokens
-from hicache_ext.kernels.loader import LayerwiseLoader
-from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.selection import Selector
-from hicache_ext.kernels.triton_engine import TritonEngine, has_triton
+from hicache_ext.kernels.triton_engine import TritonEngine
 from hicache_ext.runtime.metrics import TierMetrics
+from tests.rigs.layerwise import LayerwiseLoader, copy_now
 
 Copy = Callable[[], None]
 """Submits one copy to the current stream."""
@@ -94,10 +92,9 @@ def engines(programs: Sequence[int] = TRITON_PROGRAMS) -> Iterator[tuple[str, Co
     """Every engine that this machine has, in the variants that are measured."""
     try:
         yield "batched_dma", BatchedDmaEngine(open_driver())
-        yield "batched_dma, no overlap hint", BatchedDmaEngine(open_driver(prefer_overlap=False))
     except CopyError as error:
         print(f"  note: batched_dma is left out: {error}", flush=True)
-    if has_triton():
+    if importlib.util.find_spec("triton"):
         for number in programs:
             yield f"triton, {number} programs", TritonEngine(programs=number)
     yield "torch index copies", ReferenceEngine()
@@ -357,10 +354,8 @@ def _pipeline(
     indices: tuple[torch.Tensor, torch.Tensor],
     layers: int,
 ) -> Pipeline:
-    own = Selector(
-        {engine.name: lambda: engine}, engine=engine.name, fallback=ReferenceEngine(), metrics=TierMetrics("bench")
-    )
-    loader = LayerwiseLoader(stack, own)
+    own = Selector({engine.name: lambda: engine}, engine=engine.name, metrics=TierMetrics("bench"))
+    loader = LayerwiseLoader(stack, own, ReferenceEngine())
     compute = _compute_of_a_layer(3e-3)
     stream = _stream()
 

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hicache_ext.kernels.batched_dma import BatchedDmaEngine, RectangleDmaEngine
-from hicache_ext.kernels.cuda_driver import BATCH_TYPES, RECTANGLE_TYPES, CudaDriver, Form
+from hicache_ext.kernels.batched_dma import BATCH_TYPES, BatchedDmaEngine, CudaDriver
 from hicache_ext.kernels.engine import CopyEngine, Direction, Operation
-from hicache_ext.kernels.geometry import LayerCopy, LayerStack, Rows, page_tokens
+from hicache_ext.kernels.geometry import LayerCopy, LayerStack, Rows, Strides, page_tokens
 
 LAYOUTS = ("page_first_direct", "layer_first", "page_first")
 
@@ -56,11 +55,7 @@ class IdleDriver(CudaDriver):
     """A driver that is called through ctypes as the real one is, and answers success without doing anything."""
 
     def __init__(self) -> None:
-        super().__init__(
-            _idle(BATCH_TYPES[Form.WITH_FAIL_INDEX]),
-            Form.WITH_FAIL_INDEX,
-            rectangles=_idle(RECTANGLE_TYPES[Form.WITH_FAIL_INDEX]),
-        )
+        super().__init__(_idle())
         self.descriptors = 0
 
     def current_stream(self, device: torch.device) -> int:
@@ -73,14 +68,10 @@ class IdleDriver(CudaDriver):
         self.descriptors += count
         super().copy_batch(destinations, sources, sizes, count, stream)
 
-    def copy_rectangles(self, rectangles: int, count: int, stream: int) -> None:
-        self.descriptors += count
-        super().copy_rectangles(rectangles, count, stream)
 
-
-def _idle(types: tuple[type, ...]) -> Callable[..., int]:
+def _idle() -> Callable[..., int]:
     """``pthread_equal``: compares its first two arguments, which differ, and answers 0."""
-    function = ctypes.CFUNCTYPE(ctypes.c_int, *types)
+    function = ctypes.CFUNCTYPE(ctypes.c_int, *BATCH_TYPES)
     address = ctypes.cast(ctypes.CDLL(None).pthread_equal, ctypes.c_void_p).value
     assert address is not None
     return function(address)
@@ -106,8 +97,8 @@ def imaginary_stack(case: SubmitCase, *, components: int = 2) -> LayerStack:
             device = device_start + (layer * components + component) * pool_tokens * row
             layers[-1].append(
                 LayerCopy(
-                    Rows(nothing, host, pool_tokens, page_stride, token_stride, row),
-                    Rows(nothing, device, pool_tokens, page, row, row),
+                    Rows(nothing, host, pool_tokens, Strides(page_stride, token_stride, row)),
+                    Rows(nothing, device, pool_tokens, Strides(page, row, row)),
                     case.page_size,
                     1,
                     row,
@@ -127,23 +118,16 @@ def scattered_tokens(case: SubmitCase, seed: int = 1) -> tuple[torch.Tensor, tor
 
 
 def measure(case: SubmitCase, rounds: int) -> list[SubmitCost]:
-    """All engines that submit from the CPU, and the same without vectors."""
+    """The engine that submits from the CPU, and the same without vectors."""
     stack = imaginary_stack(case)
     tokens = scattered_tokens(case)
-    costs = []
-    for engine_class in (BatchedDmaEngine, RectangleDmaEngine):
-        driver = IdleDriver()
-        engine = engine_class(driver)
-        plans, layers = [], []
-        for _ in range(rounds):
-            plan, layer = _load(engine, stack, tokens)
-            plans.append(plan)
-            layers.append(layer)
-        descriptors = driver.descriptors // rounds
-        write_backs = [_write_back(engine, stack, tokens) for _ in range(rounds)]
-        costs.append(SubmitCost(engine.name, case, descriptors, _us(plans), _us(layers), _us(write_backs)))
-    costs.append(_naive(stack, tokens, case, max(1, rounds // 10)))
-    return costs
+    driver = IdleDriver()
+    engine = BatchedDmaEngine(driver)
+    plans, layers = zip(*[_load(engine, stack, tokens) for _ in range(rounds)], strict=True)
+    descriptors = driver.descriptors // rounds
+    write_backs = [_write_back(engine, stack, tokens) for _ in range(rounds)]
+    cost = SubmitCost(engine.name, case, descriptors, _us(plans), _us(layers), _us(write_backs))
+    return [cost, _naive(stack, tokens, case, max(1, rounds // 10))]
 
 
 def _load(engine: CopyEngine, stack: LayerStack, tokens: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, float]:

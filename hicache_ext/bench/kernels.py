@@ -25,13 +25,11 @@ from hicache_ext.kernels.calibration import (
     Measurement,
     Situation,
     calibration_file,
-    merged,
     write_calibration,
 )
-from hicache_ext.kernels.engine import Direction, Operation
+from hicache_ext.kernels.engine import SGLANG, Direction, Operation, ReferenceEngine
 from hicache_ext.kernels.geometry import page_tokens
-from hicache_ext.kernels.reference import ReferenceEngine
-from hicache_ext.kernels.selection import SGLANG, engine_makers
+from hicache_ext.kernels.selection import ENGINES
 from hicache_ext.sglang import kernel_hooks as sglang_hooks
 from hicache_ext.testing.host_pools import mha_pools
 
@@ -53,7 +51,7 @@ _SECONDS, _QUICK_SECONDS = 60.0, 5.0
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print, write; with ``--calibrate`` also where servers look."""
     config = KernelsConfig().with_environment()
-    found = calibrate(config, _QUICK_SECONDS if arguments.quick else _SECONDS)
+    found = calibrate(_QUICK_SECONDS if arguments.quick else _SECONDS)
     measured = [{**asdict(one.situation), "seconds": dict(one.seconds)} for one in found.measurements]
     figures = {"gpu": found.gpu, "driver": found.driver, "measurements": measured}
     machine = machine_facts(Path("."), ("hicache-ext", "torch", "triton", "sglang", "numpy"))
@@ -85,7 +83,7 @@ def _tables(measurements: Sequence[Measurement]) -> Iterator[Table]:
         yield Table(f"{title}: us per layer, medians", ("", *names), rows)
 
 
-def calibrate(config: KernelsConfig, seconds: float) -> Calibration:
+def calibrate(seconds: float) -> Calibration:
     """Measure for about ``seconds``. Raises BenchmarkError without a GPU, or without SGLang to compare with."""
     if not torch.cuda.is_available():
         raise BenchmarkError("a calibration needs a CUDA device; this machine has none")
@@ -99,17 +97,15 @@ def calibrate(config: KernelsConfig, seconds: float) -> Calibration:
             break
         print(f"{layout}, {io_backend}, {heads} KV heads, pages of {page_size} tokens", flush=True)
         try:
-            measurements += _measure_pool(config, layout, io_backend, heads, page_size)
+            measurements += _measure_pool(layout, io_backend, heads, page_size)
         except Exception as error:  # noqa: BLE001 - what SGLang cannot do on this machine is left out
             print(f"  left out: {type(error).__name__}: {str(error)[:200]}", flush=True)
     if not measurements:
         raise BenchmarkError("nothing could be measured: SGLang's pools cannot be built on this machine")
-    return Calibration(torch.cuda.get_device_name(), driver_version(), today(), merged(measurements))
+    return Calibration(torch.cuda.get_device_name(), driver_version(), today(), tuple(measurements))
 
 
-def _measure_pool(
-    config: KernelsConfig, layout: str, io_backend: str, heads: int, page_size: int
-) -> Iterator[Measurement]:
+def _measure_pool(layout: str, io_backend: str, heads: int, page_size: int) -> Iterator[Measurement]:
     most = max(_TOKENS) + page_size
     pool = mha_pools(
         layout=layout,
@@ -123,7 +119,7 @@ def _measure_pool(
     try:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         engines = {}
-        for name, make in engine_makers(config).items():
+        for name, make in ENGINES.items():
             if name != ReferenceEngine.name:
                 try:
                     engines[name] = make()

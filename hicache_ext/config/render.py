@@ -44,7 +44,7 @@ hicache_ext:
     fingerprint: auto              # auto: a digest of the weight files | off | any other text, used as it is
     weights_epoch: "0"             # change it when the weights change under the same name
   kernels:
-    engine: auto                   # auto | sglang | reference | batched_dma | rectangle_dma | triton
+    engine: auto                   # auto | sglang | reference | batched_dma | triton
 """
 
 

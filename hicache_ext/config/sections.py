@@ -80,7 +80,7 @@ class BackgroundConfig(ConfigModel):
     ] = 5.0
 
 
-EngineName = Literal["auto", "sglang", "reference", "batched_dma", "rectangle_dma", "triton"]
+EngineName = Literal["auto", "sglang", "reference", "batched_dma", "triton"]
 
 _PATH_ALLOWED = "an absolute path"
 

@@ -1,40 +1,112 @@
 """Copies by the GPU's copy engines: one driver call per layer, no multiprocessor used.
 
-``batched_dma`` submits every run of the plan as one copy. ``rectangle_dma`` submits evenly spaced rows as rectangles,
-for hosts whose rows do not touch (``page_first``): a stretch of pages is one descriptor instead of one for each row.
+``cuMemcpyBatchAsync`` takes one call for any number of copies. It is called through ctypes: no compiled extension, no
+toolkit. It has two argument lists, and a wrong guess is a crash: the version that ``cuGetProcAddress`` is asked for
+decides, whatever the toolkit or torch were built with. Asked for 12.8, every driver since then answers with the one
+that has ``failIdx``. tests/kernels/test_cuda_structs.py compiles the struct against ``cuda.h``.
 
-Both plan on the CPU and so want indices that are there already (SGLang's ``direct`` backend): fetching them from the
-device would make the scheduler wait for the forward pass that the stream waits for.
+Copies are planned on the CPU, which wants indices that are there already (SGLang's ``direct`` backend): fetching them
+from the device would make the scheduler wait for the forward pass that the stream waits for.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 
-from hicache_ext.kernels.cuda_driver import CudaDriver, Rectangle, fill_rectangle_constants
+from hicache_ext.errors import CopyError
 from hicache_ext.kernels.engine import Direction, Operation
-from hicache_ext.kernels.plan import CopyPlan, StridedPlan, crosses, make_strided_plan, split_at_borders
+from hicache_ext.kernels.geometry import CopyPlan, split_at_borders
 
-_Addresses = NDArray[np.int64]
+# -- the driver --------------------------------------------------------------------------------------------------------
 
-_RECTANGLE_DTYPE = np.dtype(Rectangle)
-_LARGEST_PITCH = 2**31 - 1
-"""CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device so far."""
+_VERSION = 12080
+_SOURCE_IN_STREAM_ORDER = 1
+_PREFER_OVERLAP_WITH_COMPUTE = 1
+_LEGACY_STREAMS = (0, 1)
+"""Handles of the legacy default stream, in which batches are refused: NULL and CU_STREAM_LEGACY."""
 
 
-def _refusal(driver: CudaDriver, operation: Operation) -> str | None:
-    if not operation.indices_on_cpu:
-        return "indices_on_device"
-    if not operation.stack.is_registered:
-        return "unpinned"
-    return driver.stream_refusal(operation.stack.device)
+class Attributes(ctypes.Structure):
+    """CUmemcpyAttributes, 24 bytes; a location is a type and an id."""
+
+    _fields_ = (
+        ("source_access_order", ctypes.c_int),
+        ("source_location", ctypes.c_int * 2),
+        ("destination_location", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
+
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
+BATCH_TYPES = (_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER)
+"""Destinations, sources, sizes, how many; attributes, their first copies, how many; failIdx, stream."""
+
+
+class CudaDriver:
+    """Batches of copies between page-locked host memory and the current device.
+
+    ``batch`` is a ctypes function of ``BATCH_TYPES``. One thread at a time. The driver is told that copies should run
+    besides compute.
+    """
+
+    def __init__(self, batch: Callable[..., int]) -> None:
+        self._batch = batch
+        # These live as long as the driver, so that no call can outlive them.
+        self._attributes = Attributes(source_access_order=_SOURCE_IN_STREAM_ORDER, flags=_PREFER_OVERLAP_WITH_COMPUTE)
+        self._first_copy = ctypes.c_size_t(0)
+        self._failed = ctypes.c_size_t(0)
+        self._attributes_at = ctypes.addressof(self._attributes)
+        self._first_copy_at = ctypes.addressof(self._first_copy)
+        self._failed_at = ctypes.addressof(self._failed)
+
+    def current_stream(self, device: torch.device) -> int:
+        """Return the handle of torch's current stream."""
+        handle: int = torch.cuda.current_stream(device).cuda_stream
+        return handle
+
+    def is_capturing(self) -> bool:
+        """Return whether the current stream is being captured into a graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def copy_batch(self, destinations: int, sources: int, sizes: int, count: int, stream: int) -> None:
+        """Submit ``count`` copies in no order among themselves; three addresses of arrays of 64-bit integers.
+
+        The arrays may change once the call has returned. Raises :class:`CopyError`.
+        """
+        attributes = (self._attributes_at, self._first_copy_at, 1)
+        code = self._batch(destinations, sources, sizes, count, *attributes, self._failed_at, stream)
+        if code:
+            copy = f"copy {self._failed.value} of {count}"
+            raise CopyError(f"the driver refused a batch of copies with error {code} at {copy}")
+
+
+def open_driver() -> CudaDriver:
+    """Return the driver of this machine. Raises :class:`CopyError` where there is none, or one older than 12.8."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        raise CopyError("no CUDA driver: libcuda.so.1 cannot be loaded") from None
+    address = ctypes.c_void_p()
+    try:
+        look_up = library.cuGetProcAddress_v2
+        look_up.argtypes = (ctypes.c_char_p, _POINTER, ctypes.c_int, ctypes.c_uint64, _POINTER)
+        code = look_up(b"cuMemcpyBatchAsync", ctypes.byref(address), _VERSION, 0, None)
+    except AttributeError:
+        code = -1
+    if code or not address.value:
+        raise CopyError("the CUDA driver has no cuMemcpyBatchAsync (12.8 or newer is needed)")
+    return CudaDriver(ctypes.CFUNCTYPE(ctypes.c_int, *BATCH_TYPES)(address.value))
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
 
 
 class BatchedDmaEngine:
-    """``cuMemcpyBatchAsync``. No copy spans two host registrations."""
+    """Submits every run of the plan as one copy. No copy spans two host registrations."""
 
     name = "batched_dma"
 
@@ -42,7 +114,13 @@ class BatchedDmaEngine:
         self._driver = driver
 
     def refusal(self, operation: Operation) -> str | None:
-        return _refusal(self._driver, operation)
+        if not operation.indices_on_cpu:
+            return "indices_on_device"
+        if not operation.stack.is_registered:
+            return "unpinned"
+        if self._driver.current_stream(operation.stack.device) in _LEGACY_STREAMS:
+            return "default_stream"
+        return "graph_capture" if self._driver.is_capturing() else None
 
     def begin(self, operation: Operation) -> _BatchedTransfer:
         return _BatchedTransfer(self._driver, operation)
@@ -59,7 +137,7 @@ class _BatchedTransfer:
         self._reserve(max((last - first for first, last in operation.stack.layers), default=0))
 
     def _reserve(self, copies: int) -> None:
-        """Arrays for ``copies`` copies of a stack at once; those of fewer are their beginnings."""
+        """Make arrays for ``copies`` copies of a stack; those of fewer are their beginnings."""
         if copies <= self._copies:
             return
         self._copies = copies
@@ -78,90 +156,14 @@ class _BatchedTransfer:
         host, device = self._host[:copies], self._device[:copies]
         np.add(stack.host_bases[first:last, None], plan.host, out=host)
         np.add(stack.device_bases[first:last, None], plan.device, out=device)
-        stream = self._driver.current_stream(stack.device)
-        page_stride = stack.shape.host.page
-        if len(stack.registrations) > 1 and any(
-            crosses(plan, page_stride, int(base), stack.registrations) for base in stack.host_bases[first:last]
-        ):
-            split = split_at_borders(host.ravel(), device.ravel(), self._sizes[: host.size], stack.registrations)
-            self._call(*(np.ascontiguousarray(array) for array in split), stream=stream)
-            return
         host_at, device_at, sizes_at = self._addresses
-        source, target = (host_at, device_at) if self._is_load else (device_at, host_at)
-        self._driver.copy_batch(target, source, sizes_at, host.size, stream)
-
-    def _call(self, host: _Addresses, device: _Addresses, sizes: _Addresses, *, stream: int) -> None:
-        source, target = (host, device) if self._is_load else (device, host)
-        self._driver.copy_batch(target.ctypes.data, source.ctypes.data, sizes.ctypes.data, len(sizes), stream)
-
-    @property
-    def _is_load(self) -> bool:
-        return self._operation.direction is Direction.LOAD
-
-
-class RectangleDmaEngine:
-    """``cuMemcpy3DBatchAsync``. Refuses pools in several registrations: a rectangle would have to be cut at borders."""
-
-    name = "rectangle_dma"
-
-    def __init__(self, driver: CudaDriver) -> None:
-        self._driver = driver
-
-    def refusal(self, operation: Operation) -> str | None:
-        shape, stack = operation.stack.shape, operation.stack
-        if not self._driver.has_rectangles:
-            return "no_3d_batches"
-        if shape.segments > 1 and not shape.host.segment == shape.device.segment == shape.segment_bytes:
-            return "segments"
-        if max(shape.host.token, shape.device.token) > _LARGEST_PITCH:
-            return "pitch"
+        count = host.size
         if len(stack.registrations) > 1:
-            return "several_registrations"
-        return _refusal(self._driver, operation)
-
-    def begin(self, operation: Operation) -> _RectangleTransfer:
-        return _RectangleTransfer(self._driver, operation)
-
-
-class _RectangleTransfer:
-    def __init__(self, driver: CudaDriver, operation: Operation) -> None:
-        plan = make_strided_plan(operation.stack.shape, *operation.cpu_indices)
-        if plan is None:
-            raise ValueError("rows of several segments have no rectangles; ask refusal() first")
-        self._driver = driver
-        self._operation = operation
-        self._plan: StridedPlan = plan
-        self._array = np.zeros((0, len(plan)), dtype=_RECTANGLE_DTYPE)
-
-    def _reserve(self, copies: int) -> None:
-        if copies <= len(self._array):
-            return
-        plan = self._plan
-        array = np.zeros((copies, len(plan)), dtype=_RECTANGLE_DTYPE)
-        fill_rectangle_constants(array, self._driver)
-        array["width"], array["height"] = plan.row_bytes, plan.rows
-        for side, pitch in ((self._host_side, plan.host_pitch), (self._device_side, plan.device_pitch)):
-            array[side]["row_length"], array[side]["layer_height"] = pitch, plan.rows
-        self._array = array
-
-    def submit(self, first: int, last: int) -> None:
-        plan, stack = self._plan, self._operation.stack
-        if len(plan) == 0 or first == last:
-            return
-        self._reserve(last - first)
-        array = self._array[: last - first]
-        array[self._host_side]["address"] = stack.host_bases[first:last, None] + plan.host
-        array[self._device_side]["address"] = stack.device_bases[first:last, None] + plan.device
-        stream = self._driver.current_stream(stack.device)
-        self._driver.copy_rectangles(array.ctypes.data, array.size, stream)
-
-    @property
-    def _host_side(self) -> str:
-        return "source" if self._operation.direction is Direction.LOAD else "destination"
-
-    @property
-    def _device_side(self) -> str:
-        return "destination" if self._operation.direction is Direction.LOAD else "source"
-
-
-assert ctypes.sizeof(Rectangle) == _RECTANGLE_DTYPE.itemsize
+            split = split_at_borders(host.ravel(), device.ravel(), self._sizes[:count], stack.registrations)
+            if len(split[0]) != count:
+                # ``split`` is held until the call has returned.
+                host_at, device_at, sizes_at = (array.ctypes.data for array in split)
+                count = len(split[0])
+        is_load = self._operation.direction is Direction.LOAD
+        source, target = (host_at, device_at) if is_load else (device_at, host_at)
+        self._driver.copy_batch(target, source, sizes_at, count, self._driver.current_stream(stack.device))

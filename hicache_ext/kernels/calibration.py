@@ -12,8 +12,8 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 
 from hicache_ext.config import KernelsConfig
 from hicache_ext.errors import CalibrationError, ConfigError
-from hicache_ext.kernels.engine import Direction, Operation
+from hicache_ext.kernels.engine import SGLANG, Direction, Operation
 from hicache_ext.runtime.user_cache import user_cache
 from hicache_ext.runtime.whole_file import json_in
 
@@ -60,9 +60,8 @@ class Situation:
         """Between sizes, in doublings; infinite where anything else differs."""
         if (self.direction, self.layout, self.indices_on_cpu) != (other.direction, other.layout, other.indices_on_cpu):
             return math.inf
-        return abs(_log2(self.run_bytes) - _log2(other.run_bytes)) + abs(
-            _log2(self.bytes_per_layer) - _log2(other.bytes_per_layer)
-        )
+        sizes = (self.run_bytes, other.run_bytes), (self.bytes_per_layer, other.bytes_per_layer)
+        return sum(abs(math.log2(max(mine, 1) / max(theirs, 1))) for mine, theirs in sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +81,22 @@ class Calibration:
     date: str
     measurements: tuple[Measurement, ...]
 
-    def fastest(self, situation: Situation, baseline: str) -> str | None:
-        """The engine that is clearly faster than ``baseline`` where the sizes are nearest, ``baseline`` if none is.
+    def fastest(self, situation: Situation) -> str | None:
+        """The engine that is clearly faster than SGLang's own path where the sizes are nearest, ``SGLANG`` if none is.
 
-        None if nothing like ``situation`` was measured together with ``baseline``.
+        None if nothing like ``situation`` was measured together with SGLang's own path.
         """
         near = [
             (measurement.situation.distance(situation), index)
             for index, measurement in enumerate(self.measurements)
-            if baseline in measurement.seconds
+            if SGLANG in measurement.seconds
         ]
         distance, index = min(near, default=(math.inf, 0))
         if math.isinf(distance):
             return None
         seconds = self.measurements[index].seconds
         engine = min(seconds, key=lambda name: seconds[name])
-        return engine if seconds[engine] * MARGIN <= seconds[baseline] else baseline
+        return engine if seconds[engine] * MARGIN <= seconds[SGLANG] else SGLANG
 
 
 def calibration_file(gpu: str) -> Path:
@@ -164,15 +163,9 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
 
 
 def _entry(measurement: Measurement) -> dict[str, Any]:
-    situation = measurement.situation
-    return {
-        "direction": situation.direction.value,
-        "layout": situation.layout,
-        "indices": "cpu" if situation.indices_on_cpu else "device",
-        "run_bytes": situation.run_bytes,
-        "bytes_per_layer": situation.bytes_per_layer,
-        "seconds": dict(measurement.seconds),
-    }
+    facts = asdict(measurement.situation)
+    indices = "cpu" if facts.pop("indices_on_cpu") else "device"
+    return {**facts, "indices": indices, "seconds": dict(measurement.seconds)}
 
 
 def _measurement(entry: Mapping[str, Any]) -> Measurement:
@@ -190,17 +183,3 @@ def _measurement(entry: Mapping[str, Any]) -> Measurement:
         ),
         seconds,
     )
-
-
-def _log2(number: int) -> float:
-    return math.log2(max(number, 1))
-
-
-def merged(calibrations: Sequence[Measurement]) -> tuple[Measurement, ...]:
-    """One measurement per situation: the fastest time of each engine."""
-    best: dict[Situation, dict[str, float]] = {}
-    for measurement in calibrations:
-        seconds = best.setdefault(measurement.situation, {})
-        for name, value in measurement.seconds.items():
-            seconds[name] = min(value, seconds.get(name, math.inf))
-    return tuple(Measurement(situation, seconds) for situation, seconds in best.items())

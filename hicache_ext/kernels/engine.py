@@ -1,4 +1,4 @@
-"""What a copy engine is: the one interface behind which the ways to move rows differ.
+"""What a copy engine is: the one interface behind which the ways to move rows differ; and the reference engine.
 
 An *operation* moves one set of tokens, in one direction, for some or all layers of a pool. It is made once; an engine
 *begins* it once and is then told layer by layer what to submit. All of that happens on one thread (in SGLang: the
@@ -7,18 +7,16 @@ scheduler's, before the forward pass), inside the stream in which the copies sha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
 from functools import cached_property
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from hicache_ext.errors import CopyError
-from hicache_ext.kernels.geometry import LayerStack
-from hicache_ext.kernels.plan import CopyPlan, make_plan
+from hicache_ext.kernels.geometry import CopyPlan, LayerCopy, LayerStack, Rows, make_plan
+
+SGLANG = "sglang"
+"""The name of SGLang's own path, which is no engine of ours."""
 
 
 class Direction(StrEnum):
@@ -54,14 +52,9 @@ class Operation:
         return self.host_indices.device.type == "cpu" and self.device_indices.device.type == "cpu"
 
     @cached_property
-    def cpu_indices(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Host and device indices as arrays. Waits for the device unless ``indices_on_cpu``."""
-        return self.host_indices.cpu().numpy(), self.device_indices.cpu().numpy()
-
-    @cached_property
     def plan(self) -> CopyPlan:
-        """Made at first use, once for all layers."""
-        return make_plan(self.stack.shape, *self.cpu_indices)
+        """Made at first use, once for all layers. Waits for the device unless ``indices_on_cpu``."""
+        return make_plan(self.stack.shape, self.host_indices.cpu().numpy(), self.device_indices.cpu().numpy())
 
 
 class Transfer(Protocol):
@@ -86,16 +79,83 @@ class CopyEngine(Protocol):
         """Plan ``operation``; ``refusal`` has answered None for it in the same stream."""
 
 
-def copy_now(engine: CopyEngine, operation: Operation, layers: Sequence[int] | None = None) -> None:
-    """Submit ``layers`` (default: all) of ``operation`` at once; for tests, benchmarks and write-backs.
+# -- the reference -----------------------------------------------------------------------------------------------------
+# Torch gather and scatter, on any device: what the other engines are compared with, and what lets SGLang's HiCache run
+# on a machine without a GPU. It copies whole rows through one temporary per layer and component, and does not overlap
+# with anything.
 
-    Raises :class:`CopyError` if the engine refuses.
+# Gathers and scatters move elements, so the widest integer that divides every address and stride moves most at a time.
+_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+
+
+class ReferenceEngine:
+    """Copies rows with advanced indexing on strided views. Takes every operation; safe from any thread.
+
+    A load is ordered on the current stream; a write-back is complete when the call returns.
     """
-    if reason := engine.refusal(operation):
-        raise CopyError(f"{engine.name} refused: {reason}")
-    transfer = engine.begin(operation)
-    if layers is None:
-        transfer.submit(0, len(operation.stack.copies))
+
+    name = "reference"
+
+    def refusal(self, operation: Operation) -> str | None:
+        return None
+
+    def begin(self, operation: Operation) -> _ReferenceTransfer:
+        return _ReferenceTransfer(operation)
+
+
+class _ReferenceTransfer:
+    def __init__(self, operation: Operation) -> None:
+        self._operation = operation
+
+    def submit(self, first: int, last: int) -> None:
+        operation = self._operation
+        host, device = operation.host_indices, operation.device_indices
+        for copy in operation.stack.copies[first:last]:
+            if operation.direction is Direction.LOAD:
+                _copy_rows(copy, copy.host, host, copy.device, device)
+            else:
+                _copy_rows(copy, copy.device, device, copy.host, host)
+
+
+def _copy_rows(
+    copy: LayerCopy, source: Rows, source_indices: torch.Tensor, target: Rows, target_indices: torch.Tensor
+) -> None:
+    if source_indices.numel() == 0:
         return
-    for layer in layers:
-        transfer.submit(*operation.stack.layers[layer])
+    width, dtype = _widest_word(copy)
+    source_view, source_place = _view(source, copy, width, dtype, source_indices)
+    target_view, target_place = _view(target, copy, width, dtype, target_indices)
+    target_view[target_place] = source_view[source_place].to(target_view.device)
+
+
+def _view(
+    rows: Rows, copy: LayerCopy, width: int, dtype: torch.dtype, indices: torch.Tensor
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """A view of the rows with the token axes in front, and the index that selects ``indices`` on those axes."""
+    page_size = copy.page_size
+    indices = indices.to(rows.storage.device)
+    if rows.strides.page == page_size * rows.strides.token:
+        shape: tuple[int, ...] = (rows.token_count,)
+        strides: tuple[int, ...] = (rows.strides.token,)
+        place: tuple[torch.Tensor, ...] = (indices,)
+    else:
+        shape = (rows.token_count // page_size, page_size)
+        strides = (rows.strides.page, rows.strides.token)
+        place = (indices // page_size, indices % page_size)
+    shape += (copy.segments, copy.segment_bytes)
+    strides += (rows.strides.segment, 1)
+    words = torch.empty(0, dtype=dtype, device=rows.storage.device)
+    words.set_(
+        rows.storage,
+        (rows.base - rows.storage.data_ptr()) // width,
+        (*shape[:-1], shape[-1] // width),
+        (*(stride // width for stride in strides[:-1]), 1),
+    )
+    return words, place
+
+
+def _widest_word(copy: LayerCopy) -> tuple[int, torch.dtype]:
+    numbers = [copy.segment_bytes]
+    for rows in (copy.host, copy.device):
+        numbers += [rows.base - rows.storage.data_ptr(), *rows.strides]
+    return next((width, dtype) for width, dtype in _WORDS if all(number % width == 0 for number in numbers))

@@ -1,4 +1,4 @@
-"""Where the bytes of one layer's KV rows lie, on the host and on the device.
+"""Where the bytes of one layer's KV rows lie, on the host and on the device, and the runs in which they are copied.
 
 A *row* is what one token keeps in one layer of one component (K, V, or the MLA latent). Rows are found by token index:
 
@@ -27,6 +27,14 @@ from numpy.typing import NDArray
 HOST_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
+class Strides(NamedTuple):
+    """Where the rows of one side lie relative to token 0."""
+
+    page: int
+    token: int
+    segment: int
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The rows of one layer of one component on one side.
@@ -38,14 +46,12 @@ class Rows:
     storage: torch.UntypedStorage
     base: int
     token_count: int
-    page_stride: int
-    token_stride: int
-    segment_stride: int
+    strides: Strides
 
     def address(self, token: int, segment: int, page_size: int) -> int:
         """Address of one segment of one token: the definition that engines are tested against."""
         page, slot = divmod(token, page_size)
-        return self.base + page * self.page_stride + slot * self.token_stride + segment * self.segment_stride
+        return self.base + page * self.strides.page + slot * self.strides.token + segment * self.strides.segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +63,6 @@ class LayerCopy:
     page_size: int
     segments: int
     segment_bytes: int
-
-
-class Strides(NamedTuple):
-    """Where the rows of one side lie relative to token 0."""
-
-    page: int
-    token: int
-    segment: int
 
 
 class CopyShape(NamedTuple):
@@ -114,7 +112,10 @@ class LayerStack:
     ) -> LayerStack:
         """The stack of ``layers``. Raises ``ValueError`` if they do not share one shape, or if there are none."""
         copies = tuple(copy for layer in layers for copy in layer)
-        shapes = {_shape(copy) for copy in copies}
+        shapes = {
+            CopyShape(copy.page_size, copy.segments, copy.segment_bytes, copy.host.strides, copy.device.strides)
+            for copy in copies
+        }
         if len(shapes) != 1:
             raise ValueError(f"a stack needs layers of one shape; got {len(shapes)}: {sorted(shapes)}")
         shape = shapes.pop()
@@ -168,17 +169,6 @@ def _merged(registrations: Sequence[Registration]) -> list[tuple[int, int]]:
     return spans
 
 
-def _shape(copy: LayerCopy) -> CopyShape:
-    host, device = copy.host, copy.device
-    return CopyShape(
-        page_size=copy.page_size,
-        segments=copy.segments,
-        segment_bytes=copy.segment_bytes,
-        host=Strides(host.page_stride, host.token_stride, host.segment_stride),
-        device=Strides(device.page_stride, device.token_stride, device.segment_stride),
-    )
-
-
 def page_tokens(pages: Sequence[int] | torch.Tensor, page_size: int) -> torch.Tensor:
     """The token indices of whole ``pages``, int64, on the device of ``pages``."""
     starts = torch.as_tensor(pages, dtype=torch.int64) * page_size
@@ -199,9 +189,7 @@ def device_rows(tensor: torch.Tensor, *, page_size: int, row_stride: int, segmen
         storage=tensor.untyped_storage(),
         base=tensor.data_ptr(),
         token_count=token_count,
-        page_stride=page_size * row_stride,
-        token_stride=row_stride,
-        segment_stride=segment_bytes,
+        strides=Strides(page_size * row_stride, row_stride, segment_bytes),
     )
 
 
@@ -246,7 +234,144 @@ def host_rows(
         storage=buffer.untyped_storage(),
         base=buffer.data_ptr() + offset,
         token_count=token_count,
-        page_stride=page_stride,
-        token_stride=token_stride,
-        segment_stride=segment_stride,
+        strides=Strides(page_stride, token_stride, segment_stride),
     )
+
+
+# -- the plan of one operation -----------------------------------------------------------------------------------------
+# Which runs of bytes go where, the same for every layer but for two added addresses.
+#
+# A *run* is contiguous on both sides. Runs are as long as both sides allow: rows of a page that touch on both sides are
+# one run, and so are pages that are neighbours on both sides, whatever order they were given in. Where rows touch on
+# one side only (``page_first`` hosts, unified device pools), each row is a run.
+#
+# Everything is numpy on arrays of the length of the operation: the planning happens on SGLang's scheduler thread,
+# before the forward pass. Offsets are relative to token 0 of a copy, in bytes.
+
+Offsets = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyPlan:
+    """The runs of an operation in ascending host order: three arrays of one length, in bytes."""
+
+    host: Offsets
+    device: Offsets
+    sizes: Offsets
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+def make_plan(shape: CopyShape, host_indices: Offsets, device_indices: Offsets) -> CopyPlan:
+    """The plan that copies token ``host_indices[i]`` to or from token ``device_indices[i]``, for all ``i``.
+
+    Two int64 arrays of one length; whole pages are planned page by page, anything else token by token. No index may
+    occur twice on the side that is written.
+    """
+    if len(host_indices) == 0:
+        nothing = np.empty(0, dtype=np.int64)
+        return CopyPlan(nothing, nothing, nothing)
+    shape = _with_joined_segments(shape)
+    pages = _whole_pages(shape.page_size, host_indices, device_indices)
+    if pages is not None:
+        host, device, size = _page_runs(shape, *pages)
+    else:
+        host, device, size = _token_runs(shape, host_indices, device_indices)
+    return _joined(host, device, size)
+
+
+def split_at_borders(
+    host: Offsets, device: Offsets, sizes: Offsets, registrations: tuple[Registration, ...]
+) -> tuple[Offsets, Offsets, Offsets]:
+    """Runs at absolute addresses, cut wherever one begins in one registration and ends in another."""
+    borders = np.array([address for address, _ in registrations[1:]], dtype=np.int64)
+    first = np.searchsorted(borders, host, side="right")
+    pieces = np.searchsorted(borders, host + sizes, side="left") - first + 1
+    if (pieces == 1).all():
+        return host, device, sizes
+    run = np.repeat(np.arange(len(host)), pieces)
+    piece = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    border = first[run] + piece  # the border at which a piece ends; the one before it is where the piece begins
+    begins: Offsets = np.where(piece == 0, host[run], borders[np.maximum(border - 1, 0)])
+    last = piece == pieces[run] - 1
+    ends: Offsets = np.where(last, (host + sizes)[run], borders[np.minimum(border, len(borders) - 1)])
+    return begins, device[run] + (begins - host[run]), ends - begins
+
+
+def _with_joined_segments(shape: CopyShape) -> CopyShape:
+    """``shape`` with one segment per row where the segments of a row touch on both sides."""
+    if shape.segments == 1 or not shape.host.segment == shape.device.segment == shape.segment_bytes:
+        return shape
+    row = shape.row_bytes
+    return shape._replace(
+        segments=1,
+        segment_bytes=row,
+        host=shape.host._replace(segment=row),
+        device=shape.device._replace(segment=row),
+    )
+
+
+def _whole_pages(page_size: int, host: Offsets, device: Offsets) -> tuple[Offsets, Offsets] | None:
+    """The page numbers on both sides if the tokens are whole pages in order, else None."""
+    if len(host) % page_size:
+        return None
+    if page_size == 1:
+        return host, device
+    numbers = []
+    within = np.arange(page_size)
+    for indices in (host, device):
+        rows = indices.reshape(-1, page_size)
+        first = rows[:, 0]
+        if (first % page_size).any() or (rows != first[:, None] + within).any():
+            return None
+        numbers.append(first // page_size)
+    return numbers[0], numbers[1]
+
+
+def _page_runs(shape: CopyShape, host_pages: Offsets, device_pages: Offsets) -> tuple[Offsets, Offsets, int]:
+    host, device = _in_host_order(host_pages * shape.host.page, device_pages * shape.device.page)
+    if shape.segments == 1 and shape.host.token == shape.device.token == shape.segment_bytes:
+        return host, device, shape.page_size * shape.segment_bytes
+    sides = []
+    for offsets, strides in ((host, shape.host), (device, shape.device)):
+        within = (
+            np.arange(shape.page_size)[:, None] * strides.token + np.arange(shape.segments) * strides.segment
+        ).ravel()
+        sides.append((offsets[:, None] + within).ravel())
+    return sides[0], sides[1], shape.segment_bytes
+
+
+def _token_runs(shape: CopyShape, host_indices: Offsets, device_indices: Offsets) -> tuple[Offsets, Offsets, int]:
+    host, device = _in_host_order(
+        _offsets(host_indices, shape, shape.host), _offsets(device_indices, shape, shape.device)
+    )
+    if shape.segments > 1:
+        segments = np.arange(shape.segments)
+        host = (host[:, None] + segments * shape.host.segment).ravel()
+        device = (device[:, None] + segments * shape.device.segment).ravel()
+    return host, device, shape.segment_bytes
+
+
+def _offsets(indices: Offsets, shape: CopyShape, strides: Strides) -> Offsets:
+    if strides.page == shape.page_size * strides.token:
+        linear: Offsets = indices * strides.token
+        return linear
+    pages: Offsets = indices // shape.page_size
+    return pages * strides.page + (indices - pages * shape.page_size) * strides.token
+
+
+def _in_host_order(host: Offsets, device: Offsets) -> tuple[Offsets, Offsets]:
+    if len(host) < 2 or (host[1:] > host[:-1]).all():
+        return host, device
+    order = np.argsort(host, kind="stable")
+    return host[order], device[order]
+
+
+def _joined(host: Offsets, device: Offsets, size: int) -> CopyPlan:
+    """Runs of ``size`` bytes, neighbours on both sides made one."""
+    apart = (np.diff(host) != size) | (np.diff(device) != size)
+    if apart.all():
+        return CopyPlan(host, device, np.full(len(host), size, dtype=np.int64))
+    first = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    return CopyPlan(host[first], device[first], np.diff(first, append=len(host)) * size)

@@ -1,7 +1,7 @@
 """Which engine serves an operation, and why; counted by engine and reason.
 
-On the CPU the reference. On a GPU the *fallback* (in SGLang: its own path) unless an engine is configured, or the
-calibration of this GPU found one clearly faster; and always the fallback for what an engine refuses.
+On the CPU the reference. On a GPU SGLang's own path unless an engine is configured, or the calibration of this GPU
+found one clearly faster; and always SGLang's own path for what an engine refuses.
 """
 
 from __future__ import annotations
@@ -15,17 +15,13 @@ import torch
 
 from hicache_ext.config import KernelsConfig
 from hicache_ext.errors import CopyError
-from hicache_ext.kernels.engine import CopyEngine, Operation
-from hicache_ext.kernels.reference import ReferenceEngine
+from hicache_ext.kernels.engine import SGLANG, CopyEngine, Operation, ReferenceEngine, Transfer
 from hicache_ext.runtime.metrics import TierMetrics
 
 if TYPE_CHECKING:
     from hicache_ext.kernels.calibration import Calibration
 
 logger = logging.getLogger(__name__)
-
-SGLANG = "sglang"
-"""The name of SGLang's own path."""
 
 _MOST_FAILURES = 3
 """After so many an engine is not asked again in this process."""
@@ -46,7 +42,6 @@ class Selector:
     """Chooses for every operation. One per process in SGLang; for one thread.
 
     ``engines`` makes each engine when it is first wanted; one that cannot be made is unavailable from then on.
-    ``fallback`` None means the caller has a path of its own, called ``sglang`` here.
     """
 
     def __init__(
@@ -55,13 +50,11 @@ class Selector:
         *,
         engine: str = "auto",
         calibration: Calibration | None = None,
-        fallback: CopyEngine | None = None,
         metrics: TierMetrics = kernel_metrics,
     ) -> None:
         self._makers = engines
         self._engine = engine
         self._calibration = calibration
-        self._fallback = fallback
         self._metrics = metrics
         self._made: dict[str, CopyEngine | None] = {}
         self._failures: dict[str, int] = {}
@@ -74,14 +67,14 @@ class Selector:
         return choice
 
     def failed(self, operation: Operation, engine: CopyEngine, error: CopyError) -> Choice:
-        """What to do after ``engine`` failed: the fallback. An engine that keeps failing is given up."""
+        """Leave the operation to SGLang's own path after ``engine`` failed. One that keeps failing is given up."""
         failures = self._failures[engine.name] = self._failures.get(engine.name, 0) + 1
         if failures == _MOST_FAILURES:
             self._made[engine.name] = None
         logger.warning(
             "copy engine %s failed (%d of %d before it is given up): %s", engine.name, failures, _MOST_FAILURES, error
         )
-        choice = Choice(self._fallback, "failed")
+        choice = Choice(None, "failed")
         self.count(operation.direction, choice)
         return choice
 
@@ -95,14 +88,13 @@ class Selector:
 
     def _choice(self, operation: Operation) -> Choice:
         wanted, reason = self._wanted(operation)
-        baseline = self._fallback.name if self._fallback else SGLANG
-        if wanted in (baseline, SGLANG):
-            return Choice(self._fallback, reason)
+        if wanted == SGLANG:
+            return Choice(None, reason)
         engine = self._made_engine(wanted)
         if engine is None:
-            return Choice(self._fallback, "unavailable")
+            return Choice(None, "unavailable")
         refusal = engine.refusal(operation)
-        return Choice(self._fallback, refusal) if refusal else Choice(engine, reason)
+        return Choice(None, refusal) if refusal else Choice(engine, reason)
 
     def _wanted(self, operation: Operation) -> tuple[str, str]:
         if self._engine != "auto":
@@ -113,8 +105,7 @@ class Selector:
             return SGLANG, "not_calibrated"
         from hicache_ext.kernels.calibration import Situation
 
-        baseline = self._fallback.name if self._fallback else SGLANG
-        fastest = self._calibration.fastest(Situation.of(operation), baseline)
+        fastest = self._calibration.fastest(Situation.of(operation))
         return (SGLANG, "not_measured") if fastest is None else (fastest, "calibrated")
 
     def _made_engine(self, name: str) -> CopyEngine | None:
@@ -127,36 +118,28 @@ class Selector:
         return self._made[name]
 
 
-def engine_makers(settings: KernelsConfig) -> dict[str, Callable[[], CopyEngine]]:
-    """All engines of this package. One that is not used is not imported."""
+def _batched_dma() -> CopyEngine:
+    from hicache_ext.kernels.batched_dma import BatchedDmaEngine, open_driver
 
-    def batched_dma() -> CopyEngine:
-        from hicache_ext.kernels.batched_dma import BatchedDmaEngine
-        from hicache_ext.kernels.cuda_driver import open_driver
-
-        return BatchedDmaEngine(open_driver())
-
-    def rectangle_dma() -> CopyEngine:
-        from hicache_ext.kernels.batched_dma import RectangleDmaEngine
-        from hicache_ext.kernels.cuda_driver import open_driver
-
-        return RectangleDmaEngine(open_driver())
-
-    def triton() -> CopyEngine:
-        from hicache_ext.kernels.triton_engine import TritonEngine
-
-        return TritonEngine()
-
-    return {
-        ReferenceEngine.name: ReferenceEngine,
-        "batched_dma": batched_dma,
-        "rectangle_dma": rectangle_dma,
-        "triton": triton,
-    }
+    return BatchedDmaEngine(open_driver())
 
 
-def make_selector(settings: KernelsConfig, *, fallback: CopyEngine | None = None) -> Selector:
-    """The selector of this machine. Raises ``ConfigError`` if a calibration that was named cannot be read.
+def _triton() -> CopyEngine:
+    from hicache_ext.kernels.triton_engine import TritonEngine
+
+    return TritonEngine()
+
+
+ENGINES: Mapping[str, Callable[[], CopyEngine]] = {
+    ReferenceEngine.name: ReferenceEngine,
+    "batched_dma": _batched_dma,
+    "triton": _triton,
+}
+"""All engines of this package. One that is not used is not imported."""
+
+
+def make_selector(settings: KernelsConfig) -> Selector:
+    """Return the selector of this machine. Raises ``ConfigError`` if a calibration that was named cannot be read.
 
     A calibration that lies in the usual place and cannot be read is left unused, with a warning.
     """
@@ -165,4 +148,35 @@ def make_selector(settings: KernelsConfig, *, fallback: CopyEngine | None = None
         from hicache_ext.kernels.calibration import calibration_of_machine
 
         calibration = calibration_of_machine(settings)
-    return Selector(engine_makers(settings), engine=settings.engine, calibration=calibration, fallback=fallback)
+    return Selector(ENGINES, engine=settings.engine, calibration=calibration)
+
+
+class Submission:
+    """One operation under way: planned once, submitted layer by layer in the current stream. For one thread."""
+
+    def __init__(self, operation: Operation, selector: Selector) -> None:
+        self._operation = operation
+        self._selector = selector
+        self._engine = selector.choose(operation).engine
+        self._transfer: Transfer | None = None
+
+    def submit(self, layer: int) -> bool:
+        """Submit one layer of the stack; False if the caller has to copy this layer itself."""
+        return self._submit(*self._operation.stack.layers[layer])
+
+    def submit_all(self) -> bool:
+        """Submit all layers; False if the caller has to copy them itself."""
+        return self._submit(0, len(self._operation.stack.copies))
+
+    def _submit(self, first: int, last: int) -> bool:
+        if self._engine is None:
+            return False
+        try:
+            if self._transfer is None:
+                self._transfer = self._engine.begin(self._operation)
+            self._transfer.submit(first, last)
+        except CopyError as error:
+            # What was submitted so far copied the right bytes; copying them again does no harm.
+            self._transfer = None
+            self._engine = self._selector.failed(self._operation, self._engine, error).engine
+        return self._engine is not None

@@ -7,7 +7,8 @@ programs as the quota says, for as long as the copy takes.
 
 from __future__ import annotations
 
-import importlib.util
+import ctypes
+import functools
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 
 from hicache_ext.errors import CopyError
-from hicache_ext.kernels.cuda_driver import reaches_registered_memory
 from hicache_ext.kernels.engine import Direction, Operation
 from hicache_ext.kernels.geometry import LayerStack
 
@@ -25,30 +25,24 @@ _WARPS = 32
 _TILE_BYTES = 32 * 1024
 """What a program has in flight: with four programs more than the 70 to 107 KiB that should fill PCIe 5."""
 _MOST_COLUMN_BYTES = 4096
+_CAN_USE_HOST_POINTER = 91
 _WIDEST_WORD = 4
-"""Bytes. 32-bit words: four of them, 16-byte aligned, become one 16-byte load."""
-
-
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 class TritonEngine:
-    """One launch per submission, ``programs`` programs at most. ``interpret`` runs it on CPU tensors, for tests.
+    """One launch per submission, ``programs`` programs at most.
 
     Constructing imports triton; the kernel is compiled at the first submission of each pool geometry and direction.
     """
 
     name = "triton"
 
-    def __init__(self, *, programs: int = DEFAULT_PROGRAMS, interpret: bool = False) -> None:
+    def __init__(self, *, programs: int = DEFAULT_PROGRAMS) -> None:
         from hicache_ext.kernels import triton_kernel
 
         self._programs = programs
-        self._interpret = interpret
-        self._options = {} if interpret else {"num_warps": _WARPS}
-        self._kernel = triton_kernel.interpreted() if interpret else triton_kernel.compiled()
-        self._reaching: dict[int, bool] = {}
+        self._options = {"num_warps": _WARPS}
+        self._kernel = triton_kernel.compiled()
         self._known: weakref.WeakKeyDictionary[LayerStack, tuple[torch.Tensor, dict[Direction, RowCut]]]
         self._known = weakref.WeakKeyDictionary()
         """The addresses of a stack's copies on the device, and its cut for each direction."""
@@ -56,22 +50,18 @@ class TritonEngine:
     def refusal(self, operation: Operation) -> str | None:
         stack = operation.stack
         if stack.device.type == "cpu":
-            return None if self._interpret else "no_gpu"
+            return "no_gpu"
         if stack.device.type != "cuda" or torch.version.hip is not None:
             return "not_cuda"
         if not stack.is_registered:
             return "unpinned"
-        if not self._reaches_host(stack.device):
+        if not _reaches_registered_memory(
+            torch.cuda.current_device() if stack.device.index is None else stack.device.index
+        ):
             return "aliased_memory"
         if torch.cuda.is_current_stream_capturing():
             return "graph_capture"  # a captured copy would be replayed over pages that mean something else by then
         return None
-
-    def _reaches_host(self, device: torch.device) -> bool:
-        index = torch.cuda.current_device() if device.index is None else device.index
-        if index not in self._reaching:
-            self._reaching[index] = reaches_registered_memory(index)
-        return self._reaching[index]
 
     def begin(self, operation: Operation) -> _TritonTransfer:
         stack = operation.stack
@@ -114,8 +104,6 @@ class RowCut:
 
     rows: int
     """Of a tile."""
-    columns: int
-    """Words of a tile's row."""
     chunks: int
     """Tiles side by side that make a whole segment."""
     constants: Mapping[str, Any]
@@ -124,9 +112,10 @@ class RowCut:
     @classmethod
     def of(cls, stack: LayerStack, direction: Direction) -> RowCut:
         shape = stack.shape
-        width = _word_bytes(stack)
+        # 4 wherever the alignment allows: 16 of alignment make four such words one load; with 8 the compiler joins two.
+        width = min(stack.alignment, _WIDEST_WORD)
         words = shape.segment_bytes // width
-        columns = min(_power_of_two(words), _MOST_COLUMN_BYTES // width)
+        columns = min(1 << max(words - 1, 0).bit_length(), _MOST_COLUMN_BYTES // width)
         rows, chunks = max(1, _TILE_BYTES // (columns * width)), -(-words // columns)
         constants = {
             "HOST_PAGE": shape.host.page,
@@ -145,23 +134,11 @@ class RowCut:
             "CHUNKS": chunks,
             "IS_LOAD": direction is Direction.LOAD,
         }
-        return cls(rows, columns, chunks, constants)
+        return cls(rows, chunks, constants)
 
     def units(self, copies: int, rows: int) -> int:
         """Tiles of ``rows`` rows in each of ``copies`` copies."""
         return copies * -(-rows // self.rows) * self.chunks
-
-
-def _word_bytes(stack: LayerStack) -> int:
-    """Bytes of the words to move: 4 wherever the alignment allows, since 16 of alignment make four of them one load.
-
-    With 8 of alignment the compiler joins two.
-    """
-    return min(stack.alignment, _WIDEST_WORD)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()
 
 
 def _to_current_stream(indices: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -178,3 +155,18 @@ def _on_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
     own_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(own_stream):  # to wait for this copy and nothing else
         return table.to(device)
+
+
+@functools.cache
+def _reaches_registered_memory(device_index: int) -> bool:
+    """Whether kernels may use the host's own addresses of registered memory; where not, it has others for the device.
+
+    CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM; False too where it cannot be asked.
+    """
+    value = ctypes.c_int(0)
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        code: int = library.cuDeviceGetAttribute(ctypes.byref(value), _CAN_USE_HOST_POINTER, device_index)
+    except (OSError, AttributeError):
+        return False
+    return code == 0 and value.value == 1

@@ -11,10 +11,9 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from triton.runtime.interpreter import InterpretedFunction
 
 
-# No annotations but constexpr: the compiler takes their names for globals of the kernel. SIGNATURE has the types.
+# No annotations but constexpr: the compiler takes their names for globals of the kernel.
 def copy_rows(  # type: ignore[no-untyped-def]
     bases,  # (copies, 2) int64: host and device address of token 0
     first,  # the copy to begin with
@@ -72,24 +71,6 @@ def copy_rows(  # type: ignore[no-untyped-def]
         unit += tl.num_programs(0)
 
 
-SIGNATURE = {
-    "bases": "*i64",
-    "first": "i32",
-    "host_indices": "*i64",
-    "device_indices": "*i64",
-    "rows": "i32",
-    "units": "i32",
-}
-"""Types of the run-time arguments, for compiling without a GPU."""
-
-_RUN_TIME_INTEGERS = ["first", "rows", "units"]
-
-
 def compiled() -> Any:
-    """The kernel for GPUs. Its integers are not specialised on: each value of ``first`` would compile anew."""
-    return triton.jit(copy_rows, do_not_specialize=_RUN_TIME_INTEGERS)
-
-
-def interpreted() -> Any:
-    """The kernel run by Python, on CPU tensors; for tests."""
-    return InterpretedFunction(copy_rows)
+    """Return the kernel for GPUs. Its integers are not specialised on: each value of ``first`` would compile anew."""
+    return triton.jit(copy_rows, do_not_specialize=["first", "rows", "units"])

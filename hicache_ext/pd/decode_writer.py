@@ -6,29 +6,325 @@ known by identity alone; they, copies and host memory are behind ``offload``.
 A page is generated, copied to host memory at the next stride or at the finish, queued in the WriteQueue, given to the
 PoolWriter, and written, tried again, or counted as lost. Its host memory is freed in every case.
 
-Everything but the PoolWriter runs on the scheduler thread and never waits for a store or a copy. Ranks decide alike,
-because decisions depend only on numbers agreed on in ``step``: one small reduction per step when there are several
-ranks, as in SGLang's own manager, and a second one when writes have ended. Reasons: docs/decisions/pull-rule.md.
+Everything but the PoolWriter runs on the scheduler thread and never waits for a store or a copy; a request's ``chain``
+is the PoolWriter's while a write is under way. Ranks decide alike, because decisions depend only on numbers agreed on
+in ``step``: one small reduction per step when there are several ranks, as in SGLang's own manager, and a second one
+when writes have ended. Reasons: docs/decisions/pull-rule.md.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from hicache_ext.config.sections import WriteConfig
-from hicache_ext.pd.continuation import Continuation, Piece, WriteQueue
-from hicache_ext.pd.pool_writer import Finished, Outcome, PoolWriter, WriteJob, describe
+from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.serving.hints import HintSender
 
 logger = logging.getLogger(__name__)
+
+
+# -- page hashes -------------------------------------------------------------------------------------------------------
+# As a prefill node computes them: sha256(hash before || token ids of the page), the first one seeded from extra_key and
+# cache_salt.
+
+HashPages = Callable[[Sequence[int], str | None], list[str]]
+"""Hashes of the whole pages of some tokens of a request; the second argument is the hash of the page before them."""
+
+
+class PageChain:
+    """Hashes of the pages 0, 1, 2, ... of a growing sequence of tokens. For one thread at a time."""
+
+    def __init__(self, page_size: int, hash_pages: HashPages) -> None:
+        """``hash_pages`` knows what the request's hashes are seeded from."""
+        self.page_size = page_size
+        self._hash_pages = hash_pages
+        self._hashes: list[str] = []
+
+    def __len__(self) -> int:
+        """Pages hashed so far."""
+        return len(self._hashes)
+
+    def tokens_for(self, first_page: int, end_page: int) -> slice:
+        """The tokens that the pages from ``first_page`` up to ``end_page`` are hashed from."""
+        return slice(first_page * self.page_size, end_page * self.page_size)
+
+    def pages_in(self, tokens: int) -> int:
+        """Whole pages of a prompt of ``tokens`` tokens, as a prefill node stores it."""
+        return tokens // self.page_size
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Hash the next pages from exactly their tokens: ``tokens_for(len(self), ...)``."""
+        pages = self.pages_in(len(tokens))
+        if pages:
+            whole = tokens[self.tokens_for(0, pages)]
+            self._hashes += self._hash_pages(whole, self._hashes[-1] if self._hashes else None)
+
+    def hashes(self, first_page: int, end_page: int) -> list[str]:
+        """Hashes of pages already hashed."""
+        if end_page > len(self._hashes):
+            raise IndexError(f"{end_page} pages asked for, {len(self._hashes)} hashed")
+        return self._hashes[first_page:end_page]
+
+
+# -- one request -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """A run of pages in host memory: being copied, waiting, or being written."""
+
+    continuation: Continuation
+    first_page: int
+    pages: int
+    host_indices: Any
+    """CPU int64 tensor, one index per token."""
+    tokens: Sequence[int]
+    """The tokens ``PageChain.tokens_for`` of these pages."""
+    epoch: int
+    """The continuation's epoch when the copy began; a piece of an older epoch is dropped on arrival."""
+
+    @property
+    def end_page(self) -> int:
+        return self.first_page + self.pages
+
+
+@dataclass(slots=True, eq=False)
+class Continuation:
+    """One request as pages: which were copied to host memory, and which wait to be written. ``number`` is equal on all
+    ranks."""
+
+    number: int
+    chain: PageChain
+    prompt: Sequence[int]
+    """SGLang's own token ids of the prompt; not copied."""
+    prompt_pages: int
+    """Whole pages of the prompt: what the prefill node writes."""
+    priority: int
+    copied_pages: int
+    """Leading pages of the whole sequence that were copied or need no copy."""
+    next_copy_at: int
+    """Length of the output at which the next copy is due."""
+    born: int
+    """Milliseconds on the ranks' common clock."""
+    prefix_known: bool = False
+    """The prompt's pages are in the pool, or it has none."""
+    finished: bool = False
+    closed: bool = False
+    """Nothing more of this request will be written."""
+    epoch: int = 0
+    attempts: int = 0
+    waiting: deque[Piece] = field(default_factory=deque)
+    in_flight: bool = False
+    not_before: int = 0
+
+    @property
+    def waiting_pages(self) -> int:
+        return sum(piece.pages for piece in self.waiting)
+
+
+# -- what waits --------------------------------------------------------------------------------------------------------
+# Pages in host memory that wait to be written, and which of them are dropped when host memory is full.
+#
+# Used by the scheduler thread only. Every choice depends only on facts that are equal on all ranks, so that ranks drop
+# the same pages without communication.
+
+
+class WriteQueue:
+    """Continuations with pieces to write, in order of arrival."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Continuation] = {}
+        self.pages = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, piece: Piece) -> None:
+        """Append a piece to those of its continuation."""
+        piece.continuation.waiting.append(piece)
+        self._waiting.setdefault(piece.continuation.number, piece.continuation)
+        self.pages += piece.pages
+
+    def put_back(self, pieces: list[Piece]) -> None:
+        """Return pieces whose write failed: first of their continuation, which goes to the end of the queue."""
+        continuation = pieces[0].continuation
+        continuation.waiting.extendleft(reversed(pieces))
+        self._waiting.pop(continuation.number, None)
+        self._waiting[continuation.number] = continuation
+        self.pages += sum(piece.pages for piece in pieces)
+
+    def take_run(self, now: int, most_pages: int) -> list[Piece]:
+        """The next consecutive pieces of one continuation, at most ``most_pages`` together (or one piece); [] if none.
+
+        A continuation has one run under way at a time: its pages must reach the pool in the order of the chain.
+        """
+        for continuation in self._waiting.values():
+            if continuation.in_flight or continuation.not_before > now:
+                continue
+            run = [continuation.waiting.popleft()]
+            pages = run[0].pages
+            while continuation.waiting and pages + continuation.waiting[0].pages <= most_pages:
+                run.append(continuation.waiting.popleft())
+                pages += run[-1].pages
+            self.pages -= pages
+            if not continuation.waiting:
+                del self._waiting[continuation.number]
+            return run
+        return []
+
+    def empty(self, continuation: Continuation) -> list[Piece]:
+        """Take all waiting pieces of one continuation."""
+        if self._waiting.pop(continuation.number, None) is None:
+            return []
+        pieces = list(continuation.waiting)
+        continuation.waiting.clear()
+        self.pages -= sum(piece.pages for piece in pieces)
+        return pieces
+
+    def victims(self, spare: Continuation) -> Iterator[Continuation]:
+        """Continuations that lose their waiting pieces, first to go first: by priority, then by age.
+
+        Never ``spare``, for which memory is freed, nor one of a higher priority than ``spare``.
+        """
+        candidates = [
+            (order, continuation)
+            for order, continuation in enumerate(self._waiting.values())
+            if continuation is not spare and continuation.priority <= spare.priority
+        ]
+        candidates.sort(key=lambda item: (item[1].priority, item[1].born, item[0]))
+        return (continuation for _, continuation in candidates)
+
+
+# -- the thread that writes to the pool --------------------------------------------------------------------------------
+# Hash, look up, write: no other thread waits on a store. Jobs are done and reported in the order of arrival: ranks
+# compare how many each has finished.
+
+
+class Outcome(enum.IntEnum):
+    """How a job ended; of several ranks the smallest counts."""
+
+    FAILED = 0
+    PREFIX_MISSING = 1
+    REFUSED = 2
+    """A page is not worth storing, by admission: what follows it is of no use, either."""
+    WRITTEN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class WriteJob:
+    """Consecutive pieces of one continuation, written together."""
+
+    continuation: Continuation
+    pieces: list[Piece]
+    look_for_prefix: bool
+    """Write only if the prompt's pages are in the pool."""
+
+    @property
+    def pages(self) -> int:
+        return sum(piece.pages for piece in self.pieces)
+
+
+class PoolWriter:
+    """``submit`` and ``finished`` run on the scheduler thread and never wait; everything else on a thread of its
+    own."""
+
+    def __init__(self, pool: Any, metrics: TierMetrics, *, writes: bool = True) -> None:
+        """``pool``: the backend (sglang/backend.py). ``writes=False``: a rank whose pages another rank writes; its jobs
+        end at once."""
+        self._pool = pool
+        self._metrics = metrics
+        self._writes = writes
+        self._jobs: deque[WriteJob] = deque()
+        self._finished: deque[tuple[WriteJob, Outcome]] = deque()
+        self._log = LimitedLog(logger, 1.0)
+        self._loop = BackgroundLoop("hicache-ext-pd-writer", self._work)
+        # At once: a machine without threads shows at the start, and not when jobs keep host memory.
+        self._loop.wake()
+
+    def submit(self, job: WriteJob) -> None:
+        self._jobs.append(job)
+        self._loop.wake()
+
+    @property
+    def finished_jobs(self) -> int:
+        """Jobs that ended and were not taken."""
+        return len(self._finished)
+
+    def take_finished(self, count: int) -> list[tuple[WriteJob, Outcome]]:
+        return [self._finished.popleft() for _ in range(count)]
+
+    def stop(self, timeout: float) -> bool:
+        """End the thread after the job under way. False: it did not end, and host memory must not be freed."""
+        return self._loop.stop(timeout)
+
+    def _work(self) -> float:
+        while self._jobs and not self._loop.stopping:
+            job = self._jobs.popleft()
+            try:
+                outcome = self._write(job)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - without this thread nothing is ever written again
+                self._metrics.add("failure", type(error).__name__)
+                self._log.log(logging.ERROR, "write", "hicache_ext: a decode node's write failed", exc_info=error)
+                outcome = Outcome.FAILED
+            self._finished.append((job, outcome))
+        return math.inf
+
+    def _write(self, job: WriteJob) -> Outcome:
+        if not self._writes:
+            return Outcome.WRITTEN
+        continuation, pieces = job.continuation, job.pieces
+        chain = continuation.chain
+        first_page = pieces[0].first_page
+        if first_page and len(chain) < continuation.prompt_pages:
+            chain.extend(continuation.prompt[chain.tokens_for(len(chain), continuation.prompt_pages)])
+        prompt = chain.hashes(0, continuation.prompt_pages) if job.look_for_prefix else []
+        if prompt and self._pool.stored_leading(prompt) < len(prompt):
+            return Outcome.PREFIX_MISSING
+        keys: list[str] = []
+        for piece in pieces:
+            if len(chain) < piece.first_page:
+                raise RuntimeError(f"pages {len(chain)} to {piece.first_page} of a request were never copied")
+            if len(chain) < piece.end_page:
+                chain.extend(piece.tokens[(len(chain) - piece.first_page) * chain.page_size :])
+            keys += chain.hashes(piece.first_page, piece.end_page)
+        host_indices = torch.cat([piece.host_indices for piece in pieces]).reshape(len(keys), chain.page_size)
+        for first in range(0, len(keys), _PAGES_PER_WRITE):
+            end = first + _PAGES_PER_WRITE
+            outcome = self._write_pages(keys[first:end], host_indices[first:end])
+            if outcome is not Outcome.WRITTEN:
+                return outcome
+        return Outcome.WRITTEN
+
+    def _write_pages(self, keys: list[str], host_indices: torch.Tensor) -> Outcome:
+        """Write the pages that the pool lacks: WRITTEN where it has all of them now."""
+        absent = [page for page, known in enumerate(self._pool.stored(keys)) if not known]
+        self._metrics.add("page", "present", len(keys) - len(absent))
+        if not absent:
+            return Outcome.WRITTEN
+        results = self._pool.store_pages([keys[page] for page in absent], host_indices[absent].flatten())
+        self._metrics.add("write", "calls")
+        ends = Counter("present" if result is SetResult.EXISTS else result.value for result in results)
+        self._metrics.add_many("page", ends)
+        if all(result.durable for result in results):
+            return Outcome.WRITTEN
+        refused = all(result.durable or result is SetResult.REFUSED for result in results)
+        return Outcome.REFUSED if refused else Outcome.FAILED
+
+
+# -- the writer --------------------------------------------------------------------------------------------------------
 
 _PAGES_PER_WRITE = 128
 _COPIES_PER_STEP = 8
@@ -37,8 +333,6 @@ _LOG_INTERVAL = 60.0
 _LEVEL_INTERVAL = 1.0
 _RETRIES = 3
 _FIRST_BACKOFF_MS = 250
-_RETRY_WITHIN_MS = 30_000
-"""No write is tried again later than this after its first failure."""
 _PAGES_IN_FLIGHT = 512
 """Pages handed to the storage thread; the others wait where they can be dropped."""
 _HINTS_TIMEOUT = 2.0
@@ -117,16 +411,18 @@ class DecodeWriter:
         if not finished and (continuation.closed or len(output) < continuation.next_copy_at):
             return False
         continuation.finished = finished
-        if not self._wanted(request, output, continuation):
+        if continuation.closed or not self._offload.is_on_device(request):
+            return False
+        if len(output) - 1 < self._config.min_tokens:
+            if finished:
+                self.metrics.add("request", "too_short")
             return False
         if not finished and self._copies_this_step >= _COPIES_PER_STEP:
             return False
         return self._copy(request, output, continuation)
 
     def _begin(self, request: Any) -> Continuation:
-        options = self._offload.options(request)
-        prompt = self._offload.prompt(request)
-        chain = self._offload.page_chain(request)
+        prompt, chain, options = self._offload.facts(request)
         prompt_pages = chain.pages_in(len(prompt))
         self._continuations_made += 1
         continuation = Continuation(
@@ -149,29 +445,20 @@ class DecodeWriter:
         """Length of the output at which the next stride of whole pages is complete; the last token has no KV yet."""
         return copied_pages * self._page_size + self._stride - prompt_length + 1
 
-    def _wanted(self, request: Any, output: Sequence[int], continuation: Continuation) -> bool:
-        finished = continuation.finished
-        if continuation.closed or not self._offload.is_on_device(request):
-            return False
-        continuation.generated = len(output) - 1
-        if continuation.generated < self._config.min_tokens:
-            if finished:
-                self.metrics.add("request", "too_short")
-            return False
-        return True
-
     def _copy(self, request: Any, output: Sequence[int], continuation: Continuation) -> bool:
         """Start copying the whole pages that are due; whether a copy began."""
         page_size, finished = self._page_size, continuation.finished
-        prompt_length, generated = len(continuation.prompt), continuation.generated
-        end_page = (prompt_length + generated) // page_size
+        prompt_length = len(continuation.prompt)
+        end_page = (prompt_length + len(output) - 1) // page_size  # the last token has no KV yet
         first_page = continuation.copied_pages
         pages = end_page - first_page
         if pages <= 0:
             return False
         continuation.next_copy_at = len(output) + self._stride
         tokens = _tokens_between(continuation.prompt, output, continuation.chain.tokens_for(first_page, end_page))
-        host_indices = self._host_memory(pages * page_size, continuation)
+        host_pool = self._offload.host_pool
+        has_room = host_pool.available_size() >= pages * page_size or self._evict(pages * page_size, continuation)
+        host_indices = host_pool.alloc(pages * page_size) if has_room else None
         if host_indices is None:
             self.metrics.add("copy", "no_host_memory" if finished else "deferred")
             if finished:
@@ -184,21 +471,15 @@ class DecodeWriter:
         continuation.next_copy_at = self._copy_due_at(prompt_length, end_page)
         return True
 
-    def _host_memory(self, tokens: int, continuation: Continuation) -> torch.Tensor | None:
-        """Host indices for a copy; drops queued pages if needed."""
-        if self._offload.free_host_tokens < tokens and not self._evict(tokens, continuation):
-            return None
-        host_indices: torch.Tensor | None = self._offload.allocate(tokens)
-        return host_indices
-
     def _start_copies(self) -> None:
         for piece in self._offload.start_copies():
             self._close(piece.continuation, "copy_failed")
             self._copy_ended(piece)
 
     def _evict(self, tokens: int, spare: Continuation) -> bool:
+        """Drop queued pages until so much host memory is free; False where that cannot be."""
         victims: list[Continuation] = []
-        gain = self._offload.free_host_tokens
+        gain = self._offload.host_pool.available_size()
         for victim in self._queue.victims(spare):
             if gain >= tokens:
                 break
@@ -220,7 +501,10 @@ class DecodeWriter:
         """Start copies, collect ended copies and writes, submit the next writes. Never waits."""
         self._copies_this_step = 0
         self._start_copies()
-        copied, written, self._now = self._progress()
+        # Copies ended, writes ended, milliseconds since the start: the minimum of all ranks.
+        milliseconds = int((time.monotonic() - self._started) * 1000)
+        numbers = [self._offload.ended_copies(), self._writer.finished_jobs, milliseconds]
+        copied, written, self._now = numbers if self._minimum is None else self._minimum(numbers)
         if copied:
             self._copies_ended(copied)
         if written:
@@ -233,14 +517,6 @@ class DecodeWriter:
         """Wait for every copy under way: retraction is about to free the device memory they read [scheduler]."""
         self._start_copies()
         self._copies_ended(self._offload.wait())
-
-    def _progress(self) -> tuple[int, int, int]:
-        """Copies ended, writes ended, milliseconds since the start: the minimum of all ranks."""
-        milliseconds = int((time.monotonic() - self._started) * 1000)
-        numbers = [self._offload.ended_copies(), self._writer.finished_jobs, milliseconds]
-        if self._minimum is not None:
-            numbers = self._minimum(numbers)
-        return numbers[0], numbers[1], numbers[2]
 
     def _copies_ended(self, operations: int) -> None:
         for piece in self._offload.take_copies(operations):
@@ -264,58 +540,41 @@ class DecodeWriter:
             self._writer.submit(job)
 
     def _writes_ended(self, count: int) -> None:
-        for finished in self._agreed(self._writer.take_finished(count)):
-            job, continuation = finished.job, finished.job.continuation
+        finished = self._writer.take_finished(count)
+        outcomes: Sequence[int] = [outcome for _, outcome in finished]
+        if self._minimum is not None:
+            outcomes = self._minimum(list(outcomes))
+        for (job, _), outcome in zip(finished, outcomes, strict=True):
+            continuation = job.continuation
             continuation.in_flight = False
             self._pages_in_flight -= job.pages
-            if finished.outcome is Outcome.WRITTEN:
+            if outcome == Outcome.WRITTEN:
                 continuation.prefix_known = True
                 continuation.attempts = 0
                 self._free(job.pieces)
-                if self._hints is not None and _is_last(job):
+                end_page = job.pieces[-1].end_page
+                if self._hints is not None and continuation.finished and end_page == continuation.copied_pages:
                     # The last write: the storage thread no longer uses the chain.
-                    self._hints.announce(continuation.chain.hashes(0, job.pieces[-1].end_page))
+                    self._hints.announce(continuation.chain.hashes(0, end_page))
             elif continuation.closed:
                 self._free(job.pieces)
-            elif finished.outcome is Outcome.PREFIX_MISSING:
-                self._prefix_is_missing(job)
-            elif finished.outcome is Outcome.REFUSED:
-                self._free(job.pieces)
-                self._close(continuation, "refused", lost_pages=job.pages)
+            elif (pause := self._pause(continuation, outcome)) is not None:
+                continuation.not_before = self._now + pause
+                self._queue.put_back(job.pieces)
             else:
-                self._write_failed(job)
+                self._free(job.pieces)
+                self._close(continuation, Outcome(outcome).name.lower(), lost_pages=job.pages)
 
-    def _agreed(self, finished: Sequence[Finished]) -> list[Finished]:
-        if self._minimum is None:
-            return list(finished)
-        agreed = self._minimum([one.outcome for one in finished])
-        return [Finished(one.job, Outcome(outcome)) for one, outcome in zip(finished, agreed, strict=True)]
-
-    def _prefix_is_missing(self, job: WriteJob) -> None:
-        if self._now - job.continuation.born < self._prefix_grace * 1000:
+    def _pause(self, continuation: Continuation, outcome: int) -> int | None:
+        """Milliseconds after which a write is tried again; None where it is not."""
+        if outcome == Outcome.PREFIX_MISSING and self._now - continuation.born < self._prefix_grace * 1000:
             # The prefill node may still be writing it.
-            self._wait_until(job, self._now + _FIRST_BACKOFF_MS)
-            return
-        self._free(job.pieces)
-        self._close(job.continuation, "prefix_missing", lost_pages=job.pages)
-
-    def _write_failed(self, job: WriteJob) -> None:
-        continuation = job.continuation
-        if continuation.attempts == 0:
-            continuation.first_failure = self._now
+            return _FIRST_BACKOFF_MS
+        if outcome != Outcome.FAILED or continuation.attempts >= _RETRIES:
+            return None
         continuation.attempts += 1
-        pause = _FIRST_BACKOFF_MS * 2 ** (continuation.attempts - 1)
-        in_time = self._now + pause <= continuation.first_failure + _RETRY_WITHIN_MS
-        if in_time and continuation.attempts <= _RETRIES:
-            self.metrics.add("write", "retried")
-            self._wait_until(job, self._now + pause)
-            return
-        self._free(job.pieces)
-        self._close(continuation, "failed", lost_pages=job.pages)
-
-    def _wait_until(self, job: WriteJob, moment: int) -> None:
-        job.continuation.not_before = moment
-        self._queue.put_back(job.pieces)
+        self.metrics.add("write", "retried")
+        return int(_FIRST_BACKOFF_MS * 2 ** (continuation.attempts - 1))
 
     def stop(self, timeout: float) -> bool:
         """End the storage thread. True: it ended, and host memory may be freed."""
@@ -346,7 +605,7 @@ class DecodeWriter:
 
     def _free(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
-            self._offload.free(piece.host_indices)
+            self._offload.host_pool.free(piece.host_indices)
 
     # -- reporting -------------------------------------------------------------------------------------------------
 
@@ -363,12 +622,10 @@ class DecodeWriter:
 
     def log_summary(self) -> None:
         """One line with all counters, if any has changed since the last one."""
-        levels = self._levels()
-        counters = {
-            **describe(self.metrics),
-            "waiting.pages": levels["waiting_pages"],
-            "host.used_tokens": levels["host_used_tokens"],
-        }
+        counts = sorted(self.metrics.snapshot().items())
+        counters: dict[str, Any] = {".".join(filter(None, key)): amount for key, amount in counts if amount}
+        waiting, used = self._levels().values()
+        counters |= {"waiting.pages": waiting, "host.used_tokens": used}
         if counters != self._last_logged:
             self._last_logged = counters
             logger.info("hicache_ext: decode writer: %s", counters)
@@ -376,14 +633,8 @@ class DecodeWriter:
     def _levels(self) -> dict[str, int]:
         return {
             "waiting_pages": self._queue.pages + self._pages_in_flight,
-            "host_used_tokens": self._offload.host_tokens - self._offload.free_host_tokens,
+            "host_used_tokens": int(self._offload.host_pool.size - self._offload.host_pool.available_size()),
         }
-
-
-def _is_last(job: WriteJob) -> bool:
-    """Whether this run was the last one of a finished request."""
-    continuation = job.continuation
-    return continuation.finished and job.pieces[-1].end_page == continuation.copied_pages
 
 
 def _tokens_between(prompt: Sequence[int], output: Sequence[int], wanted: slice) -> Sequence[int]:

@@ -13,10 +13,9 @@ No call but the first four raises: SGLang would lose the operation at best and a
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,7 +71,11 @@ class HiCacheExtBackend(BackendLifecycle):
             leading = 0 if asked is None else self._leading_of_any_kind(pool, keys)
         if asked is None:
             self._store.count_absent(len(keys) * parts)
-        return 0 if asked is None else self._pull_rule.pages_to_pull(asked, leading, partial(_probe_keys, pool, keys))
+            return 0
+        first = pool.digests[0]
+        return self._pull_rule.pages_to_pull(
+            asked, leading, lambda count: [first + page_hash_bytes(key) for key in keys[:count]]
+        )
 
     def _leading_of_any_kind(self, pool: BoundPool | None, keys: Sequence[str]) -> int:
         leading, absent = self._leading(pool, keys) if pool is not None and pool.pages is not None else (0, len(keys))
@@ -131,10 +134,9 @@ class HiCacheExtBackend(BackendLifecycle):
         if hit_policy(transfer.hit_policy) == "unknown":
             return set()
         window = max(1, len(transfer.keys) if transfer.keys else 1)
-        present = self._present(pool, keys)
         complete: set[int] = set()
         run = 0
-        for pages, known in enumerate(present, start=1):
+        for pages, known in enumerate(self._every_part(pool, keys, self._store.contains), start=1):
             run = run + 1 if known else 0
             if run >= min(window, pages):
                 complete.add(pages)
@@ -163,14 +165,12 @@ class HiCacheExtBackend(BackendLifecycle):
         self._found_all = done == len(keys)
         return done, len(keys) * len(pool.digests) - found
 
-    def _present(self, pool: BoundPool, keys: Sequence[str]) -> list[bool]:
+    def _every_part(self, pool: BoundPool, keys: Sequence[str], ask: Callable[[PageKeys], list[bool]]) -> list[bool]:
+        """Of which pages it is so for all parts."""
         of_first = PageKeys.of_hashes(pool.digests[0], keys)
-        present = [True] * len(keys)
-        for digest in pool.digests:
-            with self._patience():
-                known = self._store.contains(of_first.under(digest))
-            present = [a and b for a, b in zip(present, known, strict=True)]
-        return present
+        with self._patience():
+            per_part = [ask(of_first.under(digest)) for digest in pool.digests]
+        return [all(known) for known in zip(*per_part, strict=True)]
 
     # -- v1 and v2: pages of host pools ----------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class HiCacheExtBackend(BackendLifecycle):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._move_pages(KV, keys, host_indices, read_pages, self._prefetched)
+        return self._moved(self._pools.usable(KV), keys, host_indices, read_pages, self._prefetched)
 
     @answering(all_false)
     def batch_set_v1(
@@ -190,7 +190,7 @@ class HiCacheExtBackend(BackendLifecycle):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._move_pages(KV, keys, host_indices, write_pages, self._backed_up)
+        return self._moved(self._pools.usable(KV), keys, host_indices, write_pages, self._backed_up)
 
     @answering(transfers_false)
     def batch_get_v2(
@@ -213,35 +213,30 @@ class HiCacheExtBackend(BackendLifecycle):
     @answering(transfer_false)
     def _move_transfer(self, transfer: PoolTransfer, move: Move, samples: TransferSamples) -> list[bool]:
         """Never raises by itself: the other transfers of the call are answered with what became of them."""
-        name, keys = name_of(transfer.name), transfer.keys or []
-        return self._move_pages(name, keys, transfer.host_indices, move, samples)
+        pool = self._pools.usable(name_of(transfer.name))
+        return self._moved(pool, transfer.keys or [], transfer.host_indices, move, samples)
 
-    def _move_pages(
+    def _moved(
         self,
-        name: str,
+        pool: BoundPool | None,
         keys: Sequence[str],
         host_indices: torch.Tensor | None,
         move: Move,
         samples: TransferSamples,
     ) -> list[bool]:
         """Move pages between the store and a registered host pool; which of them went well."""
-        pool = self._pools.usable(name)
         if pool is None:
             return [False] * len(keys)
-        return self._moved(pool, keys, host_indices, move, samples)
-
-    def _moved(
-        self,
-        pool: BoundPool,
-        keys: Sequence[str],
-        host_indices: torch.Tensor | None,
-        move: Move,
-        samples: TransferSamples,
-    ) -> list[bool]:
         if pool.pages is None:
             return [True] * len(keys)
-        asked, moved = self._timed(pool, pool.pages, keys, host_indices, move, samples)
-        return asked.per_page(len(keys), moved.went_well())
+        results, owners = self._timed(pool, pool.pages, keys, host_indices, move, samples)
+        moved, parts = went_well(results), len(pool.digests)
+        if parts == 1 and len(owners) == len(keys):
+            return moved
+        good = [0] * len(keys)
+        for owner, ok in zip(owners, moved, strict=True):
+            good[owner] += ok
+        return [count == parts for count in good]
 
     def _timed(
         self,
@@ -251,15 +246,24 @@ class HiCacheExtBackend(BackendLifecycle):
         host_indices: torch.Tensor | None,
         move: Move,
         samples: TransferSamples,
-    ) -> tuple[Asked, Moved]:
-        asked, complaint = asked_pages(pool, pages, keys, host_indices)
-        if complaint is not None:
-            self.report_failure("host_indices", ValueError(complaint))
+    ) -> tuple[list[Any], Sequence[int]]:
+        """Move the sound pages of a call: the result of each part, and which page of the call it is of."""
+        numbers, sound = pages.page_numbers(host_indices, len(keys))
+        owners: Sequence[int] = range(len(keys))
+        sound_keys = keys
+        if sound is not None:
+            given = host_indices.numel() if host_indices is not None else "no"
+            wanted = f"{len(keys)} pages of {pages.page_size} in {pool.name}, {sound.sum()} of them sound"
+            self.report_failure("host_indices", ValueError(f"{given} indices for {wanted}"))
+            owners = np.flatnonzero(sound).tolist()
+            numbers, sound_keys = numbers[sound], [keys[page] for page in owners]
         started = time.perf_counter()
-        moved = move(self._store, asked)
+        results = move(self._store, pool, pages, PageKeys.of_hashes(pool.digests[0], sound_keys), numbers)
         seconds = time.perf_counter() - started
-        samples.record(len(keys), moved.bytes_moved(), seconds)
-        return asked, moved
+        samples.record(len(keys), _bytes_moved(results, pages), seconds)
+        if len(pool.digests) > 1:
+            owners = [page for page in owners for _ in pool.digests]
+        return results, owners
 
     # -- the external linker (linker.py) ---------------------------------------------------------------------------
 
@@ -286,11 +290,7 @@ class HiCacheExtBackend(BackendLifecycle):
     def stored(self, keys: list[str]) -> list[bool]:
         """Which pages need not be written again [pd writer]."""
         pool = self._pools.usable(KV)
-        if pool is None:
-            return [False] * len(keys)
-        of_first = PageKeys.of_hashes(pool.digests[0], keys)
-        per_part = [self._store.stored(of_first.under(digest)) for digest in pool.digests]
-        return [all(known) for known in zip(*per_part, strict=True)]
+        return [False] * len(keys) if pool is None else self._every_part(pool, keys, self._store.stored)
 
     @answering(lambda *_, **__: 0)
     def stored_leading(self, keys: list[str]) -> int:
@@ -299,10 +299,7 @@ class HiCacheExtBackend(BackendLifecycle):
         if pool is None:
             return 0
         of_first = PageKeys.of_hashes(pool.digests[0], keys)
-        return min(
-            (self._store.count_leading_in_pool(of_first.under(digest)) for digest in pool.digests),
-            default=0,
-        )
+        return min((self._store.count_leading_in_pool(of_first.under(d)) for d in pool.digests), default=0)
 
     @answering(lambda keys=(), *_, **__: [SetResult.ERROR] * length(keys))
     def store_pages(self, keys: list[str], host_indices: torch.Tensor) -> list[SetResult]:
@@ -310,9 +307,9 @@ class HiCacheExtBackend(BackendLifecycle):
         pool = self._pools.usable(KV)
         if pool is None or pool.pages is None:
             return [SetResult.REJECTED] * len(keys)
-        asked, moved = self._timed(pool, pool.pages, keys, host_indices, write_pages, self._backed_up)
+        results, owners = self._timed(pool, pool.pages, keys, host_indices, write_pages, self._backed_up)
         worst: list[SetResult | None] = [None] * len(keys)
-        for owner, result in zip(asked.owner_of_each(), moved.results, strict=True):
+        for owner, result in zip(owners, results, strict=True):
             before = worst[owner]
             if before is None or not result.durable:
                 worst[owner] = result
@@ -379,121 +376,56 @@ class HiCacheExtBackend(BackendLifecycle):
         return done
 
 
-def _probe_keys(pool: BoundPool, keys: Sequence[str], count: int) -> list[bytes]:
-    """Store keys of the first ``count`` pages, of their first parts."""
-    return [pool.digests[0] + page_hash_bytes(key) for key in keys[:count]]
-
-
 # -- pages of host pools on their way from and to the store ------------------------------------------------------------
-# Any thread. ``read_pages`` and ``write_pages`` raise what the store raises after its close, and what a pool raises
-# that is copied.
-
-_GOOD = (GetResult.HIT, SetResult.STORED, SetResult.EXISTS, SetResult.REFUSED)
-"""A page that is not worth storing is no failure: SGLang would end its whole backup, and log it."""
+# Any thread. They raise what the store raises after its close, and what a pool raises that is copied.
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The sound pages of a call of SGLang's, under the pool that holds them."""
-
-    pool: BoundPool
-    pages: AnyPages
-    of_first: PageKeys
-    """The keys of their first parts."""
-    numbers: npt.NDArray[np.int64]
-    """Their places in the host pool."""
-    owners: list[int] | None
-    """Which page of the call each is; None where all are sound, as they mostly are."""
-
-    def owner_of_each(self) -> Sequence[int]:
-        """For each part of each of these pages, the page of the call that it belongs to."""
-        owners = range(len(self.numbers)) if self.owners is None else self.owners
-        parts = len(self.pool.digests)
-        return owners if parts == 1 else [page for page in owners for _ in range(parts)]
-
-    def per_page(self, pages: int, moved: list[bool]) -> list[bool]:
-        """Which of the ``pages`` of the call went well in all their parts; one that was not sound did not."""
-        parts = len(self.pool.digests)
-        if self.owners is None and parts == 1:
-            return moved
-        good = [0] * pages
-        for owner, ok in zip(self.owner_of_each(), moved, strict=True):
-            good[owner] += ok
-        return [count == parts for count in good]
+Move = Callable[[PageStore, BoundPool, AnyPages, PageKeys, npt.NDArray[np.int64]], list[Any]]
+"""``read_pages`` or ``write_pages``, of the keys of their first parts and their places in the host pool: the result of
+each part, the parts of a page one after the other."""
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """What became of each part of the pages asked for, and its bytes."""
-
-    results: list[Any]
-    """Of GetResult or of SetResult."""
-    sizes: Sequence[int]
-
-    def went_well(self) -> list[bool]:
-        """Which parts were read_pages, or are stored as far as that is wanted."""
-        return went_well(self.results)
-
-    def bytes_moved(self) -> int:
-        moved = self.went_well()
-        if SetResult.REFUSED in self.results:
-            moved = [result is not SetResult.REFUSED and ok for result, ok in zip(self.results, moved, strict=True)]
-        if all(moved):
-            return sum(self.sizes)
-        return sum([size for size, ok in zip(self.sizes, moved, strict=True) if ok])
-
-
-def asked_pages(
-    pool: BoundPool, pages: AnyPages, keys: Sequence[str], host_indices: torch.Tensor | None
-) -> tuple[Asked, str | None]:
-    """The sound pages of a call, and what is wrong with the others; None where nothing is."""
-    numbers, sound = pages.page_numbers(host_indices, len(keys))
-    owners = complaint = None
-    if sound is not None:
-        given = host_indices.numel() if host_indices is not None else "no"
-        wanted = f"{len(keys)} pages of {pages.page_size} in {pool.name}, {sound.sum()} of them sound"
-        complaint = f"{given} indices for {wanted}"
-        owners = np.flatnonzero(sound).tolist()
-        numbers, keys = numbers[sound], [keys[page] for page in owners]
-    return Asked(pool, pages, PageKeys.of_hashes(pool.digests[0], keys), numbers, owners), complaint
-
-
-def read_pages(store: PageStore, asked: Asked) -> Moved:
+def read_pages(
+    store: PageStore, pool: BoundPool, pages: AnyPages, of_first: PageKeys, numbers: npt.NDArray[np.int64]
+) -> list[GetResult]:
     """Read pages into their places in the host pool."""
-    if isinstance(asked.pages, CopiedPages):
-        results = asked.pages.read(asked.of_first, asked.numbers, store.get)
-        return Moved(results, [asked.pages.page_bytes] * len(results))
-    batch = _in_place(asked, asked.pages)
-    return Moved(store.get(batch), batch.sizes)
+    if isinstance(pages, CopiedPages):
+        return pages.read(of_first, numbers, store.get)
+    return store.get(_in_place(pool, pages, of_first, numbers))
 
 
-def write_pages(store: PageStore, asked: Asked) -> Moved:
+def write_pages(
+    store: PageStore, pool: BoundPool, pages: AnyPages, of_first: PageKeys, numbers: npt.NDArray[np.int64]
+) -> list[SetResult]:
     """Write pages of the host pool to the store."""
-    if isinstance(asked.pages, CopiedPages):
-        results = asked.pages.write(asked.of_first, asked.numbers, store.set)
-        return Moved(results, [asked.pages.page_bytes] * len(results))
-    batch = _in_place(asked, asked.pages)
-    return Moved(store.set(batch), batch.sizes)
+    if isinstance(pages, CopiedPages):
+        return pages.write(of_first, numbers, store.set)
+    return store.set(_in_place(pool, pages, of_first, numbers))
 
 
-Move = Callable[[PageStore, Asked], Moved]
-"""``read_pages`` or ``write_pages``."""
+def _in_place(pool: BoundPool, pages: HostPages, of_first: PageKeys, numbers: npt.NDArray[np.int64]) -> PageBatch:
+    """The batch of all parts of these pages; the parts of a page stand one after the other."""
+    if len(pool.digests) == 1:
+        return PageBatch(of_first, pages.memory_of(numbers), [pages.page_bytes] * len(numbers))
+    keys = [key for page in zip(*[of_first.under(digest) for digest in pool.digests], strict=True) for key in page]
+    buffers = zip(*[pages.memory_of(numbers, part) for part in range(pages.parts)], strict=True)
+    sizes = [*pages.part_sizes] * len(numbers)
+    return PageBatch(keys, [segments for page in buffers for segments in page], sizes)
 
 
 def went_well(results: list[Any]) -> list[bool]:
-    """Which pages were read_pages, or are stored as far as that is wanted."""
+    """Which pages were read, or are stored as far as that is wanted: one that is not worth storing is no failure, for
+    SGLang would end its whole backup, and log it."""
+    good = (GetResult.HIT, SetResult.STORED, SetResult.EXISTS, SetResult.REFUSED)
     if results and results.count(results[0]) == len(results):
-        return [results[0] in _GOOD] * len(results)
-    return [result in _GOOD for result in results]
+        return [results[0] in good] * len(results)
+    return [result in good for result in results]
 
 
-def _in_place(asked: Asked, pages: HostPages) -> PageBatch:
-    """The batch of all parts of these pages; the parts of a page stand one after the other."""
-    numbers, digests = asked.numbers, asked.pool.digests
-    if len(digests) == 1:
-        return PageBatch(asked.of_first, pages.memory_of(numbers), [pages.page_bytes] * len(numbers))
-    parts = range(len(digests))
-    keys = [key for page in zip(*[asked.of_first.under(digest) for digest in digests], strict=True) for key in page]
-    buffers = zip(*[pages.memory_of(numbers, part) for part in parts], strict=True)
-    sizes = [pages.part_bytes(part) for part in parts] * len(numbers)
-    return PageBatch(keys, [segments for page in buffers for segments in page], sizes)
+def _bytes_moved(results: list[Any], pages: AnyPages) -> int:
+    moved = (GetResult.HIT, SetResult.STORED, SetResult.EXISTS)
+    if results and results.count(results[0]) == len(results):
+        return pages.page_bytes * (len(results) // pages.parts) if results[0] in moved else 0
+    return sum(
+        size for size, result in zip(itertools.cycle(pages.part_sizes), results, strict=False) if result in moved
+    )

@@ -11,7 +11,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,34 +63,17 @@ class _AddressPages(native.Arguments):
     _fields_ = native.words("numbers number_count starts strides run_count addresses")
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """One contiguous run of bytes of every page: page p has it at ``p * stride`` in ``memory``."""
-
-    address: int
-    stride: int
-    size: int
-
-
-class _Part(NamedTuple):
-    """The runs of one stored object of every page."""
-
-    addresses: npt.NDArray[np.int64]
-    strides: npt.NDArray[np.int64]
-    sizes: npt.NDArray[np.int64]
-    page_bytes: int
-    of_runs: tuple[int, int, int]
-    """For ``_AddressPages``: where the first two are, and how long."""
-
-
 class PoolPages:
     """The pages of one host pool by number, and what they are. Thread-safe.
 
-    ``page_bytes`` is the payload of a page; ``parts`` is how many objects it is stored as.
+    ``page_bytes`` is the payload of a page, which is stored as ``parts`` objects of ``part_sizes`` bytes;
+    ``segment_sizes`` are those of the segments of the first one.
     """
 
+    page_bytes: int
+    part_sizes: tuple[int, ...]
+    segment_sizes: tuple[int, ...]
     parts = 1
-    page_bytes = 0
 
     def __init__(self, pool: Any, name: str) -> None:
         """Raises UnsupportedError for a pool without pages."""
@@ -100,11 +84,6 @@ class PoolPages:
         self._tokens = np.arange(self.page_size)
         if self._page_count < 1:
             raise UnsupportedError(f"host pool {name!r}", "it has no pages")
-
-    @property
-    def segment_sizes(self) -> tuple[int, ...]:
-        """Sizes in bytes of the segments of one stored object."""
-        return (self.page_bytes,)
 
     def page_numbers(
         self, host_indices: torch.Tensor | None, pages: int
@@ -151,6 +130,21 @@ class PoolPages:
         )
 
 
+class _Part(NamedTuple):
+    """The runs of bytes of one stored object of every page: page p has them at ``starts + p * strides``."""
+
+    starts: npt.NDArray[np.int64]
+    strides: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    of_runs: tuple[int, int, int]
+    """For ``_AddressPages``: where the first two are, and how long."""
+
+    @classmethod
+    def of(cls, runs: Sequence[tuple[int, int, int]]) -> _Part:
+        starts, strides, sizes = (np.array(column, np.int64) for column in zip(*runs, strict=True))
+        return cls(starts, strides, sizes, (address(starts), address(strides), len(runs)))
+
+
 class HostPages(PoolPages):
     """The memory of the pages of one host pool; valid as long as the pool's buffers are.
 
@@ -162,62 +156,44 @@ class HostPages(PoolPages):
         """Raises UnsupportedError for a pool that does not tell where its pages are."""
         super().__init__(pool, name)
         self.parts = parts
-        self._runs = self._measure_runs()
+        runs = self._measure_runs()
         # The memory belongs to the pool, which is kept alive by self.pool.
+        last = self._page_count - 1
         self._memory = [
-            memoryview(
-                (ctypes.c_ubyte * (run.stride * (self._page_count - 1) + run.size)).from_address(run.address)
-            ).cast("B")
-            for run in self._runs
+            memoryview((ctypes.c_ubyte * (stride * last + size)).from_address(start)).cast("B")
+            for start, stride, size in runs
         ]
-        self._runs_per_part = len(self._runs) // parts
-        self._parts = [self._part(begin) for begin in range(0, len(self._runs), self._runs_per_part)]
-        self.page_bytes = sum([run.size for run in self._runs])
-
-    def _part(self, begin: int) -> _Part:
-        runs = self._runs[begin : begin + self._runs_per_part]
-        addresses, strides, sizes = (
-            np.array([getattr(run, name) for run in runs], np.int64) for name in ("address", "stride", "size")
-        )
-        of_runs = address(addresses), address(strides), len(runs)
-        return _Part(addresses, strides, sizes, sum([run.size for run in runs]), of_runs)
-
-    @property
-    def segment_sizes(self) -> tuple[int, ...]:
-        """Sizes in bytes of the segments of one stored object."""
-        return tuple(run.size for run in self._runs[: self._runs_per_part])
+        in_each = len(runs) // parts
+        self._parts = [_Part.of(runs[begin : begin + in_each]) for begin in range(0, len(runs), in_each)]
+        self.segment_sizes = tuple(self._parts[0].sizes.tolist())
+        self.part_sizes = tuple(int(part.sizes.sum()) for part in self._parts)
+        self.page_bytes = sum(self.part_sizes)
 
     def memory_of(self, page_numbers: npt.NDArray[np.int64], part: int = 0) -> PageMemory:
         """``buffers_of`` these pages, made lazily."""
-        starts, strides, sizes, page_bytes, of_runs = self._parts[part]
+        starts, strides, sizes, of_runs = self._parts[part]
         if core := native.core():
             pages = np.empty((len(page_numbers), len(starts)), np.int64)
             core(_AddressPages(address(page_numbers), len(page_numbers), *of_runs, address(pages)))
         else:
             pages = starts + page_numbers[:, None] * strides
-        return PageMemory(Addresses(pages, sizes, page_bytes), lambda: self.buffers_of(page_numbers.tolist(), part))
+        addresses = Addresses(pages, sizes, self.part_sizes[part])
+        return PageMemory(addresses, lambda: self.buffers_of(page_numbers.tolist(), part))
 
     def buffers_of(self, page_numbers: Sequence[int], part: int = 0) -> list[Sequence[memoryview]]:
         """The segments of one stored object of each page, in payload order.
 
         Run by run: most of what a page costs in Python would be spent here otherwise.
         """
-        begin = part * self._runs_per_part
+        runs = self._parts[part]
         columns: list[list[memoryview]] = []
-        for run, memory in zip(
-            self._runs[begin : begin + self._runs_per_part],
-            self._memory[begin : begin + self._runs_per_part],
-            strict=True,
-        ):
-            size, starts = run.size, [number * run.stride for number in page_numbers]
-            columns.append([memory[start : start + size] for start in starts])
+        for number, (stride, size) in enumerate(zip(runs.strides.tolist(), runs.sizes.tolist(), strict=True)):
+            memory = self._memory[part * len(runs.sizes) + number]
+            columns.append([memory[page * stride : page * stride + size] for page in page_numbers])
         return list(zip(*columns, strict=True))
 
-    def part_bytes(self, part: int) -> int:
-        """Payload bytes of one stored object of a page."""
-        return self._parts[part].page_bytes
-
-    def _measure_runs(self) -> list[_Run]:
+    def _measure_runs(self) -> list[tuple[int, int, int]]:
+        """Where each run of page 0 is, how far on that of the next page is, and its bytes."""
         first = self._ask(0)
         last_page = self._page_count - 1
         strides = [0] * len(first)
@@ -234,7 +210,7 @@ class HostPages(PoolPages):
             raise UnsupportedError(
                 f"host pool {self.name!r}", f"its {len(first)} page buffers cannot be split in {self.parts} head groups"
             )
-        return [_Run(address, stride, size) for (address, size), stride in zip(first, strides, strict=True)]
+        return [(start, stride, size) for (start, size), stride in zip(first, strides, strict=True)]
 
     def _ask(self, page: int) -> list[tuple[int, int]]:
         """SGLang's own answer for one page: (address, bytes) of each run."""
@@ -275,20 +251,15 @@ def flat_buffers(count: int, tensors: Sequence[Any] | None, sizes: Sequence[Any]
         size = sizes[position] if sizes is not None and position < len(sizes) else None
         segments: list[memoryview] | None = None
         if isinstance(target, torch.Tensor):
-            segments = _tensor_segments(target)
+            # Not one that is no contiguous run of host memory.
+            if target.device.type == "cpu" and target.is_contiguous() and target.numel():
+                size = target.numel() * target.element_size()
+                segments = [memoryview((ctypes.c_ubyte * size).from_address(target.data_ptr())).cast("B")]
         elif isinstance(target, int) and isinstance(size, int) and _is_memory(target, size):
             segments = [memoryview((ctypes.c_ubyte * size).from_address(target)).cast("B")]
         if segments is not None:
             buffers[position] = segments
     return buffers
-
-
-def _tensor_segments(tensor: torch.Tensor) -> list[memoryview] | None:
-    """The bytes of a CPU tensor as one segment; None when it is not one contiguous run of host memory."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0:
-        return None
-    size = tensor.numel() * tensor.element_size()
-    return [memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")]
 
 
 def _is_memory(address: int, size: int) -> bool:
@@ -356,6 +327,7 @@ class CopiedPages(PoolPages):
             empty = pool.get_dummy_flat_data_page()
             self._dtype: torch.dtype = empty.dtype
             self.page_bytes = empty.numel() * empty.element_size()
+            self.part_sizes = self.segment_sizes = (self.page_bytes,)
             given = {self._flat(page).numel() for page in (0, self._page_count - 1)}
         except Exception as error:
             raise UnsupportedError(
@@ -388,10 +360,9 @@ class CopiedPages(PoolPages):
         Raises what the pool raises when it takes a page; what was put there until then is not to be relied on.
         """
         results: list[GetResult] = []
-        for some, places in self._portions(keys, numbers):
-            copies = self._copies(len(places))
-            found = get(self._batch(some, copies))
-            for copy, place, result in zip(copies, places.tolist(), found, strict=True):
+        for batch, copies, places in self._portions(keys, numbers):
+            found = get(batch)
+            for copy, place, result in zip(copies, places, found, strict=True):
                 if result is GetResult.HIT:
                     page = torch.from_numpy(copy).view(self._dtype)
                     self.pool.set_from_flat_data_page(place * self.page_size, page)
@@ -403,37 +374,35 @@ class CopiedPages(PoolPages):
     ) -> list[SetResult]:
         """Write these pages of the pool through ``put``."""
         results: list[SetResult] = []
-        for some, places in self._portions(keys, numbers):
-            copies = self._copies(len(places))
-            for copy, place in zip(copies, places.tolist(), strict=True):
+        for batch, copies, places in self._portions(keys, numbers):
+            for copy, place in zip(copies, places, strict=True):
                 torch.from_numpy(copy).copy_(self._flat(place))
-            results += put(self._batch(some, copies))
+            results += put(batch)
         return results
 
     def _portions(
         self, keys: PageKeys, numbers: npt.NDArray[np.int64]
-    ) -> Iterator[tuple[PageKeys, npt.NDArray[np.int64]]]:
+    ) -> Iterator[tuple[PageBatch, npt.NDArray[np.uint8], list[int]]]:
+        """Pages that are copied together: the batch, its memory with a row for each page, and their places."""
         for begin in range(0, len(numbers), self._at_once):
-            some = slice(begin, begin + self._at_once)
-            yield PageKeys(keys.identity, np.ascontiguousarray(keys.words[some])), numbers[some]
-
-    def _copies(self, pages: int) -> npt.NDArray[np.uint8]:
-        """Memory for so many pages, shape (pages, page_bytes)."""
-        memory = np.empty(pages * self._stride + _ALIGNMENT, np.uint8)
-        begin = -memory.ctypes.data % _ALIGNMENT
-        return memory[begin : begin + pages * self._stride].reshape(pages, self._stride)[:, : self.page_bytes]
-
-    def _batch(self, keys: PageKeys, copies: npt.NDArray[np.uint8]) -> PageBatch:
-        def views() -> list[Segments]:
-            return [(copy.data,) for copy in copies]
-
-        starts = copies.ctypes.data + self._stride * np.arange(len(copies), dtype=np.int64)
-        addresses = Addresses(starts.reshape(-1, 1), np.array([self.page_bytes], np.int64), self.page_bytes)
-        return PageBatch(keys, PageMemory(addresses, views), [self.page_bytes] * len(copies))
+            places = numbers[begin : begin + self._at_once]
+            some = PageKeys(keys.identity, np.ascontiguousarray(keys.words[begin : begin + self._at_once]))
+            memory = np.empty(len(places) * self._stride + _ALIGNMENT, np.uint8)
+            first = -memory.ctypes.data % _ALIGNMENT
+            rows = memory[first : first + len(places) * self._stride].reshape(len(places), self._stride)
+            copies = rows[:, : self.page_bytes]
+            starts = copies.ctypes.data + self._stride * np.arange(len(copies), dtype=np.int64)
+            addresses = Addresses(starts.reshape(-1, 1), np.array([self.page_bytes], np.int64), self.page_bytes)
+            memory_of_pages = PageMemory(addresses, partial(_rows, copies))
+            yield PageBatch(some, memory_of_pages, [self.page_bytes] * len(copies)), copies, places.tolist()
 
     def _flat(self, page: int) -> torch.Tensor:
         flat: torch.Tensor = self.pool.get_data_page(page * self.page_size)
         return flat.detach().contiguous().view(torch.uint8).reshape(-1)
+
+
+def _rows(copies: npt.NDArray[np.uint8]) -> list[Segments]:
+    return [(copy.data,) for copy in copies]
 
 
 AnyPages = HostPages | CopiedPages

@@ -21,18 +21,17 @@ import importlib.util
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hicache_ext.config import KernelsConfig
 from hicache_ext.errors import ConfigError
 from hicache_ext.kernels.engine import Direction, Operation
-from hicache_ext.kernels.geometry import LayerCopy, LayerStack, Registration, device_rows, host_rows
-from hicache_ext.kernels.loader import Submission
-from hicache_ext.kernels.selection import Choice, Selector, make_selector
+from hicache_ext.kernels.geometry import LayerCopy, LayerStack, device_rows, host_rows
+from hicache_ext.kernels.selection import Choice, Selector, Submission, make_selector
 from hicache_ext.sglang import releases
 
 logger = logging.getLogger(__name__)
@@ -54,7 +53,6 @@ _REGISTERED_RANGES = "_sglang_cuda_host_registered_ranges"
 _LOADS_UNDER_WAY = 4
 """Loads that a pool remembers: one of the target layers and some of drafts."""
 
-_settings = KernelsConfig()
 _selector: Selector | None = None
 _broken = False
 
@@ -64,13 +62,11 @@ def configure(settings: KernelsConfig) -> None:
 
     Raises ``ConfigError`` with one sentence.
     """
-    global _settings
-    _settings = settings
     use(make_selector(settings.with_environment()))
 
 
 def use(selector: Selector | None) -> None:
-    """Let ``selector`` choose from now on; None: the one of the settings, at the next copy."""
+    """Let ``selector`` choose from now on; None: the one of the environment, at the next copy."""
     global _selector, _broken
     _selector, _broken = selector, False
     _bindings.clear()
@@ -90,7 +86,7 @@ def wants_hooks() -> bool:
     return not has_accelerator() or (torch.cuda.is_available() and torch.version.hip is None)
 
 
-def load_layer(
+def around_load(
     original: Callable[..., None],
     pool: Any,
     device_pool: Any,
@@ -110,14 +106,19 @@ def load_layer(
     """
     kind = _dotted_name(type(pool))
     refusal = _asks_for_more(original, later, named) or _refusal(pool, kind, io_backend, Direction.LOAD)
-    if refusal is None and not is_draft and layer_id not in _target_layers(pool, kind):
-        return
-    if not _load_layer(pool, host_indices, device_indices, layer_id, refusal):
+    if refusal is None and not is_draft:
+        targets = releases.mla_layers(pool)[0] if kind == MLA else range(pool.target_layer_num)
+        if layer_id not in targets:
+            return
+    is_counted = refusal is None or layer_id == 0  # once per operation
+    if not is_counted or not _serves(
+        Direction.LOAD, refusal, lambda: _bound(pool).load(pool, host_indices, device_indices, layer_id)
+    ):
         named["is_draft"] = is_draft
         original(pool, device_pool, host_indices, device_indices, layer_id, io_backend, *later, **named)
 
 
-def back_up_layers(
+def around_back_up(
     original: Callable[..., None],
     pool: Any,
     device_pool: Any,
@@ -130,7 +131,8 @@ def back_up_layers(
     """AROUND ``backup_from_device_all_layer``: the layers that this rank owns, then the drafts."""
     refusal = _asks_for_more(original, later, named)
     refusal = refusal or _refusal(pool, _dotted_name(type(pool)), io_backend, Direction.BACK_UP)
-    if not _back_up(pool, host_indices, device_indices, refusal):
+    copies = pool, Direction.BACK_UP, host_indices, device_indices
+    if not _serves(Direction.BACK_UP, refusal, lambda: _bound(pool).begin(*copies).submit_all()):
         original(pool, device_pool, host_indices, device_indices, io_backend, *later, **named)
 
 
@@ -148,33 +150,19 @@ def _dotted_name(pool_class: type) -> str:
     return f"{pool_class.__module__}.{pool_class.__qualname__}"
 
 
-def _target_layers(pool: Any, kind: str) -> Container[int]:
-    return releases.mla_layers(pool)[0] if kind == MLA else range(pool.target_layer_num)
-
-
 def _refusal(pool: Any, kind: str, io_backend: str, direction: Direction) -> str | None:
     """Why no engine may serve ``pool``, as a metric label; None if one may. ``kind``: the name of its class."""
-    if kind == MLA:
-        return _mla_refusal(pool, io_backend, direction)
-    if kind != MHA:
+    if kind not in (MHA, MLA):
         return "pool_class"
-    if pool.layout not in _MHA_LAYOUTS.get(io_backend, ()):
+    if kind == MLA and pool._is_dummy:
+        return "no_buffer"
+    sharded = direction is Direction.BACK_UP and getattr(pool, "_layer_shard_enabled", False)
+    of_mla = _MLA_SHARDED_BACKUP_LAYOUTS if sharded else _MLA_LAYOUTS
+    if pool.layout not in (of_mla if kind == MLA else _MHA_LAYOUTS).get(io_backend, ()):
         return f"layout_{pool.layout}_{io_backend}"
-    if pool.head_dim != releases.pool_fact(pool, "v_head_dim"):
+    if kind == MHA and pool.head_dim != releases.pool_fact(pool, "v_head_dim"):
         return "asymmetric"
     return releases.foreign_device_layout(pool)
-
-
-def _mla_refusal(pool: Any, io_backend: str, direction: Direction) -> str | None:
-    sharded = direction is Direction.BACK_UP and getattr(pool, "_layer_shard_enabled", False)
-    layouts = _MLA_SHARDED_BACKUP_LAYOUTS if sharded else _MLA_LAYOUTS
-    if pool._is_dummy:
-        return "no_buffer"
-    if (foreign := releases.foreign_device_layout(pool)) is not None:
-        return foreign
-    if pool.layout not in layouts.get(io_backend, ()):
-        return f"layout_{pool.layout}_{io_backend}"
-    return None
 
 
 def stack_of(pool: Any) -> LayerStack:
@@ -196,14 +184,17 @@ class _Binding:
     """What is known of one pool: its stack, which layer of it each controller's layer is, and the loads under way."""
 
     def __init__(self, pool: Any) -> None:
-        if _dotted_name(type(pool)) == MLA:
-            layer_ids = [*releases.mla_layers(pool)[1]]
-            layers: list[Sequence[LayerCopy]] = [[_mla_copy(pool, layer_id)] for layer_id in layer_ids]
-        else:
-            layer_ids = list(range(pool.layer_num))
-            layers = [_mha_copies(pool, layer) for layer in layer_ids]
-        self.stack = LayerStack.of(layers, layout=pool.layout, registrations=_registrations(pool))
-        self.layer_of = {layer_id: layer for layer, layer_id in enumerate(layer_ids)}
+        components = _components(pool)
+        # Without layers of other ranks, a layer has the same number on both sides.
+        _, host_layers, buffer_numbers = releases.mla_layers(pool)
+        layers = [
+            [_layer_copy(pool, part, host_layers[layer_id], buffer_numbers[layer_id]) for part in components]
+            for layer_id in host_layers
+        ]
+        # The host memory that is page-locked, in the pieces in which it was registered.
+        registrations = tuple(getattr(pool.kv_buffer, _REGISTERED_RANGES, ())) if pool.pin_memory else ()
+        self.stack = LayerStack.of(layers, layout=pool.layout, registrations=registrations)
+        self._layer_of = {layer_id: layer for layer, layer_id in enumerate(host_layers)}
         self._buffers = _buffers(pool)
         self._loads: list[_Load] = []
 
@@ -211,12 +202,13 @@ class _Binding:
         """Whether the pool still has the buffers that this was made from."""
         return all(mine is its for mine, its in zip(self._buffers, _buffers(pool), strict=True))
 
-    def load(self, pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, layer: int) -> bool:
+    def load(self, pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, layer_id: int) -> bool:
         """Submit a layer of the load of these tokens: of one under way, or of a new one.
 
         SGLang passes the same tensors for every layer of a load, and each layer once; the layers of drafts come in
         between, sometimes with tensors of their own.
         """
+        layer = self._layer_of[layer_id]
         known = [
             load
             for load in self._loads
@@ -243,33 +235,16 @@ class _Binding:
 _bindings: weakref.WeakKeyDictionary[Any, _Binding] = weakref.WeakKeyDictionary()
 
 
-def _load_layer(
-    pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, layer_id: int, refusal: str | None
-) -> bool:
-    """Submit one layer; False if SGLang's own path has to."""
+def _serves(direction: Direction, refusal: str | None, submit: Callable[[], bool]) -> bool:
+    """Submit copies; False if SGLang's own path has to make them."""
     if _broken:
         return False
     try:
         if refusal is not None:
-            if layer_id == 0:  # once per operation
-                _current_selector().count(Direction.LOAD, Choice(None, refusal))
+            _current_selector().count(direction, Choice(None, refusal))
             return False
-        binding = _bound(pool)
-        return binding.load(pool, host_indices, device_indices, binding.layer_of[layer_id])
+        return submit()
     except Exception as error:  # noqa: BLE001 - SGLang's own path is there, whatever is wrong with ours
-        _give_up(error)
-        return False
-
-
-def _back_up(pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, refusal: str | None) -> bool:
-    if _broken:
-        return False
-    try:
-        if refusal is not None:
-            _current_selector().count(Direction.BACK_UP, Choice(None, refusal))
-            return False
-        return _bound(pool).begin(pool, Direction.BACK_UP, host_indices, device_indices).submit_all()
-    except Exception as error:  # noqa: BLE001 - as above
         _give_up(error)
         return False
 
@@ -287,7 +262,7 @@ def _give_up(error: Exception) -> None:
 def _current_selector() -> Selector:
     global _selector
     if _selector is None:
-        _selector = make_selector(_settings.with_environment())
+        _selector = make_selector(KernelsConfig().with_environment())
     return _selector
 
 
@@ -298,62 +273,46 @@ def _bound(pool: Any) -> _Binding:
     return binding
 
 
-def _buffers(pool: Any) -> tuple[Any, ...]:
+def _buffers(pool: Any) -> list[Any]:
+    names = ("kv",) if _dotted_name(type(pool)) == MLA else ("k", "v")
+    return [pool.kv_buffer, *[buffer for name in names for buffer in releases.device_buffers(pool, name)]]
+
+
+class _Component(NamedTuple):
+    """K, V, or the latent: all layers on the host, a buffer for each on the device, and the segments of a row."""
+
+    host: torch.Tensor
+    device: tuple[torch.Tensor, ...]
+    segments: int
+    segment_bytes: int
+
+
+def _components(pool: Any) -> list[_Component]:
     if _dotted_name(type(pool)) == MLA:
-        return pool.kv_buffer, *releases.mla_device_buffers(pool)
-    k_buffers, v_buffers = releases.mha_device_buffers(pool)
-    return pool.kv_buffer, *k_buffers, *v_buffers
+        return [_Component(pool.kv_buffer, releases.device_buffers(pool, "kv"), 1, pool.token_stride_size)]
+    row = pool.head_num, pool.head_dim * pool.dtype.itemsize
+    sides = (pool.k_buffer, "k"), (pool.v_buffer, "v")
+    return [_Component(buffer, releases.device_buffers(pool, name), *row) for buffer, name in sides]
 
 
-def _registrations(pool: Any) -> Sequence[Registration]:
-    """The host memory that is page-locked, in the pieces in which it was registered."""
-    return tuple(getattr(pool.kv_buffer, _REGISTERED_RANGES, ())) if pool.pin_memory else ()
-
-
-def _mha_copies(pool: Any, layer: int) -> Sequence[LayerCopy]:
-    segment_bytes = pool.head_dim * pool.dtype.itemsize
-    k_buffers, v_buffers = releases.mha_device_buffers(pool)
-    return [
-        _layer_copy(pool, host_buffer, layer, device_buffers[layer], pool.head_num, segment_bytes)
-        for host_buffer, device_buffers in (
-            (pool.k_buffer, k_buffers),
-            (pool.v_buffer, v_buffers),
-        )
-    ]
-
-
-def _mla_copy(pool: Any, layer_id: int) -> LayerCopy:
-    _, host_layers, buffer_numbers = releases.mla_layers(pool)
-    host_layer = host_layers[layer_id]
-    device_buffer = releases.mla_device_buffers(pool)[buffer_numbers[layer_id]]
-    return _layer_copy(pool, pool.kv_buffer, host_layer, device_buffer, 1, pool.token_stride_size)
-
-
-def _layer_copy(
-    pool: Any,
-    host_buffer: torch.Tensor,
-    host_layer: int,
-    device_buffer: torch.Tensor,
-    segments: int,
-    segment_bytes: int,
-) -> LayerCopy:
+def _layer_copy(pool: Any, part: _Component, host_layer: int, buffer_number: int) -> LayerCopy:
     host = host_rows(
-        host_buffer,
+        part.host,
         layout=pool.layout,
         layer=host_layer,
         layer_num=pool.layer_num,
         page_size=pool.page_size,
         token_count=pool.size,
-        segments=segments,
-        segment_bytes=segment_bytes,
+        segments=part.segments,
+        segment_bytes=part.segment_bytes,
     )
     device = device_rows(
-        device_buffer,
+        part.device[buffer_number],
         page_size=pool.page_size,
         row_stride=releases.device_row_stride(pool),
-        segment_bytes=segment_bytes,
+        segment_bytes=part.segment_bytes,
     )
-    return LayerCopy(host, device, pool.page_size, segments, segment_bytes)
+    return LayerCopy(host, device, pool.page_size, part.segments, part.segment_bytes)
 
 
 def _local_rows(pool: Any, indices: torch.Tensor) -> torch.Tensor:

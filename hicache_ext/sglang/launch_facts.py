@@ -88,7 +88,9 @@ def read_launch_facts() -> LaunchFacts:
 
 def _facts_of_server() -> LaunchFacts:
     draft = resolved("speculative_draft_model_path")
-    given = _given()
+    from sglang.srt.runtime_context import get_server_args
+
+    given = launch_arguments.given_arguments(get_server_args())
     return LaunchFacts(
         model_path=resolved("model_path"),
         revision=resolved("revision"),
@@ -111,11 +113,16 @@ def _facts_of_server() -> LaunchFacts:
 
 def uses_storage() -> bool:
     """Whether SGLang may ever call a storage backend in this process; true where it is not known (tests)."""
+    return any(resolved_or(argument, True) for argument in _STORAGE_ARGUMENTS)
+
+
+def resolved_or(argument: str, otherwise: Any) -> Any:
+    """``resolved``, and ``otherwise`` where that is not known."""
     try:
-        return any(resolved(argument) for argument in _STORAGE_ARGUMENTS)
+        return resolved(argument)
     except Exception as error:  # noqa: BLE001 - outside a server SGLang raises whatever it likes here
-        logger.debug("whether storage is in use is not known: %s", error)
-        return True
+        logger.debug("--%s is not known: %s", argument, error)
+        return otherwise
 
 
 def resolved(argument: str) -> Any:
@@ -166,12 +173,6 @@ def _kv_cache_dtype(runner: Any) -> str | None:
         return None
     name, stored = str(getattr(runner, "kv_cache_dtype_str", "auto")), str(dtype).removeprefix("torch.")
     return stored if name in _NAMES_OF_DTYPES else f"{name}/{stored}"
-
-
-def _given() -> dict[str, Any]:
-    from sglang.srt.runtime_context import get_server_args
-
-    return launch_arguments.given_arguments(get_server_args())
 
 
 def _weights_from_elsewhere(*models: str | None) -> Iterator[str]:
@@ -237,11 +238,7 @@ def configuration_given_as(argument: str | None) -> Iterator[None]:
 
 
 def _config_file() -> str | None:
-    try:
-        given = _given_as.get() or resolved("hicache_storage_backend_extra_config")
-    except Exception as error:  # noqa: BLE001 - as above
-        logger.debug("no storage configuration among the server arguments: %s", error)
-        return None
+    given = _given_as.get() or resolved_or("hicache_storage_backend_extra_config", None)
     return os.path.abspath(given[1:]) if isinstance(given, str) and given.startswith("@") else None
 
 

@@ -25,9 +25,9 @@ from hicache_ext.runtime.call_deadline import answering_at_once
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
 from hicache_ext.sglang import kernel_hooks
-from hicache_ext.sglang.hooks import not_in_force
-from hicache_ext.sglang.launch_facts import LaunchFacts, longest_prompt, read_launch_facts, unicode_text
+from hicache_ext.sglang.launch_facts import longest_prompt, read_launch_facts, unicode_text
 from hicache_ext.sglang.never_raise import answering, guarded_calls
+from hicache_ext.sglang.plugin import not_in_force
 from hicache_ext.sglang.process import attach, detach
 from hicache_ext.sglang.releases import (
     installed_release,
@@ -46,17 +46,15 @@ from hicache_ext.sglang.used_names import (
     READ_AHEAD,
     REQUEST_TRACES,
     STORAGE,
+    Feature,
 )
 from hicache_ext.storage.contract.reports import TierReports
 from hicache_ext.storage.opening import open_tiers, server_view
 from hicache_ext.storage.tiering import observers
 
 if TYPE_CHECKING:
-    from hicache_ext.sglang.announcements import HintTraffic
     from hicache_ext.storage.serving.config_file import ConfigFile
-    from hicache_ext.storage.serving.events import EventPublisher
     from hicache_ext.storage.serving.hints import HintSender
-    from hicache_ext.storage.serving.metrics_export import Exporter
     from hicache_ext.storage.tiering.pulling import PullRule
     from hicache_ext.storage.tiering.recording import Recorder
 
@@ -74,7 +72,8 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None, *_: Any, **__: Any
     ) -> None:
         """Raises ConfigError, StoreSetupError or UnsupportedError with one sentence: SGLang then does not start."""
-        _refuse_unusable_release()
+        refuse_old_release()
+        refuse_release_without(STORAGE, "storage", "use another release")
         self._facts = read_launch_facts()
         if self._facts.role_may_change:
             reason = "tiers are those of the role at the start, and with each switch SGLang clears the whole storage"
@@ -84,12 +83,17 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         configured = load_config(storage_config.extra_config or {})
         self._config: HicacheExtConfig = view(configured)
         # What a lossy tier gives back, and all that is computed from it, belongs to other identities.
-        facts = replace(self._facts, compute=_with_lossy_codecs(self._facts.compute, configured.lossy_codecs))
+        facts = self._facts
+        if configured.lossy_codecs:
+            from hicache_ext.page.transforms.lossy import lossy_fact
+
+            facts = replace(facts, compute=lossy_fact(facts.compute, configured.lossy_codecs))
         self._pools = ServedPools(storage_config, self._config, facts, self._register_identity, self.clear)
         self._failures = TierMetrics("backend")
         self._failures.declare({"failure": [*guarded_calls(type(self)), "host_indices"]})
         self._reports = TierReports()
         self._also_counted: list[TierMetrics] = []
+        self._level_setters: list[Callable[[], None]] = []
         self._log = LimitedLog(logger, 1.0)
         self._prefetched = TransferSamples()
         self._backed_up = TransferSamples()
@@ -100,19 +104,16 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self._recorder: Recorder | None = None
         self._config_file: ConfigFile | None = None
         self._pull_rule: PullRule | None = None
-        self._hints: HintTraffic | None = None
-        self._events: EventPublisher | None = None
-        self._exporter: Exporter | None = None
         self._spans = observers.begin_tracing(self._config.tracing)
-        with ExitStack() as undo:
-            undo.callback(lambda: observers.end(self._spans))
-            undo.callback(lambda: observers.end(self._recorder))
+        with ExitStack() as closing:
+            closing.callback(lambda: observers.end(self._spans))
+            exporting = closing.enter_context(ExitStack())  # also what the others count while they are closed
+            closing.callback(lambda: observers.end(self._recorder))
             self._begin_recording(storage_config)
             self._store = open_tiers(self._config)
-            undo.callback(self._store.close)
-            undo.callback(self._close_what_serves)
-            self._begin_to_serve(storage_config, view)
-            undo.pop_all()
+            closing.callback(self._store.close)
+            self._begin_to_serve(storage_config, view, closing, exporting)
+            self._closing = closing.pop_all()
         attach(self)
         self._warn_at_start()
         logger.info(
@@ -132,9 +133,15 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             from hicache_ext.sglang.announcements import recording_of
 
             self._recorder = recording_of(self._config, ranks, self._pools)
+            if self._recorder is not None:
+                self.export_also(self._recorder.metrics)
 
     def _begin_to_serve(
-        self, ranks: HiCacheStorageConfig, view: Callable[[HicacheExtConfig], HicacheExtConfig]
+        self,
+        ranks: HiCacheStorageConfig,
+        view: Callable[[HicacheExtConfig], HicacheExtConfig],
+        closing: ExitStack,
+        exporting: ExitStack,
     ) -> None:
         """Raises ConfigError or MissingPackageError."""
         config = self._config
@@ -142,31 +149,33 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             from hicache_ext.storage.serving.config_file import config_file_of
 
             self._config_file = config_file_of(self._facts.config_file, self._store, config, view)
+            if self._config_file is not None:
+                closing.callback(self._config_file.close)
         if config.pd.pull.mode != "off":
             from hicache_ext.sglang.scheduler_hooks import prefill_cost
             from hicache_ext.storage.tiering.pulling import PullRule
 
             self._pull_rule = PullRule(config.pd.pull, lambda: self._store.tiers, prefill_cost())
-        if config.pd.hints.enabled:
-            from hicache_ext.sglang.announcements import HintTraffic
+            self.export_also(self._pull_rule.metrics)
+        if config.pd.hints.enabled and config.role == "prefill":
+            from hicache_ext.sglang.announcements import CLOSE_TIMEOUT, hint_receiver
 
-            self._hints = HintTraffic(config, ranks, self._pools, lambda: self._store)
+            hints = hint_receiver(config, self._pools, lambda: self._store)
+            closing.callback(lambda: hints.close(CLOSE_TIMEOUT))
+            self.export_also(hints.metrics)
         if config.events is not None:
             from hicache_ext.sglang.announcements import kv_events
 
-            self._events = kv_events(config, ranks, self._pools, lambda: self._store)
+            events = kv_events(config, ranks, self._pools, lambda: self._store)
+            if events is not None:
+                closing.callback(events.close)
+                self.export_also(events.metrics)
         if self._facts.metrics:
             from hicache_ext.storage.serving.metrics_export import export_if_possible
 
-            self._exporter = export_if_possible(self._export_sources, _process_labels(ranks))
-
-    def _close_what_serves(self) -> None:
-        if self._hints is not None:
-            self._hints.close()
-        if self._events is not None:
-            self._events.close()
-        if self._config_file is not None:
-            self._config_file.close()
+            exporter = export_if_possible(self._export_sources, _process_labels(ranks))
+            if exporter is not None:
+                exporting.callback(exporter.close)
 
     # -- registration ----------------------------------------------------------------------------------------------
 
@@ -218,7 +227,11 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
 
     def hint_sender(self, metrics: TierMetrics) -> HintSender | None:
         """What announces a decode node's pages; None unless hints are on [pd, scheduler]."""
-        return None if self._hints is None else self._hints.sender(metrics)
+        if not self._config.pd.hints.enabled or self._ranks_before_this:
+            return None
+        from hicache_ext.sglang.announcements import hint_sender
+
+        return hint_sender(self._config, self._pools, lambda: self._store, metrics)
 
     # -- administration --------------------------------------------------------------------------------------------
 
@@ -248,32 +261,24 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def close(self) -> None:
         self._pools.closed = True
         detach(self)
-        self._close_what_serves()
-        self._store.close()
-        observers.end(self._recorder)
-        if self._exporter is not None:
-            self._exporter.close()
-        observers.end(self._spans)
+        self._closing.close()
 
-    def export_also(self, metrics: TierMetrics) -> None:
-        """Export the counts of something beside the tiers together with theirs, as long as this backend lives."""
+    def export_also(self, metrics: TierMetrics, set_levels: Callable[[], None] = lambda: None) -> None:
+        """Export the counts of something beside the tiers together with theirs, as long as this backend lives.
+
+        ``set_levels`` is called before each export [exporter]."""
         self._also_counted.append(metrics)
+        self._level_setters.append(set_levels)
 
     def _export_sources(self) -> list[TierMetrics]:
+        for set_levels in self._level_setters:
+            set_levels()
         self._failures.set_level("serving", "", float(not self._pools.unavailable))
         in_force = self._config_file is None or self._config_file.in_force
         self._failures.set_level("config_in_force", "", float(in_force))
         for pool in list(self._pools.bound) + list(self._pools.unserved):
             self._failures.set_level("unserved_pool", pool, float(pool in self._pools.unserved))
         beside = [self._failures, kernel_metrics, *self._also_counted]
-        if self._hints is not None:
-            beside += self._hints.metrics
-        if self._pull_rule is not None:
-            beside.append(self._pull_rule.metrics)
-        if self._events is not None:
-            beside.append(self._events.metrics)
-        if self._recorder is not None:
-            beside.append(self._recorder.metrics)
         tiers = self._store.tiers
         return [*beside, *self._reports.sources(tiers), self._store.metrics, *[tier.metrics for tier in tiers]]
 
@@ -291,8 +296,13 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
                 "pages (docs/codecs.md)",
                 listed([f"tier {name} ({codec})" for name, codec in lossy.items()]),
             )
-        unknown = _unknown_arguments(self._facts)
-        for sentence in (untested(installed_release()), ignored_parameters(check_installed()), unknown):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in self._facts.unknown_arguments)
+        unknown = f"hicache_ext does not know {names}: pages are shared with servers that were given the same"
+        for sentence in (
+            untested(installed_release()),
+            ignored_parameters(check_installed()),
+            unknown if names else None,
+        ):
             if sentence is not None and not self._ranks_before_this:
                 logger.warning("%s", sentence)
         unused = {
@@ -335,33 +345,15 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self._log.log(logging.ERROR, "failure", words, call, error, exc_info=error)
 
 
-def _with_lossy_codecs(compute: str, codecs: frozenset[str]) -> str:
-    """``ModelIdentity.compute`` of a server with tiers that have these codecs."""
-    if not codecs:
-        return compute
-    from hicache_ext.page.transforms.lossy import lossy_fact
-
-    return lossy_fact(compute, codecs)
-
-
 def name_of(name: Any) -> str:
     return str(getattr(name, "value", name))
 
 
-def _refuse_unusable_release() -> None:
-    """Raises UnsupportedError for a release that is too old, or lacks something that storage needs."""
-    refuse_old_release()
-    if (words := lacking(check_installed(), STORAGE)) is not None:
-        remedy = "use another release; hicache-ext doctor shows all that is missing"
-        raise UnsupportedError(f"SGLang {installed_release()}", f"it lacks {words}, which storage needs", remedy)
-
-
-def _unknown_arguments(facts: LaunchFacts) -> str | None:
-    """The warning about launch arguments that may change what a page holds; None where all are known."""
-    names = ", ".join(f"--{name.replace('_', '-')}" for name in facts.unknown_arguments)
-    return (
-        f"hicache_ext does not know {names}: pages are shared with servers that were given the same" if names else None
-    )
+def refuse_release_without(feature: Feature, whose: str, remedy: str) -> None:
+    """Raises UnsupportedError for a release that lacks something that a feature needs."""
+    if (words := lacking(check_installed(), feature)) is not None:
+        remedy += "; hicache-ext doctor shows all that is missing"
+        raise UnsupportedError(f"SGLang {installed_release()}", f"it lacks {words}, which {whose} needs", remedy)
 
 
 def _writers(storage_config: HiCacheStorageConfig) -> int:

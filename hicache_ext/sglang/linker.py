@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,15 +29,14 @@ from hicache_ext.errors import ConfigError, UnsupportedError
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.sglang.backend import HiCacheExtBackend
-from hicache_ext.sglang.hooks import not_in_force
 from hicache_ext.sglang.launch_facts import configuration_given_as
-from hicache_ext.sglang.lifecycle import name_of
+from hicache_ext.sglang.lifecycle import refuse_release_without
 from hicache_ext.sglang.linking.ahead import OUTCOMES, ReadAhead
-from hicache_ext.sglang.linking.staging import Pages, Staging, pages_of
+from hicache_ext.sglang.linking.staging import Link, Pages, Staging, pages_of
 from hicache_ext.sglang.linking.transfers import Loads, Offloads
 from hicache_ext.sglang.never_raise import answering, guarded_calls
+from hicache_ext.sglang.plugin import not_in_force
 from hicache_ext.sglang.releases import end_registration, installed_release, refuse_release_without_linker
-from hicache_ext.sglang.self_check import check_installed, lacking
 from hicache_ext.sglang.served_pools import KV, BoundPool
 from hicache_ext.sglang.used_names import LINKER, READ_AHEAD
 
@@ -52,6 +49,12 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (  # noqa: E
     UnifiedCacheLinker,
 )
 
+_COUNTS = {
+    "ahead": OUTCOMES,
+    "load": ("read", "missing", "late", "refused", "error", "copy_failed", "other_rank"),
+    "offload": ("stored", "failed", "full"),
+    "offload_failed": ("copy", "store"),
+}
 _CLOSE_WAIT = 10.0
 """Seconds for threads to end at the close; SGLang waits as long for its own."""
 
@@ -70,7 +73,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         **_: Any,
     ) -> None:
         """Raises ConfigError, StoreSetupError or UnsupportedError with one sentence: SGLang then does not start."""
-        _refuse_unusable_release()
+        refuse_release_without(LINKER, "the linker", "use --enable-hierarchical-cache")
         self.forward_stream = forward_stream
         document, file = launched_with(extra_config)
         config = load_config(document)
@@ -80,7 +83,11 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         self._staging = Staging(params, set(components), settings.staging)
         self._closed = False
         try:
-            ranks = _storage_config(self._staging, document)
+            from sglang.srt.runtime_context import get_serving
+
+            # What SGLang would give a storage backend: model, ranks, and the configuration.
+            model = get_serving().served_model_name
+            ranks = self._staging.controller._generate_storage_config(model, dict(document))
             with configuration_given_as(None if file is None else f"@{file}"):
                 self._backend = HiCacheExtBackend(ranks, {})
         except BaseException:
@@ -93,29 +100,14 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
             self.layer_done_counter = LayerWiseLoadCounter(self._staging.layers)
             if self._staging.states_beside_the_pools:
                 params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
-            self._metrics = _LinkerMetrics(self._set_levels)
+            self._metrics = TierMetrics("linker", prefix="linker_")
+            self._metrics.declare(_COUNTS, ("load", "offload"))
             self._threads = ThreadPool("hicache-link-load")
-            self._ahead = ReadAhead(
-                self._staging,
-                self._backend,
-                self._restorable,
-                lambda mine: agreed(self._params, mine),
-                self._metrics,
-                settings.load_timeout,
-                self._threads,
-            )
-            self._look_ups = LookUps(self._staging, self._restorable, self._ahead)
-            self._loads = Loads(
-                self._staging,
-                self._backend,
-                self.layer_done_counter,
-                self._metrics,
-                settings.load_timeout,
-                self._threads,
-                self._ahead.drop_one,
-            )
-            self._offloads = Offloads(self._staging, self._backend, self._metrics, self._bytes_of)
-            self._backend.export_also(self._metrics)
+            link = Link(self._staging, self._backend, self._metrics, self._threads, settings.load_timeout)
+            self._ahead = ReadAhead(link, lambda mine: agreed(self._params, mine))
+            self._loads = Loads(link, self.layer_done_counter, self._ahead.drop_one)
+            self._offloads = Offloads(link)
+            self._backend.export_also(self._metrics, self._set_levels)
             self._backend.declare_failures(guarded_calls(type(self)))
         except BaseException:
             self._backend.close()
@@ -160,10 +152,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
     @answering(lambda *_, **__: [])
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         # Also where nothing may be served now: each rank has to know what SGLang asked.
-        return [] if self._closed else self._look_ups.restorable(rid, transfers)
-
-    def _restorable(self, keys: list[str], beside: list[PoolTransfer]) -> list[int]:
-        return list(self._backend.batch_exists_v2(keys, beside).restorable_prefix_pages or [])
+        return [] if self._closed else self._ahead.restorable(rid, transfers)
 
     # -- loads -----------------------------------------------------------------------------------------------------
 
@@ -177,7 +166,6 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         pages = self._pages(transfers)
         if not pages:
             return False
-        self._look_ups.forget(rid)
         read = self._read(rid, pages)
         everywhere = self._agreed_alone(read)
         if read and not everywhere:
@@ -235,7 +223,6 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
     def reset(self) -> None:
         """Forget what SGLang waits for. What it handed over is stored, as far as it could leave the device within
         seconds; from the return on the device is neither read nor written."""
-        self._look_ups.forget()
         self._ahead.reset()
         self._loads.reset()
         self._offloads.reset()
@@ -258,6 +245,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         self._backend.report_failure(call, error)
 
     def _set_levels(self) -> None:
+        """How full it is at the moment of asking."""
         self._metrics.set_level("staging_pages", "load", float(self._staging.pages_in_use("load")))
         self._metrics.set_level("staging_pages", "offload", float(self._staging.pages_in_use("offload")))
         self._metrics.set_level("waiting", "", float(self._offloads.waiting()))
@@ -291,126 +279,6 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
                 if self._writer or self._backend.writes_on_every_rank(name):
                     pools[name] = pool
         return pools
-
-    def _bytes_of(self, pages: Pages) -> int:
-        pools = [self._staging.host_pools[name] for name in self._staging.pools_on[pages.source]]
-        return sum(int(pool.size_per_token) for pool in pools) * pages.page_size * len(pages.keys)
-
-
-class _LinkerMetrics(TierMetrics):
-    """What the linker counts, and how full it is at the moment of asking."""
-
-    def __init__(self, set_levels: Callable[[], None]) -> None:
-        super().__init__("linker", prefix="linker_")
-        self._set_levels = set_levels
-        self.declare(
-            {
-                "ahead": OUTCOMES,
-                "load": ("read", "missing", "late", "refused", "error", "copy_failed", "other_rank"),
-                "offload": ("stored", "failed", "full"),
-                "offload_failed": ("copy", "store"),
-            },
-            ("load", "offload"),
-        )
-
-    def levels(self) -> dict[tuple[str, str], float]:
-        self._set_levels()
-        return super().levels()
-
-
-def _refuse_unusable_release() -> None:
-    """Raises UnsupportedError for a release that lacks something that the linker needs."""
-    if (words := lacking(check_installed(), LINKER)) is not None:
-        remedy = "use --enable-hierarchical-cache; hicache-ext doctor shows all that is missing"
-        raise UnsupportedError(f"SGLang {installed_release()}", f"it lacks {words}, which the linker needs", remedy)
-
-
-def _storage_config(staging: Staging, document: dict[str, Any]) -> Any:
-    """What SGLang would give a storage backend: model, ranks, and the configuration."""
-    from sglang.srt.runtime_context import get_serving
-
-    return staging.controller._generate_storage_config(get_serving().served_model_name, dict(document))
-
-
-# -- look-ups ----------------------------------------------------------------------------------------------------------
-# What of a prompt can be restored, as SGLang asks its linker.
-#
-# What was read while a request was in the queue is known (linking/ahead.py). Of others the store is asked. SGLang asks
-# again in every round of its scheduler for a request that waits at the head of its queue; for a moment it is answered
-# what it was answered before: a pool over a network would cost its budget of look-ups each time.
-
-REMEMBERED = 0.5
-"""Seconds for which an answer counts. What has gone meanwhile is found out when it is read."""
-_MOST_REQUESTS = 1024
-
-_Question = tuple[tuple[str, int, str, str], ...]
-"""Of each component its name, and how many keys from which to which: a key stands for all before it."""
-
-
-class LookUps:
-    """Threads: any."""
-
-    def __init__(
-        self,
-        staging: Staging,
-        find: Callable[[list[str], list[Any]], list[int]],
-        ahead: ReadAhead,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """``find``: prefix lengths that can be restored, of KV keys and transfers of the pools beside."""
-        self._staging = staging
-        self._find = find
-        self._ahead = ahead
-        self._clock = clock
-        self._answers: OrderedDict[str, tuple[_Question, float, list[int]]] = OrderedDict()
-
-    def restorable(self, rid: str, transfers: Sequence[Any]) -> list[int]:
-        """Every prefix length in pages at which all pools have what they need."""
-        by_name = {name_of(transfer.name): transfer for transfer in transfers}
-        kv = by_name.get(KV)
-        if kv is None or not kv.keys:
-            return []
-        beside = self._beside(by_name)
-        if beside is None:
-            return []
-        keys = list(kv.keys)
-        if self._ahead.note(
-            rid, keys, {source: len(by_name[source].keys) for source in self._staging.pools_on}, beside
-        ):
-            return []
-        if (answer := self._ahead.answer(rid, keys)) is not None:
-            return answer
-        question = tuple((name, len(one.keys), one.keys[0], one.keys[-1]) for name, one in by_name.items() if one.keys)
-        known = self._answers.get(rid)
-        if known is not None and known[0] == question and self._clock() - known[1] < REMEMBERED:
-            return list(known[2])
-        found = self._find(keys, beside)
-        self._answers[rid] = (question, self._clock(), found)
-        while len(self._answers) > _MOST_REQUESTS:
-            self._answers.popitem(last=False)
-        return list(found)
-
-    def forget(self, rid: str | None = None) -> None:
-        """An answer, or all of them."""
-        if rid is None:
-            self._answers.clear()
-        else:
-            self._answers.pop(rid, None)
-
-    def _beside(self, by_name: Mapping[str, Any]) -> list[Any] | None:
-        """What is asked of the pools beside KV; None where SGLang asks for too few: nothing can be restored then."""
-        from sglang.srt.mem_cache.hicache_storage import PoolTransfer
-
-        beside = []
-        for source, names in self._staging.pools_on.items():
-            asked = by_name.get(source)
-            if asked is None or not asked.keys:
-                return None
-            for name in names:
-                if name != KV:
-                    policy = asked.hit_policy if name == source else self._staging.policies[name]
-                    beside.append(PoolTransfer(self._staging.pool_name(name), keys=asked.keys, hit_policy=policy))
-        return beside
 
 
 # -- what all ranks of a deployment must decide alike ------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import threading
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Mapping
@@ -21,7 +20,7 @@ from hicache_ext.page.fingerprint import ModelFingerprint
 from hicache_ext.page.hashes import namespaced_extra_key
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.sglang import process
-from hicache_ext.sglang.launch_facts import LaunchFacts, resolved, uses_storage
+from hicache_ext.sglang.launch_facts import LaunchFacts, resolved, resolved_or, uses_storage
 from hicache_ext.sglang.process import LoadedModel, attached_backends
 
 logger = logging.getLogger(__name__)
@@ -78,14 +77,10 @@ class ModelWeights:
     def when_known(self, callback: Callable[[], None]) -> None:
         """Call the method ``callback`` when all is known, and again when that changes; here, or on a thread that reads
         files. Its object is not kept alive for that."""
-        lock, waiting, method = threading.Lock(), len(self._all), weakref.WeakMethod(callback)
+        method = weakref.WeakMethod(callback)
 
         def one_done() -> None:
-            nonlocal waiting
-            with lock:
-                waiting -= 1
-                last = waiting <= 0
-            if last and (call := method()) is not None:
+            if all(model.done.is_set() for model in self._all) and (call := method()) is not None:
                 call()
 
         for model in self._all:
@@ -215,7 +210,8 @@ def before_update(manager: Any, *_: Any, **__: Any) -> None:
 def before_release(manager: Any, recv_req: Any, *_: Any, **__: Any) -> None:
     """BEFORE hook [scheduler thread]: memory of the weights is released, and comes back with any content."""
     tags = getattr(recv_req, "tags", None)
-    if (not tags or "weights" in tags) and not _backed_up():
+    # Unless SGLang keeps a backup of them in host memory and restores it.
+    if (not tags or "weights" in tags) and not resolved_or("enable_weights_cpu_backup", False):
         before_update(manager)
 
 
@@ -255,15 +251,6 @@ def _agreed(group: Any) -> str:
     except Exception as error:  # noqa: BLE001 - an update must go on
         logger.warning("hicache_ext: the ranks could not agree on a weights epoch and will not find pages: %s", error)
     return str(drawn[0])
-
-
-def _backed_up() -> bool:
-    """Whether SGLang keeps a backup of the weights in host memory and restores it."""
-    try:
-        return bool(resolved("enable_weights_cpu_backup"))
-    except Exception as error:  # noqa: BLE001 - not known means no
-        logger.debug("whether weights are backed up is not known: %s", error)
-        return False
 
 
 # -- LoRA adapters -----------------------------------------------------------------------------------------------------

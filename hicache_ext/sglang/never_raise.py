@@ -5,51 +5,39 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
-
-class Reporting(Protocol):
-    def report_failure(self, call: str, error: BaseException) -> None: ...
-
-
-_S = TypeVar("_S", bound=Reporting)
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _guarded: set[Any] = set()
 
 
-def answering(
-    otherwise: Callable[..., Any],
-) -> Callable[[Callable[Concatenate[_S, _P], _R]], Callable[Concatenate[_S, _P], _R]]:
+def answering(otherwise: Callable[..., Any]) -> Callable[[_Method], _Method]:
     """Make a method that SGLang calls never raise: ``otherwise(*arguments)`` is its answer to any trouble, and
-    ``otherwise()`` where nothing can be told from the arguments.
+    ``otherwise()`` where nothing can be told from the arguments. Its object's ``report_failure`` is told.
 
     Arguments that the method does not have are ignored: a later SGLang may hand over more (self_check.py warns of it).
     """
 
-    def decorate(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
-        called: Callable[..., _R] = method
+    def decorate(method: _Method) -> _Method:
         names = tuple(inspect.signature(method).parameters)[1:]
         known = frozenset(names)
 
         @functools.wraps(method)
-        def guarded(self: _S, /, *args: Any, **kwargs: Any) -> _R:
+        def guarded(self: Any, /, *args: Any, **kwargs: Any) -> Any:
             if len(args) > len(names) or not kwargs.keys() <= known:
                 args, kwargs = args[: len(names)], {name: kwargs[name] for name in names if name in kwargs}
             try:
-                return called(self, *args, **kwargs)
+                return method(self, *args, **kwargs)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - SystemExit would end SGLang's I/O thread
                 self.report_failure(method.__name__, error)
-                answer: _R
                 try:
-                    answer = otherwise(*args, **kwargs)
+                    return otherwise(*args, **kwargs)
                 except Exception:  # noqa: BLE001 - the arguments were the trouble, which is reported
-                    answer = otherwise()
-                return answer
+                    return otherwise()
 
         _guarded.add(guarded)
-        return guarded
+        return cast("_Method", guarded)
 
     return decorate
 

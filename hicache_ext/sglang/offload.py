@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from hicache_ext.pd.continuation import PageChain, Piece
-from hicache_ext.pd.decode_writer import RequestOptions
+from hicache_ext.pd.decode_writer import PageChain, Piece, RequestOptions
 
 logger = logging.getLogger(__name__)
 
@@ -37,39 +36,18 @@ class ManagerOffload:
     def __init__(self, manager: Any) -> None:
         """``manager`` is SGLang's DecodeKVCacheOffloadManager."""
         self.page_size: int = manager.page_size
+        self.host_pool = manager.decode_host_mem_pool
+        """Host memory for copies: one index per token."""
         self._manager = manager
         self._copies_made = 0
-
-    def prompt(self, request: Any) -> Sequence[int]:
-        prompt: Sequence[int] = request.origin_input_ids
-        return prompt
-
-    def options(self, request: Any) -> RequestOptions:
-        return options_of(request)
 
     def is_on_device(self, request: Any) -> bool:
         return request.kv.req_pool_idx not in (None, -1)
 
-    def page_chain(self, request: Any) -> PageChain:
-        """Return an empty chain that hashes the request's pages as a prefill node does."""
-        return page_chain(self.page_size, extra_key=request.extra_key, cache_salt=request.cache_salt)
-
-    @property
-    def host_tokens(self) -> int:
-        """Host memory for copies, in tokens."""
-        return int(self._manager.decode_host_mem_pool.size)
-
-    @property
-    def free_host_tokens(self) -> int:
-        return int(self._manager.decode_host_mem_pool.available_size())
-
-    def allocate(self, tokens: int) -> torch.Tensor | None:
-        """Return host indices, one per token; None if too few are free."""
-        host_indices: torch.Tensor | None = self._manager.decode_host_mem_pool.alloc(tokens)
-        return host_indices
-
-    def free(self, host_indices: torch.Tensor) -> None:
-        self._manager.decode_host_mem_pool.free(host_indices)
+    def facts(self, request: Any) -> tuple[Sequence[int], PageChain, RequestOptions]:
+        """Return the prompt, an empty chain that hashes the request's pages as a prefill node does, and the options."""
+        chain = page_chain(self.page_size, extra_key=request.extra_key, cache_salt=request.cache_salt)
+        return request.origin_input_ids, chain, options_of(request)
 
     def queue_copy(self, request: Any, piece: Piece) -> None:
         """Copy the piece's pages with the next ``start_copies``."""

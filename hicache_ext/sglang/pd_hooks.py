@@ -1,7 +1,7 @@
 """The hooks that put the DecodeWriter under SGLang's ``DecodeKVCacheOffloadManager``.
 
 Every method that the scheduler calls is wrapped (``HookType.AROUND``). If the backend is not ours, or ``pd.write`` is
-off, a wrapper calls the original and measures its time. Otherwise:
+off, a wrapper calls the original. Otherwise:
 
 - the constructor reads the configuration as the prefill node does (``@file``, without SGLang's own keys), because the
   original only parses inline JSON; then it makes a DecodeWriter;
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from hicache_ext.config import load_config
 from hicache_ext.config.model import BACKEND_NAME
 from hicache_ext.config.sections import WriteConfig
 from hicache_ext.errors import UnsupportedError
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.sglang.launch_facts import configuration_given_as
 from hicache_ext.sglang.process import attached_backends
@@ -34,19 +34,21 @@ logger = logging.getLogger(__name__)
 MANAGER = "sglang.srt.disaggregation.decode_kvcache_offload_manager.DecodeKVCacheOffloadManager"
 _CONFIG_FIELD = "hicache_storage_backend_extra_config"
 _WRITER = "_hicache_ext_writer"
-_STOPWATCH = "_hicache_ext_stopwatch"
 _STOP_TIMEOUT = 20.0
 
-_last_trouble = 0.0
+_log = LimitedLog(logger, 1.0)
 
 
 def around_init(original: Callable[..., None], manager: Any, *arguments: Any, **keywords: Any) -> None:
     """Construction [scheduler thread, before the first request]. Raises ConfigError or UnsupportedError."""
-    from sglang.srt.runtime_context import get_context, get_memory
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+    from sglang.srt.runtime_context import get_context, get_memory, get_spec
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    setattr(manager, _STOPWATCH, Stopwatch())
     written = getattr(get_memory(), _CONFIG_FIELD)
-    extra_config = _read_extra_config(written) if get_memory().hicache_storage_backend == "dynamic" else {}
+    extra_config: dict[str, Any] = {}
+    if get_memory().hicache_storage_backend == "dynamic":
+        extra_config = HybridCacheController.parse_storage_backend_extra_config(written)[0]
     if extra_config.get("backend_name") != BACKEND_NAME:
         original(manager, *arguments, **keywords)
         return
@@ -61,31 +63,37 @@ def around_init(original: Callable[..., None], manager: Any, *arguments: Any, **
     if not config.pd.write.enabled:
         logger.info("hicache_ext: pd.write is off, SGLang's own decode offload writes")
         return
-    _refuse_what_prefill_cannot_use(manager.kv_cache, _keys_are_bigrams())
+    # Whether prefill nodes of this launch key their tree by bigrams.
+    bigrams = bool(SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm).is_eagle())
+    _refuse_what_prefill_cannot_use(manager.kv_cache, bigrams)
     setattr(manager, _WRITER, _make_writer(manager, config.pd.write))
     logger.info("hicache_ext: decode writer in force: %s", config.pd.write)
 
 
 def around_offload(original: Callable[..., bool], manager: Any, req: Any, *later: Any, **named: Any) -> bool:
     """``offload_kv_cache``: a request has advanced [scheduler thread, per request and step]."""
-    started = time.perf_counter()
     writer = getattr(manager, _WRITER, None)
-    answer: bool = original(manager, req, *later, **named) if writer is None else _without_trouble(writer, req)
-    getattr(manager, _STOPWATCH).add(time.perf_counter() - started, requests=1)
-    return answer
+    if writer is None:
+        return original(manager, req, *later, **named)
+    try:
+        return bool(writer.request_advanced(req, req.output_ids, req.finished()))
+    except Exception:
+        # False: the scheduler releases a finished request immediately, as if it had nothing to write.
+        logger.exception("hicache_ext: a request's KV will not be written")
+        return False
 
 
 def around_check(original: Callable[..., None], manager: Any, *later: Any, **named: Any) -> None:
     """``check_offload_progress`` [scheduler thread, once per step]."""
-    started = time.perf_counter()
     writer = getattr(manager, _WRITER, None)
     if writer is None:
         original(manager, *later, **named)
-    else:
-        _step(writer)
-    stopwatch = getattr(manager, _STOPWATCH)
-    stopwatch.add(time.perf_counter() - started)
-    stopwatch.step_ends()
+        return
+    try:
+        writer.step()
+    except Exception as error:  # noqa: BLE001 - it would end the scheduler
+        # This step's pages are lost to the cache; the next step goes on.
+        _log.log(logging.ERROR, "step", "hicache_ext: a step of the decode writer failed", exc_info=error)
 
 
 def around_drain(original: Callable[..., None], manager: Any, *later: Any, **named: Any) -> None:
@@ -99,7 +107,6 @@ def around_drain(original: Callable[..., None], manager: Any, *later: Any, **nam
 
 def around_release(original: Callable[..., None], manager: Any, *later: Any, **named: Any) -> None:
     """``release_host_resources`` [scheduler thread, at exit]: host memory goes only after the last write out of it."""
-    getattr(manager, _STOPWATCH).log()
     writer = getattr(manager, _WRITER, None)
     if writer is not None:
         writer.log_summary()
@@ -112,68 +119,32 @@ def around_release(original: Callable[..., None], manager: Any, *later: Any, **n
     original(manager, *later, **named)
 
 
-def _without_trouble(writer: DecodeWriter, req: Any) -> bool:
-    try:
-        return writer.request_advanced(req, req.output_ids, req.finished())
-    except Exception:
-        # False: the scheduler releases a finished request at once, as if it had nothing to write.
-        logger.exception("hicache_ext: a request's KV will not be written")
-        return False
-
-
-def _step(writer: DecodeWriter) -> None:
-    global _last_trouble
-    try:
-        writer.step()
-    except Exception:
-        # An exception would end the scheduler. This step's pages are lost to the cache; the next step goes on.
-        if time.monotonic() - _last_trouble >= 1:
-            _last_trouble = time.monotonic()
-            logger.exception("hicache_ext: a step of the decode writer failed")
-
-
-def _read_extra_config(written: str | None) -> dict[str, Any]:
-    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
-
-    extra_config: dict[str, Any] = HybridCacheController.parse_storage_backend_extra_config(written)[0]
-    return extra_config
-
-
-def _keys_are_bigrams() -> bool:
-    """Whether prefill nodes of this launch key their tree by bigrams."""
-    from sglang.srt.runtime_context import get_spec
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-    return bool(SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm).is_eagle())
-
-
 def _refuse_what_prefill_cannot_use(kv_cache: Any, bigrams: bool) -> None:
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
 
     remedy = "set pd.write.enabled: false, or leave out --disaggregation-decode-enable-offload-kvcache"
-    name = type(kv_cache).__name__
+    subject, reason = f"decode-side writing of {type(kv_cache).__name__}", None
     if isinstance(kv_cache, DSATokenToKVPool):
         reason = (
             "a decode node writes the latent without its indexer, and no prefill node can use one without the other"
         )
-        raise UnsupportedError(f"decode-side writing of {name}", reason, remedy)
-    if not isinstance(kv_cache, MHATokenToKVPool | MLATokenToKVPool):
+    elif not isinstance(kv_cache, MHATokenToKVPool | MLATokenToKVPool):
         reason = "it has side pools that a decode node does not write"
-        raise UnsupportedError(f"decode-side writing of {name}", reason, remedy)
-    if bigrams:
+    elif bigrams:
+        subject = "decode-side writing with speculation"
         reason = (
             "with EAGLE or MTP a prefill node stores the draft model's KV beside the target's or packed in its pages,"
             " and a decode node writes the target's only"
         )
-        raise UnsupportedError("decode-side writing with speculation", reason, remedy)
+    if reason is not None:
+        raise UnsupportedError(subject, reason, remedy)
 
 
 def _make_writer(manager: Any, config: WriteConfig) -> DecodeWriter:
     import torch
 
     # What is off is not imported: only a decode node needs these.
-    from hicache_ext.pd.decode_writer import DecodeWriter
-    from hicache_ext.pd.pool_writer import PoolWriter
+    from hicache_ext.pd.decode_writer import DecodeWriter, PoolWriter
     from hicache_ext.sglang.offload import ManagerOffload
 
     # Not through the controller: SGLang's fault injector may be wrapped around its reference.
@@ -198,46 +169,3 @@ def _make_writer(manager: Any, config: WriteConfig) -> DecodeWriter:
         minimum=minimum if manager.tp_world_size > 1 else None,
         hints=backend.hint_sender(metrics),
     )
-
-
-# -- the time that offload takes on the scheduler thread ---------------------------------------------------------------
-
-_LOG_INTERVAL = 60.0
-
-
-class Stopwatch:
-    """Scheduler-thread seconds spent in the manager, by step with running requests; for either implementation."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.seconds = 0.0
-        self.longest = 0.0
-        self._this_step = 0.0
-        self._requests = 0
-        self._last_log = time.monotonic()
-
-    def add(self, seconds: float, requests: int = 0) -> None:
-        self._this_step += seconds
-        self._requests += requests
-
-    def step_ends(self) -> None:
-        """Count a step in which requests advanced; turns of an idle scheduler do not count."""
-        seconds, self._this_step = self._this_step, 0.0
-        requests, self._requests = self._requests, 0
-        if not requests:
-            return
-        self.steps += 1
-        self.seconds += seconds
-        self.longest = max(self.longest, seconds)
-        if time.monotonic() - self._last_log >= _LOG_INTERVAL:
-            self._last_log = time.monotonic()
-            self.log()
-
-    def log(self) -> None:
-        if self.steps:
-            logger.info(
-                "hicache_ext: decode offload took the scheduler %.1f us a step on average, %.1f us at most (%d steps)",
-                self.seconds / self.steps * 1e6,
-                self.longest * 1e6,
-                self.steps,
-            )

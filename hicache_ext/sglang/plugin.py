@@ -1,16 +1,77 @@
-"""The entry point of SGLang's plugin group ``sglang.srt.plugins``.
+"""The entry point of SGLang's plugin group ``sglang.srt.plugins``: the hooks on SGLang (used_names.py lists them).
 
-SGLang calls ``register`` in each of its processes before anything runs, and only logs its exceptions. So the backend's
-constructor checks that the hooks are in force (``hooks.not_in_force``).
+SGLang calls ``register`` in each of its processes before anything runs, applies what was registered (``load_plugins``),
+and only logs what fails. So the backend's constructor asks ``not_in_force``. A hook is registered where this release
+can have its feature (self_check.py).
 """
 
 from __future__ import annotations
 
-from hicache_ext.sglang import hooks
-from hicache_ext.sglang.releases import refuse_old_release
+import pkgutil
+from collections.abc import Collection
+
+from hicache_ext.sglang.releases import installed_release, refuse_old_release
+from hicache_ext.sglang.self_check import check_installed, features_off
+from hicache_ext.sglang.used_names import COPIES, HOOKED, HOOKS, Feature, Use
 
 
-def register() -> None:
-    """Register all hooks. Called by SGLang, once a process. Raises UnsupportedError for an SGLang that is too old."""
+def register(features: Collection[Feature] = HOOKED) -> None:
+    """Put the hooks of ``features`` into SGLang's registry, as far as this release and machine want them.
+
+    Again is free. Raises UnsupportedError for an SGLang that is too old.
+    """
     refuse_old_release()
-    hooks.register()
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    off = features_off(check_installed())
+    # SGLang's own record, which has no public form: without it only "again" is not free.
+    registered = getattr(HookRegistry, "_hooks", {})
+    for hook in _wanted(features):
+        (feature,) = hook.features
+        if feature in off and not (feature.by_halves and callable(_resolved(hook.target))):
+            continue
+        if not any(hook.function in entry for entry in registered.get(hook.target, ())):
+            HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
+
+
+def not_in_force(features: Collection[Feature] = HOOKED) -> dict[Feature, str]:
+    """Return one sentence for each of ``features`` that is off in this process: what is missing, and what is lost.
+
+    To be asked after SGLang has applied its hooks.
+    """
+    off = features_off(check_installed())
+    found: dict[Feature, str] = {}
+    for hook in _wanted(features):
+        (feature,) = hook.features
+        if feature in found:
+            continue
+        if feature in off:
+            found[feature] = f"SGLang {installed_release()} lacks {off[feature]}: {feature.loss}"
+        elif not _is_hooked(hook.target):
+            found[feature] = f"the hook on {hook.target} is not in force (is SGLANG_PLUGINS set?): {feature.loss}"
+    return found
+
+
+def wants(feature: Feature) -> bool:
+    """Return whether this machine has use for a feature."""
+    if feature is not COPIES:
+        return True
+    from hicache_ext.sglang import kernel_hooks
+
+    return kernel_hooks.wants_hooks()
+
+
+def _wanted(features: Collection[Feature]) -> list[Use]:
+    wanted = {feature for feature in features if wants(feature)}
+    return [hook for hook in HOOKS if wanted.issuperset(hook.features)]
+
+
+def _is_hooked(target: str) -> bool:
+    return hasattr(_resolved(target), "__wrapped__")
+
+
+def _resolved(target: str) -> object:
+    try:
+        return pkgutil.resolve_name(target)
+    except (ImportError, AttributeError):
+        return None

@@ -123,16 +123,14 @@ def format_facts(pool: Any, release: str | None = None) -> list[tuple[str, str]]
     The same for the same bytes, whichever tested release describes them. What an untested release writes is its own:
     nobody has compared its bytes with those of the others.
     """
-    facts = [(f"buffer{number}", text) for number, text in enumerate(_buffer_facts(pool))]
+    if hasattr(pool, "_buffer_infos"):
+        texts = [_facts_of_info(info) for info in pool._buffer_infos or ()]
+    else:
+        of_mha = any(kind.__name__ == "MHATokenToKVPoolHost" for kind in type(pool).__mro__)
+        texts = [_facts_of_device_pool(one) for one in _device_pools(pool)] if of_mha else []
+    facts = [(f"buffer{number}", text) for number, text in enumerate(texts)]
     release = installed_release() if release is None else release
     return facts if is_tested(release) else [*facts, ("sglang", release)]
-
-
-def _buffer_facts(pool: Any) -> list[str]:
-    if hasattr(pool, "_buffer_infos"):
-        return [_facts_of_info(info) for info in pool._buffer_infos or ()]
-    of_mha = any(kind.__name__ == "MHATokenToKVPoolHost" for kind in type(pool).__mro__)
-    return [_facts_of_device_pool(one) for one in _device_pools(pool)] if of_mha else []
 
 
 def _facts_of_info(info: Any) -> str:
@@ -178,19 +176,12 @@ def _is_quantized(device_pool: Any) -> bool:
 # -- device buffers, for copy engines ----------------------------------------------------------------------------------
 
 
-def mha_device_buffers(pool: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """K and V buffers on the device, layer by layer, those of drafts last."""
-    if hasattr(pool, "device_k_buffers"):
-        return tuple(pool.device_k_buffers), tuple(pool.device_v_buffers)
-    pools = _device_pools(pool)
-    return tuple(b for one in pools for b in one.k_buffer), tuple(b for one in pools for b in one.v_buffer)
-
-
-def mla_device_buffers(pool: Any) -> tuple[Any, ...]:
-    """Latent buffers on the device, likewise."""
-    if hasattr(pool, "device_kv_buffers"):
-        return tuple(pool.device_kv_buffers)
-    return tuple(b for one in _device_pools(pool) for b in one.kv_buffer)
+def device_buffers(pool: Any, component: str) -> tuple[Any, ...]:
+    """Of "k", "v" or, for latents, "kv": the buffers on the device, layer by layer, those of drafts last."""
+    known = getattr(pool, f"device_{component}_buffers", None)
+    if known is None:
+        known = (buffer for one in _device_pools(pool) for buffer in getattr(one, f"{component}_buffer"))
+    return tuple(known)
 
 
 def mla_layers(pool: Any) -> tuple[list[int], dict[int, int], dict[int, int]]:

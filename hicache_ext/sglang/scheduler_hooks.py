@@ -161,16 +161,10 @@ def _record(recorder: Any, operation: Any, answered: int, found: dict[str, int])
         raise TypeError
     request = _requests.get(rid)
     matched = getattr(request, "storage_prefetch_last_match_len", None)
+    matched = matched if isinstance(matched, int) else None
+    before = before if isinstance(before, str) else None
     prompt = len(request.origin_input_ids) if request is not None else None
-    recorder.ask(
-        rid,
-        pages,
-        before=before if isinstance(before, str) else None,
-        answered=answered,
-        found=found,
-        prompt=prompt,
-        matched=matched if isinstance(matched, int) else None,
-    )
+    recorder.ask(rid, pages, before=before, answered=answered, found=found, prompt=prompt, matched=matched)
 
 
 def around_storage(original: Callable[..., Any], controller: Any, operation: Any, *more: Any, **named: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -81,7 +82,7 @@ def ignored_parameters(checked: Collection[Checked]) -> str | None:
 
 def _looked_up(sources: Sources, use: Use) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """``missing`` and ``new`` of Checked."""
-    known = sources.launch_arguments() if use.owner == LAUNCH_ARGUMENTS else sources.names_of(use.owner)
+    known = sources.names_of(use.owner)
     if known is None:
         return (use.owner,), ()
     # A constructor may be generated.
@@ -126,9 +127,9 @@ class Sources:
         """``package``: the directory ``sglang``."""
         self._package = package
         self._modules: dict[str, ast.Module | None] = {}
-        self._imports: dict[str, list[tuple[str, str, str]]] = {}
-        self._own: dict[ast.ClassDef, set[str]] = {}
-        self._classes: dict[str, tuple[str, ast.ClassDef] | None] = {}
+        self._names: dict[str, set[str] | None] = {}
+        self._imports: dict[str, dict[str, tuple[str, str]]] = {}
+        self._lineages: dict[str, list[ast.ClassDef]] = {}
 
     @classmethod
     def installed(cls) -> Sources:
@@ -139,20 +140,23 @@ class Sources:
 
     def names_of(self, owner: str) -> set[str] | None:
         """What a module or class defines, members of base classes and of instances included."""
-        if (module := self._module(owner)) is not None:
-            return {name for name, _ in _definitions(module)} | {name for name, *_ in self._imports_of(module, owner)}
-        return self._members(owner, set())
-
-    def launch_arguments(self) -> set[str]:
-        """The fields of every class that declares launch arguments."""
-        directory = self._path(_ARGUMENT_FIELDS)
-        trees = [self._module(f"{_ARGUMENT_FIELDS}.{file.stem}") for file in sorted(directory.glob("*.py"))]
-        classes = [node for tree in trees if tree for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-        return {name for one in classes for name in _own_members(one)}
+        if owner not in self._names:
+            found: set[str] | None = None
+            if owner == LAUNCH_ARGUMENTS:
+                directory = self._path(_ARGUMENT_FIELDS)
+                trees = [self._module(f"{_ARGUMENT_FIELDS}.{file.stem}") for file in sorted(directory.glob("*.py"))]
+                nodes = [node for tree in trees if tree for node in ast.walk(tree)]
+                found = set().union(*[_own_members(node) for node in nodes if isinstance(node, ast.ClassDef)])
+            elif (module := self._module(owner)) is not None:
+                found = {name for name, _ in _definitions(module)}.union(self._imports_of(owner))
+            elif lineage := self._lineage(owner):
+                found = set().union(*map(_own_members, lineage))
+            self._names[owner] = found
+        return self._names[owner]
 
     def parameters(self, owner: str, name: str) -> _Parameters | None:
         """Of a function without its ``self``; of a class that generates its constructor, its fields."""
-        function = self._function(owner, name, set())
+        function = self._function(owner, name)
         if function is None:
             return self._fields(owner) if name == "__init__" else None
         arguments = function.args
@@ -166,7 +170,7 @@ class Sources:
 
     def handed_to_class(self, use: Use) -> _Parameters | None:
         """What a function hands to the class that it holds as ``use.class_as``; positions have the names of ``use``."""
-        function = self._function(use.owner, use.names[0], set())
+        function = self._function(use.owner, use.names[0])
         calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)] if function is not None else []
         calls = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == use.class_as]
         if not calls:
@@ -181,20 +185,17 @@ class Sources:
 
     def _fields(self, owner: str) -> _Parameters | None:
         """Of a dataclass, those of its base classes first."""
-        found = self._class(owner)
-        if found is None:
-            return None
-        before = [fields for base in self._bases(owner) if (fields := self._fields(base)) is not None]
-        own = [node for node in found[1].body if isinstance(node, ast.AnnAssign)]
-        names = [name for fields in before for name in fields.positional] + [n for node in own for n in _assigned(node)]
-        required = {name for node in own if node.value is None for name in _assigned(node)}
-        return _Parameters(tuple(names), (), frozenset(required.union(*(f.required for f in before))), False)
+        lineage = self._lineage(owner)
+        own = [node for one in reversed(lineage) for node in one.body if isinstance(node, ast.AnnAssign)]
+        names = tuple(name for node in own for name in _assigned(node))
+        required = frozenset(name for node in own if node.value is None for name in _assigned(node))
+        return _Parameters(names, (), required, False) if lineage else None
 
     def abstract_methods(self, owner: str) -> set[str]:
-        found = self._class(owner)
         return {
             node.name
-            for node in (found[1].body if found else ())
+            for one in self._lineage(owner)[:1]
+            for node in one.body
             if isinstance(node, ast.FunctionDef)
             and any("abstractmethod" in ast.unparse(decorator) for decorator in node.decorator_list)
         }
@@ -209,60 +210,43 @@ class Sources:
             self._modules[name] = ast.parse(file.read_bytes()) if file is not None else None
         return self._modules[name]
 
-    def _imports_of(self, tree: ast.Module, module: str) -> list[tuple[str, str, str]]:
+    def _imports_of(self, module: str) -> dict[str, tuple[str, str]]:
+        """Name here -> (module, name there) of what a module imports; the name there is "" for a module."""
         if module not in self._imports:
-            self._imports[module] = list(_imports(tree, module))
+            found = self._imports[module] = {}
+            for node in ast.walk(self._module(module) or ast.Module([], [])):
+                if isinstance(node, ast.ImportFrom):
+                    parent = module.rsplit(".", node.level)[0] if node.level else ""
+                    source = ".".join(part for part in (parent, node.module or "") if part)
+                    found |= {alias.asname or alias.name: (source, alias.name) for alias in node.names}
+                elif isinstance(node, ast.Import):
+                    found |= {alias.asname or alias.name: (alias.name, "") for alias in node.names}
         return self._imports[module]
 
-    def _own_of(self, one: ast.ClassDef) -> set[str]:
-        if one not in self._own:
-            self._own[one] = _own_members(one)
-        return self._own[one]
-
-    def _class(self, owner: str) -> tuple[str, ast.ClassDef] | None:
-        """A class by its dotted name, and the module that defines it: an import is followed."""
-        if owner not in self._classes:
-            self._classes[owner] = None  # a circle of imports ends here
+    def _lineage(self, owner: str) -> list[ast.ClassDef]:
+        """A class by its dotted name, and after it its base classes; imports are followed. Empty where it is not."""
+        if owner not in self._lineages:
+            self._lineages[owner] = []  # a circle of imports or bases ends here
             module, _, name = owner.rpartition(".")
             tree = self._module(module) if module.startswith("sglang") else None
-            for defined, node in _definitions(tree) if tree is not None else ():
-                if defined == name and isinstance(node, ast.ClassDef):
-                    self._classes[owner] = (module, node)
-            if self._classes[owner] is None and tree is not None:
-                for imported, source, original in self._imports_of(tree, module):
-                    if imported == name and original:
-                        self._classes[owner] = self._class(f"{source}.{original}")
-        return self._classes[owner]
-
-    def _bases(self, owner: str) -> Iterator[str]:
-        found = self._class(owner)
-        if found is not None:
-            for base in found[1].bases:
+            nodes = [node for defined, node in _definitions(tree) if defined == name] if tree is not None else []
+            classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+            source, original = self._imports_of(module).get(name, ("", "")) if tree is not None else ("", "")
+            if classes:
                 # Of Generic[X] the part in front.
-                yield f"{found[0]}.{ast.unparse(base.value if isinstance(base, ast.Subscript) else base)}"
+                bases = [base.value if isinstance(base, ast.Subscript) else base for base in classes[-1].bases]
+                of_bases = [self._lineage(f"{module}.{ast.unparse(base)}") for base in bases]
+                self._lineages[owner] = [classes[-1], *itertools.chain.from_iterable(of_bases)]
+            elif original:
+                self._lineages[owner] = self._lineage(f"{source}.{original}")
+        return self._lineages[owner]
 
-    def _members(self, owner: str, seen: set[str]) -> set[str] | None:
-        found = self._class(owner)
-        if found is None or owner in seen:
-            return None
-        seen.add(owner)
-        members = set(self._own_of(found[1]))
-        for base in self._bases(owner):
-            members |= self._members(base, seen) or set()
-        return members
-
-    def _function(self, owner: str, name: str, seen: set[str]) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    def _function(self, owner: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
         if (module := self._module(owner)) is not None:
             nodes = [node for defined, node in _definitions(module) if defined == name]
-            return next((n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)), None)
-        found = self._class(owner)
-        if found is None or owner in seen:
-            return None
-        seen.add(owner)
-        for node in found[1].body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
-                return node
-        return next((f for base in self._bases(owner) if (f := self._function(base, name, seen)) is not None), None)
+        else:
+            nodes = [node for one in self._lineage(owner) for node in one.body if getattr(node, "name", None) == name]
+        return next((node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)), None)
 
 
 def _definitions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
@@ -277,19 +261,6 @@ def _definitions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
         else:
             for name in _assigned(node):
                 yield name, node
-
-
-def _imports(tree: ast.Module, module: str) -> Iterator[tuple[str, str, str]]:
-    """(name here, module, name there) of the imports of a module; the name there is "" for a module."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            parent = module.rsplit(".", node.level)[0] if node.level else ""
-            source = ".".join(part for part in (parent, node.module or "") if part)
-            for alias in node.names:
-                yield alias.asname or alias.name, source, alias.name
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.asname or alias.name, alias.name, ""
 
 
 def _own_members(one: ast.ClassDef) -> set[str]:

@@ -20,10 +20,10 @@ from hicache_ext.config import HicacheExtConfig
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
 from hicache_ext.sglang import model_weights
-from hicache_ext.sglang.hooks import not_in_force
 from hicache_ext.sglang.host_pool import AnyPages, CopiedPages, is_logical_anchor, pages_of
 from hicache_ext.sglang.launch_facts import LaunchFacts, logical_dtype, unicode_text
 from hicache_ext.sglang.model_weights import ModelWeights, records_directory, weights_of_server
+from hicache_ext.sglang.plugin import not_in_force
 from hicache_ext.sglang.releases import dcp_shard, pool_fact, rank_replicated
 from hicache_ext.sglang.used_names import ADAPTERS, DRAFTS
 

@@ -43,8 +43,8 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
-from hicache_ext.sglang.hooks import not_in_force, register
 from hicache_ext.sglang.kernel_hooks import has_accelerator
+from hicache_ext.sglang.plugin import not_in_force, register
 from hicache_ext.sglang.releases import TESTED, comes_with, installed_release
 from hicache_ext.sglang.used_names import COPIES
 from hicache_ext.testing.cpu_allocation import allocate_without_triton

@@ -42,15 +42,15 @@ def test_what_is_copied_to_the_host_and_back_is_what_it_was(
     def original(*_: Any, **__: Any) -> None:
         pytest.fail("the hooks left it to SGLang, which cannot copy here")
 
-    kernel_hooks.back_up_layers(original, pools.host, pools.device, on_host, on_device, io_backend)
+    kernel_hooks.around_back_up(original, pools.host, pools.device, on_host, on_device, io_backend)
     for tensor in device_tensors(pools.device):
         tensor[on_device] = 0
     for layer in range(3):
-        kernel_hooks.load_layer(original, pools.host, pools.device, on_host, on_device, layer, io_backend)
+        kernel_hooks.around_load(original, pools.host, pools.device, on_host, on_device, layer, io_backend)
     for tensor, was in zip(device_tensors(pools.device), before, strict=True):
         assert torch.equal(tensor.view(torch.uint8), was.view(torch.uint8))
     fill_with_noise(pools.host, seed=2)
-    kernel_hooks.load_layer(original, pools.host, pools.device, on_host, on_device, 1, io_backend)
+    kernel_hooks.around_load(original, pools.host, pools.device, on_host, on_device, 1, io_backend)
     changed = [
         not torch.equal(tensor.view(torch.uint8), was.view(torch.uint8))
         for tensor, was in zip(device_tensors(pools.device), before, strict=True)
@@ -70,6 +70,6 @@ def test_an_argument_of_a_later_sglang_that_is_not_at_its_default_leaves_the_cop
         asked.append(place)
 
     tokens = page_indices(PAGE_SIZE, [1]), page_indices(PAGE_SIZE, [2])
-    kernel_hooks.back_up_layers(original, pools.host, pools.device, *tokens, "kernel", place=later)
-    kernel_hooks.load_layer(original, pools.host, pools.device, *tokens, 1, "kernel", place=later)
+    kernel_hooks.around_back_up(original, pools.host, pools.device, *tokens, "kernel", place=later)
+    kernel_hooks.around_load(original, pools.host, pools.device, *tokens, 1, "kernel", place=later)
     assert asked == ([] if copied else [later, later])

@@ -15,36 +15,35 @@ from hicache_ext.testing.sglang_cpu import prepare_process
 
 prepare_process()
 
-from hicache_ext.sglang import hooks  # noqa: E402
-from hicache_ext.sglang.hooks import HOOKS, Hook  # noqa: E402
+from hicache_ext.sglang import plugin  # noqa: E402
 from hicache_ext.sglang.self_check import check_installed, features_off  # noqa: E402
-from hicache_ext.sglang.used_names import ADAPTERS, COPIES, HOOKED, WEIGHTS_UPDATES  # noqa: E402
+from hicache_ext.sglang.used_names import ADAPTERS, HOOKED, HOOKS, WEIGHTS_UPDATES, Use  # noqa: E402
 
 OFF = features_off(check_installed())
 """What this release cannot have."""
-IN_FORCE = [hook for hook in hooks._wanted(HOOKED) if hook.feature not in OFF]
+IN_FORCE = [hook for hook in plugin._wanted(HOOKED) if OFF.keys().isdisjoint(hook.features)]
 
 
 @pytest.mark.parametrize("hook", IN_FORCE, ids=lambda hook: hook.target.split(".", 3)[-1])
-def test_every_target_exists_in_this_sglang_and_is_hooked_once(hook: Hook) -> None:
+def test_every_target_exists_in_this_sglang_and_is_hooked_once(hook: Use) -> None:
     assert callable(pkgutil.resolve_name(hook.target))
     assert [other.target for other in HOOKS].count(hook.target) == 1
-    assert hook.function.__name__.startswith(hook.kind) or hook.feature is COPIES
+    assert hook.function.__name__.startswith(hook.kind)
 
 
 @pytest.mark.parametrize("hook", [hook for hook in HOOKS if hook.kind == "around"], ids=lambda hook: hook.target)
-def test_a_hook_around_a_call_takes_the_original_first(hook: Hook) -> None:
+def test_a_hook_around_a_call_takes_the_original_first(hook: Use) -> None:
     assert next(iter(inspect.signature(hook.function).parameters)) == "original"
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.target)
-def test_a_hook_takes_whatever_a_later_sglang_hands_over(hook: Hook) -> None:
+def test_a_hook_takes_whatever_a_later_sglang_hands_over(hook: Use) -> None:
     kinds = {parameter.kind for parameter in inspect.signature(hook.function).parameters.values()}
     assert kinds >= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
 @pytest.mark.parametrize("hook", IN_FORCE, ids=lambda hook: hook.target)
-def test_a_hook_names_arguments_as_sglang_does_which_may_give_them_by_name(hook: Hook) -> None:
+def test_a_hook_names_arguments_as_sglang_does_which_may_give_them_by_name(hook: Use) -> None:
     theirs = list(inspect.signature(inspect.unwrap(pkgutil.resolve_name(hook.target))).parameters)[1:]
     ours = list(inspect.signature(hook.function).parameters.values())[1 if hook.kind == "before" else 2 :]
     named = [
@@ -55,18 +54,18 @@ def test_a_hook_names_arguments_as_sglang_does_which_may_give_them_by_name(hook:
 
 def test_a_feature_without_a_hook_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = "sglang.srt.lora.lora_manager.LoRAManager.load_lora_weights"
-    monkeypatch.setattr(hooks, "_is_hooked", lambda target: target != missing)
-    assert {feature: words for feature, words in hooks.not_in_force().items() if feature not in OFF} == {
+    monkeypatch.setattr(plugin, "_is_hooked", lambda target: target != missing)
+    assert {feature: words for feature, words in plugin.not_in_force().items() if feature not in OFF} == {
         ADAPTERS: f"the hook on {missing} is not in force (is SGLANG_PLUGINS set?): adapters cannot be told apart"
     }
-    monkeypatch.setattr(hooks, "_is_hooked", lambda target: False)
-    assert set(hooks.not_in_force()) == {feature for feature in HOOKED if hooks.wants(feature)}
-    assert list(hooks.not_in_force([ADAPTERS])) == [ADAPTERS]
+    monkeypatch.setattr(plugin, "_is_hooked", lambda target: False)
+    assert set(plugin.not_in_force()) == {feature for feature in HOOKED if plugin.wants(feature)}
+    assert list(plugin.not_in_force([ADAPTERS])) == [ADAPTERS]
 
 
 def test_a_target_that_this_sglang_lacks_is_not_in_force() -> None:
-    assert not hooks._is_hooked("sglang.srt.no_such_module.Thing.call")
-    assert not hooks._is_hooked("sglang.srt.managers.scheduler.Scheduler.no_such_call")
+    assert not plugin._is_hooked("sglang.srt.no_such_module.Thing.call")
+    assert not plugin._is_hooked("sglang.srt.managers.scheduler.Scheduler.no_such_call")
 
 
 def test_hooks_are_registered_once_and_also_where_sglang_keeps_them_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,25 +80,25 @@ def test_hooks_are_registered_once_and_also_where_sglang_keeps_them_elsewhere(mo
 
     monkeypatch.setattr(HookRegistry, "register", counting)
     monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
-    hooks.register([ADAPTERS])
-    hooks.register([ADAPTERS])
-    assert taken == [hook.target for hook in HOOKS if hook.feature is ADAPTERS]
+    plugin.register([ADAPTERS])
+    plugin.register([ADAPTERS])
+    assert taken == [hook.target for hook in HOOKS if ADAPTERS in hook.features]
     # What begins with an underscore may be another thing in the next release.
     monkeypatch.setattr(HookRegistry, "register", lambda target, *_: taken.append(target))
     monkeypatch.delattr(HookRegistry, "_hooks")
-    hooks.register([WEIGHTS_UPDATES])
-    assert [hook.target for hook in IN_FORCE if hook.feature is WEIGHTS_UPDATES] == taken[4:]
+    plugin.register([WEIGHTS_UPDATES])
+    assert [hook.target for hook in IN_FORCE if WEIGHTS_UPDATES in hook.features] == taken[4:]
 
 
 AS_A_SERVER_STARTS = """
 import sys
-from hicache_ext.sglang import hooks
+from hicache_ext.sglang import plugin
 assert "sglang" not in sys.modules  # the rig prepares the process between our import and SGLang's
 from hicache_ext.testing.sglang_cpu import install_mends
 install_mends()
 from sglang.srt.plugins import load_plugins
 load_plugins()
-print([feature.name for feature in hooks.not_in_force()])
+print([feature.name for feature in plugin.not_in_force()])
 """
 
 

@@ -20,7 +20,7 @@ from hicache_ext.errors import UnsupportedError
 from hicache_ext.page import fingerprint
 from hicache_ext.page.fingerprint import ModelFingerprint
 from hicache_ext.page.hashes import namespaced_extra_key
-from hicache_ext.sglang import hooks, launch_arguments, launch_facts, model_weights, process
+from hicache_ext.sglang import launch_arguments, launch_facts, model_weights, plugin, process
 from hicache_ext.sglang.launch_facts import LaunchFacts, logical_dtype
 from hicache_ext.sglang.process import LoadedModel
 from hicache_ext.sglang.releases import installed_release
@@ -315,7 +315,7 @@ def test_an_epoch_that_comes_before_the_weights_are_identified_is_kept(
 def test_adapters_that_cannot_be_told_apart_stop_the_start(
     tmp_path: Path, serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hooks, "_is_hooked", lambda target: False)
+    monkeypatch.setattr(plugin, "_is_hooked", lambda target: False)
     with pytest.raises(UnsupportedError, match=r"LoRAManager\.init_state is not in force .* cannot be told apart"):
         serve(make_tiny_model(tmp_path / "model"), lora=True)
 

@@ -226,7 +226,7 @@ def test_a_policy_that_asks_for_more_or_less_of_a_prompt_is_answered_from_memory
     one.store(5)
     request = one.request("r", one.keys[:4])
     one.wait_for(request)
-    monkeypatch.setattr(one.linker._look_ups, "_find", lambda keys, beside: pytest.fail("the store was asked"))
+    monkeypatch.setattr(one.linker._ahead, "_find", lambda keys, beside: pytest.fail("the store was asked"))
     assert one.linker.lookup("r", [rig.transfer("kv", one.keys[slice(*asked)])]) == answer
 
 

@@ -253,10 +253,10 @@ def test_a_request_that_waits_is_answered_from_memory_for_a_moment(
 ) -> None:
     _, linker, keys = prepared(open_linker)
     asked = []
-    original = linker._look_ups._find
-    linker._look_ups._find = lambda *question: asked.append(1) or original(*question)
+    original = linker._ahead._find
+    linker._ahead._find = lambda *question: asked.append(1) or original(*question)
     now = [100.0]
-    linker._look_ups._clock = lambda: now[0]
+    linker._ahead._clock = lambda: now[0]
     for _ in range(50):
         assert linker.lookup("waits", [rig.transfer("kv", keys)]) == [1, 2, 3, 4]
     assert len(asked) == 1

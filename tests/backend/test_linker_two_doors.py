@@ -71,7 +71,7 @@ def test_the_linker_loads_what_hicache_stored(doors: Any) -> None:
     for mine, others in zip(device.buffers["kv"], copied(host.device), strict=True):
         others.copy_(mine)
     on_host, on_device = rig.indices_of(rig.PAGE, [9, 2, 3, 7, 1]), rig.indices_of(rig.PAGE, [11, 12, 13, 14, 15])
-    kernel_hooks.back_up_layers(no_way, host.host, host.device, on_host, on_device, "kernel")
+    kernel_hooks.around_back_up(no_way, host.host, host.device, on_host, on_device, "kernel")
     assert backend.batch_set_v1(KEYS, on_host) == [True] * 5
     assert linker.lookup("r", [rig.transfer("kv", KEYS)]) == [1, 2, 3, 4, 5]
     assert rig.loaded(linker, "r", [rig.pages(device, "kv", KEYS, [50, 51, 52, 53, 54])])
@@ -86,7 +86,7 @@ def test_hicache_reads_what_the_linker_stored(doors: Any) -> None:
     assert backend.batch_exists(KEYS) == 5
     assert backend.batch_get_v1(KEYS, on_host) == [True] * 5
     for layer in range(rig.LAYERS):
-        kernel_hooks.load_layer(no_way, host.host, host.device, on_host, on_device, layer, "kernel")
+        kernel_hooks.around_load(no_way, host.host, host.device, on_host, on_device, layer, "kernel")
     there = [buffer[on_device] for buffer in copied(host.device)]
     here = [buffer[rig.indices_of(rig.PAGE, [11, 12, 13, 14, 15])] for buffer in device.buffers["kv"]]
     assert all((one == other).all() for one, other in zip(_raw(there), _raw(here), strict=True))

@@ -291,11 +291,11 @@ def test_whatever_is_registered_later_ends_nothing(open_backend: Callable[..., A
 def _drafts_hooked() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from hicache_ext.sglang import hooks, used_names
+    from hicache_ext.sglang import plugin, used_names
 
-    hooks.register([used_names.DRAFTS])
+    plugin.register([used_names.DRAFTS])
     HookRegistry.apply_hooks()
-    assert not hooks.not_in_force([used_names.DRAFTS])
+    assert not plugin.not_in_force([used_names.DRAFTS])
 
 
 @pytest.fixture
@@ -378,9 +378,9 @@ def test_other_pools_of_an_mla_model_stay_with_rank_0(open_rank: Callable[[int],
 def test_without_the_hook_such_a_draft_is_not_served_and_named(
     open_rank: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hicache_ext.sglang import hooks
+    from hicache_ext.sglang import plugin
 
-    monkeypatch.setattr(hooks, "_is_hooked", lambda target: not target.endswith("should_backup"))
+    monkeypatch.setattr(plugin, "_is_hooked", lambda target: not target.endswith("should_backup"))
     for rank in range(2):
         _, backend, *_ = open_rank(rank)
         assert "the hook on" in backend._pools.unserved["draft"]

@@ -18,7 +18,7 @@ from hicache_ext.testing.sglang_cpu import prepare_process
 prepare_process()
 
 from hicache_ext.errors import UnsupportedError  # noqa: E402
-from hicache_ext.sglang import hooks, lifecycle, process, releases, self_check  # noqa: E402
+from hicache_ext.sglang import lifecycle, plugin, process, releases, self_check  # noqa: E402
 from hicache_ext.sglang.host_pool import HostPages  # noqa: E402
 from hicache_ext.sglang.launch_facts import LaunchFacts, longest_prompt  # noqa: E402
 from hicache_ext.sglang.self_check import Checked, Sources, check, features_off, ignored_parameters  # noqa: E402
@@ -417,7 +417,7 @@ def test_without_plug_ins_pages_are_stored_and_what_is_off_is_said_once(
     role: str,
     off: set[Any],
 ) -> None:
-    monkeypatch.setattr(hooks, "_is_hooked", lambda target: False)
+    monkeypatch.setattr(plugin, "_is_hooked", lambda target: False)
     backend = serve(role)
     keys, indices = page_keys(2, "plug-ins"), page_indices(PAGE_SIZE, [1, 2])
     assert backend.batch_set_v1(keys, indices) == [True, True]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hicache_ext.sglang import model_weights
-from hicache_ext.sglang.hooks import HOOKS
+from hicache_ext.sglang.used_names import HOOKS
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices
 
@@ -127,7 +127,7 @@ def test_weights_that_were_given_away_are_not_taken_for_the_same(
     backed_up: bool,
     changes: bool,
 ) -> None:
-    monkeypatch.setattr(model_weights, "_backed_up", lambda: backed_up)
+    monkeypatch.setattr(model_weights, "resolved_or", lambda *_: backed_up)
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
     assert backend.batch_set_v1(KEYS, INDICES) == [True, True]
     model_weights.before_release(SimpleNamespace(tp_cpu_group=None), SimpleNamespace(tags=tags))

@@ -30,15 +30,13 @@ import torch
 from benchmarks.kernels.check import CheckedMemory
 from benchmarks.kernels.gpu import gpu_facts
 from hicache_ext.errors import CopyError
-from hicache_ext.kernels.batched_dma import BatchedDmaEngine, RectangleDmaEngine
-from hicache_ext.kernels.cuda_driver import open_driver, open_runtime
-from hicache_ext.kernels.engine import CopyEngine, Direction, Operation, copy_now
+from hicache_ext.kernels.batched_dma import BatchedDmaEngine, open_driver
+from hicache_ext.kernels.engine import CopyEngine, Direction, Operation, ReferenceEngine
 from hicache_ext.kernels.geometry import HOST_LAYOUTS, page_tokens
-from hicache_ext.kernels.loader import LayerwiseLoader
-from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.selection import Selector
 from hicache_ext.kernels.triton_engine import TritonEngine
 from hicache_ext.runtime.metrics import TierMetrics
+from tests.rigs.layerwise import LayerwiseLoader, copy_now
 
 _DELAY_CYCLES = 20_000_000
 """About 10 ms: longer than any copy here."""
@@ -54,16 +52,11 @@ class Size:
 
 
 def engines() -> Iterator[tuple[str, CopyEngine]]:
-    """Every engine of this machine; the driver in both of its forms where there are two."""
-    for name, opened in (("driver", open_driver), ("runtime", open_runtime)):
-        try:
-            driver = opened()
-        except CopyError as error:
-            print(f"  not here: {name}: {error}")
-            continue
-        yield f"batched_dma, {name}, {driver.form.value}", BatchedDmaEngine(driver)
-        if driver.has_rectangles:
-            yield f"rectangle_dma, {name}, {driver.form.value}", RectangleDmaEngine(driver)
+    """Every engine of this machine."""
+    try:
+        yield "batched_dma", BatchedDmaEngine(open_driver())
+    except CopyError as error:
+        print(f"  not here: {error}")
     yield "triton", TritonEngine()
 
 
@@ -209,7 +202,7 @@ def check_refusals(engine: CopyEngine, size: Size) -> int:
     """Graph capture is refused by all, the default stream by those of the driver."""
     memory = CheckedMemory("page_first_direct", "cuda", layers=size.layers, pages=size.pages)
     operation = Operation(memory.stack, Direction.LOAD, *memory.tokens)
-    if isinstance(engine, BatchedDmaEngine | RectangleDmaEngine):
+    if isinstance(engine, BatchedDmaEngine):
         with torch.cuda.stream(torch.cuda.default_stream()):
             assert engine.refusal(operation) == "default_stream"
     graph = torch.cuda.CUDAGraph()

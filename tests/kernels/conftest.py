@@ -10,18 +10,16 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.kernels.batched_dma import BatchedDmaEngine, RectangleDmaEngine
-from hicache_ext.kernels.cuda_driver import Form
-from hicache_ext.kernels.engine import CopyEngine
-from hicache_ext.kernels.reference import ReferenceEngine
+from hicache_ext.kernels.batched_dma import BatchedDmaEngine
+from hicache_ext.kernels.engine import CopyEngine, ReferenceEngine
 from hicache_ext.kernels.selection import Selector
-from hicache_ext.kernels.triton_engine import TritonEngine
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.sglang import kernel_hooks as sglang_hooks
 from hicache_ext.sglang.releases import comes_with, installed_release
 from hicache_ext.testing.sglang_cpu import prepare_process
 from tests.kernels import pools
 from tests.rigs.fake_cuda import FakeGpu
+from tests.rigs.interpreted_triton import InterpretedTritonEngine
 
 REGISTERED = "_sglang_cuda_host_registered_ranges"
 
@@ -54,11 +52,8 @@ class Rig:
     def engine(self) -> CopyEngine:
         makers: dict[str, Callable[[], CopyEngine]] = {
             "reference": ReferenceEngine,
-            "batched_dma, 9 arguments": lambda: BatchedDmaEngine(self.gpu.driver(Form.WITH_FAIL_INDEX)),
-            "batched_dma, 8 arguments": lambda: BatchedDmaEngine(self.gpu.driver(Form.WITHOUT_FAIL_INDEX)),
-            "rectangle_dma, 5 arguments": lambda: RectangleDmaEngine(self.gpu.driver(Form.WITH_FAIL_INDEX)),
-            "rectangle_dma, 4 arguments": lambda: RectangleDmaEngine(self.gpu.driver(Form.WITHOUT_FAIL_INDEX)),
-            "triton": lambda: TritonEngine(programs=3, interpret=True),
+            "batched_dma": lambda: BatchedDmaEngine(self.gpu.driver()),
+            "triton": lambda: InterpretedTritonEngine(programs=3),
         }
         return makers[self.name]()
 
@@ -70,7 +65,7 @@ class Rig:
     def attach(self, pool: Any, *, borders: tuple[int, ...] = ()) -> Any:
         """Make ``pool`` look registered, in several calls if there are ``borders`` (bytes); the pool."""
         start, size = pool.kv_buffer.data_ptr(), pool.kv_buffer.numel() * pool.kv_buffer.element_size()
-        cuts = [0, *(() if self.name.startswith("rectangle") else borders), size]
+        cuts = [0, *borders, size]
         ranges = [(start + begin, end - begin) for begin, end in itertools.pairwise(cuts)]
         setattr(pool.kv_buffer, REGISTERED, ranges)
         pool.pin_memory = True
@@ -78,18 +73,8 @@ class Rig:
         self.gpu.allocations = [(tensor.data_ptr(), tensor.numel()) for tensor in pools.device_storages(pool)]
         return pool
 
-    def serves(self, pool: Any) -> bool:
-        return not (self.name.startswith("rectangle") and pool.layout == "page_head")
 
-
-ENGINES = (
-    "reference",
-    "batched_dma, 9 arguments",
-    "batched_dma, 8 arguments",
-    "rectangle_dma, 5 arguments",
-    "rectangle_dma, 4 arguments",
-    "triton",
-)
+ENGINES = ("reference", "batched_dma", "triton")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The DMA engines' conversation with the driver, in both of its forms."""
+"""The DMA engine's conversation with the driver."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from hicache_ext.errors import CopyError
-from hicache_ext.kernels.batched_dma import BatchedDmaEngine, RectangleDmaEngine
-from hicache_ext.kernels.cuda_driver import Form, open_driver
-from hicache_ext.kernels.engine import Direction, Operation, copy_now
+from hicache_ext.kernels.batched_dma import BatchedDmaEngine, open_driver
+from hicache_ext.kernels.engine import Direction, Operation
 from hicache_ext.kernels.geometry import page_tokens
 from tests.kernels.stacks import PlainMemory, plain_memory
 from tests.rigs.fake_cuda import FakeGpu
-
-FORMS = list(Form)
+from tests.rigs.layerwise import copy_now
 
 
 def load_of(memory: PlainMemory, pages: tuple[list[int], list[int]] = ([5, 1, 2], [0, 6, 7])) -> Operation:
@@ -23,91 +21,70 @@ def load_of(memory: PlainMemory, pages: tuple[list[int], list[int]] = ([5, 1, 2]
     return Operation(memory.stack, Direction.LOAD, page_tokens(pages[0], size), page_tokens(pages[1], size))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_one_call_per_layer_and_one_copy_per_run(form: Form) -> None:
+def test_one_call_per_layer_and_one_copy_per_run() -> None:
     memory = plain_memory(layout="layer_first")
     gpu = memory.gpu()
-    copy_now(BatchedDmaEngine(gpu.driver(form)), load_of(memory), layers=range(4))
+    copy_now(BatchedDmaEngine(gpu.driver()), load_of(memory), layers=range(4))
     assert gpu.calls == [2, 2, 2, 2]  # page 5, and pages 1 and 2 together
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_stretch_of_page_first_pages_is_one_rectangle(form: Form) -> None:
-    memory = plain_memory(layout="page_first")
-    gpu = memory.gpu()
-    copy_now(RectangleDmaEngine(gpu.driver(form)), load_of(memory), layers=range(4))
-    assert gpu.calls == [2, 2, 2, 2]
-    copy_now(BatchedDmaEngine(gpu.driver(form)), load_of(memory), layers=[0])
-    assert gpu.calls[-1] == 12  # what it saves: each of the 12 rows
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_write_back_is_one_call_for_all_layers(form: Form) -> None:
+def test_a_write_back_is_one_call_for_all_layers() -> None:
     memory = plain_memory()
     gpu = memory.gpu()
     load = load_of(memory)
     back_up = Operation(memory.stack, Direction.BACK_UP, load.host_indices, load.device_indices)
-    copy_now(BatchedDmaEngine(gpu.driver(form)), back_up)
+    copy_now(BatchedDmaEngine(gpu.driver()), back_up)
     assert gpu.calls == [12]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_arrays_of_one_layer_may_be_rewritten_for_the_next(form: Form) -> None:
+def test_arrays_of_one_layer_may_be_rewritten_for_the_next() -> None:
     # The copies run when the stream gets there, long after the arrays hold the addresses of another layer.
     memory = plain_memory()
     gpu = memory.gpu()
     before = [buffer.clone() for buffer in memory.device]
-    copy_now(BatchedDmaEngine(gpu.driver(form)), load_of(memory), layers=range(4))
+    copy_now(BatchedDmaEngine(gpu.driver()), load_of(memory), layers=range(4))
     assert all(torch.equal(*pair) for pair in zip(memory.device, before, strict=True))
     gpu.synchronize()
     assert not any(torch.equal(*pair) for pair in zip(memory.device, before, strict=True))
 
 
-@pytest.mark.parametrize("engine", [BatchedDmaEngine, RectangleDmaEngine])
-@pytest.mark.parametrize("form", FORMS)
-def test_an_error_of_the_driver_is_an_error_with_its_number(
-    form: Form, engine: type[BatchedDmaEngine] | type[RectangleDmaEngine]
-) -> None:
+def test_an_error_of_the_driver_is_an_error_with_its_number() -> None:
     memory = plain_memory()
     gpu = memory.gpu()
     gpu.fail_next = 1
     with pytest.raises(CopyError, match="error 400"):
-        copy_now(engine(gpu.driver(form)), load_of(memory))
+        copy_now(BatchedDmaEngine(gpu.driver()), load_of(memory))
 
 
 def test_indices_on_the_device_are_refused_since_fetching_them_would_wait_for_the_forward_pass() -> None:
     memory = plain_memory()
     load = load_of(memory)
     on_device = Operation(memory.stack, Direction.LOAD, load.host_indices, load.device_indices.to("meta"))
-    assert BatchedDmaEngine(memory.gpu().driver(Form.WITH_FAIL_INDEX)).refusal(on_device) == "indices_on_device"
+    assert BatchedDmaEngine(memory.gpu().driver()).refusal(on_device) == "indices_on_device"
 
 
 # The fake driver itself: what it is for is refusing what the real one refuses.
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("stream", "capturing", "reason"),
     [(0, False, "default stream"), (1, False, "default stream"), (7, True, "capture")],
 )
-def test_the_fake_driver_refuses_default_streams_and_capture(
-    form: Form, stream: int, capturing: bool, reason: str
-) -> None:
+def test_the_fake_driver_refuses_default_streams_and_capture(stream: int, capturing: bool, reason: str) -> None:
     memory = plain_memory()
     gpu = memory.gpu()
-    engine = BatchedDmaEngine(gpu.driver(form))
+    engine = BatchedDmaEngine(gpu.driver())
     gpu.current_stream, gpu.capturing = stream, capturing
     with pytest.raises(CopyError):
         engine.begin(load_of(memory)).submit(0, 1)
     assert gpu.refusals == [reason]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_fake_driver_refuses_bad_attributes_and_copies_across_registrations(form: Form) -> None:
+def test_the_fake_driver_refuses_bad_attributes_and_copies_across_registrations() -> None:
     memory = plain_memory()
     (start, size), *_ = memory.stack.registrations
     gpu = FakeGpu([(start, 100), (start + 100, size - 100)], memory.gpu().allocations)
-    driver = gpu.driver(form)
+    driver = gpu.driver()
     engine = BatchedDmaEngine(driver)
     with pytest.raises(CopyError):
         # The stack believes in one registration, so the engine does not split.
@@ -124,9 +101,7 @@ def test_copies_of_a_batch_run_in_an_order_that_the_seed_decides() -> None:
         memory = plain_memory()
         gpu = memory.gpu()
         gpu.seed = seed
-        copy_now(
-            BatchedDmaEngine(gpu.driver(Form.WITH_FAIL_INDEX)), load_of(memory, (list(range(8))[::2], [1, 3, 5, 7]))
-        )
+        copy_now(BatchedDmaEngine(gpu.driver()), load_of(memory, (list(range(8))[::2], [1, 3, 5, 7])))
         (batch,) = gpu._pending
         gpu.synchronize()
         results.append([destination - batch[0][0] for destination, *_ in batch])

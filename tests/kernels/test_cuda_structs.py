@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ext.kernels.cuda_driver import Attributes, PointerOperand, Rectangle
+from hicache_ext.kernels.batched_dma import Attributes
 
 _FIELDS = {
     "CUmemcpyAttributes": (
@@ -22,33 +22,10 @@ _FIELDS = {
             "flags": "flags",
         },
     ),
-    "CUmemcpy3DOperand": (
-        PointerOperand,
-        {
-            "type": "type",
-            "op.ptr.ptr": "address",
-            "op.ptr.rowLength": "row_length",
-            "op.ptr.layerHeight": "layer_height",
-            "op.ptr.locHint": "location",
-        },
-    ),
-    "CUDA_MEMCPY3D_BATCH_OP": (
-        Rectangle,
-        {
-            "src": "source",
-            "dst": "destination",
-            "extent.width": "width",
-            "extent.height": "height",
-            "extent.depth": "depth",
-            "srcAccessOrder": "source_access_order",
-            "flags": "flags",
-        },
-    ),
 }
 _CONSTANTS = {
     "CU_MEMCPY_SRC_ACCESS_ORDER_STREAM": 1,
     "CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE": 1,
-    "CU_MEMCPY_OPERAND_TYPE_POINTER": 1,
     "CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM": 91,
 }
 

@@ -9,16 +9,14 @@ import torch
 
 from hicache_ext.errors import CopyError
 from hicache_ext.kernels.batched_dma import BatchedDmaEngine
-from hicache_ext.kernels.cuda_driver import Form
-from hicache_ext.kernels.engine import CopyEngine, Direction, Operation
+from hicache_ext.kernels.engine import CopyEngine, Direction, Operation, ReferenceEngine
 from hicache_ext.kernels.geometry import page_tokens
-from hicache_ext.kernels.loader import LayerwiseLoader
-from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.selection import Selector
-from hicache_ext.kernels.triton_engine import TritonEngine
 from hicache_ext.runtime.metrics import TierMetrics
 from tests.kernels.stacks import PlainMemory, plain_memory
 from tests.rigs.fake_cuda import FakeGpu
+from tests.rigs.interpreted_triton import InterpretedTritonEngine
+from tests.rigs.layerwise import LayerwiseLoader
 
 PAGES = [6, 0, 1]
 SLOTS = [2, 4, 5]
@@ -28,7 +26,6 @@ def selector(engine: CopyEngine, metrics: TierMetrics | None = None) -> Selector
     return Selector(
         {engine.name: lambda: engine},
         engine=engine.name,
-        fallback=ReferenceEngine(),
         metrics=metrics or TierMetrics("test"),
     )
 
@@ -46,8 +43,8 @@ def device_page(memory: PlainMemory, layer: int, page: int) -> torch.Tensor:
 
 ENGINES: dict[str, Callable[[FakeGpu], CopyEngine]] = {
     "reference": lambda _: ReferenceEngine(),
-    "batched_dma": lambda gpu: BatchedDmaEngine(gpu.driver(Form.WITH_FAIL_INDEX)),
-    "triton": lambda _: TritonEngine(interpret=True),
+    "batched_dma": lambda gpu: BatchedDmaEngine(gpu.driver()),
+    "triton": lambda _: InterpretedTritonEngine(),
 }
 
 
@@ -55,7 +52,7 @@ ENGINES: dict[str, Callable[[FakeGpu], CopyEngine]] = {
 def test_every_layer_of_a_load_arrives_and_a_write_back_returns_it(engine: str) -> None:
     memory = plain_memory()
     gpu = memory.gpu()
-    loader = LayerwiseLoader(memory.stack, selector(ENGINES[engine](gpu)))
+    loader = LayerwiseLoader(memory.stack, selector(ENGINES[engine](gpu)), ReferenceEngine())
     size = memory.stack.shape.page_size
     load = loader.load(page_tokens(PAGES, size), page_tokens(SLOTS, size))
     gpu.synchronize()
@@ -87,7 +84,9 @@ def test_layers_are_submitted_one_by_one_in_order() -> None:
             submitted.append((first, last))
 
     memory = plain_memory()
-    LayerwiseLoader(memory.stack, selector(Recording())).load(page_tokens([1], 4), page_tokens([2], 4))
+    LayerwiseLoader(memory.stack, selector(Recording()), ReferenceEngine()).load(
+        page_tokens([1], 4), page_tokens([2], 4)
+    )
     assert submitted == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
@@ -95,14 +94,14 @@ def test_a_failing_engine_is_followed_by_the_fallback_in_the_middle_of_a_load() 
     memory = plain_memory()
     gpu = memory.gpu()
     metrics = TierMetrics("test")
-    engine = BatchedDmaEngine(gpu.driver(Form.WITH_FAIL_INDEX))
-    loader = LayerwiseLoader(memory.stack, selector(engine, metrics))
+    engine = BatchedDmaEngine(gpu.driver())
+    loader = LayerwiseLoader(memory.stack, selector(engine, metrics), ReferenceEngine())
     gpu.fail_next = 1
     loader.load(page_tokens(PAGES, 4), page_tokens(SLOTS, 4))
     gpu.synchronize()
     for layer in range(len(memory.device)):
         assert torch.equal(device_page(memory, layer, SLOTS[0]), host_page(memory, layer, PAGES[0]))
-    assert metrics.snapshot() == {("load", "batched_dma: configured"): 1, ("load", "reference: failed"): 1}
+    assert metrics.snapshot() == {("load", "batched_dma: configured"): 1, ("load", "sglang: failed"): 1}
 
 
 def test_a_loader_without_any_engine_says_so() -> None:

@@ -16,13 +16,11 @@ from hicache_ext.kernels.calibration import (
     Measurement,
     Situation,
     calibration_file,
-    merged,
     read_calibration,
     write_calibration,
 )
-from hicache_ext.kernels.engine import Direction, Operation
+from hicache_ext.kernels.engine import Direction, Operation, ReferenceEngine
 from hicache_ext.kernels.geometry import page_tokens
-from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.selection import Selector, make_selector
 from hicache_ext.runtime.metrics import TierMetrics
 from tests.kernels.stacks import plain_memory
@@ -42,14 +40,14 @@ FIGURES = calibration(
 
 
 def test_the_fastest_of_the_nearest_measurement_is_chosen() -> None:
-    assert FIGURES.fastest(SMALL, "sglang") == "triton"
-    assert FIGURES.fastest(replace(SMALL, run_bytes=6000), "sglang") == "triton"
-    assert FIGURES.fastest(replace(LARGE, run_bytes=48000), "sglang") == "batched_dma"
+    assert FIGURES.fastest(SMALL) == "triton"
+    assert FIGURES.fastest(replace(SMALL, run_bytes=6000)) == "triton"
+    assert FIGURES.fastest(replace(LARGE, run_bytes=48000)) == "batched_dma"
 
 
 def test_the_baseline_stays_where_nothing_is_clearly_faster() -> None:
     close = calibration(Measurement(SMALL, {"sglang": 10e-6, "triton": 9.8e-6}))
-    assert close.fastest(SMALL, "sglang") == "sglang"
+    assert close.fastest(SMALL) == "sglang"
 
 
 def test_nothing_is_concluded_from_figures_of_something_else_or_without_the_baseline() -> None:
@@ -58,9 +56,9 @@ def test_nothing_is_concluded_from_figures_of_something_else_or_without_the_base
         replace(SMALL, layout="page_first"),
         replace(SMALL, indices_on_cpu=False),
     ):
-        assert FIGURES.fastest(other, "sglang") is None
-    assert calibration(Measurement(SMALL, {"triton": 1e-6})).fastest(SMALL, "sglang") is None
-    assert calibration().fastest(SMALL, "sglang") is None
+        assert FIGURES.fastest(other) is None
+    assert calibration(Measurement(SMALL, {"triton": 1e-6})).fastest(SMALL) is None
+    assert calibration().fastest(SMALL) is None
 
 
 def test_a_calibration_comes_back_as_it_was_written(tmp_path: Path) -> None:
@@ -100,11 +98,6 @@ def test_impossible_seconds_are_refused(tmp_path: Path) -> None:
         write_calibration(path, calibration(Measurement(SMALL, {"sglang": value})))
         with pytest.raises(CalibrationError):
             read_calibration(path)
-
-
-def test_repeated_measurements_keep_the_best_time_of_each_engine() -> None:
-    twice = [Measurement(SMALL, {"a": 2.0, "b": 1.0}), Measurement(SMALL, {"a": 1.5, "c": 3.0})]
-    assert merged(twice) == (Measurement(SMALL, {"a": 1.5, "b": 1.0, "c": 3.0}),)
 
 
 def test_each_gpu_model_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -160,16 +153,17 @@ def test_on_a_gpu_it_is_sglangs_own_path_until_there_is_a_calibration(monkeypatc
     assert Selector(makers, calibration=calibration()).choose(load) == selection.Choice(None, "not_measured")
 
 
-def test_a_configured_engine_serves_what_it_can_and_the_fallback_the_rest() -> None:
-    fallback = ReferenceEngine()
-    assert Selector({"triton": Picky}, engine="triton", fallback=fallback).choose(operation()).reason == "picky"
+def test_a_configured_engine_serves_what_it_can_and_sglangs_own_path_the_rest() -> None:
+    refused = Selector({"triton": Picky}, engine="triton").choose(operation())
+    assert (refused.engine, refused.reason) == (None, "picky")
     assert Selector({"triton": Picky}, engine="sglang").choose(operation()).engine is None
+    assert Selector({"triton": ReferenceEngine}, engine="triton").choose(operation()).engine is not None
 
     def missing() -> ReferenceEngine:
         raise CopyError("no driver")
 
-    choice = Selector({"triton": missing}, engine="triton", fallback=fallback).choose(operation())
-    assert (choice.engine, choice.reason) == (fallback, "unavailable")
+    choice = Selector({"triton": missing}, engine="triton").choose(operation())
+    assert (choice.engine, choice.reason) == (None, "unavailable")
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,15 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("missing: triton", allow_module_level=True)
 
 CAPABILITIES = [80, 90, 100]
+SIGNATURE = {
+    "bases": "*i64",
+    "first": "i32",
+    "host_indices": "*i64",
+    "device_indices": "*i64",
+    "rows": "i32",
+    "units": "i32",
+}
+"""Types of the run-time arguments, for compiling without a GPU."""
 
 
 def compile_for(
@@ -27,7 +36,7 @@ def compile_for(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from hicache_ext.kernels.triton_kernel import SIGNATURE, compiled
+    from hicache_ext.kernels.triton_kernel import compiled
 
     stack = plain_memory(layout=layout, row=row, page_size=page_size).stack
     # Addresses of tensors are 16-byte aligned or better; which ones torch gives does not decide this test.

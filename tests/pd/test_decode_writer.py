@@ -20,8 +20,7 @@ from sglang.srt.managers.cache_controller import HiCacheController  # noqa: E402
 
 from hicache_ext.config.sections import WriteConfig  # noqa: E402
 from hicache_ext.pd import decode_writer  # noqa: E402
-from hicache_ext.pd.decode_writer import DecodeWriter  # noqa: E402
-from hicache_ext.pd.pool_writer import PoolWriter  # noqa: E402
+from hicache_ext.pd.decode_writer import DecodeWriter, PoolWriter  # noqa: E402
 from hicache_ext.runtime.metrics import TierMetrics  # noqa: E402
 from hicache_ext.sglang.offload import ManagerOffload, page_chain  # noqa: E402
 from hicache_ext.storage.contract.store import SetResult  # noqa: E402

@@ -1,6 +1,6 @@
 """A stand-in for the CUDA driver's batch copies, for machines without a GPU.
 
-It is called through ctypes as the real one is, with the same argument lists and structs, works on raw memory, and keeps
+It is called through ctypes as the real one is, with the same argument list and struct, works on raw memory, and keeps
 the real one's rules: it refuses the default stream, graph capture, bad attributes, and copies that lie in two host
 registrations or outside of known device memory. Copies of a batch run in random order, and only when the stream is
 synchronised, batch after batch; the arrays of a call are read during the call only.
@@ -15,15 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hicache_ext.kernels.cuda_driver import (
-    BATCH_TYPES,
-    RECTANGLE_TYPES,
-    Attributes,
-    CudaDriver,
-    Form,
-    PointerOperand,
-    Rectangle,
-)
+from hicache_ext.kernels.batched_dma import BATCH_TYPES, Attributes, CudaDriver
 
 SUCCESS = 0
 INVALID_VALUE = 1
@@ -60,9 +52,9 @@ class FakeGpu:
                 ctypes.memmove(destination, source, size)
         self._pending.clear()
 
-    def driver(self, form: Form) -> FakeDriver:
-        """A driver whose functions have the argument lists of ``form``."""
-        return FakeDriver(self, form)
+    def driver(self) -> FakeDriver:
+        """A driver over this memory."""
+        return FakeDriver(self)
 
     def refuse(self, code: int, reason: str) -> int:
         self.refusals.append(reason)
@@ -99,16 +91,11 @@ class FakeGpu:
 
 
 class FakeDriver(CudaDriver):
-    """The real driver class over functions of a :class:`FakeGpu`: what is tested is the real marshalling."""
+    """The real driver class over a function of a :class:`FakeGpu`: what is tested is the real marshalling."""
 
-    def __init__(self, gpu: FakeGpu, form: Form) -> None:
+    def __init__(self, gpu: FakeGpu) -> None:
         self.gpu = gpu
-        # ctypes functions must live as long as they can be called.
-        self._callbacks = (
-            ctypes.CFUNCTYPE(ctypes.c_int, *BATCH_TYPES[form])(self._copy_batch),
-            ctypes.CFUNCTYPE(ctypes.c_int, *RECTANGLE_TYPES[form])(self._copy_rectangles),
-        )
-        super().__init__(self._callbacks[0], form, rectangles=self._callbacks[1])
+        super().__init__(ctypes.CFUNCTYPE(ctypes.c_int, *BATCH_TYPES)(self._copy_batch))
 
     def current_stream(self, device: torch.device) -> int:
         return self.gpu.current_stream
@@ -117,13 +104,12 @@ class FakeDriver(CudaDriver):
         return self.gpu.capturing
 
     def _copy_batch(self, *arguments: int) -> int:
-        destinations, sources, sizes, count, attributes, first_copies, attribute_count, *rest = arguments
-        stream = rest[-1]
+        destinations, sources, sizes, count, attributes, first_copies, attribute_count, failed, stream = arguments
         if code := self.gpu.check_stream(stream):
             return code
         if not 0 < count < _LARGEST_COUNT or not 0 < attribute_count <= count:
             return self.gpu.refuse(INVALID_VALUE, "counts")
-        if self.form is Form.WITH_FAIL_INDEX and not rest[0]:
+        if not failed:
             return self.gpu.refuse(INVALID_VALUE, "no failIdx")
         used = Attributes.from_address(attributes)
         if used.source_access_order not in (1, 2, 3) or used.flags not in (0, 1):
@@ -135,41 +121,8 @@ class FakeDriver(CudaDriver):
         arrays = [(ctypes.c_uint64 * count).from_address(address) for address in (destinations, sources, sizes)]
         return self.gpu.accept(list(zip(*(list(array) for array in arrays), strict=True)), count)
 
-    def _copy_rectangles(self, count: int, rectangles: int, *rest: int) -> int:
-        if code := self.gpu.check_stream(rest[-1]):
-            return code
-        flags = rest[-2]
-        if not 0 < count < _LARGEST_COUNT or flags:
-            return self.gpu.refuse(INVALID_VALUE, "counts or flags")
-        _reuse_freed_memory(count)
-        copies: list[tuple[int, int, int]] = []
-        for rectangle in (Rectangle * count).from_address(rectangles):
-            if rectangle.source_access_order not in (1, 2, 3) or rectangle.flags not in (0, 1):
-                return self.gpu.refuse(INVALID_VALUE, "attributes")
-            if rectangle.depth != 1 or not rectangle.width or not rectangle.height:
-                return self.gpu.refuse(INVALID_VALUE, "extent")
-            for operand in (rectangle.source, rectangle.destination):
-                if not _is_plausible(operand, rectangle):
-                    return self.gpu.refuse(INVALID_VALUE, "operand")
-            copies += [
-                (
-                    rectangle.destination.address + row * rectangle.destination.row_length,
-                    rectangle.source.address + row * rectangle.source.row_length,
-                    rectangle.width,
-                )
-                for row in range(rectangle.height)
-            ]
-        return self.gpu.accept(copies, count)
-
-
-def _is_plausible(operand: PointerOperand, rectangle: Rectangle) -> bool:
-    return bool(
-        operand.type == 1 and operand.row_length >= rectangle.width and operand.layer_height >= rectangle.height
-    )
-
 
 def _reuse_freed_memory(count: int) -> None:
     """Allocate and scribble over blocks of the size of the arrays of a call of ``count`` copies."""
-    for size in (count * 8, count * ctypes.sizeof(Rectangle)):
-        for _ in range(4):
-            torch.full((size,), 0xA5, dtype=torch.uint8)
+    for _ in range(4):
+        torch.full((count * 8,), 0xA5, dtype=torch.uint8)

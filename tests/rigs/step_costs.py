@@ -1,40 +1,62 @@
 """What decode-side offload takes of the scheduler in each step, from a server of the rig, by an environment variable.
 
 ``HICACHE_EXT_RIG_STEP_COSTS=PATH`` makes a decode node add a line to the file whenever it has run out of work: a JSON
-list with the microseconds of each step since the line before. For campaigns; without the variable nothing is hooked.
+list with the microseconds of each step since the line before. For campaigns; without the variable nothing is timed.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 VARIABLE = "HICACHE_EXT_RIG_STEP_COSTS"
-_TARGET = "hicache_ext.sglang.pd_hooks.Stopwatch.step_ends"
 
 _costs: list[float] = []
+_this_step = 0.0
+_requests = 0
 
 
 def register() -> None:
-    """Hook the stopwatch of this process if the variable asks for it."""
-    if not os.environ.get(VARIABLE):
-        return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    """Time our hooks, or SGLang's own offload under them, if the variable asks for it."""
+    if os.environ.get(VARIABLE):
+        from hicache_ext.sglang import pd_hooks
 
-    if not HookRegistry._hooks.get(_TARGET):
-        HookRegistry.register(_TARGET, before_step_ends, HookType.BEFORE)
+        pd_hooks.around_offload = timed(pd_hooks.around_offload, requests=1)
+        pd_hooks.around_check = timed(pd_hooks.around_check, then=step_ends)
 
 
-def before_step_ends(stopwatch: Any) -> None:
-    """BEFORE ``Stopwatch.step_ends``: note a step in which requests advanced; write when there was none."""
-    if stopwatch._requests:
-        _costs.append(round(stopwatch._this_step * 1e6, 1))
+def timed(hook: Callable[..., Any], requests: int = 0, then: Callable[[], None] = lambda: None) -> Callable[..., Any]:
+    """A hook whose time counts for the step; ``requests`` advance with each call of it."""
+
+    @functools.wraps(hook)
+    def call(*arguments: Any, **named: Any) -> Any:
+        global _this_step, _requests
+        started = time.perf_counter()
+        try:
+            return hook(*arguments, **named)
+        finally:
+            _this_step += time.perf_counter() - started
+            _requests += requests
+            then()
+
+    return call
+
+
+def step_ends() -> None:
+    """Note a step in which requests advanced; write when there was none."""
+    global _this_step, _requests
+    if _requests:
+        _costs.append(round(_this_step * 1e6, 1))
     elif _costs:
         with open(os.environ[VARIABLE], "a") as file:
             file.write(json.dumps(_costs) + "\n")
         _costs.clear()
+    _this_step, _requests = 0.0, 0
 
 
 def read_step_costs(file: Path, offset: int) -> tuple[list[float], int]:

@@ -312,7 +312,7 @@ def test_a_failure_of_a_decode_node_is_told_for_an_hour(tmp_path: Path) -> None:
     metrics = TierMetrics("pd_write", prefix="pd_write_")
     recording = Recording(lambda: [metrics])
     quiet = recording.look()
-    metrics.add("failure", "RuntimeError")  # as pd/pool_writer.py does
+    metrics.add("failure", "RuntimeError")  # as pd/decode_writer.py does
     failed = recording.look()
     timeline = Timeline()
     timeline.at_rest(90, quiet)

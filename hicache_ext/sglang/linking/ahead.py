@@ -5,6 +5,10 @@ waiting request is asked about before (``hold``, called by the hook in scheduler
 is read into staging memory by another thread, and the request is kept out of SGLang's sight until that has ended. Then
 ``lookup`` is answered from memory, and ``load`` finds the pages there.
 
+Of requests that nobody asked about before (SGLang's hooks are off) the store is asked. SGLang asks again in every round
+of its scheduler for a request that waits at the head of its queue; for a moment it is answered what it was answered
+before: a pool over a network would cost its budget of look-ups each time.
+
 Which requests are held back is the same on every rank: it depends on SGLang's queue, on what SGLang asked, and on what
 the ranks agreed upon. Nothing else may enter into it.
 """
@@ -14,18 +18,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from hicache_ext.runtime.log_limit import LimitedLog
-from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.threads import Call, ThreadPool
-from hicache_ext.sglang.backend import HiCacheExtBackend
-from hicache_ext.sglang.linking.staging import Pages, Portion, Staging
+from hicache_ext.runtime.threads import Call
+from hicache_ext.sglang.lifecycle import name_of
+from hicache_ext.sglang.linking.staging import Link, Pages, Portion
 from hicache_ext.sglang.served_pools import KV
 
 logger = logging.getLogger(__name__)
@@ -37,7 +40,14 @@ _MOST_READS = 2 * AT_ONCE
 _NAP = 0.002
 """Seconds that a scheduler which can run nothing else waits for pages, instead of asking again: its thread would take
 the interpreter's lock from those that read."""
+_REMEMBERED = 0.5
+"""Seconds for which an answer counts. What has gone meanwhile is found out when it is read."""
+_MOST_ANSWERS = 1024
 OUTCOMES = ("read", "partly", "nothing", "missing", "late", "refused", "error")
+
+
+_Question = tuple[tuple[str, int, str, str], ...]
+"""Of each component its name, and how many keys from which to which: a key stands for all before it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,28 +83,16 @@ class _Request:
 class ReadAhead:
     """See the module docstring. Threads: the scheduler's, but for ``drop_one``."""
 
-    def __init__(
-        self,
-        staging: Staging,
-        reader: HiCacheExtBackend,
-        find: Callable[[list[str], list[Any]], list[int]],
-        agreed: Callable[[Sequence[bool]], Sequence[bool]],
-        metrics: TierMetrics,
-        seconds: float,
-        threads: ThreadPool,
-    ) -> None:
-        """``find``: prefix lengths that can be restored and are worth it, of KV keys and transfers of the pools
-        beside. ``agreed``: what is so on all ranks. ``seconds``: how long a request is held back, at most."""
-        self._staging = staging
-        self._reader = reader
-        self._find = find
+    def __init__(self, link: Link, agreed: Callable[[Sequence[bool]], Sequence[bool]]) -> None:
+        """``agreed``: what is so on all ranks."""
+        self._staging, self._reader = link.staging, link.backend
+        self._metrics, self._threads, self._seconds = link.metrics, link.threads, link.seconds
         self._agreed = agreed
-        self._metrics = metrics
-        self._seconds = seconds
-        self._threads = threads
         self._log = LimitedLog(logger)
         self._requests: dict[str, _Request] = {}
         self._asking: tuple[str, _Request] | None = None
+        self._answers: OrderedDict[str, tuple[_Question, float, list[int]]] = OrderedDict()
+        self._clock = time.monotonic
         self._something_ended = threading.Event()
         self._reading: list[None] = []
         """An entry for each read that has not ended."""
@@ -106,7 +104,7 @@ class ReadAhead:
     def hold(self, rids: Sequence[str], ask: Callable[[str], None]) -> set[str]:
         """Those of the waiting requests that SGLang shall not see in this round.
 
-        ``ask`` makes SGLang's tree look a request up, which comes back as ``note``.
+        ``ask`` makes SGLang's tree look a request up, which comes back as ``restorable``.
         """
         waiting = set(rids)
         for rid in [rid for rid in self._requests if rid not in waiting]:
@@ -131,15 +129,49 @@ class ReadAhead:
         self._something_ended.wait(_NAP)
         self._something_ended.clear()
 
-    def note(self, rid: str, keys: Sequence[str], asked: dict[str, int], beside: list[Any]) -> bool:
-        """What SGLang's tree asks for a request; False where nobody wanted it to ask."""
-        if self._asking is None or self._asking[0] != rid:
-            return False
-        request = self._asking[1]
-        request.keys, request.asked, request.beside = list(keys), asked, beside
-        return True
+    def restorable(self, rid: str, transfers: Sequence[Any]) -> list[int]:
+        """Every prefix length in pages at which all pools have what they need, as SGLang asks its linker."""
+        by_name = {name_of(transfer.name): transfer for transfer in transfers}
+        kv, beside = by_name.get(KV), self._beside(by_name)
+        if kv is None or not kv.keys or beside is None:
+            return []
+        keys = list(kv.keys)
+        if self._asking is not None and self._asking[0] == rid:
+            request = self._asking[1]
+            request.keys, request.beside = keys, beside
+            request.asked = {source: len(by_name[source].keys) for source in self._staging.pools_on}
+            return []
+        if (answer := self._known(rid, keys)) is not None:
+            return answer
+        question = tuple((name, len(one.keys), one.keys[0], one.keys[-1]) for name, one in by_name.items() if one.keys)
+        asked, at, found = self._answers.get(rid, ((), 0.0, []))
+        if asked != question or self._clock() - at >= _REMEMBERED:
+            found = self._find(keys, beside)
+            self._answers[rid] = (question, self._clock(), found)
+            while len(self._answers) > _MOST_ANSWERS:
+                self._answers.popitem(last=False)
+        return list(found)
 
-    def answer(self, rid: str, keys: Sequence[str]) -> list[int] | None:
+    def _find(self, keys: list[str], beside: list[Any]) -> list[int]:
+        """Prefix lengths that can be restored and are worth it, of KV keys and transfers of the pools beside."""
+        return list(self._reader.batch_exists_v2(keys, beside).restorable_prefix_pages or [])
+
+    def _beside(self, by_name: Mapping[str, Any]) -> list[Any] | None:
+        """What is asked of the pools beside KV; None where SGLang asks for too few: nothing can be restored then."""
+        from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+
+        beside = []
+        for source, names in self._staging.pools_on.items():
+            asked = by_name.get(source)
+            if asked is None or not asked.keys:
+                return None
+            for name in names:
+                if name != KV:
+                    policy = asked.hit_policy if name == source else self._staging.policies[name]
+                    beside.append(PoolTransfer(self._staging.pool_name(name), keys=asked.keys, hit_policy=policy))
+        return beside
+
+    def _known(self, rid: str, keys: Sequence[str]) -> list[int] | None:
         """What is known that can be restored of ``keys``; None where nothing is known."""
         request = self._requests.get(rid)
         if request is None or not request.settled or not request.keys:
@@ -154,6 +186,7 @@ class ReadAhead:
 
     def pages_of(self, rid: str) -> list[Portion]:
         """What was read for a request, which is the caller's from here on."""
+        self._answers.pop(rid, None)
         request = self._requests.pop(rid, None)
         if request is None:
             return []
@@ -166,6 +199,7 @@ class ReadAhead:
         return portions
 
     def reset(self) -> None:
+        self._answers.clear()
         requests, self._requests = list(self._requests.values()), {}
         for request in requests:
             self._drop(request)
@@ -184,8 +218,11 @@ class ReadAhead:
 
     def _begun(self, rid: str, ask: Callable[[str], None]) -> _Request:
         request = self._requests[rid] = _Request(time.monotonic() + self._seconds)
-        with self._listening(rid, request):
+        self._asking = (rid, request)
+        try:
             ask(rid)
+        finally:
+            self._asking = None
         if not request.keys:
             # Nothing of it can be in a store: the same on every rank.
             request.settled = True
@@ -198,14 +235,6 @@ class ReadAhead:
                 self._reading.pop()
                 logger.debug("no thread", exc_info=True)
         return request
-
-    @contextmanager
-    def _listening(self, rid: str, request: _Request) -> Iterator[None]:
-        self._asking = (rid, request)
-        try:
-            yield
-        finally:
-            self._asking = None
 
     def _settle(self) -> None:
         pending = [request for request in self._requests.values() if not request.settled]
@@ -303,9 +332,8 @@ class ReadAhead:
             for source, pages in sorted(request.asked.items(), key=lambda item: item[0] == KV):
                 keys = request.keys[0 if source == KV else max(0, length - pages) : length]
                 size = self._staging.page_sizes[source]
-                for some in Pages(source, keys, _nowhere(len(keys) * size), size).portions(
-                    self._staging.portion_pages(source)
-                ):
+                nowhere = torch.full((len(keys) * size,), -1, dtype=torch.int64)  # known when they are wanted
+                for some in Pages(source, keys, nowhere, size).portions(self._staging.portion_pages(source)):
                     seconds = max(0.0, until - time.monotonic())
                     left = self._staging.reserved_pages(source)
                     portion = None if request.over else self._staging.take("load", some, seconds, left)
@@ -322,11 +350,6 @@ def _is_covered(request: _Request, length: int, longest: int, portions: Sequence
     return length <= sum(len(portion.pages.keys) for portion in portions if portion.pages.source == KV) and all(
         length == longest or longest <= pages for source, pages in request.asked.items() if source != KV
     )
-
-
-def _nowhere(tokens: int) -> torch.Tensor:
-    """Places on the device that are not known yet."""
-    return torch.full((tokens,), -1, dtype=torch.int64)
 
 
 def _release(portions: Sequence[Portion]) -> None:

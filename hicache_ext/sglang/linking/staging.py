@@ -20,6 +20,8 @@ from typing import Any, Literal
 import torch
 
 from hicache_ext.errors import HicacheExtError, UnsupportedError
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.sglang.backend import HiCacheExtBackend
 from hicache_ext.sglang.lifecycle import name_of
 from hicache_ext.sglang.served_pools import KV
@@ -88,16 +90,11 @@ class Portion:
 
     def read(self, reader: HiCacheExtBackend) -> bool:
         """Fill it with stored pages of all its pools; whether all of them are there. Where not, it is released."""
-        whole = False
-        try:
-            for name in self.staging.pools_on[self.pages.source]:
-                pool = reader.served_pool(name)
-                if pool is None or not reader.read_whole(pool, self.pages.keys, self.host_indices):
-                    return False
-            whole = True
-        finally:
-            if not whole:
+        for name in self.staging.pools_on[self.pages.source]:
+            pool = reader.served_pool(name)
+            if pool is None or not reader.read_whole(pool, self.pages.keys, self.host_indices):
                 self.release()
+                return False
         return True
 
     def give_places(self, wanted: Pages) -> list[str]:
@@ -282,6 +279,17 @@ class Staging:
         from sglang.srt.mem_cache.hicache_storage import PoolName
 
         return PoolName(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What the parts of a linker share. ``seconds``: how long the pages of one request are waited for, at most."""
+
+    staging: Staging
+    backend: HiCacheExtBackend
+    metrics: TierMetrics
+    threads: ThreadPool
+    seconds: float
 
 
 def _build(params: Any, components: set[Any], kvcache: Any, size: int) -> Any:

@@ -11,13 +11,9 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
-import torch
-
 from hicache_ext.runtime.log_limit import LimitedLog
-from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import Call, ThreadPool
-from hicache_ext.sglang.backend import HiCacheExtBackend
-from hicache_ext.sglang.linking.staging import Pages, Portion, Staging
+from hicache_ext.sglang.linking.staging import Link, Pages, Portion
 from hicache_ext.sglang.served_pools import BoundPool
 
 logger = logging.getLogger(__name__)
@@ -49,26 +45,14 @@ class _Load:
 class Loads:
     """See the module docstring. Threads: every call on the scheduler's."""
 
-    def __init__(
-        self,
-        staging: Staging,
-        reader: HiCacheExtBackend,
-        counter: Any,
-        metrics: TierMetrics,
-        seconds: float,
-        threads: ThreadPool,
-        make_place: Callable[[], bool],
-    ) -> None:
-        """``counter``: SGLang's LayerWiseLoadCounter. ``seconds``: how long the pages of one request are waited for.
-        ``make_place`` gives staging memory back that no load has; whether there was any."""
-        self._staging = staging
-        self._reader = reader
+    def __init__(self, link: Link, counter: Any, make_place: Callable[[], bool]) -> None:
+        """``counter``: SGLang's LayerWiseLoadCounter. ``make_place`` gives staging memory back that no load has;
+        whether there was any."""
+        self._staging, self._reader = link.staging, link.backend
+        self._metrics, self._threads, self._seconds = link.metrics, link.threads, link.seconds
         self._counter = counter
-        self._metrics = metrics
-        self._seconds = seconds
-        self._log = LimitedLog(logger)
-        self._threads = threads
         self._make_other_place = make_place
+        self._log = LimitedLog(logger)
         self._lock = threading.Lock()
         self._ready: dict[str, _Load] = {}
         """Of requests whose batch has not started."""
@@ -99,25 +83,21 @@ class Loads:
     def _outcome(self, rid: str, load: _Load) -> str:
         if self._closed or rid in self._ready:
             return "refused"
-        if not load.pages:
-            with self._lock:
-                self._ready[rid] = load
-            return "read"
-        if self._threads.left_behind:
-            # A store has not answered in time, and still has not: others would wait for it as long.
-            return "refused"
-        try:
-            call = self._threads.start(lambda: self._read(load))
-        except RuntimeError:  # no thread to be had
-            return "refused"
-        if not call.ended_within(self._seconds):
-            return "late"
-        if call.error is not None:
-            self._log.log(
-                logging.ERROR, "read", "hicache_ext: pages were not loaded: %s", call.error, exc_info=call.error
-            )
-        if call.error is not None or not call.result():
-            return "missing" if call.error is None else "error"
+        if load.pages:
+            if self._threads.left_behind:
+                # A store has not answered in time, and still has not: others would wait for it as long.
+                return "refused"
+            try:
+                call = self._threads.start(lambda: self._read(load))
+            except RuntimeError:  # no thread to be had
+                return "refused"
+            if not call.ended_within(self._seconds):
+                return "late"
+            if (error := call.error) is not None:
+                self._log.log(logging.ERROR, "read", "hicache_ext: pages were not loaded: %s", error, exc_info=error)
+                return "error"
+            if not call.result():
+                return "missing"
         with self._lock:
             self._ready[rid] = load
         return "read"
@@ -236,10 +216,8 @@ class Loads:
 
     def _end(self, load: _Load) -> None:
         """Give its memory back; waits for a copy to the device, not for a store."""
-        with load.writing:
-            load.over = True
-            while load.waiting:
-                load.waiting.popleft().release()
+        for portion in _taken_out(load):
+            portion.release()
 
 
 def _given_places(ahead: deque[Portion], wanted: Sequence[Pages]) -> list[Pages]:
@@ -298,7 +276,6 @@ class _Offload:
     pages: list[Pages]
     pools: dict[str, BoundPool]
     events: Sequence[Any]
-    cost: int
     generation: int
     begun: float = field(default_factory=time.monotonic)
     left: int = 1
@@ -308,18 +285,10 @@ class _Offload:
 class Offloads:
     """See the module docstring. Threads: ``offload``, ``completed``, ``pop`` and ``reset`` on the scheduler's."""
 
-    def __init__(
-        self, staging: Staging, writer: HiCacheExtBackend, metrics: TierMetrics, cost_of: Callable[[Pages], int]
-    ) -> None:
-        """``cost_of``: what pages count against the room, equal on all ranks."""
-        self._staging = staging
-        self._writer = writer
-        self._metrics = metrics
-        self._cost_of = cost_of
-        self._room = sum(
-            cost_of(Pages(source, [""] * staging.most_pages(source), torch.empty(0), staging.page_sizes[source]))
-            for source in staging.pools_on
-        )
+    def __init__(self, link: Link) -> None:
+        self._staging, self._writer, self._metrics = link.staging, link.backend, link.metrics
+        sources = link.staging.pools_on
+        self._room = sum(self._bytes_of_page(source) * link.staging.most_pages(source) for source in sources)
         self._log = LimitedLog(logger)
         self._lock = threading.Lock()
         self._moved_on = threading.Condition(self._lock)
@@ -347,11 +316,11 @@ class Offloads:
     def offload(self, pages: Sequence[Pages], pools: dict[str, BoundPool] | None, events: Sequence[Any]) -> None:
         """Take over pages; ``pools`` are those that this rank writes. None: they cannot be stored, and count as failed
         once it is their turn."""
-        job = _Offload(list(pages) if pools else [], pools or {}, events, self._cost(pages), self._generation)
+        job = _Offload(list(pages) if pools else [], pools or {}, events, self._generation)
         job.good = pools is not None
         wanted = bool(job.pages) and not self._closed
         with self._lock:
-            self._costs.append(job.cost)
+            self._costs.append(self._cost(pages))
             self._unfinished.append(job)
             self._under_way += 1
             self._on_device += wanted
@@ -487,4 +456,9 @@ class Offloads:
                 self._results.append(self._unfinished.popleft().good)
 
     def _cost(self, pages: Sequence[Pages]) -> int:
-        return sum(self._cost_of(some) for some in pages)
+        """What pages count against the room, equal on all ranks."""
+        return sum(self._bytes_of_page(some.source) * len(some.keys) for some in pages)
+
+    def _bytes_of_page(self, source: str) -> int:
+        pools = [self._staging.host_pools[name] for name in self._staging.pools_on[source]]
+        return sum(int(pool.size_per_token) for pool in pools) * self._staging.page_sizes[source]

@@ -1,15 +1,4 @@
-"""Layer-wise overlap, usable without SGLang: a load that goes on layer by layer while the layers before it compute.
-
-::
-
-    loader = LayerwiseLoader(stack, make_selector(KernelsConfig(), fallback=ReferenceEngine()))
-    load = loader.load(host_indices, device_indices)   # submits every layer, waits for none
-    for layer in range(layers):
-        load.wait(layer)                               # the current stream waits, the CPU does not
-        forward(layer)
-
-    done = loader.back_up(host_indices, device_indices)
-    done.synchronize()                                 # the bytes are in host memory
+"""Layer-wise overlap without SGLang: a load that goes on layer by layer while the layers before it compute.
 
 All layers are submitted before ``load`` returns: a stream that waits for an event which is not recorded yet does not
 wait at all, so that submitting from another thread would be a race.
@@ -17,48 +6,27 @@ wait at all, so that submitting from another thread would be a race.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from hicache_ext.errors import CopyError
-from hicache_ext.kernels.engine import Direction, Operation, Transfer
+from hicache_ext.kernels.engine import CopyEngine, Direction, Operation
 from hicache_ext.kernels.geometry import LayerStack
-from hicache_ext.kernels.selection import Selector
+from hicache_ext.kernels.selection import Selector, Submission
 
 
-class Submission:
-    """One operation under way: planned once, submitted layer by layer in the current stream. For one thread."""
-
-    def __init__(self, operation: Operation, selector: Selector) -> None:
-        self._operation = operation
-        self._selector = selector
-        self._choice = selector.choose(operation)
-        self._transfer: Transfer | None = None
-
-    def submit(self, layer: int) -> bool:
-        """Submit one layer of the stack; False if the caller has to copy this layer itself."""
-        return self._submit(*self._operation.stack.layers[layer])
-
-    def submit_all(self) -> bool:
-        """Submit all layers at once; False if the caller has to copy them itself."""
-        return self._submit(0, len(self._operation.stack.copies))
-
-    def _submit(self, first: int, last: int) -> bool:
-        while (engine := self._choice.engine) is not None:
-            try:
-                if self._transfer is None:
-                    self._transfer = engine.begin(self._operation)
-                self._transfer.submit(first, last)
-            except CopyError as error:
-                # What was submitted so far copied the right bytes; copying them again does no harm.
-                self._transfer = None
-                self._choice = self._selector.failed(self._operation, engine, error)
-                if self._choice.engine is engine:
-                    raise
-            else:
-                return True
-        return False
+def copy_now(engine: CopyEngine, operation: Operation, layers: Sequence[int] | None = None) -> None:
+    """Submit ``layers`` (default: all) of ``operation``. Raises :class:`CopyError` if the engine refuses."""
+    if reason := engine.refusal(operation):
+        raise CopyError(f"{engine.name} refused: {reason}")
+    transfer = engine.begin(operation)
+    if layers is None:
+        transfer.submit(0, len(operation.stack.copies))
+        return
+    for layer in layers:
+        transfer.submit(*operation.stack.layers[layer])
 
 
 class LayerwiseLoad:
@@ -85,12 +53,13 @@ class LayerwiseLoad:
 class LayerwiseLoader:
     """Loads and writes back the layers of one stack, each direction in a stream of its own.
 
-    ``selector`` must have a fallback engine. For one thread at a time.
+    ``fallback`` copies what the chosen engine does not. For one thread at a time.
     """
 
-    def __init__(self, stack: LayerStack, selector: Selector) -> None:
+    def __init__(self, stack: LayerStack, selector: Selector, fallback: CopyEngine | None = None) -> None:
         self._stack = stack
         self._selector = selector
+        self._fallback = fallback
         self._device_module = torch.get_device_module(stack.device)
         self._load_stream = self._device_module.Stream()
         self._back_up_stream = self._device_module.Stream()
@@ -102,9 +71,11 @@ class LayerwiseLoader:
         """
         events = []
         with self._in_stream(self._load_stream, host_indices, device_indices):
-            submission = self._submission(Direction.LOAD, host_indices, device_indices)
+            operation = Operation(self._stack, Direction.LOAD, host_indices, device_indices)
+            submission = Submission(operation, self._selector)
             for layer in range(len(self._stack.layers)):
-                _check(submission.submit(layer))
+                if not submission.submit(layer):
+                    self._fall_back(operation, [layer])
                 event = self._device_module.Event()
                 event.record()
                 events.append(event)
@@ -113,13 +84,17 @@ class LayerwiseLoader:
     def back_up(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> Any:
         """Device to host, all layers; the event that tells when the bytes are in host memory. Errors as ``load``."""
         with self._in_stream(self._back_up_stream, host_indices, device_indices):
-            _check(self._submission(Direction.BACK_UP, host_indices, device_indices).submit_all())
+            operation = Operation(self._stack, Direction.BACK_UP, host_indices, device_indices)
+            if not Submission(operation, self._selector).submit_all():
+                self._fall_back(operation)
             event = self._device_module.Event()
             event.record()
         return event
 
-    def _submission(self, direction: Direction, host: torch.Tensor, device: torch.Tensor) -> Submission:
-        return Submission(Operation(self._stack, direction, host, device), self._selector)
+    def _fall_back(self, operation: Operation, layers: Sequence[int] | None = None) -> None:
+        if self._fallback is None:
+            raise CopyError("no engine could submit the copies, and there is no fallback")
+        copy_now(self._fallback, operation, layers)
 
     def _in_stream(self, stream: Any, *indices: torch.Tensor) -> Any:
         """The context in which ``stream`` is current, behind what the current stream holds now."""
@@ -128,8 +103,3 @@ class LayerwiseLoader:
             if tensor.device.type != "cpu":
                 tensor.record_stream(stream)  # the caller may free it as soon as we return
         return self._device_module.stream(stream)
-
-
-def _check(submitted: bool) -> None:
-    if not submitted:
-        raise CopyError("no engine could submit the copies, and there is no fallback")
