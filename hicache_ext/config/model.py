@@ -83,13 +83,8 @@ PROMOTE_NOTHING = "off"
 
 
 def _promote_to(value: object) -> str:
-    # YAML 1.1 reads the bare word off as false. An empty value has always meant no promotion.
-    return PROMOTE_NOTHING if value is None or value is False else _text(value)
-
-
-def _fingerprint(value: object) -> str:
-    # YAML 1.1 reads the bare word off as false; whoever wrote it meant the word.
-    return "off" if value is False else _text(value)
+    # An empty value has always meant no promotion.
+    return PROMOTE_NOTHING if value is None else _text(value)
 
 
 def _weights_epoch(value: object) -> str:
@@ -145,7 +140,7 @@ class ModelConfig(ConfigModel):
         str,
         Field(description="auto: a digest of the weight files; off: none; any other text is used as it is"),
         Allowed("auto, off, or text used as it is"),
-        checked(_fingerprint),
+        checked(_text),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"const": False}]}),
     ] = "auto"
     weights_epoch: Annotated[

@@ -6,6 +6,7 @@ models add up and every wrong place of a file is reported at once. No error carr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin
@@ -92,13 +93,29 @@ class ConfigModel(BaseModel):
     @classmethod
     def _translate_errors(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         try:
-            return handler(values)
+            return handler(_with_words(cls, values))
         except ValidationError as error:
             lines: list[InitErrorDetails] = [
                 {"type": _translated(cls, details), "loc": details["loc"], "input": None}
                 for details in error.errors(include_url=False)
             ]
             raise ValidationError.from_exception_data(cls.__name__, lines, hide_input=True) from None
+
+
+OFF = "off"
+
+
+def _with_words(model: type[ConfigModel], values: Any) -> Any:
+    """``values`` as they were meant: YAML 1.1 reads the bare word off as false, also where it is a word of ours."""
+    if not isinstance(values, Mapping) or all(value is not False for value in values.values()):
+        return values
+    return {
+        key: OFF if value is False and key in model.model_fields and _OFF.search(allowed_for(model, key)) else value
+        for key, value in values.items()
+    }
+
+
+_OFF = re.compile(r"\boff\b")
 
 
 def as_pydantic_error(error: ConfigError) -> PydanticCustomError:

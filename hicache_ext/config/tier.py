@@ -22,7 +22,7 @@ from pydantic_core.core_schema import ValidationInfo
 from hicache_ext.config.problems import did_you_mean, kind_of, listed, quoted, refuse, shown
 from hicache_ext.config.schema import DURATION_SCHEMA, Allowed, ConfigModel, as_pydantic_error, checked, one_of
 from hicache_ext.config.secrets import SealConfig
-from hicache_ext.config.values import SIZE_ALLOWED, duration, or_auto, or_off, parse_size, whole_number
+from hicache_ext.config.values import SIZE_ALLOWED, duration, or_auto, or_word, parse_size, whole_number
 from hicache_ext.errors import ConfigError, MissingPackageError, TierTypeError
 from hicache_ext.packages import need
 from hicache_ext.page.transforms.codec import LOSSY_CODECS
@@ -145,7 +145,7 @@ class GuardsConfig(ConfigModel):
             description="the longest that SGLang's scheduler waits for a look-up", json_schema_extra={"default": "auto"}
         ),
         Allowed(_BUDGET_ALLOWED),
-        checked(or_auto(or_off(math.inf, duration(0.001, 1, _BUDGET_ALLOWED)))),
+        checked(or_auto(or_word("off", math.inf, duration(0.001, 1, _BUDGET_ALLOWED)))),
         DURATION_SCHEMA,
     ] = None
 
@@ -167,7 +167,7 @@ class TierConfig(ConfigModel):
             json_schema_extra={"default": "auto"},
         ),
         Allowed(_OPTIONAL_TIMEOUT_ALLOWED),
-        checked(or_auto(or_off(math.inf, duration(0.001, 3600, _OPTIONAL_TIMEOUT_ALLOWED)))),
+        checked(or_auto(or_word("off", math.inf, duration(0.001, 3600, _OPTIONAL_TIMEOUT_ALLOWED)))),
         DURATION_SCHEMA,
     ] = None
     guards: GuardsConfig = GuardsConfig()

@@ -271,11 +271,6 @@ def or_auto(parse: Parser[Value]) -> Parser[Value | None]:
     return lambda value: None if value is None or value == "auto" else parse(value)
 
 
-def or_off(off: float, parse: Parser[float]) -> Parser[float]:
-    """What ``parse`` takes, or the word ``off``, bare or quoted: YAML 1.1 reads the bare one as false."""
-    return lambda value: off if value is False or value == "off" else parse(value)
-
-
 def absolute_path(allowed: str) -> Parser[str]:
     """An absolute path, templates expanded. Errors show it as written: no environment variable is shown."""
 
