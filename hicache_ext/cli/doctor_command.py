@@ -32,6 +32,7 @@ from hicache_ext.packages import how_to_install, installed_version
 from hicache_ext.page.recording import SUFFIX
 from hicache_ext.page.transforms.sealing import CipherKind, fastest_cipher
 from hicache_ext.runtime.results import print_json
+from hicache_ext.runtime.shown import shown_text
 from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.sglang.releases import TESTED, comes_with, is_tested, other_release, untested
 from hicache_ext.sglang.self_check import Checked, check_installed, lacking
@@ -95,13 +96,15 @@ _SUMMARY = {
     Level.ERROR: "Something is wrong; see the errors.",
 }
 """From the best level to the worst."""
+_LONGEST_FINDING = 2000
 _MARKS = {Level.OK: "ok     ", Level.NOTE: "note   ", Level.WARNING: "WARNING", Level.ERROR: "ERROR  "}
 
 
 def _text(section: Section) -> str:
     lines = [section.title]
     for finding in section.findings:
-        lines.append(f"  {_MARKS[finding.level]} {finding.subject}: {finding.seen}")
+        seen = "; ".join(shown_text(line, _LONGEST_FINDING) for line in finding.seen.split("\n"))
+        lines.append(f"  {_MARKS[finding.level]} {finding.subject}: {seen}")
         if finding.remedy:
             lines.append(f"          -> {finding.remedy}")
     if section.rows:

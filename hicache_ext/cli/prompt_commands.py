@@ -35,6 +35,7 @@ from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import KV_POOL
 from hicache_ext.page.transforms.forms import STORED_AS
 from hicache_ext.page.transforms.sealing import SealKey, SealMode
+from hicache_ext.runtime.shown import shown_text
 from hicache_ext.storage.serving.explaining import Chain, Explanation, Found, explain
 from hicache_ext.storage.serving.warming import read_identities, warm_prompts
 from hicache_ext.storage.tiers.file.inspection import open_inspector
@@ -88,9 +89,10 @@ def _lines(explanation: Explanation, threshold: int) -> list[str]:
     lines = [f"prompt of {explanation.tokens} tokens"]
     for chain in explanation.chains:
         pool = chain.document["pool"]
-        kind = ", ".join(filter(None, (pool.get("dtype"), pool.get("layout"), f"{chain.page_size} tokens a page")))
-        model = chain.document["model"]["id"]
-        lines += ["", f"identity {chain.digest.hex()[:12]}: {model}, pool {chain.pool} ({kind})"]
+        facts = [shown_text(pool[name]) for name in ("dtype", "layout") if pool.get(name)]
+        kind = ", ".join([*facts, f"{chain.page_size} tokens a page"])
+        model = shown_text(chain.document["model"]["id"])
+        lines += ["", f"identity {chain.digest.hex()[:12]}: {model}, pool {shown_text(chain.pool)} ({kind})"]
         tiers: dict[str, list[Found]] = {}
         for place in itertools.chain.from_iterable(chain.found.values()):
             tiers.setdefault(place.tier, []).append(place)
@@ -293,7 +295,7 @@ def _unpin(arguments: argparse.Namespace) -> int:
     directories = _directories(arguments.target)
     removed = [directory for directory in directories if remove_pin(directory, arguments.name)]
     if not removed:
-        known = sorted({pin.name for directory in directories for pin in read_pins(directory)})
+        known = sorted({shown_text(pin.name) for directory in directories for pin in read_pins(directory)})
         print(f"no pin is named {arguments.name!r}; pins here: {', '.join(known) or 'none'}", file=sys.stderr)
         return 1
     document = {"name": arguments.name, "directories": [str(directory) for directory in removed]}

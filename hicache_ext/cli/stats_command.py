@@ -25,7 +25,7 @@ from hicache_ext.cli.output import describe, fitted, rough_span, show
 from hicache_ext.config import parse_duration, rounded_size
 from hicache_ext.errors import ConfigError, StatsError
 from hicache_ext.runtime.results import print_json
-from hicache_ext.runtime.shown import shown_address
+from hicache_ext.runtime.shown import shown_address, shown_text
 from hicache_ext.storage.serving.metrics_export import CALL_SECONDS, PREFIX
 
 # -- figures -----------------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def read_samples(text: str) -> Samples:
         if match is not None:
             name, labels, value = match.groups()
             found = tuple(
-                (key, re.sub(r"\\.", lambda piece: _ESCAPES.get(piece[0], piece[0]), text))
+                (key, shown_text(re.sub(r"\\.", lambda piece: _ESCAPES.get(piece[0], piece[0]), text)))
                 for key, text in _LABEL.findall(labels or "")
             )
             values[name, found] = float(value)

@@ -18,6 +18,7 @@ from hicache_ext.errors import StoreError, WarmError
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import KV_POOL
 from hicache_ext.page.transforms.forms import Transforms
+from hicache_ext.runtime.shown import shown_text
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import PageKeys, PageStore
 from hicache_ext.storage.contract.transforming.known_forms import stored_keys
@@ -190,7 +191,10 @@ def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """The facts in which two identities differ, and both values."""
     its, of_other = dict(_flat(one)), dict(_flat(other))
     names = [name for name in sorted({*its, *of_other}) if its.get(name) != of_other.get(name)]
-    return ", ".join(f"{name} is {its.get(name)!r} here and {of_other.get(name)!r} there" for name in names)
+    return ", ".join(
+        f"{shown_text(name)} is {shown_text(repr(its.get(name)))} here and {shown_text(repr(of_other.get(name)))} there"
+        for name in names
+    )
 
 
 def _flat(document: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

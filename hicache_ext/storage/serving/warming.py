@@ -16,6 +16,7 @@ from hicache_ext.errors import ConfigError, WarmError
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import KV_POOL, digest_of_document
 from hicache_ext.page.recording import MOST_TOKENS
+from hicache_ext.runtime.shown import shown_text
 from hicache_ext.runtime.whole_file import json_in
 from hicache_ext.storage.contract.abilities import IdentityKeeper, ability
 from hicache_ext.storage.contract.registry import open_tier
@@ -221,13 +222,18 @@ def _no_identity(config: HicacheExtConfig, sources: Sequence[str]) -> str:
 
 def choose_model(documents: Mapping[bytes, dict[str, Any]], model: str | None) -> dict[bytes, dict[str, Any]]:
     """The identities of one model. Raises WarmError if it is not clear which model."""
-    models = sorted({str(document["model"]["id"]) for document in documents.values()})
-    if model is None and len(models) > 1:
-        raise WarmError(f"the tiers hold pages of several models; say which with --served-name: {', '.join(models)}")
-    if model is not None and model not in models:
-        raise WarmError(f"no tier knows the model {model!r}; known: {', '.join(models)}")
-    chosen = model or models[0]
-    return {digest: document for digest, document in documents.items() if document["model"]["id"] == chosen}
+    names = {digest: str(document["model"]["id"]) for digest, document in documents.items()}
+    models = ", ".join(sorted({shown_text(name) for name in names.values()}))
+    if model is None and len(set(names.values())) > 1:
+        raise WarmError(f"the tiers hold pages of several models; say which with --served-name: {models}")
+    chosen = {
+        digest: documents[digest]
+        for digest, name in names.items()
+        if model is None or model in (name, shown_text(name))
+    }
+    if not chosen:
+        raise WarmError(f"no tier knows the model {model!r}; known: {models}")
+    return chosen
 
 
 def _describes(document: Mapping[str, Any], digest: bytes) -> bool:
