@@ -109,6 +109,10 @@ def _lines(explanation: Explanation, threshold: int) -> list[str]:
     lines += [f"not asked: {name}: {reason}" for name, reason in explanation.unread.items()]
     if explanation.tokens < threshold:
         lines.append(f"SGLang asks storage for {threshold} tokens or more (prefetch_threshold): this is shorter")
+    lines.append(
+        f"SGLang stores and restores them only where its host memory holds all {explanation.tokens} tokens "
+        "(--hicache-ratio, --hicache-size; through the linker: linker.staging); its log at the start says how many fit"
+    )
     return lines if lines[-1] else lines[:-1]
 
 
