@@ -43,6 +43,7 @@ FORMER = {
     ),
     **dict.fromkeys(
         (
+            "test_a_calibration_that_is_named_and_cannot_be_read_stops_the_start",
             "test_a_client_name_may_have_templates",
             "test_a_missing_prompt_is_completed_by_the_decode_node",
             "test_a_soft_pin_is_a_switch_or_a_time",

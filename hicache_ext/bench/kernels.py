@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{found.gpu}, driver {found.driver}")
     report(arguments, "kernels", machine, figures, _tables(found.measurements))
     if arguments.calibrate:
-        path = config.calibration or calibration_file(found.gpu)
+        path = calibration_file(found.gpu)
         write_calibration(path, found)
         print(f"{len(found.measurements)} measurements of {found.gpu} written to {path}")
     return 0

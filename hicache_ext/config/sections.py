@@ -6,13 +6,12 @@ import os
 import re
 import urllib.parse
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import ValidationError, model_validator
 
 from hicache_ext.config.problems import did_you_mean, refuse, shown
-from hicache_ext.config.schema import DURATION, SIZE, Allowed, ConfigModel, as_config_error, as_pydantic_error
+from hicache_ext.config.schema import SIZE, Allowed, ConfigModel, as_config_error, as_pydantic_error
 from hicache_ext.config.values import NO_LIMIT, absolute_path, duration, size, whole_number
 from hicache_ext.errors import ConfigError
 
@@ -56,10 +55,10 @@ class PrefetchConfig(ConfigModel):
 class BackgroundConfig(ConfigModel):
     """Writes that no request waits for; per rank."""
 
+    removed: ClassVar[Mapping[str, str]] = {"promotion_buffer": "128MiB may wait to be promoted"}
+
     store_buffer: _BufferSize = 256 * 1024 * 1024
     """bytes waiting for each tier with the policy async; what does not fit is dropped and counted"""
-    promotion_buffer: _BufferSize = 128 * 1024 * 1024
-    """bytes waiting to be promoted; what does not fit is dropped and counted"""
     drain: _Duration = 5.0
     """how long the server waits at its end for what is still to be written"""
 
@@ -69,40 +68,29 @@ EngineName = Literal["auto", "sglang", "reference", "batched_dma", "rectangle_dm
 _PATH_ALLOWED = "an absolute path"
 
 
-def _calibration(value: object) -> Path | None:
-    return None if value is None else Path(absolute_path(_PATH_ALLOWED)(value))
-
-
 class KernelsConfig(ConfigModel):
     """``auto`` follows the calibration; any other engine serves whatever it can, SGLang's own path the rest."""
 
     removed: ClassVar[Mapping[str, str]] = {
-        "triton_programs": "the Triton engine copies with four programs, each on a multiprocessor"
+        "triton_programs": "the Triton engine copies with four programs, each on a multiprocessor",
+        "calibration": "it lies where hicache-ext bench kernels --calibrate writes it, below XDG_CACHE_HOME",
     }
 
     engine: EngineName = "auto"
     """what moves bytes between the GPU and host memory; auto: what the calibration found fastest"""
-    calibration: Annotated[Path | None, Allowed(_PATH_ALLOWED, _calibration, {"type": "string"})] = None
-    """what hicache-ext bench kernels --calibrate wrote; left out: where it writes by itself"""
 
     def with_environment(self, environment: Mapping[str, str] = os.environ) -> KernelsConfig:
-        """This section, overridden by the environment. Raises ``ConfigError`` naming the variable."""
-        found = self
-        for variable, field in _VARIABLES.items():
-            if text := environment.get(variable):
-                try:
-                    read = KernelsConfig.model_validate({field: text})
-                except ValidationError as error:
-                    wrong = as_config_error(error)
-                    raise ConfigError(variable, wrong.problem, wrong.allowed) from None
-                found = found.model_copy(update={field: getattr(read, field)})
-        return found
+        """This section, with the engine that ``HICACHE_EXT_KERNEL_ENGINE`` names. Raises ``ConfigError`` naming it."""
+        if not (engine := environment.get(_ENGINE_VARIABLE)):
+            return self
+        try:
+            return self.model_copy(update={"engine": KernelsConfig.model_validate({"engine": engine}).engine})
+        except ValidationError as error:
+            wrong = as_config_error(error)
+            raise ConfigError(_ENGINE_VARIABLE, wrong.problem, wrong.allowed) from None
 
 
-_VARIABLES = {
-    "HICACHE_EXT_KERNEL_ENGINE": "engine",
-    "HICACHE_EXT_KERNEL_CALIBRATION": "calibration",
-}
+_ENGINE_VARIABLE = "HICACHE_EXT_KERNEL_ENGINE"
 
 
 class LinkerConfig(ConfigModel):
@@ -144,6 +132,9 @@ class EventsConfig(ConfigModel):
         "endpoint": "required: where routers subscribe",
         "replay_endpoint": "required: a router that missed an event could never be right again without it",
     }
+    removed: ClassVar[Mapping[str, str]] = {
+        "interval": "the tiers are looked at every second, and less often where a look takes long"
+    }
 
     endpoint: _Endpoint
     """where routers subscribe; each DP replica takes the next port"""
@@ -151,8 +142,6 @@ class EventsConfig(ConfigModel):
     """where routers ask for what they missed; each DP replica takes the next port"""
     topic: Annotated[str, Allowed(_TOPIC_ALLOWED, _topic)] = ""
     """the first frame of every message"""
-    interval: Annotated[float, Allowed("a duration from 50ms to 1h, such as 1s", duration(0.05, 3600), DURATION)] = 1.0
-    """how often the tiers are looked at; rarer by itself where a look takes long"""
 
     @model_validator(mode="after")
     def _two_ports(self) -> Self:
