@@ -17,9 +17,11 @@ ROOT = Path(__file__).parents[1]
 
 _PAST = "slabs, manifests and accounts of formats before 0.3 are gone; nothing was ever released"
 _KEY = "its configuration key is gone"
+_OPTION = "its option of the command line is gone"
 _NUMBA = "nothing is compiled at run time, or kept: the native core is built with the package"
 
 FORMER = {
+    "test_prompts_of_json_lines_are_told_by_their_lines": _OPTION,
     **dict.fromkeys(
         (
             "test_a_former_release_goes_on_with_its_slabs_beside_ours",

@@ -37,9 +37,8 @@ from hicache_ext.errors import ConfigError, ConfigErrors, MissingPackageError, S
 from hicache_ext.packages import how_to_install, installed_version
 from hicache_ext.page.recording import SUFFIX
 from hicache_ext.page.transforms.sealing import CipherKind, fastest_cipher
-from hicache_ext.runtime.results import print_json
+from hicache_ext.runtime.commands import print_json, terminated_in_order
 from hicache_ext.runtime.shown import shown_text
-from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.sglang.releases import TESTED, comes_with, is_tested, other_release, untested
 from hicache_ext.sglang.self_check import Checked, check_installed, lacking
 from hicache_ext.sglang.used_names import FEATURES, HOOKED, STORAGE

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from hicache_ext import __version__
 from hicache_ext.errors import ConfigError, HicacheExtError, MissingPackageError
 from hicache_ext.packages import package_behind
-from hicache_ext.runtime.progress import progress_on_standard_error
-from hicache_ext.runtime.results import standard_output_of
+from hicache_ext.runtime.commands import progress_on_standard_error, standard_output_of
 
 
 @dataclass(frozen=True, slots=True)

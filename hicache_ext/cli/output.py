@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from hicache_ext.runtime.results import print_json
+from hicache_ext.runtime.commands import print_json
 from hicache_ext.runtime.shown import shown_text
 
 _WRONG_INPUT = "wrong usage, wrong configuration, or a package is missing"

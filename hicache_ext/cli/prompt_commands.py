@@ -37,7 +37,7 @@ from hicache_ext.page.transforms.forms import STORED_AS
 from hicache_ext.page.transforms.sealing import SealKey, SealMode
 from hicache_ext.runtime.shown import shown_text
 from hicache_ext.storage.serving.explaining import Chain, Explanation, Found, explain
-from hicache_ext.storage.serving.warming import read_identities, warm_prompts
+from hicache_ext.storage.serving.warming import warm_prompts
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.storage.tiers.file.manifest import layout_in
 from hicache_ext.storage.tiers.file.pins import Pin, add_pin, read_pins, remove_pin
@@ -172,14 +172,6 @@ def _document(explanation: Explanation) -> dict[str, Any]:
 
 def configure_warm(parser: argparse.ArgumentParser) -> None:
     _add_arguments(parser, "prefill")
-    parser.add_argument(
-        "--identity",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="an identity document of another node (PATH/identities/*.json of its file tier), or a directory of them, "
-        "where no tier of this node knows any; may be repeated",
-    )
     parser.add_argument("--to", metavar="TIER", help="the tier to warm (default: promote_to)")
     describe(
         parser,
@@ -200,7 +192,6 @@ def _warm(arguments: argparse.Namespace) -> int:
             prompts,
             to=arguments.to,
             model=arguments.served_name,
-            identities=read_identities(arguments.identity, "--identity"),
             seed=seed_of(arguments),
             progress=bar.show,
         )

@@ -24,7 +24,7 @@ from typing import Any
 from hicache_ext.cli.output import describe, fitted, rough_span, show
 from hicache_ext.config import parse_duration, rounded_size
 from hicache_ext.errors import ConfigError, StatsError
-from hicache_ext.runtime.results import print_json
+from hicache_ext.runtime.commands import print_json
 from hicache_ext.runtime.shown import shown_address, shown_text
 from hicache_ext.storage.serving.metrics_export import CALL_SECONDS, PREFIX
 

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.config import HicacheExtConfig
-from hicache_ext.errors import ConfigError, WarmError
+from hicache_ext.errors import WarmError
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import KV_POOL, digest_of_document
 from hicache_ext.page.recording import MOST_TOKENS
 from hicache_ext.runtime.shown import shown_text
-from hicache_ext.runtime.whole_file import json_in
 from hicache_ext.storage.contract.abilities import IdentityKeeper, ability
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
@@ -57,21 +56,19 @@ def warm_prompts(
     *,
     to: str | None = None,
     model: str | None = None,
-    identities: Mapping[bytes, dict[str, Any]] | None = None,
     seed: bytes = b"",
     progress: Progress = lambda done, pages: None,
 ) -> WarmReport:
     """Bring the pages of ``prompts`` (token ids) to the tier ``to`` (default: ``promote_to``) from the tiers behind it.
 
-    ``model``: the served name; needed where the tiers hold several. ``identities`` (digest -> document, see
-    read_identities): in addition to those that the tiers know. ``seed``: see page/hashes.py.
+    ``model``: the served name; needed where the tiers hold several. ``seed``: see page/hashes.py.
     Raises WarmError, StoreError or ConfigError with a sentence.
     """
     target_name, source_names = _route(config, to)
     opened: list[PageStore] = []
     try:
         opened += [open_tier(name, config.tiers[name]) for name in source_names]
-        documents = {**known_identities(config, opened), **(identities or {})}
+        documents = known_identities(config, opened)
         if not documents:
             raise WarmError(_no_identity(config, source_names))
         documents = choose_model(documents, model)
@@ -183,40 +180,13 @@ def known_identities(config: HicacheExtConfig, opened: Sequence[PageStore] = ())
     return documents
 
 
-def read_identities(places: Sequence[str], key: str) -> dict[bytes, dict[str, Any]]:
-    """Digest -> document of the files ``places``, or of the files in these directories (documents of another node).
-
-    Raises ConfigError naming ``key`` for a file that describes no pool whose pages can be warmed.
-    """
-    allowed = "an identity document, PATH/identities/*.json of a file tier of any node, or a directory of them"
-    documents: dict[bytes, dict[str, Any]] = {}
-    for place in places:
-        path = Path(place)
-        files = sorted(path.glob("*.json")) if path.is_dir() else [path]
-        if not files:
-            raise ConfigError(key, f"the directory {place!r} has no file *.json", allowed)
-        for file in files:
-            try:
-                document = json_in(file.read_bytes())
-            except OSError as error:
-                raise ConfigError(key, f"{str(file)!r} cannot be read: {error.strerror or error}", allowed) from None
-            except ValueError:
-                document = None
-            if not isinstance(document, dict) or not _is_usable(document):
-                if path.is_dir():
-                    continue  # a node's directory also holds documents of flat tensors
-                raise ConfigError(key, f"{str(file)!r} does not describe the pages of a pool", allowed)
-            documents[digest_of_document(document)] = document
-    return documents
-
-
 def _no_identity(config: HicacheExtConfig, sources: Sequence[str]) -> str:
     """Why no identity is known, and what to do."""
     silent = [name for name in sources if not config.tiers[name].keeps_identities]
     because = f"; {', '.join(f'{name} ({config.tiers[name].type})' for name in silent)} keeps none" if silent else ""
     return (
-        f"no tier knows an identity{because}; start a server with this configuration once, or give the documents of "
-        "another node with --identity"
+        f"no tier knows an identity{because}; start a server with this configuration once, or copy PATH/identities of "
+        "another node's file tier into that of this one"
     )
 
 

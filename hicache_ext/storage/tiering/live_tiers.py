@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from hicache_ext.config import GuardsConfig, HicacheExtConfig, TierConfig
-from hicache_ext.runtime.mounts import is_on_network
+from hicache_ext.runtime.file_systems import is_on_network
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.wrapper import DelegatingStore
