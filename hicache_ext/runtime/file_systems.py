@@ -151,21 +151,13 @@ def followed(path: str, mounts: Sequence[Mount]) -> str:
 def mount_points(path: str, mountinfo: Path = MOUNTINFO) -> tuple[str, frozenset[str]]:
     """Where the file system of the absolute ``path`` is mounted, and all mount points; "" and none where that is not
     known. Symbolic links are followed; no server is asked."""
-    try:
-        mounts = read_mounts(mountinfo)
-    except OSError:
-        return "", frozenset()
-    mount = mount_of(followed(path, mounts), mounts)
+    mount, mounts = _followed_mount(path, mountinfo)
     return "" if mount is None else mount.point, frozenset(mount.point for mount in mounts)
 
 
 def is_on_network(path: str, mountinfo: Path = MOUNTINFO) -> bool:
     """Whether a server or a daemon stands between a read of the absolute ``path`` and its bytes. Asks no server."""
-    try:
-        mounts = read_mounts(mountinfo)
-    except OSError:
-        return False
-    mount = mount_of(followed(path, mounts), mounts)
+    mount, _ = _followed_mount(path, mountinfo)
     return mount is not None and mount.is_network
 
 
@@ -175,17 +167,23 @@ def on_root_file_system(path: str, mountinfo: Path = MOUNTINFO) -> str | None:
 
     Bind mounts of that file system count. Symbolic links are followed; no server is asked.
     """
-    try:
-        mounts = read_mounts(mountinfo)
-    except OSError:
-        return None
-    mount, root = mount_of(followed(path, mounts), mounts), mount_of("/", mounts)
+    mount, mounts = _followed_mount(path, mountinfo)
+    root = mount_of("/", mounts)
     if mount is None or root is None:
         return None
     if mount.point != "/" and (mount.device != root.device or not mount.device):
         return None
     words = f"the root file system ({root.type})"
     return f"{words}: a container's own, which is gone with it, or its host's" if root.type == "overlay" else words
+
+
+def _followed_mount(path: str, mountinfo: Path) -> tuple[Mount | None, list[Mount]]:
+    """The mount behind the links of ``path``, and all mounts; None and none where the table cannot be read."""
+    try:
+        mounts = read_mounts(mountinfo)
+    except OSError:
+        return None, []
+    return mount_of(followed(path, mounts), mounts), mounts
 
 
 def _directory(point: str) -> str:

@@ -94,7 +94,9 @@ class SglangServer(SglangClient):
         self.port = free_port()
         super().__init__(f"http://{_HOST}:{self.port}")
         self._start_timeout = start_timeout
-        self._environment = dict(environment or {})
+        # Under DP attention the replicas are among the tensor-parallel ranks.
+        ranks = tp * (1 if "--enable-dp-attention" in extra_arguments else dp)
+        self._environment = {**_a_core_for_each(ranks), **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self._temporary: str | None = None
         self.arguments = [
@@ -237,6 +239,14 @@ def _elsewhere(temporary: str) -> dict[str, str]:
             "TORCHINDUCTOR_CACHE_DIR", os.fspath(place / f"torchinductor_{getpass.getuser()}")
         ),
     }
+
+
+def _a_core_for_each(ranks: int) -> dict[str, str]:
+    """Without a GPU SGLang would give each rank a NUMA node, and refuses where there are fewer."""
+    if ranks == 1:
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))}
 
 
 def free_port() -> int:

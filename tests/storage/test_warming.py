@@ -237,7 +237,10 @@ def test_the_command_tokenizes_a_prompt(config_file, pool, tmp_path, capsys):
             ["--prompt", "words", "--model", "no/such/model"],
             "--model: no tokenizer could be loaded from 'no/such/model'",
         ),
-        (["--tokens", "tokens"], "no tier knows an identity; start a server with this configuration once, or copy "),
+        (
+            ["--tokens", "tokens"],
+            "no tier knows an identity; a server with this configuration writes them when it starts, or copy ",
+        ),
         (["--tokens", "tokens", "--to", "pool"], "no tier stands behind 'pool' in retrieve_locations"),
         (["--tokens", "tokens", "--to", "nvm"], "tier 'nvm' is not in retrieve_locations"),
     ],

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.config import HicacheExtConfig, TierConfig
-from hicache_ext.errors import StoreError, WarmError
+from hicache_ext.errors import StoreError
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import KV_POOL
 from hicache_ext.page.transforms.forms import Transforms
@@ -22,7 +22,7 @@ from hicache_ext.runtime.shown import shown_text
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import PageKeys, PageStore
 from hicache_ext.storage.contract.transforming.known_forms import stored_keys
-from hicache_ext.storage.serving.warming import choose_model, known_identities, page_sizes
+from hicache_ext.storage.serving.warming import choose_model, known_identities, no_identity, page_sizes
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 
 
@@ -119,7 +119,7 @@ def explain(
                     unread[name] = str(error)
         documents = known_identities(config, list(opened.values()))
         if not documents:
-            raise WarmError(_nothing_known(unread))
+            raise no_identity(config, tiers, unread.values())
         of_model = choose_model(documents, model)
         sizes = {digest: page_sizes(document, of_model) for digest, document in of_model.items()}
         # Ranks and pools of one page size have the same hashes.
@@ -203,8 +203,3 @@ def _flat(document: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
             yield from _flat(value, f"{before}{name}.")
         else:
             yield f"{before}{name}", value
-
-
-def _nothing_known(unread: Mapping[str, str]) -> str:
-    because = "".join(f"; {reason}" for reason in unread.values())
-    return f"no tier knows an identity{because}; a server with this configuration writes them when it starts"

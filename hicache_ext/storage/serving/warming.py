@@ -6,7 +6,7 @@ keep beside their pages; a server writes those of its pools when it starts. A Mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def warm_prompts(
         opened += [open_tier(name, config.tiers[name]) for name in source_names]
         documents = known_identities(config, opened)
         if not documents:
-            raise WarmError(_no_identity(config, source_names))
+            raise no_identity(config, source_names)
         documents = choose_model(documents, model)
         sources = TieredStore(opened, [], settings=TieringSettings(prefetch=PrefetchSettings(buffer=0)))
         target = open_tier(target_name, config.tiers[target_name])
@@ -180,13 +180,15 @@ def known_identities(config: HicacheExtConfig, opened: Sequence[PageStore] = ())
     return documents
 
 
-def _no_identity(config: HicacheExtConfig, sources: Sequence[str]) -> str:
-    """Why no identity is known, and what to do."""
-    silent = [name for name in sources if not config.tiers[name].keeps_identities]
-    because = f"; {', '.join(f'{name} ({config.tiers[name].type})' for name in silent)} keeps none" if silent else ""
-    return (
-        f"no tier knows an identity{because}; start a server with this configuration once, or copy PATH/identities of "
-        "another node's file tier into that of this one"
+def no_identity(config: HicacheExtConfig, tiers: Iterable[str], unread: Iterable[str] = ()) -> WarmError:
+    """The error where these tiers know no identity: why, as far as that is known, and what to do."""
+    silent = ", ".join(
+        f"{name} ({config.tiers[name].type})" for name in tiers if not config.tiers[name].keeps_identities
+    )
+    because = "".join(f"; {reason}" for reason in (*([f"{silent} keeps none"] if silent else []), *unread))
+    return WarmError(
+        f"no tier knows an identity{because}; a server with this configuration writes them when it starts, or copy "
+        "PATH/identities of another node's file tier into that of this one"
     )
 
 
