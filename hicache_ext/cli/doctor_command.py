@@ -109,9 +109,9 @@ def _text(section: Section) -> str:
     lines = [section.title]
     for finding in section.findings:
         seen = "; ".join(shown_text(line, _LONGEST_FINDING) for line in finding.seen.split("\n"))
-        lines.append(f"  {_MARKS[finding.level]} {finding.subject}: {seen}")
+        lines.append(f"  {_MARKS[finding.level]} {shown_text(finding.subject)}: {seen}")
         if finding.remedy:
-            lines.append(f"          -> {finding.remedy}")
+            lines.append(f"          -> {shown_text(finding.remedy, _LONGEST_FINDING)}")
     if section.rows:
         lines.append(f"          {table_in_words(section.rows)}")
     return "\n".join([*lines, ""])
@@ -296,7 +296,7 @@ _WHAT_TO_INSTALL = {
 def page_hash_finding() -> Finding:
     """Whether SGLang can build or load its extension for page hashes. It is tried in a process and a cache of its own,
     which begins as a copy of SGLang's: what was built for the servers is found, and nothing of theirs changes."""
-    with tempfile.TemporaryDirectory(prefix="hicache-ext-doctor-") as directory:
+    with tempfile.TemporaryDirectory(prefix="hicache-ext-doctor-", ignore_cleanup_errors=True) as directory:
         if built := _built_extension():
             with suppress(OSError):  # shutil.Error: a server is building it
                 shutil.copytree(built, Path(directory) / _HASH_EXTENSION)
@@ -320,8 +320,8 @@ def page_hash_finding() -> Finding:
 def _built_extension() -> Path | None:
     """Where torch keeps the newest build of it, for whichever version of torch."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    root = Path(chosen) if chosen else Path(cache).expanduser() / "torch_extensions"
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    root = Path(chosen) if chosen else Path(cache) / "torch_extensions"
     found = [*root.glob(_HASH_EXTENSION), *root.glob(f"*/{_HASH_EXTENSION}")]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
