@@ -208,21 +208,11 @@ class RecordConfig(ConfigModel):
 
 PullMode = Literal["off", "fixed", "adaptive"]
 
-_RATE_ALLOWED = "tokens per second, such as 8000"
-
 
 def _tier_name(value: object) -> str | None:
     if value is not None and not isinstance(value, str):
         raise refuse(value, "the name of a tier")
     return value
-
-
-def _rate(value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-        raise refuse(value, _RATE_ALLOWED)
-    return float(value)
 
 
 _Tokens = Annotated[int, Allowed("a whole number of tokens", whole_number(0, NO_LIMIT))]
@@ -256,21 +246,13 @@ class PullConfig(ConfigModel):
     removed: ClassVar[Mapping[str, str]] = {
         "hysteresis": "after a tier was too slow, a pull must be cheaper by a fifth",
         "probe_interval": "a tier that is not used is measured every 10 s",
+        "prefill_rate": "what a prefill takes is measured",
     }
 
     mode: PullMode = "off"
     """off: always pull; fixed: from min_tokens on; adaptive: when measured to be cheaper"""
     min_tokens: _Tokens = 256
     """shorter prefixes are computed (modes fixed and adaptive)"""
-    prefill_rate: Annotated[float | None, Allowed(_RATE_ALLOWED, _rate)] = None
-    """tokens per second this node computes; left out: measured"""
-
-    @model_validator(mode="after")
-    def _a_rate_needs_the_adaptive_mode(self) -> Self:
-        if self.prefill_rate is not None and self.mode != "adaptive":
-            problem = f"only mode adaptive uses it, and the mode is {self.mode}"
-            raise as_pydantic_error(ConfigError(".prefill_rate", problem, "leave it out, or mode: adaptive"))
-        return self
 
 
 class HintsConfig(ConfigModel):
