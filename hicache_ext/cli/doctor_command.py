@@ -284,7 +284,7 @@ print("imported", flush=True)
 get_hash_str([1])
 """
 _WHAT_TO_INSTALL = {
-    r"Ninja is required": "pip install ninja",
+    r"Ninja is required": "ninja: apt-get install ninja-build, dnf install ninja-build",
     r"error: openssl/|cannot find -lcrypto": "OpenSSL's headers: apt-get install libssl-dev, dnf install openssl-devel",
     r"error: Python\.h": "Python's headers: apt-get install python3-dev, dnf install python3-devel",
     r"\+\+: (command )?not found": "a C++ compiler: apt-get install g++, dnf install gcc-c++",

@@ -305,7 +305,10 @@ def test_a_machine_on_which_hicache_would_die_at_its_first_prompt_is_an_error_th
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions))
     before = _files(extensions)
     finding = doctor_command.page_hash_finding.__wrapped__()
-    assert (finding.level.value, finding.remedy) == ("error", "pip install ninja")
+    assert (finding.level.value, finding.remedy) == (
+        "error",
+        "ninja: apt-get install ninja-build, dnf install ninja-build",
+    )
     assert "HiCache ends the server at the first prompt" in finding.seen
     assert _files(extensions) == before
 
@@ -321,7 +324,10 @@ _FAILED = "the build\nfailed: {}\nRuntimeError: Failed to load HiCache native ha
         ("hash_binding.cpp:1:10: fatal error: Python.h: No such file or directory", "apt-get install python3-dev"),
         ("/bin/sh: 1: c++: not found", "apt-get install g++"),
         ("bash: g++: command not found", "apt-get install g++"),
-        ("RuntimeError: Ninja is required to load C++ extensions (pip install ninja to get it)", "pip install ninja"),
+        (
+            "RuntimeError: Ninja is required to load C++ extensions (pip install ninja to get it)",
+            "apt-get install ninja-build",
+        ),
         ("something else", "docs/troubleshooting.md"),
     ],
 )
