@@ -15,7 +15,7 @@ from typing import Any
 from hicache_ext.bench import file
 from hicache_ext.bench.pool import Pages
 from hicache_ext.cli.main import without_traceback
-from hicache_ext.runtime.results import standard_output_of
+from hicache_ext.runtime.commands import standard_output_of
 from hicache_ext.storage.contract.base import leading
 
 

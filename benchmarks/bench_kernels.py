@@ -26,7 +26,7 @@ from benchmarks.kernels.report import OUTSTANDING, KernelResults, tables
 from benchmarks.kernels.submit import LAYOUTS, SubmitCase, measure
 from hicache_ext.bench.frame import add_json_argument, machine_facts, report
 from hicache_ext.cli.main import without_traceback
-from hicache_ext.runtime.results import standard_output_of
+from hicache_ext.runtime.commands import standard_output_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.config.model import SECTION, ExtraConfig
 from hicache_ext.config.render import linker_config
 from hicache_ext.errors import BenchmarkError
-from hicache_ext.runtime.results import standard_output_of
+from hicache_ext.runtime.commands import standard_output_of
 from hicache_ext.testing.client import Generation
 from hicache_ext.testing.small_model import NAME, arguments_to_serve, make_small_model
 from tests.rigs.layer_times import VARIABLE, LayerEvent, read_events

@@ -21,7 +21,7 @@ from hicache_ext.bench.frame import fresh_directory
 from hicache_ext.bench.multiturn import ARMS, Target, add_arguments, compare, model_of, targets
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.runtime.results import standard_output_of
+from hicache_ext.runtime.commands import standard_output_of
 from hicache_ext.testing.client import Generation
 from tests.rigs.pd_pair import PdPair
 

@@ -25,8 +25,7 @@ from benchmarks.rivals.redis import redis_server
 from hicache_ext.bench.frame import fresh_directory
 from hicache_ext.bench.pool import add_arguments, compare
 from hicache_ext.cli.main import without_traceback
-from hicache_ext.runtime.results import standard_output_of
-from hicache_ext.runtime.signals import terminated_in_order
+from hicache_ext.runtime.commands import standard_output_of, terminated_in_order
 
 ENGINES: dict[str, Engine] = {"mooncake": mooncake_servers, "redis": redis_server, "object": object_stores}
 

@@ -48,7 +48,7 @@ from hicache_ext.bench.frame import (
 from hicache_ext.bench.pool import Pages, page_keys
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.errors import BenchmarkError
-from hicache_ext.runtime.signals import terminated_in_order
+from hicache_ext.runtime.commands import terminated_in_order
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, StoreInfo
 from hicache_ext.storage.tiering.settings import PrefetchSettings, TieringSettings
 from hicache_ext.storage.tiering.tiered import TieredStore

@@ -31,7 +31,7 @@ from hicache_ext.bench.frame import (
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import BenchmarkError
-from hicache_ext.runtime.results import standard_output_of
+from hicache_ext.runtime.commands import standard_output_of
 from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer
 from hicache_ext.testing.small_model import NAME, arguments_to_serve, make_small_model

@@ -17,9 +17,12 @@ ROOT = Path(__file__).parents[1]
 
 _PAST = "slabs, manifests and accounts of formats before 0.3 are gone; nothing was ever released"
 _KEY = "its configuration key is gone"
+_OPTION = "its option of the command line is gone"
 _NUMBA = "nothing is compiled at run time, or kept: the native core is built with the package"
 
 FORMER = {
+    "test_stats_has_a_line_of_it": "hicache-ext curve shows it, and stats --json has it",
+    "test_prompts_of_json_lines_are_told_by_their_lines": _OPTION,
     **dict.fromkeys(
         (
             "test_a_stretch_of_page_first_pages_is_one_rectangle",
@@ -58,6 +61,7 @@ FORMER = {
     ),
     **dict.fromkeys(
         (
+            "test_a_calibration_that_is_named_and_cannot_be_read_stops_the_start",
             "test_a_client_name_may_have_templates",
             "test_a_missing_prompt_is_completed_by_the_decode_node",
             "test_a_soft_pin_is_a_switch_or_a_time",

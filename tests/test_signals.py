@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from hicache_ext.runtime.signals import terminated_in_order
+from hicache_ext.runtime.commands import terminated_in_order
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -11,7 +11,7 @@ from typing import Any
 
 from hicache_ext.bench.frame import Quartiles, Table, described, number
 from hicache_ext.errors import ConfigError
-from hicache_ext.runtime.results import print_json
+from hicache_ext.runtime.commands import print_json
 from hicache_ext.runtime.whole_file import json_in
 
 _FIGURES = ("notes", "failures", "results", "measurements")

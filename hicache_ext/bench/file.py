@@ -37,7 +37,7 @@ from hicache_ext.config.values import format_size
 from hicache_ext.errors import BenchmarkError
 from hicache_ext.packages import need
 from hicache_ext.runtime import vectored
-from hicache_ext.runtime.signals import terminated_in_order
+from hicache_ext.runtime.commands import terminated_in_order
 from hicache_ext.storage.contract.registry import open_tier
 
 _BATCHES_AT_LEAST = 4

@@ -25,8 +25,8 @@ import numpy as np
 from hicache_ext.config.values import format_size, parse_size
 from hicache_ext.errors import ConfigError, HicacheExtError, MissingPackageError
 from hicache_ext.packages import installed_version
+from hicache_ext.runtime.commands import JSON_ON_STANDARD_OUTPUT, print_json
 from hicache_ext.runtime.file_systems import file_system_of
-from hicache_ext.runtime.results import JSON_ON_STANDARD_OUTPUT, print_json
 from hicache_ext.runtime.shown import shown_words
 
 # -- measuring ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from hicache_ext.bench.frame import Table, machine_facts, number, report, today
-from hicache_ext.config import KernelsConfig
 from hicache_ext.config.values import format_size
 from hicache_ext.errors import BenchmarkError, CopyError
 from hicache_ext.kernels.calibration import (
@@ -50,7 +49,6 @@ _SECONDS, _QUICK_SECONDS = 60.0, 5.0
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print, write; with ``--calibrate`` also where servers look."""
-    config = KernelsConfig().with_environment()
     found = calibrate(_QUICK_SECONDS if arguments.quick else _SECONDS)
     measured = [{**asdict(one.situation), "seconds": dict(one.seconds)} for one in found.measurements]
     figures = {"gpu": found.gpu, "driver": found.driver, "measurements": measured}
@@ -58,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{found.gpu}, driver {found.driver}")
     report(arguments, "kernels", machine, figures, _tables(found.measurements))
     if arguments.calibrate:
-        path = config.calibration or calibration_file(found.gpu)
+        path = calibration_file(found.gpu)
         write_calibration(path, found)
         print(f"{len(found.measurements)} measurements of {found.gpu} written to {path}")
     return 0

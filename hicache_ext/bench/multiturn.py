@@ -29,8 +29,8 @@ from hicache_ext.bench.frame import (
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import BenchmarkError, MissingPackageError, ServerError
 from hicache_ext.packages import need
+from hicache_ext.runtime.commands import terminated_in_order
 from hicache_ext.runtime.shown import shown_address
-from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.testing.client import Generation, SglangClient
 from hicache_ext.testing.server import SglangServer
 

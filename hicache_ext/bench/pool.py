@@ -29,7 +29,7 @@ from hicache_ext.config import load_config
 from hicache_ext.config.values import format_size
 from hicache_ext.errors import BenchmarkError, ConfigError
 from hicache_ext.page.memory import Addresses, PageMemory
-from hicache_ext.runtime.signals import terminated_in_order
+from hicache_ext.runtime.commands import terminated_in_order
 from hicache_ext.storage.contract.base import leading
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore

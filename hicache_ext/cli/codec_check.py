@@ -16,7 +16,6 @@ from hicache_ext.errors import ConfigError, HicacheExtError, UnsupportedError
 from hicache_ext.packages import need
 from hicache_ext.page.transforms.codec import LOSSY_CODECS, Codec
 from hicache_ext.page.transforms.lossy import LOSSY_MODEL
-from hicache_ext.runtime.whole_file import json_in
 
 FEWEST = 2000
 """Predictions that are needed to say something about one in a thousand."""
@@ -26,12 +25,7 @@ _BOUNDS = ("--max-kl", "--min-agreement")
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="directory or name of the model, as transformers takes it")
     parser.add_argument("--codec", choices=("int8", "fp8", "lossless"), default="int8", help="default: %(default)s")
-    parser.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="your own texts in place of ours: plain text, '-' for standard input, or a .jsonl file of strings or "
-        "objects with text",
-    )
+    parser.add_argument("--prompts", metavar="FILE", help="your own text in place of ours; '-': standard input")
     parser.add_argument("--max-kl", metavar="X", help="bound: the mean KL divergence of a prediction, in nats")
     parser.add_argument("--min-agreement", metavar="Y", help="bound: the share of equal most likely tokens, 0 to 1")
     parser.add_argument("--page-size", metavar="N", default="64", help="tokens of a page (default 64)")
@@ -40,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         run=run,
         examples=[
             "hicache-ext codec-check /models/llama --codec int8 --max-kl 0.005 --min-agreement 0.97",
-            "hicache-ext codec-check /models/llama --codec fp8 --prompts prompts.jsonl --json",
+            "hicache-ext codec-check /models/llama --codec fp8 --prompts prompts.txt --json",
         ],
         success="measured, and within the bounds",
         problem="a bound is missed, or there are too few predictions to tell",
@@ -155,22 +149,7 @@ def _prompts(file: str) -> dict[str, str]:
     text = read_input(file, "--prompts")
     if not text.strip():
         raise ConfigError("--prompts", "the file is empty", "texts of some thousand tokens")
-    if not file.endswith(".jsonl"):
-        return {"text": text}
-    prompts = {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            value = json_in(line)
-        except ValueError:
-            value = None
-        content = value.get("text") if isinstance(value, dict) else value
-        if not isinstance(content, str):
-            allowed = "in each line a JSON string, or an object with text"
-            raise ConfigError("--prompts", f"line {number} is no text", allowed)
-        prompts[f"line {number}"] = content
-    return prompts
+    return {"text": text}
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------

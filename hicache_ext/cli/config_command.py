@@ -30,7 +30,7 @@ from hicache_ext.config.render import (
 )
 from hicache_ext.config.schema import as_config_error
 from hicache_ext.errors import ConfigError, ConfigErrors
-from hicache_ext.runtime.results import print_json
+from hicache_ext.runtime.commands import print_json
 from hicache_ext.storage.tiering.tier_use import tier_use
 
 

@@ -24,8 +24,7 @@ from hicache_ext.config.model import ExtraConfig
 from hicache_ext.config.render import as_yaml, launch_lines
 from hicache_ext.errors import ConfigError, MissingPackageError, ServerError
 from hicache_ext.packages import need
-from hicache_ext.runtime.results import print_json
-from hicache_ext.runtime.signals import terminated_in_order
+from hicache_ext.runtime.commands import print_json, terminated_in_order
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer

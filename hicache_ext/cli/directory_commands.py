@@ -28,6 +28,7 @@ from hicache_ext.page.transforms import header as headers
 from hicache_ext.page.transforms.body import is_sealed_with, reason_it_is_not_sealed
 from hicache_ext.page.transforms.forms import STORED_AS, Form, Transforms
 from hicache_ext.page.transforms.sealing import SealMode
+from hicache_ext.runtime.shown import shown_text
 from hicache_ext.storage.tiers.file.inspection import (
     Editor,
     Inspector,
@@ -188,14 +189,11 @@ def _ls(arguments: argparse.Namespace) -> int:
         rows.append(
             (
                 group.digest.hex()[:12],
-                group.model,
-                str(model.get("revision", "")) or "-",
-                str(pool.get("name", "?")),
-                str(pool.get("dtype", "?")),
-                str(pool.get("layout", "?")),
-                str(pool.get("page_size", "?")),
-                _shard(document.get("shard", {})),
-                *([_stored_as(document.get(STORED_AS))] if stored_as else []),
+                shown_text(group.model),
+                shown_text(model.get("revision", "")) or "-",
+                *(shown_text(pool.get(fact, "?")) for fact in ("name", "dtype", "layout", "page_size")),
+                shown_text(_shard(document.get("shard", {}))),
+                *([shown_text(_stored_as(document.get(STORED_AS)))] if stored_as else []),
                 str(group.pages),
                 rounded_size(group.size),
                 "-" if group.hits is None else str(group.hits),
@@ -441,7 +439,7 @@ def _verify_directory(
                 model = (load_document(directory, page.identity) or {}).get("model", {}).get("id")
                 known = {"hash": name, "identity": page.identity.hex(), "model": model, "reason": seen.reason}
                 bad_pages.append(known)
-                print(f"bad ({seen.reason}): page {name} of {model or 'unknown'}")
+                print(f"bad ({seen.reason}): page {name} of {shown_text(model or 'unknown')}")
                 continue
             counts[seen.value] += 1
             counts["good"] += seen is Verdict.NOT_CHECKED
@@ -562,7 +560,7 @@ def _clear(arguments: argparse.Namespace) -> int:
             known = ", ".join(sorted(group.digest.hex() for group in groups)) or "none"
             print(f"no pages of the identity {arguments.identity!r}; identities here: {known}", file=sys.stderr)
         else:
-            known = ", ".join(sorted({group.model for group in groups})) or "none"
+            known = ", ".join(sorted({shown_text(group.model) for group in groups})) or "none"
             print(f"no pages of {arguments.model!r}; models here: {known}", file=sys.stderr)
         return 1
     pages, size = sum(group.pages for group in chosen), sum(group.size for group in chosen)
@@ -578,10 +576,10 @@ def _clear(arguments: argparse.Namespace) -> int:
         ],
     }
     if arguments.dry_run:
-        lines = [f"{g.digest.hex()} of {g.model}: {g.pages} pages, {rounded_size(g.size)}" for g in chosen]
+        lines = [f"{g.digest.hex()} of {shown_text(g.model)}: {g.pages} pages, {rounded_size(g.size)}" for g in chosen]
         show(arguments, document, [*lines, f"{what} would be removed"])
         return 0
-    models = ", ".join(sorted({group.model for group in chosen})) or "no model"
+    models = ", ".join(sorted({shown_text(group.model) for group in chosen})) or "no model"
     if not arguments.yes and not _agrees(f"Remove {what} of {models} from {arguments.path}?"):
         return 1
     with closing(open_inspector(arguments.path)) as inspector:
@@ -603,14 +601,16 @@ def _chosen(groups: list[Group], arguments: argparse.Namespace) -> list[Group]:
     if arguments.all:
         return groups
     if arguments.model is not None:
-        return [group for group in groups if group.model == arguments.model]
+        return [group for group in groups if arguments.model in (group.model, shown_text(group.model))]
     digits = arguments.identity.lower()
     if not _DIGITS.fullmatch(digits):
         problem = f"{arguments.identity!r} does not name an identity"
         raise ConfigError("--identity", problem, f"{_LEAST_DIGITS} to 32 of its hex digits, as `ls` prints them")
     chosen = [group for group in groups if group.digest.hex().startswith(digits)]
     if len(chosen) > 1:
-        candidates = ", ".join(f"{group.digest.hex()} ({group.model}, {group.pages} pages)" for group in chosen)
+        candidates = ", ".join(
+            f"{group.digest.hex()} ({shown_text(group.model)}, {group.pages} pages)" for group in chosen
+        )
         raise ConfigError("--identity", f"{arguments.identity!r} fits several identities: {candidates}", "one of them")
     return chosen
 

@@ -11,13 +11,19 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import socket
 import stat
+import subprocess
+import sys
+import tempfile
 import urllib.parse
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import hicache_ext
@@ -31,8 +37,8 @@ from hicache_ext.errors import ConfigError, ConfigErrors, MissingPackageError, S
 from hicache_ext.packages import how_to_install, installed_version
 from hicache_ext.page.recording import SUFFIX
 from hicache_ext.page.transforms.sealing import CipherKind, fastest_cipher
-from hicache_ext.runtime.results import print_json
-from hicache_ext.runtime.signals import terminated_in_order
+from hicache_ext.runtime.commands import print_json, terminated_in_order
+from hicache_ext.runtime.shown import shown_text
 from hicache_ext.sglang.releases import TESTED, comes_with, is_tested, other_release, untested
 from hicache_ext.sglang.self_check import Checked, check_installed, lacking
 from hicache_ext.sglang.used_names import FEATURES, HOOKED, STORAGE
@@ -95,15 +101,17 @@ _SUMMARY = {
     Level.ERROR: "Something is wrong; see the errors.",
 }
 """From the best level to the worst."""
+_LONGEST_FINDING = 2000
 _MARKS = {Level.OK: "ok     ", Level.NOTE: "note   ", Level.WARNING: "WARNING", Level.ERROR: "ERROR  "}
 
 
 def _text(section: Section) -> str:
     lines = [section.title]
     for finding in section.findings:
-        lines.append(f"  {_MARKS[finding.level]} {finding.subject}: {finding.seen}")
+        seen = "; ".join(shown_text(line, _LONGEST_FINDING) for line in finding.seen.split("\n"))
+        lines.append(f"  {_MARKS[finding.level]} {shown_text(finding.subject)}: {seen}")
         if finding.remedy:
-            lines.append(f"          -> {finding.remedy}")
+            lines.append(f"          -> {shown_text(finding.remedy, _LONGEST_FINDING)}")
     if section.rows:
         lines.append(f"          {table_in_words(section.rows)}")
     return "\n".join([*lines, ""])
@@ -127,6 +135,8 @@ def examine(checked: ExtraConfig, *, inline: bool, only: Sequence[str] | None = 
     yield Section("installation", tuple(installation_findings()))
     if rows := table():
         yield Section("what is used of SGLang", tuple(feature_findings()), rows)
+        if only is None:
+            yield Section("page hashes", (page_hash_finding(),))
     yield Section("configuration", tuple(setting_findings(checked, inline=inline)))
     for name, tier in checked.hicache_ext.tiers.items():
         if only is None or name in only:
@@ -261,6 +271,61 @@ def _rows(one: Checked) -> Iterator[dict[str, str]]:
             }
 
 
+# -- page hashes -------------------------------------------------------------------------------------------------------
+
+_HASH_EXTENSION = "hicache_hash_cpp"
+_LONGEST_BUILD = 300.0
+"""Seconds; a build takes ten of them."""
+_TRY_HASHES = """
+from hicache_ext.testing.sglang_cpu import declare_torchvision_operators
+declare_torchvision_operators()
+from sglang.srt.mem_cache.utils import get_hash_str
+print("imported", flush=True)
+get_hash_str([1])
+"""
+_WHAT_TO_INSTALL = {
+    r"Ninja is required": "ninja: apt-get install ninja-build, dnf install ninja-build",
+    r"error: openssl/|cannot find -lcrypto": "OpenSSL's headers: apt-get install libssl-dev, dnf install openssl-devel",
+    r"error: Python\.h": "Python's headers: apt-get install python3-dev, dnf install python3-devel",
+    r"\+\+: (command )?not found": "a C++ compiler: apt-get install g++, dnf install gcc-c++",
+}
+"""By what a failing build says."""
+
+
+@cache
+def page_hash_finding() -> Finding:
+    """Whether SGLang can build or load its extension for page hashes. It is tried in a process and a cache of its own,
+    which begins as a copy of SGLang's: what was built for the servers is found, and nothing of theirs changes."""
+    with tempfile.TemporaryDirectory(prefix="hicache-ext-doctor-", ignore_cleanup_errors=True) as directory:
+        if built := _built_extension():
+            with suppress(OSError):  # shutil.Error: a server is building it
+                shutil.copytree(built, Path(directory) / _HASH_EXTENSION)
+        environment = os.environ | {"TORCH_EXTENSIONS_DIR": directory}
+        command = [sys.executable, "-c", _TRY_HASHES]
+        try:
+            tried = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LONGEST_BUILD)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return Finding("extension", Level.WARNING, f"not tried: {error}", "docs/troubleshooting.md")
+    if tried.returncode == 0:
+        return Finding("extension", Level.OK, "SGLang's extension for page hashes can be built or loaded")
+    lines = tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"]
+    if "imported" not in tried.stdout:
+        return Finding("extension", Level.NOTE, f"not tried, since SGLang cannot be imported here: {lines[-1]}")
+    remedy = next((what for sign, what in _WHAT_TO_INSTALL.items() if re.search(sign, tried.stderr)), "")
+    why = next((line for line in lines if re.search("|".join((*_WHAT_TO_INSTALL, "error:")), line)), lines[-1])
+    seen = f"SGLang cannot build its extension for page hashes, and HiCache ends the server at the first prompt: {why}"
+    return Finding("extension", Level.ERROR, seen, remedy or "docs/troubleshooting.md")
+
+
+def _built_extension() -> Path | None:
+    """Where torch keeps the newest build of it, for whichever version of torch."""
+    chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    root = Path(chosen) if chosen else Path(cache) / "torch_extensions"
+    found = [*root.glob(_HASH_EXTENSION), *root.glob(f"*/{_HASH_EXTENSION}")]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 _DEFAULT_THRESHOLD = 256
@@ -279,6 +344,10 @@ def setting_findings(checked: ExtraConfig, *, inline: bool) -> Iterator[Finding]
         yield Finding("prefetch_threshold", Level.NOTE, seen, remedy)
     else:
         yield Finding("prefetch_threshold", Level.OK, f"{threshold} tokens; shorter spans never ask storage")
+    if config.role != "decode":
+        seen = "a prompt is stored and restored only as far as host memory (the linker: linker.staging) holds it"
+        remedy = "--hicache-ratio or --hicache-size beyond the longest prompt; the log at the start has both numbers"
+        yield Finding("host memory", Level.NOTE, seen, remedy)
     notes = list(notes_on(checked, inline))
     for subject, note in notes:
         # Of a secret that is missing the opening of its tier tells.

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from hicache_ext import __version__
 from hicache_ext.errors import ConfigError, HicacheExtError, MissingPackageError
 from hicache_ext.packages import package_behind
-from hicache_ext.runtime.progress import progress_on_standard_error
-from hicache_ext.runtime.results import standard_output_of
+from hicache_ext.runtime.commands import progress_on_standard_error, standard_output_of
+from hicache_ext.runtime.shown import shown_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def without_traceback(run: Callable[[], int]) -> int:
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _output_is_closed():
             return 1
-        place = "" if error.filename is None else f"{error.filename}: "
+        place = "" if error.filename is None else f"{shown_text(error.filename)}: "
         print(f"{place}{error.strerror or error}", file=sys.stderr)
         return 1
 

@@ -9,7 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from hicache_ext.runtime.results import print_json
+from hicache_ext.runtime.commands import print_json
+from hicache_ext.runtime.shown import shown_text
 
 _WRONG_INPUT = "wrong usage, wrong configuration, or a package is missing"
 
@@ -52,6 +53,7 @@ def show(arguments: argparse.Namespace, document: object, lines: Iterable[str]) 
 
 
 _PROGRESS_INTERVAL = 0.1
+_LONGEST_CELL = 1000
 
 
 def fitted(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str] = str.ljust) -> list[str]:
@@ -72,7 +74,8 @@ def fitted(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str] =
 
 
 def aligned(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str]) -> list[str]:
-    """Rows of equal length as lines; ``justify`` is ``str.ljust`` or ``str.rjust``."""
+    """Rows of equal length as lines, each cell by ``shown_text``; ``justify`` is ``str.ljust`` or ``str.rjust``."""
+    rows = [tuple(shown_text(cell, _LONGEST_CELL) for cell in row) for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(map(justify, row, widths)).rstrip() for row in rows]
 

@@ -35,8 +35,9 @@ from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import KV_POOL
 from hicache_ext.page.transforms.forms import STORED_AS
 from hicache_ext.page.transforms.sealing import SealKey, SealMode
+from hicache_ext.runtime.shown import shown_text
 from hicache_ext.storage.serving.explaining import Chain, Explanation, Found, explain
-from hicache_ext.storage.serving.warming import read_identities, warm_prompts
+from hicache_ext.storage.serving.warming import warm_prompts
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.storage.tiers.file.manifest import layout_in
 from hicache_ext.storage.tiers.file.pins import Pin, add_pin, read_pins, remove_pin
@@ -88,9 +89,10 @@ def _lines(explanation: Explanation, threshold: int) -> list[str]:
     lines = [f"prompt of {explanation.tokens} tokens"]
     for chain in explanation.chains:
         pool = chain.document["pool"]
-        kind = ", ".join(filter(None, (pool.get("dtype"), pool.get("layout"), f"{chain.page_size} tokens a page")))
-        model = chain.document["model"]["id"]
-        lines += ["", f"identity {chain.digest.hex()[:12]}: {model}, pool {chain.pool} ({kind})"]
+        facts = [shown_text(pool[name]) for name in ("dtype", "layout") if pool.get(name)]
+        kind = ", ".join([*facts, f"{chain.page_size} tokens a page"])
+        model = shown_text(chain.document["model"]["id"])
+        lines += ["", f"identity {chain.digest.hex()[:12]}: {model}, pool {shown_text(chain.pool)} ({kind})"]
         tiers: dict[str, list[Found]] = {}
         for place in itertools.chain.from_iterable(chain.found.values()):
             tiers.setdefault(place.tier, []).append(place)
@@ -107,6 +109,10 @@ def _lines(explanation: Explanation, threshold: int) -> list[str]:
     lines += [f"not asked: {name}: {reason}" for name, reason in explanation.unread.items()]
     if explanation.tokens < threshold:
         lines.append(f"SGLang asks storage for {threshold} tokens or more (prefetch_threshold): this is shorter")
+    lines.append(
+        f"SGLang stores and restores them only where its host memory holds all {explanation.tokens} tokens "
+        "(--hicache-ratio, --hicache-size; through the linker: linker.staging); its log at the start says how many fit"
+    )
     return lines if lines[-1] else lines[:-1]
 
 
@@ -166,14 +172,6 @@ def _document(explanation: Explanation) -> dict[str, Any]:
 
 def configure_warm(parser: argparse.ArgumentParser) -> None:
     _add_arguments(parser, "prefill")
-    parser.add_argument(
-        "--identity",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="an identity document of another node (PATH/identities/*.json of its file tier), or a directory of them, "
-        "where no tier of this node knows any; may be repeated",
-    )
     parser.add_argument("--to", metavar="TIER", help="the tier to warm (default: promote_to)")
     describe(
         parser,
@@ -194,7 +192,6 @@ def _warm(arguments: argparse.Namespace) -> int:
             prompts,
             to=arguments.to,
             model=arguments.served_name,
-            identities=read_identities(arguments.identity, "--identity"),
             seed=seed_of(arguments),
             progress=bar.show,
         )
@@ -293,7 +290,7 @@ def _unpin(arguments: argparse.Namespace) -> int:
     directories = _directories(arguments.target)
     removed = [directory for directory in directories if remove_pin(directory, arguments.name)]
     if not removed:
-        known = sorted({pin.name for directory in directories for pin in read_pins(directory)})
+        known = sorted({shown_text(pin.name) for directory in directories for pin in read_pins(directory)})
         print(f"no pin is named {arguments.name!r}; pins here: {', '.join(known) or 'none'}", file=sys.stderr)
         return 1
     document = {"name": arguments.name, "directories": [str(directory) for directory in removed]}

@@ -32,8 +32,8 @@ from hicache_ext.cli.output import describe, fitted, show
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import ConfigError, ServerError
 from hicache_ext.packages import need
+from hicache_ext.runtime.commands import terminated_in_order
 from hicache_ext.runtime.shown import shown_address
-from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.runtime.whole_file import json_in, write_whole
 from hicache_ext.testing.client import Generation, SglangClient
 

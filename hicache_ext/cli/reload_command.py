@@ -7,6 +7,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hicache_ext.cli.output import describe, show
 from hicache_ext.config import load_document
@@ -40,17 +41,17 @@ def _reload(arguments: argparse.Namespace) -> int:
         return 1
     # All ranks are asked before the first one changes, so that they stay equal.
     answers = [_asked(server, only_check=True) for server in chosen]
-    refused = sum(not answer.ok for answer in answers)
+    refused = sum(not answer["ok"] for answer in answers)
     if not refused and not arguments.check:
         answers = [_asked(server, only_check=False) for server in chosen]
-    willing, total = sum(answer.ok for answer in answers), len(answers)
+    willing, total = sum(answer["ok"] for answer in answers), len(answers)
     if refused:
         print(f"refused by {refused} of {total} processes; nothing was changed", file=sys.stderr)
     document = {
         "file": file,
         "check": arguments.check,
         "changed": not refused and not arguments.check,
-        "processes": [{"process": one.process, "ok": one.ok, "messages": one.messages} for one in answers],
+        "processes": answers,
     }
     done = (
         f"{total} processes would take it over" if arguments.check else f"taken over by {willing} of {total} processes"
@@ -86,17 +87,8 @@ def _is_same(file: str, other: str) -> bool:
     return file == other or os.path.realpath(file) == os.path.realpath(other)
 
 
-@dataclass(frozen=True, slots=True)
-class _Process:
-    """What one process of a server answered."""
-
-    process: str
-    """Its number."""
-    ok: bool
-    messages: list[str]
-
-
-def _asked(server: _Server, *, only_check: bool) -> _Process:
+def _asked(server: _Server, *, only_check: bool) -> dict[str, Any]:
+    """What one process answered, as ``--json`` has it."""
     process = server.process
     try:
         if server.file is None:
@@ -111,4 +103,4 @@ def _asked(server: _Server, *, only_check: bool) -> _Process:
         print(f"process {process}: {line}", file=sys.stdout if ok else sys.stderr)
     if ok and not messages and not only_check:
         print(f"process {process}: nothing to change")
-    return _Process(process, ok, messages)
+    return {"process": process, "ok": ok, "messages": messages}

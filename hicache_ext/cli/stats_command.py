@@ -24,8 +24,8 @@ from typing import Any
 from hicache_ext.cli.output import describe, fitted, rough_span, show
 from hicache_ext.config import parse_duration, rounded_size
 from hicache_ext.errors import ConfigError, StatsError
-from hicache_ext.runtime.results import print_json
-from hicache_ext.runtime.shown import shown_address
+from hicache_ext.runtime.commands import print_json
+from hicache_ext.runtime.shown import shown_address, shown_text
 from hicache_ext.storage.serving.metrics_export import CALL_SECONDS, PREFIX
 
 # -- figures -----------------------------------------------------------------------------------------------------------
@@ -44,8 +44,8 @@ _SOURCES = {
 }
 """SGLang's label ``cache_source``, in words; "total": SGLang did not find out which."""
 
-CAPACITIES = {"half": "half of it", "capacity": "this one", "twice": "twice", "four_times": "four times"}
-"""Capacities of the gauges ``hit_share_at_...``, in words."""
+CAPACITIES = {"half": 0.5, "capacity": 1.0, "twice": 2.0, "four_times": 4.0}
+"""Capacities of the gauges ``hit_share_at_...``, as multiples of the tier's own."""
 
 _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\d+)?")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
@@ -89,7 +89,7 @@ def read_samples(text: str) -> Samples:
         if match is not None:
             name, labels, value = match.groups()
             found = tuple(
-                (key, re.sub(r"\\.", lambda piece: _ESCAPES.get(piece[0], piece[0]), text))
+                (key, shown_text(re.sub(r"\\.", lambda piece: _ESCAPES.get(piece[0], piece[0]), text)))
                 for key, text in _LABEL.findall(labels or "")
             )
             values[name, found] = float(value)
@@ -340,11 +340,6 @@ def table(before: Samples | None, now: Samples) -> list[str]:
         if told:
             reasons.append(f"{tier['tier']}: {', '.join(told)}")
     admission = [_told_admission(tier, seconds, unit) for tier in found["tiers"] if tier["admission"]]
-    curves = [
-        f"{tier['tier']}: " + ", ".join(f"{100 * share:.1f} % at {CAPACITIES[at]}" for at, share in shares.items())
-        for tier in found["tiers"]
-        if (shares := tier["hit_share_at"])
-    ]
     beside = [_told_beside(name, counted, seconds, unit) for name, counted in found["beside"].items()]
     return [
         _prompt_tokens(found["prompt_tokens"], since_start=before is None),
@@ -353,7 +348,6 @@ def table(before: Samples | None, now: Samples) -> list[str]:
         *fitted(rows, str.rjust),
         *(["", "not hit because:", *reasons] if reasons else []),
         *(["", "stored of what was offered:", *admission] if admission else []),
-        *(["", "hits by capacity:", *curves] if curves else []),
         *(["", "beside the tiers:", *beside] if beside else []),
     ]
 
@@ -444,7 +438,6 @@ def _seconds(value: float) -> str:
 
 _WIDTH = 50
 """Characters of a bar for all uses."""
-_TIMES = {"half": 0.5, "capacity": 1.0, "twice": 2.0, "four_times": 4.0}
 
 
 def configure_curve(parser: argparse.ArgumentParser) -> None:
@@ -470,7 +463,7 @@ def _curves(arguments: argparse.Namespace) -> int:
         tiers.append({"tier": tier["tier"], "capacity_bytes": capacity, "hit_share_at": shares})
         lines.append(f"{tier['tier']}: share of page uses served, by capacity")
         for at, share in shares.items():
-            times = _TIMES[at]
+            times = CAPACITIES[at]
             size = f"{times:g} times" if capacity is None else rounded_size(int(times * capacity))
             bar = "#" * round(_WIDTH * share)
             lines.append(f"{size:>10} {100 * share:5.1f} % |{bar:<{_WIDTH}}|{' now' if times == 1 else ''}")

@@ -192,7 +192,7 @@ def _parse_yaml(text: str, name: str) -> object:
             node = loader.get_single_node()
             if node is None:
                 return None
-            _refuse_keys_written_twice(node, name)
+            _refuse_what_yaml_misreads(node, name)
             return loader.construct_document(node)
         finally:
             loader.dispose()
@@ -211,26 +211,46 @@ def _without_words(problem: str) -> str:
     return _QUOTED_WORD.sub(lambda word: word.group() if _PUNCTUATION.fullmatch(word[1]) else "", problem)
 
 
-def _refuse_keys_written_twice(root: yaml.Node, name: str) -> None:
-    waiting, seen = [root], set[int]()
+def _refuse_what_yaml_misreads(root: yaml.Node, name: str) -> None:
+    """Raise ConfigError for keys that are written twice in one mapping, of which YAML takes the last, and for numbers
+    that YAML 1.1 reads in octal or base 60: ``ttl: 010`` would be 8 seconds, ``ttl: 1:30`` 90."""
+    waiting: list[tuple[tuple[str | int, ...], yaml.Node]] = [((), root)]
+    seen = set[int]()
+    misread: list[tuple[int, ConfigError]] = []
     while waiting:
-        node = waiting.pop()
+        location, node = waiting.pop()
         if id(node) in seen:
             continue
         seen.add(id(node))
         if isinstance(node, yaml.SequenceNode):
-            waiting.extend(node.value)
+            waiting.extend(((*location, position), below) for position, below in enumerate(node.value))
         elif isinstance(node, yaml.MappingNode):
             lines: dict[str, int] = {}
             for key, value in node.value:
-                waiting.append(value)
                 if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":merge"):
+                    waiting.append((location, value))
                     continue
+                waiting.append(((*location, key.value), value))
                 line = key.start_mark.line + 1
                 if key.value in lines:
                     problem = f"the key {quoted(key.value)} in line {line} is already set in line {lines[key.value]}"
                     raise ConfigError(name, problem)
                 lines[key.value] = line
+        elif node.tag.endswith((":int", ":float")) and (base := _base_of(node.value)):
+            # The number is not shown: it may be a secret.
+            problem = f"YAML reads this number in {base}"
+            misread.append((node.start_mark.index, ConfigError(key_path(location), problem, _NUMBER_ALLOWED)))
+    if misread:
+        raise config_error([error for _, error in sorted(misread, key=lambda found: found[0])])
+
+
+_NUMBER_ALLOWED = "a decimal number without a leading 0, one with a unit such as 90s, or text in quotes"
+_OCTAL = re.compile(r"[-+]?0[0-7_]+")
+
+
+def _base_of(number: str) -> str:
+    """The base in which YAML 1.1 reads a number that looks decimal; empty where it is decimal, or says its base."""
+    return "base 60" if ":" in number else "octal" if _OCTAL.fullmatch(number) else ""
 
 
 _PARSERS: dict[str, Callable[[str, str], object]] = {

@@ -17,7 +17,6 @@ from hicache_ext.config.schema import (
     allowed_for,
     as_pydantic_error,
     checked,
-    one_of,
     true_or_false,
 )
 from hicache_ext.config.sections import (
@@ -53,9 +52,6 @@ _TIER_NAME_ALLOWED = "a lower-case letter, then lower-case letters, digits, '_' 
 _NAMES_ALLOWED = "a list of tier names"
 _INTERFACE_ALLOWED = "1 or true"
 _INTERFACE_REASON = "without it SGLang never uses the zero-copy calls that this backend serves"
-_TOKENS_ALLOWED = "a whole number of tokens"
-_SECONDS_ALLOWED = "a number of seconds"
-_TP_LCM_ALLOWED = "a positive whole number"
 _DTYPE = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
 _DTYPE_ALLOWED = "a logical dtype such as bfloat16 or fp8_e4m3"
 _SHORT_DTYPES = {
@@ -83,13 +79,8 @@ PROMOTE_NOTHING = "off"
 
 
 def _promote_to(value: object) -> str:
-    # YAML 1.1 reads the bare word off as false. An empty value has always meant no promotion.
-    return PROMOTE_NOTHING if value is None or value is False else _text(value)
-
-
-def _fingerprint(value: object) -> str:
-    # YAML 1.1 reads the bare word off as false; whoever wrote it meant the word.
-    return "off" if value is False else _text(value)
+    # An empty value has always meant no promotion.
+    return PROMOTE_NOTHING if value is None else _text(value)
 
 
 def _weights_epoch(value: object) -> str:
@@ -118,7 +109,7 @@ def _interface_v1(value: object) -> int:
 
 
 def _tp_lcm_size(value: object) -> int | None:
-    return None if value is None else whole_number(1, NO_LIMIT, _TP_LCM_ALLOWED)(value)
+    return None if value is None else whole_number(1, NO_LIMIT)(value)
 
 
 def _check_tier_name(name: str) -> str:
@@ -132,29 +123,18 @@ def _check_tier_name(name: str) -> str:
 class ModelConfig(ConfigModel):
     """Which weights computed the KV, where SGLang does not say it itself."""
 
-    id: Annotated[
-        str | None,
-        Field(description="the model's name; None is the name under which SGLang serves it"),
-        Allowed("text"),
-        checked(_optional_text),
-    ] = None
-    revision: Annotated[
-        str | None, Field(description="of the weights, e.g. a commit"), Allowed("text"), checked(_optional_text)
-    ] = None
+    id: Annotated[str | None, Allowed("text", _optional_text)] = None
+    """the model's name; None is the name under which SGLang serves it"""
+    revision: Annotated[str | None, Allowed("text", _optional_text)] = None
+    """of the weights, e.g. a commit"""
     fingerprint: Annotated[
-        str,
-        Field(description="auto: a digest of the weight files; off: none; any other text is used as it is"),
-        Allowed("auto, off, or text used as it is"),
-        checked(_fingerprint),
-        WithJsonSchema({"anyOf": [{"type": "string"}, {"const": False}]}),
+        str, Allowed("auto, off, or text used as it is", _text, {"anyOf": [{"type": "string"}, {"const": False}]})
     ] = "auto"
+    """auto: a digest of the weight files; off: none; any other text is used as it is"""
     weights_epoch: Annotated[
-        str,
-        Field(description="change it when the weights change under the same name"),
-        Allowed("text or a whole number"),
-        checked(_weights_epoch),
-        WithJsonSchema({"type": ["string", "integer"]}),
+        str, Allowed("text or a whole number", _weights_epoch, {"type": ["string", "integer"]})
     ] = "0"
+    """change it when the weights change under the same name"""
 
 
 def _names(value: object) -> tuple[str, ...]:
@@ -169,14 +149,14 @@ def _names(value: object) -> tuple[str, ...]:
 _Locations = Annotated[
     tuple[str, ...], Allowed(_NAMES_ALLOWED), WithJsonSchema({"type": "array", "items": {"type": "string"}})
 ]
-_Policies = Annotated[dict[str, StorePolicy], Allowed(POLICIES_ALLOWED), checked(parse_policies)]
+_Policies = Annotated[dict[str, StorePolicy], Allowed(POLICIES_ALLOWED, parse_policies)]
 _PromoteTo = Annotated[
     str | None,
-    Allowed("the name of a tier, or off"),
-    checked(_promote_to),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"const": False}, {"type": "null"}]}),
+    Allowed(
+        "the name of a tier, or off", _promote_to, {"anyOf": [{"type": "string"}, {"const": False}, {"type": "null"}]}
+    ),
 ]
-_Seconds = Annotated[float | None, Allowed(_SECONDS_ALLOWED), checked(number(0, LONGEST_DURATION, _SECONDS_ALLOWED))]
+_Seconds = Annotated[float | None, Allowed("a number of seconds", number(0, LONGEST_DURATION))]
 
 
 class RoleConfig(ConfigModel):
@@ -194,79 +174,52 @@ class RoleConfig(ConfigModel):
 class HicacheExtConfig(ConfigModel):
     """Everything under ``hicache_ext:``, checked, with names, sizes and templates resolved."""
 
-    role: Annotated[
-        Role, Field(description="what this server does in a disaggregated pair; auto: as SGLang was launched")
-    ] = "auto"
+    role: Role = "auto"
+    """what this server does in a disaggregated pair; auto: as SGLang was launched"""
     tiers: Annotated[
         dict[Annotated[str, AfterValidator(_check_tier_name)], AnyTier],
-        Field(description="name -> tier"),
         Allowed("a mapping of names to tiers, such as nvme: {type: file, path: /mnt/nvme0/hicache, capacity: 512GiB}"),
     ]
-    retrieve_locations: Annotated[
-        _Locations,
-        Field(
-            description="tiers in the order in which they are read; left out: all, as written", default_factory=tuple
-        ),
-    ]
-    store_locations: Annotated[
-        _Locations, Field(description="tiers that a write goes to; left out: all", default_factory=tuple)
-    ]
-    store_policies: Annotated[
-        _Policies,
-        Field(
-            description="sync: a write waits for the tier and counts; async: it goes there in the background; left out:"
-            " async for shared tiers behind a private one, except on decode nodes",
-            default_factory=dict,
-        ),
-    ]
-    promote_to: Annotated[
-        _PromoteTo,
-        Field(
-            description="the tier to which pages found further out are written back, or off; left out: the nearest"
-            " private one that is read and written"
-        ),
-    ] = None
+    """name -> tier"""
+    retrieve_locations: Annotated[_Locations, Field(default_factory=tuple)]
+    """tiers in the order in which they are read; left out: all, as written"""
+    store_locations: Annotated[_Locations, Field(default_factory=tuple)]
+    """tiers that a write goes to; left out: all"""
+    store_policies: Annotated[_Policies, Field(default_factory=dict)]
+    """sync: a write waits for the tier and counts; async: it goes there in the background; left out: async for shared
+    tiers behind a private one, except on decode nodes"""
+    promote_to: _PromoteTo = None
+    """the tier to which pages found further out are written back, or off; left out: the nearest private one that is
+    read and written"""
     model: ModelConfig = ModelConfig()
-    pd: Annotated[PdConfig, Field(description="prefill/decode disaggregation")] = PdConfig()
-    kv_dtype: Annotated[
-        str | None,
-        Field(description="the logical dtype of the KV cache, where SGLang's is not the right one"),
-        Allowed(_DTYPE_ALLOWED),
-        checked(_dtype),
-    ] = None
-    watch_config: Annotated[
-        bool, Field(description="true: take over changes of the configuration file as they are written")
-    ] = False
+    pd: PdConfig = PdConfig()
+    """prefill/decode disaggregation"""
+    kv_dtype: Annotated[str | None, Allowed(_DTYPE_ALLOWED, _dtype)] = None
+    """the logical dtype of the KV cache, where SGLang's is not the right one"""
+    watch_config: bool = False
+    """true: take over changes of the configuration file as they are written"""
     kernels: KernelsConfig = KernelsConfig()
     prefetch: PrefetchConfig = PrefetchConfig()
     background: BackgroundConfig = BackgroundConfig()
-    linker: Annotated[LinkerConfig, Field(description="SGLang's external linker, in place of its host cache")] = (
-        LinkerConfig()
+    linker: LinkerConfig = LinkerConfig()
+    """SGLang's external linker, in place of its host cache"""
+    events: Annotated[EventsConfig | None, Allowed("a mapping with endpoint, replay_endpoint, topic or interval")] = (
+        None
     )
-    events: Annotated[
-        EventsConfig | None,
-        Field(description="tell KV-aware routers which pages come and go in the tiers; left out: off"),
-        Allowed("a mapping with endpoint, replay_endpoint, topic or interval"),
-    ] = None
-    tracing: Annotated[
-        TracingConfig | None,
-        Field(description="a span of OpenTelemetry for each call of a tier; left out: none"),
-        Allowed("a mapping with endpoint, such as {endpoint: sglang}"),
-    ] = None
+    """tell KV-aware routers which pages come and go in the tiers; left out: off"""
+    tracing: Annotated[TracingConfig | None, Allowed("a mapping with endpoint, such as {endpoint: sglang}")] = None
+    """a span of OpenTelemetry for each call of a tier; left out: none"""
     record: Annotated[
-        RecordConfig | None,
-        Field(description="write what requests ask for to files, without tokens and text; left out: off"),
-        Allowed("a mapping with path, such as {path: /var/lib/hicache-recordings, size: 256MiB}"),
+        RecordConfig | None, Allowed("a mapping with path, such as {path: /var/lib/hicache-recordings, size: 256MiB}")
     ] = None
+    """write what requests ask for to files, without tokens and text; left out: off"""
     roles: Annotated[
         dict[ServerRole, RoleConfig],
-        Field(
-            description="what is different on the servers of one role, so that all of them share a file",
-            default_factory=dict,
-        ),
+        Field(default_factory=dict),
         Allowed("a mapping of prefill, decode or both to settings, such as {decode: {retrieve_locations: []}}"),
     ]
-    """Last: its check needs all that stands before it."""
+    """what is different on the servers of one role, so that all of them share a file"""
+    # Last: its check needs all that stands before it.
 
     @classmethod
     def misplaced_key(cls, key: str) -> str | None:
@@ -476,23 +429,15 @@ class ExtraConfig(ConfigModel):
     backend_name: Literal["hicache_ext"]
     module_path: Literal["hicache_ext.storage.backend"]
     class_name: Literal["HiCacheExtBackend"]
-    interface_v1: Annotated[
-        int, Allowed(_INTERFACE_ALLOWED), checked(_interface_v1), WithJsonSchema({"enum": [1, True]})
-    ]
+    interface_v1: Annotated[int, Allowed(_INTERFACE_ALLOWED, _interface_v1, {"enum": [1, True]})]
     hicache_ext: HicacheExtConfig
-    prefetch_threshold: Annotated[
-        int | None, Allowed(_TOKENS_ALLOWED), checked(whole_number(0, NO_LIMIT, _TOKENS_ALLOWED))
-    ] = None
+    prefetch_threshold: Annotated[int | None, Allowed("a whole number of tokens", whole_number(0, NO_LIMIT))] = None
     prefetch_timeout_base: _Seconds = None
     prefetch_timeout_per_ki_token: _Seconds = None
-    hicache_storage_pass_prefix_keys: Annotated[bool | None, Allowed("true or false"), checked(true_or_false)] = None
-    tp_lcm_size: Annotated[int | None, Allowed(_TP_LCM_ALLOWED), checked(_tp_lcm_size)] = None
-    allocator: Annotated[
-        Literal["shm"] | None,
-        Field(description="page-aligned host memory; SGLang honours it only in inline JSON, and on decode nodes"),
-        Allowed("shm"),
-        one_of("shm"),
-    ] = None
+    hicache_storage_pass_prefix_keys: Annotated[bool | None, Allowed("true or false", true_or_false)] = None
+    tp_lcm_size: Annotated[int | None, Allowed("a positive whole number", _tp_lcm_size)] = None
+    allocator: Literal["shm"] | None = None
+    """page-aligned host memory; SGLang honours it only in inline JSON, and on decode nodes"""
 
     @classmethod
     def misplaced_key(cls, key: str) -> str | None:

@@ -6,6 +6,7 @@ models add up and every wrong place of a file is reported at once. No error carr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin
@@ -14,41 +15,62 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     ModelWrapValidatorHandler,
     ValidationError,
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError, core_schema
 
 from hicache_ext.config.problems import config_error, did_you_mean, key_path, kind_of, listed, refuse, shown
 from hicache_ext.errors import ConfigError
 
 _OUR_ERROR = "hicache_ext"
 
-DURATION_SCHEMA = WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]})
+DURATION = {"anyOf": [{"type": "number"}, {"type": "string"}]}
+DURATION_SCHEMA = WithJsonSchema(DURATION)
+SIZE = {"type": ["integer", "string"]}
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What a field takes, in the words that end its error sentences.
+    """What a field takes: in the words that end its error sentences; ``parse`` makes the value of what was written, as
+    for ``checked``; ``schema`` is of what may be written, for editors.
 
     A field of type bool, ``Literal`` or a ``ConfigModel`` needs none: its type says it.
     """
 
     text: str
+    parse: Callable[[object], object] | None = None
+    schema: Mapping[str, Any] | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        if self.parse is None:
+            return handler(source)
+        return core_schema.no_info_before_validator_function(_for_pydantic(self.parse, self.text), handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return handler(schema) if self.schema is None else dict(self.schema)
 
 
 def checked(parser: Callable[[object], object]) -> BeforeValidator:
     """A field's parser: raises ``ConfigError`` whose ``key`` is only the part below the field (``""`` or ``"[1]"``)."""
+    return BeforeValidator(_for_pydantic(parser))
 
+
+def _for_pydantic(parser: Callable[[object], object], allowed: str = "") -> Callable[[object], object]:
     def parse(value: object) -> object:
         try:
             return parser(value)
         except ConfigError as error:
-            raise as_pydantic_error(error) from None
+            said = allowed if error.allowed == "" else error.allowed
+            raise as_pydantic_error(ConfigError(error.key, error.problem, said)) from None
 
-    return BeforeValidator(parse)
+    return parse
 
 
 def one_of(*choices: str) -> BeforeValidator:
@@ -78,7 +100,9 @@ class ConfigModel(BaseModel):
     decides instead; ``misplaced_key`` says where a key belongs that is known elsewhere.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, hide_input_in_errors=True, use_attribute_docstrings=True
+    )
 
     required_because: ClassVar[Mapping[str, str]] = {}
     removed: ClassVar[Mapping[str, str]] = {}
@@ -92,13 +116,29 @@ class ConfigModel(BaseModel):
     @classmethod
     def _translate_errors(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         try:
-            return handler(values)
+            return handler(_with_words(cls, values))
         except ValidationError as error:
             lines: list[InitErrorDetails] = [
                 {"type": _translated(cls, details), "loc": details["loc"], "input": None}
                 for details in error.errors(include_url=False)
             ]
             raise ValidationError.from_exception_data(cls.__name__, lines, hide_input=True) from None
+
+
+OFF = "off"
+
+
+def _with_words(model: type[ConfigModel], values: Any) -> Any:
+    """``values`` as they were meant: YAML 1.1 reads the bare word off as false, also where it is a word of ours."""
+    if not isinstance(values, Mapping) or all(value is not False for value in values.values()):
+        return values
+    return {
+        key: OFF if value is False and key in model.model_fields and _OFF.search(allowed_for(model, key)) else value
+        for key, value in values.items()
+    }
+
+
+_OFF = re.compile(r"\boff\b")
 
 
 def as_pydantic_error(error: ConfigError) -> PydanticCustomError:
@@ -163,6 +203,7 @@ def _removed(model: type[ConfigModel]) -> dict[str, str]:
 
 
 def _words(model: type[BaseModel], field: str) -> tuple[str, ...]:
-    """The words that a field of type ``Literal`` takes; no other field has any."""
+    """The words that a field of type ``Literal`` takes, also where it may be None; no other field has any."""
     kind = model.model_fields[field].annotation
-    return get_args(kind) if get_origin(kind) is Literal else ()
+    literals = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
+    return tuple(word for literal in literals for word in get_args(literal))

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, WithJsonSchema, model_validator
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import core_schema
 
 from hicache_ext.config.problems import did_you_mean, kind_of, listed, quoted
-from hicache_ext.config.schema import Allowed, ConfigModel, as_pydantic_error, checked
+from hicache_ext.config.schema import Allowed, ConfigModel, as_pydantic_error
 from hicache_ext.config.values import expand_templates, is_environment_name
 from hicache_ext.errors import ConfigError, MissingPackageError
 from hicache_ext.packages import need
@@ -243,18 +243,13 @@ class SealConfig(ConfigModel):
 
     required_because: ClassVar[Mapping[str, str]] = {"mode": "a seal needs a mode", "keys": "a seal needs a key"}
 
-    mode: Annotated[
-        Literal["authenticate", "encrypt"],
-        Field(description="authenticate: nobody without a key makes a page; encrypt: nor reads one, nor its name"),
-        Allowed(listed(MODES)),
-        checked(_mode),
-    ]
+    mode: Annotated[Literal["authenticate", "encrypt"], Allowed(listed(MODES), _mode)]
+    """authenticate: nobody without a key makes a page; encrypt: nor reads one, nor its name"""
     keys: Annotated[
         tuple[SealKeyReference, ...],
-        Field(description="keys, by reference; pages of each are read"),
-        Allowed(_KEYS_ALLOWED),
-        checked(_keys),
-        WithJsonSchema(
+        Allowed(
+            _KEYS_ALLOWED,
+            _keys,
             {
                 "type": "array",
                 "minItems": 1,
@@ -264,15 +259,12 @@ class SealConfig(ConfigModel):
                     "required": ["id"],
                     "additionalProperties": False,
                 },
-            }
+            },
         ),
     ]
-    write_with: Annotated[
-        str | None,
-        Field(description="the id of the key of new pages; left out: the only one"),
-        Allowed(_WRITE_WITH_ALLOWED),
-        checked(_write_with),
-    ] = None
+    """keys, by reference; pages of each are read"""
+    write_with: Annotated[str | None, Allowed(_WRITE_WITH_ALLOWED, _write_with)] = None
+    """the id of the key of new pages; left out: the only one"""
 
     @model_validator(mode="before")
     @classmethod

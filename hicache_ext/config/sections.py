@@ -6,33 +6,24 @@ import os
 import re
 import urllib.parse
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError, WithJsonSchema, model_validator
+from pydantic import ValidationError, model_validator
 
 from hicache_ext.config.problems import did_you_mean, refuse, shown
-from hicache_ext.config.schema import DURATION_SCHEMA, Allowed, ConfigModel, as_config_error, as_pydantic_error, checked
+from hicache_ext.config.schema import SIZE, Allowed, ConfigModel, as_config_error, as_pydantic_error
 from hicache_ext.config.values import NO_LIMIT, absolute_path, duration, size, whole_number
 from hicache_ext.errors import ConfigError
 
 StorePolicy = Literal["sync", "async"]
 
-_BUFFER_ALLOWED = "a size such as 256MiB, at least 1MiB, or 0 for none"
 POLICIES_ALLOWED = "a mapping of tier names to sync or async, such as {pool: async}"
-_DURATION_ALLOWED = "a duration from 10ms to 1h, such as 5s"
 
 _BufferSize = Annotated[
-    int,
-    Allowed(_BUFFER_ALLOWED),
-    checked(size(1 << 20, NO_LIMIT, _BUFFER_ALLOWED, or_none=True)),
-    WithJsonSchema({"type": ["integer", "string"]}),
+    int, Allowed("a size such as 256MiB, at least 1MiB, or 0 for none", size(1 << 20, NO_LIMIT, or_none=True), SIZE)
 ]
 _Duration = Annotated[
-    float,
-    Allowed(_DURATION_ALLOWED),
-    checked(duration(0.01, 3600, _DURATION_ALLOWED)),
-    WithJsonSchema({"type": ["number", "string"]}),
+    float, Allowed("a duration from 10ms to 1h, such as 5s", duration(0.01, 3600), {"type": ["number", "string"]})
 ]
 
 
@@ -57,27 +48,19 @@ class PrefetchConfig(ConfigModel):
         "streams": "four calls on each outer tier go on simultaneously",
     }
 
-    buffer: Annotated[
-        _BufferSize,
-        Field(description="bytes of host memory that fetched pages may take until they are read; 0: no prefetch"),
-    ] = 256 * 1024 * 1024
+    buffer: _BufferSize = 256 * 1024 * 1024
+    """bytes of host memory that fetched pages may take until they are read; 0: no prefetch"""
 
 
 class BackgroundConfig(ConfigModel):
     """Writes that no request waits for; per rank."""
 
-    store_buffer: Annotated[
-        _BufferSize,
-        Field(
-            description="bytes waiting for each tier with the policy async; what does not fit is dropped and counted"
-        ),
-    ] = 256 * 1024 * 1024
-    promotion_buffer: Annotated[
-        _BufferSize, Field(description="bytes waiting to be promoted; what does not fit is dropped and counted")
-    ] = 128 * 1024 * 1024
-    drain: Annotated[
-        _Duration, Field(description="how long the server waits at its end for what is still to be written")
-    ] = 5.0
+    removed: ClassVar[Mapping[str, str]] = {"promotion_buffer": "128MiB may wait to be promoted"}
+
+    store_buffer: _BufferSize = 256 * 1024 * 1024
+    """bytes waiting for each tier with the policy async; what does not fit is dropped and counted"""
+    drain: _Duration = 5.0
+    """how long the server waits at its end for what is still to be written"""
 
 
 EngineName = Literal["auto", "sglang", "reference", "batched_dma", "triton"]
@@ -85,70 +68,44 @@ EngineName = Literal["auto", "sglang", "reference", "batched_dma", "triton"]
 _PATH_ALLOWED = "an absolute path"
 
 
-def _calibration(value: object) -> Path | None:
-    return None if value is None else Path(absolute_path(_PATH_ALLOWED)(value))
-
-
 class KernelsConfig(ConfigModel):
     """``auto`` follows the calibration; any other engine serves whatever it can, SGLang's own path the rest."""
 
     removed: ClassVar[Mapping[str, str]] = {
-        "triton_programs": "the Triton engine copies with four programs, each on a multiprocessor"
+        "triton_programs": "the Triton engine copies with four programs, each on a multiprocessor",
+        "calibration": "it lies where hicache-ext bench kernels --calibrate writes it, below XDG_CACHE_HOME",
     }
 
-    engine: Annotated[
-        EngineName,
-        Field(description="what moves bytes between the GPU and host memory; auto: what the calibration found fastest"),
-    ] = "auto"
-    calibration: Annotated[
-        Path | None,
-        Field(description="what hicache-ext bench kernels --calibrate wrote; left out: where it writes by itself"),
-        Allowed(_PATH_ALLOWED),
-        checked(_calibration),
-        WithJsonSchema({"type": "string"}),
-    ] = None
+    engine: EngineName = "auto"
+    """what moves bytes between the GPU and host memory; auto: what the calibration found fastest"""
 
     def with_environment(self, environment: Mapping[str, str] = os.environ) -> KernelsConfig:
-        """This section, overridden by the environment. Raises ``ConfigError`` naming the variable."""
-        found = self
-        for variable, field in _VARIABLES.items():
-            if text := environment.get(variable):
-                try:
-                    read = KernelsConfig.model_validate({field: text})
-                except ValidationError as error:
-                    wrong = as_config_error(error)
-                    raise ConfigError(variable, wrong.problem, wrong.allowed) from None
-                found = found.model_copy(update={field: getattr(read, field)})
-        return found
+        """This section, with the engine that ``HICACHE_EXT_KERNEL_ENGINE`` names. Raises ``ConfigError`` naming it."""
+        if not (engine := environment.get(_ENGINE_VARIABLE)):
+            return self
+        try:
+            return self.model_copy(update={"engine": KernelsConfig.model_validate({"engine": engine}).engine})
+        except ValidationError as error:
+            wrong = as_config_error(error)
+            raise ConfigError(_ENGINE_VARIABLE, wrong.problem, wrong.allowed) from None
 
 
-_VARIABLES = {
-    "HICACHE_EXT_KERNEL_ENGINE": "engine",
-    "HICACHE_EXT_KERNEL_CALIBRATION": "calibration",
-}
-
-
-_STAGING_ALLOWED = "a size such as 2GiB, at least 1MiB"
+_ENGINE_VARIABLE = "HICACHE_EXT_KERNEL_ENGINE"
 
 
 class LinkerConfig(ConfigModel):
     """``linker``: only where SGLang moves pages through its external linker, without a host cache; per rank."""
 
-    staging: Annotated[
-        int,
-        Field(description="bytes of page-locked host memory through which pages pass, half of it for each direction"),
-        Allowed(_STAGING_ALLOWED),
-        checked(size(1 << 20, NO_LIMIT, _STAGING_ALLOWED)),
-        WithJsonSchema({"type": ["integer", "string"]}),
-    ] = 2 * 1024 * 1024 * 1024
-    load_timeout: Annotated[
-        _Duration, Field(description="how long a request waits for its stored pages; then it is computed")
-    ] = 5.0
+    staging: Annotated[int, Allowed("a size such as 2GiB, at least 1MiB", size(1 << 20, NO_LIMIT), SIZE)] = (
+        2 * 1024 * 1024 * 1024
+    )
+    """bytes of page-locked host memory through which pages pass, half of it for each direction"""
+    load_timeout: _Duration = 5.0
+    """how long a request waits for its stored pages; then it is computed"""
 
 
 ENDPOINT_ALLOWED = "tcp://ADDRESS:PORT with an address of this machine, or * for all of them, such as tcp://*:5657"
 _ENDPOINT = re.compile(r"tcp://(?:\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})", re.ASCII)
-_INTERVAL_ALLOWED = "a duration from 50ms to 1h, such as 1s"
 _TOPIC_ALLOWED = "text without line breaks"
 
 
@@ -165,7 +122,7 @@ def _topic(value: object) -> str:
     return value
 
 
-_Endpoint = Annotated[str, Allowed(ENDPOINT_ALLOWED), checked(_endpoint)]
+_Endpoint = Annotated[str, Allowed(ENDPOINT_ALLOWED, _endpoint)]
 
 
 class EventsConfig(ConfigModel):
@@ -175,21 +132,16 @@ class EventsConfig(ConfigModel):
         "endpoint": "required: where routers subscribe",
         "replay_endpoint": "required: a router that missed an event could never be right again without it",
     }
+    removed: ClassVar[Mapping[str, str]] = {
+        "interval": "the tiers are looked at every second, and less often where a look takes long"
+    }
 
-    endpoint: Annotated[_Endpoint, Field(description="where routers subscribe; each DP replica takes the next port")]
-    replay_endpoint: Annotated[
-        _Endpoint, Field(description="where routers ask for what they missed; each DP replica takes the next port")
-    ]
-    topic: Annotated[
-        str, Field(description="the first frame of every message"), Allowed(_TOPIC_ALLOWED), checked(_topic)
-    ] = ""
-    interval: Annotated[
-        float,
-        Field(description="how often the tiers are looked at; rarer by itself where a look takes long"),
-        Allowed(_INTERVAL_ALLOWED),
-        checked(duration(0.05, 3600, _INTERVAL_ALLOWED)),
-        DURATION_SCHEMA,
-    ] = 1.0
+    endpoint: _Endpoint
+    """where routers subscribe; each DP replica takes the next port"""
+    replay_endpoint: _Endpoint
+    """where routers ask for what they missed; each DP replica takes the next port"""
+    topic: Annotated[str, Allowed(_TOPIC_ALLOWED, _topic)] = ""
+    """the first frame of every message"""
 
     @model_validator(mode="after")
     def _two_ports(self) -> Self:
@@ -232,22 +184,12 @@ class TracingConfig(ConfigModel):
 
     required_because: ClassVar[Mapping[str, str]] = {"endpoint": "required: where spans go"}
 
-    endpoint: Annotated[
-        str,
-        Field(description="where spans go: the collector of SGLang's --enable-trace, or one of your own"),
-        Allowed(COLLECTOR_ALLOWED),
-        checked(_collector),
-    ]
+    endpoint: Annotated[str, Allowed(COLLECTOR_ALLOWED, _collector)]
+    """where spans go: the collector of SGLang's --enable-trace, or one of your own"""
 
 
-_RECORDINGS_ALLOWED = "a size of 1MiB or more, such as 256MiB"
 # Not in the class: its field has the name of the parser.
-_RecordingsSize = Annotated[
-    int,
-    Allowed(_RECORDINGS_ALLOWED),
-    checked(size(1 << 20, NO_LIMIT, _RECORDINGS_ALLOWED)),
-    WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string"}]}),
-]
+_RecordingsSize = Annotated[int, Allowed("a size of 1MiB or more, such as 256MiB", size(1 << 20, NO_LIMIT), SIZE)]
 
 
 class RecordConfig(ConfigModel):
@@ -255,24 +197,16 @@ class RecordConfig(ConfigModel):
 
     required_because: ClassVar[Mapping[str, str]] = {"path": "required: the directory that recordings go to"}
 
-    path: Annotated[
-        str,
-        Field(description="a directory for recordings alone; several processes may share it"),
-        Allowed(_PATH_ALLOWED),
-        checked(absolute_path(_PATH_ALLOWED)),
-    ]
-    size: Annotated[_RecordingsSize, Field(description="of all files in it together; the oldest are removed")] = (
-        256 << 20
-    )
+    path: Annotated[str, Allowed(_PATH_ALLOWED, absolute_path(_PATH_ALLOWED))]
+    """a directory for recordings alone; several processes may share it"""
+    size: _RecordingsSize = 256 << 20
+    """of all files in it together; the oldest are removed"""
 
 
 # -- pd ----------------------------------------------------------------------------------------------------------------
 
 
 PullMode = Literal["off", "fixed", "adaptive"]
-
-_TOKENS_ALLOWED = "a whole number of tokens"
-_RATE_ALLOWED = "tokens per second, such as 8000"
 
 
 def _tier_name(value: object) -> str | None:
@@ -281,15 +215,7 @@ def _tier_name(value: object) -> str | None:
     return value
 
 
-def _rate(value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-        raise refuse(value, _RATE_ALLOWED)
-    return float(value)
-
-
-_Tokens = Annotated[int, Allowed(_TOKENS_ALLOWED), checked(whole_number(0, NO_LIMIT, _TOKENS_ALLOWED))]
+_Tokens = Annotated[int, Allowed("a whole number of tokens", whole_number(0, NO_LIMIT))]
 
 
 class WriteConfig(ConfigModel):
@@ -308,10 +234,10 @@ class WriteConfig(ConfigModel):
         "speculative": "with EAGLE or MTP a decode node is refused unless pd.write.enabled is false",
     }
 
-    enabled: Annotated[bool, Field(description="false: SGLang's own decode offload, unchanged")] = True
-    min_tokens: Annotated[
-        _Tokens, Field(description="requests that generate fewer tokens than this are not written")
-    ] = 0
+    enabled: bool = True
+    """false: SGLang's own decode offload, unchanged"""
+    min_tokens: _Tokens = 0
+    """requests that generate fewer tokens than this are not written"""
 
 
 class PullConfig(ConfigModel):
@@ -320,26 +246,13 @@ class PullConfig(ConfigModel):
     removed: ClassVar[Mapping[str, str]] = {
         "hysteresis": "after a tier was too slow, a pull must be cheaper by a fifth",
         "probe_interval": "a tier that is not used is measured every 10 s",
+        "prefill_rate": "what a prefill takes is measured",
     }
 
-    mode: Annotated[
-        PullMode,
-        Field(description="off: always pull; fixed: from min_tokens on; adaptive: when measured to be cheaper"),
-    ] = "off"
-    min_tokens: Annotated[_Tokens, Field(description="shorter prefixes are computed (modes fixed and adaptive)")] = 256
-    prefill_rate: Annotated[
-        float | None,
-        Field(description="tokens per second this node computes; left out: measured"),
-        Allowed(_RATE_ALLOWED),
-        checked(_rate),
-    ] = None
-
-    @model_validator(mode="after")
-    def _a_rate_needs_the_adaptive_mode(self) -> Self:
-        if self.prefill_rate is not None and self.mode != "adaptive":
-            problem = f"only mode adaptive uses it, and the mode is {self.mode}"
-            raise as_pydantic_error(ConfigError(".prefill_rate", problem, "leave it out, or mode: adaptive"))
-        return self
+    mode: PullMode = "off"
+    """off: always pull; fixed: from min_tokens on; adaptive: when measured to be cheaper"""
+    min_tokens: _Tokens = 256
+    """shorter prefixes are computed (modes fixed and adaptive)"""
 
 
 class HintsConfig(ConfigModel):
@@ -353,18 +266,11 @@ class HintsConfig(ConfigModel):
         "lifetime": "hints older than 60 s are ignored",
     }
 
-    enabled: Annotated[
-        bool, Field(description="true: decode nodes send hints, prefill nodes follow them into promote_to")
-    ] = False
-    over: Annotated[
-        str | None,
-        Field(
-            description="the tier whose engine carries the hints, of type redis or file; left out: the last of"
-            " store_locations on a decode node, of retrieve_locations on a prefill node"
-        ),
-        Allowed("the name of a tier"),
-        checked(_tier_name),
-    ] = None
+    enabled: bool = False
+    """true: decode nodes send hints, prefill nodes follow them into promote_to"""
+    over: Annotated[str | None, Allowed("the name of a tier", _tier_name)] = None
+    """the tier whose engine carries the hints, of type redis or file; left out: the last of store_locations on a decode
+    node, of retrieve_locations on a prefill node"""
 
 
 class PdConfig(ConfigModel):

@@ -14,16 +14,15 @@ from pydantic import (
     PrivateAttr,
     SerializeAsAny,
     ValidatorFunctionWrapHandler,
-    WithJsonSchema,
     WrapValidator,
 )
 from pydantic_core.core_schema import ValidationInfo
 
 from hicache_ext import native
 from hicache_ext.config.problems import did_you_mean, kind_of, listed, quoted, refuse, shown
-from hicache_ext.config.schema import DURATION_SCHEMA, Allowed, ConfigModel, as_pydantic_error, checked, one_of
+from hicache_ext.config.schema import DURATION, Allowed, ConfigModel, as_pydantic_error
 from hicache_ext.config.secrets import SealConfig
-from hicache_ext.config.values import SIZE_ALLOWED, duration, or_auto, or_off, parse_size, whole_number
+from hicache_ext.config.values import SIZE_ALLOWED, duration, or_auto, or_word, parse_size, whole_number
 from hicache_ext.errors import ConfigError, MissingPackageError, TierTypeError
 from hicache_ext.packages import need
 from hicache_ext.page.transforms.codec import LOSSY_CODECS
@@ -79,24 +78,16 @@ def sharing_of_directories(paths: Sequence[str]) -> Sharing:
     return Sharing(decisive.shared, decisive.reason)
 
 
-CODECS = ("off", "lossless", "auto", *LOSSY_CODECS)
-ADMISSION = ("all", "learned")
-
 READ_TIMEOUT = 1.0
 """Seconds, where none are configured, for what a first token may wait for."""
 WRITE_TIMEOUT = 5.0
 """Seconds, where none are configured, for what no request waits for."""
 
-_TIMEOUT_ALLOWED = "a duration from 1ms to 1h, such as 2s"
-_REMOTE_TIMEOUT_ALLOWED = f"{_TIMEOUT_ALLOWED}, or auto"
-_OPTIONAL_TIMEOUT_ALLOWED = f"{_TIMEOUT_ALLOWED}, or off, or auto"
+_TIMEOUTS = "a duration from 1ms to 1h, such as 2s"
 
 _MOST_RETRIES = 10
 _MOST_CALLS = 1024
-_RETRIES_ALLOWED = f"0 to {_MOST_RETRIES}, or auto"
 _SWITCH_ALLOWED = "true, false, or auto"
-_CONCURRENCY_ALLOWED = f"1 to {_MOST_CALLS}, or auto"
-_BUDGET_ALLOWED = "a duration from 1ms to 1s, such as 5ms, or off, or auto"
 
 
 def _switch(value: object) -> bool:
@@ -118,37 +109,40 @@ class GuardsConfig(ConfigModel):
 
     retries: Annotated[
         int | None,
-        Field(
-            description="how often a page whose transfer failed is tried again within the timeout",
-            json_schema_extra={"default": "auto"},
+        Field(json_schema_extra={"default": "auto"}),
+        Allowed(
+            f"0 to {_MOST_RETRIES}, or auto",
+            or_auto(whole_number(0, _MOST_RETRIES)),
+            {"anyOf": [{"type": "integer", "minimum": 0, "maximum": _MOST_RETRIES}, {"const": "auto"}]},
         ),
-        Allowed(_RETRIES_ALLOWED),
-        checked(or_auto(whole_number(0, _MOST_RETRIES, _RETRIES_ALLOWED))),
-        WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0, "maximum": _MOST_RETRIES}, {"const": "auto"}]}),
     ] = None
+    """how often a page whose transfer failed is tried again within the timeout"""
     breaker: Annotated[
         bool | None,
-        Field(description="stop asking a tier that does not answer", json_schema_extra={"default": "auto"}),
-        Allowed(_SWITCH_ALLOWED),
-        checked(or_auto(_switch)),
-        WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": "auto"}]}),
+        Field(json_schema_extra={"default": "auto"}),
+        Allowed(_SWITCH_ALLOWED, or_auto(_switch), {"anyOf": [{"type": "boolean"}, {"const": "auto"}]}),
     ] = None
+    """stop asking a tier that does not answer"""
     concurrency: Annotated[
         int | None,
-        Field(description="calls at once", json_schema_extra={"default": "auto"}),
-        Allowed(_CONCURRENCY_ALLOWED),
-        checked(or_auto(whole_number(1, _MOST_CALLS, _CONCURRENCY_ALLOWED))),
-        WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": _MOST_CALLS}, {"const": "auto"}]}),
+        Field(json_schema_extra={"default": "auto"}),
+        Allowed(
+            f"1 to {_MOST_CALLS}, or auto",
+            or_auto(whole_number(1, _MOST_CALLS)),
+            {"anyOf": [{"type": "integer", "minimum": 1, "maximum": _MOST_CALLS}, {"const": "auto"}]},
+        ),
     ] = None
+    """calls at once"""
     exists_budget: Annotated[
         float | None,
-        Field(
-            description="the longest that SGLang's scheduler waits for a look-up", json_schema_extra={"default": "auto"}
+        Field(json_schema_extra={"default": "auto"}),
+        Allowed(
+            "a duration from 1ms to 1s, such as 5ms, or off, or auto",
+            or_auto(or_word("off", math.inf, duration(0.001, 1))),
+            DURATION,
         ),
-        Allowed(_BUDGET_ALLOWED),
-        checked(or_auto(or_off(math.inf, duration(0.001, 1, _BUDGET_ALLOWED)))),
-        DURATION_SCHEMA,
     ] = None
+    """the longest that SGLang's scheduler waits for a look-up"""
 
 
 class TierConfig(ConfigModel):
@@ -160,45 +154,25 @@ class TierConfig(ConfigModel):
     }
 
     type: Annotated[str, Allowed("the type of a tier")]
-    required: Annotated[bool, Field(description="false: the server starts even if this tier cannot")] = True
+    required: bool = True
+    """false: the server starts even if this tier cannot"""
     timeout: Annotated[
         float | None,
-        Field(
-            description="the longest one call may take; auto: off on local file systems, on others 1s, for writes 5s",
-            json_schema_extra={"default": "auto"},
-        ),
-        Allowed(_OPTIONAL_TIMEOUT_ALLOWED),
-        checked(or_auto(or_off(math.inf, duration(0.001, 3600, _OPTIONAL_TIMEOUT_ALLOWED)))),
-        DURATION_SCHEMA,
+        Field(json_schema_extra={"default": "auto"}),
+        Allowed(f"{_TIMEOUTS}, or off, or auto", or_auto(or_word("off", math.inf, duration(0.001, 3600))), DURATION),
     ] = None
+    """the longest one call may take; auto: off on local file systems, on others 1s, for writes 5s"""
     guards: GuardsConfig = GuardsConfig()
-    codec: Annotated[
-        Literal["off", "lossless", "auto", "int8", "fp8"],
-        Field(
-            description="lossless: pages take fewer bytes; auto: where that was measured to be faster; int8, fp8: fewer"
-            " still, and not what was computed"
-        ),
-        Allowed(listed(CODECS)),
-        one_of(*CODECS),
-    ] = "off"
-    seal: Annotated[
-        SealConfig | None,
-        Field(description="left out: who reaches the medium can read and make pages"),
-    ] = None
+    codec: Literal["off", "lossless", "auto", "int8", "fp8"] = "off"
+    """lossless: pages take fewer bytes; auto: where that was measured to be faster; int8, fp8: fewer still, and not
+    what was computed"""
+    seal: SealConfig | None = None
+    """left out: who reaches the medium can read and make pages"""
 
-    admission: Annotated[
-        Literal["all", "learned"],
-        Field(description="learned: pages that will hardly return in time are stored at their second request"),
-        Allowed(listed(ADMISSION)),
-        one_of(*ADMISSION),
-    ] = "all"
-    write_budget: Annotated[
-        float | None,
-        Field(description="what all ranks of this server together may write to the tier; left out: no limit"),
-        Allowed(BUDGET_ALLOWED),
-        checked(parse_budget),
-        WithJsonSchema({"type": "string"}),
-    ] = None
+    admission: Literal["all", "learned"] = "all"
+    """learned: pages that will hardly return in time are stored at their second request"""
+    write_budget: Annotated[float | None, Allowed(BUDGET_ALLOWED, parse_budget, {"type": "string"})] = None
+    """what all ranks of this server together may write to the tier; left out: no limit"""
     _writers: int = PrivateAttr(default=1)
 
     keeps_timeout: ClassVar[bool] = False
@@ -310,14 +284,10 @@ class RemoteTierConfig(TierConfig):
 
     timeout: Annotated[
         float | None,
-        Field(
-            description="the longest one call may take, pages not done by then are misses; auto: 1s, for writes 5s",
-            json_schema_extra={"default": "auto"},
-        ),
-        Allowed(_REMOTE_TIMEOUT_ALLOWED),
-        checked(or_auto(duration(0.001, 3600, _REMOTE_TIMEOUT_ALLOWED))),
-        DURATION_SCHEMA,
+        Field(json_schema_extra={"default": "auto"}),
+        Allowed(f"{_TIMEOUTS}, or auto", or_auto(duration(0.001, 3600)), DURATION),
     ] = None
+    """the longest one call may take, pages not done by then are misses; auto: 1s, for writes 5s"""
 
     @property
     def longest_call(self) -> float:

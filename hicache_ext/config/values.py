@@ -6,7 +6,7 @@ one. Durations are seconds.
 Below them parsers for single values within limits, for the fields of every model: numbers, sizes, durations, paths.
 
 Each function makes a parser for ``schema.checked``: it takes what the file says and returns the value, or raises
-``ConfigError`` with an empty key. ``allowed`` ends the sentence; it is the field's ``Allowed`` text.
+``ConfigError`` with an empty key. ``allowed`` ends the sentence; left out, the field's ``Allowed`` says it.
 
 Paths and addresses may have templates, so that one file can be given to every node: ``{hostname}`` is this host's name
 and ``{env:NAME}`` an environment variable; ``{{`` and ``}}`` are plain braces. What differs between the ranks or the
@@ -198,7 +198,7 @@ Word = TypeVar("Word")
 Parser = Callable[[object], Value]
 
 
-def whole_number(least: int, most: float, allowed: str) -> Parser[int]:
+def whole_number(least: int, most: float, allowed: str = "") -> Parser[int]:
     """A whole number from ``least`` to ``most`` (``math.inf`` for no limit)."""
 
     def parse(value: object) -> int:
@@ -209,7 +209,7 @@ def whole_number(least: int, most: float, allowed: str) -> Parser[int]:
     return parse
 
 
-def number(least: float, most: float, allowed: str) -> Parser[float]:
+def number(least: float, most: float, allowed: str = "") -> Parser[float]:
     """A number from ``least`` to ``most``, with or without a fraction."""
 
     def parse(value: object) -> float:
@@ -220,7 +220,7 @@ def number(least: float, most: float, allowed: str) -> Parser[float]:
     return parse
 
 
-def size(least: int, most: float, allowed: str, *, or_none: bool = False, units: str = "") -> Parser[int]:
+def size(least: int, most: float, allowed: str = "", *, or_none: bool = False, units: str = "") -> Parser[int]:
     """Bytes from ``least`` to ``most``, written as a whole number or with a unit; with ``or_none`` also 0.
 
     ``units`` takes the place of ``allowed`` where the unit is what is wrong.
@@ -242,7 +242,7 @@ def size(least: int, most: float, allowed: str, *, or_none: bool = False, units:
     return parse
 
 
-def duration(least: float, most: float, allowed: str) -> Parser[float]:
+def duration(least: float, most: float, allowed: str = "") -> Parser[float]:
     """Seconds from ``least`` to ``most``, written as a number or with a unit."""
 
     def parse(value: object) -> float:
@@ -271,12 +271,7 @@ def or_auto(parse: Parser[Value]) -> Parser[Value | None]:
     return lambda value: None if value is None or value == "auto" else parse(value)
 
 
-def or_off(off: float, parse: Parser[float]) -> Parser[float]:
-    """What ``parse`` takes, or the word ``off``, bare or quoted: YAML 1.1 reads the bare one as false."""
-    return lambda value: off if value is False or value == "off" else parse(value)
-
-
-def absolute_path(allowed: str) -> Parser[str]:
+def absolute_path(allowed: str = "") -> Parser[str]:
     """An absolute path, templates expanded. Errors show it as written: no environment variable is shown."""
 
     def parse(value: object) -> str:

@@ -19,10 +19,8 @@ from typing import Any
 
 import torch
 
-from hicache_ext.config import KernelsConfig
-from hicache_ext.errors import CalibrationError, ConfigError
+from hicache_ext.errors import CalibrationError
 from hicache_ext.kernels.engine import SGLANG, Direction, Operation
-from hicache_ext.runtime.user_cache import user_cache
 from hicache_ext.runtime.whole_file import json_in
 
 logger = logging.getLogger(__name__)
@@ -100,14 +98,15 @@ class Calibration:
 
 
 def calibration_file(gpu: str) -> Path:
-    """Where the calibration of a GPU model lies unless configured otherwise; ``gpu`` is its name in the driver.
+    """Where the calibration of a GPU model lies; ``gpu`` is its name in the driver.
 
     Raises ``CalibrationError`` for an account without a home directory."""
-    cache = user_cache()
-    if cache is None:
-        raise CalibrationError("this account has no home directory; say where the calibration is to lie")
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        raise CalibrationError("this account has no home directory; set XDG_CACHE_HOME") from None
     slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") or "unknown"
-    return cache / "kernels" / f"{slug}.json"
+    return cache / "hicache_ext" / "kernels" / f"{slug}.json"
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -125,18 +124,8 @@ def read_calibration(path: Path) -> Calibration:
         raise CalibrationError(f"{path} is not a calibration: {type(error).__name__}: {error}") from error
 
 
-def calibration_of_machine(settings: KernelsConfig) -> Calibration | None:
-    """The one that was configured, else the one in the usual place; None without any.
-
-    Raises ``ConfigError`` if one that was named cannot be read. One in the usual place that cannot be read is left
-    unused, with a warning.
-    """
-    if settings.calibration is not None:
-        try:
-            return read_calibration(settings.calibration)
-        except CalibrationError as error:
-            remedy = "a file that hicache-ext bench kernels --calibrate wrote"
-            raise ConfigError("kernels.calibration", str(error), remedy) from None
+def calibration_of_machine() -> Calibration | None:
+    """That of this machine's GPU; None without one. What cannot be read is left unused, with a warning."""
     if not torch.cuda.is_available():
         return None
     try:

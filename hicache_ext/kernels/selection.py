@@ -139,15 +139,12 @@ ENGINES: Mapping[str, Callable[[], CopyEngine]] = {
 
 
 def make_selector(settings: KernelsConfig) -> Selector:
-    """Return the selector of this machine. Raises ``ConfigError`` if a calibration that was named cannot be read.
-
-    A calibration that lies in the usual place and cannot be read is left unused, with a warning.
-    """
+    """Return the selector of this machine."""
     calibration: Calibration | None = None
-    if settings.calibration is not None or torch.cuda.is_available():
+    if torch.cuda.is_available():
         from hicache_ext.kernels.calibration import calibration_of_machine
 
-        calibration = calibration_of_machine(settings)
+        calibration = calibration_of_machine()
     return Selector(ENGINES, engine=settings.engine, calibration=calibration)
 
 

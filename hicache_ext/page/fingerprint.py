@@ -34,7 +34,7 @@ from hicache_ext.runtime.access import make_directory, open_file
 from hicache_ext.runtime.background import once_in_background
 from hicache_ext.runtime.file_lock import try_lock
 from hicache_ext.runtime.file_systems import file_system_of
-from hicache_ext.runtime.liveness import boot_id
+from hicache_ext.runtime.members import boot_id
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.runtime.vectored import read_into
 

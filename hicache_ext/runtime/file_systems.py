@@ -1,15 +1,201 @@
-"""Which file system a directory is on, whether it belongs to this machine alone, and whether it writes in place.
+"""Which file system a path is on, by the kernel's table of mounts; whether it is this machine's alone, and whether it
+writes in place.
 
-Found in the kernel's table of mounts (mounts.py): no server is asked.
+The path itself is not touched: on a dead server that would wait for that server.
 """
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hicache_ext.runtime.mounts import MOUNTINFO, NETWORK_FILE_SYSTEMS, Mount, followed, mount_of, read_mounts
+MOUNTINFO = Path("/proc/self/mountinfo")
+
+NETWORK_FILE_SYSTEMS = {
+    "9p": "9P, another machine's directory",
+    "acfs": "Oracle ACFS",
+    "afs": "AFS",
+    "beegfs": "BeeGFS",
+    "ceph": "CephFS",
+    "cifs": "SMB",
+    "gfs2": "GFS2",
+    "glusterfs": "GlusterFS",
+    "gpfs": "GPFS",
+    "lustre": "Lustre",
+    "mmfs": "GPFS",
+    "nfs": "NFS",
+    "nfs4": "NFS",
+    "ocfs2": "OCFS2",
+    "panfs": "PanFS",
+    "pvfs2": "OrangeFS",
+    "quobyte": "Quobyte",
+    "smb3": "SMB",
+    "smbfs": "SMB",
+    "vastnfs": "NFS",
+    "virtiofs": "virtiofs, another machine's directory",
+    "wekafs": "WekaFS",
+}
+"""File system types, as the kernel spells them, whose bytes come from a server or other machines; and their names for
+people. FUSE (``fuse``, ``fuseblk``, ``fuse.*``) counts too: ``Mount.is_network``."""
+
+_LOCAL_FUSE = frozenset(
+    [
+        "fuseblk",
+        "fuse.bindfs",
+        "fuse.cryfs",
+        "fuse.encfs",
+        "fuse.exfat",
+        "fuse.fuse-overlayfs",
+        "fuse.gocryptfs",
+        "fuse.lxcfs",
+        "fuse.mergerfs",
+        "fuse.ntfs",
+        "fuse.ntfs-3g",
+        "fuse.overlayfs",
+        "fuse.portal",
+        "fuse.snapfuse",
+        "fuse.squashfuse",
+        "fuse.unionfs",
+        "fuse.unionfs-fuse",
+        "fuse.zfs",
+    ]
+)
+"""FUSE file systems over a disk or directory of this machine. Others are mostly clients (3FS, JuiceFS, GlusterFS,
+s3fs, sshfs)."""
+
+_MOST_LINKS = 40
+"""The kernel's own limit."""
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of the table; ``type`` as the kernel spells it."""
+
+    point: str
+    type: str
+    source: str
+    options: dict[str, str]
+    device: str = ""
+    """Of the file system, major:minor."""
+
+    @property
+    def is_fuse(self) -> bool:
+        return self.type.startswith("fuse")
+
+    @property
+    def is_network(self) -> bool:
+        """Whether a server or a daemon stands between a read and its bytes."""
+        return self.type in NETWORK_FILE_SYSTEMS or self.is_fuse
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other machines can have the same files."""
+        return self.type in NETWORK_FILE_SYSTEMS or (self.is_fuse and self.type not in _LOCAL_FUSE)
+
+
+def read_mounts(mountinfo: Path = MOUNTINFO) -> list[Mount]:
+    """The mounts of this process; proc(5) has the format. Raises OSError."""
+    mounts: list[Mount] = []
+    for line in mountinfo.read_text(errors="surrogateescape").splitlines():
+        before, separator, after = line.partition(" - ")
+        fields, rest = before.split(" "), after.split(" ")
+        if not separator or len(fields) < 5 or not rest[0]:
+            continue
+        source, options = [*rest[1:3], "", ""][:2]
+        pairs = (option.partition("=")[::2] for option in options.split(","))
+        values = {name: _unescaped(value) for name, value in pairs}
+        mounts.append(Mount(_unescaped(fields[4]), rest[0], _unescaped(source), values, fields[2]))
+    return mounts
+
+
+def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
+    """The mount that the absolute ``path`` is or will be on; None when the table has none. Touches nothing."""
+    wanted = os.path.normpath(path).rstrip("/") + "/"
+    found: Mount | None = None
+    for mount in mounts:
+        # The later one of two mounts over one point hides the other.
+        if wanted.startswith(_directory(mount.point)) and (found is None or len(mount.point) >= len(found.point)):
+            found = mount
+    return found
+
+
+def followed(path: str, mounts: Sequence[Mount]) -> str:
+    """The absolute ``path`` with its symbolic links resolved, as far as local file systems go.
+
+    Nothing behind the first directory on the network is touched.
+    """
+    done, links = "/", 0
+    parts = path.split("/")[::-1]
+    while parts:
+        at = os.path.normpath(os.path.join(done, parts.pop()))
+        mount = mount_of(at, mounts)
+        if mount is not None and mount.is_network:
+            return os.path.normpath(os.path.join(at, *reversed(parts)))
+        try:
+            target = os.readlink(at)
+        except OSError:
+            done = at  # a directory, or nothing yet
+            continue
+        links += 1
+        if links > _MOST_LINKS:
+            break
+        parts += target.split("/")[::-1]
+        done = "/" if target.startswith("/") else done
+    return done
+
+
+def mount_points(path: str, mountinfo: Path = MOUNTINFO) -> tuple[str, frozenset[str]]:
+    """Where the file system of the absolute ``path`` is mounted, and all mount points; "" and none where that is not
+    known. Symbolic links are followed; no server is asked."""
+    mount, mounts = _followed_mount(path, mountinfo)
+    return "" if mount is None else mount.point, frozenset(mount.point for mount in mounts)
+
+
+def is_on_network(path: str, mountinfo: Path = MOUNTINFO) -> bool:
+    """Whether a server or a daemon stands between a read of the absolute ``path`` and its bytes. Asks no server."""
+    mount, _ = _followed_mount(path, mountinfo)
+    return mount is not None and mount.is_network
+
+
+def on_root_file_system(path: str, mountinfo: Path = MOUNTINFO) -> str | None:
+    """Words for the file system of ``/`` if the absolute ``path`` is, or will be, on it; None if not, or if that is
+    unknown.
+
+    Bind mounts of that file system count. Symbolic links are followed; no server is asked.
+    """
+    mount, mounts = _followed_mount(path, mountinfo)
+    root = mount_of("/", mounts)
+    if mount is None or root is None:
+        return None
+    if mount.point != "/" and (mount.device != root.device or not mount.device):
+        return None
+    words = f"the root file system ({root.type})"
+    return f"{words}: a container's own, which is gone with it, or its host's" if root.type == "overlay" else words
+
+
+def _followed_mount(path: str, mountinfo: Path) -> tuple[Mount | None, list[Mount]]:
+    """The mount behind the links of ``path``, and all mounts; None and none where the table cannot be read."""
+    try:
+        mounts = read_mounts(mountinfo)
+    except OSError:
+        return None, []
+    return mount_of(followed(path, mounts), mounts), mounts
+
+
+def _directory(point: str) -> str:
+    return point.rstrip("/") + "/"
+
+
+def _unescaped(text: str) -> str:
+    """Undoes the octal escapes of blanks and the like."""
+    return _ESCAPED.sub(lambda match: chr(int(match[1], 8)), text)
+
+
+# -- what is known of a file system ----------------------------------------------------------------------------------
 
 _LOCAL = frozenset(
     ["bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "ramfs", "reiserfs", "tmpfs", "xfs", "zfs"],

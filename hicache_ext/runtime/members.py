@@ -17,6 +17,8 @@ from pathlib import Path
 from hicache_ext.runtime import ofd
 from hicache_ext.runtime.access import open_plain_file
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 ID_LIMIT = 1 << 40
 """Ids are from 1 to this, exclusive. Locks on byte 0, and from this one on, are free for other use."""
 
@@ -128,6 +130,14 @@ def living_members(path: Path) -> list[int]:
         return _locked_bytes(fd)
     finally:
         os.close(fd)
+
+
+def boot_id() -> str | None:
+    """The kernel's name of this boot of the machine; None where it does not tell."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return None
 
 
 def _new_id() -> int:

@@ -1,4 +1,5 @@
-"""What may be shown of addresses and command lines: nothing that lets anybody in."""
+"""What may be shown: of addresses and command lines nothing that lets anybody in, of text of others nothing that a
+terminal or a log takes for more than text."""
 
 from __future__ import annotations
 
@@ -10,6 +11,16 @@ _QUERY = re.compile(r"(://[^?\s]*)\?\S*")
 _SECRET_OPTION = re.compile(r"--?([\w-]+[-_])?(key|token|password|secret|credentials?)([-_][\w-]+)?", re.IGNORECASE)
 """--hf-token, and not --system-tokens, which counts some."""
 HIDDEN = "***"
+LONGEST_SHOWN = 200
+"""Characters of a name or a sentence of others."""
+
+
+def shown_text(value: object, most: int = LONGEST_SHOWN) -> str:
+    """``value``, which anybody may have written, in one line: escapes for what cannot be printed (newlines, sequences
+    that move a terminal's cursor, marks that turn the direction of text), cut after ``most`` characters."""
+    text = str(value)
+    safe = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text[: most + 1])
+    return safe if len(safe) <= most else safe[: max(0, most - 3)] + "..."
 
 
 def shown_address(text: str) -> str:

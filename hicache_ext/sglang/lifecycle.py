@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
-from hicache_ext.config import HicacheExtConfig, load_config
+from hicache_ext.config import HicacheExtConfig, load_config, read_document
 from hicache_ext.config.problems import listed
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.kernels.selection import kernel_metrics
@@ -80,6 +81,9 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             raise UnsupportedError("--enable-pd-role-switch", reason, "leave it out, or the storage backend")
         self._ranks_before_this = int(storage_config.tp_rank or 0) + int(storage_config.pp_rank or 0)
         view = server_view(self._facts.role, int(storage_config.tp_rank or 0), _writers(storage_config))
+        if self._facts.config_file is not None and os.path.isfile(self._facts.config_file):
+            # SGLang has parsed it: with a YAML parser that takes 010 for 8, and of a key written twice the last value.
+            read_document(self._facts.config_file)
         configured = load_config(storage_config.extra_config or {})
         self._config: HicacheExtConfig = view(configured)
         # What a lossy tier gives back, and all that is computed from it, belongs to other identities.

@@ -37,6 +37,8 @@ _HOST = "127.0.0.1"
 # its choice here and the server's bind.
 _PORT_RANGE = (20000, 32000)
 _LOG_TAIL_LINES = 60
+_STOP_TIMEOUT = 90.0
+"""Seconds until what has not left by itself is killed."""
 
 _handed_out_ports: dict[int, socket.socket] = {}
 """Each with what keeps other processes of this package from handing it out before its server listens."""
@@ -57,9 +59,6 @@ class SglangServer(SglangClient):
         hierarchical_cache: whether HiCache is on; the other cache arguments mean nothing without it.
         linker_config: ``--unified-cache-external-linker-config``, which names a class: SGLang's other door to storage
             (docs/linker.md). With it HiCache is off.
-        mem_layout: SGLang's ``--hicache-mem-layout``.
-        io_backend: ``--hicache-io-backend``.
-        hicache_ratio: ``--hicache-ratio``.
         storage_backend: ``--hicache-storage-backend``; none if not given.
         extra_config: ``--hicache-storage-backend-extra-config``: a mapping goes inline as JSON, a string as it is
             (``@file`` included).
@@ -67,7 +66,6 @@ class SglangServer(SglangClient):
         extra_arguments: anything else, as on the command line; comes last and therefore wins.
         environment: added to this process's environment.
         start_timeout: seconds until the server has to answer.
-        stop_timeout: seconds until what has not left by itself is killed.
 
     One thread at a time may start and stop; any number may ask (client.py).
     """
@@ -85,23 +83,20 @@ class SglangServer(SglangClient):
         page_size: int = 16,
         hierarchical_cache: bool = True,
         linker_config: Mapping[str, Any] | None = None,
-        mem_layout: str = "page_first",
-        io_backend: str = "kernel",
-        hicache_ratio: float = 2,
         storage_backend: str | None = None,
         extra_config: Mapping[str, Any] | str | None = None,
         prefetch_policy: str = "wait_complete",
         extra_arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         start_timeout: float = 300,
-        stop_timeout: float = 90,
     ) -> None:
         self.log_file = Path(log_file)
         self.port = free_port()
         super().__init__(f"http://{_HOST}:{self.port}")
         self._start_timeout = start_timeout
-        self._stop_timeout = stop_timeout
-        self._environment = dict(environment or {})
+        # Under DP attention the replicas are among the tensor-parallel ranks.
+        ranks = tp * (1 if "--enable-dp-attention" in extra_arguments else dp)
+        self._environment = {**_a_core_for_each(ranks), **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self._temporary: str | None = None
         self.arguments = [
@@ -119,9 +114,8 @@ class SglangServer(SglangClient):
             ]
         if hierarchical_cache:
             self.arguments += [
-                *("--enable-hierarchical-cache", "--hicache-ratio", str(hicache_ratio)),
-                *("--hicache-mem-layout", mem_layout, "--hicache-io-backend", io_backend),
-                *("--hicache-write-policy", "write_through"),
+                *("--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-write-policy", "write_through"),
+                *("--hicache-mem-layout", "page_first", "--hicache-io-backend", "kernel"),
             ]
         if hierarchical_cache and storage_backend is not None:
             self.arguments += [
@@ -186,7 +180,7 @@ class SglangServer(SglangClient):
             return
         # The main process alone, at first: it drains and ends its children. A scheduler that gets the signal with it
         # looks crashed to it, and costs 5 s of crash diagnostics.
-        deadline = time.monotonic() + self._stop_timeout
+        deadline = time.monotonic() + _STOP_TIMEOUT
         signal_process(process.pid, signal.SIGTERM)
         while time.monotonic() < deadline and (process.poll() is None or session_members(process.pid)):
             time.sleep(0.05)
@@ -245,6 +239,14 @@ def _elsewhere(temporary: str) -> dict[str, str]:
             "TORCHINDUCTOR_CACHE_DIR", os.fspath(place / f"torchinductor_{getpass.getuser()}")
         ),
     }
+
+
+def _a_core_for_each(ranks: int) -> dict[str, str]:
+    """Without a GPU SGLang would give each rank a NUMA node, and refuses where there are fewer."""
+    if ranks == 1:
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))}
 
 
 def free_port() -> int:

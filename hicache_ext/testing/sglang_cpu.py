@@ -124,7 +124,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
         return
     arguments = cpu_arguments(arguments)
-    _bind_cores(arguments)
     _collect_garbage_less_often()
     install_mends()
     # Not runpy: the children must find this module as their parent's main module, not SGLang's.
@@ -141,27 +140,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
-
-
-_RANKS = {
-    **dict.fromkeys(("--tp", "--tp-size", "--tensor-parallel-size"), "tp"),
-    **dict.fromkeys(("--dp", "--dp-size", "--data-parallel-size"), "dp"),
-}
-
-
-def _bind_cores(arguments: Sequence[str]) -> None:
-    """Give each rank a core: SGLang would give each a NUMA node, and refuses where there are fewer."""
-    sizes = {"tp": 1, "dp": 1}
-    for index, argument in enumerate(arguments):
-        flag, _, value = argument.partition("=")
-        if (kind := _RANKS.get(flag)) is not None:
-            sizes[kind] = int(value or arguments[index + 1])
-    # Under DP attention the replicas are among the tensor-parallel ranks.
-    ranks = sizes["tp"] * (1 if "--enable-dp-attention" in arguments else sizes["dp"])
-    if ranks > 1:
-        cores = sorted(os.sched_getaffinity(0))
-        binding = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
-        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
 
 
 def declare_torchvision_operators() -> None:

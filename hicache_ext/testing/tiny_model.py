@@ -35,22 +35,13 @@ class TinyModelRecipe:
     version: int = _RECIPE_VERSION
 
 
-def make_tiny_model(
-    path: str | os.PathLike[str],
-    *,
-    seed: int = 0,
-    layers: int = 2,
-    hidden_size: int = 128,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 32,
-) -> Path:
+def make_tiny_model(path: str | os.PathLike[str], **sizes: int) -> Path:
     """Make the model in directory ``path`` and return that path; a directory that already holds it is left alone.
 
-    The directory appears whole or not at all, also with several makers at once. Raises ``FileExistsError`` when
-    ``path`` holds something else.
+    ``sizes``: the seed and others of ``TinyModelRecipe``. The directory appears whole or not at all, also with several
+    makers at once. Raises ``FileExistsError`` when ``path`` holds something else.
     """
-    recipe = TinyModelRecipe(seed, layers, hidden_size, heads, kv_heads, head_dim)
+    recipe = TinyModelRecipe(**sizes)
     return make_directory(Path(path), asdict(recipe), lambda directory: _write(directory, recipe))
 
 

@@ -10,16 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.testing.conformance.storage_backend import page_keys
-from hicache_ext.testing.host_pools import (
-    HostPoolsByName,
-    buffers_of,
-    fill_pools_with_noise,
-    make_storage_config,
-    page_content,
-    page_indices,
-)
+from hicache_ext.testing.host_pools import make_storage_config, page_indices
 from hicache_ext.testing.sglang_cpu import prepare_process
-from tests.rigs.host_pool_kinds import LAYOUTS, MODELS
+from tests.rigs.host_pool_kinds import LAYOUTS, MODELS, HostPoolsByName, buffers_of, fill_pools_with_noise, page_content
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "pools.md"
 BEGIN, END = "<!-- made by tests/backend/pool_table.py -->", "<!-- end of what was made -->"

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hicache_ext.sglang import kernel_hooks
-from hicache_ext.testing.host_pools import fill_with_noise, mha_pools, mla_pools, page_indices
+from hicache_ext.testing.host_pools import fill_with_noise, mha_pools, page_indices
+from tests.rigs.host_pool_kinds import mla_pools
 
 PAGE_SIZE = 16
 CASES = [

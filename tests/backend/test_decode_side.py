@@ -16,6 +16,7 @@ from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices
 from hicache_ext.testing.sglang_cpu import prepare_process
 from tests.rigs.faults import FailingStore, SlowStore
+from tests.rigs.known_rate import KnownRate
 
 prepare_process()
 
@@ -60,9 +61,10 @@ def test_a_failing_store_is_reported_page_by_page_and_never_raises(open_backend:
 
 
 def test_a_tier_that_slows_is_no_longer_pulled_from_and_comes_back(open_backend: Callable[..., Any]) -> None:
-    pull = {"mode": "adaptive", "min_tokens": 0, "prefill_rate": 2000}
+    pull = {"mode": "adaptive", "min_tokens": 0}
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host, {"pd": {"pull": pull}})
     backend._pull_rule._probe_interval = 0.0
+    backend._pull_rule._compute_cost = KnownRate(2000)
     tier = ability(backend._store.tiers[0], MeasuredStore)
     slow = tier.inner = SlowStore(tier.inner, 0.2)
     slow.active = False

@@ -29,12 +29,13 @@ INDICES = page_indices(PAGE_SIZE, [0, 1, 2])
 @pytest.fixture(autouse=True)
 def _short_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher_module, "HEARTBEAT", 0.2)
+    monkeypatch.setattr(publisher_module, "LOOK_INTERVAL", 0.05)
 
 
 @pytest.fixture
 def events() -> dict[str, Any]:
     port, replay = free_port(), free_port()
-    return {"endpoint": f"tcp://127.0.0.1:{port}", "replay_endpoint": f"tcp://127.0.0.1:{replay}", "interval": "50ms"}
+    return {"endpoint": f"tcp://127.0.0.1:{port}", "replay_endpoint": f"tcp://127.0.0.1:{replay}"}
 
 
 @pytest.fixture

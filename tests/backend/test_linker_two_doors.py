@@ -10,9 +10,10 @@ import pytest
 
 from hicache_ext.sglang import kernel_hooks
 from hicache_ext.sglang.releases import comes_with, installed_release
-from hicache_ext.testing.host_pools import make_storage_config, mha_pools, mla_pools
+from hicache_ext.testing.host_pools import make_storage_config, mha_pools
 from tests.backend import linker_rig as rig
 from tests.backend.test_conformance import extra_config as hicache_config
+from tests.rigs.host_pool_kinds import mla_pools
 
 pytestmark = [
     pytest.mark.sglang,

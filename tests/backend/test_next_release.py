@@ -122,7 +122,7 @@ from hicache_ext.sglang import lifecycle
 from hicache_ext.sglang.launch_facts import LaunchFacts
 from hicache_ext.testing.conformance.storage_backend import page_keys
 from tests.rigs.host_pool_kinds import v4_paged_host
-from hicache_ext.testing.host_pools import fill_pools_with_noise, page_content
+from tests.rigs.host_pool_kinds import fill_pools_with_noise, page_content
 from hicache_ext.testing.host_pools import make_storage_config, mha_pools, page_indices
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolTransfer
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory

@@ -17,17 +17,20 @@ from hicache_ext.sglang import host_pool
 from hicache_ext.sglang.host_pool import CopiedPages, HostPages, pages_of
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.testing.conformance.storage_backend import page_keys
-from hicache_ext.testing.host_pools import (
+from hicache_ext.testing.host_pools import page_indices
+from tests.backend import pool_table
+from tests.releases.needs import needs_release
+from tests.rigs.host_pool_kinds import (
+    LAYOUTS,
+    MODELS,
     fill_pools_with_noise,
     mamba_host,
     mha_host,
     minimax_index_host,
+    minimax_nvfp4_hosts,
+    mla_host,
     page_content,
-    page_indices,
 )
-from tests.backend import pool_table
-from tests.releases.needs import needs_release
-from tests.rigs.host_pool_kinds import LAYOUTS, MODELS, minimax_nvfp4_hosts, mla_host
 
 pytestmark = [pytest.mark.sglang, needs_release("0.5.23", "host pools are made as it makes them")]
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from hicache_ext.testing.conformance.pages import settle
-from hicache_ext.testing.conformance.pools_machine import pools_machine
 from hicache_ext.testing.host_pools import make_storage_config
 from tests.backend.test_conformance import extra_config
+from tests.rigs.pools_machine import pools_machine
 from tests.storage.raw_access import RawFiles
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]

@@ -35,8 +35,9 @@ from hicache_ext.sglang.used_names import (  # noqa: E402  # noqa: E402
     Use,
 )
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys  # noqa: E402
-from hicache_ext.testing.host_pools import mha_pools, mla_pools, page_indices  # noqa: E402
+from hicache_ext.testing.host_pools import mha_pools, page_indices  # noqa: E402
 from tests.releases.wheels import ROOT, package_of  # noqa: E402
+from tests.rigs.host_pool_kinds import mla_pools  # noqa: E402
 
 MANAGER = "srt/disaggregation/decode_kvcache_offload_manager.py"
 STORAGE_ABC = "srt/mem_cache/hicache_storage.py"

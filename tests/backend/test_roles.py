@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hicache_ext.errors import UnsupportedError
+from hicache_ext.config.model import ExtraConfig
+from hicache_ext.config.render import as_yaml
+from hicache_ext.errors import ConfigError, UnsupportedError
 from hicache_ext.sglang import launch_facts
 from hicache_ext.sglang.launch_facts import read_launch_facts
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
@@ -49,6 +51,20 @@ def test_a_server_whose_role_may_change_while_it_runs_is_refused(open_backend, m
 
     monkeypatch.setattr(lifecycle, "read_launch_facts", lambda: launch_facts.LaunchFacts(role_may_change=True))
     with pytest.raises(UnsupportedError, match="--enable-pd-role-switch cannot be served: tiers are those of the role"):
+        open_backend(mha_pools(page_size=PAGE_SIZE).host)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"), [("ttl: 010", "YAML reads this number in octal"), ("type: file", "is already set in line")]
+)
+def test_what_sglangs_yaml_parser_takes_in_silence_stops_the_start(open_backend, monkeypatch, tmp_path, line, problem):
+    from hicache_ext.sglang import lifecycle
+
+    facts = launch_facts.LaunchFacts(config_file=str(tmp_path / "hicache.yaml"))
+    monkeypatch.setattr(lifecycle, "read_launch_facts", lambda: facts)
+    document = ExtraConfig.around({"tiers": {"disk": {"type": "file", "path": str(tmp_path), "capacity": "1GiB"}}})
+    (tmp_path / "hicache.yaml").write_text(as_yaml(document) + f"      {line}\n")
+    with pytest.raises(ConfigError, match=problem):
         open_backend(mha_pools(page_size=PAGE_SIZE).host)
 
 

@@ -51,8 +51,8 @@ def test_what_was_measured_is_shown_written_and_kept_for_servers_only_when_asked
     where = Situation(Direction.LOAD, "page_first_direct", True, 65536, 1 << 20)
     found = Calibration("a GPU", "570", "today", (Measurement(where, {"sglang": 2e-4, "batched_dma": 1e-4}),))
     monkeypatch.setattr(kernels, "calibrate", lambda *_: found)
-    kept, figures = tmp_path / "kept.json", tmp_path / "kernels.json"
-    monkeypatch.setenv("HICACHE_EXT_KERNEL_CALIBRATION", str(kept))
+    kept, figures = tmp_path / "hicache_ext" / "kernels" / "a-gpu.json", tmp_path / "kernels.json"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["bench", "kernels", "--json", str(figures)]) == 0
     printed = capsys.readouterr().out
     assert "1MiB in runs of 64KiB" in printed and "a GPU, driver 570" in printed

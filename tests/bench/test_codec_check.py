@@ -88,13 +88,6 @@ def test_too_few_predictions_tell_nothing(check: Check, tmp_path: Path) -> None:
     assert code == 1 and report["configuration"] is None and "too few to tell" in said
 
 
-def test_prompts_of_json_lines_are_told_by_their_lines(check: Check, tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps({"text": "Some text. " * 20}) + "\n\n" + json.dumps("Another one. " * 20) + "\n")
-    _, report, _ = check("--prompts", str(file))
-    assert [text["text"] for text in report["texts"]] == ["line 1", "line 3"]
-
-
 @pytest.mark.parametrize(
     ("content", "words", "sentence"),
     [

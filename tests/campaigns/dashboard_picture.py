@@ -23,7 +23,7 @@ import yaml
 
 from hicache_ext.bench.frame import machine_facts
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.runtime.signals import terminated_in_order
+from hicache_ext.runtime.commands import terminated_in_order
 from hicache_ext.testing.server import SglangServer
 from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.campaigns.reporting import where_and_when

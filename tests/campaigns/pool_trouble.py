@@ -28,7 +28,7 @@ from hicache_ext.cli.main import main as command
 from hicache_ext.cli.stats_command import Samples, read_samples
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.config.tier import READ_TIMEOUT
-from hicache_ext.runtime.signals import terminated_in_order
+from hicache_ext.runtime.commands import terminated_in_order
 from hicache_ext.testing.server import SglangServer
 from hicache_ext.testing.small_model import arguments_to_serve, make_small_model
 from hicache_ext.testing.tiny_model import make_tiny_model

@@ -17,7 +17,7 @@ from hicache_ext.cli.main import COMMANDS, main
 from hicache_ext.config import ExtraConfig
 from hicache_ext.config.render import example_config
 from hicache_ext.runtime import file_systems
-from hicache_ext.runtime.mounts import Mount
+from hicache_ext.runtime.file_systems import Mount
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from hicache_ext.cli.main import main
-from hicache_ext.cli.stats_command import read_samples, table
 
 KNOWS = """\
 hicache_ext_tier_up{tier="local",tp_rank="0"} 1
@@ -74,9 +73,3 @@ def test_where_no_tier_knows_the_command_says_so(
     monkeypatch.setattr(Answer, "text", DOES_NOT)
     assert main(["curve", url]) == 1
     assert "No tier knows yet" in capsys.readouterr().out
-
-
-def test_stats_has_a_line_of_it() -> None:
-    lines = table(None, read_samples(KNOWS))
-    assert "local: 10.0 % at half of it, 20.0 % at this one, 30.0 % at twice, 50.0 % at four times" in lines
-    assert not any(line.startswith("pool: ") for line in lines)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,6 +64,9 @@ def test_a_sound_file_tier_has_a_round_trip_and_leaves_nothing_behind(
     assert not list(tmp_path.rglob("*.page"))
     assert found["installation"]["sglang"]["level"] == "ok"
     assert found["configuration"]["prefetch_threshold"]["level"] == "note"
+    assert found["configuration"]["host memory"]["level"] == "note"
+    assert "--hicache-ratio" in found["configuration"]["host memory"]["remedy"]
+    assert found["page hashes"]["extension"]["level"] == "ok"
 
 
 def test_slabs_without_the_native_core_are_a_warning_that_says_why(
@@ -276,6 +281,78 @@ def test_a_plugin_that_sglang_is_told_not_to_run_is_a_warning(monkeypatch: pytes
     monkeypatch.setenv("SGLANG_PLUGINS", "another")
     found = {finding.subject: finding for finding in doctor_command.installation_findings()}
     assert found["plugin"].level.value == "warning"
+
+
+# -- SGLang's page hashes ----------------------------------------------------------------------------------------------
+
+
+def _files(directory: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in (directory, *directory.rglob("*"))}
+
+
+@pytest.mark.thorough
+def test_a_machine_on_which_hicache_would_die_at_its_first_prompt_is_an_error_that_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in ("sh", "which", "uname", "as", "ld", "c++"):
+        if found := shutil.which(tool):
+            (tools / tool).symlink_to(found)
+    monkeypatch.setenv("PATH", str(tools))
+    extensions = tmp_path / "extensions"
+    extensions.mkdir()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions))
+    before = _files(extensions)
+    finding = doctor_command.page_hash_finding.__wrapped__()
+    assert (finding.level.value, finding.remedy) == (
+        "error",
+        "ninja: apt-get install ninja-build, dnf install ninja-build",
+    )
+    assert "HiCache ends the server at the first prompt" in finding.seen
+    assert _files(extensions) == before
+
+
+_FAILED = "the build\nfailed: {}\nRuntimeError: Failed to load HiCache native hash extension\n"
+
+
+@pytest.mark.parametrize(
+    ("stderr", "remedy"),
+    [
+        ("hash_binding.cpp:5:10: fatal error: openssl/sha.h: No such file or directory", "apt-get install libssl-dev"),
+        ("/usr/bin/ld: cannot find -lcrypto: No such file or directory", "apt-get install libssl-dev"),
+        ("hash_binding.cpp:1:10: fatal error: Python.h: No such file or directory", "apt-get install python3-dev"),
+        ("/bin/sh: 1: c++: not found", "apt-get install g++"),
+        ("bash: g++: command not found", "apt-get install g++"),
+        (
+            "RuntimeError: Ninja is required to load C++ extensions (pip install ninja to get it)",
+            "apt-get install ninja-build",
+        ),
+        ("something else", "docs/troubleshooting.md"),
+    ],
+)
+def test_each_thing_that_a_build_lacks_is_named(monkeypatch: pytest.MonkeyPatch, stderr: str, remedy: str) -> None:
+    done = subprocess.CompletedProcess([], 1, "imported\n", _FAILED.format(stderr))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    finding = doctor_command.page_hash_finding.__wrapped__()
+    assert finding.level.value == "error"
+    assert remedy in finding.remedy
+    assert (stderr if stderr != "something else" else "RuntimeError: Failed to load") in finding.seen
+
+
+def test_where_sglang_cannot_be_imported_nothing_is_said_against_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.CompletedProcess([], 1, "", "Traceback\nImportError: libcuda.so.1\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    finding = doctor_command.page_hash_finding.__wrapped__()
+    assert (finding.level.value, "libcuda.so.1" in finding.seen) == ("note", True)
+
+
+def test_a_build_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*_: Any, **__: Any) -> None:
+        raise subprocess.TimeoutExpired("python", 300)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    assert doctor_command.page_hash_finding.__wrapped__().level.value == "warning"
 
 
 class _Forging(PageStoreWrapper):

@@ -69,6 +69,7 @@ def test_a_prompt_that_is_all_there(store: Any, tmp_path: Path, capsys: pytest.C
     assert "disk: 20 of 20 pages" in out
     assert "320 tokens can be restored, of 320 in whole pages" in out
     assert "missing" not in out
+    assert "only where its host memory holds all 330 tokens (--hicache-ratio, --hicache-size" in out
 
 
 def test_what_was_never_written(store: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

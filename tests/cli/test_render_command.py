@@ -13,7 +13,7 @@ from hicache_ext.cli.main import main
 from hicache_ext.config import load_config, load_document
 from hicache_ext.config.render import example_config
 from hicache_ext.runtime import file_systems
-from hicache_ext.runtime.mounts import Mount
+from hicache_ext.runtime.file_systems import Mount
 
 DISK = ["--path", "/mnt/nvme0", "--capacity", "512GiB"]
 POOLS = {

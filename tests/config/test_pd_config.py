@@ -24,14 +24,9 @@ def test_nothing_said_writes_on_decode_and_pulls_always() -> None:
 
 
 def test_units_and_numbers_are_read() -> None:
-    config = load_config(
-        section(
-            write={"min_tokens": 64},
-            pull={"mode": "adaptive", "prefill_rate": 8000},
-        )
-    )
+    config = load_config(section(write={"min_tokens": 64}, pull={"mode": "adaptive", "min_tokens": 8000}))
     assert config.pd.write.min_tokens == 64
-    assert config.pd.pull.prefill_rate == 8000.0
+    assert config.pd.pull.min_tokens == 8000
 
 
 @pytest.mark.parametrize(
@@ -54,7 +49,7 @@ def test_units_and_numbers_are_read() -> None:
         ({"hints": {"enable": True}}, r"pd.hints.enable: unknown key; did you mean 'enabled'\?"),
         ({"hints": {"keep": 100}}, "pd.hints.keep: there is no such key any more: the pool keeps the newest 256 hints"),
         ({"hints": {"over": 3}}, "pd.hints.over: .*; allowed: the name of a tier"),
-        ({"pull": {"prefill_rate": 100}}, "pd.pull.prefill_rate: only mode adaptive uses it, and the mode is off"),
+        ({"pull": {"prefill_rate": 100}}, "pd.pull.prefill_rate: there is no such key any more: what a prefill takes"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(pd: dict[str, Any], sentence: str) -> None:

@@ -93,6 +93,14 @@ def test_a_view_is_its_own_view():
             {"prefetch": {"lifetime": "2m"}},
             "hicache_ext.prefetch.lifetime: there is no such key any more: a page that nobody reads",
         ),
+        (
+            {"background": {"promotion_buffer": "1GiB"}},
+            "hicache_ext.background.promotion_buffer: there is no such key any more: 128MiB may wait to be promoted; ",
+        ),
+        (
+            {"kernels": {"calibration": "/x.json"}},
+            "hicache_ext.kernels.calibration: there is no such key any more: it lies where hicache-ext bench kernels",
+        ),
         ({"background": {"drain": "1ms"}}, "hicache_ext.background.drain: the text '1ms' is less than 10ms; allowed: "),
     ],
 )

@@ -82,7 +82,7 @@ def _sections(
 
 
 def _row(model: type[BaseModel], name: str, below: str) -> str:
-    meaning = model.model_fields[name].description or ""
+    meaning = " ".join((model.model_fields[name].description or "").split())
     if below:
         return f"| `{name}` | {below} | {_cell(meaning)} |"
     takes, default = re.sub(", such as [^,]*$", "", _cell(allowed_for(model, name))), _default(model, name)

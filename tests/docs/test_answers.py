@@ -187,6 +187,7 @@ STATES: dict[str, Callable[[Place], None]] = {
     "It writes but never reads": _two_dtypes,
     "Why do nodes with the same weights": _two_models,
     "Half of the prompt is there": _five_pages,
+    "All of a long prompt is there": _pages,
     "Has any server ever stored": lambda place: place.configure(),
     "Is this key read": lambda place: place.configure(capcity="1GiB"),
     "Has the server the secret": _no_secret,

@@ -25,9 +25,7 @@ def test_a_router_finds_the_pages_on_disk_by_the_block_hashes_of_sglangs_own_eve
     import zmq
 
     theirs, ours, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(3))
-    config = file_tier_config(
-        tmp_path / "l3", events={"endpoint": ours, "replay_endpoint": replay, "interval": "100ms"}
-    )
+    config = file_tier_config(tmp_path / "l3", events={"endpoint": ours, "replay_endpoint": replay})
     sglangs = json.dumps({"publisher": "zmq", "endpoint": theirs.replace("127.0.0.1", "*")})
     with (
         zmq.Context.instance().socket(zmq.SUB) as live,

@@ -50,15 +50,15 @@ MODES = [
     Mode("`--page-size 64 --chunked-prefill-size 128`", ("--chunked-prefill-size", "128"), page_size=64),
     Mode(
         "`--hicache-mem-layout layer_first --hicache-storage-prefetch-policy timeout`",
-        settings={"mem_layout": "layer_first", "prefetch_policy": "timeout"},
+        ("--hicache-mem-layout", "layer_first"),
+        settings={"prefetch_policy": "timeout"},
     ),
     Mode(
         "`--hicache-mem-layout page_first_direct --enable-priority-scheduling`",
-        ("--enable-priority-scheduling",),
-        settings={"mem_layout": "page_first_direct", "io_backend": "direct"},
+        ("--enable-priority-scheduling", "--hicache-mem-layout", "page_first_direct", "--hicache-io-backend", "direct"),
         request={"priority": 3},
     ),
-    Mode("`--hicache-mem-layout page_head --dp 2`", settings={"mem_layout": "page_head"}, dp=2),
+    Mode("`--hicache-mem-layout page_head --dp 2`", ("--hicache-mem-layout", "page_head"), dp=2),
 ]
 
 

@@ -21,7 +21,7 @@ from hicache_ext.kernels.calibration import (
 )
 from hicache_ext.kernels.engine import Direction, Operation, ReferenceEngine
 from hicache_ext.kernels.geometry import page_tokens
-from hicache_ext.kernels.selection import Selector, make_selector
+from hicache_ext.kernels.selection import Selector
 from hicache_ext.runtime.metrics import TierMetrics
 from tests.kernels.stacks import plain_memory
 
@@ -172,25 +172,10 @@ def test_a_configured_engine_serves_what_it_can_and_sglangs_own_path_the_rest() 
 def test_the_environment_overrides_what_is_configured() -> None:
     settings = KernelsConfig(engine="triton")
     assert settings.with_environment({}) == settings
-    environment = {
-        "HICACHE_EXT_KERNEL_ENGINE": "sglang",
-        "HICACHE_EXT_KERNEL_CALIBRATION": "/somewhere/gpu.json",
-    }
-    assert settings.with_environment(environment) == KernelsConfig(engine="sglang", calibration="/somewhere/gpu.json")
+    environment = {"HICACHE_EXT_KERNEL_ENGINE": "sglang"}
+    assert settings.with_environment(environment) == KernelsConfig(engine="sglang")
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("HICACHE_EXT_KERNEL_ENGINE", "dma"),
-        ("HICACHE_EXT_KERNEL_CALIBRATION", "gpu.json"),
-    ],
-)
-def test_a_wrong_variable_is_named_with_what_is_allowed(variable: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"{variable}: .*{value}.*; allowed: "):
-        KernelsConfig().with_environment({variable: value})
-
-
-def test_a_calibration_that_is_named_and_cannot_be_read_stops_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"kernels\.calibration: .*cannot be read.*--calibrate"):
-        make_selector(KernelsConfig(calibration=str(tmp_path / "absent.json")))
+def test_a_wrong_variable_is_named_with_what_is_allowed() -> None:
+    with pytest.raises(ConfigError, match=r"HICACHE_EXT_KERNEL_ENGINE: .*dma.*; allowed: "):
+        KernelsConfig().with_environment({"HICACHE_EXT_KERNEL_ENGINE": "dma"})

@@ -80,8 +80,8 @@ def test_bytes_of_a_page_are_those_of_sglangs_host_pools(layout: str) -> None:
 
     prepare_process()
     from hicache_ext.sglang.host_pool import HostPages
-    from hicache_ext.testing.host_pools import mha_host, mha_pools, mla_pools
-    from tests.rigs.host_pool_kinds import dsa_hosts
+    from hicache_ext.testing.host_pools import mha_pools
+    from tests.rigs.host_pool_kinds import dsa_hosts, mha_host, mla_pools
 
     def pages(host: Any) -> int:
         return HostPages(host, "kv").page_bytes

@@ -45,7 +45,7 @@ def encode(changes: Sequence[Change]) -> bytes:
 def events_config(**settings: Any) -> EventsConfig:
     ports = [free_port(), free_port()]
     endpoint, replay = (f"tcp://127.0.0.1:{port}" for port in ports)
-    return EventsConfig(**{"endpoint": endpoint, "replay_endpoint": replay, "interval": "50ms", **settings})
+    return EventsConfig(**{"endpoint": endpoint, "replay_endpoint": replay, **settings})
 
 
 def publisher(config: EventsConfig, look: Look) -> EventPublisher:

@@ -1,10 +1,10 @@
-"""What may be shown of addresses and command lines."""
+"""What may be shown of addresses, command lines, and text of others."""
 
 from __future__ import annotations
 
 import pytest
 
-from hicache_ext.runtime.shown import shown_address, shown_words
+from hicache_ext.runtime.shown import LONGEST_SHOWN, shown_address, shown_text, shown_words
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,30 @@ def test_a_command_line_is_shown_without_what_options_named_like_secrets_say() -
     assert not any("G" in word for word in shown)
     assert shown[7:] == words[7:] and len(shown) == len(words)
     assert list(shown_words(["--some-key", "--tp", "2"])) == ["--some-key", "--tp", "2"]
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("/models/Modèle 模型", "/models/Modèle 模型"),
+        ("a\x1b[2Jb", "a\\x1b[2Jb"),
+        ("a\nERROR b\r\t", "a\\nERROR b\\r\\t"),
+        ("a\u202eb\u200bc\ufeff", "a\\u202eb\\u200bc\\ufeff"),
+        ("\x9b31m\x00\x7f", "\\x9b31m\\x00\\x7f"),
+        ("mod\udce9l", "mod\\udce9l"),
+        (None, "None"),
+        (7, "7"),
+        (["a\x07"], "['a\\x07']"),
+    ],
+)
+def test_text_of_others_is_one_printable_line(given: object, shown: str) -> None:
+    assert shown_text(given) == shown
+    assert shown_text(given).isprintable()
+
+
+def test_text_of_others_is_cut() -> None:
+    assert shown_text("x" * LONGEST_SHOWN) == "x" * LONGEST_SHOWN
+    assert shown_text("x" * (LONGEST_SHOWN + 1)) == "x" * (LONGEST_SHOWN - 3) + "..."
+    assert len(shown_text("\x1b" * 10**6)) == LONGEST_SHOWN
+    assert shown_text("abcdef", 5) == "ab..."

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ext.runtime.mounts import is_on_network, mount_of, on_root_file_system, read_mounts
+from hicache_ext.runtime.file_systems import is_on_network, mount_of, on_root_file_system, read_mounts
 
 MOUNTS = """\
 22 1 259:1 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p1 rw

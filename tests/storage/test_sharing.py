@@ -11,8 +11,8 @@ import pytest
 
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, TierConfig, load_config
 from hicache_ext.errors import ConfigError, StoreSetupError
-from hicache_ext.runtime import file_systems, mounts
-from hicache_ext.runtime.mounts import followed, is_on_network, read_mounts
+from hicache_ext.runtime import file_systems
+from hicache_ext.runtime.file_systems import followed, is_on_network, read_mounts
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.testing.conformance.pages import page_keys, store_pages
 
@@ -46,8 +46,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Pa
         return file
 
     write("ext4")
-    for module in (mounts, file_systems):
-        monkeypatch.setattr(module, "read_mounts", lambda _=None: read_mounts(file))
+    monkeypatch.setattr(file_systems, "read_mounts", lambda _=None: read_mounts(file))
     return write
 
 

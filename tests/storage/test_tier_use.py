@@ -10,7 +10,7 @@ import pytest
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_config
 from hicache_ext.config.model import ServerRole
 from hicache_ext.errors import ConfigError
-from hicache_ext.runtime.mounts import Mount
+from hicache_ext.runtime.file_systems import Mount
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering.tier_use import TierUse, tier_use

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import yaml
@@ -15,7 +16,7 @@ from hicache_ext.errors import ConfigError, WarmError
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
 from hicache_ext.storage.contract.registry import open_tier
-from hicache_ext.storage.serving.warming import read_identities, warm_prompts
+from hicache_ext.storage.serving.warming import warm_prompts
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.testing.conformance.pages import assert_hits, store_pages
 from hicache_ext.testing.server import free_port
@@ -153,15 +154,13 @@ def test_a_node_without_documents_takes_those_of_another_node(config_file, pool,
     (tmp_path / "tokens").write_text(json.dumps(TOKENS))
     elsewhere = tmp_path / "elsewhere"
     (tmp_path / "pool" / "identities").rename(elsewhere)
-    (elsewhere / "flat.json").write_text('{"pool": {"name": "flat", "segments": []}, "model": {"id": "m"}}')
     arguments = ["warm", str(config_file), "--tokens", str(tmp_path / "tokens")]
     assert main(arguments) == 1
     assert "no tier knows an identity" in capsys.readouterr().err
-    (document,) = elsewhere.glob("[0-9a-f]*[0-9a-f].json")
-    assert main([*arguments, "--identity", str(document)]) == 0
+    (tmp_path / "nvme").mkdir(exist_ok=True)
+    shutil.copytree(elsewhere, tmp_path / "nvme" / "identities", dirs_exist_ok=True)
+    assert main(arguments) == 0
     assert capsys.readouterr().out.startswith("10 pages fetched")
-    assert main([*arguments, "--identity", str(elsewhere)]) == 0
-    assert ", 10 were there" in capsys.readouterr().out
 
 
 @pytest.fixture(params=["redis", "object"])
@@ -238,10 +237,10 @@ def test_the_command_tokenizes_a_prompt(config_file, pool, tmp_path, capsys):
             ["--prompt", "words", "--model", "no/such/model"],
             "--model: no tokenizer could be loaded from 'no/such/model'",
         ),
-        (["--tokens", "tokens"], "no tier knows an identity; start a server with this configuration once, or give "),
-        (["--tokens", "tokens", "--identity", "nowhere"], "--identity: 'nowhere' cannot be read: No such file"),
-        (["--tokens", "tokens", "--identity", "words"], "--identity: 'words' does not describe the pages of a pool"),
-        (["--tokens", "tokens", "--identity", "."], "--identity: the directory '.' has no file *.json"),
+        (
+            ["--tokens", "tokens"],
+            "no tier knows an identity; a server with this configuration writes them when it starts, or copy ",
+        ),
         (["--tokens", "tokens", "--to", "pool"], "no tier stands behind 'pool' in retrieve_locations"),
         (["--tokens", "tokens", "--to", "nvm"], "tier 'nvm' is not in retrieve_locations"),
     ],
@@ -274,8 +273,9 @@ def test_tokens_may_be_written_in_three_ways():
     ("page_size", "segment"),
     [(64, 2**63), (64, []), (2**63, 64), (-64, 64), ("abc", 64), (float("inf"), 64), (64, None)],
 )
-def test_a_document_that_anybody_wrote_is_refused_in_one_sentence(page_size, segment, tmp_path):
+def test_a_document_that_anybody_wrote_is_passed_over(page_size, segment, config, pool, tmp_path):
+    fill(pool, identity())
     document = {"model": {"id": "m"}, "pool": {"name": "kv", "page_size": page_size, "segments": [segment]}}
-    (tmp_path / "a.json").write_text("[" * 200_000 if segment is None else json.dumps(document))
-    with pytest.raises(ConfigError, match=r"--identity: '.*a\.json' does not describe the pages of a pool"):
-        read_identities([str(tmp_path / "a.json")], "--identity")
+    text = "[" * 200_000 if segment is None else json.dumps(document)
+    (tmp_path / "pool" / "identities" / f"{'ab' * 16}.json").write_text(text)
+    assert warm_prompts(config, [TOKENS]).fetched == 10

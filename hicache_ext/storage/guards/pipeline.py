@@ -34,7 +34,7 @@ from hicache_ext.config.tier import READ_TIMEOUT, WRITE_TIMEOUT, TierConfig
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.call_deadline import ending_at, must_answer_at_once
-from hicache_ext.runtime.mounts import is_on_network
+from hicache_ext.runtime.file_systems import is_on_network
 from hicache_ext.storage.contract.base import one_for_each
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 from hicache_ext.storage.contract.wrapper import DelegatingStore

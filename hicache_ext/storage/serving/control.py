@@ -35,7 +35,6 @@ DIRECTORY_VARIABLE = "HICACHE_EXT_RUNTIME_DIR"
 
 _LONGEST_LINE = 1 << 20
 _REQUEST_SECONDS = 10.0
-_MOST_AWAITED = 16
 _FIRST_PAUSE = 0.01
 _LOOK_EVERY = 60.0
 """Seconds after which a server makes its socket again if somebody, such as a cleaner of temporary files, removed it."""
@@ -62,8 +61,7 @@ class ControlSocket:
         self._handle = handle
         self._one_at_a_time = threading.Lock()
         self._lock = threading.Lock()
-        self._awaited: dict[socket.socket, None] = {}
-        """Connections whose clients have to send or to read something; who came first stands first."""
+        self._clients: set[socket.socket] = set()
         self._threads = ThreadPool("hicache-control-client")
         self.path, self._listener = _new_listener()
         self._loop = BackgroundLoop("hicache-control", self._serve, Backoff(_FIRST_PAUSE, _REQUEST_SECONDS))
@@ -78,9 +76,9 @@ class ControlSocket:
         with self._lock:
             _remove(self.path, self._listener)
         self._loop.stop(_REQUEST_SECONDS)
-        with self._lock:
-            while self._awaited:
-                self._let_first_go()
+        for connection in list(self._clients):
+            with contextlib.suppress(OSError):  # it has gone by itself
+                connection.shutdown(socket.SHUT_RDWR)
         self._threads.close(_REQUEST_SECONDS)
 
     def _serve(self) -> float | Retry:
@@ -90,9 +88,11 @@ class ControlSocket:
             return self._listen_again()
         except OSError:
             return RETRY  # no descriptor left, or closed
+        self._clients.add(connection)
         try:
             self._threads.start(lambda: self._talk(connection))
         except RuntimeError:  # no thread to be had
+            self._clients.discard(connection)
             connection.close()
             return RETRY
         return 0.0
@@ -117,36 +117,15 @@ class ControlSocket:
     def _talk(self, connection: socket.socket) -> None:
         with connection:
             try:
-                with self._awaiting(connection):
-                    request = _receive(connection, _REQUEST_SECONDS)
+                request = _receive(connection, _REQUEST_SECONDS)
                 with self._one_at_a_time:
                     answer = self._answer(request)
-                with self._awaiting(connection):
-                    connection.settimeout(_REQUEST_SECONDS)
-                    _send(connection, answer)
+                connection.settimeout(_REQUEST_SECONDS)
+                _send(connection, answer)
             except Exception as error:  # noqa: BLE001 - whatever somebody sends, the next request is answered
                 logger.debug("hicache_ext: a request broke off: %r", error)
-
-    @contextmanager
-    def _awaiting(self, connection: socket.socket) -> Iterator[None]:
-        """While a client has to do something. Of too many that take their time the first has to go."""
-        with self._lock:
-            if self._loop.stopping:
-                raise ControlError("the server ends")
-            if len(self._awaited) >= _MOST_AWAITED:
-                self._let_first_go()
-            self._awaited[connection] = None
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._awaited.pop(connection, None)
-
-    def _let_first_go(self) -> None:
-        first = next(iter(self._awaited))
-        del self._awaited[first]
-        with contextlib.suppress(OSError):  # it has gone by itself
-            first.shutdown(socket.SHUT_RDWR)
+            finally:
+                self._clients.discard(connection)
 
     def _answer(self, request: Request) -> Answer:
         try:

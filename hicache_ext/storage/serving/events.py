@@ -150,6 +150,9 @@ Encode = Callable[[Sequence[Change]], bytes]
 Look = Callable[[], Blocks]
 """What is in the tiers now. May raise anything; it is then asked again at the next look."""
 
+LOOK_INTERVAL = 1.0
+"""Seconds from the end of a look to the next one, at least."""
+
 COUNTED = {
     "block": [kind.value for kind in (Kind.STORED, Kind.REMOVED)],
     "batch": ["sent", "failed"],
@@ -168,7 +171,6 @@ class EventPublisher:
         except ImportError:
             raise missing_package("zmq") from None
         self._zmq = zmq
-        self._interval = config.interval
         self._topic = config.topic.encode()
         self._look = look
         self._encode = encode
@@ -208,7 +210,7 @@ class EventPublisher:
         if now >= self._next_look:
             self._look_and_tell()
             ended = time.monotonic()
-            self._next_look = ended + max(self._interval, _LOOK_SHARE * (ended - now))
+            self._next_look = ended + max(LOOK_INTERVAL, _LOOK_SHARE * (ended - now))
         if time.monotonic() - self._last_sent >= HEARTBEAT:
             self._send(())
         self._answer_requests()

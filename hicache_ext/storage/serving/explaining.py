@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.config import HicacheExtConfig, TierConfig
-from hicache_ext.errors import StoreError, WarmError
+from hicache_ext.errors import StoreError
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import KV_POOL
 from hicache_ext.page.transforms.forms import Transforms
+from hicache_ext.runtime.shown import shown_text
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import PageKeys, PageStore
 from hicache_ext.storage.contract.transforming.known_forms import stored_keys
-from hicache_ext.storage.serving.warming import choose_model, known_identities, page_sizes
+from hicache_ext.storage.serving.warming import choose_model, known_identities, no_identity, page_sizes
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 
 
@@ -118,7 +119,7 @@ def explain(
                     unread[name] = str(error)
         documents = known_identities(config, list(opened.values()))
         if not documents:
-            raise WarmError(_nothing_known(unread))
+            raise no_identity(config, tiers, unread.values())
         of_model = choose_model(documents, model)
         sizes = {digest: page_sizes(document, of_model) for digest, document in of_model.items()}
         # Ranks and pools of one page size have the same hashes.
@@ -190,7 +191,10 @@ def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """The facts in which two identities differ, and both values."""
     its, of_other = dict(_flat(one)), dict(_flat(other))
     names = [name for name in sorted({*its, *of_other}) if its.get(name) != of_other.get(name)]
-    return ", ".join(f"{name} is {its.get(name)!r} here and {of_other.get(name)!r} there" for name in names)
+    return ", ".join(
+        f"{shown_text(name)} is {shown_text(repr(its.get(name)))} here and {shown_text(repr(of_other.get(name)))} there"
+        for name in names
+    )
 
 
 def _flat(document: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -199,8 +203,3 @@ def _flat(document: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
             yield from _flat(value, f"{before}{name}.")
         else:
             yield f"{before}{name}", value
-
-
-def _nothing_known(unread: Mapping[str, str]) -> str:
-    because = "".join(f"; {reason}" for reason in unread.values())
-    return f"no tier knows an identity{because}; a server with this configuration writes them when it starts"

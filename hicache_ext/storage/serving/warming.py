@@ -6,17 +6,17 @@ keep beside their pages; a server writes those of its pools when it starts. A Mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hicache_ext.config import HicacheExtConfig
-from hicache_ext.errors import ConfigError, WarmError
+from hicache_ext.errors import WarmError
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import KV_POOL, digest_of_document
 from hicache_ext.page.recording import MOST_TOKENS
-from hicache_ext.runtime.whole_file import json_in
+from hicache_ext.runtime.shown import shown_text
 from hicache_ext.storage.contract.abilities import IdentityKeeper, ability
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
@@ -56,23 +56,21 @@ def warm_prompts(
     *,
     to: str | None = None,
     model: str | None = None,
-    identities: Mapping[bytes, dict[str, Any]] | None = None,
     seed: bytes = b"",
     progress: Progress = lambda done, pages: None,
 ) -> WarmReport:
     """Bring the pages of ``prompts`` (token ids) to the tier ``to`` (default: ``promote_to``) from the tiers behind it.
 
-    ``model``: the served name; needed where the tiers hold several. ``identities`` (digest -> document, see
-    read_identities): in addition to those that the tiers know. ``seed``: see page/hashes.py.
+    ``model``: the served name; needed where the tiers hold several. ``seed``: see page/hashes.py.
     Raises WarmError, StoreError or ConfigError with a sentence.
     """
     target_name, source_names = _route(config, to)
     opened: list[PageStore] = []
     try:
         opened += [open_tier(name, config.tiers[name]) for name in source_names]
-        documents = {**known_identities(config, opened), **(identities or {})}
+        documents = known_identities(config, opened)
         if not documents:
-            raise WarmError(_no_identity(config, source_names))
+            raise no_identity(config, source_names)
         documents = choose_model(documents, model)
         sources = TieredStore(opened, [], settings=TieringSettings(prefetch=PrefetchSettings(buffer=0)))
         target = open_tier(target_name, config.tiers[target_name])
@@ -182,52 +180,32 @@ def known_identities(config: HicacheExtConfig, opened: Sequence[PageStore] = ())
     return documents
 
 
-def read_identities(places: Sequence[str], key: str) -> dict[bytes, dict[str, Any]]:
-    """Digest -> document of the files ``places``, or of the files in these directories (documents of another node).
-
-    Raises ConfigError naming ``key`` for a file that describes no pool whose pages can be warmed.
-    """
-    allowed = "an identity document, PATH/identities/*.json of a file tier of any node, or a directory of them"
-    documents: dict[bytes, dict[str, Any]] = {}
-    for place in places:
-        path = Path(place)
-        files = sorted(path.glob("*.json")) if path.is_dir() else [path]
-        if not files:
-            raise ConfigError(key, f"the directory {place!r} has no file *.json", allowed)
-        for file in files:
-            try:
-                document = json_in(file.read_bytes())
-            except OSError as error:
-                raise ConfigError(key, f"{str(file)!r} cannot be read: {error.strerror or error}", allowed) from None
-            except ValueError:
-                document = None
-            if not isinstance(document, dict) or not _is_usable(document):
-                if path.is_dir():
-                    continue  # a node's directory also holds documents of flat tensors
-                raise ConfigError(key, f"{str(file)!r} does not describe the pages of a pool", allowed)
-            documents[digest_of_document(document)] = document
-    return documents
-
-
-def _no_identity(config: HicacheExtConfig, sources: Sequence[str]) -> str:
-    """Why no identity is known, and what to do."""
-    silent = [name for name in sources if not config.tiers[name].keeps_identities]
-    because = f"; {', '.join(f'{name} ({config.tiers[name].type})' for name in silent)} keeps none" if silent else ""
-    return (
-        f"no tier knows an identity{because}; start a server with this configuration once, or give the documents of "
-        "another node with --identity"
+def no_identity(config: HicacheExtConfig, tiers: Iterable[str], unread: Iterable[str] = ()) -> WarmError:
+    """The error where these tiers know no identity: why, as far as that is known, and what to do."""
+    silent = ", ".join(
+        f"{name} ({config.tiers[name].type})" for name in tiers if not config.tiers[name].keeps_identities
+    )
+    because = "".join(f"; {reason}" for reason in (*([f"{silent} keeps none"] if silent else []), *unread))
+    return WarmError(
+        f"no tier knows an identity{because}; a server with this configuration writes them when it starts, or copy "
+        "PATH/identities of another node's file tier into that of this one"
     )
 
 
 def choose_model(documents: Mapping[bytes, dict[str, Any]], model: str | None) -> dict[bytes, dict[str, Any]]:
     """The identities of one model. Raises WarmError if it is not clear which model."""
-    models = sorted({str(document["model"]["id"]) for document in documents.values()})
-    if model is None and len(models) > 1:
-        raise WarmError(f"the tiers hold pages of several models; say which with --served-name: {', '.join(models)}")
-    if model is not None and model not in models:
-        raise WarmError(f"no tier knows the model {model!r}; known: {', '.join(models)}")
-    chosen = model or models[0]
-    return {digest: document for digest, document in documents.items() if document["model"]["id"] == chosen}
+    names = {digest: str(document["model"]["id"]) for digest, document in documents.items()}
+    models = ", ".join(sorted({shown_text(name) for name in names.values()}))
+    if model is None and len(set(names.values())) > 1:
+        raise WarmError(f"the tiers hold pages of several models; say which with --served-name: {models}")
+    chosen = {
+        digest: documents[digest]
+        for digest, name in names.items()
+        if model is None or model in (name, shown_text(name))
+    }
+    if not chosen:
+        raise WarmError(f"no tier knows the model {model!r}; known: {models}")
+    return chosen
 
 
 def _describes(document: Mapping[str, Any], digest: bytes) -> bool:

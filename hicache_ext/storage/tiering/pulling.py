@@ -277,7 +277,7 @@ class PullRule:
         pages = asked.pages - asked.found.total() + asked.found[tier]
         looking = tier.look_up_cost.predict(pages)
         reading = tier.read_cost.predict(pages * asked.page_bytes)
-        computing = self._compute_seconds(pages * asked.page_tokens)
+        computing = self._compute_cost.saved_by(pages * asked.page_tokens)
         if looking is None or reading is None or computing is None:
             return True
         if looking + reading <= self._bound(computing, pages * asked.page_tokens):
@@ -315,7 +315,7 @@ class PullRule:
             return Decision(False, "short", tokens)
         if self._config.mode == "fixed":
             return Decision(True, "long_enough", tokens)
-        reading, computing = self._read_seconds(size, found), self._compute_seconds(tokens)
+        reading, computing = self._read_seconds(size, found), self._compute_cost.saved_by(tokens)
         if reading is None or computing is None:
             return Decision(True, "unmeasured", tokens, reading, computing)
         if reading <= self._bound(computing, tokens):
@@ -325,15 +325,9 @@ class PullRule:
         reason = "dearer" if reading > computing else "not_cheaper_enough"
         return Decision(False, reason, tokens, reading, computing)
 
-    def _compute_seconds(self, tokens: int) -> float | None:
-        if self._config.prefill_rate is not None:
-            return tokens / self._config.prefill_rate
-        return self._compute_cost.saved_by(tokens)
-
     def _bound(self, computing: float, tokens: int) -> float:
         margin = _MARGIN_AFTER_SLOW if self._was_too_dear else _MARGIN
-        doubt = self._compute_cost.doubt(tokens) if self._config.prefill_rate is None else 1.0
-        return computing * (1 - margin) / doubt
+        return computing * (1 - margin) / self._compute_cost.doubt(tokens)
 
     def _read_seconds(self, size: int, found: Mapping[MeasuredStore, int]) -> float | None:
         total = sum(found.values())
@@ -380,7 +374,7 @@ class PullRule:
         if tier.look_up_cost.is_surprised:
             # Asked twice: two surprises discard what was learnt, so that one probe is enough to come back.
             present = tier.count_leading(keys)
-        looking, computing = tier.look_up_cost.predict(asked.pages), self._compute_seconds(asked.tokens)
+        looking, computing = tier.look_up_cost.predict(asked.pages), self._compute_cost.saved_by(asked.tokens)
         if looking is not None and computing is not None and looking > computing:
             return  # no read could pay
         size = asked.page_bytes // asked.parts

@@ -19,7 +19,7 @@ from hicache_ext.config import GuardsConfig, HicacheExtConfig, TierConfig
 from hicache_ext.config.problems import config_error, listed
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page.transforms.codec import LOSSY_CODECS
-from hicache_ext.runtime.mounts import is_on_network
+from hicache_ext.runtime.file_systems import is_on_network
 from hicache_ext.storage.contract.abilities import Resizable, ability
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import PageStore

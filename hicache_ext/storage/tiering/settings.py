@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from hicache_ext.config import HicacheExtConfig
 
+PROMOTION_BUFFER = 128 * 1024 * 1024
+"""Bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
@@ -32,7 +35,7 @@ class TieringSettings:
     async_tiers: frozenset[str] = frozenset()
     """Names of the stores that are written in the background."""
     store_queue: QueueSettings = field(default_factory=QueueSettings)
-    promotion_queue: QueueSettings = field(default_factory=lambda: QueueSettings(capacity=128 * 1024 * 1024))
+    promotion_queue: QueueSettings = field(default_factory=lambda: QueueSettings(PROMOTION_BUFFER))
     prefetch: PrefetchSettings = field(default_factory=PrefetchSettings)
 
     @classmethod
@@ -41,6 +44,6 @@ class TieringSettings:
         return cls(
             async_tiers=frozenset(async_tiers),
             store_queue=QueueSettings(background.store_buffer, background.drain),
-            promotion_queue=QueueSettings(background.promotion_buffer, background.drain),
+            promotion_queue=QueueSettings(PROMOTION_BUFFER, background.drain),
             prefetch=PrefetchSettings(config.prefetch.buffer),
         )

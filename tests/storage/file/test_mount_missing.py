@@ -17,7 +17,7 @@ from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime import breaker
 from hicache_ext.runtime.file_signature import directory_signature
-from hicache_ext.runtime.mounts import on_root_file_system
+from hicache_ext.runtime.file_systems import on_root_file_system
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiers.file import opening as file_tier
 from hicache_ext.storage.tiers.file.multipath import SpreadStore

@@ -15,6 +15,7 @@ from hicache_ext.runtime.linear_cost import LinearCost
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.tiering.pulling import PROBE_INTERVAL, Asked, MeasuredStore, PullRule, SizedCost
+from tests.rigs.known_rate import KnownRate
 from tests.waiting import wait_until
 
 MIB = 2**20
@@ -77,10 +78,12 @@ def rule_of(
     compute: SizedCost | None = None,
     mode: str = "adaptive",
     probe_interval: float = PROBE_INTERVAL,
+    prefill_rate: float | None = None,
     **settings: Any,
 ) -> PullRule:
     config = PullConfig(**{"mode": mode, "min_tokens": 64, **settings})
-    rule = PullRule(config, lambda: tiers, compute or SizedCost())
+    known = KnownRate(prefill_rate) if prefill_rate is not None else compute
+    rule = PullRule(config, lambda: tiers, known or SizedCost())
     rule._probe_interval = probe_interval
     return rule
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from hicache_ext.runtime import vectored
 from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, FlockLock
-from hicache_ext.runtime.liveness import boot_id
+from hicache_ext.runtime.members import boot_id
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.runtime.whole_file import read_document, write_whole
 

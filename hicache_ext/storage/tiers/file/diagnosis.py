@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hicache_ext.config.values import format_size, rounded_size
-from hicache_ext.runtime.file_systems import file_system_of
-from hicache_ext.runtime.mounts import on_root_file_system
+from hicache_ext.runtime.file_systems import file_system_of, on_root_file_system
 from hicache_ext.storage.contract.diagnosis import Finding, Level, moves_of
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.trial import nearest_directory, try_store

@@ -27,8 +27,7 @@ from typing import Literal
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import make_directory, move_aside
-from hicache_ext.runtime.file_systems import file_system_of
-from hicache_ext.runtime.mounts import MOUNTINFO
+from hicache_ext.runtime.file_systems import MOUNTINFO, file_system_of
 from hicache_ext.runtime.whole_file import create_whole, parsed, read_small, write_whole
 from hicache_ext.storage.tiers.file.modes import (
     IDENTITY_NAME,

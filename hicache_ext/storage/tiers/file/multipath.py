@@ -39,8 +39,8 @@ from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.file_signature import DirectorySignature, directory_signature, why_replaced
+from hicache_ext.runtime.file_systems import mount_points
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.mounts import mount_points
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.base import leading
 from hicache_ext.storage.contract.diagnosis import Finding

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.runtime.access import Access
-from hicache_ext.runtime.file_systems import file_system_of
+from hicache_ext.runtime.file_systems import file_system_of, on_root_file_system
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.mounts import on_root_file_system
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.tiers.file.devices import IoPlan, Measured, Trouble, choose_io, measured_device, takes_direct

@@ -28,6 +28,7 @@ from pathlib import Path
 from hicache_ext.errors import StoreError
 from hicache_ext.page.envelope import PAGE_HASH_LENGTH
 from hicache_ext.runtime.access import make_directory
+from hicache_ext.runtime.shown import shown_text
 from hicache_ext.runtime.whole_file import parsed, read_small, write_whole
 
 logger = logging.getLogger(__name__)
@@ -190,7 +191,7 @@ def _recorded(path: Path) -> Iterator[Pin]:
         except (OSError, ValueError, KeyError, TypeError) as error:
             if file not in _reported_unreadable:
                 _reported_unreadable.add(file)
-                logger.warning("pin %s cannot be read and does not count: %s", file, error)
+                logger.warning("pin %s cannot be read and does not count: %s", shown_text(file), shown_text(error))
 
 
 def _read_pin(file: Path) -> Pin:

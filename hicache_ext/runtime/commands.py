@@ -1,9 +1,12 @@
-"""The result of a command: under ``--json`` one JSON document, and nothing else is on standard output."""
+"""What commands have in common: their result, which is one JSON document under ``--json``; progress on standard error;
+signals that end them in order."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
@@ -46,3 +49,51 @@ def _with_numbers_of_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_with_numbers_of_json(item) for item in value]
     return value
+
+
+progress = logging.getLogger("hicache_ext.progress")
+"""Lines of level INFO."""
+
+
+class _OnStandardError(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        # Standard output is the command's result, which may be JSON.
+        print(record.getMessage(), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress_on_standard_error() -> Iterator[None]:
+    """For commands, which configure no logging."""
+    handler, before = _OnStandardError(), progress.level
+    progress.addHandler(handler)
+    progress.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        progress.setLevel(before)
+        progress.removeHandler(handler)
+
+
+@contextmanager
+def terminated_in_order() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does. A signal that is ignored (nohup) stays ignored.
+
+    In the main thread; in another one it changes nothing.
+    """
+
+    def stop(signal_number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, stop)
+    except ValueError:  # not in the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

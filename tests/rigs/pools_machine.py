@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hicache_ext.testing.conformance.storage_backend import page_keys
-from hicache_ext.testing.host_pools import (
+from hicache_ext.testing.host_pools import page_indices
+from tests.rigs.host_pool_kinds import (
     PAGES,
     fill_pools_with_noise,
     mamba_host,
     mha_host,
     minimax_index_host,
     page_content,
-    page_indices,
 )
 
 _CHAIN = 6
