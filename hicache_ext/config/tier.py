@@ -18,7 +18,6 @@ from pydantic import (
 )
 from pydantic_core.core_schema import ValidationInfo
 
-from hicache_ext import native
 from hicache_ext.config.problems import did_you_mean, kind_of, listed, quoted, refuse, shown
 from hicache_ext.config.schema import DURATION, Allowed, ConfigModel, as_pydantic_error
 from hicache_ext.config.secrets import SealConfig
@@ -251,8 +250,6 @@ class TierConfig(ConfigModel):
             need("zstandard")
         except MissingPackageError as error:
             raise ConfigError(key, str(error)) from None
-        if (why := native.why_not()) is not None:
-            raise ConfigError(key, f"needs the native core: {why}", native.REMEDY)
         from hicache_ext.page.transforms.lossless import LosslessCodec
         from hicache_ext.page.transforms.paying import PayingCodec
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hicache_ext import native
-from hicache_ext.errors import ConfigError
 from hicache_ext.page.transforms.lossless import LosslessCodec
 from hicache_ext.page.transforms.paying import PayingCodec
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.contract.transforming.store import transformed
-from hicache_ext.storage.tiers.memory import MemoryPageStore, MemoryTier
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from tests.page.test_lossless import page_of
 from tests.storage.transforms.rig import AUTHENTICATE, ENCRYPT, fresh, pages_of, seal
 
@@ -141,9 +138,3 @@ def test_a_damaged_encoded_page_is_corrupt_and_can_be_written_again(inner: Count
     assert store.contains(KEYS[:1]) == [False]
     store.set(_batch(CONTENTS[:1]))
     assert _read(store, 1) == CONTENTS[:1]
-
-
-def test_a_codec_without_the_native_core_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "LIBRARY", Path("/nowhere"))
-    with pytest.raises(ConfigError, match=r"pool\.codec: needs the native core: .*compiler"):
-        MemoryTier.config(type="memory", codec="lossless").transforms("pool")

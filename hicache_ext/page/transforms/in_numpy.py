@@ -1,4 +1,4 @@
-"""What the native core makes of pages, in numpy: tests compare the two, byte by byte."""
+"""What numbers.py takes apart where the native core was not built: the same bytes, in numpy."""
 
 from __future__ import annotations
 
