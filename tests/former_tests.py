@@ -20,6 +20,9 @@ _KEY = "its configuration key is gone"
 _NUMBA = "nothing is compiled at run time, or kept: the native core is built with the package"
 
 FORMER = {
+    "test_a_clear_that_can_move_only_page_files_deletes_them": (
+        "all pages of an identity are below one directory, which is moved or is not"
+    ),
     **dict.fromkeys(
         (
             "test_a_former_release_goes_on_with_its_slabs_beside_ours",

@@ -242,7 +242,6 @@ def test_a_strangers_file_and_the_directory_it_is_in_keep_their_modes(
     strangers = (
         "models/weights",
         "pages/README",
-        "packs/README",
         "identities/notes.txt",
         "package.json",
         ".profile",
@@ -256,7 +255,7 @@ def test_a_strangers_file_and_the_directory_it_is_in_keep_their_modes(
         assert stat.S_IMODE(place.stat().st_mode) == 0o755
     for stranger in strangers:
         assert stat.S_IMODE((tmp_path / stranger).stat().st_mode) == 0o644
-    for ours in ("tmp", "pins", f"packs/{IDENTITY.hex()}"):
+    for ours in ("tmp", "pins", f"pages/{IDENTITY.hex()}"):
         assert stat.S_IMODE((tmp_path / ours).stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "identities" / f"{IDENTITY.hex()}.json").stat().st_mode) == 0o600
     for place in (tmp_path, tmp_path / "pages", tmp_path / "identities"):
@@ -296,7 +295,7 @@ def test_what_a_directory_held_before_it_became_a_tiers_is_nobody_s_but_its_owne
     assert stat.S_IMODE((tmp_path / "lock").stat().st_mode) == 0o666
     with pytest.MonkeyPatch.context() as patch:
         # Left-overs of killed writers go when they are old.
-        patch.setattr("hicache_ext.storage.tiers.file.writers.SILENCE", -1.0)
+        patch.setattr("hicache_ext.storage.tiers.file.usage.SILENCE", -1.0)
         for _ in range(2):
             used(tmp_path, layout)
     assert {name: stat.S_IMODE((tmp_path / name).stat().st_mode) for name in theirs} == theirs

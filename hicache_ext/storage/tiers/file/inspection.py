@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -28,16 +29,13 @@ from hicache_ext.storage.tiers.file.manifest import (
     slab_home,
 )
 from hicache_ext.storage.tiers.file.modes import MANIFEST
-from hicache_ext.storage.tiers.file.pages.pack_tree import PackedPage, PackFile, keys_in
-from hicache_ext.storage.tiers.file.pages.scanning import ABSENT
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
-from hicache_ext.storage.tiers.file.pages.tree import PageTree
+from hicache_ext.storage.tiers.file.pages.tree import ABSENT, PackFile, PageTree, PlacedPage, is_alone, keys_in
 from hicache_ext.storage.tiers.file.slab.index import Uses
 from hicache_ext.storage.tiers.file.slab.listing import ListedPage, SlabListing
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
-from hicache_ext.storage.tiers.file.usage import no_space_since, occupied_bytes
-from hicache_ext.storage.tiers.file.writers import Writers
+from hicache_ext.storage.tiers.file.usage import Writers, no_space_since, occupied_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +48,8 @@ class StoredPage:
     written: float | None = None
     listed: ListedPage | None = None
     """In slabs: its place."""
-    packed: PackedPage | None = None
-    """In a pack: its place."""
+    placed: PlacedPage | None = None
+    """In page files: its place."""
 
     @property
     def identity(self) -> bytes:
@@ -207,35 +205,27 @@ class PageFileInspector(Inspector):
         return no_space_since(self.path)
 
     def pages(self) -> Iterator[StoredPage]:
-        for fan_out in sorted(self._tree.fan_out_directories()):
-            identity = bytes.fromhex(Path(fan_out).parent.name)
-            for file, status in self._tree.page_files(fan_out):
-                yield StoredPage(identity + bytes.fromhex(Path(file).stem), status.st_size, used=status.st_mtime)
-        packs = self._tree.packs
-        for identity in sorted(packs.known_identities()):
-            for bucket in packs.buckets(identity):
-                for file, found in sorted(packs.packs_in(f"{packs.identity_path(identity)}/{bucket}")):
-                    yield from self._pages_of(file, identity, found)
+        for directory in sorted(self._tree.file_directories()):
+            identity = bytes.fromhex(Path(directory).parent.name)
+            for file, found in sorted(self._tree.packs_in(directory), key=itemgetter(0)):
+                yield from self._pages_of(file, identity, found)
 
     def _pages_of(self, file: str, identity: bytes, found: PackFile) -> Iterator[StoredPage]:
         try:
-            used, keys = os.lstat(file).st_mtime, keys_in(file, identity, found.pack)
+            status, keys = os.lstat(file), keys_in(file, identity, found.pack)
         except ABSENT:
             return
-        written = milliseconds_of(found.pack.id) / 1000
+        # When a page alone was written only its header tells.
+        written = None if is_alone(found.pack) else milliseconds_of(found.pack.id) / 1000
+        size = status.st_size if is_alone(found.pack) else found.pack.page_bytes
         for position in found.living:
-            key, packed = keys[position], PackedPage(file, found, position)
             # Without a key nobody can ask for it.
-            if key is not None:
-                yield StoredPage(key, found.pack.page_bytes, used=used, written=written, packed=packed)
+            if (key := keys[position]) is not None:
+                placed = PlacedPage(file, found, position)
+                yield StoredPage(key, size, used=status.st_mtime, written=written, placed=placed)
 
     def _content(self, page: StoredPage) -> bytes | None:
-        if page.packed is not None:
-            return self._tree.packs.read_page(page.packed)
-        try:
-            return Path(self._tree.page_path(page.key)).read_bytes()
-        except FileNotFoundError:
-            return None
+        return None if page.placed is None else self._tree.read_page(page.placed)
 
     def left_overs(self) -> int:
         living = set(living_members(self._tree.members_path))

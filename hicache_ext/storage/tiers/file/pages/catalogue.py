@@ -23,8 +23,7 @@ from hicache_ext.page.pack import Pack, Tombstone
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.pack_index import PackIndex, Place
 from hicache_ext.storage.tiers.file.modes import PACK_NAME
-from hicache_ext.storage.tiers.file.pages.pack_tree import PackFile, PackTree, file_name, pack_id_in
-from hicache_ext.storage.tiers.file.pages.scanning import ABSENT
+from hicache_ext.storage.tiers.file.pages.tree import ABSENT, PackFile, PageTree, file_name, is_alone, pack_id_in
 
 PACKS_IN_A_BUCKET = 512
 _NEWEST = 2
@@ -74,7 +73,7 @@ class _Known:
 class PackCatalogue:
     """Of one directory. Thread-safe. Never raises OSError: it knows less then."""
 
-    def __init__(self, tier: str, tree: PackTree, note_error: Callable[[OSError], None]) -> None:
+    def __init__(self, tier: str, tree: PageTree, note_error: Callable[[OSError], None]) -> None:
         """``note_error`` hears of every error of the disk."""
         self._tree = tree
         self._note_error = note_error
@@ -107,6 +106,8 @@ class PackCatalogue:
     def path(self, identity: bytes, pack: Pack) -> tuple[str, int]:
         """Where the pack is, and which of its pages are dead there, as far as this process knows."""
         known = self._of(identity)
+        if is_alone(pack):
+            return f"{known.path}/{pack.id[:2]}/{file_name(pack, 0)}", 0
         dead = known.index.dead_mask(pack.id)
         return f"{known.path}/{known.bucket_of.get(pack.id, pack.id[:11])}/{file_name(pack, dead)}", dead
 

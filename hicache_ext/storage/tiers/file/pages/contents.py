@@ -16,17 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH, KEY_LENGTH
-from hicache_ext.storage.tiers.file.modes import BUCKET_NAME, FANOUT_NAME, PAGE_NAME
-from hicache_ext.storage.tiers.file.pages.pack_tree import PackFile, keys_in
-from hicache_ext.storage.tiers.file.pages.scanning import ABSENT, directories, entries
-from hicache_ext.storage.tiers.file.pages.tree import PageTree
+from hicache_ext.storage.tiers.file.modes import FILES_NAME
+from hicache_ext.storage.tiers.file.pages.tree import ABSENT, PackFile, PageTree, directories, is_alone, keys_in
 
 Words = npt.NDArray[np.int64]
 
 _COARSE = 5.0
 """Seconds. File systems keep times to 2 seconds at worst, and a server's clock may be apart from ours."""
 _BLOCK_BYTES = 8
-_DIGITS = 2 * _BLOCK_BYTES
 _NONE: Words = np.empty(0, np.int64)
 
 
@@ -40,11 +37,11 @@ class _Read:
     """That time was old enough: what changes after it shows."""
     blocks: Words
     packs: dict[str, Words] = field(default_factory=dict)
-    """In a bucket, by the id of the pack: its pages, dead ones, too."""
+    """By the id of the pack: its pages, dead ones, too. Not of pages alone: their names say it."""
 
 
 class TreeContents:
-    """Of one directory of page files and packs. 8 bytes a page, 16 of one in a pack, from the first look on. For one
+    """Of one directory of page files. 8 bytes a page, 16 of one in a pack, from the first look on. For one
     thread at a time."""
 
     def __init__(self, tree: PageTree) -> None:
@@ -55,47 +52,39 @@ class TreeContents:
     def block_hashes(self, digest: bytes) -> Words:
         """As ``PageLister``. Raises OSError."""
         before, now = self._read.get(digest, {}), {}
-        for fan_out in directories(self._tree.pages / digest.hex(), FANOUT_NAME):
-            if (read := _read_again(fan_out.path, before.get(fan_out.path), None)) is not None:
-                now[fan_out.path] = read
-        for bucket in directories(self._tree.packs.identity_path(digest), BUCKET_NAME):
-            if (read := _read_again(bucket.path, before.get(bucket.path), self._tree)) is not None:
-                now[bucket.path] = read
+        for place in directories(self._tree.identity_path(digest), FILES_NAME):
+            if (read := self._read_again(place.path, digest, before.get(place.path))) is not None:
+                now[place.path] = read
         self._read[digest] = now
         return np.concatenate([_NONE, *[read.blocks for read in now.values()]])
 
-
-def _read_again(path: str, before: _Read | None, packs: PageTree | None) -> _Read | None:
-    """``packs``: given for a bucket."""
-    try:
-        changed = os.stat(path, follow_symlinks=False).st_mtime_ns
-    except ABSENT:
-        return None
-    if before is not None and before.settled and before.changed == changed:
-        return before
-    settled = time.time() - changed / 1e9 > _COARSE
-    if packs is not None:
-        return _read_bucket(path, changed, settled, {} if before is None else before.packs, packs)
-    names = [entry.name for entry in entries(path, PAGE_NAME)]
-    return _Read(changed, settled, _blocks_of(b"".join([bytes.fromhex(name[:_DIGITS]) for name in names])))
-
-
-def _read_bucket(path: str, changed: int, settled: bool, known: dict[str, Words], tree: PageTree) -> _Read:
-    identity = bytes.fromhex(path.split("/")[-2])
-    packs: dict[str, Words] = {}
-    living = [_NONE]
-    for file, found in tree.packs.packs_in(path):
-        blocks = known.get(found.pack.id)
-        if blocks is None:
-            try:
-                blocks = _blocks_of_pack(file, identity, found)
-            except OSError:
-                # Gone, or renamed meanwhile: the next look finds out.
-                settled = False
+    def _read_again(self, path: str, identity: bytes, before: _Read | None) -> _Read | None:
+        try:
+            changed = os.stat(path, follow_symlinks=False).st_mtime_ns
+        except ABSENT:
+            return None
+        if before is not None and before.settled and before.changed == changed:
+            return before
+        settled = time.time() - changed / 1e9 > _COARSE
+        known = {} if before is None else before.packs
+        packs: dict[str, Words] = {}
+        alone: list[bytes] = []
+        living = [_NONE]
+        for file, found in self._tree.packs_in(path):
+            if is_alone(found.pack):
+                alone.append(bytes.fromhex(found.pack.id)[:_BLOCK_BYTES])
                 continue
-        packs[found.pack.id] = blocks
-        living.append(blocks[found.living])
-    return _Read(changed, settled, np.concatenate(living), packs)
+            blocks = known.get(found.pack.id)
+            if blocks is None:
+                try:
+                    blocks = _blocks_of_pack(file, identity, found)
+                except OSError:
+                    # Gone, or renamed meanwhile: the next look finds out.
+                    settled = False
+                    continue
+            packs[found.pack.id] = blocks
+            living.append(blocks[found.living])
+        return _Read(changed, settled, np.concatenate([*living, _blocks_of(b"".join(alone))]), packs)
 
 
 def _blocks_of_pack(file: str, identity: bytes, found: PackFile) -> Words:
