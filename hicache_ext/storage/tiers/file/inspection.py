@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from hicache_ext.errors import FormatError, StoreError
 from hicache_ext.page import envelope
@@ -32,8 +32,6 @@ from hicache_ext.storage.tiers.file.modes import MANIFEST
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pages.tree import ABSENT, PackFile, PageTree, PlacedPage, is_alone, keys_in
 from hicache_ext.storage.tiers.file.slab.index import Uses
-from hicache_ext.storage.tiers.file.slab.listing import ListedPage, SlabListing
-from hicache_ext.storage.tiers.file.slab.shapes import HEADER
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.storage.tiers.file.usage import Writers, no_space_since, occupied_bytes
 
@@ -46,10 +44,10 @@ class StoredPage:
     size: int
     used: float | None = None
     written: float | None = None
-    listed: ListedPage | None = None
-    """In slabs: its place."""
-    placed: PlacedPage | None = None
-    """In page files: its place."""
+    place: Any = None
+    """Where it is, as its layout says it."""
+    seal: bytes = b""
+    """That of the index; zeros, or nothing, without one."""
 
     @property
     def identity(self) -> bytes:
@@ -104,8 +102,7 @@ class Inspector(abc.ABC):
                 raise
             # What has the page's place cannot be read: no page.
             content = b""
-        seal = None if page.listed is None or not any(page.listed.seal) else page.listed.seal
-        return None if content is None else StoredObject(content, seal)
+        return None if content is None else StoredObject(content, page.seal if any(page.seal) else None)
 
     @abc.abstractmethod
     def _content(self, page: StoredPage) -> bytes | None:
@@ -150,7 +147,11 @@ def open_inspector(path: Path) -> Inspector:
     """Raises StoreError when ``path`` is no directory of the file tier that can be read."""
     layout = _layout(path)
     try:
-        return SlabInspector(path) if layout == "slab" else PageFileInspector(path)
+        if layout == "pages":
+            return PageFileInspector(path)
+        from hicache_ext.storage.tiers.file.slab.listing import SlabListing
+
+        return SlabListing(path)
     except OSError as error:
         raise StoreError(f"{str(path)!r} cannot be read: {error.filename}: {error.strerror}") from error
 
@@ -221,11 +222,11 @@ class PageFileInspector(Inspector):
         for position in found.living:
             # Without a key nobody can ask for it.
             if (key := keys[position]) is not None:
-                placed = PlacedPage(file, found, position)
-                yield StoredPage(key, size, used=status.st_mtime, written=written, placed=placed)
+                place = PlacedPage(file, found, position)
+                yield StoredPage(key, size, used=status.st_mtime, written=written, place=place)
 
     def _content(self, page: StoredPage) -> bytes | None:
-        return None if page.placed is None else self._tree.read_page(page.placed)
+        return self._tree.read_page(page.place)
 
     def left_overs(self) -> int:
         living = set(living_members(self._tree.members_path))
@@ -238,46 +239,6 @@ class PageFileInspector(Inspector):
 class PageFileEditor(PageFileStore):
     def clean_up(self) -> int:
         return self._directory.remove_left_overs()
-
-
-class SlabInspector(Inspector):
-    layout = "slab"
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._listing = SlabListing(path)
-
-    @property
-    def remark(self) -> str:
-        if not self._listing.servers_out_of_reach:
-            return ""
-        return (
-            "servers use it, and do not tell what is there (they are stopped, or this account may not ask them): "
-            "this is what the headers of the pages tell; some of these pages may be gone"
-        )
-
-    @property
-    def no_space_since(self) -> int:
-        return self._listing.no_space_since
-
-    def pages(self) -> Iterator[StoredPage]:
-        for page in self._listing.pages():
-            yield StoredPage(page.key, HEADER + page.place.length, written=page.written, listed=page)
-
-    def uses(self, digest: bytes) -> Uses | None:
-        return self._listing.uses_of(digest)
-
-    def evicted(self, keys: Sequence[bytes]) -> list[bytes]:
-        return self._listing.evicted(keys)
-
-    def _content(self, page: StoredPage) -> bytes | None:
-        return None if page.listed is None else self._listing.read(page.listed)
-
-    def left_overs(self) -> int:
-        return self._listing.left_overs()
-
-    def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
-        return self._listing.occupied_by(hashes)
 
 
 class SlabEditor(SlabStore):

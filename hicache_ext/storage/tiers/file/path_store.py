@@ -13,7 +13,6 @@ several processes on a directory one at a time does it.
 from __future__ import annotations
 
 import abc
-import contextlib
 import errno
 import json
 import logging
@@ -74,45 +73,6 @@ def recorded_ttl(path: Path) -> float | None:
         return float((read_document(path / "ttl.json") or {})["ttl"])
     except (ValueError, KeyError, TypeError):
         return None
-
-
-class Sweeper:
-    """Calls ``sweep`` every so often in the background until it is closed."""
-
-    def __init__(self, tier: str, path: Path, ttl: float, sweep: Callable[[BackgroundLoop], int]) -> None:
-        """``sweep`` answers how many pages it removed, and ends early when the loop is stopping; may raise OSError."""
-        self._tier = tier
-        self._path = path
-        self._sweep = sweep
-        self._interval = max(_SHORTEST_INTERVAL, min(ttl / _SWEEPS_PER_TTL, _LONGEST_INTERVAL))
-        self._loop = BackgroundLoop(f"hicache-{tier}-ttl", self._run)
-        self._loop.wake(self._interval)
-
-    def close(self) -> None:
-        """Waits for a sweep under way, which ends early."""
-        self._loop.stop()
-
-    def _run(self) -> float:
-        try:
-            with _turn(self._path) as mine:
-                removed = self._sweep(self._loop) if mine else 0
-        except OSError as error:
-            logger.warning("tier %s: removing expired pages of %s: %s", self._tier, self._path, error)
-            removed = 0
-        if removed:
-            logger.info("tier %s: %d expired pages of %s removed", self._tier, removed, self._path)
-        return self._interval
-
-
-@contextlib.contextmanager
-def _turn(path: Path) -> Iterator[bool]:
-    """Whether no other process is sweeping this directory now."""
-    lock = FlockLock(path / "expiry.lock")
-    try:
-        yield lock.try_acquire()
-    finally:
-        lock.release()
-        lock.close()
 
 
 DOUBT = 300.0
@@ -222,9 +182,10 @@ class PathStore(TierStore):
             self._scrub.stop()
             self._resources.close()
             raise
-        self._sweeper = None
+        self._sweep_interval = max(_SHORTEST_INTERVAL, min((ttl or 0.0) / _SWEEPS_PER_TTL, _LONGEST_INTERVAL))
+        self._sweep = BackgroundLoop(f"hicache-{name}-ttl", self._sweep_once)
         if ttl is not None and self.removes_expired:
-            self._sweeper = Sweeper(name, path, ttl, self.remove_expired)
+            self._sweep.wake(self._sweep_interval)
 
     @abc.abstractmethod
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
@@ -246,6 +207,21 @@ class PathStore(TierStore):
     def remove_expired(self, loop: BackgroundLoop) -> int:
         """Remove the pages older than the ttl, until ``loop`` is stopped; how many that were."""
         return 0
+
+    def _sweep_once(self) -> float:
+        """Remove expired pages, unless another process does [the thread of the sweep]."""
+        lock, removed = FlockLock(self._path / "expiry.lock"), 0
+        try:
+            if lock.try_acquire():
+                removed = self.remove_expired(self._sweep)
+        except OSError as error:
+            logger.warning("tier %s: removing expired pages of %s: %s", self.name, self._path, error)
+        finally:
+            lock.release()
+            lock.close()
+        if removed:
+            logger.info("tier %s: %d expired pages of %s removed", self.name, removed, self._path)
+        return self._sweep_interval
 
     def details(self) -> dict[str, Any]:
         return {
@@ -351,8 +327,8 @@ class PathStore(TierStore):
 
     def _close(self) -> None:
         self._scrub.stop()
-        if self._sweeper is not None:
-            self._sweeper.close()
+        # Waits for a sweep under way, which ends early.
+        self._sweep.stop()
         self._workers.close()
         self._clearing.close()
         self._resources.close()
