@@ -18,7 +18,7 @@ from hicache_ext.config.model import ExtraConfig
 from hicache_ext.sglang import self_check, used_names
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.contract.trial import try_store
-from hicache_ext.storage.tiers.file import diagnosis as users
+from hicache_ext.storage.tiers.file import examination as users
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.server import free_port
 from tests.rigs.container import Program

@@ -14,7 +14,7 @@ import pytest
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.storage.contract.abilities import PageLister, ability
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
-from hicache_ext.storage.tiers.file.pages import contents as pages_contents
+from hicache_ext.storage.tiers.file.pages import catalogue as pages_contents
 from hicache_ext.storage.tiers.file.pages.tree import PageTree
 from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab import store as slab_contents

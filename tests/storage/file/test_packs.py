@@ -14,7 +14,8 @@ from hicache_ext.page import pack as pack_format
 from hicache_ext.page.pack import SMALL, Pack, new_id
 from hicache_ext.storage.contract import pack_index
 from hicache_ext.storage.contract.store import GetResult, SetResult
-from hicache_ext.storage.tiers.file.inspection import open_inspector, reason_it_is_bad
+from hicache_ext.storage.tiers.file.inspection import open_inspector
+from hicache_ext.storage.tiers.file.inspector import reason_it_is_bad
 from hicache_ext.storage.tiers.file.pages import catalogue, eviction
 from hicache_ext.storage.tiers.file.pages import packs as packs_module
 from hicache_ext.storage.tiers.file.pages import store as store_module
@@ -416,7 +417,7 @@ def test_a_pack_older_than_the_ttl_is_absent_and_is_removed(open_store, place, m
     monkeypatch.undo()
     store_pages(store, page_keys(3, "young"))
     assert store.contains([*KEYS, *page_keys(3, "young")]) == [False] * 6 + [True] * 3
-    assert store.remove_expired(store._sweeper._loop) == 6
+    assert store.remove_expired(store._sweep) == 6
     assert len(_packs(place)) == 1
     assert store.metrics.value("evicted", "ttl") == 6
     assert account_and_walk(store)[0] == account_and_walk(store)[1]

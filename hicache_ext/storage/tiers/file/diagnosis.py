@@ -1,33 +1,18 @@
-"""What ``hicache-ext doctor`` says about a file tier: one that is open, and one that is not and stays as it is."""
+"""What ``hicache-ext doctor`` says about a file tier."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import stat
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Sequence
 from pathlib import Path
 
 from hicache_ext.config.values import format_size, rounded_size
-from hicache_ext.errors import StoreSetupError
-from hicache_ext.runtime.access import Access
 from hicache_ext.runtime.file_systems import file_system_of
 from hicache_ext.runtime.mounts import on_root_file_system
 from hicache_ext.storage.contract.diagnosis import Finding, Level, moves_of
 from hicache_ext.storage.contract.store import PageStore
-from hicache_ext.storage.contract.trial import nearest_directory, trial_directory, try_store
-from hicache_ext.storage.tiers.file.config import FileTierConfig
-from hicache_ext.storage.tiers.file.manifest import (
-    LayoutChoice,
-    check_before_start,
-    format_and_layout,
-    newer_versions,
-    slab_home,
-)
-from hicache_ext.storage.tiers.file.modes import MANIFEST
-from hicache_ext.storage.tiers.file.opening import chosen_layout, open_paths
-from hicache_ext.storage.tiers.file.slab.listing import servers_out_of_reach
+from hicache_ext.storage.contract.trial import nearest_directory, try_store
 from hicache_ext.storage.tiers.file.usage import occupied_bytes
 
 _MEMORY = frozenset({"tmpfs", "ramfs"})
@@ -123,136 +108,3 @@ def _space(paths: Sequence[Path], capacity: int | None, stored: int, layout: str
         remedy = "lower capacity, or make the file system with more inodes: they run out before the tier is full"
         return [Finding("capacity", Level.WARNING, f"{words}, with {inodes} inodes", remedy)]
     return [Finding("capacity", Level.OK, words)]
-
-
-# -- of a tier that is not opened --------------------------------------------------------------------------------------
-
-_TRIAL_CAPACITY = 256 << 20
-"""Of a path in a trial; a part of it is taken."""
-
-
-def examine(name: str, tier: FileTierConfig) -> list[Finding]:
-    """What ``diagnose`` says, for a tier that is not opened: what is at its paths stays as it is.
-
-    The trial is a tier of its own in a directory beside the data, on the same file systems, which is taken away again.
-    Raises StoreSetupError where a server would not start, ConfigError.
-    """
-    paths = [Path(path) for path in tier.path]
-    layouts: dict[Path, LayoutChoice] = {}
-    findings: list[Finding] = []
-    broken: dict[Path, StoreSetupError] = {}
-    with ExitStack() as trials:
-        places: dict[Path, Path] = {}
-        for path in paths:
-            try:
-                layouts[path] = chosen_layout(name, tier, path)
-                check_before_start(path, layouts[path].layout, name)
-                findings += [*_as_found(path, layouts[path].layout, tier), *of_users(path, layouts[path].layout)]
-                places[path] = trials.enter_context(trial_directory(path))
-            except OSError as error:
-                remedies = ["run the doctor as the server's account"] if isinstance(error, PermissionError) else []
-                reason = f"directory {str(path)!r}: {error.strerror or error}"
-                broken[path] = StoreSetupError(name, reason, remedies)
-        if not places:
-            raise next(iter(broken.values()))
-        for path, refusal in broken.items():
-            findings.append(Finding("path", Level.ERROR, f"{path}: {refusal.reason}", "look at its disk and mount"))
-        store = trials.enter_context(closing(_trial_store(name, tier, layouts, places)))
-        why = list(dict.fromkeys(chosen.reason for path, chosen in layouts.items() if path in places))
-        findings += of_paths(list(places), list(places), tier.capacity, store, why)
-        return findings + try_store(store, trial_page(store.describe().details["capacity"], len(places)))
-
-
-def _trial_store(
-    name: str, tier: FileTierConfig, layouts: Mapping[Path, LayoutChoice], places: Mapping[Path, Path]
-) -> PageStore:
-    """A small tier like this one, in other directories. Raises StoreSetupError or ConfigError, in which the tier's own
-    paths are named."""
-    chosen = {choice.layout for choice in layouts.values()}
-    if tier.io == "direct" and chosen != {"slab"}:
-        pages = next(path for path, choice in layouts.items() if choice.layout != "slab")
-        raise StoreSetupError(name, f"io is 'direct', and {str(pages)!r} holds page files, which are not aligned")
-    small = {
-        "path": tuple(str(place) for place in places.values()),
-        "capacity": None if tier.capacity is None else min(tier.capacity, len(places) * _TRIAL_CAPACITY),
-        "layout": chosen.pop() if len(chosen) == 1 else "auto",
-        "ttl": None,
-    }
-    try:
-        return open_paths(name, tier.model_copy(update=small))
-    except StoreSetupError as error:
-        reason = error.reason
-        for path, place in places.items():
-            reason = reason.replace(str(place), str(path))
-        raise StoreSetupError(name, reason) from None
-
-
-def _as_found(path: Path, layout: str, tier: FileTierConfig) -> list[Finding]:
-    """What a server would change at its start. Raises OSError."""
-    if not path.exists():
-        return []
-    findings: list[Finding] = []
-    home = slab_home(path) if layout == "slab" else path
-    if (home / MANIFEST).exists() and format_and_layout(home) is None:
-        seen = f"{home / MANIFEST} cannot be read, after a power loss perhaps; a server makes it anew at its start"
-        findings.append(Finding("format", Level.WARNING, seen, "nothing: its pages are kept"))
-    for newer in newer_versions(path):
-        seen = f"{newer} is of a newer release; it stays as it is, and does not count in the capacity"
-        findings.append(Finding("newer release", Level.WARNING, seen, "remove it if no such release will come back"))
-    status, wanted = path.stat(), Access(tier.mode == "group")
-    if stat.S_IMODE(status.st_mode) & ~0o2000 & ~wanted.directory_mode:
-        seen = f"{path} has mode {stat.S_IMODE(status.st_mode):04o} and not {wanted.directory_mode:04o}"
-        if status.st_uid == os.geteuid():
-            findings.append(Finding("mode", Level.NOTE, f"{seen}; a server changes that at its start", "nothing"))
-        else:
-            seen += f", and belongs to uid {status.st_uid}; what a server makes in it is closed to others all the same"
-            findings.append(Finding("mode", Level.NOTE, seen, "chown it to the server's account"))
-    return findings
-
-
-_STOPPED = "Tt"
-"""States of a process in /proc: by a signal, or by a debugger."""
-
-
-def of_users(path: Path, layout: str) -> list[Finding]:
-    """A warning where a process that uses the directory does not go on. Raises OSError only for ``path`` itself."""
-    stopped = list(stopped_processes(path))
-    if stopped:
-        one = len(stopped) == 1
-        which = f"process {stopped[0]}" if one else f"processes {', '.join(map(str, stopped))}"
-        seen = (
-            f"{path}: {which} {'has' if one else 'have'} it open and {'is' if one else 'are'} stopped; "
-            "while a stopped process holds a lock, nothing is stored, and a server that starts goes without this path"
-        )
-        remedy = f"let it go on (kill -CONT {' '.join(map(str, stopped))}), or end it"
-        return [Finding("processes", Level.WARNING, seen, remedy)]
-    home = slab_home(path)
-    if layout == "slab" and servers_out_of_reach(home):
-        seen = f"{path}: processes use it and none of them gives its index: stopped, perhaps, or of another account"
-        return [Finding("processes", Level.WARNING, seen, f"fuser {home / 'lock'} names them")]
-    return []
-
-
-def stopped_processes(path: Path) -> Iterator[int]:
-    """The ids of stopped processes that have a file below ``path`` open.
-
-    Those of other accounts and of other containers cannot be seen.
-    """
-    below = f"{os.path.realpath(path)}/"
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        # It may have ended meanwhile, and may belong to another account.
-        with suppress(OSError):
-            if _state(pid) in _STOPPED and any(file.startswith(below) for file in _open_files(pid)):
-                yield int(pid)
-
-
-def _state(pid: str) -> str:
-    # The name before it may hold blanks and brackets.
-    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-
-
-def _open_files(pid: str) -> Iterator[str]:
-    directory = f"/proc/{pid}/fd"
-    for number in os.listdir(directory):
-        with suppress(FileNotFoundError):
-            yield os.readlink(f"{directory}/{number}")

@@ -26,7 +26,7 @@ class FileTier(TierType):
         return open_file_tier(name, tier)
 
     def examine(self, name: str, tier: FileTierConfig) -> Sequence[Finding]:
-        from hicache_ext.storage.tiers.file.diagnosis import examine
+        from hicache_ext.storage.tiers.file.examination import examine
 
         return examine(name, tier)
 

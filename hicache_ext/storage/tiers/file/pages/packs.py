@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -33,7 +32,7 @@ from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.pack_index import Place, Run, runs
-from hicache_ext.storage.contract.store import GetResult, PageBatch, identities_of, key_words
+from hicache_ext.storage.contract.store import GetResult, PageBatch, key_words
 from hicache_ext.storage.tiers.file.modes import BUCKET_NAME
 from hicache_ext.storage.tiers.file.pages.catalogue import PackCatalogue
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
@@ -42,7 +41,9 @@ from hicache_ext.storage.tiers.file.pages.tree import (
     PackFile,
     alone,
     file_name,
+    header_at,
     is_alone,
+    is_old_alone,
     keys_in,
     most_pages,
     occupied,
@@ -194,26 +195,20 @@ class Packs:
     def _found_alone(self, core: native.Core, keys: Sequence[bytes], oldest_valid_ms: int) -> list[bool]:
         """``_is_alone_there``, but for what is unhealed. Raises OSError where an identity's directory cannot be looked
         into."""
-        oldest = -(-oldest_valid_ms // 1000)
-        present, words = np.zeros(len(keys), np.bool_), key_words(keys)
-        identities = identities_of(keys)
-        for identity in identities:
-            which: Any = slice(None)
-            if len(identities) > 1:
-                which = (words[:, : IDENTITY_LENGTH // 8] == np.frombuffer(identity, np.int64)).all(axis=1)
+        present = np.zeros(len(keys), np.bool_)
+        for identity, positions in _by_identity(keys):
             try:
                 home = self._directory.identity_path(identity)
                 directory = os.open(home, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             except ABSENT:
                 continue
-            some = words[which]
-            found = np.zeros(len(some), np.bool_)
+            words, found = key_words([keys[position] for position in positions]), np.zeros(len(positions), np.bool_)
             try:
-                of_core = native.address(some), len(some), directory, HEADER_LENGTH, oldest
+                of_core = native.address(words), len(words), directory, HEADER_LENGTH, -(-oldest_valid_ms // 1000)
                 core(FindPageFiles(*of_core, native.address(found)))
             finally:
                 os.close(directory)
-            present[which] = found
+            present[positions] = found
         answers: list[bool] = present.tolist()
         return answers
 
@@ -227,7 +222,7 @@ class Packs:
             return Found.NOTHING
         if (key, pack.id) in self._unhealed:
             is_free = self._heal(key, Place(pack, 0), "unreadable")
-        elif _is_old_alone(path, status, oldest_valid_ms):
+        elif is_old_alone(path, status, oldest_valid_ms):
             removed = self._remove_expired(key[:IDENTITY_LENGTH], PackFile(pack), path, status)
             is_free = removed > 0 or not os.path.lexists(path)
         elif status.st_size == size and stat.S_ISREG(status.st_mode):
@@ -362,15 +357,17 @@ class Packs:
     def _no_file(self, pages: PackRun, batch: PageBatch, path: str, status: os.stat_result) -> list[GetResult | None]:
         """Free the name of a pack that something else has."""
         pack, count = pages.run.pack, len(pages.run.members)
-        if is_alone(pack):
-            self._heal(batch.keys[pages.run.members[0]], pages.place(0), "not_a_file", status)
-            return [GetResult.CORRUPT]
         self._metrics.add("corrupt", "not_a_file", count)
         self.catalogue.forget(pages.identity, pack)
         try:
-            self._unlink(PackFile(pack), path)
+            self._unlink(PackFile(pack), path, status)
+        except ABSENT:
+            # Replaced meanwhile.
+            pass
         except OSError as error:
             self._note_error(error)
+            for member in pages.run.members:
+                self._remember_unhealed(batch.keys[member], pack)
         logger.warning("tier %s: %s was no file and is removed", self._tier, path)
         return [GetResult.CORRUPT] * count
 
@@ -524,7 +521,7 @@ class Packs:
         this ``envelope.page_seal``. Whether there was one. Never raises OSError."""
         identity, removed = key[:IDENTITY_LENGTH], False
         for place in [*self.catalogue.find_all(key), Place(alone(key[IDENTITY_LENGTH:]), 0)]:
-            header, seen = self._header(identity, place)
+            header, seen = header_at(self.catalogue.path(identity, place.pack)[0], place.offset)
             if page_seal is None:
                 # The name of a page alone is to be free, whatever has it.
                 is_wanted, seen = header is None or not _is_another_page(header, key), None
@@ -654,7 +651,7 @@ class Packs:
                     return removed
                 with suppress(OSError):
                     if is_alone(found.pack):
-                        is_old = _is_old_alone(path, os.lstat(path), oldest_valid_ms)
+                        is_old = is_old_alone(path, os.lstat(path), oldest_valid_ms)
                     else:
                         is_old = milliseconds_of(found.pack.id) < oldest_valid_ms
                     if is_old:
@@ -663,20 +660,6 @@ class Packs:
                 with self._usage.removing() as removal:
                     removal.freed = self._directory.remove_buckets_if_empty([place])
         return removed
-
-    def _header(self, identity: bytes, place: Place) -> tuple[bytes | None, os.stat_result | None]:
-        """What stands in front of the page in this place, and the status of its file; None where it cannot be read."""
-        path = self.catalogue.path(identity, place.pack)[0]
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            return None, None
-        try:
-            return os.pread(fd, HEADER_LENGTH, place.offset), os.fstat(fd)
-        except OSError:
-            return None, None
-        finally:
-            os.close(fd)
 
     def _remember_unhealed(self, key: bytes, pack: Pack) -> None:
         if len(self._unhealed) >= _UNHEALED_LIMIT:
@@ -698,25 +681,6 @@ def _by_identity(keys: Sequence[bytes]) -> Iterator[tuple[bytes, list[int]]]:
 def _id_alone(key: bytes) -> str:
     """The id of the pack that a page alone is."""
     return key[IDENTITY_LENGTH:].hex()
-
-
-def _is_old_alone(path: str, status: os.stat_result, oldest_valid_ms: int) -> bool:
-    """Whether a page alone was written before. Never raises: False for an unreadable file."""
-    if not oldest_valid_ms or not stat.S_ISREG(status.st_mode):
-        return False
-    if status.st_mtime * 1000 < oldest_valid_ms:
-        # That of the last use: never before the page was written.
-        return True
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        return envelope.decode_header(os.pread(fd, HEADER_LENGTH, 0)).created_ms < oldest_valid_ms
-    except (OSError, FormatError):
-        return False
-    finally:
-        os.close(fd)
 
 
 def _reason(header: bytearray, key: bytes, segments: Sequence[memoryview], filled: int, page_bytes: int) -> str | None:

@@ -27,7 +27,7 @@ from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.devices import flags_of
-from hicache_ext.storage.tiers.file.pages.contents import TreeContents
+from hicache_ext.storage.tiers.file.pages.catalogue import TreeContents
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.eviction import Evictor
 from hicache_ext.storage.tiers.file.pages.packs import HEADER_LENGTH, Found, Packs

@@ -24,6 +24,7 @@ import re
 import stat
 from base64 import urlsafe_b64encode
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -372,6 +373,33 @@ def keys_in(path: str, identity: bytes, pack: Pack) -> list[bytes | None]:
         ]
     finally:
         os.close(fd)
+
+
+def header_at(path: str, offset: int) -> tuple[bytes | None, os.stat_result | None]:
+    """What stands in front of a page, and the status of its file; None where it cannot be read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None, None
+    try:
+        return os.pread(fd, envelope.FIELDS_LENGTH, offset), os.fstat(fd)
+    except OSError:
+        return None, None
+    finally:
+        os.close(fd)
+
+
+def is_old_alone(path: str, status: os.stat_result, oldest_valid_ms: int) -> bool:
+    """Whether a page alone was written before. Never raises: False for an unreadable file."""
+    if not oldest_valid_ms or not stat.S_ISREG(status.st_mode):
+        return False
+    if status.st_mtime * 1000 < oldest_valid_ms:
+        # That of the last use: never before the page was written.
+        return True
+    header, _ = header_at(path, 0)
+    with suppress(FormatError):
+        return header is not None and envelope.decode_header(header).created_ms < oldest_valid_ms
+    return False
 
 
 def _read(fd: int, length: int, offset: int) -> bytes:

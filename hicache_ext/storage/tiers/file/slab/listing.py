@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.members import living_members
-from hicache_ext.storage.tiers.file.inspection import Inspector, StoredPage
+from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage
 from hicache_ext.storage.tiers.file.manifest import slab_home
 from hicache_ext.storage.tiers.file.modes import SLAB_FILE
 from hicache_ext.storage.tiers.file.slab import slot_code

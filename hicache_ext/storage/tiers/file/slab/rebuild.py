@@ -11,7 +11,9 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +24,9 @@ from hicache_ext.errors import IndexBusyError
 from hicache_ext.page import envelope
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 from hicache_ext.runtime.file_lock import OfdLock
+from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab, SlabFile
 from hicache_ext.storage.tiers.file.slab.slot_code import BAD_HEADERS
-
-if TYPE_CHECKING:
-    from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,21 @@ _CHECKED = HEADER - envelope.SEAL_LENGTH
 _START = np.frombuffer(bytearray(envelope.PAGE_START), np.int64)
 
 Headers = npt.NDArray[np.int64]
+
+
+class SlabFiles(Protocol):
+    """What a rebuild needs of a ``SlabDirectory``."""
+
+    path: Path
+    index: SlabIndex
+
+    def allocate(self, slab: Slab, file: SlabFile, length: int) -> None: ...
+
+    def opened(self, slab: Slab, file: SlabFile) -> AbstractContextManager[int]: ...
+
+    def written_at(self, slab: Slab) -> float: ...
+
+    def delete_slab_files(self, slab: Slab) -> None: ...
 
 
 _LOST = (errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.EFBIG)
@@ -64,7 +79,7 @@ _MOST_FAILURES = 6
 class Rebuild:
     """Of one directory, until it is over or this is closed."""
 
-    def __init__(self, tier: str, directory: SlabDirectory, lock: OfdLock) -> None:
+    def __init__(self, tier: str, directory: SlabFiles, lock: OfdLock) -> None:
         self._tier = tier
         self._directory = directory
         self._index = directory.index

@@ -35,11 +35,11 @@ from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore, oldes
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.allocator import SlotAllocator
-from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, slab_directory
+from hicache_ext.storage.tiers.file.slab.directory import slab_directory
 from hicache_ext.storage.tiers.file.slab.index import milliseconds
 from hicache_ext.storage.tiers.file.slab.lookup import hashes_of
 from hicache_ext.storage.tiers.file.slab.page_moves import Moving, PageMoves, SlotIo
-from hicache_ext.storage.tiers.file.slab.rebuild import KEY, read_headers
+from hicache_ext.storage.tiers.file.slab.rebuild import KEY, SlabFiles, read_headers
 from hicache_ext.storage.tiers.file.slab.shapes import (
     NO_SLOTS,
     Numbers,
@@ -73,7 +73,7 @@ class _Seen:
 class SlabContents:
     """Of one directory. 16 bytes a slot, from the first look on. For one thread at a time."""
 
-    def __init__(self, directory: SlabDirectory) -> None:
+    def __init__(self, directory: SlabFiles) -> None:
         self._directory = directory
         self._index = directory.index
         self._seen: dict[int, _Seen] = {}
