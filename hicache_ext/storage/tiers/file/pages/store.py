@@ -23,6 +23,7 @@ import numpy.typing as npt
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.page.pack import Pack
 from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.file_lock import FlockLock
 from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
@@ -62,13 +63,15 @@ _COUNT_INTERVAL = 60.0
 
 _LEADING_AT_ONCE = 1024
 
+_SWEEPS_PER_TTL = 16
+_SHORTEST_INTERVAL = 0.5
+_LONGEST_INTERVAL = 600.0
+
 
 class PageFileStore(PathStore):
     """PageStore over one directory."""
 
     layout = "pages"
-    without_space = "new pages take the place of cold ones"
-    removes_expired = True
 
     @property
     def no_space_since(self) -> int:
@@ -97,6 +100,12 @@ class PageFileStore(PathStore):
         """Bytes that the pages took when the file system was full."""
         self._pages = 0
         self._count_pages_at = 0.0
+        self._sweep_interval = max(_SHORTEST_INTERVAL, min((self._ttl or 0.0) / _SWEEPS_PER_TTL, _LONGEST_INTERVAL))
+        self._sweep = BackgroundLoop(f"hicache-{self.name}-ttl", self._sweep_once)
+        # Waits for a sweep under way, which ends early.
+        self._resources.callback(self._sweep.stop)
+        if self._ttl is not None:
+            self._sweep.wake(self._sweep_interval)
 
     def _open_account(self) -> None:
         directory = self._directory
@@ -257,9 +266,11 @@ class PageFileStore(PathStore):
             return portion if is_lacking else []
         stored = 0
         try:
-            for position, result, added in self._set_pages(batch, files):
-                results[position] = result
+            written = self._workers.run(len(files), lambda number: self._set_file(batch, files[number]))
+            for members, (result, added) in zip(files, written, strict=True):
                 stored += added
+                for position in members:
+                    results[position] = result
         finally:
             self._usage.commit(reserved, stored)
         left = [position for position in portion if results[position] is SetResult.REJECTED]
@@ -291,13 +302,6 @@ class PageFileStore(PathStore):
         except OSError as error:
             self._count_error(error)
 
-    def _set_pages(self, batch: PageBatch, files: list[list[int]]) -> Iterator[tuple[int, SetResult, int]]:
-        """Position, result and bytes of disk of each page; those of a file are told with its first page."""
-        written = self._workers.run(len(files), lambda number: self._set_file(batch, files[number]))
-        for members, (result, added) in zip(files, written, strict=True):
-            for position in members:
-                yield position, result, added if position == members[0] else 0
-
     def _set_file(self, batch: PageBatch, positions: list[int]) -> tuple[SetResult, int]:
         """Write pages as one file; their result and the bytes of disk that took."""
         error, added = self._packs.write(batch, positions)
@@ -328,7 +332,23 @@ class PageFileStore(PathStore):
     def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
         return sum(map(self._packs.remove, copies.keys(), copies.values()))
 
+    def _sweep_once(self) -> float:
+        """Remove expired pages, unless another process does [the thread of the sweep]."""
+        lock, removed = FlockLock(self._path / "expiry.lock"), 0
+        try:
+            if lock.try_acquire():
+                removed = self.remove_expired(self._sweep)
+        except OSError as error:
+            logger.warning("tier %s: removing expired pages of %s: %s", self.name, self._path, error)
+        finally:
+            lock.release()
+            lock.close()
+        if removed:
+            logger.info("tier %s: %d expired pages of %s removed", self.name, removed, self._path)
+        return self._sweep_interval
+
     def remove_expired(self, loop: BackgroundLoop) -> int:
+        """Remove the pages older than the ttl, until ``loop`` is stopped; how many that were."""
         return self._packs.remove_expired(loop, oldest_valid_ms(self._ttl))
 
     def _clear(self, digests: Sequence[bytes] | None) -> int:
