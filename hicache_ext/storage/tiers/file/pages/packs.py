@@ -373,7 +373,7 @@ class Packs:
 
     def _read_run(self, fd: int, pages: PackRun, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult | None]:
         run, page_bytes = pages.run, pages.run.pack.page_bytes
-        one_by_one = [pages.part(number) for number in range(len(run.members))]
+        one_by_one = [pages] if len(run.members) == 1 else [pages.part(number) for number in range(len(run.members))]
         if len(run.members) > 1 and any(HEADER_LENGTH + batch.sizes[i] != page_bytes for i in run.members):
             return [self._read_run(fd, page, batch, oldest_valid_ms)[0] for page in one_by_one]
         headers = [bytearray(HEADER_LENGTH) for _ in run.members]
