@@ -38,6 +38,9 @@ FORMER = {
     "test_a_configured_engine_serves_what_it_can_and_the_fallback_the_rest": (
         "-> test_a_configured_engine_serves_what_it_can_and_sglangs_own_path_the_rest"
     ),
+    "test_a_clear_that_can_move_only_page_files_deletes_them": (
+        "all pages of an identity are below one directory, which is moved or is not"
+    ),
     **dict.fromkeys(
         (
             "test_a_former_release_goes_on_with_its_slabs_beside_ours",

@@ -29,14 +29,8 @@ from hicache_ext.page.transforms.body import is_sealed_with, reason_it_is_not_se
 from hicache_ext.page.transforms.forms import STORED_AS, Form, Transforms
 from hicache_ext.page.transforms.sealing import SealMode
 from hicache_ext.runtime.shown import shown_text
-from hicache_ext.storage.tiers.file.inspection import (
-    Editor,
-    Inspector,
-    StoredPage,
-    open_editor,
-    open_inspector,
-    reason_it_is_bad,
-)
+from hicache_ext.storage.tiers.file.inspection import Editor, open_editor, open_inspector
+from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage, reason_it_is_bad
 from hicache_ext.storage.tiers.file.modes import IDENTITY_NAME
 from hicache_ext.storage.tiers.file.pages.tree import load_document
 from hicache_ext.storage.tiers.file.path_store import recorded_ttl

@@ -272,7 +272,7 @@ class Uses:
         for page in listing.pages():
             listing.read(page)
         listing.evicted(CHAINS[0])
-        listing.uses_of(IDENTITY)
+        listing.uses(IDENTITY)
         listing.left_overs()
         return None
 

@@ -216,7 +216,7 @@ def open_descriptors() -> int:
 def files(root: Path, layout: str) -> tuple[int, int, int]:
     """As in ``FILES``, over both paths."""
     if layout == "pages":
-        names = ("*/packs/*/*/*.pack", "*/pages/*/*/*.page", "*/tmp/*")
+        names = ("*/pages/*/*/*.pack", "*/pages/*/*/*.page", "*/tmp/*")
         packs, alone, temporary = (len(glob.glob(f"{root}/{each}")) for each in names)
         return packs, alone, temporary
     total: Counter[str] = Counter()

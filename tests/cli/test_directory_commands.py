@@ -17,8 +17,9 @@ from hicache_ext.cli.main import main
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
 from hicache_ext.storage.opening import open_tiers
-from hicache_ext.storage.tiers.file.inspection import open_inspector, reason_it_is_bad
-from hicache_ext.storage.tiers.file.pages import pack_tree
+from hicache_ext.storage.tiers.file.inspection import open_inspector
+from hicache_ext.storage.tiers.file.inspector import reason_it_is_bad
+from hicache_ext.storage.tiers.file.pages import tree as page_tree
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.path_store import record_ttl
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
@@ -223,7 +224,7 @@ def test_clear_removes_one_model_and_no_other(directory: tuple[Path, Any], capsy
 
 def on_disk(path: Path) -> int:
     """Bytes of disk of pages."""
-    parts = [path / part for part in ("v3/slabs", "pages", "packs", "tmp")]
+    parts = [path / part for part in ("v3/slabs", "pages", "tmp")]
     return sum(file.lstat().st_blocks * 512 for part in parts for file in part.rglob("*") if file.is_file())
 
 
@@ -338,9 +339,9 @@ def test_verify_finds_slots_that_do_not_hold_what_their_headers_say(
 
 @contextmanager
 def cannot_open(code: int, words: str) -> Iterator[None]:
-    """Neither pages that are files of their own nor those in packs."""
+    """Neither pages alone nor those in packs."""
     refuse = {"side_effect": OSError(code, words)}
-    with patch.object(Path, "open", **refuse), patch.object(pack_tree.os, "open", **refuse):
+    with patch.object(Path, "open", **refuse), patch.object(page_tree.os, "open", **refuse):
         yield
 
 

@@ -79,7 +79,7 @@ class RawFiles:
 
     def packs(self, path: Path, identity: bytes | None = None) -> list[RawPack]:
         """The newest first."""
-        files = path.glob(f"packs/{'*' if identity is None else identity.hex()}/*/*.pack")
+        files = path.glob(f"pages/{'*' if identity is None else identity.hex()}/*/*.pack")
         return [RawPack.of(file) for file in sorted(files, key=lambda file: file.name, reverse=True)]
 
     def places(self, path: Path, key: bytes) -> list[tuple[RawPack, int]]:

@@ -29,7 +29,8 @@ from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiers.file import hints
-from hicache_ext.storage.tiers.file.inspection import open_inspector, reason_it_is_bad
+from hicache_ext.storage.tiers.file.inspection import open_inspector
+from hicache_ext.storage.tiers.file.inspector import reason_it_is_bad
 from hicache_ext.storage.tiers.file.manifest import slab_home
 from hicache_ext.storage.tiers.file.modes import prepare_directory
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
@@ -242,7 +243,6 @@ def test_a_strangers_file_and_the_directory_it_is_in_keep_their_modes(
     strangers = (
         "models/weights",
         "pages/README",
-        "packs/README",
         "identities/notes.txt",
         "package.json",
         ".profile",
@@ -256,7 +256,7 @@ def test_a_strangers_file_and_the_directory_it_is_in_keep_their_modes(
         assert stat.S_IMODE(place.stat().st_mode) == 0o755
     for stranger in strangers:
         assert stat.S_IMODE((tmp_path / stranger).stat().st_mode) == 0o644
-    for ours in ("tmp", "pins", f"packs/{IDENTITY.hex()}"):
+    for ours in ("tmp", "pins", f"pages/{IDENTITY.hex()}"):
         assert stat.S_IMODE((tmp_path / ours).stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "identities" / f"{IDENTITY.hex()}.json").stat().st_mode) == 0o600
     for place in (tmp_path, tmp_path / "pages", tmp_path / "identities"):
@@ -296,7 +296,7 @@ def test_what_a_directory_held_before_it_became_a_tiers_is_nobody_s_but_its_owne
     assert stat.S_IMODE((tmp_path / "lock").stat().st_mode) == 0o666
     with pytest.MonkeyPatch.context() as patch:
         # Left-overs of killed writers go when they are old.
-        patch.setattr("hicache_ext.storage.tiers.file.writers.SILENCE", -1.0)
+        patch.setattr("hicache_ext.storage.tiers.file.usage.SILENCE", -1.0)
         for _ in range(2):
             used(tmp_path, layout)
     assert {name: stat.S_IMODE((tmp_path / name).stat().st_mode) for name in theirs} == theirs

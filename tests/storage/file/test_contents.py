@@ -14,7 +14,8 @@ import pytest
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.storage.contract.abilities import PageLister, ability
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
-from hicache_ext.storage.tiers.file.pages import contents as pages_contents
+from hicache_ext.storage.tiers.file.pages import catalogue as pages_contents
+from hicache_ext.storage.tiers.file.pages.tree import PageTree
 from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab import store as slab_contents
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, page_keys, store_pages
@@ -161,8 +162,9 @@ def page_files(tmp_path: Path) -> Iterator[SpreadStore]:
         yield store
 
 
-def _fan_outs(place: Path) -> list[Path]:
-    return sorted({file.parent for file in place.rglob("*.page")})
+def _directories(place: Path) -> list[Path]:
+    """Of files of pages."""
+    return sorted({file.parent for file in [*place.rglob("*.page"), *place.rglob("*.pack")]})
 
 
 def test_a_directory_that_has_long_been_as_it_is_is_not_read_again(
@@ -172,18 +174,18 @@ def test_a_directory_that_has_long_been_as_it_is_is_not_read_again(
     store_pages(page_files, page_keys(2, "packed"), [PAGE])
     packed = blocks(page_keys(2, "packed"))
     long_ago = time.time() - 100
-    for fan_out in _fan_outs(tmp_path / "tier"):
-        os.utime(fan_out, (long_ago, long_ago))
+    for directory in _directories(tmp_path / "tier"):
+        os.utime(directory, (long_ago, long_ago))
     read = []
     read_packs = []
-    entries, keys_in = pages_contents.entries, pages_contents.keys_in
-    monkeypatch.setattr(pages_contents, "entries", lambda path, name: (read.append(path), entries(path, name))[1])
+    packs_in, keys_in = PageTree.packs_in, pages_contents.keys_in
+    monkeypatch.setattr(PageTree, "packs_in", lambda tree, path: (read.append(path), packs_in(tree, path))[1])
     monkeypatch.setattr(
         pages_contents, "keys_in", lambda path, *pack: (read_packs.append(path), keys_in(path, *pack))[1]
     )
     assert held(page_files) == blocks(KEYS) | packed
     first = len(read)
-    assert first == len(_fan_outs(tmp_path / "tier"))
+    assert first == len(_directories(tmp_path / "tier"))
     assert held(page_files) == blocks(KEYS) | packed
     assert len(read) == first
     page_files.remove(KEYS[:1])
@@ -196,11 +198,11 @@ def test_a_change_within_one_tick_of_the_clock_of_the_disk_is_seen(page_files: S
     """The time of the directory is the same before and after it."""
     store_one_by_one(page_files, KEYS, [PAGE])
     moment = time.time_ns()
-    for fan_out in _fan_outs(tmp_path / "tier"):
-        os.utime(fan_out, ns=(moment, moment))
+    for directory in _directories(tmp_path / "tier"):
+        os.utime(directory, ns=(moment, moment))
     assert held(page_files) == blocks(KEYS)
-    fan_outs = _fan_outs(tmp_path / "tier")
+    before = _directories(tmp_path / "tier")
     page_files.remove(KEYS)
-    for fan_out in fan_outs:
-        os.utime(fan_out, ns=(moment, moment))
+    for directory in before:
+        os.utime(directory, ns=(moment, moment))
     assert held(page_files) == set()

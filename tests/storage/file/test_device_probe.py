@@ -93,7 +93,7 @@ def test_a_process_killed_while_it_measures_leaves_nothing_but_the_lock(tmp_path
     script = (
         "import sys, time; from pathlib import Path; from hicache_ext.storage.tiers.file import devices as d\n"
         "d._ALL_SECONDS = d._CELL_SECONDS = 60\n"
-        "d._Cell.read = lambda *_: (print('measuring', flush=True), time.sleep(60))\n"
+        "d._Probe._rate = lambda *_: (print('measuring', flush=True), time.sleep(60))\n"
         "d.measured_device(Path(sys.argv[1]))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)

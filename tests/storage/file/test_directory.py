@@ -87,16 +87,16 @@ def test_a_directory_is_named_and_laid_out_as_documented(place, store):
         "usage",
     ]
     store_pages(store, page_keys(2))
-    (pack,) = place.glob("packs/*/*/*")
+    (pack,) = place.glob("pages/*/*/*.pack")
     assert pack.parent.parent.name == IDENTITY.hex()
     assert re.fullmatch(r"[0-9a-f]{11}", pack.parent.name)
     assert re.fullmatch(r"[0-9a-f]{11}-[0-9a-f]{10}-2x1128-[A-Za-z0-9_-]{16}\.pack", pack.name)
     store.remove(page_keys(2)[1:])
-    assert [file.name for file in place.glob("packs/*/*/*")] == [pack.name.replace(".pack", ".2.pack")]
+    assert [file.name for file in place.glob("pages/*/*/*.pack")] == [pack.name.replace(".pack", ".2.pack")]
     assert json.loads((place / "hicache_ext.json").read_text()) == {
-        "format": 1,
+        "format": 2,
         "layout": "pages",
-        "checksum": 1921148614,
+        "checksum": 1131052123,
     }
     assert load_document(place, IDENTITY) == {"model": {"id": "m"}}
     assert load_document(place, OTHER_IDENTITY) is None
@@ -105,8 +105,9 @@ def test_a_directory_is_named_and_laid_out_as_documented(place, store):
 @pytest.mark.parametrize(
     "manifest",
     [
-        manifest_text(2, "pages"),
-        '{"format": 2, "layout": "pages"}',
+        manifest_text(1, "pages"),
+        manifest_text(3, "pages"),
+        '{"format": 3, "layout": "pages"}',
         '{"format": 1, "layout": "slab"}',
         "{}",
         "",
@@ -202,8 +203,9 @@ def test_of_two_writers_the_first_to_publish_wins(directory, unnamed):
     os.write(first[0], b"first")
     os.write(second[0], b"second")
     assert not os.path.exists(path)
-    assert directory.publish(*second, path)
-    assert not directory.publish(*first, path)
+    directory.publish(*second, path)
+    with pytest.raises(FileExistsError):
+        directory.publish(*first, path)
     for fd, temp_path in (first, second):
         os.close(fd)
         directory.discard(temp_path)
@@ -222,8 +224,9 @@ def test_without_renameat2_publishing_is_still_whole_or_nothing(directory, monke
     path = directory.page_path(page_key("race"))
     sum(directory.create_parent(path))
     first, second = directory.open_unpublished(path), directory.open_unpublished(path)
-    assert directory.publish(*first, path)
-    assert not directory.publish(*second, path)
+    directory.publish(*first, path)
+    with pytest.raises(FileExistsError):
+        directory.publish(*second, path)
     os.close(first[0])
     os.close(second[0])
     directory.discard(second[1])
@@ -251,7 +254,7 @@ def test_the_file_of_a_writer_of_an_earlier_version_is_removed_after_ten_minutes
     left = directory.temporary / "elsewhere:17:4711.3.tmp"
     left.write_bytes(b"half a page")
     now = left.stat().st_ctime + age
-    monkeypatch.setattr("hicache_ext.storage.tiers.file.writers.time.time", lambda: now)
+    monkeypatch.setattr("hicache_ext.storage.tiers.file.usage.time.time", lambda: now)
     directory.remove_left_overs()
     assert left.exists() is stays
 
@@ -330,12 +333,12 @@ def test_clearing_that_a_kill_interrupted_is_finished_by_the_next_start(place, o
     store_pages(store, keys)
     store_one_by_one(store, page_keys(3, "alone"))
     strangers = _put_strangers(place, page_key("alone-0"))
-    trees = list(store._directory.detach_identity(IDENTITY))
+    tree = store._directory.detach_identity(IDENTITY)
     # Gone, as after a kill: nobody has its number locked any more.
     store.close()
     again = open_store()
-    assert len(trees) == 2
-    assert not any(tree.exists() for tree in trees)
+    assert tree is not None
+    assert not tree.exists()
     assert again.contains(keys) == [False] * 10
     assert [stranger.read_text() for stranger in strangers] == [f"stranger {n}" for n in range(len(strangers))]
 

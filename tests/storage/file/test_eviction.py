@@ -126,7 +126,7 @@ def test_a_walk_that_fails_refuses_the_write_and_raises_nothing(open_store, monk
     def fail(*_):
         raise OSError(errno.EIO, "directory unreadable")
 
-    monkeypatch.setattr(store._directory, "fan_out_directories", fail)
+    monkeypatch.setattr(store._directory, "file_directories", fail)
     assert SetResult.REJECTED in store_pages(store, page_keys(30), PAGE)
     monkeypatch.undo()
     assert store_pages(store, [page_key("after")], PAGE) == [SetResult.STORED]

@@ -55,11 +55,8 @@ class FragileStore(MemoryPageStore):
     def can_resize(self, capacity: int | None) -> bool:
         return True
 
-    def abandon(self) -> None:
-        self.disk.abandoned += 1
-        self.close()
-
     def _close(self) -> None:
+        self.disk.closed += 1
         self.closed = True
 
 
@@ -68,7 +65,7 @@ class FragileDisk:
         self.path = path
         self.objects: dict[bytes, bytes] = {}
         self.error: int | None = None
-        self.abandoned = 0
+        self.closed = 0
         self.opened: list[FragileStore] = []
 
 
@@ -158,7 +155,7 @@ def test_it_comes_back_by_itself_with_its_pages(rig, caplog):
     store = rig.store()
     store_pages(store, KEYS)
     broken(rig, store)
-    wait_until(lambda: rig.disks[0].abandoned == 1)
+    wait_until(lambda: rig.disks[0].closed == 1)
     rig.disks[0].error = None
     wait_until(lambda: not store.out_of_service())
     assert_hits(store, KEYS)
@@ -215,7 +212,7 @@ def test_a_vanished_mount_is_not_begun_anew_on_the_disk_below(rig):
     manifest.unlink()
     broken(rig, store)
     rig.disks[0].error = None
-    wait_until(lambda: rig.disks[0].abandoned)
+    wait_until(lambda: rig.disks[0].closed)
     time.sleep(0.2)
     assert len(rig.disks[0].opened) == 1
     manifest.write_text("{}")

@@ -9,6 +9,7 @@ import mmap
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,6 +30,7 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.devices import IoPlan
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
+from hicache_ext.storage.tiers.file.pages.tree import alone
 from hicache_ext.storage.tiers.file.slab import page_moves, rebuild
 from hicache_ext.storage.tiers.file.slab.page_moves import Moving, PageMoves, SlotIo
 from hicache_ext.storage.tiers.file.slab.shapes import Slab, SlabFile, SlotReference, SlotReferences, slot_size_of
@@ -785,9 +787,9 @@ def test_headers_are_checked_alike_by_either_way(kinds, seed):
 @pytest.mark.parametrize("ttl", [None, 3600])
 def test_page_files_are_found_alike_by_either_way(tmp_path, monkeypatch, ttl):
     store = PageFileStore("disk", tmp_path / "tier", capacity=None, ttl=ttl)
-    files, keys = store._files, page_keys(48) + page_keys(8, identity=bytes(15) + b"\7")
+    files, keys = store._packs, page_keys(48) + page_keys(8, identity=bytes(15) + b"\7")
     for key in keys[:40] + keys[48:52]:
-        assert files.write(key, [memoryview(bytes(100))])[0] is SetResult.STORED
+        assert files.write(PageBatch([key], [[memoryview(bytes(100))]]), [0])[0] is None
     paths = [Path(store._directory.page_path(key)) for key in keys]
     for number, spoil in enumerate(
         [
@@ -798,13 +800,14 @@ def test_page_files_are_found_alike_by_either_way(tmp_path, monkeypatch, ttl):
             lambda path: (path.unlink(), os.mkfifo(path)),
             lambda path: path.unlink(),
             lambda path: os.utime(path, (1000, 1000)),
-            lambda path: files._remember_unhealed(str(path)),
+            lambda path: files._remember_unhealed(keys[7], alone(keys[7][16:])),
         ]
     ):
         spoil(paths[number])
     asked = [*keys[48:], *keys[:48], *page_keys(3, identity=bytes(16)), *keys[:9]]
-    found = [files.has(asked), files.has(keys[:48]), files.has(keys[40:48] * 5)]
+    oldest = 0 if ttl is None else int((time.time() - ttl) * 1000)
+    found = [files.has(some, oldest) for some in (asked, keys[:48], keys[40:48] * 5)]
     monkeypatch.setattr(native, "LIBRARY", Path("/nowhere"))
-    assert found == [files.has(asked), files.has(keys[:48]), files.has(keys[40:48] * 5)]
+    assert found == [files.has(some, oldest) for some in (asked, keys[:48], keys[40:48] * 5)]
     assert found[1] == [False] * 6 + [ttl is None, False] + [True] * 32 + [False] * 8
     store.close()

@@ -14,11 +14,12 @@ from hicache_ext.page import pack as pack_format
 from hicache_ext.page.pack import SMALL, Pack, new_id
 from hicache_ext.storage.contract import pack_index
 from hicache_ext.storage.contract.store import GetResult, SetResult
-from hicache_ext.storage.tiers.file.inspection import open_inspector, reason_it_is_bad
+from hicache_ext.storage.tiers.file.inspection import open_inspector
+from hicache_ext.storage.tiers.file.inspector import reason_it_is_bad
 from hicache_ext.storage.tiers.file.pages import catalogue, eviction
 from hicache_ext.storage.tiers.file.pages import packs as packs_module
 from hicache_ext.storage.tiers.file.pages import store as store_module
-from hicache_ext.storage.tiers.file.pages.pack_tree import MOST_PAGES, PackFile, file_name
+from hicache_ext.storage.tiers.file.pages.tree import MOST_PAGES, PackFile, file_name
 from hicache_ext.storage.tiers.file.pins import add_pin
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,
@@ -45,7 +46,7 @@ def pack(store, place) -> Path:
 
 
 def _packs(place: Path) -> list[Path]:
-    return sorted(place.glob("packs/*/*/*.pack"), key=lambda file: file.name)
+    return sorted(place.glob("pages/*/*/*.pack"), key=lambda file: file.name)
 
 
 def _page_files(place: Path) -> list[Path]:
@@ -125,7 +126,7 @@ def test_a_store_finds_what_many_buckets_hold(open_store, place, monkeypatch):
     rounds = [page_keys(2, f"round {number}") for number in range(9)]
     for keys in rounds:
         store_pages(first, keys)
-    assert len(list(place.glob("packs/*/*"))) == 5
+    assert len(list(place.glob("pages/*/*"))) == 5
     again = open_store()
     for keys in rounds:
         assert_hits(again, keys)
@@ -202,7 +203,7 @@ def test_clear_takes_packs_and_leaves_what_is_not_ours(store, place, pack):
     assert store.contains(KEYS) == [False] * 6
     assert store._clearing.wait(60)
     assert not _packs(place)
-    assert sorted(file.name for file in (place / "packs").rglob("*") if file.is_file()) == ["README", "notes.txt"]
+    assert sorted(file.name for file in (place / "pages").rglob("*") if file.is_file()) == ["README", "notes.txt"]
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------
@@ -295,12 +296,10 @@ def test_a_page_that_is_written_alone_after_its_pack_went_bad_is_read(store, pac
         pack.symlink_to(".")
     if kind == "expired":
         monkeypatch.setattr(store, "_ttl", 3600.0)
-        monkeypatch.setattr(store._files, "_ttl", 3600.0)
         later = time.time() + 7200
         monkeypatch.setattr(time, "time", lambda: later)
     assert store_pages(store, KEYS[:1], sizes) == [SetResult.STORED]
     monkeypatch.setattr(store, "_ttl", None)
-    monkeypatch.setattr(store._files, "_ttl", None)
     assert_hits(store, KEYS[:1], sizes)
 
 
@@ -418,7 +417,7 @@ def test_a_pack_older_than_the_ttl_is_absent_and_is_removed(open_store, place, m
     monkeypatch.undo()
     store_pages(store, page_keys(3, "young"))
     assert store.contains([*KEYS, *page_keys(3, "young")]) == [False] * 6 + [True] * 3
-    assert store.remove_expired(store._sweeper._loop) == 6
+    assert store.remove_expired(store._sweep) == 6
     assert len(_packs(place)) == 1
     assert store.metrics.value("evicted", "ttl") == 6
     assert account_and_walk(store)[0] == account_and_walk(store)[1]
@@ -438,7 +437,7 @@ def test_buckets_that_eviction_has_emptied_go(open_store, place, monkeypatch):
     monkeypatch.setattr(catalogue, "PACKS_IN_A_BUCKET", 2)
     store = open_store(capacity=CAPACITY)
     _fill(store, "more", 200)
-    assert all(any(bucket.iterdir()) for bucket in place.glob("packs/*/*"))
+    assert all(any(bucket.iterdir()) for bucket in place.glob("pages/*/*"))
     assert account_and_walk(store)[0] == account_and_walk(store)[1]
 
 

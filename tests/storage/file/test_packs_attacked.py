@@ -18,14 +18,13 @@ from hicache_ext.runtime import vectored
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.pages import catalogue
 from hicache_ext.testing.conformance.pages import IDENTITY, HostPages, assert_hits, page_keys, read_pages, store_pages
-from tests.storage.file.page_files import store_one_by_one
 from tests.storage.raw_access import account_and_walk
 
 KEYS = page_keys(6)
 
 
 def _packs(place: Path) -> list[Path]:
-    return sorted(place.glob("packs/*/*/*.pack"), key=lambda file: file.name)
+    return sorted(place.glob("pages/*/*/*.pack"), key=lambda file: file.name)
 
 
 @pytest.fixture
@@ -69,7 +68,7 @@ def test_a_bucket_that_cannot_be_read_hides_no_other(open_store, place, monkeypa
     rounds = [page_keys(2, f"round {number}") for number in range(3)]
     for keys in rounds:
         store_pages(first, keys)
-    newest = sorted(place.glob("packs/*/*"))[-1]
+    newest = sorted(place.glob("pages/*/*"))[-1]
     _refused(monkeypatch, newest, "listdir")
     again = open_store()
     for keys in rounds[:2]:
@@ -79,7 +78,7 @@ def test_a_bucket_that_cannot_be_read_hides_no_other(open_store, place, monkeypa
 def test_a_bucket_with_the_last_name_of_all_is_followed_by_others_that_are_filled(open_store, place, monkeypatch):
     """Behind it each pack had a bucket of its own."""
     monkeypatch.setattr(catalogue, "PACKS_IN_A_BUCKET", 2)
-    (place / "packs" / IDENTITY.hex() / ("f" * 11)).mkdir(parents=True)
+    (place / "pages" / IDENTITY.hex() / ("f" * 11)).mkdir(parents=True)
     store = open_store()
     rounds = [page_keys(2, f"round {number}") for number in range(5)]
     for keys in rounds:
@@ -89,7 +88,7 @@ def test_a_bucket_with_the_last_name_of_all_is_followed_by_others_that_are_fille
         assert_hits(again, keys)
     assert account_and_walk(store)[0] == account_and_walk(store)[1]
     # One may take a pack more: its names are read while it is written to.
-    assert len(list(place.glob("packs/*/*"))) <= 3
+    assert len(list(place.glob("pages/*/*"))) <= 3
 
 
 def test_packs_of_others_are_found_where_directories_have_no_time_of_change(store, open_store, pack, monkeypatch):
@@ -117,25 +116,6 @@ def test_names_of_packs_are_no_longer_than_the_file_system_has_them(open_store, 
     assert max(map(len, names), default=0) <= longest
     assert bool(names) == (longest == 143)
     assert_hits(store, keys[1::3])
-
-
-def test_a_clear_that_can_move_only_page_files_deletes_them(store, place, pack, monkeypatch):
-    """They stayed in tmp/ until the process ended, where nobody counts them."""
-    store_one_by_one(store, page_keys(3, "alone"))
-    rename = os.rename
-
-    def refuse(source: Any, target: Any) -> None:
-        if str(source).startswith(str(place / "packs")):
-            raise OSError(errno.EIO, "bad disk", str(source))
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", refuse)
-    store.clear([IDENTITY])
-    monkeypatch.undo()
-    assert store.contains(page_keys(3, "alone")) == [False] * 3
-    assert store._clearing.wait(60)
-    assert not list((place / "tmp").iterdir())
-    assert account_and_walk(store)[0] == account_and_walk(store)[1]
 
 
 # -- a disk that fails -------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import pytest
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.storage.contract.store import GetResult, SetResult
-from hicache_ext.storage.tiers.file.pages import page_file as page_io
+from hicache_ext.storage.tiers.file.pages import packs as packs_module
 from hicache_ext.storage.tiers.file.pages import store as pages
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_key, page_keys, payload_of, read_pages
@@ -57,15 +57,15 @@ def test_a_truncated_page_is_counted_and_replaced(store, page, length):
 
 def test_a_page_that_was_damaged_on_the_way_here_stays_for_others(store, page, monkeypatch):
     """A reader of a shared directory with bad memory or a bad link removed everybody's good pages."""
-    read_into = page_io.vectored.read_into
+    read_into = packs_module.vectored.read_into
 
     def damaging(fd, segments, offset, flags):
         filled = read_into(fd, segments, offset, flags)
-        monkeypatch.setattr(page_io.vectored, "read_into", read_into)
+        monkeypatch.setattr(packs_module.vectored, "read_into", read_into)
         segments[1][7] ^= 1
         return filled
 
-    monkeypatch.setattr(page_io.vectored, "read_into", damaging)
+    monkeypatch.setattr(packs_module.vectored, "read_into", damaging)
     assert read_pages(store, [KEY])[0] == [GetResult.CORRUPT]
     assert page.exists()
     assert store.metrics.value("suspect", "good") == 1
@@ -182,16 +182,16 @@ def test_a_bad_page_that_another_writer_has_replaced_meanwhile_is_left_alone(sto
     """Two readers find one bad page; the slower one must not remove the good copy written since."""
     other = open_store()
     _flip(page, 500)
-    read_page = page_io.read_page
+    read_into = packs_module.vectored.read_into
 
     def read_slowly(*arguments):
-        reason = read_page(*arguments)
+        filled = read_into(*arguments)
         monkeypatch.undo()
         assert read_pages(other, [KEY])[0] == [GetResult.CORRUPT]
         assert store_one_by_one(other, [KEY]) == [SetResult.STORED]
-        return reason
+        return filled
 
-    monkeypatch.setattr(page_io, "read_page", read_slowly)
+    monkeypatch.setattr(packs_module.vectored, "read_into", read_slowly)
     assert read_pages(store, [KEY])[0] == [GetResult.CORRUPT]
     monkeypatch.undo()
     assert_hits(store, [KEY])

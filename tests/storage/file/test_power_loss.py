@@ -161,7 +161,7 @@ def test_no_changed_bit_of_a_manifest_keeps_a_start_from_its_pages(
 ) -> None:
     first_start(tmp_path, layout)
     manifest = manifest_of(tmp_path, layout)
-    whole = manifest.read_bytes() if has_checksum else json.dumps({"format": 1, "layout": "pages"}).encode()
+    whole = manifest.read_bytes() if has_checksum else json.dumps({"format": 2, "layout": "pages"}).encode()
     for bit in range(8 * len(whole)):
         changed = bytearray(whole)
         changed[bit // 8] ^= 1 << bit % 8

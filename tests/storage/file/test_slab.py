@@ -522,7 +522,7 @@ def test_a_process_that_cannot_have_the_memory_of_an_index_says_so(
 
 def test_a_directory_of_the_other_layout_is_refused_with_a_sentence(tmp_path: Path) -> None:
     PageFileStore("disk", tmp_path / "a", capacity=None).close()
-    with pytest.raises(StoreSetupError, match="holds format 1, layout 'pages'"):
+    with pytest.raises(StoreSetupError, match="holds format 2, layout 'pages'"):
         open_store(tmp_path / "a")
     open_store(tmp_path / "b").close()
     with pytest.raises(StoreSetupError, match=r"holds format [23], layout 'slab'"):

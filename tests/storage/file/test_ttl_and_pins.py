@@ -10,8 +10,8 @@ import pytest
 
 from hicache_ext.page import envelope
 from hicache_ext.storage.contract.store import GetResult, SetResult
-from hicache_ext.storage.tiers.file import path_store as expiry
 from hicache_ext.storage.tiers.file import pins
+from hicache_ext.storage.tiers.file.pages import store as expiry
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pins import add_pin
 from hicache_ext.storage.tiers.file.slab.store import SlabStore

@@ -17,8 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hicache_ext.runtime.members import Members
-from hicache_ext.storage.tiers.file.usage import Grant, UnderWay, Usage, UsageRecord
-from hicache_ext.storage.tiers.file.writers import Writers
+from hicache_ext.storage.tiers.file.usage import Grant, UnderWay, Usage, UsageRecord, Writers
 
 _SPAWN = multiprocessing.get_context("spawn")
 

@@ -45,7 +45,7 @@ def make_pages(path: Path) -> Path:
     path.mkdir(exist_ok=True)
     (path / "pages").mkdir()
     (path / "pages" / bytes(16).hex()).mkdir()
-    (path / "hicache_ext.json").write_text(manifest_text(1, "pages"))
+    (path / "hicache_ext.json").write_text(manifest_text(2, "pages"))
     return path
 
 
@@ -102,7 +102,7 @@ def test_slabs_make_a_directory_one_of_slabs_whatever_became_of_its_manifest(tmp
     assert choose_layout(path, CAPACITY, shared=True).layout == "slab", "auto keeps it"
     check_before_start(path, "slab", "disk")
     before = content(path)
-    with pytest.raises(StoreSetupError, match=r"holds format 3, layout 'slab'; this tier writes format 1, layout"):
+    with pytest.raises(StoreSetupError, match=r"holds format 3, layout 'slab'; this tier writes format 2, layout"):
         adopt_pages(path, "disk")
     assert content(path) == before
     adopt_slabs(path, "disk")
@@ -112,7 +112,7 @@ def test_slabs_make_a_directory_one_of_slabs_whatever_became_of_its_manifest(tmp
 def test_page_files_keep_their_directory_and_slabs_are_refused_there(tmp_path: Path) -> None:
     path = make_pages(tmp_path)
     assert (layout_in(path), choose_layout(path, CAPACITY).layout) == ("pages", "pages")
-    with pytest.raises(StoreSetupError, match="holds format 1, layout 'pages'; this tier writes format 3"):
+    with pytest.raises(StoreSetupError, match="holds format 2, layout 'pages'; this tier writes format 3"):
         adopt_slabs(path, "disk")
     assert not slab_home(path).exists()
     adopt_pages(path, "disk")
@@ -123,8 +123,22 @@ def test_page_files_and_slabs_in_one_directory_are_refused_whichever_is_asked_fo
     assert layout_in(path) == "pages"
     with pytest.raises(StoreSetupError, match=r"v3' holds format 3, layout 'slab'.* remove that directory"):
         check_before_start(path, "pages", "disk")
-    with pytest.raises(StoreSetupError, match="holds format 1, layout 'pages'"):
+    with pytest.raises(StoreSetupError, match="holds format 2, layout 'pages'"):
         check_before_start(path, "slab", "disk")
+
+
+def test_page_files_of_the_former_format_are_refused_and_stay_as_they_are(tmp_path: Path) -> None:
+    """Their packs were in a directory of their own: they would take room that nobody counts."""
+    path = make_pages(tmp_path)
+    (path / "packs" / bytes(16).hex()).mkdir(parents=True)
+    (path / "hicache_ext.json").write_text(manifest_text(1, "pages"))
+    before = content(path)
+    for layout in ("pages", "slab"):
+        with pytest.raises(StoreSetupError, match="holds format 1, layout 'pages'"):
+            check_before_start(path, layout, "disk")
+    with pytest.raises(StoreSetupError, match=r"holds format 1, layout 'pages'.* remove that directory"):
+        adopt_pages(path, "disk")
+    assert content(path) == before
 
 
 def test_a_directory_named_v3_of_somebody_else_is_no_tier(tmp_path: Path) -> None:

@@ -161,32 +161,28 @@ class _Probe:
         self._memory = memoryview(mmap.mmap(-1, _BLOCK * max(*_OTHER_THREADS, _MODES_COMPARED_WITH)))
         # Not zeros: some devices do not store them.
         self._memory[:] = os.urandom(4096) * (self._memory.nbytes // 4096)
+        self._pool = ThreadPool("hicache-device-probe")
 
     def measure(self) -> Measured:
         fd = os.open(self._path, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         with contextlib.ExitStack() as open_files:
             open_files.callback(os.close, fd)
-            direct: int | None = None
+            opened: dict[Mode, int] = {"buffered": fd, "dontcache": fd}
             with contextlib.suppress(OSError):
-                direct = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-                open_files.callback(os.close, direct)
+                opened["direct"] = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+                open_files.callback(os.close, opened["direct"])
             blocks = self._fill(fd)
-            pool = ThreadPool("hicache-device-probe")
-            open_files.callback(pool.close)
+            open_files.callback(self._pool.close)
             measured = Measured()
             # The most important first: a slow device leaves no time for all.
             for threads in (_MODES_COMPARED_WITH, *_OTHER_THREADS):
-                for mode in MODES:
-                    opened = direct if mode == "direct" else fd
-                    if opened is None:
-                        continue
-                    cell = _Cell(pool, self._memory, blocks, threads, opened, flags_of(mode))
-                    for direction, rates in (("write", measured.write), ("read", measured.read)):
+                for mode, of_mode in opened.items():
+                    for move, rates in ((os.pwritev, measured.write), (os.preadv, measured.read)):
                         if threads != _MODES_COMPARED_WITH and mode not in rates:
                             continue
                         if time.monotonic() > self._deadline:
                             return measured
-                        rate = cell.write(fd) if direction == "write" else cell.read(fd)
+                        rate = self._rate(move, of_mode, flags_of(mode), fd, blocks, threads)
                         if rate is not None:
                             rates.setdefault(mode, {})[threads] = rate
         return measured
@@ -201,47 +197,33 @@ class _Probe:
             blocks += _FILL_STEP
         return blocks
 
+    def _rate(
+        self, move: Callable[..., int], fd: int, flags: int, buffered: int, blocks: int, threads: int
+    ) -> float | None:
+        """Bytes per second of one mode with one number of threads; None when the file system lacks this mode.
 
-@dataclass(frozen=True, slots=True)
-class _Cell:
-    """One mode with one number of threads."""
-
-    pool: ThreadPool
-    memory: memoryview
-    blocks: int
-    threads: int
-    fd: int
-    flags: int
-
-    def read(self, buffered: int) -> float | None:
-        """Bytes per second; None when the file system lacks this mode."""
-        os.posix_fadvise(buffered, 0, 0, os.POSIX_FADV_DONTNEED)
-        return self._run(lambda block, buffer: os.preadv(self.fd, [buffer], block * _BLOCK, self.flags), None)
-
-    def write(self, buffered: int) -> float | None:
-        return self._run(lambda block, buffer: os.pwritev(self.fd, [buffer], block * _BLOCK, self.flags), buffered)
-
-    def _run(self, move: Callable[[int, memoryview], int], sync: int | None) -> float | None:
-        """Moves no block twice: it would be in the page cache the second time."""
-        blocks = itertools.count()
+        Moves no block twice: it would be in the page cache the second time. ``buffered``: the file without O_DIRECT.
+        """
+        numbers = itertools.count()
+        if move is os.preadv:
+            os.posix_fadvise(buffered, 0, 0, os.POSIX_FADV_DONTNEED)
         begun = time.monotonic()
-        until = begun + _CELL_SECONDS
 
         def work(thread: int) -> int:
-            buffer = self.memory[thread * _BLOCK : (thread + 1) * _BLOCK]
+            buffer = self._memory[thread * _BLOCK : (thread + 1) * _BLOCK]
             moved = 0
-            for block in blocks:
-                if block >= self.blocks:
+            for number in numbers:
+                if number >= blocks:
                     break
-                moved += move(block, buffer)
-                if time.monotonic() > until:
+                moved += move(fd, [buffer], number * _BLOCK, flags)
+                if time.monotonic() > begun + _CELL_SECONDS:
                     break
             return moved
 
         try:
-            moved: int = sum(self.pool.run(self.threads, work))
-            if sync is not None:
-                os.fdatasync(sync)
+            moved: int = sum(self._pool.run(threads, work))
+            if move is os.pwritev:
+                os.fdatasync(buffered)
         except OSError:
             return None
         return moved / max(time.monotonic() - begun, 1e-9)

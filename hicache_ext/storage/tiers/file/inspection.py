@@ -6,21 +6,18 @@ changes the directory through the same code as the stores.
 
 from __future__ import annotations
 
-import abc
-import errno
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Protocol
 
-from hicache_ext.errors import FormatError, StoreError
-from hicache_ext.page import envelope
-from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.errors import StoreError
 from hicache_ext.page.pack import milliseconds_of
 from hicache_ext.runtime.members import living_members
 from hicache_ext.storage.tiers.file.devices import IoPlan
+from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage
 from hicache_ext.storage.tiers.file.manifest import (
     check_before_start,
     format_and_layout,
@@ -28,109 +25,11 @@ from hicache_ext.storage.tiers.file.manifest import (
     slab_home,
 )
 from hicache_ext.storage.tiers.file.modes import MANIFEST
-from hicache_ext.storage.tiers.file.pages.pack_tree import PackedPage, PackFile, keys_in
-from hicache_ext.storage.tiers.file.pages.scanning import ABSENT
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
-from hicache_ext.storage.tiers.file.pages.tree import PageTree
-from hicache_ext.storage.tiers.file.slab.index import Uses
-from hicache_ext.storage.tiers.file.slab.listing import ListedPage, SlabListing
-from hicache_ext.storage.tiers.file.slab.shapes import HEADER
+from hicache_ext.storage.tiers.file.pages.tree import ABSENT, PackFile, PageTree, PlacedPage, is_alone, keys_in
+from hicache_ext.storage.tiers.file.slab.listing import SlabListing
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
-from hicache_ext.storage.tiers.file.usage import no_space_since, occupied_bytes
-from hicache_ext.storage.tiers.file.writers import Writers
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPage:
-    """One stored page. Times are wall-clock seconds, None where the layout does not have them."""
-
-    key: bytes
-    size: int
-    used: float | None = None
-    written: float | None = None
-    listed: ListedPage | None = None
-    """In slabs: its place."""
-    packed: PackedPage | None = None
-    """In a pack: its place."""
-
-    @property
-    def identity(self) -> bytes:
-        return self.key[:IDENTITY_LENGTH]
-
-
-class StoredObject(NamedTuple):
-    content: bytes
-    """Header and payload; empty if what has the page's place cannot be read."""
-    seal: bytes | None = None
-    """The seal in the index (docs/page-format.md); None without an index."""
-
-
-_NOT_OF_THE_PAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
-"""Errors of the reading process; all others are errors of the page."""
-
-
-class Inspector(abc.ABC):
-    """One directory, whatever its layout. Changes nothing. Not thread-safe; close it."""
-
-    layout: ClassVar[str]
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @property
-    def remark(self) -> str:
-        """A warning about what it lists; mostly empty."""
-        return ""
-
-    @property
-    @abc.abstractmethod
-    def no_space_since(self) -> int:
-        """Since when writes have found no space on the disk (wall-clock seconds); 0 while they find some, and of slabs
-        where no server says. Raises OSError."""
-
-    @abc.abstractmethod
-    def pages(self) -> Iterator[StoredPage]:
-        """Every page, identity by identity."""
-
-    def uses(self, digest: bytes) -> Uses | None:
-        """Hits of an identity's pages since it was last cleared; None where none were counted."""
-        return None
-
-    def read(self, page: StoredPage) -> StoredObject | None:
-        """The page as it is on disk; None if it is gone. Raises OSError for errors that are not of the page
-        (``_NOT_OF_THE_PAGE``)."""
-        try:
-            content = self._content(page)
-        except OSError as error:
-            if error.errno in _NOT_OF_THE_PAGE:
-                raise
-            # What has the page's place cannot be read: no page.
-            content = b""
-        seal = None if page.listed is None or not any(page.listed.seal) else page.listed.seal
-        return None if content is None else StoredObject(content, seal)
-
-    @abc.abstractmethod
-    def _content(self, page: StoredPage) -> bytes | None:
-        """Header and payload; None if they are gone. Raises OSError."""
-
-    def evicted(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Which of these pages, none of which is there, servers remember to have evicted."""
-        return []
-
-    @abc.abstractmethod
-    def left_overs(self) -> int:
-        """The number of left-overs of killed processes."""
-
-    def occupied(self) -> int:
-        """Bytes of disk that the tier takes."""
-        return occupied_bytes(self.path)
-
-    @abc.abstractmethod
-    def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
-        """Bytes of disk that the pages under each of these page hashes take, over all identities."""
-
-    def close(self) -> None:  # noqa: B027 - not every layout needs it
-        """Release what it has open."""
+from hicache_ext.storage.tiers.file.usage import Writers, no_space_since, occupied_bytes
 
 
 class Editor(Protocol):
@@ -152,7 +51,7 @@ def open_inspector(path: Path) -> Inspector:
     """Raises StoreError when ``path`` is no directory of the file tier that can be read."""
     layout = _layout(path)
     try:
-        return SlabInspector(path) if layout == "slab" else PageFileInspector(path)
+        return SlabListing(path) if layout == "slab" else PageFileInspector(path)
     except OSError as error:
         raise StoreError(f"{str(path)!r} cannot be read: {error.filename}: {error.strerror}") from error
 
@@ -183,18 +82,6 @@ def _layout(path: Path) -> str:
     raise StoreError(f"{str(path)!r} is no directory of a file tier: it has no {MANIFEST}")
 
 
-def reason_it_is_bad(key: bytes, stored: StoredObject) -> str | None:
-    """Why a page object is not the page ``key``; None when it is."""
-    content, seal = stored
-    try:
-        header = envelope.decode_header(content)
-    except FormatError as error:
-        return error.reason
-    payload = memoryview(content)[header.header_length :]
-    reason = envelope.reason_to_refuse(content[: header.header_length], key, [payload])
-    return "seal" if reason is None and seal not in (None, envelope.seal_of(content)) else reason
-
-
 class PageFileInspector(Inspector):
     layout = "pages"
 
@@ -207,35 +94,27 @@ class PageFileInspector(Inspector):
         return no_space_since(self.path)
 
     def pages(self) -> Iterator[StoredPage]:
-        for fan_out in sorted(self._tree.fan_out_directories()):
-            identity = bytes.fromhex(Path(fan_out).parent.name)
-            for file, status in self._tree.page_files(fan_out):
-                yield StoredPage(identity + bytes.fromhex(Path(file).stem), status.st_size, used=status.st_mtime)
-        packs = self._tree.packs
-        for identity in sorted(packs.known_identities()):
-            for bucket in packs.buckets(identity):
-                for file, found in sorted(packs.packs_in(f"{packs.identity_path(identity)}/{bucket}")):
-                    yield from self._pages_of(file, identity, found)
+        for directory in sorted(self._tree.file_directories()):
+            identity = bytes.fromhex(Path(directory).parent.name)
+            for file, found in sorted(self._tree.packs_in(directory), key=itemgetter(0)):
+                yield from self._pages_of(file, identity, found)
 
     def _pages_of(self, file: str, identity: bytes, found: PackFile) -> Iterator[StoredPage]:
         try:
-            used, keys = os.lstat(file).st_mtime, keys_in(file, identity, found.pack)
+            status, keys = os.lstat(file), keys_in(file, identity, found.pack)
         except ABSENT:
             return
-        written = milliseconds_of(found.pack.id) / 1000
+        # When a page alone was written only its header tells.
+        written = None if is_alone(found.pack) else milliseconds_of(found.pack.id) / 1000
+        size = status.st_size if is_alone(found.pack) else found.pack.page_bytes
         for position in found.living:
-            key, packed = keys[position], PackedPage(file, found, position)
             # Without a key nobody can ask for it.
-            if key is not None:
-                yield StoredPage(key, found.pack.page_bytes, used=used, written=written, packed=packed)
+            if (key := keys[position]) is not None:
+                place = PlacedPage(file, found, position)
+                yield StoredPage(key, size, used=status.st_mtime, written=written, place=place)
 
     def _content(self, page: StoredPage) -> bytes | None:
-        if page.packed is not None:
-            return self._tree.packs.read_page(page.packed)
-        try:
-            return Path(self._tree.page_path(page.key)).read_bytes()
-        except FileNotFoundError:
-            return None
+        return self._tree.read_page(page.place)
 
     def left_overs(self) -> int:
         living = set(living_members(self._tree.members_path))
@@ -248,46 +127,6 @@ class PageFileInspector(Inspector):
 class PageFileEditor(PageFileStore):
     def clean_up(self) -> int:
         return self._directory.remove_left_overs()
-
-
-class SlabInspector(Inspector):
-    layout = "slab"
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._listing = SlabListing(path)
-
-    @property
-    def remark(self) -> str:
-        if not self._listing.servers_out_of_reach:
-            return ""
-        return (
-            "servers use it, and do not tell what is there (they are stopped, or this account may not ask them): "
-            "this is what the headers of the pages tell; some of these pages may be gone"
-        )
-
-    @property
-    def no_space_since(self) -> int:
-        return self._listing.no_space_since
-
-    def pages(self) -> Iterator[StoredPage]:
-        for page in self._listing.pages():
-            yield StoredPage(page.key, HEADER + page.place.length, written=page.written, listed=page)
-
-    def uses(self, digest: bytes) -> Uses | None:
-        return self._listing.uses_of(digest)
-
-    def evicted(self, keys: Sequence[bytes]) -> list[bytes]:
-        return self._listing.evicted(keys)
-
-    def _content(self, page: StoredPage) -> bytes | None:
-        return None if page.listed is None else self._listing.read(page.listed)
-
-    def left_overs(self) -> int:
-        return self._listing.left_overs()
-
-    def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
-        return self._listing.occupied_by(hashes)
 
 
 class SlabEditor(SlabStore):

@@ -1,7 +1,7 @@
 """PATH/hicache_ext.json and PATH/v3/hicache_ext.json: the layout and the format of a directory of the file tier.
 
-Page files (format 1) are in PATH itself, with the manifest in PATH. Slabs are in PATH/v3, with a manifest there and
-none in PATH. Versions to come have directories of their own (``v4``).
+Page files (format 2; format 1 had packs in a directory of their own) are in PATH itself, with the manifest in PATH.
+Slabs are in PATH/v3, with a manifest there and none in PATH. Versions to come have directories of their own (``v4``).
 
 A manifest that cannot be read, because of a flipped bit say, is made anew from the names of the files next to it.
 Reasons: docs/decisions/power-loss-of-small-files.md.
@@ -40,7 +40,7 @@ from hicache_ext.storage.tiers.file.modes import (
 
 logger = logging.getLogger(__name__)
 
-FORMATS = {"pages": 1, "slab": SLAB_VERSION}
+FORMATS = {"pages": 2, "slab": SLAB_VERSION}
 """Layout -> format of its files."""
 
 _SLABS = "slabs"
@@ -207,7 +207,7 @@ def _not_ours(directory: Path, tier: str) -> StoreSetupError:
 
 def _holds_pages(path: Path) -> bool:
     """Return whether page files are in PATH itself, without a look into its manifest."""
-    if any(_has(path / home, IDENTITY_NAME) for home in ("pages", "packs")):
+    if _has(path / "pages", IDENTITY_NAME):
         return True
     # Nothing was stored yet, perhaps. Without any manifest, empty directories prove nothing.
     return _is_there(path / MANIFEST) and all((path / name).is_dir() for name in ("pages", "identities", "tmp"))

@@ -27,17 +27,19 @@ VERSION_NAME = re.compile(r"v([0-9]{1,9})")
 """A directory in PATH with one version's files."""
 
 _PAGES = "pages"
-_PACKS = "packs"
 
 IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
 FANOUT_NAME = re.compile(r"[0-9a-f]{2}")
-PAGE_NAME = re.compile(r"[0-9a-f]{64}\.page")
+"""A directory of pages alone."""
 BUCKET_NAME = re.compile(r"[0-9a-f]{11}")
 """A directory of packs."""
+FILES_NAME = re.compile(f"{FANOUT_NAME.pattern}|{BUCKET_NAME.pattern}")
 PACK_NAME = re.compile(r"[0-9a-f]{11}-[0-9a-f]{10}-.+\.pack")
+PAGE_FILE_NAME = re.compile(rf"[0-9a-f]{{64}}\.page|{PACK_NAME.pattern}")
+"""A page alone, or a pack."""
 SLAB_FILE = re.compile(r"([0-9a-f]{8})-([0-9]+)\.(slab|headers)")
-TEMPORARY_FILE = re.compile(r"([0-9]+|.+:[0-9]+:(?:[0-9]+|gone))\.[0-9]+\.(?:tmp|[0-9a-f]{32}\.(?:clear|packs))")
-"""In PATH/tmp; its first group is the writer (writers.py)."""
+TEMPORARY_FILE = re.compile(r"([0-9]+|.+:[0-9]+:(?:[0-9]+|gone))\.[0-9]+\.(?:tmp|[0-9a-f]{32}\.clear)")
+"""In PATH/tmp; its first group is the writer (``usage.Writers``)."""
 _FILES = re.compile(
     r"hicache_ext\.json|usage|lock|members|trust|ttl\.json|expiry\.lock|io_probe\.(json|lock)"
     r"|\.(hicache_ext\.json|trust|ttl\.json|io_probe\.json)\.[0-9]+\.[0-9]+|\.probe\.[0-9]+"
@@ -65,7 +67,6 @@ _DIRECTORIES = {
     "hints": _Directory(re.compile(r".+\.(hint|new)")),
     "tmp": _Directory(TEMPORARY_FILE),
     _PAGES: _Directory(IDENTITY_NAME),
-    _PACKS: _Directory(IDENTITY_NAME),
     "weights": _Directory(re.compile(r"[0-9a-f]{32}")),
 }
 """Our directories in PATH."""
@@ -73,11 +74,8 @@ _TIER = _Directory(_FILES, _DIRECTORIES)
 _NOBODYS = re.compile(r"lost\+found|.+\.not-ours-[0-9a-f]{8}|\.hicache-ext-trial-.+")
 """Not ours, and not harmed when PATH is closed to others."""
 
-_NAMES_BELOW = {_PAGES: (FANOUT_NAME, PAGE_NAME), _PACKS: (BUCKET_NAME, PACK_NAME)}
-"""Directories of an identity's directory, and files in them."""
-
 _PAGE_FILES_SECONDS = 10.0
-"""Longest time for page files and packs in a directory that was just closed to others: nobody can reach them any more,
+"""Longest time for page files in a directory that was just closed to others: nobody can reach them any more,
 so their own mode matters little."""
 
 
@@ -141,7 +139,7 @@ class _Modes:
         for entry in entries if is_tier else ():
             if not _has_our_name(entry):
                 continue
-            if entry.name in _NAMES_BELOW and entry.is_dir(follow_symlinks=False):
+            if entry.name == _PAGES and entry.is_dir(follow_symlinks=False):
                 self._put_pages_right(entry)
             else:
                 self._put_all(entry, _directory(entry))
@@ -196,13 +194,12 @@ class _Modes:
         )
 
     def _put_pages_right(self, pages: os.DirEntry[str]) -> None:
-        """Page files and packs are many: they are corrected only when the mode of their directory was wrong."""
-        directory_name, file_name = _NAMES_BELOW[pages.name]
+        """Page files are many: they are corrected only when the mode of their directory was wrong."""
         status = pages.stat(follow_symlinks=False)
         if not self._is_wrong(status):
             return
         until = float("inf") if self._access.group else time.monotonic() + _PAGE_FILES_SECONDS
-        identities, strangers = _ours_and_others(pages.path, _DIRECTORIES[pages.name])
+        identities, strangers = _ours_and_others(pages.path, _DIRECTORIES[_PAGES])
         if not self._access.group:
             self._put_shared(Path(pages.path), strangers)
         for identity in identities:
@@ -211,12 +208,12 @@ class _Modes:
                 continue
             if not self._access.group:
                 self._put(identity)
-            for fan_out in _entries(identity.path):
-                if not directory_name.fullmatch(fan_out.name):
+            for place in _entries(identity.path):
+                if not FILES_NAME.fullmatch(place.name):
                     continue
-                self._put(fan_out)
-                for page in _entries(fan_out.path) if time.monotonic() < until else ():
-                    if file_name.fullmatch(page.name):
+                self._put(place)
+                for page in _entries(place.path) if time.monotonic() < until else ():
+                    if PAGE_FILE_NAME.fullmatch(page.name):
                         self._put(page)
             if self._access.group:
                 self._put(identity)

@@ -540,7 +540,7 @@ class SpreadStore:
         store = part.give_up()
         try:
             if store is not None:
-                store.abandon()
+                store.close()
         except Exception:
             logger.exception("tier %s: closing path %s", self.name, part.path)
         try:

@@ -5,15 +5,13 @@ page (its slab, its pack) is read in the background, and for a while a write rea
 calls them EXISTS: one recomputation heals a chain. What is found bad goes the way of every bad page: it is read again,
 and removed only where the stored copy is bad.
 
-``ttl``: pages written longer ago are misses, and a thread of its own frees their space before eviction would take good
-pages. The age counts from the write (in the envelope), not from the last use: docs/decisions/layout-and-io-auto.md. Of
-several processes on a directory one at a time does it.
+``ttl``: pages written longer ago are misses. The age counts from the write (in the envelope), not from the last use:
+docs/decisions/layout-and-io-auto.md.
 """
 
 from __future__ import annotations
 
 import abc
-import contextlib
 import errno
 import json
 import logging
@@ -32,7 +30,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.runtime.background import BackgroundLoop
-from hicache_ext.runtime.file_lock import FlockLock
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
@@ -45,10 +42,6 @@ from hicache_ext.storage.tiers.file.devices import IoPlan, Trouble, no_trouble
 from hicache_ext.storage.tiers.file.pages.tree import save_document
 
 logger = logging.getLogger(__name__)
-
-_SWEEPS_PER_TTL = 16
-_SHORTEST_INTERVAL = 0.5
-_LONGEST_INTERVAL = 600.0
 
 
 def oldest_valid_ms(ttl: float | None) -> int:
@@ -74,45 +67,6 @@ def recorded_ttl(path: Path) -> float | None:
         return float((read_document(path / "ttl.json") or {})["ttl"])
     except (ValueError, KeyError, TypeError):
         return None
-
-
-class Sweeper:
-    """Calls ``sweep`` every so often in the background until it is closed."""
-
-    def __init__(self, tier: str, path: Path, ttl: float, sweep: Callable[[BackgroundLoop], int]) -> None:
-        """``sweep`` answers how many pages it removed, and ends early when the loop is stopping; may raise OSError."""
-        self._tier = tier
-        self._path = path
-        self._sweep = sweep
-        self._interval = max(_SHORTEST_INTERVAL, min(ttl / _SWEEPS_PER_TTL, _LONGEST_INTERVAL))
-        self._loop = BackgroundLoop(f"hicache-{tier}-ttl", self._run)
-        self._loop.wake(self._interval)
-
-    def close(self) -> None:
-        """Waits for a sweep under way, which ends early."""
-        self._loop.stop()
-
-    def _run(self) -> float:
-        try:
-            with _turn(self._path) as mine:
-                removed = self._sweep(self._loop) if mine else 0
-        except OSError as error:
-            logger.warning("tier %s: removing expired pages of %s: %s", self._tier, self._path, error)
-            removed = 0
-        if removed:
-            logger.info("tier %s: %d expired pages of %s removed", self._tier, removed, self._path)
-        return self._interval
-
-
-@contextlib.contextmanager
-def _turn(path: Path) -> Iterator[bool]:
-    """Whether no other process is sweeping this directory now."""
-    lock = FlockLock(path / "expiry.lock")
-    try:
-        yield lock.try_acquire()
-    finally:
-        lock.release()
-        lock.close()
 
 
 DOUBT = 300.0
@@ -160,21 +114,16 @@ class Served(NamedTuple):
 
 class PathStore(TierStore):
     """A layout writes the hooks of ``TierStore``, but for ``_write``: ``_write_absent``, ``_look_at``, ``_pages_in``,
-    ``_open``, ``fullness`` and ``_block_hashes``; one whose expired pages take room until they are removed,
-    ``remove_expired``.
+    ``_open``, ``fullness`` and ``_block_hashes``.
 
     Threads: any. The memory of a batch is touched only until the call returns.
     """
 
     type_name = "file"
     layout: ClassVar[str]
-    without_space: ClassVar[str]
-    """What becomes of new pages while the disk is full."""
     no_space_since: int
     """Since when writes have found no space (wall-clock seconds), for all processes together; 0 while they find some.
     Raises OSError."""
-    removes_expired: ClassVar[bool] = False
-    """Whether ``remove_expired`` is to be called now and then."""
 
     def __init__(
         self,
@@ -222,9 +171,6 @@ class PathStore(TierStore):
             self._scrub.stop()
             self._resources.close()
             raise
-        self._sweeper = None
-        if ttl is not None and self.removes_expired:
-            self._sweeper = Sweeper(name, path, ttl, self.remove_expired)
 
     @abc.abstractmethod
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
@@ -242,10 +188,6 @@ class PathStore(TierStore):
     @abc.abstractmethod
     def _block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
         """As ``block_hashes``. Raises OSError."""
-
-    def remove_expired(self, loop: BackgroundLoop) -> int:
-        """Remove the pages older than the ttl, until ``loop`` is stopped; how many that were."""
-        return 0
 
     def details(self) -> dict[str, Any]:
         return {
@@ -265,10 +207,6 @@ class PathStore(TierStore):
     def resize(self, capacity: int | None) -> None:
         """Change the capacity of a store in use."""
         self._capacity = capacity
-
-    def abandon(self) -> None:
-        """``close()`` after the device failed: what is in memory or was not synced is not to be trusted again."""
-        self.close()
 
     # -- behind a bad page -------------------------------------------------------------------------------------------
 
@@ -351,8 +289,6 @@ class PathStore(TierStore):
 
     def _close(self) -> None:
         self._scrub.stop()
-        if self._sweeper is not None:
-            self._sweeper.close()
         self._workers.close()
         self._clearing.close()
         self._resources.close()
@@ -394,8 +330,8 @@ class PathStore(TierStore):
             self._count_error(trouble)
             return False
         if error is not None:
-            words = "tier %s: no space left for %s below its capacity (%s): %s"
-            told = self.name, self._path, error.strerror or error, self.without_space
+            words = "tier %s: no space left for %s below its capacity (%s): new pages take the place of cold ones"
+            told = self.name, self._path, error.strerror or error
             self._space_log.log(logging.WARNING, "full", words, *told)
         elif since:
             words = "tier %s: %s has space again, after %.0f s"

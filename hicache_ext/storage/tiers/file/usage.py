@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, FlockLock, OfdLock, free_lock
+from hicache_ext.runtime.file_systems import file_system_of
 from hicache_ext.runtime.members import Members
 from hicache_ext.runtime.whole_file import json_in
 from hicache_ext.storage.tiers.file.manifest import slab_home
-from hicache_ext.storage.tiers.file.writers import Writers
 
 _RECORD_LIMIT = 1 << 20
 _MOST_BYTES = 1 << 60
@@ -39,6 +39,29 @@ _EVICTION_BYTE = 0
 """Of the file of members, which nobody has as its id: one process at a time evicts."""
 _READS = 3
 """Of a record that is being written, until one is whole."""
+SILENCE = 600.0
+"""Seconds without a sign of life."""
+
+
+class Writers:
+    """Who writes into one directory, by the names in its account and in tmp/, and who of them is gone. Thread-safe.
+
+    A writer is named by the number of its member of the directory (runtime/members.py). Of any other name in the
+    account, which anybody with access to the directory may have written, only silence tells that it is gone.
+    """
+
+    def __init__(self, path: Path, is_alive: Callable[[int], bool]) -> None:
+        """``is_alive``: whether a member may be running."""
+        self._is_alive = is_alive
+        # Between machines locks hold only where the mount has them (NFS with nolock, Lustre with localflock do not).
+        self._silence = 0.0 if file_system_of(path).local else SILENCE
+
+    def is_gone(self, name: str, last_change: float) -> bool:
+        """Whether the writer is not running any more. ``last_change``: its last sign of life, wall-clock time."""
+        silent_for = time.time() - last_change
+        if name.isascii() and name.isdecimal():
+            return silent_for >= self._silence and not self._is_alive(int(name))
+        return silent_for >= SILENCE
 
 
 class Grant(enum.Enum):
@@ -67,7 +90,7 @@ class UsageRecord:
     stored: int = 0
     """Bytes; without ``counted`` what came and went since the account was lost."""
     under_way: dict[str, UnderWay] = field(default_factory=dict)
-    """By writer (``writers.py``)."""
+    """By writer (``Writers``)."""
     recount: bool = False
     """It may be wrong: somebody is to count."""
     counted: bool = True
@@ -397,7 +420,7 @@ def occupied_bytes(directory: Path) -> int:
         if record is not None and record.counted:
             return record.used(None)
     total = 0
-    for part in (slab_home(directory), directory / "pages", directory / "packs", directory / "tmp"):
+    for part in (slab_home(directory), directory / "pages", directory / "tmp"):
         for folder, _, names in os.walk(part):
             for name in names:
                 with suppress(OSError):

@@ -7,6 +7,10 @@ change, so that such a directory is read again anyway, for at most a fifth of th
 every half a minute; a pack that is not where it was makes its bucket be read again at once.
 
 About 60 bytes of memory a page, of identities that were asked for.
+
+``TreeContents`` tells which pages there are, in packs and alone: names of packs have only the first bytes of each hash,
+and the rest is read from each pack once. A directory whose time of change is as it was is not read again: pages come
+and go by a change of it, whoever did it.
 """
 
 from __future__ import annotations
@@ -18,13 +22,24 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hicache_ext.page.envelope import IDENTITY_LENGTH
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ext.page.envelope import IDENTITY_LENGTH, KEY_LENGTH
 from hicache_ext.page.pack import Pack, Tombstone
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.pack_index import PackIndex, Place
-from hicache_ext.storage.tiers.file.modes import PACK_NAME
-from hicache_ext.storage.tiers.file.pages.pack_tree import PackFile, PackTree, file_name, pack_id_in
-from hicache_ext.storage.tiers.file.pages.scanning import ABSENT
+from hicache_ext.storage.tiers.file.modes import FILES_NAME, PACK_NAME
+from hicache_ext.storage.tiers.file.pages.tree import (
+    ABSENT,
+    PackFile,
+    PageTree,
+    directories,
+    file_name,
+    is_alone,
+    keys_in,
+    pack_id_in,
+)
 
 PACKS_IN_A_BUCKET = 512
 _NEWEST = 2
@@ -74,7 +89,7 @@ class _Known:
 class PackCatalogue:
     """Of one directory. Thread-safe. Never raises OSError: it knows less then."""
 
-    def __init__(self, tier: str, tree: PackTree, note_error: Callable[[OSError], None]) -> None:
+    def __init__(self, tier: str, tree: PageTree, note_error: Callable[[OSError], None]) -> None:
         """``note_error`` hears of every error of the disk."""
         self._tree = tree
         self._note_error = note_error
@@ -107,6 +122,8 @@ class PackCatalogue:
     def path(self, identity: bytes, pack: Pack) -> tuple[str, int]:
         """Where the pack is, and which of its pages are dead there, as far as this process knows."""
         known = self._of(identity)
+        if is_alone(pack):
+            return f"{known.path}/{pack.id[:2]}/{file_name(pack, 0)}", 0
         dead = known.index.dead_mask(pack.id)
         return f"{known.path}/{known.bucket_of.get(pack.id, pack.id[:11])}/{file_name(pack, dead)}", dead
 
@@ -263,6 +280,85 @@ class PackCatalogue:
                 except OSError as error:
                     self._note_error(error)
         return _INTERVAL
+
+
+# -- which pages there are ---------------------------------------------------------------------------------------------
+
+Words = npt.NDArray[np.int64]
+_BLOCK_BYTES = 8
+_NONE: Words = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A directory as it was read last."""
+
+    changed: int
+    """Its time of change then, in nanoseconds."""
+    settled: bool
+    """That time was old enough: what changes after it shows."""
+    blocks: Words
+    packs: dict[str, Words] = field(default_factory=dict)
+    """By the id of the pack: its pages, dead ones, too. Not of pages alone: their names say it."""
+
+
+class TreeContents:
+    """Of one directory of page files. 8 bytes a page, 16 of one in a pack, from the first look on. For one
+    thread at a time."""
+
+    def __init__(self, tree: PageTree) -> None:
+        self._tree = tree
+        self._read: dict[bytes, dict[str, _Read]] = {}
+        """By identity and path of a directory."""
+
+    def block_hashes(self, digest: bytes) -> Words:
+        """As ``PageLister``. Raises OSError."""
+        before, now = self._read.get(digest, {}), {}
+        for place in directories(self._tree.identity_path(digest), FILES_NAME):
+            if (read := self._read_again(place.path, digest, before.get(place.path))) is not None:
+                now[place.path] = read
+        self._read[digest] = now
+        return np.concatenate([_NONE, *[read.blocks for read in now.values()]])
+
+    def _read_again(self, path: str, identity: bytes, before: _Read | None) -> _Read | None:
+        changed = _changed(path)
+        if not changed:
+            return None
+        if before is not None and before.settled and before.changed == changed:
+            return before
+        settled = time.time() - changed / 1e9 > _COARSE
+        known = {} if before is None else before.packs
+        packs: dict[str, Words] = {}
+        alone: list[bytes] = []
+        living = [_NONE]
+        for file, found in self._tree.packs_in(path):
+            if is_alone(found.pack):
+                alone.append(bytes.fromhex(found.pack.id)[:_BLOCK_BYTES])
+                continue
+            blocks = known.get(found.pack.id)
+            if blocks is None:
+                try:
+                    blocks = _blocks_of_pack(file, identity, found)
+                except OSError:
+                    # Gone, or renamed meanwhile: the next look finds out.
+                    settled = False
+                    continue
+            packs[found.pack.id] = blocks
+            living.append(blocks[found.living])
+        return _Read(changed, settled, np.concatenate([*living, _blocks_of(b"".join(alone))]), packs)
+
+
+def _blocks_of_pack(file: str, identity: bytes, found: PackFile) -> Words:
+    """Pages of which the key is not known cannot be read either: they are told as none that anybody asks for."""
+    keys = [key or bytes(KEY_LENGTH) for key in keys_in(file, identity, found.pack)]
+    return _blocks_of(b"".join([key[IDENTITY_LENGTH:][:_BLOCK_BYTES] for key in keys]))
+
+
+def _blocks_of(joined: bytes) -> Words:
+    return np.frombuffer(joined, ">i8").astype(np.int64)
+
+
+# -- times of change ---------------------------------------------------------------------------------------------------
 
 
 def _changed(path: str) -> int:

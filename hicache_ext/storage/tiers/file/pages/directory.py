@@ -1,4 +1,4 @@
-"""One directory of page files and packs: its names, its creation by several processes at once, its left-overs.
+"""One directory of page files: its names, its creation by several processes at once, its left-overs.
 
 ::
 
@@ -6,8 +6,7 @@
     PATH/members                              empty; who uses the directory has a byte of it locked (members.py)
     PATH/usage                                the shared account (usage.py)
     PATH/identities/<identity>.json           the facts behind an identity digest, for people and tools
-    PATH/pages/<identity>/<2 hex>/<hash>.page page objects (envelope.py)
-    PATH/packs/                               small pages that were written together (pack_tree.py)
+    PATH/pages/                               pages, in packs and alone (tree.py)
     PATH/tmp/                                 pages being written where O_TMPFILE is missing; trees being cleared
     PATH/pins/                                pinned pages (pins.py)
     PATH/hints/                               what decode nodes announce (hints.py), in the first path of a tier
@@ -32,24 +31,15 @@ from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import Access, access_in, make_directory, make_tier_directory, move_aside, settle
 from hicache_ext.runtime.members import Members
 from hicache_ext.storage.tiers.file.manifest import adopt_pages, check_before_start
-from hicache_ext.storage.tiers.file.modes import BUCKET_NAME, FANOUT_NAME, IDENTITY_NAME, PACK_NAME, PAGE_NAME
-from hicache_ext.storage.tiers.file.pages.scanning import BLOCK, directories, entries, occupied
-from hicache_ext.storage.tiers.file.pages.tree import PageTree
-from hicache_ext.storage.tiers.file.writers import Writers
+from hicache_ext.storage.tiers.file.modes import FILES_NAME, IDENTITY_NAME, PAGE_FILE_NAME
+from hicache_ext.storage.tiers.file.pages.tree import BLOCK, PageTree, directories, entries, occupied
+from hicache_ext.storage.tiers.file.usage import Writers
 
 _TEMP_NUMBERS = itertools.count()
 """One count for the whole process: two stores of one process may share a directory."""
 
-_OURS = {"clear": (FANOUT_NAME, PAGE_NAME), "packs": (BUCKET_NAME, PACK_NAME)}
-"""End of the name of a tree that is being cleared -> names of the directories in it, and of the files in those."""
-
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
-
-
-def page_hash_in(page_path: str) -> str:
-    """The hexadecimal page hash in the name of a page file."""
-    return os.path.basename(page_path).partition(".")[0]
 
 
 class PageDirectory(PageTree):
@@ -61,7 +51,7 @@ class PageDirectory(PageTree):
         try:
             check_before_start(path, "pages", tier)
             make_tier_directory(path)
-            for directory in (self.identities, self.pages, self.packs.home, self.temporary):
+            for directory in (self.identities, self.pages, self.temporary):
                 make_directory(directory)
             adopt_pages(path, tier)
             self.members = Members(self.members_path)
@@ -111,25 +101,19 @@ class PageDirectory(PageTree):
             settle(fd, self._access.file_mode)
         return fd, temp_path
 
-    def publish(self, fd: int, temp_path: str | None, page_path: str) -> bool:
-        """Give the written file its name, at once and whole; False when another writer was first."""
-        try:
-            if temp_path is None:
-                # With the descriptor argument CPython calls linkat, which follows the /proc link; link does not.
-                os.link(f"/proc/self/fd/{fd}", page_path, src_dir_fd=fd, follow_symlinks=True)
-            else:
-                _rename_without_replacing(temp_path, page_path)
-        except FileExistsError:
-            return False
-        return True
+    def publish(self, fd: int, temp_path: str | None, page_path: str, *, is_new_name: bool = False) -> None:
+        """Give the written file its name, at once and whole. ``is_new_name``: nobody else can have it.
 
-    def publish_pack(self, fd: int, temp_path: str | None, pack_path: str) -> None:
-        """``publish`` for a name that nobody else can have."""
+        Raises OSError; FileExistsError when another writer was first.
+        """
         if temp_path is None:
-            os.link(f"/proc/self/fd/{fd}", pack_path, src_dir_fd=fd, follow_symlinks=True)
-        else:
+            # With the descriptor argument CPython calls linkat, which follows the /proc link; link does not.
+            os.link(f"/proc/self/fd/{fd}", page_path, src_dir_fd=fd, follow_symlinks=True)
+        elif is_new_name:
             # One round trip to a server; to link and to unlink are two.
-            os.rename(temp_path, pack_path)
+            os.rename(temp_path, page_path)
+        else:
+            _rename_without_replacing(temp_path, page_path)
 
     def discard(self, temp_path: str | None) -> None:
         if temp_path is not None:
@@ -157,34 +141,24 @@ class PageDirectory(PageTree):
         return 0
 
     def remove_buckets_if_empty(self, buckets: Iterable[str]) -> int:
-        """Remove those of these directories of packs that are empty: new ones are made all the time. Bytes freed."""
+        """Remove those of these buckets that are empty: new ones are made all the time. Bytes of disk freed."""
         return sum(map(_remove_directory, buckets))
 
     def remove_empty_directories(self) -> int:
-        """Remove the directories of pages, packs and identities that are empty; bytes of disk freed. Writers make them
+        """Remove the directories of pages and identities that are empty; bytes of disk freed. Writers make them
         anew."""
         freed = 0
-        for end, (directory_name, _) in _OURS.items():
-            for identity in directories(self._home(end), IDENTITY_NAME):
-                for inner in directories(identity.path, directory_name):
-                    freed += _remove_directory(inner.path)
-                freed += _remove_directory(identity.path)
+        for identity in directories(self.pages, IDENTITY_NAME):
+            for inner in directories(identity.path, FILES_NAME):
+                freed += _remove_directory(inner.path)
+            freed += _remove_directory(identity.path)
         return freed
 
-    def detach_identity(self, identity: bytes) -> Iterator[Path]:
-        """Take all pages of an identity out of sight: those in files at once, and those in packs at once. The trees to
-        delete, as soon as each was moved. Raises OSError."""
-        for end in _OURS:
-            if (tree := self._detach(identity, end)) is not None:
-                yield tree
-
-    def _home(self, end: str) -> Path:
-        return self.packs.home if end == "packs" else self.pages
-
-    def _detach(self, identity: bytes, end: str) -> Path | None:
+    def detach_identity(self, identity: bytes) -> Path | None:
+        """Take all pages of an identity out of sight at once; the tree to delete, if there was one. Raises OSError."""
         # The name holds the identity, so that files of others can be put back after a kill.
-        moved = self.temporary / f"{self.members.id}.{next(_TEMP_NUMBERS)}.{identity.hex()}.{end}"
-        home = self._home(end) / identity.hex()
+        moved = self.temporary / f"{self.members.id}.{next(_TEMP_NUMBERS)}.{identity.hex()}.clear"
+        home = self.pages / identity.hex()
         try:
             if not stat.S_ISDIR(os.lstat(home).st_mode):
                 return None
@@ -201,23 +175,12 @@ class PageDirectory(PageTree):
                 return None
         return moved
 
-    def has_pages(self, tree: Path) -> bool:
-        """Whether a detached tree holds a page, or cannot be read. Ends at the first page."""
-        if tree.name.endswith(".packs"):
-            return self.packs.has_packs(tree)
-        try:
-            fan_outs = directories(tree, FANOUT_NAME)
-            return any(next(self.page_files(fan_out.path), None) is not None for fan_out in fan_outs)
-        except OSError:
-            return True
-
     def delete_detached(self, tree: Path) -> int:
         """Delete the pages that ``detach_identity`` moved; returns bytes of disk freed. Other files are put back."""
-        identity, end = tree.name.split(".")[-2:]
-        home, (directory_name, file_name) = self._home(end) / identity, _OURS[end]
+        home = self.pages / tree.name.split(".")[-2]
         freed = 0
-        for inner in list(directories(tree, directory_name)):
-            for entry in list(entries(inner.path, file_name)):
+        for inner in list(directories(tree, FILES_NAME)):
+            for entry in list(entries(inner.path, PAGE_FILE_NAME)):
                 if not entry.is_dir(follow_symlinks=False):
                     freed += _delete(entry)
             freed += _remove_directory(inner.path) or _put_back(inner.path, home / inner.name, self._access)
@@ -227,7 +190,7 @@ class PageDirectory(PageTree):
         """Delete what processes that no longer run have left in tmp/; the number of entries."""
         left = list(self.left_overs(self.writers))
         for entry in left:
-            if entry.name.endswith(tuple(f".{end}" for end in _OURS)):
+            if entry.name.endswith(".clear"):
                 self.delete_detached(Path(entry.path))
             else:
                 _unlink_quietly(entry.path)
@@ -287,8 +250,7 @@ def _put_back(source: str | Path, target: Path, access: Access) -> int:
         return 0
     for entry in found:
         # A page that could not be deleted, or a directory with such pages, must stay out of sight.
-        kind = 0 if entry.is_dir(follow_symlinks=False) else 1
-        if any(names[kind].fullmatch(entry.name) for names in _OURS.values()):
+        if (FILES_NAME if entry.is_dir(follow_symlinks=False) else PAGE_FILE_NAME).fullmatch(entry.name):
             continue
         try:
             freed -= _make_directory(target.parent, access) + _make_directory(target, access)

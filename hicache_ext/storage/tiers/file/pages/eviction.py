@@ -1,4 +1,4 @@
-"""Eviction of page files and packs: which files go when a directory is full. Packs go whole."""
+"""Eviction of page files: which files go when a directory is full. Packs go whole."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from collections.abc import Iterator, Set
 
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.reports import RecentMean
-from hicache_ext.storage.tiers.file.pages.directory import PageDirectory, page_hash_in
-from hicache_ext.storage.tiers.file.pages.pack_tree import (
+from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
+from hicache_ext.storage.tiers.file.pages.tree import (
     PackFile,
+    counted_for,
     hashes_in,
-    is_pack_path,
-    occupied_by_name,
+    is_alone,
+    occupied,
     short_hash_of,
 )
-from hicache_ext.storage.tiers.file.pages.scanning import occupied
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 
 _SAMPLE = 4096
@@ -68,10 +68,11 @@ class Evictor:
                 if self._removed(path):
                     freed += size
                     files += 1
-                    if is_pack_path(path):
+                    found = PackFile.parse(os.path.basename(path))
+                    if found is None or not is_alone(found.pack):
                         buckets.add(os.path.dirname(path))
                     self._evicted_age.note(max(0.0, time.time() - used))
-                    self._metrics.add("evicted", "capacity", _pages_in(path))
+                    self._metrics.add("evicted", "capacity", 1 if found is None else len(found.living))
             freed += self._directory.remove_buckets_if_empty(buckets)
             if freed < need:
                 # Empty directories of old identities would take the space of pages in a small capacity.
@@ -88,7 +89,7 @@ class Evictor:
         spared = self._pins.spared()
         short = {short_hash_of(page_hash) for page_hash in spared}
         for _ in range(_PASSES):
-            directories = [*self._directory.fan_out_directories(), *self._directory.packs.all_buckets()]
+            directories = self._directory.file_directories()
             random.shuffle(directories)
             remaining = iter(directories)
             is_all = True
@@ -112,7 +113,7 @@ class Evictor:
                     and path not in self._undeletable
                     and not (spared and _is_spared(path, spared, short))
                 ):
-                    sample.append((_last_use(path, status), path, _counted_for(path, status)))
+                    sample.append((_last_use(path, status), path, counted_for(path, status)))
             if len(sample) >= _SAMPLE:
                 break
         return sample
@@ -133,25 +134,15 @@ class Evictor:
         self._metrics.add("error", errno.errorcode.get(error.errno or 0, "unknown"))
 
 
-def _pages_in(path: str) -> int:
-    """Of a file with the name of a page or a pack."""
-    found = PackFile.parse(os.path.basename(path))
-    return 1 if found is None else len(found.living)
-
-
-def _counted_for(path: str, status: os.stat_result) -> int:
-    """Bytes of disk that the account has of a file."""
-    size = occupied(status.st_size)
-    return min(size, occupied_by_name(os.path.basename(path))) if is_pack_path(path) else size
-
-
 def _last_use(path: str, status: os.stat_result) -> float:
     """Never, of a pack that is larger than it says: what it takes is in no account."""
-    return status.st_mtime if occupied(status.st_size) == _counted_for(path, status) else 0.0
+    return status.st_mtime if occupied(status.st_size) == counted_for(path, status) else 0.0
 
 
 def _is_spared(path: str, spared: Set[bytes], short: Set[bytes]) -> bool:
     found = PackFile.parse(os.path.basename(path))
     if found is None:
-        return not is_pack_path(path) and bytes.fromhex(page_hash_in(path)) in spared
+        return False
+    if is_alone(found.pack):
+        return bytes.fromhex(found.pack.id) in spared
     return not short.isdisjoint(hashes_in(found))

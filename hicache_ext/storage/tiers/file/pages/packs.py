@@ -1,12 +1,15 @@
-"""Pages in packs: how they are found, read, written and taken away.
+"""How pages are found, read, written and taken away: in packs, and alone, which is a pack of one.
 
 A pack gets its name only when it is whole. A page is taken away by renaming its pack to a name that says which pages
 are dead; a pack whose last page goes is deleted. So whoever finds a pack under the name that it knows, knows which of
-its pages are there. Reasons: docs/decisions/packs-of-page-files.md.
+its pages are there. A page alone has a name that follows from its key: it is not in the catalogue, and what has its
+name may be replaced by another file, so that it is removed only as long as it still is the one that was looked at.
+Reasons: docs/decisions/packs-of-page-files.md.
 """
 
 from __future__ import annotations
 
+import enum
 import errno
 import logging
 import os
@@ -16,6 +19,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
+
+from hicache_ext import native
 from hicache_ext.errors import FormatError
 from hicache_ext.page import envelope
 from hicache_ext.page import pack as pack_format
@@ -26,21 +32,53 @@ from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.pack_index import Place, Run, runs
-from hicache_ext.storage.contract.store import GetResult, PageBatch
+from hicache_ext.storage.contract.store import GetResult, PageBatch, key_words
+from hicache_ext.storage.tiers.file.modes import BUCKET_NAME
 from hicache_ext.storage.tiers.file.pages.catalogue import PackCatalogue
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
-from hicache_ext.storage.tiers.file.pages.pack_tree import PackFile, file_name, keys_in, most_pages
-from hicache_ext.storage.tiers.file.pages.page_file import EXPIRED, HEADER_LENGTH, TOUCH_INTERVAL, UNREADABLE
-from hicache_ext.storage.tiers.file.pages.scanning import ABSENT, occupied
+from hicache_ext.storage.tiers.file.pages.tree import (
+    ABSENT,
+    PackFile,
+    alone,
+    file_name,
+    header_at,
+    is_alone,
+    is_old_alone,
+    keys_in,
+    most_pages,
+    occupied,
+)
 from hicache_ext.storage.tiers.file.usage import Usage
 
 logger = logging.getLogger(__name__)
 
+HEADER_LENGTH = envelope.FIELDS_LENGTH
+TOUCH_INTERVAL = 60.0
+"""Seconds between two renewals of a file's recency (its mtime): eviction needs no finer order."""
+_UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO)
+"""Errors of open() that say: what has this name is nothing this tier can have written and may read."""
+_EXPIRED = "expired"
+"""The reason for a sound page older than the ttl."""
 _ATTEMPTS = 4
 """At a pack that others rename or remove meanwhile."""
 _SHARE = 64
 """A pack takes at most this part of the capacity: packs are evicted whole."""
 _UNHEALED_LIMIT = 65536
+_NATIVE_FROM = 32
+"""Keys in a look-up of pages alone from which the native core looks."""
+
+
+class Found(enum.Enum):
+    """What has the name of a page alone when the page is to be written."""
+
+    PAGE = enum.auto()
+    NOTHING = enum.auto()
+    OBSTACLE = enum.auto()
+
+
+class FindPageFiles(native.Arguments):
+    function = "hicache_find_page_files"
+    _fields_ = native.words("keys key_count directory least oldest present")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +109,7 @@ class PackRun:
 
 
 class Packs:
-    """The packs of one directory. Thread-safe."""
+    """The files of pages of one directory. Thread-safe."""
 
     def __init__(
         self,
@@ -92,10 +130,13 @@ class Packs:
         self._look_over = look_over
         self._bad_log = LimitedLog(logger)
         self._read_flags, self._write_flags = flags
-        self._most_pages = most_pages(directory.packs.home)
-        self.catalogue = PackCatalogue(tier, directory.packs, note_error)
-        # Pages that could not be read or taken away: absent to callers until a read succeeds.
-        self._unhealed: set[tuple[str, int]] = set()
+        self._most_pages = most_pages(directory.pages)
+        self.catalogue = PackCatalogue(tier, directory, note_error)
+        # Loaded now, and not in front of the first look-up.
+        native.core()
+        # Pages, and the ids of their packs, that could not be read or taken away: absent to callers until a read
+        # succeeds. The next write frees the name of a page alone where that has become possible.
+        self._unhealed: set[tuple[bytes, str]] = set()
 
     def close(self) -> None:
         self.catalogue.close()
@@ -103,7 +144,7 @@ class Packs:
     # -- finding ---------------------------------------------------------------------------------------------------
 
     def find(self, keys: Sequence[bytes], oldest_valid_ms: int) -> list[FoundPack | None]:
-        """Where each page is and can be read from; None for other pages."""
+        """Which pack each page is in and can be read from; None for other pages, and for pages alone."""
         found: list[FoundPack | None] = [None] * len(keys)
         for identity, positions in _by_identity(keys):
             statuses: dict[str, FoundPack | None] = {}
@@ -120,7 +161,7 @@ class Packs:
                     status = statuses[pack.id]
                     if status is None or status.dead >> number & 1:
                         moved.append(position)
-                    elif number < status.pages and not (unhealed and (pack.id, number) in unhealed):
+                    elif number < status.pages and not (unhealed and (keys[position], pack.id) in unhealed):
                         found[position] = status
                 if not moved:
                     break
@@ -128,6 +169,68 @@ class Packs:
                 statuses = {pack_id: status for pack_id, status in statuses.items() if status is not None}
                 positions = moved
         return found
+
+    def has(self, keys: Sequence[bytes], oldest_valid_ms: int) -> list[bool]:
+        """Which pages can be read, as far as names and times tell: when a page alone was written only the page itself
+        tells, so that one that is too old and was used lately counts until it is read or swept."""
+        present = [known is not None for known in self.find(keys, oldest_valid_ms)]
+        rest = [position for position, known in enumerate(present) if not known]
+        core = native.core() if len(rest) >= _NATIVE_FROM else None
+        if core is None:
+            for position in rest:
+                present[position] = self._is_alone_there(keys[position], oldest_valid_ms)
+        else:
+            # Each call of the system by itself would give the GIL to whoever computes, for milliseconds each time.
+            wanted = [keys[position] for position in rest]
+            for position, known in zip(rest, self._found_alone(core, wanted, oldest_valid_ms), strict=True):
+                present[position] = known and not (
+                    self._unhealed and (keys[position], _id_alone(keys[position])) in self._unhealed
+                )
+        return present
+
+    def _is_alone_there(self, key: bytes, oldest_valid_ms: int) -> bool:
+        found = self._status(key[:IDENTITY_LENGTH], alone(key[IDENTITY_LENGTH:]), oldest_valid_ms)
+        return found is not None and found.pages == 1 and (key, _id_alone(key)) not in self._unhealed
+
+    def _found_alone(self, core: native.Core, keys: Sequence[bytes], oldest_valid_ms: int) -> list[bool]:
+        """``_is_alone_there``, but for what is unhealed. Raises OSError where an identity's directory cannot be looked
+        into."""
+        present = np.zeros(len(keys), np.bool_)
+        for identity, positions in _by_identity(keys):
+            try:
+                home = self._directory.identity_path(identity)
+                directory = os.open(home, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            except ABSENT:
+                continue
+            words, found = key_words([keys[position] for position in positions]), np.zeros(len(positions), np.bool_)
+            try:
+                of_core = native.address(words), len(words), directory, HEADER_LENGTH, -(-oldest_valid_ms // 1000)
+                core(FindPageFiles(*of_core, native.address(found)))
+            finally:
+                os.close(directory)
+            present[positions] = found
+        answers: list[bool] = present.tolist()
+        return answers
+
+    def find_alone(self, key: bytes, size: int, oldest_valid_ms: int) -> Found:
+        """What has the name of a page alone that is to be written; anything but a page of this size is removed where it
+        can be. A page that is there counts as used."""
+        pack, path = alone(key[IDENTITY_LENGTH:], size), self._directory.page_path(key)
+        try:
+            status = os.lstat(path)
+        except OSError:
+            return Found.NOTHING
+        if (key, pack.id) in self._unhealed:
+            is_free = self._heal(key, Place(pack, 0), "unreadable")
+        elif is_old_alone(path, status, oldest_valid_ms):
+            removed = self._remove_expired(key[:IDENTITY_LENGTH], PackFile(pack), path, status)
+            is_free = removed > 0 or not os.path.lexists(path)
+        elif status.st_size == size and stat.S_ISREG(status.st_mode):
+            self.touch(path, status)
+            return Found.PAGE
+        else:
+            is_free = self._heal(key, Place(pack, 0), "length")
+        return Found.NOTHING if is_free else Found.OBSTACLE
 
     def keys_in(self, identity: bytes, pack: Pack) -> list[bytes]:
         """Of the pages in a pack that are there and tell their keys. Raises OSError."""
@@ -149,28 +252,60 @@ class Packs:
             status = os.lstat(path)
         except ABSENT:
             self.catalogue.look_for(identity, pack)
+            return None
         except OSError as error:
             self._note_error(error)
-        else:
-            is_pack = stat.S_ISREG(status.st_mode) and milliseconds_of(pack.id) >= oldest_valid_ms
-            pages = status.st_size // pack.page_bytes if is_pack else 0
-            return FoundPack(path, dead, status, pack.page_bytes, pages)
-        return None
+            return None
+        if is_alone(pack):
+            # The mtime is that of the last use: never before the page was written.
+            is_page = stat.S_ISREG(status.st_mode) and status.st_mtime * 1000 >= oldest_valid_ms
+            return FoundPack(path, dead, status, status.st_size, int(is_page and status.st_size >= HEADER_LENGTH))
+        is_pack = stat.S_ISREG(status.st_mode) and milliseconds_of(pack.id) >= oldest_valid_ms
+        return FoundPack(path, dead, status, pack.page_bytes, status.st_size // pack.page_bytes if is_pack else 0)
 
-    def runs(self, keys: Sequence[bytes], *, again: bool = True) -> list[PackRun]:
-        """The pages that are in packs, as far as names tell: to be read run by run."""
+    def runs(self, batch: PageBatch) -> list[PackRun]:
+        """All pages of a batch, to be read run by run: where names tell that they are, or alone."""
+        found, rest = self._runs_in_packs(batch.keys, again=True)
+        return [*found, *[self._run_alone(batch, position) for position in rest]]
+
+    def _runs_in_packs(self, keys: Sequence[bytes], *, again: bool) -> tuple[list[PackRun], list[int]]:
+        """The pages that the catalogue has, and the positions of the others."""
         found: list[PackRun] = []
+        rest: list[int] = []
         for identity, positions in _by_identity(keys):
             places = self.catalogue.find([keys[i] for i in positions], again=again)
+            rest += [position for position, place in zip(positions, places, strict=True) if place is None]
             for run in runs(places, PACK_BYTES):
                 members = [positions[member] for member in run.members]
                 found.append(PackRun(identity, Run(run.pack, run.first, members)))
-        return found
+        return found, rest
+
+    def _run_alone(self, batch: PageBatch, position: int) -> PackRun:
+        key, size = batch.keys[position], HEADER_LENGTH + batch.sizes[position]
+        return PackRun(key[:IDENTITY_LENGTH], Run(alone(key[IDENTITY_LENGTH:], size), 0, [position]))
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def read(self, pages: PackRun, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult | None]:
-        """Read the pages of a run into their memory. None: the page is not there (any more): look again."""
+    def read(self, pages: PackRun, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult]:
+        """Read the pages of a run into their memory."""
+        return [
+            self._look_again(batch, position, oldest_valid_ms) if result is None else result
+            for position, result in zip(pages.run.members, self._read(pages, batch, oldest_valid_ms), strict=True)
+        ]
+
+    def _look_again(self, batch: PageBatch, position: int, oldest_valid_ms: int) -> GetResult:
+        """A page that was not where it was expected: its pack was renamed or removed, or is that of another page."""
+        one = batch.select([position])
+        for _ in range(_ATTEMPTS):
+            for pages in self._runs_in_packs(one.keys, again=False)[0]:
+                (result,) = self._read(pages, one, oldest_valid_ms)
+                if result is not None:
+                    return result
+        (result,) = self._read(self._run_alone(one, 0), one, oldest_valid_ms)
+        return GetResult.MISS if result is None else result
+
+    def _read(self, pages: PackRun, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult | None]:
+        """None: the page is not there (any more): look again."""
         identity, pack, count = pages.identity, pages.run.pack, len(pages.run.members)
         path, dead = self.catalogue.path(identity, pack)
         if any(dead & pages.place(number).mask for number in range(count)):
@@ -181,38 +316,66 @@ class Packs:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except ABSENT:
             self.catalogue.look_for(identity, pack)
-            return [None] * count
+            return [GetResult.MISS if is_alone(pack) else None] * count
         except OSError as error:
-            if error.errno not in UNREADABLE:
-                return [self._failed_read(pages.place(number), path, error) for number in range(count)]
-            # For others it may be readable: it is absent to this process, and its pages are written anew.
-            for number in range(count):
-                self._metrics.add("corrupt", "unreadable")
-                self.catalogue.forget_page(identity, pages.place(number))
-            logger.warning("tier %s: %s cannot be read: %s", self._tier, path, error)
-            return [GetResult.CORRUPT] * count
+            return self._not_opened(pages, batch, path, error)
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                self._metrics.add("corrupt", "not_a_file", count)
-                self._remove_no_pack(identity, pack, path)
-                return [GetResult.CORRUPT] * count
-            if milliseconds_of(pack.id) < oldest_valid_ms:
-                self.remove_expired(identity, PackFile(pack, dead), path, status)
+                return self._no_file(pages, batch, path, status)
+            if is_alone(pack):
+                if status.st_size != pack.page_bytes:
+                    reason = "truncated" if status.st_size < pack.page_bytes else "longer"
+                    self._heal(batch.keys[pages.run.members[0]], pages.place(0), reason, status)
+                    return [GetResult.CORRUPT]
+            elif milliseconds_of(pack.id) < oldest_valid_ms:
+                self._remove_expired(identity, PackFile(pack, dead), path, status)
                 return [GetResult.MISS] * count
-            results = self._read_run(fd, pages, batch)
+            results = self._read_run(fd, pages, batch, oldest_valid_ms)
             if GetResult.HIT in results:
                 self.touch(fd, status)
             return results
         except OSError as error:
-            return [self._failed_read(pages.place(number), path, error) for number in range(count)]
+            return [self._failed_read(batch, pages.part(number), path, error) for number in range(count)]
         finally:
             os.close(fd)
 
-    def _read_run(self, fd: int, pages: PackRun, batch: PageBatch) -> list[GetResult | None]:
+    def _not_opened(self, pages: PackRun, batch: PageBatch, path: str, error: OSError) -> list[GetResult | None]:
+        count = len(pages.run.members)
+        if error.errno not in _UNREADABLE:
+            return [self._failed_read(batch, pages.part(number), path, error) for number in range(count)]
+        if is_alone(pages.run.pack):
+            self._heal(batch.keys[pages.run.members[0]], pages.place(0), "unreadable")
+            return [GetResult.CORRUPT]
+        # For others it may be readable: it is absent to this process, and its pages are written anew.
+        for number in range(count):
+            self._metrics.add("corrupt", "unreadable")
+            self.catalogue.forget_page(pages.identity, pages.place(number))
+        logger.warning("tier %s: %s cannot be read: %s", self._tier, path, error)
+        return [GetResult.CORRUPT] * count
+
+    def _no_file(self, pages: PackRun, batch: PageBatch, path: str, status: os.stat_result) -> list[GetResult | None]:
+        """Free the name of a pack that something else has."""
+        pack, count = pages.run.pack, len(pages.run.members)
+        self._metrics.add("corrupt", "not_a_file", count)
+        self.catalogue.forget(pages.identity, pack)
+        try:
+            self._unlink(PackFile(pack), path, status)
+        except ABSENT:
+            # Replaced meanwhile.
+            pass
+        except OSError as error:
+            self._note_error(error)
+            for member in pages.run.members:
+                self._remember_unhealed(batch.keys[member], pack)
+        logger.warning("tier %s: %s was no file and is removed", self._tier, path)
+        return [GetResult.CORRUPT] * count
+
+    def _read_run(self, fd: int, pages: PackRun, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult | None]:
         run, page_bytes = pages.run, pages.run.pack.page_bytes
+        one_by_one = [pages] if len(run.members) == 1 else [pages.part(number) for number in range(len(run.members))]
         if len(run.members) > 1 and any(HEADER_LENGTH + batch.sizes[i] != page_bytes for i in run.members):
-            return self._read_one_by_one(fd, pages, batch)
+            return [self._read_run(fd, page, batch, oldest_valid_ms)[0] for page in one_by_one]
         headers = [bytearray(HEADER_LENGTH) for _ in run.members]
         buffers: list[memoryview] = []
         for header, member in zip(headers, run.members, strict=True):
@@ -222,25 +385,28 @@ class Packs:
         except OSError as error:
             if len(run.members) > 1:
                 # One bad block is the misfortune of one page.
-                return self._read_one_by_one(fd, pages, batch)
-            return [self._failed_read(pages.place(0), f"pack {run.pack.id}", error)]
+                return [self._read_run(fd, page, batch, oldest_valid_ms)[0] for page in one_by_one]
+            return [self._failed_read(batch, pages, f"pack {run.pack.id}", error)]
         return [
-            self._checked(fd, pages.part(number), batch, header, filled - number * page_bytes)
-            for number, header in enumerate(headers)
+            self._checked(fd, page, batch, header, filled - number * page_bytes, oldest_valid_ms)
+            for number, (page, header) in enumerate(zip(one_by_one, headers, strict=True))
         ]
 
-    def _read_one_by_one(self, fd: int, pages: PackRun, batch: PageBatch) -> list[GetResult | None]:
-        return [self._read_run(fd, pages.part(number), batch)[0] for number in range(len(pages.run.members))]
-
-    def _checked(self, fd: int, page: PackRun, batch: PageBatch, header: bytearray, filled: int) -> GetResult | None:
+    def _checked(
+        self, fd: int, page: PackRun, batch: PageBatch, header: bytearray, filled: int, oldest_valid_ms: int
+    ) -> GetResult | None:
         """The result of one page whose header and segments were read; ``filled``: bytes of it."""
         identity, place, member = page.identity, page.place(0), page.run.members[0]
-        key, segments = batch.keys[member], batch.buffers[member]
-        reason = _reason(header, key, segments, filled, place.pack.page_bytes)
+        key, segments, pack = batch.keys[member], batch.buffers[member], place.pack
+        reason = _reason(header, key, segments, filled, pack.page_bytes)
         if reason is None:
-            self._unhealed.discard((place.pack.id, place.position))
+            if is_alone(pack) and oldest_valid_ms and envelope.decode_header(header).created_ms < oldest_valid_ms:
+                path = self._directory.page_path(key)
+                self._remove_expired(identity, PackFile(pack), path, os.fstat(fd))
+                return GetResult.MISS
+            self._unhealed.discard((key, pack.id))
             return GetResult.HIT
-        if _is_another_page(header, key):
+        if not is_alone(pack) and _is_another_page(header, key):
             # Its short hash is the same.
             self.catalogue.forget_page(identity, place)
             return None
@@ -250,23 +416,23 @@ class Packs:
         try:
             filled = vectored.read_into(fd, [memoryview(second), *elsewhere], place.offset, self._read_flags)
         except OSError as error:
-            return self._failed_read(place, f"pack {place.pack.id}", error)
-        if _reason(second, key, elsewhere, filled, place.pack.page_bytes) is None:
+            return self._failed_read(batch, page, f"pack {pack.id}", error)
+        if _reason(second, key, elsewhere, filled, pack.page_bytes) is None:
             # Damaged on the way here, by a network, a cache or this machine's memory: the page is not ours alone.
             self._metrics.add("suspect", "good")
         else:
-            self._heal(identity, place, reason)
+            self._heal(key, place, reason, os.fstat(fd))
         return GetResult.CORRUPT
 
-    def _failed_read(self, place: Place, path: str, error: OSError) -> GetResult:
+    def _failed_read(self, batch: PageBatch, page: PackRun, path: str, error: OSError) -> GetResult:
         self._note_error(error)
         # Whether one block or the whole device is bad, this page cannot be had: the next write may replace it.
-        self._remember_unhealed(place)
+        self._remember_unhealed(batch.keys[page.run.members[0]], page.run.pack)
         logger.debug("tier %s: reading %s: %s", self._tier, path, error)
         return GetResult.ERROR
 
     def touch(self, file: int | str, status: os.stat_result) -> None:
-        """Renew the recency of a pack."""
+        """Renew the recency of a file of pages."""
         if time.time() - status.st_mtime > TOUCH_INTERVAL:
             try:
                 os.utime(file)
@@ -278,10 +444,8 @@ class Packs:
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def portions(
-        self, batch: PageBatch, positions: Sequence[int], capacity: int | None
-    ) -> tuple[list[list[int]], list[int]]:
-        """Which pages make a pack each, and which are to be files of their own."""
+    def portions(self, batch: PageBatch, positions: Sequence[int], capacity: int | None) -> list[list[int]]:
+        """Which pages share a file."""
         alike: dict[tuple[bytes, int], list[int]] = {}
         for position in positions:
             alike.setdefault((batch.keys[position][:IDENTITY_LENGTH], batch.sizes[position]), []).append(position)
@@ -293,50 +457,57 @@ class Packs:
             if payload == 0 or page_bytes >= SMALL:
                 most = 1
             found += [[pages[n] for n in part] for part in pack_format.portions([page_bytes] * len(pages), most)]
-        return [part for part in found if len(part) > 1], [part[0] for part in found if len(part) == 1]
+        return found
 
     def write(self, batch: PageBatch, positions: Sequence[int]) -> tuple[OSError | None, int]:
-        """Write a pack of these pages, which are of one identity and one size; why it was not written, and the bytes of
-        disk that took, with directories and also when it failed. No pack is left behind then."""
+        """Write these pages, which are of one identity and one size, into one file; why it was not written, and the
+        bytes of disk that took, with directories and also when it failed. Nothing is left behind then.
+
+        A page alone that another writer stored first: FileExistsError.
+        """
         keys = [batch.keys[i] for i in positions]
         identity, page_bytes = keys[0][:IDENTITY_LENGTH], HEADER_LENGTH + batch.sizes[positions[0]]
-        pack = Pack.of_keys(new_id(int(time.time() * 1000)), page_bytes, keys)
         buffers: list[memoryview] = []
         for key, position in zip(keys, positions, strict=True):
             segments = batch.buffers[position]
             buffers += [memoryview(envelope.encode_header(key, segments)), *segments]
-        buffers.append(memoryview(encode_footer(keys, page_bytes)))
-        length = pack_format.pack_length(len(keys), page_bytes)
+        if len(keys) == 1:
+            pack = alone(keys[0][IDENTITY_LENGTH:], page_bytes)
+        else:
+            pack = Pack.of_keys(new_id(int(time.time() * 1000)), page_bytes, keys)
+            buffers.append(memoryview(encode_footer(keys, page_bytes)))
+        length = PackFile(pack).length
         added = 0
         for attempt in range(1, _ATTEMPTS + 1):
-            bucket = self.catalogue.bucket_for_writing(identity)
-            path = f"{self._directory.packs.identity_path(identity)}/{bucket}/{file_name(pack, 0)}"
+            bucket = pack.id[:2] if is_alone(pack) else self.catalogue.bucket_for_writing(identity)
+            path = f"{self._directory.identity_path(identity)}/{bucket}/{file_name(pack, 0)}"
             try:
                 for made in self._directory.create_parent(path):
                     added += made
-                self._write_whole(path, buffers, length)
+                self._write_whole(path, buffers, length, is_new_name=not is_alone(pack))
             except ABSENT as error:
                 # clear() or an eviction took the directory away in between.
                 if attempt == _ATTEMPTS:
                     return error, added
                 self._directory.clear_the_way(path)
             except OSError as error:
-                if attempt == _ATTEMPTS or error.errno not in (errno.EACCES, errno.EPERM):
+                if attempt == _ATTEMPTS or is_alone(pack) or error.errno not in (errno.EACCES, errno.EPERM):
                     return error, added
                 # Made by another account, perhaps.
                 self.catalogue.refuse(identity, bucket)
             else:
-                self.catalogue.add(identity, pack, bucket)
+                if not is_alone(pack):
+                    self.catalogue.add(identity, pack, bucket)
                 return None, added + occupied(length)
         raise AssertionError("unreachable")
 
-    def _write_whole(self, path: str, buffers: Sequence[memoryview], length: int) -> None:
+    def _write_whole(self, path: str, buffers: Sequence[memoryview], length: int, *, is_new_name: bool) -> None:
         fd, temp_path = self._directory.open_unpublished(path)
         published = False
         try:
             if vectored.write_from(fd, buffers, 0, self._write_flags) != length:
                 raise OSError(errno.ENOSPC, "short write", path)
-            self._directory.publish_pack(fd, temp_path, path)
+            self._directory.publish(fd, temp_path, path, is_new_name=is_new_name)
             published = True
         finally:
             os.close(fd)
@@ -345,79 +516,84 @@ class Packs:
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
-    def remove(self, key: bytes) -> bool:
-        """Take a page out of every pack that it is in; whether it was in one. Raises OSError."""
+    def remove(self, key: bytes, page_seal: bytes | None = None) -> bool:
+        """Take a page away, out of every pack that it is in and alone; with ``page_seal`` only the copies that have
+        this ``envelope.page_seal``. Whether there was one. Never raises OSError."""
         identity, removed = key[:IDENTITY_LENGTH], False
-        for place in self.catalogue.find_all(key):
-            if not self._is_of_another_page(identity, place, key):
-                removed = self._take_away(identity, place) or removed
-        return removed
-
-    def remove_copy(self, key: bytes, page_seal: bytes) -> bool:
-        """Take those copies of a page away that have this ``envelope.page_seal``; whether there was one. Raises
-        OSError."""
-        identity, removed = key[:IDENTITY_LENGTH], False
-        for place in self.catalogue.find_all(key):
-            header = self._header(identity, place)
-            if header is not None and envelope.seal_of(header) == page_seal:
-                removed = self._take_away(identity, place) or removed
+        for place in [*self.catalogue.find_all(key), Place(alone(key[IDENTITY_LENGTH:]), 0)]:
+            header, seen = header_at(self.catalogue.path(identity, place.pack)[0], place.offset)
+            if page_seal is None:
+                # The name of a page alone is to be free, whatever has it.
+                is_wanted, seen = header is None or not _is_another_page(header, key), None
+            else:
+                is_wanted = header is not None and envelope.seal_of(header) == page_seal
+            try:
+                removed = (is_wanted and self._take_away(identity, place, seen)) or removed
+            except OSError as error:
+                self._note_error(error)
         return removed
 
     def make_way(self, sizes: Mapping[bytes, int], oldest_valid_ms: int) -> None:
-        """Of pages that are about to be written, key and bytes, take those away that are there and are not they: a
-        reader looks into packs first. Never raises OSError."""
+        """Of pages that are about to be written, key and bytes, take those out of packs that are there and are not
+        they: a reader looks into packs first. Never raises OSError."""
         keys = list(sizes)
-        for identity, positions in _by_identity(keys):
+        for _, positions in _by_identity(keys):
             wanted = [keys[position] for position in positions]
             for _ in range(_ATTEMPTS):
                 places = zip(wanted, self.catalogue.find(wanted, again=False), strict=True)
                 in_the_way = [
-                    place
+                    (key, place)
                     for key, place in places
-                    if place is not None and self._is_in_the_way(identity, place, sizes[key], oldest_valid_ms)
+                    if place is not None and self._is_in_the_way(key, place, sizes[key], oldest_valid_ms)
                 ]
-                for place in in_the_way:
+                for key, place in in_the_way:
                     expired = milliseconds_of(place.pack.id) < oldest_valid_ms
-                    self._heal(identity, place, EXPIRED if expired else "unreadable")
+                    self._heal(key, place, _EXPIRED if expired else "unreadable")
                 if not in_the_way:
                     break
 
-    def _is_in_the_way(self, identity: bytes, place: Place, size: int, oldest_valid_ms: int) -> bool:
+    def _is_in_the_way(self, key: bytes, place: Place, size: int, oldest_valid_ms: int) -> bool:
         """Whether a page is there that is not one of ``size`` bytes to be read. Another writer may just have stored it:
         that one stays."""
-        status = self._status(identity, place.pack, oldest_valid_ms)
+        status = self._status(key[:IDENTITY_LENGTH], place.pack, oldest_valid_ms)
         if status is None or status.dead & place.mask:
             return False
-        return (
-            status.page_bytes != size
-            or place.position >= status.pages
-            or (place.pack.id, place.position) in self._unhealed
-        )
+        return status.page_bytes != size or place.position >= status.pages or (key, place.pack.id) in self._unhealed
 
-    def _heal(self, identity: bytes, place: Place, reason: str) -> None:
-        """Take a page away that is not the page its name says, or too old."""
-        if reason == EXPIRED:
+    def _heal(self, key: bytes, place: Place, reason: str, seen: os.stat_result | None = None) -> bool:
+        """Take a page away that is not the page its name says, or too old; False when it stays.
+
+        ``seen``: the status of the file of a page alone; one that has replaced it since is left alone.
+        """
+        identity, pack = key[:IDENTITY_LENGTH], place.pack
+        if reason == _EXPIRED:
             self._metrics.add("evicted", "ttl")
         else:
             self._metrics.add("corrupt", reason)
-        what = f"page {place.position} of {self.catalogue.path(identity, place.pack)[0]}"
+        what = f"page {place.position} of {self.catalogue.path(identity, pack)[0]}"
+        is_gone = True
         try:
-            self._take_away(identity, place)
+            self._take_away(identity, place, seen)
         except OSError as error:
             self._note_error(error)
-            # Absent to this process: the page is written into another pack.
-            self.catalogue.forget_page(identity, place)
             logger.warning("tier %s: %s is bad (%s) and cannot be removed: %s", self._tier, what, reason, error)
+            # In a pack it is absent to this process: the page is written into another one.
+            self.catalogue.forget_page(identity, place)
+            is_gone = not is_alone(pack)
         else:
             self._bad_log.log(
                 logging.WARNING, "bad", "tier %s: %s was bad (%s) and is removed", self._tier, what, reason
             )
-        self._unhealed.discard((place.pack.id, place.position))
-        if reason != EXPIRED:
-            self._look_over((identity, place.pack))
+        if is_gone:
+            self._unhealed.discard((key, pack.id))
+        else:
+            self._remember_unhealed(key, pack)
+        if reason != _EXPIRED and not is_alone(pack):
+            self._look_over((identity, pack))
+        return is_gone
 
-    def _take_away(self, identity: bytes, place: Place) -> bool:
-        """Whether the page was there until now. Raises OSError."""
+    def _take_away(self, identity: bytes, place: Place, seen: os.stat_result | None = None) -> bool:
+        """Whether the page was there until now. ``seen``: as for ``_heal``. Raises OSError."""
         pack = place.pack
         for _ in range(_ATTEMPTS):
             path, dead = self.catalogue.path(identity, pack)
@@ -426,7 +602,7 @@ class Packs:
             left = dead | place.mask
             try:
                 if left == pack.all_dead:
-                    self._unlink(PackFile(pack), path)
+                    self._unlink(PackFile(pack), path, seen if is_alone(pack) else None)
                     self.catalogue.forget(identity, pack)
                 else:
                     # A count that lists the bucket now may miss the pack, or meet it twice.
@@ -441,20 +617,20 @@ class Packs:
                 return True
         return False
 
-    def _unlink(self, found: PackFile, path: str) -> None:
+    def _unlink(self, found: PackFile, path: str, seen: os.stat_result | None = None) -> None:
         """Raises OSError."""
         with self._usage.removing() as removal:
-            size = self._directory.remove_page(path)
+            size = self._directory.remove_page(path, seen)
             # A damaged file must not take more out of the account than its pack once put in.
-            removal.freed = occupied(min(size, found.length))
-            removal.uncertain = size != found.length
+            removal.freed = occupied(min(size, found.length or size))
+            removal.uncertain = found.length not in (0, size)
 
-    def remove_expired(self, identity: bytes, found: PackFile, path: str, status: os.stat_result) -> int:
-        """Delete a pack that is older than the ttl; the pages that were in it, 0 where it stays."""
+    def _remove_expired(self, identity: bytes, found: PackFile, path: str, status: os.stat_result) -> int:
+        """Delete a file that is older than the ttl; the pages that were in it, 0 where it stays."""
         if not stat.S_ISREG(status.st_mode):
             return 0
         try:
-            self._unlink(found, path)
+            self._unlink(found, path, status if is_alone(found.pack) else None)
         except ABSENT:
             return 0
         except OSError as error:
@@ -464,56 +640,31 @@ class Packs:
         self._metrics.add("evicted", "ttl", len(found.living))
         return len(found.living)
 
-    def remove_all_expired(self, loop: BackgroundLoop, oldest_valid_ms: int) -> int:
-        """Delete the packs written before, until ``loop`` is stopped; how many pages that were."""
-        removed, tree = 0, self._directory.packs
-        for identity in tree.known_identities():
-            for name in tree.buckets(identity):
-                bucket = f"{tree.identity_path(identity)}/{name}"
-                before = removed
-                for path, found in list(tree.packs_in(bucket)):
-                    if loop.stopping:
-                        return removed
-                    if milliseconds_of(found.pack.id) < oldest_valid_ms:
-                        with suppress(OSError):
-                            removed += self.remove_expired(identity, found, path, os.lstat(path))
-                if removed > before:
-                    with self._usage.removing() as removal:
-                        removal.freed = self._directory.remove_buckets_if_empty([bucket])
+    def remove_expired(self, loop: BackgroundLoop, oldest_valid_ms: int) -> int:
+        """Delete the files written before, until ``loop`` is stopped; how many pages that were."""
+        removed = 0
+        for place in self._directory.file_directories():
+            home, _, name = place.rpartition("/")
+            identity, before = bytes.fromhex(home.rpartition("/")[2]), removed
+            for path, found in list(self._directory.packs_in(place)):
+                if loop.stopping:
+                    return removed
+                with suppress(OSError):
+                    if is_alone(found.pack):
+                        is_old = is_old_alone(path, os.lstat(path), oldest_valid_ms)
+                    else:
+                        is_old = milliseconds_of(found.pack.id) < oldest_valid_ms
+                    if is_old:
+                        removed += self._remove_expired(identity, found, path, os.lstat(path))
+            if removed > before and BUCKET_NAME.fullmatch(name):
+                with self._usage.removing() as removal:
+                    removal.freed = self._directory.remove_buckets_if_empty([place])
         return removed
 
-    def _remove_no_pack(self, identity: bytes, pack: Pack, path: str) -> None:
-        """Free the name of a pack that something else has."""
-        self.catalogue.forget(identity, pack)
-        try:
-            self._unlink(PackFile(pack), path)
-        except OSError as error:
-            self._note_error(error)
-        logger.warning("tier %s: %s was no file and is removed", self._tier, path)
-
-    def _is_of_another_page(self, identity: bytes, place: Place, key: bytes) -> bool:
-        """Whether the header says so. Raises no OSError: False then."""
-        header = self._header(identity, place)
-        return header is not None and _is_another_page(header, key)
-
-    def _header(self, identity: bytes, place: Place) -> bytes | None:
-        """What stands in front of the page in this place; None where it cannot be read."""
-        path = self.catalogue.path(identity, place.pack)[0]
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            return None
-        try:
-            return os.pread(fd, HEADER_LENGTH, place.offset)
-        except OSError:
-            return None
-        finally:
-            os.close(fd)
-
-    def _remember_unhealed(self, place: Place) -> None:
+    def _remember_unhealed(self, key: bytes, pack: Pack) -> None:
         if len(self._unhealed) >= _UNHEALED_LIMIT:
             self._unhealed.clear()
-        self._unhealed.add((place.pack.id, place.position))
+        self._unhealed.add((key, pack.id))
 
 
 def _by_identity(keys: Sequence[bytes]) -> Iterator[tuple[bytes, list[int]]]:
@@ -525,6 +676,11 @@ def _by_identity(keys: Sequence[bytes]) -> Iterator[tuple[bytes, list[int]]]:
     for position, key in enumerate(keys):
         positions.setdefault(key[:IDENTITY_LENGTH], []).append(position)
     yield from positions.items()
+
+
+def _id_alone(key: bytes) -> str:
+    """The id of the pack that a page alone is."""
+    return key[IDENTITY_LENGTH:].hex()
 
 
 def _reason(header: bytearray, key: bytes, segments: Sequence[memoryview], filled: int, page_bytes: int) -> str | None:

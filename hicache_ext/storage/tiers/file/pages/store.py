@@ -1,5 +1,5 @@
-"""The layout of the file tier for file systems that several machines share: small pages that are written together are
-one file, a pack (packs.py); every other page is a file of its own.
+"""The layout of the file tier for file systems that several machines share: files of pages (packs.py). Small pages that
+are written together are one file, a pack; every other page is alone in one.
 
 No mapped memory, and no index but that of the packs' names in memory: only what NFS, Lustre and 3FS keep their word on,
 create, link, rename, unlink, flock. Files of a batch are read and written in parallel by a few threads, straight into
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,19 +21,18 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.errors import StoreSetupError
-from hicache_ext.page.pack import Pack, pack_length
+from hicache_ext.page.pack import Pack
 from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.file_lock import FlockLock
 from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.devices import flags_of
-from hicache_ext.storage.tiers.file.pages import page_file as page_io
-from hicache_ext.storage.tiers.file.pages.contents import TreeContents
+from hicache_ext.storage.tiers.file.pages.catalogue import TreeContents
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.eviction import Evictor
-from hicache_ext.storage.tiers.file.pages.packs import PackRun, Packs
-from hicache_ext.storage.tiers.file.pages.scanning import ABSENT, BLOCK, occupied
-from hicache_ext.storage.tiers.file.pages.single import Found, PageFiles
+from hicache_ext.storage.tiers.file.pages.packs import HEADER_LENGTH, Found, Packs
+from hicache_ext.storage.tiers.file.pages.tree import BLOCK, file_length, occupied
 from hicache_ext.storage.tiers.file.pages.upkeep import Upkeep
 from hicache_ext.storage.tiers.file.path_store import NO_SPACE, Fullness, PathStore, oldest_valid_ms
 from hicache_ext.storage.tiers.file.pins import PinnedPages
@@ -57,8 +56,6 @@ _CLEARED_SHARE = 3 / 4
 
 _PORTIONS = 8
 """A write takes at most this part of the capacity at once, so that several processes can have one under way."""
-_LOOKS = 3
-"""For a page of a pack that others rename or remove meanwhile."""
 _FAN_OUTS_COUNTED = 64
 """Fan-out directories listed to say how many pages there are: hashes fill all of them evenly."""
 _COUNT_INTERVAL = 60.0
@@ -66,13 +63,15 @@ _COUNT_INTERVAL = 60.0
 
 _LEADING_AT_ONCE = 1024
 
+_SWEEPS_PER_TTL = 16
+_SHORTEST_INTERVAL = 0.5
+_LONGEST_INTERVAL = 600.0
+
 
 class PageFileStore(PathStore):
     """PageStore over one directory."""
 
     layout = "pages"
-    without_space = "new pages take the place of cold ones"
-    removes_expired = True
 
     @property
     def no_space_since(self) -> int:
@@ -89,7 +88,6 @@ class PageFileStore(PathStore):
         self._resources.callback(self._directory.close)
         self._open_account()
         common = self.name, self._directory, self._usage, self.metrics, self._count_error, flags
-        self._files = PageFiles(*common, self._ttl, self._failed_write)
         self._packs = Packs(*common, self._look_over)
         self._resources.callback(self._packs.close)
         self._pins = PinnedPages(self.name, path, _pin_limit(self._capacity), self._directory.occupied_by)
@@ -102,6 +100,12 @@ class PageFileStore(PathStore):
         """Bytes that the pages took when the file system was full."""
         self._pages = 0
         self._count_pages_at = 0.0
+        self._sweep_interval = max(_SHORTEST_INTERVAL, min((self._ttl or 0.0) / _SWEEPS_PER_TTL, _LONGEST_INTERVAL))
+        self._sweep = BackgroundLoop(f"hicache-{self.name}-ttl", self._sweep_once)
+        # Waits for a sweep under way, which ends early.
+        self._resources.callback(self._sweep.stop)
+        if self._ttl is not None:
+            self._sweep.wake(self._sweep_interval)
 
     def _open_account(self) -> None:
         directory = self._directory
@@ -148,19 +152,11 @@ class PageFileStore(PathStore):
 
     def _read(self, batch: PageBatch) -> list[GetResult]:
         oldest = oldest_valid_ms(self._ttl)
-        in_packs = self._packs.runs(batch.keys)
-        rest = sorted(set(range(len(batch))).difference(*[pages.run.members for pages in in_packs]))
-
-        def read_file(number: int) -> list[GetResult]:
-            if number < len(in_packs):
-                return self._get_run(in_packs[number], batch, oldest)
-            position = rest[number - len(in_packs)]
-            return [self._files.get(batch.keys[position], batch.buffers[position])]
-
-        members = [*[pages.run.members for pages in in_packs], *[[position] for position in rest]]
+        files = self._packs.runs(batch)
         results = [GetResult.MISS] * len(batch)
-        for positions, found in zip(members, self._workers.run(len(members), read_file), strict=True):
-            for position, result in zip(positions, found, strict=True):
+        read = self._workers.run(len(files), lambda number: self._packs.read(files[number], batch, oldest))
+        for pages, found in zip(files, read, strict=True):
+            for position, result in zip(pages.run.members, found, strict=True):
                 results[position] = result
         return results
 
@@ -170,35 +166,12 @@ class PageFileStore(PathStore):
 
     def _pages_in(self, place: tuple[bytes, Pack]) -> Iterator[tuple[list[bytes], list[int]]]:
         keys = self._packs.keys_in(*place)
-        yield keys, [place[1].page_bytes - page_io.HEADER_LENGTH] * len(keys)
-
-    def _get_run(self, pages: PackRun, batch: PageBatch, oldest: int) -> list[GetResult]:
-        """Pages that were in a pack, as far as its name told."""
-        return [
-            self._look_again(batch, position, oldest) if result is None else result
-            for position, result in zip(pages.run.members, self._packs.read(pages, batch, oldest), strict=True)
-        ]
-
-    def _look_again(self, batch: PageBatch, position: int, oldest: int) -> GetResult:
-        """A page that was not where it was expected: its pack was renamed or removed, or is that of another page."""
-        one = batch.select([position])
-        for _ in range(_LOOKS):
-            for pages in self._packs.runs(one.keys, again=False):
-                (result,) = self._packs.read(pages, one, oldest)
-                if result is not None:
-                    return result
-        return self._files.get(batch.keys[position], batch.buffers[position])
+        yield keys, [place[1].page_bytes - HEADER_LENGTH] * len(keys)
 
     # -- presence --------------------------------------------------------------------------------------------------
 
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
-        in_packs = self._packs.find(keys, oldest_valid_ms(self._ttl))
-        present = [found is not None for found in in_packs]
-        rest = [position for position, known in enumerate(present) if not known]
-        if rest:
-            for position, known in zip(rest, self._files.has([keys[i] for i in rest]), strict=True):
-                present[position] = known
-        return present
+        return self._packs.has(keys, oldest_valid_ms(self._ttl))
 
     def _lead(self, keys: Sequence[bytes]) -> int:
         for first in range(0, len(keys), _LEADING_AT_ONCE):
@@ -210,10 +183,10 @@ class PageFileStore(PathStore):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def _write_absent(self, batch: PageBatch) -> list[SetResult]:
-        sizes = [page_io.object_size(segments) for segments in batch.buffers]
+        sizes, oldest = [HEADER_LENGTH + size for size in batch.sizes], oldest_valid_ms(self._ttl)
         results = [SetResult.REJECTED] * len(batch)
         missing: dict[bytes, int] = {}
-        in_packs = self._packs.find(batch.keys, oldest_valid_ms(self._ttl))
+        in_packs = self._packs.find(batch.keys, oldest)
         for pack in {found.path: found for found in in_packs if found is not None}.values():
             self._packs.touch(pack.path, pack.status)
         for position, (key, size, found) in enumerate(zip(batch.keys, sizes, in_packs, strict=True)):
@@ -221,7 +194,7 @@ class PageFileStore(PathStore):
             if found is not None and found.page_bytes == size:
                 results[position] = SetResult.EXISTS
                 continue
-            match self._files.find(key, size):
+            match self._packs.find_alone(key, size, oldest):
                 case Found.PAGE:
                     results[position] = SetResult.EXISTS
                 case Found.NOTHING:
@@ -233,7 +206,7 @@ class PageFileStore(PathStore):
             self.metrics.add("rejected", "no_space", len(missing))
             return results
         absent = {key: sizes[position] for key, position in missing.items()}
-        self._packs.make_way(absent, oldest_valid_ms(self._ttl))
+        self._packs.make_way(absent, oldest)
         self._set_missing(batch, sizes, list(missing.values()), results)
         if len(missing) < len(batch):
             for position, key in enumerate(batch.keys):
@@ -265,8 +238,8 @@ class PageFileStore(PathStore):
         self, batch: PageBatch, sizes: list[int], portion: list[int], results: list[SetResult], *, again: bool = False
     ) -> list[int]:
         """Write some pages; those for which the file system had no space. ``again``: they found none a moment ago."""
-        packs, singles = self._packs.portions(batch, portion, self._capacity)
-        lengths = [pack_length(len(pack), sizes[pack[0]]) for pack in packs] + [sizes[i] for i in singles]
+        files = self._packs.portions(batch, portion, self._capacity)
+        lengths = [file_length(len(members), sizes[members[0]]) for members in files]
         reserved = sum(map(_room, lengths))
         kept_small = self._is_kept_small()
         limit, share, least_files = self._limit(), (self._capacity or 0) * _EVICTION_SHARE, 0
@@ -293,9 +266,11 @@ class PageFileStore(PathStore):
             return portion if is_lacking else []
         stored = 0
         try:
-            for position, result, added in self._set_pages(batch, packs, singles):
-                results[position] = result
+            written = self._workers.run(len(files), lambda number: self._set_file(batch, files[number]))
+            for members, (result, added) in zip(files, written, strict=True):
                 stored += added
+                for position in members:
+                    results[position] = result
         finally:
             self._usage.commit(reserved, stored)
         left = [position for position in portion if results[position] is SetResult.REJECTED]
@@ -327,30 +302,16 @@ class PageFileStore(PathStore):
         except OSError as error:
             self._count_error(error)
 
-    def _set_pages(
-        self, batch: PageBatch, packs: list[list[int]], singles: list[int]
-    ) -> Iterator[tuple[int, SetResult, int]]:
-        """Position, result and bytes of disk of each page; those of a pack are told with its first page."""
-
-        def write_file(number: int) -> tuple[SetResult, int]:
-            if number < len(packs):
-                return self._set_pack(batch, packs[number])
-            position = singles[number - len(packs)]
-            return self._files.write(batch.keys[position], batch.buffers[position])
-
-        files = [*packs, *[[position] for position in singles]]
-        for members, (result, added) in zip(files, self._workers.run(len(files), write_file), strict=True):
-            for position in members:
-                yield position, result, added if position == members[0] else 0
-
-    def _set_pack(self, batch: PageBatch, positions: list[int]) -> tuple[SetResult, int]:
-        """Write pages as one pack; their result and the bytes of disk that took."""
+    def _set_file(self, batch: PageBatch, positions: list[int]) -> tuple[SetResult, int]:
+        """Write pages as one file; their result and the bytes of disk that took."""
         error, added = self._packs.write(batch, positions)
         if error is None:
             return SetResult.STORED, added
-        return self._failed_write(f"a pack in {self._directory.packs.home}", error), added
+        if isinstance(error, FileExistsError):
+            return SetResult.EXISTS, added
+        return self._failed_write(error), added
 
-    def _failed_write(self, path: str, error: OSError) -> SetResult:
+    def _failed_write(self, error: OSError) -> SetResult:
         self._count_error(error)
         if error.errno in NO_SPACE:
             if not self._is_kept_small():
@@ -360,35 +321,35 @@ class PageFileStore(PathStore):
                 self._is_full = True
                 self._note_space(error)
             return SetResult.REJECTED
-        logger.debug("tier %s: writing %s: %s", self.name, path, error)
+        logger.debug("tier %s: writing into %s: %s", self.name, self._directory.path, error)
         return SetResult.ERROR
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
     def _remove(self, keys: Sequence[bytes]) -> int:
-        return sum(self._removed(partial(self._packs.remove, key), partial(self._files.remove, key)) for key in keys)
+        return sum(map(self._packs.remove, keys))
 
     def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
-        return sum(
-            self._removed(partial(self._packs.remove_copy, *copy), partial(self._files.remove_copy, *copy))
-            for copy in copies.items()
-        )
+        return sum(map(self._packs.remove, copies.keys(), copies.values()))
 
-    def _removed(self, *removals: Callable[[], bool]) -> bool:
-        """Whether a page was there, in a pack or by itself."""
-        was_there = False
-        for remove in removals:
-            try:
-                was_there = remove() or was_there
-            except ABSENT:
-                continue
-            except OSError as error:
-                self._count_error(error)
-        return was_there
+    def _sweep_once(self) -> float:
+        """Remove expired pages, unless another process does [the thread of the sweep]."""
+        lock, removed = FlockLock(self._path / "expiry.lock"), 0
+        try:
+            if lock.try_acquire():
+                removed = self.remove_expired(self._sweep)
+        except OSError as error:
+            logger.warning("tier %s: removing expired pages of %s: %s", self.name, self._path, error)
+        finally:
+            lock.release()
+            lock.close()
+        if removed:
+            logger.info("tier %s: %d expired pages of %s removed", self.name, removed, self._path)
+        return self._sweep_interval
 
     def remove_expired(self, loop: BackgroundLoop) -> int:
-        oldest = oldest_valid_ms(self._ttl)
-        return self._files.remove_expired(loop) + self._packs.remove_all_expired(loop, oldest)
+        """Remove the pages older than the ttl, until ``loop`` is stopped; how many that were."""
+        return self._packs.remove_expired(loop, oldest_valid_ms(self._ttl))
 
     def _clear(self, digests: Sequence[bytes] | None) -> int:
         """Out of sight at once, for everybody: the trees of these identities are moved away, then deleted."""
@@ -410,23 +371,21 @@ class PageFileStore(PathStore):
         with ExitStack() as operation:
             # Under way before the tree moves: killed from here on, the account is known to be off.
             removal = operation.enter_context(self._usage.detaching())
-            trees: list[Path] = []
+            tree = None
             try:
-                for tree in self._directory.detach_identity(digest):
-                    trees.append(tree)  # noqa: PERF402 -- what was moved before an error is deleted, too
-                return any(self._directory.has_pages(tree) for tree in trees)
+                tree = self._directory.detach_identity(digest)
+                return tree is not None and self._directory.has_pages(tree)
             finally:
                 self._packs.catalogue.forget_identity(digest)
-                if trees:
-                    self._clearing.clear([digest], partial(self._delete, trees, removal, operation.pop_all()))
+                if tree is not None:
+                    self._clearing.clear([digest], partial(self._delete, tree, removal, operation.pop_all()))
 
-    def _delete(self, trees: Sequence[Path], removal: Removal, operation: ExitStack, _: Cleared) -> None:
+    def _delete(self, tree: Path, removal: Removal, operation: ExitStack, _: Cleared) -> None:
         try:
             with operation:
-                for tree in trees:
-                    removal.freed += self._directory.delete_detached(tree)
+                removal.freed += self._directory.delete_detached(tree)
         except OSError as error:
-            self._count_clearing(error, str(trees[0]))
+            self._count_clearing(error, str(tree))
 
     def _count_clearing(self, error: OSError, what: str) -> None:
         self.count_error(error)

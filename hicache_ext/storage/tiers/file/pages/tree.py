@@ -1,28 +1,70 @@
-"""Reads a directory of page files and packs: names, counts, identities. Changes are in directory.py.
+"""Reads a directory of page files: names, counts, keys, identities. Changes are in directory.py.
+
+::
+
+    PATH/pages/<identity>/<bucket>/<pack>.pack          small pages that were written together (page/pack.py)
+    PATH/pages/<identity>/<bucket>/<pack>.<mask>.pack   the same with dead pages: bit ``i`` is page ``i``
+    PATH/pages/<identity>/<2 hex>/<hash>.page           a page alone: a pack of one without a footer, since its name is
+                                                        its key
+
+The name of a file says what is in it, so that who lists names knows which pages there are. A bucket is a directory for
+some hundred packs, named by when it was made. A page of a pack is taken away by a rename of the pack. The name of a
+page alone follows from its key: it is found without a listing, and of two writers the first one wins.
 
 Nothing here makes, changes or locks anything: read permission is enough.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
+import re
+import stat
+from base64 import urlsafe_b64encode
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.errors import FormatError
+from hicache_ext.page import envelope
+from hicache_ext.page import pack as packs
+from hicache_ext.page.envelope import IDENTITY_LENGTH, PAGE_HASH_LENGTH
+from hicache_ext.page.pack import HASH_BYTES, Pack, parse_pack, short_hash
 from hicache_ext.page.transforms.forms import STORED_AS
 from hicache_ext.runtime.whole_file import read_document, write_whole
-from hicache_ext.storage.tiers.file.modes import FANOUT_NAME, IDENTITY_NAME, PAGE_NAME, TEMPORARY_FILE
-from hicache_ext.storage.tiers.file.pages.pack_tree import PackTree
-from hicache_ext.storage.tiers.file.pages.scanning import ABSENT, BLOCK, directories, entries, is_directory, occupied
-from hicache_ext.storage.tiers.file.writers import Writers
+from hicache_ext.storage.tiers.file.modes import (
+    BUCKET_NAME,
+    FANOUT_NAME,
+    FILES_NAME,
+    IDENTITY_NAME,
+    PAGE_FILE_NAME,
+    TEMPORARY_FILE,
+)
+from hicache_ext.storage.tiers.file.usage import Writers
 
-FAN_OUTS = 256
-"""Directories that the pages of one identity are spread over."""
-
+BLOCK = 4096
+"""The space of a file is rounded up to a multiple of this."""
+ABSENT = (FileNotFoundError, NotADirectoryError)
+"""Of a page: something else may have the name of its directory."""
+MOST_PAGES = packs.HASHES_IN_A_COMPONENT
+"""Of a pack in a file: its name is one component of a path."""
+_FAN_OUTS = 256
+"""Directories that the pages alone of one identity are spread over."""
+_END = ".pack"
+_END_ALONE = ".page"
+_NAME = re.compile(r"(.+?)(?:\.([0-9a-f]{1,6}))?\.pack")
+_NAME_WITHOUT_HASHES = len("01234567890-0123456789-24x4194303-.ffffff.pack")
+_COUNT_PARTS = 16
+_LETTERS = HASH_BYTES * 4 // 3
+"""Of a name, for a page."""
+_NO_FILE = (errno.ELOOP, errno.ENXIO)
+"""Errors of open() where a link or a socket has the name."""
+_HASH_AT = 32
+"""Of the page hash in a header (docs/page-format.md)."""
 _PARTS = ("model", "pool", "shard", STORED_AS)
 """Keys of an identity's document."""
 
@@ -45,92 +87,239 @@ def save_document(path: Path, digest: bytes, document: dict[str, Any]) -> None:
         write_whole(path / "identities" / f"{digest.hex()}.json", text)
 
 
+@dataclass(frozen=True, slots=True)
+class PackFile:
+    """A file of pages as its name tells."""
+
+    pack: Pack
+    dead: int = 0
+    """Bit ``i``: page ``i`` was taken away."""
+
+    @classmethod
+    def parse(cls, name: str) -> PackFile | None:
+        """None for any other name."""
+        if name.endswith(_END_ALONE):
+            return cls(alone(bytes.fromhex(name[: -len(_END_ALONE)]))) if PAGE_FILE_NAME.fullmatch(name) else None
+        found = _NAME.fullmatch(name)
+        pack = None if found is None else parse_pack(found[1] + _END)
+        if found is None or pack is None or pack.count > MOST_PAGES:
+            return None
+        dead = int(found[2] or "0", 16)
+        # A page has one name only.
+        return cls(pack, dead) if dead < pack.all_dead and file_name(pack, dead) == name else None
+
+    @property
+    def living(self) -> list[int]:
+        """Positions of the pages that are there."""
+        return [position for position in range(self.pack.count) if not self.dead >> position & 1]
+
+    @property
+    def length(self) -> int:
+        """Bytes; 0 where only the file tells."""
+        if is_alone(self.pack):
+            return self.pack.page_bytes
+        return packs.pack_length(self.pack.count, self.pack.page_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPage:
+    """Where a page was seen."""
+
+    path: str
+    found: PackFile
+    position: int
+
+
+def alone(page_hash: bytes, page_bytes: int = 0) -> Pack:
+    """The pack that a page alone is. ``page_bytes`` 0: its file tells."""
+    return Pack(page_hash.hex(), page_bytes, short_hash_of(page_hash))
+
+
+def is_alone(pack: Pack) -> bool:
+    return len(pack.id) == 2 * PAGE_HASH_LENGTH
+
+
+def file_length(count: int, page_bytes: int) -> int:
+    """Bytes of the file of so many pages."""
+    return page_bytes if count == 1 else packs.pack_length(count, page_bytes)
+
+
+def most_pages(directory: str | Path) -> int:
+    """Of a pack whose name has room in this directory: some file systems that encrypt have names of 143 bytes."""
+    try:
+        longest = os.pathconf(directory, "PC_NAME_MAX")
+    except OSError:
+        return MOST_PAGES
+    return max(1, min(MOST_PAGES, (longest - _NAME_WITHOUT_HASHES) // _LETTERS))
+
+
+def file_name(pack: Pack, dead: int) -> str:
+    """The name of the file of a pack, of which the pages ``dead`` were taken away."""
+    if is_alone(pack):
+        return f"{pack.id}{_END_ALONE}"
+    return f"{pack.name[: -len(_END)]}.{dead:x}{_END}" if dead else pack.name
+
+
+def pack_id_in(name: str) -> str:
+    """The id in the name of a pack, which is valid."""
+    return name[: packs.ID_LENGTH]
+
+
+def occupied(size: int) -> int:
+    """Bytes of disk a file of ``size`` bytes takes."""
+    return -(-size // BLOCK) * BLOCK
+
+
+def entries(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(directory) as listing:
+            yield from (entry for entry in listing if name.fullmatch(entry.name))
+    except ABSENT:
+        return
+
+
+def directories(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
+    """Matching directories, no symbolic links: these lead to files of others."""
+    return (entry for entry in entries(directory, name) if entry.is_dir(follow_symlinks=False))
+
+
+def _is_directory(path: str) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
 class PageTree:
-    """The page files of one directory, and its packs. Thread-safe."""
+    """The page files of one directory. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         """Reads nothing yet."""
         self.path = path
         self.pages = path / "pages"
         self._pages_text = str(self.pages)
-        self.packs = PackTree(path)
         self.identities = path / "identities"
         self.temporary = path / "tmp"
         self.members_path = path / "members"
 
+    def identity_path(self, identity: bytes) -> str:
+        return f"{self._pages_text}/{identity.hex()}"
+
     def page_path(self, key: bytes) -> str:
-        """The path of the page with this 48-byte key."""
+        """The path of the page alone with this 48-byte key."""
         text = key.hex()
         page_hash = text[2 * IDENTITY_LENGTH :]
-        return f"{self._pages_text}/{text[: 2 * IDENTITY_LENGTH]}/{page_hash[:2]}/{page_hash}.page"
+        return f"{self._pages_text}/{text[: 2 * IDENTITY_LENGTH]}/{page_hash[:2]}/{page_hash}{_END_ALONE}"
 
-    def fan_out_directories(self) -> list[str]:
-        """Paths of all directories that may hold page files."""
+    def known_identities(self) -> list[bytes]:
+        """Digests that have pages here."""
+        return [bytes.fromhex(entry.name) for entry in directories(self.pages, IDENTITY_NAME)]
+
+    def buckets(self, identity: bytes) -> list[str]:
+        """Names of the buckets of an identity, the newest first."""
+        found = directories(self.identity_path(identity), BUCKET_NAME)
+        return sorted([entry.name for entry in found], reverse=True)
+
+    def file_directories(self, name: re.Pattern[str] = FILES_NAME) -> list[str]:
+        """Paths of the directories of this name that may hold files of pages, of all identities."""
         found: list[str] = []
         for identity in directories(self.pages, IDENTITY_NAME):
-            found += [entry.path for entry in directories(identity.path, FANOUT_NAME)]
+            found += [entry.path for entry in directories(identity.path, name)]
         return found
 
-    def count_pages(self, most: int) -> int:
-        """The number of pages: estimated from ``most`` directories of page files, and as many of packs, if there are
-        more."""
-        everything = self.fan_out_directories()
-        looked_at = everything if len(everything) <= most else random.sample(everything, most)
-        found = sum(sum(1 for _ in entries(fan_out, PAGE_NAME)) for fan_out in looked_at)
-        return found * len(everything) // max(1, len(looked_at)) + self.packs.count_pages(most)
+    def packs_in(self, directory: str) -> Iterator[tuple[str, PackFile]]:
+        """(path, pack) of the files of pages in one directory, by their names."""
+        for entry in entries(directory, PAGE_FILE_NAME):
+            if (found := PackFile.parse(entry.name)) is not None:
+                yield entry.path, found
 
     def files_in(self, directory: str) -> Iterator[tuple[str, os.stat_result]]:
-        """(path, status) of the page files in a fan-out directory, or of the packs in a bucket."""
-        name = os.path.basename(directory)
-        return self.page_files(directory) if FANOUT_NAME.fullmatch(name) else self.packs.pack_files(directory)
-
-    def page_files(self, fan_out_directory: str) -> Iterator[tuple[str, os.stat_result]]:
-        """(path, status) of the page files in one fan-out directory; files that vanish meanwhile are left out."""
-        for entry in entries(fan_out_directory, PAGE_NAME):
+        """(path, status) of the files of pages in one directory; files that vanish meanwhile are left out."""
+        for entry in entries(directory, PAGE_FILE_NAME):
             try:
                 status = entry.stat(follow_symlinks=False)
             except OSError:
                 continue
             yield entry.path, status
 
+    def read_page(self, page: PlacedPage) -> bytes | None:
+        """A page as it is on disk, header and payload; None if it is gone. Raises OSError."""
+        try:
+            return _read_at(page.path, page.found.pack, page.position)
+        except ABSENT:
+            # Renamed, perhaps, because another page of it was taken away.
+            for path, found in self.packs_in(os.path.dirname(page.path)):
+                if found.pack.id == page.found.pack.id and not found.dead >> page.position & 1:
+                    return _read_at(path, found.pack, page.position)
+        return None
+
+    def count_pages(self, most: int) -> int:
+        """The number of pages, by names: estimated from ``most`` directories of either kind if there are more."""
+        count = 0
+        for kind in (FANOUT_NAME, BUCKET_NAME):
+            everything = self.file_directories(kind)
+            looked_at = everything if len(everything) <= most else random.sample(everything, most)
+            found = sum(pages_by_name(entry.name) for place in looked_at for entry in entries(place, PAGE_FILE_NAME))
+            count += found * len(everything) // max(1, len(looked_at))
+        return count
+
     def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
-        """Bytes of disk that the pages under each of these hashes take, over all identities; a pack counts whole, for
-        the first of its pages."""
-        identities = self._identities_of_page_files()
-        taken = self.packs.occupied_by(hashes)
+        """Bytes of disk that the pages under each of these hashes take, over all identities. A pack counts whole, and
+        once: for the first of its pages."""
+        taken = [0] * len(hashes)
+        identities = self.known_identities() if hashes else []
+        positions: dict[str, int] = {}
         for position, page_hash in enumerate(hashes):
+            positions.setdefault(urlsafe_b64encode(short_hash_of(page_hash)).decode(), position)
             for identity in identities:
                 try:
                     taken[position] += occupied(os.lstat(self.page_path(identity + page_hash)).st_size)
                 except ABSENT:
                     continue
+        for bucket in self.file_directories(BUCKET_NAME) if hashes else ():
+            for entry in entries(bucket, PAGE_FILE_NAME):
+                letters = _letters_by_name(entry.name)
+                if positions.keys().isdisjoint(letters) or (found := PackFile.parse(entry.name)) is None:
+                    continue
+                wanted = [positions[letters[n]] for n in found.living if letters[n] in positions]
+                if wanted:
+                    taken[min(wanted)] += occupied(found.length)
         return taken
 
     def count_occupied(self) -> int:
-        """Bytes of disk of all pages, packs and their directories; walks everything."""
+        """Bytes of disk of all files of pages and their directories; walks everything."""
         return sum(found for _, found in self.occupied_parts())
 
     def occupied_parts(self) -> Iterator[tuple[float, int]]:
         """``count_occupied`` part by part: (share of the directory walked by now, bytes of disk in this part).
 
-        A part is the fan-out directories of one name, which hashes fill evenly, and at times a part of the packs.
+        A part is the fan-out directories of one name, which hashes fill evenly. Every so often it also is a part of the
+        packs, which the ids of packs spread evenly: each time all names are walked.
         """
-        for number in range(FAN_OUTS):
-            found = self.packs.occupied_part(number, FAN_OUTS)
+        parts_apart = _FAN_OUTS // _COUNT_PARTS
+        for number in range(_FAN_OUTS):
+            found = 0
             for identity in directories(self.pages, IDENTITY_NAME):
+                # The directory of the identity.
+                found += BLOCK * (number == 0)
                 fan_out = f"{identity.path}/{number:02x}"
-                if number == 0:
-                    found += BLOCK
-                if is_directory(fan_out):
-                    found += BLOCK + sum(occupied(status.st_size) for _, status in self.page_files(fan_out))
-            yield (number + 1) / FAN_OUTS, found
+                if _is_directory(fan_out):
+                    found += BLOCK + sum(counted_for(path, status) for path, status in self.files_in(fan_out))
+                if number % parts_apart:
+                    continue
+                for bucket in directories(identity.path, BUCKET_NAME):
+                    found += BLOCK * (number == 0)
+                    found += _occupied_by_packs(bucket.path, f"{number // parts_apart:x}")
+            yield (number + 1) / _FAN_OUTS, found
 
-    def known_identities(self) -> list[bytes]:
-        """Digests that have pages here."""
-        return list(dict.fromkeys([*self._identities_of_page_files(), *self.packs.known_identities()]))
-
-    def _identities_of_page_files(self) -> list[bytes]:
-        return [bytes.fromhex(entry.name) for entry in directories(self.pages, IDENTITY_NAME)]
+    def has_pages(self, tree: Path) -> bool:
+        """Whether the directory of an identity, wherever it is, holds a page, or cannot be read. Ends at the first
+        page."""
+        try:
+            places = directories(tree, FILES_NAME)
+            return any(next(entries(place.path, PAGE_FILE_NAME), None) is not None for place in places)
+        except OSError:
+            return True
 
     def left_overs(self, writers: Writers) -> Iterator[os.DirEntry[str]]:
         """Left-overs of dead processes in tmp/: half-written pages, trees being cleared."""
@@ -142,3 +331,131 @@ class PageTree:
                 continue
             if writers.is_gone(writer, last_change):
                 yield entry
+
+
+def hashes_in(found: PackFile) -> list[bytes]:
+    """Short hashes of the pages that are there."""
+    return [part for position, part in enumerate(_parts(found.pack)) if not found.dead >> position & 1]
+
+
+def short_hash_of(page_hash: bytes) -> bytes:
+    """What names say of a page of this hash, whatever its identity."""
+    return short_hash(bytes(IDENTITY_LENGTH) + page_hash)
+
+
+def keys_in(path: str, identity: bytes, pack: Pack) -> list[bytes | None]:
+    """The keys of all pages of a pack. None for a page of which neither the footer nor its own header tells the key.
+    Raises OSError where the pack cannot be opened."""
+    if is_alone(pack):
+        return [identity + bytes.fromhex(pack.id)]
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            return [None] * pack.count
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return [None] * pack.count
+        begin = pack.count * pack.page_bytes
+        try:
+            keys, _ = packs.decode_footer(_read(fd, packs.pack_length(pack.count, pack.page_bytes) - begin, begin))
+            if [short_hash(key) for key in keys] == _parts(pack) and keys[0][:IDENTITY_LENGTH] == identity:
+                return list(keys)
+        except FormatError:
+            pass
+        headers = [_read(fd, envelope.FIELDS_LENGTH, n * pack.page_bytes) for n in range(pack.count)]
+        # Also of a damaged header: the name says whether these bytes are the hash.
+        found = [identity + header[_HASH_AT : _HASH_AT + PAGE_HASH_LENGTH] for header in headers]
+        return [
+            key if len(key) == envelope.KEY_LENGTH and short_hash(key) == part else None
+            for key, part in zip(found, _parts(pack), strict=True)
+        ]
+    finally:
+        os.close(fd)
+
+
+def header_at(path: str, offset: int) -> tuple[bytes | None, os.stat_result | None]:
+    """What stands in front of a page, and the status of its file; None where it cannot be read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None, None
+    try:
+        return os.pread(fd, envelope.FIELDS_LENGTH, offset), os.fstat(fd)
+    except OSError:
+        return None, None
+    finally:
+        os.close(fd)
+
+
+def is_old_alone(path: str, status: os.stat_result, oldest_valid_ms: int) -> bool:
+    """Whether a page alone was written before. Never raises: False for an unreadable file."""
+    if not oldest_valid_ms or not stat.S_ISREG(status.st_mode):
+        return False
+    if status.st_mtime * 1000 < oldest_valid_ms:
+        # That of the last use: never before the page was written.
+        return True
+    header, _ = header_at(path, 0)
+    with suppress(FormatError):
+        return header is not None and envelope.decode_header(header).created_ms < oldest_valid_ms
+    return False
+
+
+def _read(fd: int, length: int, offset: int) -> bytes:
+    """Nothing, of a bad block."""
+    try:
+        return os.pread(fd, length, offset)
+    except OSError:
+        return b""
+
+
+def _letters_by_name(name: str) -> list[str]:
+    """What the name of a pack says of each page, as it stands there."""
+    letters = name[name.find("-", packs.ID_LENGTH + 1) + 1 :].partition(".")[0]
+    return [letters[at : at + _LETTERS] for at in range(0, len(letters), _LETTERS)]
+
+
+def counted_for(path: str, status: os.stat_result) -> int:
+    """Bytes of disk that the account has of a file of pages: a pack that is larger than its name says was damaged."""
+    size = occupied(status.st_size)
+    if path.endswith(_END_ALONE):
+        return size
+    shape = os.path.basename(path)[packs.ID_LENGTH + 1 :].partition("-")[0]
+    count, _, page_bytes = shape.partition("x")
+    if not (count.isdecimal() and page_bytes.isdecimal()):
+        # A name that says nonsense.
+        return 0
+    return min(size, occupied(packs.pack_length(int(count), int(page_bytes))))
+
+
+def pages_by_name(name: str) -> int:
+    """``len(PackFile.living)`` of a name that is valid, in a tenth of the time."""
+    if name.endswith(_END_ALONE):
+        return 1
+    _, *mask, _ = name.split(".")
+    return len(_letters_by_name(name)) - (int(mask[0], 16).bit_count() if mask else 0)
+
+
+def _read_at(path: str, pack: Pack, position: int) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        return os.pread(fd, pack.page_bytes or os.fstat(fd).st_size, position * pack.page_bytes)
+    finally:
+        os.close(fd)
+
+
+def _parts(pack: Pack) -> list[bytes]:
+    return [pack.hashes[at : at + HASH_BYTES] for at in range(0, len(pack.hashes), HASH_BYTES)]
+
+
+def _occupied_by_packs(bucket: str, digit: str) -> int:
+    """What the account has of the packs whose ids end with a digit."""
+    found = 0
+    for entry in entries(bucket, PAGE_FILE_NAME):
+        if pack_id_in(entry.name)[-1] == digit:
+            try:
+                found += counted_for(entry.path, entry.stat(follow_symlinks=False))
+            except OSError:
+                continue
+    return found

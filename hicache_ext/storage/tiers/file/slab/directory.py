@@ -43,7 +43,7 @@ from hicache_ext.runtime.members import Members, living_members
 from hicache_ext.runtime.whole_file import read_small, sync_whole, write_whole
 from hicache_ext.storage.tiers.file.manifest import adopt_slabs, slab_home
 from hicache_ext.storage.tiers.file.modes import SLAB_FILE
-from hicache_ext.storage.tiers.file.pages.scanning import BLOCK
+from hicache_ext.storage.tiers.file.pages.tree import BLOCK
 from hicache_ext.storage.tiers.file.slab.index import EVERY, SlabIndex
 from hicache_ext.storage.tiers.file.slab.index_memory import (
     LARGEST_NUMBER,

@@ -1,4 +1,4 @@
-"""Lists a slab directory for tools that only look: no lock, no change, read permission is enough.
+"""Lists a slab directory for tools that only look (inspection.py): no lock, no change, read permission is enough.
 
 The headers of the pages tell what is there: what a start would find. Where servers are there and this account may ask
 them, the index they share says which of these pages count. They may be writing, so the list is approximate.
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.members import living_members
+from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage
 from hicache_ext.storage.tiers.file.manifest import slab_home
 from hicache_ext.storage.tiers.file.modes import SLAB_FILE
 from hicache_ext.storage.tiers.file.slab import slot_code
@@ -41,43 +42,46 @@ class Place(NamedTuple):
     slab: int
     slot: int
     length: int
-
-
-class ListedPage(NamedTuple):
-    key: bytes
-    place: Place
-    written: float
-    """Wall-clock seconds."""
-    seal: bytes
     row: int = -1
     """In the index that servers share; -1 without."""
 
 
-class SlabListing:
-    """One directory. Not thread-safe."""
+class SlabListing(Inspector):
+    """One directory of slabs."""
+
+    layout = "slab"
 
     def __init__(self, path: Path) -> None:
         """Raises OSError as the disk does."""
-        self._path = path
+        super().__init__(path)
         self._slabs_path = slab_home(path) / "slabs"
         self._memory, self.servers_out_of_reach = _memory_of_servers(slab_home(path))
         found = self._slabs_in_memory() if self._memory is not None else self._slabs_by_files()
         self._slabs = {slab.number: slab for slab in found}
 
-    def pages(self) -> Iterator[ListedPage]:
+    @property
+    def remark(self) -> str:
+        if not self.servers_out_of_reach:
+            return ""
+        return (
+            "servers use it, and do not tell what is there (they are stopped, or this account may not ask them): "
+            "this is what the headers of the pages tell; some of these pages may be gone"
+        )
+
+    def pages(self) -> Iterator[StoredPage]:
         if self._memory is not None:
             for slab in self._slabs.values():
                 yield from self._pages_of(slab)
             return
-        newest: dict[bytes, ListedPage] = {}
+        newest: dict[bytes, StoredPage] = {}
         cleared: dict[bytes, float] = {}
         for slab in self._slabs.values():
             for page in self._pages_of(slab):
-                identity = page.key[:IDENTITY_LENGTH]
-                if identity not in cleared:
-                    cleared[identity] = cleared_at(self._path, identity) / 1000
+                if page.identity not in cleared:
+                    cleared[page.identity] = cleared_at(self.path, page.identity) / 1000
                 known = newest.get(page.key)
-                if page.written > cleared[identity] and (known is None or known.written < page.written):
+                written = page.written or 0.0
+                if written > cleared[page.identity] and (known is None or (known.written or 0.0) < written):
                     newest[page.key] = page
         yield from newest.values()
 
@@ -86,7 +90,7 @@ class SlabListing:
         """Known while servers are there."""
         return 0 if self._memory is None else int(self._memory.header[slot_code.NO_SPACE_SINCE])
 
-    def uses_of(self, digest: bytes) -> Uses | None:
+    def uses(self, digest: bytes) -> Uses | None:
         """Known while servers are there."""
         if self._memory is None:
             return None
@@ -113,8 +117,7 @@ class SlabListing:
         known = memory.identities[: int(memory.header[slot_code.IDENTITIES]), :2].copy()
         return {digest.tobytes(): number for number, digest in enumerate(known)}
 
-    def read(self, page: ListedPage) -> bytes | None:
-        """Header and payload; None when the page is not there any more. Raises OSError."""
+    def _content(self, page: StoredPage) -> bytes | None:
         slab = self._slabs.get(page.place.slab)
         if slab is None or not self._is_there(page):
             return None
@@ -140,14 +143,14 @@ class SlabListing:
         """Slots that killed processes were writing; servers take them back by themselves."""
         if self._memory is None:
             return 0
-        living, left = living_members(slab_home(self._path) / "members"), 0
+        living, left = living_members(slab_home(self.path) / "members"), 0
         for slab in self._slabs.values():
             states = self._memory.rows[slab.first_row : slab.first_row + slab.slots, slot_code.STATE].copy()
             pending = states[states & slot_code.STATES == slot_code.PENDING] >> 8
             left += int((~np.isin(pending, living)).sum())
         return left
 
-    def _pages_of(self, slab: Slab) -> Iterator[ListedPage]:
+    def _pages_of(self, slab: Slab) -> Iterator[StoredPage]:
         """By its headers; those that the index has not are left out where there is one."""
         try:
             fd = os.open(self._file(slab, "headers"), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -162,10 +165,15 @@ class SlabListing:
                 if self._memory is not None:
                     valid &= self._counts(slab.first_row + begin, keys)
                 for at in np.flatnonzero(valid).tolist():
-                    place = Place(slab.number, begin + at, int(headers[at, PAYLOAD_LENGTH]))
+                    length = int(headers[at, PAYLOAD_LENGTH])
                     row = -1 if self._memory is None else slab.first_row + begin + at
-                    written = int(headers[at, CREATED_MS]) / 1000
-                    yield ListedPage(keys[at].tobytes(), place, written, seals[at].tobytes(), row)
+                    yield StoredPage(
+                        keys[at].tobytes(),
+                        HEADER + length,
+                        written=int(headers[at, CREATED_MS]) / 1000,
+                        place=Place(slab.number, begin + at, length, row),
+                        seal=seals[at].tobytes(),
+                    )
         finally:
             os.close(fd)
 
@@ -182,9 +190,9 @@ class SlabListing:
         counts &= slot_code.is_current(identities, states)
         return counts
 
-    def _is_there(self, page: ListedPage) -> bool:
+    def _is_there(self, page: StoredPage) -> bool:
         key = np.frombuffer(bytearray(page.key), np.int64).reshape(1, -1)
-        return self._memory is None or page.row < 0 or bool(self._counts(page.row, key)[0])
+        return self._memory is None or page.place.row < 0 or bool(self._counts(page.place.row, key)[0])
 
     def _slabs_in_memory(self) -> list[Slab]:
         assert self._memory is not None

@@ -29,7 +29,7 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.store import PageBatch, key_words
 from hicache_ext.storage.tiers.file.devices import RWF_DONTCACHE, IoPlan, Mode
-from hicache_ext.storage.tiers.file.pages.scanning import BLOCK
+from hicache_ext.storage.tiers.file.pages.tree import BLOCK
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.shapes import (
     HEADER,

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.page import envelope
-from hicache_ext.storage.tiers.file.pages.scanning import BLOCK
+from hicache_ext.storage.tiers.file.pages.tree import BLOCK
 
 HEADER = envelope.FIELDS_LENGTH
 """Bytes of a page's header."""

@@ -141,7 +141,6 @@ class SlabStore(PathStore):
     """PageStore over one slab directory. It needs a capacity."""
 
     layout = "slab"
-    without_space = "new pages take the place of cold ones"
 
     @property
     def no_space_since(self) -> int:

@@ -1,0 +1,120 @@
+"""What tools see of a directory of the file tier, whatever its layout. Opened by inspection.py."""
+
+from __future__ import annotations
+
+import abc
+import errno
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from hicache_ext.errors import FormatError
+from hicache_ext.page import envelope
+from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.storage.tiers.file.slab.index import Uses
+from hicache_ext.storage.tiers.file.usage import occupied_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPage:
+    """One stored page. Times are wall-clock seconds, None where the layout does not have them."""
+
+    key: bytes
+    size: int
+    used: float | None = None
+    written: float | None = None
+    place: Any = None
+    """Where it is, as its layout says it."""
+    seal: bytes = b""
+    """That of the index; zeros, or nothing, without one."""
+
+    @property
+    def identity(self) -> bytes:
+        return self.key[:IDENTITY_LENGTH]
+
+
+class StoredObject(NamedTuple):
+    content: bytes
+    """Header and payload; empty if what has the page's place cannot be read."""
+    seal: bytes | None = None
+    """The seal in the index (docs/page-format.md); None without an index."""
+
+
+_NOT_OF_THE_PAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
+"""Errors of the reading process; all others are errors of the page."""
+
+
+class Inspector(abc.ABC):
+    """One directory, whatever its layout. Changes nothing. Not thread-safe; close it."""
+
+    layout: ClassVar[str]
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def remark(self) -> str:
+        """A warning about what it lists; mostly empty."""
+        return ""
+
+    @property
+    @abc.abstractmethod
+    def no_space_since(self) -> int:
+        """Since when writes have found no space on the disk (wall-clock seconds); 0 while they find some, and of slabs
+        where no server says. Raises OSError."""
+
+    @abc.abstractmethod
+    def pages(self) -> Iterator[StoredPage]:
+        """Every page, identity by identity."""
+
+    def uses(self, digest: bytes) -> Uses | None:
+        """Hits of an identity's pages since it was last cleared; None where none were counted."""
+        return None
+
+    def read(self, page: StoredPage) -> StoredObject | None:
+        """The page as it is on disk; None if it is gone. Raises OSError for errors that are not of the page
+        (``_NOT_OF_THE_PAGE``)."""
+        try:
+            content = self._content(page)
+        except OSError as error:
+            if error.errno in _NOT_OF_THE_PAGE:
+                raise
+            # What has the page's place cannot be read: no page.
+            content = b""
+        return None if content is None else StoredObject(content, page.seal if any(page.seal) else None)
+
+    @abc.abstractmethod
+    def _content(self, page: StoredPage) -> bytes | None:
+        """Header and payload; None if they are gone. Raises OSError."""
+
+    def evicted(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Which of these pages, none of which is there, servers remember to have evicted."""
+        return []
+
+    @abc.abstractmethod
+    def left_overs(self) -> int:
+        """The number of left-overs of killed processes."""
+
+    def occupied(self) -> int:
+        """Bytes of disk that the tier takes."""
+        return occupied_bytes(self.path)
+
+    @abc.abstractmethod
+    def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
+        """Bytes of disk that the pages under each of these page hashes take, over all identities."""
+
+    def close(self) -> None:  # noqa: B027 - not every layout needs it
+        """Release what it has open."""
+
+
+def reason_it_is_bad(key: bytes, stored: StoredObject) -> str | None:
+    """Why a page object is not the page ``key``; None when it is."""
+    content, seal = stored
+    try:
+        header = envelope.decode_header(content)
+    except FormatError as error:
+        return error.reason
+    payload = memoryview(content)[header.header_length :]
+    reason = envelope.reason_to_refuse(content[: header.header_length], key, [payload])
+    return "seal" if reason is None and seal not in (None, envelope.seal_of(content)) else reason
