@@ -15,16 +15,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from types import ModuleType
-
-import numpy as np
-import numpy.typing as npt
 
 from hicache_ext import native
 from hicache_ext.native import address, words
-
-Bytes = npt.NDArray[np.uint8]
-Words = npt.NDArray[np.uint16]
+from hicache_ext.page.transforms import in_numpy
+from hicache_ext.page.transforms.in_numpy import Bytes, Words
 
 
 class _SplitPage(native.Arguments):
@@ -56,7 +51,7 @@ class Split:
         if core := native.core():
             core(_SplitPage(address(page), address(top), address(rest), self.bits, top.size))
         else:
-            _in_numpy().split(self, page, top, rest)
+            in_numpy.split(self, page, top, rest)
 
     def join(self, top: Bytes, rest: Bytes, page: Bytes) -> None:
         """Fill ``page``."""
@@ -64,7 +59,7 @@ class Split:
         if core := native.core():
             core(_JoinPlanes(address(top), address(rest), address(page), self.bits, top.size))
         else:
-            _in_numpy().join(self, top, rest, page)
+            in_numpy.join(self, top, rest, page)
 
     def _check(self, page: Bytes, top: Bytes, rest: Bytes) -> None:
         """The core does not look where arrays end. Raises ValueError: a programming error."""
@@ -117,7 +112,7 @@ class Rows:
         """Fill ``scales`` and ``codes``. False where the page has a number of 2**100 or more, an infinity or a NaN."""
         self._check(page, scales, codes)
         if (core := native.core()) is None:
-            return bool(_in_numpy().quantise(self, page, scales, codes))
+            return in_numpy.quantise(self, page, scales, codes)
         how = KINDS[self.dtype], self.code is Code.FP8, self.length, len(scales)
         return bool(core(_Quantise(address(page), *how, address(scales), address(codes))))
 
@@ -130,16 +125,10 @@ class Rows:
             how = KINDS[self.dtype], self.code is Code.FP8, self.length, len(scales)
             core(_Restore(address(scales), address(codes), *how, address(page)))
         else:
-            _in_numpy().restore(self, scales, codes, page)
+            in_numpy.restore(self, scales, codes, page)
         return True
 
     def _check(self, page: Words, scales: Words, codes: Bytes) -> None:
         """The core does not look where arrays end. Raises ValueError: a programming error."""
         if codes.size != scales.size * self.length or page.size != codes.size * self.words:
             raise ValueError(f"{page.size} words are not {scales.size} rows of {self.length} numbers")
-
-
-def _in_numpy() -> ModuleType:
-    from hicache_ext.page.transforms import in_numpy
-
-    return in_numpy
