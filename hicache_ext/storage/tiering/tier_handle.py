@@ -82,7 +82,7 @@ class TierHandle(DelegatingStore):
         """``store`` with its guards, ``bare`` without them, ``measured`` around the guards, whichever they are (for the
         pull rule). Owns them: close() closes them."""
         super().__init__(store if measured is None else measured)
-        self._measured = measured
+        self._around_guards: DelegatingStore = self if measured is None else measured
         self.bare = bare if bare is not None else store
         self.guarded = store
         """``bare`` with the guards that it has now."""
@@ -114,10 +114,7 @@ class TierHandle(DelegatingStore):
             if self._closed:
                 return False
             self._former_guards = self._late_writers()
-            if self._measured is not None:
-                self._measured.inner = store
-            else:
-                self.inner = store
+            self._around_guards.inner = store
             # Last: a call that found the old ones closed looks at it, and goes through the new ones.
             self.guarded = store
         return True
