@@ -68,7 +68,7 @@ def test_other_portions_have_the_help_of_the_stores_threads(made: Portions, coun
 
     def move(_: int) -> None:
         together = threading.Barrier(2)
-        of_store.run(2, lambda _: together.wait(30))
+        assert sorted(of_store.run(2, lambda _: together.wait(30))) == [0, 1]
 
     made.run(count, move)
     of_store.close()
@@ -82,7 +82,7 @@ def test_where_processors_are_left_the_stores_threads_help_portions_of_the_page_
 
     def move(_: int) -> None:
         together = threading.Barrier(2)
-        of_store.run(2, lambda _: together.wait(30))
+        assert sorted(of_store.run(2, lambda _: together.wait(30))) == [0, 1]
 
     portions.run(4, move)
     of_store.close()
@@ -92,5 +92,5 @@ def test_where_processors_are_left_the_stores_threads_help_portions_of_the_page_
 def test_what_runs_alone_leaves_other_contexts_as_they_are() -> None:
     of_store, together = ThreadPool("store", 2), threading.Barrier(2)
     contextvars.copy_context().run(run_alone)
-    of_store.run(2, lambda _: together.wait(30))
+    assert sorted(of_store.run(2, lambda _: together.wait(30))) == [0, 1]
     of_store.close()
