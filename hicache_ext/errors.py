@@ -14,6 +14,7 @@
     |   |-- TierTypeError           a type of tier is not known, or another package brings it and it cannot be used
     |   |-- NoBoardError            a tier carries no hints
     |   |-- NotReadError            an object that is under suspicion could not be read again
+    |   |-- UnansweredError         pages of a look-up could not be asked for
     |   |-- ClearLaterError         cleared pages could not be removed now; tried again
     |   |-- IndexBusyError          another process holds the index of slabs and does not go on
     |   |-- NotBegunError           a deadline ended a call before it began
@@ -40,7 +41,8 @@ the enums of ``storage/contract/store.py``. tests/test_errors.py compares the dr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class HicacheExtError(Exception):
@@ -154,6 +156,16 @@ class NoBoardError(StoreError):
 
 class NotReadError(StoreError):
     """The object could not be read again; says nothing about it. The message is a word for the log."""
+
+
+class UnansweredError(StoreError):
+    """Pages of a look-up could not be asked for. ``answer`` is what is known; ``reasons`` says how many, and why."""
+
+    def __init__(self, answer: Any, reasons: Mapping[str, int], of: int) -> None:
+        super().__init__(", ".join(reasons))
+        self.answer = answer
+        self.reasons = reasons
+        self.of = of
 
 
 class ClearLaterError(StoreError):

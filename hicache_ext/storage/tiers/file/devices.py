@@ -31,7 +31,6 @@ def no_trouble(_: Exception) -> None:
 _DEVICE_ERRORS = frozenset(
     (
         errno.EIO,
-        errno.EROFS,
         errno.ENODEV,
         errno.ENXIO,
         errno.ENOENT,
@@ -43,7 +42,8 @@ _DEVICE_ERRORS = frozenset(
         errno.EUCLEAN,
     )
 )
-"""Errors of a device, a vanished mount or a broken file system. Not ENOSPC: stores handle a full disk themselves."""
+"""Errors of a device, a vanished mount or a broken file system. Not ENOSPC: stores handle a full disk themselves. Not
+EROFS: what became read-only is read."""
 
 
 def is_device_error(error: BaseException | None) -> bool:
