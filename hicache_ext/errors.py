@@ -197,11 +197,13 @@ class LoginError(StoreError, ConnectionError):
 
 
 class RefusedError(StoreError):
-    """An error reply that says nothing about one page; the connection is given up. ``code`` is its first word."""
+    """An error reply to the command ``word`` that says nothing about one page; the connection is given up. ``code`` is
+    its first word."""
 
-    def __init__(self, code: str) -> None:
-        super().__init__(f"the server answered {code}")
+    def __init__(self, code: str, word: bytes) -> None:
+        super().__init__(f"{word.decode()} is answered with {code}")
         self.code = code
+        self.word = word
 
 
 class ServerClosedError(StoreError, ConnectionError):

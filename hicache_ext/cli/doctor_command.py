@@ -38,6 +38,7 @@ from hicache_ext.sglang.self_check import Checked, check_installed, lacking
 from hicache_ext.sglang.used_names import FEATURES, HOOKED, STORAGE
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.registry import broken_tier_types, examine_tier
+from hicache_ext.storage.tiering.live_tiers import used_tiers
 from hicache_ext.storage.tiering.recording import SALT_FILE
 from hicache_ext.storage.tiering.tier_use import tier_use
 from hicache_ext.storage.tiering.tracing import check_packages
@@ -128,7 +129,8 @@ def examine(checked: ExtraConfig, *, inline: bool, only: Sequence[str] | None = 
     if rows := table():
         yield Section("what is used of SGLang", tuple(feature_findings()), rows)
     yield Section("configuration", tuple(setting_findings(checked, inline=inline)))
-    for name, tier in checked.hicache_ext.tiers.items():
+    tiers = checked.hicache_ext.tiers
+    for name, tier in {**tiers, **used_tiers(checked.hicache_ext)}.items():
         if only is None or name in only:
             yield Section(f"tier {name}: {tier.summary()}", tuple(_tier_findings(name, tier)))
 

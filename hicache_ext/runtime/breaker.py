@@ -233,9 +233,9 @@ class Breaker:
                         # No probe went well for as long as the first regular one is waited for: it is no hiccup.
                         self._in_doubt = False
         if left is None:
-            reason, self._examined_for = self._examined_for, ""
-            if reason and not self._is_good():
-                self.trip(reason)
+            examined_for, self._examined_for = self._examined_for, ""
+            if examined_for and not self._is_good():
+                self.trip(examined_for)
                 return 0.0
             if self._watching and (reason := self._watch()) is not None:
                 self.trip(reason)

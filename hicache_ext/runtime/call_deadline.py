@@ -1,5 +1,5 @@
-"""What the current call may take: by when it must have ended, and whether its caller may wait at all. And what a look-up
-could not find out, which its answer does not tell.
+"""What the current call may take: by when it must have ended, and whether its caller may wait at all. And what it could
+not find out, which the answer of a look-up does not tell.
 
 The calls of a PageStore carry none of it, so these are context variables: guards set the deadline and the store below
 reads it, on the thread that was called, before it gives work to other threads. Where no guard has set it, the store's

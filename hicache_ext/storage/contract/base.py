@@ -37,6 +37,8 @@ _Answer = TypeVar("_Answer")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _IN_A_ROW = 3
 """Failed calls of a kind without one that was answered."""
+_SAID_AGAIN = 600.0
+"""Seconds between two lines about one kind of call and one reason."""
 _KINDS = {"get": "read", "set": "write", "contains": "look_up", "count_leading": "look_up"}
 _COSTS = {
     "read": "every read fails (%s): its pages are computed again",
@@ -64,7 +66,8 @@ class TierStore(abc.ABC):
         self._said: set[tuple[str, str]] = set()
         """Kinds that fail, and reasons."""
         self._errors = (0, "")
-        """How many were counted, and the reason of the last one."""
+        """How many there were, and the reason of the last one."""
+        self._failing_log = LimitedLog(logger, _SAID_AGAIN)
         for kind in _COSTS:
             self.metrics.set_level("failing", kind, 0.0)
 
@@ -171,12 +174,17 @@ class TierStore(abc.ABC):
         """Count ``error`` under ``error/<reason>``: the name of its errno where it has one."""
         self.count_errors({error_reason(error): pages}, is_full=isinstance(error, OSError) and error.errno in _NO_SPACE)
 
-    def count_errors(self, reasons: Mapping[str, int], *, is_full: bool = False) -> None:
-        """Count pages that the medium failed, by reason. ``is_full``: that is told otherwise than as a failure."""
+    def count_errors(self, reasons: Mapping[str, int], *, words: str = "", is_full: bool = False) -> None:
+        """Count pages that the medium failed, by reason. ``words``: the reason for the log. ``is_full``: that is told
+        otherwise than as a failure."""
         if reasons:
             self.metrics.add_many("error", reasons)
             if not is_full:
-                self._errors = self._errors[0] + 1, max(reasons, key=reasons.__getitem__)
+                self.note_refusal(words or max(reasons, key=reasons.__getitem__))
+
+    def note_refusal(self, reason: str) -> None:
+        """The medium failed, or refuses what it is asked for; ``reason`` is for the log."""
+        self._errors = self._errors[0] + 1, reason
 
     # -- calls of the hooks ------------------------------------------------------------------------------------------
 
@@ -229,7 +237,7 @@ class TierStore(abc.ABC):
                     self._note_answered(call)
                 else:
                     self._note_failing(call, self._errors[1])
-                return answer  # type: ignore[no-any-return]
+                return answer
             except Exception as error:  # noqa: BLE001 - as above
                 self._note_failed_call(error, call)
                 tell_unanswered(pages, pages, error_reason(error))
@@ -248,7 +256,8 @@ class TierStore(abc.ABC):
             self.metrics.set_level("failing", kind, 0.0)
             if any(said == kind for said, _ in self._said):
                 self._said = {(said, why) for said, why in self._said if said != kind}
-                logger.warning("tier %s: %ss work again", self.name, kind.replace("_", "-"))
+                words = "tier %s: %ss work again"
+                self._failing_log.log(logging.WARNING, kind, words, self.name, kind.replace("_", "-"))
 
     def _note_failing(self, call: str, reason: str) -> None:
         kind = _KINDS.get(call)
@@ -258,8 +267,10 @@ class TierStore(abc.ABC):
         if self._failed_calls[kind] >= _IN_A_ROW and (kind, reason) not in self._said:
             self._said.add((kind, reason))
             self.metrics.set_level("failing", kind, 1.0)
-            words = f"tier %s: {_COSTS[kind]}; hicache-ext doctor says more, docs/runbook.md#hicachecallsfail what to do"
-            logger.warning(words, self.name, reason)
+            words = (
+                f"tier %s: {_COSTS[kind]}; hicache-ext doctor says more, docs/runbook.md#hicachecallsfail what to do"
+            )
+            self._failing_log.log(logging.WARNING, f"{kind} {reason}", words, self.name, reason)
 
     def _note_failed_call(self, error: Exception, call: str, pages: int = 1) -> None:
         if isinstance(error, StoreClosedError):

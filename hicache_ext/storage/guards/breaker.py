@@ -189,7 +189,9 @@ class TierBreaker(Breaker):
             too_much = self._is_too_much(self._recent_writes, ticket, True) or self.writes.in_doubt
             late = outcome in (Outcome.TIMEOUT, Outcome.LATE)
             if (too_much or late) and self.writes.begin(reason):
-                words = "hicache_ext: tier %s: writes pause: %s; it is read as before, and written again after %g to %g s"
+                words = (
+                    "hicache_ext: tier %s: writes pause: %s; it is read as before, and written again after %g to %g s"
+                )
                 logger.warning(words, name, reason, WRITE_PAUSES.first, WRITE_PAUSES.longest)
             if late:
                 # It may hang altogether, which the next read is not to find out.

@@ -31,6 +31,7 @@ def no_trouble(_: Exception) -> None:
 _DEVICE_ERRORS = frozenset(
     (
         errno.EIO,
+        errno.EROFS,
         errno.ENODEV,
         errno.ENXIO,
         errno.ENOENT,
@@ -42,8 +43,7 @@ _DEVICE_ERRORS = frozenset(
         errno.EUCLEAN,
     )
 )
-"""Errors of a device, a vanished mount or a broken file system. Not ENOSPC: stores handle a full disk themselves. Not
-EROFS: what became read-only is read."""
+"""Errors of a device, a vanished mount or a broken file system. Not ENOSPC: stores handle a full disk themselves."""
 
 
 def is_device_error(error: BaseException | None) -> bool:

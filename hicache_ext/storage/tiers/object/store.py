@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
-from hicache_ext.errors import StoreError, StoreSetupError
+from hicache_ext.errors import StoreError, StoreSetupError, UnansweredError
 from hicache_ext.storage.contract.abilities import LARGEST_DOCUMENT, LARGEST_SUM, document_in
 from hicache_ext.storage.contract.bad_pages import BadPages
-from hicache_ext.storage.contract.base import TierStore, leading
+from hicache_ext.storage.contract.base import TierStore, leading_in_portions
 from hicache_ext.storage.contract.clearing import Clearing
 from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
@@ -25,7 +26,7 @@ from hicache_ext.storage.tiers.object.catalog import IDENTITIES, PackCatalog, di
 from hicache_ext.storage.tiers.object.client import Failure, Requests, explain
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 from hicache_ext.storage.tiers.object.examination import ObjectMedium
-from hicache_ext.storage.tiers.object.reading import LIST_FROM, Pages, look_up, read
+from hicache_ext.storage.tiers.object.reading import LIST_FROM, Found, Pages, look_up, read
 from hicache_ext.storage.tiers.object.writing import most_in_a_pack, remove, sweep, write
 
 logger = logging.getLogger(__name__)
@@ -59,13 +60,16 @@ class ObjectPageStore(TierStore):
         store that cannot be reached then is asked again by each call.
         """
         super().__init__(name)
+        self._tier = tier
+        self._connect = connect
         self._url = tier.url
         self.shared = tier.sharing().shared
         self._clearing = Clearing(name)
         self._requests = Requests(
             name,
-            connect(),
+            connect,
             self.metrics,
+            lambda failure: self.count_errors({failure.reason: 1}, words=str(failure)),
             connect_to_delete,
             at_once=tier.concurrency or DEFAULT_CONCURRENCY,
             timeout=tier.longest_call,
@@ -82,21 +86,17 @@ class ObjectPageStore(TierStore):
             raise
 
     def _look_at_the_store(self, required: bool) -> None:
-        done, failure = self._requests.within(self._requests.find_out)
+        """Do once what serving does: a permission that is missing would show in no other way than by absent pages."""
+        requests = self._requests
+        done, failure = requests.within(requests.look_into_listings if self._tier.only_read else requests.find_out)
         if done and failure is None:
             return
         failure = failure or Failure("timeout")
-        if failure.reason == "denied" and self._requests.within(self._list_nothing) == (True, None):
-            logger.warning("tier %s: %s may be read and not written with these credentials", self.name, self._url)
-            return
+        problem = f"{self._url}: {failure}" + (f", asked to {requests.doing}" if requests.doing else "")
         if required:
             remedies = ["check url, endpoint, region and credentials", "required: false starts without it"]
-            raise StoreSetupError(self.name, f"{self._url}: {failure}", remedies)
-        logger.warning("tier %s: %s: %s; going on, and asking again (required: false)", self.name, self._url, failure)
-
-    def _list_nothing(self) -> None:
-        for _ in self._requests.listed(IDENTITIES, chunk_size=1):
-            return
+            raise StoreSetupError(self.name, problem, remedies)
+        logger.warning("tier %s: %s; going on, and asking again (required: false)", self.name, problem)
 
     def details(self) -> dict[str, Any]:
         return {
@@ -114,7 +114,8 @@ class ObjectPageStore(TierStore):
     def diagnose(self) -> Sequence[Finding]:
         from hicache_ext.storage.tiers.object.examination import diagnose
 
-        return diagnose(self, self._url, self._requests)
+        with closing(ObjectPageStore(self.name, self._tier, self._connect)) as again:
+            return diagnose(self, again, self._tier, self._requests)
 
     def _register(self, digest: bytes, document: dict[str, Any]) -> None:
         self._catalog.expect(digest)
@@ -167,18 +168,23 @@ class ObjectPageStore(TierStore):
 
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
         found = look_up(self._pages, keys, self._pages.hides, self._requests.deadline())
-        return [key in found for key in keys]
+        return self._answered([key in found.places for key in keys], found)
+
+    def _answered(self, present: list[bool], found: Found) -> list[bool]:
+        """Raises UnansweredError where a request failed: nobody knows of the pages that were not found."""
+        if found.failed and not all(present):
+            raise UnansweredError(present, {found.failed: present.count(False)}, len(present))
+        return present
 
     def _lead(self, keys: Sequence[bytes]) -> int:
         """Chains mostly end early: the first pages first."""
         deadline = self._requests.deadline()
-        first, rest = keys[:LIST_FROM], keys[LIST_FROM:]
-        found = look_up(self._pages, first, self._pages.hides, deadline, leading=True)
-        run = leading([key in found for key in first])
-        if run < len(first) or not rest:
-            return run
-        found = look_up(self._pages, rest, self._pages.hides, deadline)
-        return run + leading([key in found for key in rest])
+
+        def has(some: Sequence[bytes]) -> list[bool]:
+            found = look_up(self._pages, some, self._pages.hides, deadline, leading=len(some) <= LIST_FROM)
+            return self._answered([key in found.places for key in some], found)
+
+        return leading_in_portions(keys, has, LIST_FROM, len(keys))
 
     def _write(self, batch: PageBatch) -> list[SetResult]:
         deadline = self._requests.deadline()
