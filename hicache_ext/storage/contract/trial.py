@@ -105,7 +105,7 @@ def try_store(store: PageStore, page_bytes: int = _PAGE_BYTES, again: PageStore 
     finally:
         removed = again.remove(keys)
     steps = {
-        "written": written.count(SetResult.STORED),
+        "were written": written.count(SetResult.STORED),
         "found": min(found),
         "read back": read.count(GetResult.HIT),
         "removed": removed,
@@ -117,7 +117,7 @@ def try_store(store: PageStore, page_bytes: int = _PAGE_BYTES, again: PageStore 
     if not done:
         reasons = {r.value for r in written if not r.durable} | {r.value for r in read if r is not GetResult.HIT}
         reasons |= {reason for reason, count in _errors_of(store, again).items() if count > errors.get(reason, 0)}
-        seen = f"of {_PAGES} pages {', '.join(f'{count} were {step}' for step, count in steps.items())}"
+        seen = f"of {_PAGES} pages {', '.join(f'{count} {step}' for step, count in steps.items())}"
         remedy = "look at the other findings of this tier, and at its timeout"
         return [Finding("round trip", Level.ERROR, f"{seen} ({', '.join(sorted(reasons))})", remedy)]
     total = _PAGES * page_bytes

@@ -459,9 +459,9 @@ class Requests:
         self._next_trial = time.monotonic() + _ASK_AGAIN
         probe = b"hicache_ext"
         # First: who may write and not remove would leave an object each time.
-        self.doing = "remove objects (s3:DeleteObject, storage.objects.delete)"
+        self.doing = "remove objects (s3:DeleteObject)"
         self.delete([name])
-        self.doing = "write objects (s3:PutObject, storage.objects.create)"
+        self.doing = "write objects (s3:PutObject)"
         before, creates = time.time(), True
         try:
             put = self.put(name, probe, mode="create")
@@ -469,10 +469,10 @@ class Requests:
             put, creates = self.put(name, probe), False
         after = time.time()
         try:
-            self.doing = "look objects up (s3:GetObject, storage.objects.get)"
+            self.doing = "look objects up (s3:GetObject)"
             stamped = self.obstore.head(self.client, name)["last_modified"].timestamp()
             self.look_into_listings(name)
-            self.doing = "read objects (s3:GetObject, storage.objects.get)"
+            self.doing = "read objects (s3:GetObject)"
             if bytes(self.obstore.get(self._connect(), name).bytes()) != probe:
                 raise OSError("what was written is read otherwise")
             self.doing = "write objects on a condition"
@@ -492,7 +492,7 @@ class Requests:
 
     def look_into_listings(self, name: str = "") -> None:
         """List objects; raises OSError where ``name`` is none of them."""
-        self.doing = "list objects (s3:ListBucket, storage.objects.list)"
+        self.doing = "list objects (s3:ListBucket)"
         for listed in self.listed(_PROBES):
             if not name or any(entry["path"] == name for entry in listed):
                 return

@@ -83,7 +83,7 @@ class Found:
 
     places: dict[bytes, Stored]
     failed: str = ""
-    """Why a request failed: of pages that are not found nobody knows whether they are there."""
+    """How a request failed, "timeout" or "error": of pages that are not found nobody knows whether they are there."""
 
 
 def look_up(

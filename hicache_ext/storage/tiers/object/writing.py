@@ -78,7 +78,7 @@ def _write_pages(
         result = _answer(pages, key, sizes[position], found.places.get(key), verdicts.get(key))
         if result is None and found.failed and key not in found.places:
             # It may be there: a store that does not list would get one more copy of it from every server.
-            results[position] = SetResult.ERROR
+            results[position] = SetResult(found.failed)
         elif result is None:
             new.setdefault(key[:IDENTITY_LENGTH], []).append(position)
         else:

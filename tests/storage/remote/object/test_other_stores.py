@@ -231,7 +231,9 @@ def test_a_signature_that_was_exchanged_is_used_and_neither_is_ever_shown(
     token = tmp_path / "token"
     reading, writing = azurite.signature("rl"), azurite.signature()
     token.write_text(reading)
-    store = ObjectTier().open("cold", azure(azurite, prefix=secrets.token_hex(4), sas_token={"file": str(token)}))
+    store = ObjectTier().open(
+        "cold", azure(azurite, prefix=secrets.token_hex(4), sas_token={"file": str(token)}, required=False)
+    )
     keys = page_keys(2)
     assert SetResult.STORED not in store_pages(store, keys, [5000])
     assert store.metrics.value("error", "denied")

@@ -323,12 +323,12 @@ def test_a_reply_too_many_on_an_idle_connection_shifts_nothing(monkeypatch, way:
         store = open_stray(server, monkeypatch, way)
         try:
             store_pages(store, page_keys(1, "first"))
-            for connection in server._sockets:
+            for connection in server.open_sockets():
                 connection.sendall(b":1128\r\n")
             time.sleep(0.1)
             keys = page_keys(4)
             assert store.contains(keys) == [False] * 4
-            for connection in server._sockets:
+            for connection in server.open_sockets():
                 connection.sendall(b":1\r\n")
             time.sleep(0.1)
             assert store_pages(store, keys) == [SetResult.STORED] * 4

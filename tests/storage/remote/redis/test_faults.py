@@ -513,7 +513,7 @@ def test_a_late_answer_is_no_clock_that_is_off(monkeypatch, there, level):
 
     here = iter([100.0, 103.0])
     monkeypatch.setattr(diagnosis.time, "time", lambda: next(here))
-    finding = diagnosis._clock("server", Late())
+    (finding,) = diagnosis._clock("server", Late())
     monkeypatch.undo()
     assert finding.level is level
 
