@@ -159,13 +159,15 @@ class NotReadError(StoreError):
 
 
 class UnansweredError(StoreError):
-    """Pages of a look-up could not be asked for. ``answer`` is what is known; ``reasons`` says how many, and why."""
+    """Of so many pages of a look-up some could not be asked for. ``answer`` is what is known; ``reasons`` says why,
+    where that is not counted yet."""
 
-    def __init__(self, answer: Any, reasons: Mapping[str, int], of: int) -> None:
-        super().__init__(", ".join(reasons))
+    def __init__(self, answer: Any, pages: int, of: int, reasons: Mapping[str, int] | None = None) -> None:
+        super().__init__(f"{pages} of {of} pages could not be looked up")
         self.answer = answer
-        self.reasons = reasons
+        self.pages = pages
         self.of = of
+        self.reasons = reasons or {}
 
 
 class ClearLaterError(StoreError):

@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_IN_A_ROW = 3
-"""Failed calls of a kind without one that was answered."""
+_IN_A_ROW = {"read": 3, "write": 3, "look_up": 2}
+"""Failed calls of a kind without one that was answered. Reads and writes are tried again by guards."""
 _SAID_AGAIN = 600.0
 """Seconds between two lines about one kind of call and one reason."""
 _KINDS = {"get": "read", "set": "write", "contains": "look_up", "count_leading": "look_up"}
@@ -231,13 +231,12 @@ class TierStore(abc.ABC):
                 answer = hook(asked)
             except UnansweredError as error:
                 self.count_errors(error.reasons)
-                unanswered, answer = sum(error.reasons.values()), error.answer
-                tell_unanswered(unanswered, error.of, self._errors[1])
-                if unanswered < error.of:
+                tell_unanswered(error.pages, error.of, self._errors[1])
+                if error.pages < error.of:
                     self._note_answered(call)
                 else:
                     self._note_failing(call, self._errors[1])
-                return answer
+                return error.answer  # type: ignore[no-any-return]
             except Exception as error:  # noqa: BLE001 - as above
                 self._note_failed_call(error, call)
                 tell_unanswered(pages, pages, error_reason(error))
@@ -264,7 +263,7 @@ class TierStore(abc.ABC):
         if kind is None:
             return
         self._failed_calls[kind] += 1
-        if self._failed_calls[kind] >= _IN_A_ROW and (kind, reason) not in self._said:
+        if self._failed_calls[kind] >= _IN_A_ROW[kind] and (kind, reason) not in self._said:
             self._said.add((kind, reason))
             self.metrics.set_level("failing", kind, 1.0)
             words = (

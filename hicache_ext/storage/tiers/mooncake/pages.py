@@ -294,7 +294,7 @@ class MooncakeStore(TierStore):
         lost = self._lost(client, keys, present, deadline)
         readable = [there and key not in lost for key, there in zip(keys, present, strict=True)]
         if failed:
-            raise UnansweredError(readable, failed, len(keys))
+            raise UnansweredError(readable, failed.total(), len(keys), failed)
         return readable
 
     def _lost(self, client: Any, keys: Sequence[bytes], present: Sequence[bool], deadline: float) -> set[bytes]:

@@ -173,7 +173,7 @@ class ObjectPageStore(TierStore):
     def _answered(self, present: list[bool], found: Found) -> list[bool]:
         """Raises UnansweredError where a request failed: nobody knows of the pages that were not found."""
         if found.failed and not all(present):
-            raise UnansweredError(present, {found.failed: present.count(False)}, len(present))
+            raise UnansweredError(present, present.count(False), len(present))
         return present
 
     def _lead(self, keys: Sequence[bytes]) -> int:

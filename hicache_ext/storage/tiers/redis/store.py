@@ -372,7 +372,7 @@ class RedisPageStore(TierStore):
         for page in hidden:
             present[page] = False
         if failed:
-            raise UnansweredError(present, failed, len(keys))
+            raise UnansweredError(present, failed.total(), len(keys), failed)
         return present
 
     def _present_on_one(self, names: Sequence[bytes], deadline: float) -> list[bool]:
@@ -380,7 +380,7 @@ class RedisPageStore(TierStore):
         call = PageCall(b"", names[0])
         self._run([call], partial(ask_presence, names=names), deadline, None, looks=True)
         if call.reason:
-            raise UnansweredError([False] * len(names), {call.reason: len(names)}, len(names))
+            raise UnansweredError([False] * len(names), len(names), len(names), {call.reason: len(names)})
         return [*map(bool, call.result)]
 
     def _remove(self, keys: Sequence[bytes]) -> int:

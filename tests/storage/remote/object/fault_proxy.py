@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -28,6 +28,8 @@ class FaultProxy:
         self.target = port
         self.fault = ""
         self.times = 1 << 30
+        self.refuses: Callable[[str, str], int] = lambda method, path: 0
+        """The status with which a request is refused; 0: it is forwarded."""
         self.other = b""
         self.flipped = 1.0
         self._random = random.Random(0)
@@ -97,6 +99,9 @@ class FaultProxy:
                     return
                 if fault == "no bulk delete" and self.command == "POST":
                     self._answer(501, {}, b"<Error><Code>NotImplemented</Code></Error>", 42)
+                    return
+                if refused := proxy.refuses(self.command, self.path):
+                    self._answer(refused, {}, b"<Error><Code>Refused</Code></Error>", 35)
                     return
                 if fault in ("500", "slow down"):
                     status, text = (500, b"broken") if fault == "500" else (503, _SLOW_DOWN)
