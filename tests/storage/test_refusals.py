@@ -38,7 +38,7 @@ from tests.rigs.redis_servers import RedisCluster, RedisServer, redis_program
 from tests.rigs.s3_server import S3Server, missing_s3_server
 from tests.storage.guards.hung import guard
 from tests.storage.mooncake.test_store_without_pool import MooncakeTierConfig, RecordingEngine
-from tests.storage.remote.object.fault_proxy import FaultProxy
+from tests.storage.remote.object.fault_proxy import FaultProxy, kind_of
 from tests.storage.remote.object.test_object_faults import ObjectPageStore, through
 from tests.storage.remote.object.test_object_faults import tier as object_tier
 from tests.storage.remote.redis.conftest import tier_for
@@ -264,14 +264,9 @@ def an_s3(directory: Path) -> Iterator[Medium]:
         def refusing(refusal: str) -> Iterator[None]:
             kind, status = refusal.split(" ")
 
-            def refuses(method: str, path: str) -> int:
-                lists = method == "GET" and "list-type" in path
-                asked = "LIST" if lists else method
-                return int(status) if asked == kind else 0
-
-            proxy.refuses = refuses
+            proxy.refuses = lambda request: int(status) if kind_of(request) == kind else 0
             yield
-            proxy.refuses = lambda method, path: 0
+            proxy.refuses = lambda request: 0
 
         yield Medium(store, refusing)
         proxy.released.set()

@@ -15,6 +15,7 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,7 @@ from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
+from hicache_ext.storage.contract.trial import try_store
 from hicache_ext.storage.tiers.redis.clients import (
     TlsSettings,
     admin_client,
@@ -659,7 +661,12 @@ class RedisPageStore(TierStore):
         from hicache_ext.storage.tiers.redis.diagnosis import diagnose
 
         with self._calls:
-            return diagnose(self._tier, self._topology)
+            findings = diagnose(self._tier, self._topology)
+        nodes = self._topology.nodes
+        if self._tier.only_read or not nodes or not all(node.up for node in nodes):
+            return findings
+        with closing(RedisPageStore(self.name, self._tier)) as again:
+            return findings + try_store(self, again=again)
 
     def wait_until_examined(self, timeout: float) -> bool:
         """Wait until the pages that arrived damaged have been looked at again; for tools and tests."""

@@ -13,6 +13,13 @@ _SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce 
 _PIECE = 32 << 10
 
 
+def kind_of(request: BaseHTTPRequestHandler) -> str:
+    """Its method; LIST for a listing, DELETE also for the deletion of many."""
+    if request.command == "GET" and "list-type" in request.path:
+        return "LIST"
+    return "DELETE" if request.command == "POST" else request.command
+
+
 class FaultProxy:
     """Forwards to 127.0.0.1:``port`` unless ``fault`` says otherwise.
 
@@ -28,7 +35,7 @@ class FaultProxy:
         self.target = port
         self.fault = ""
         self.times = 1 << 30
-        self.refuses: Callable[[str, str], int] = lambda method, path: 0
+        self.refuses: Callable[[BaseHTTPRequestHandler], int] = lambda request: 0
         """The status with which a request is refused; 0: it is forwarded."""
         self.other = b""
         self.flipped = 1.0
@@ -100,7 +107,7 @@ class FaultProxy:
                 if fault == "no bulk delete" and self.command == "POST":
                     self._answer(501, {}, b"<Error><Code>NotImplemented</Code></Error>", 42)
                     return
-                if refused := proxy.refuses(self.command, self.path):
+                if refused := proxy.refuses(self):
                     self._answer(refused, {}, b"<Error><Code>Refused</Code></Error>", 35)
                     return
                 if fault in ("500", "slow down"):
