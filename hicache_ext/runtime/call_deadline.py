@@ -25,6 +25,8 @@ class Unanswered:
     of: int = 0
     """So many were asked for."""
     reason: str = ""
+    connection_lost: bool = False
+    """By any kind of call: all others would meet it, too."""
 
 
 _deadline: ContextVar[float] = ContextVar("hicache_ext_call_deadline", default=math.inf)
@@ -54,6 +56,13 @@ def tell_unanswered(pages: int, of: int, reason: str) -> None:
 def call_deadline(longest: float) -> float:
     """The time.monotonic() by which the current call must have ended: ``longest`` seconds from now at the latest."""
     return min(time.monotonic() + longest, _deadline.get())
+
+
+def tell_connection_lost() -> None:
+    """The current call met a store that is not reached at all."""
+    told = _unanswered.get()
+    if told is not None:
+        told.connection_lost = True
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from hicache_ext.errors import ClearLaterError, StoreClosedError, UnansweredError
-from hicache_ext.runtime.call_deadline import tell_unanswered
+from hicache_ext.runtime.call_deadline import tell_connection_lost, tell_unanswered
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
@@ -217,6 +217,8 @@ class TierStore(abc.ABC):
             self.metrics.add("rejected", "capacity", pages)
             return "REJECTED"
         self._note_failed_call(error, call, pages)
+        if isinstance(error, ConnectionError):
+            tell_connection_lost()
         return "TIMEOUT" if isinstance(error, TimeoutError) else "ERROR"
 
     def _answer(

@@ -121,6 +121,8 @@ class TierBreaker(Breaker):
         outcome, reason = self._judge_transfer(call, batch, results, seconds) if results else (Outcome.UNKNOWN, "")
         if call.name == "set":
             self.record_write(ticket, outcome, reason)
+            if outcome is Outcome.FAILED and call.unanswered.connection_lost:
+                self.record(ticket, outcome, reason)
             return
         if outcome is not Outcome.GOOD and results:
             self._suspect = (batch.keys[0], batch.sizes[0])

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from hicache_ext.errors import StoreError, StoreSetupError, UnansweredError
+from hicache_ext.runtime.call_deadline import tell_connection_lost
 from hicache_ext.storage.contract.abilities import LARGEST_DOCUMENT, LARGEST_SUM, document_in
 from hicache_ext.storage.contract.bad_pages import BadPages
 from hicache_ext.storage.contract.base import TierStore, leading_in_portions
@@ -189,7 +190,10 @@ class ObjectPageStore(TierStore):
     def _write(self, batch: PageBatch) -> list[SetResult]:
         deadline = self._requests.deadline()
         self._requests.find_out_again()
-        return write(self._pages, batch, deadline)
+        results = write(self._pages, batch, deadline)
+        if not self._requests.reached:
+            tell_connection_lost()
+        return results
 
     # -- removal ---------------------------------------------------------------------------------------------------
 

@@ -388,7 +388,8 @@ def refused_commands(connection: Connection, name: bytes, *, writes: bool) -> li
             # An array, of SCAN: it is answered.
             break
         if isinstance(reply, ErrorReply) and reply.code != "CLUSTERDOWN" and not _REDIRECT.fullmatch(reply.line):
-            refused.append(RefusedError(reply.code, words[0]))
+            code = "unknown command" if reply.line.lower().startswith("err unknown command") else reply.code
+            refused.append(RefusedError(code, words[0]))
     return refused
 
 

@@ -84,6 +84,8 @@ _NATIVE_SHARE = 8 << 20
 _LARGE_SHARE, _LARGE_PAGE = 4 << 20, 512 * 1024
 """The same for the native core, of which one thread does what a server can; measured in docs/decisions/redis.md."""
 _MOST_THREADS = 64
+_NEVER_ALLOWED = ("NOPERM", "unknown command")
+"""What commands are answered with that the server's administrator has taken away."""
 _NO_REFUSALS = {"memory", "too_large", "suspect", "clearing"}
 """Why pages are not written to a server that takes others, or is full."""
 _LEADING_AT_ONCE = 1024
@@ -163,7 +165,7 @@ class RedisPageStore(TierStore):
                     refused = refused_commands(connection, name, writes=not self._tier.only_read)
             except (OSError, ProtocolError, StoreError):
                 continue
-            missing = [one for one in refused if one.code == "NOPERM" or one.word not in WRITES]
+            missing = [one for one in refused if one.code in _NEVER_ALLOWED or one.word not in WRITES]
             if missing:
                 words = " and ".join(str(one) for one in missing)
                 rules = " ".join(f"+{one.word.decode().lower()}" for one in missing if one.code == "NOPERM")
