@@ -11,7 +11,6 @@ import logging
 import mmap
 import re
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -253,8 +252,6 @@ _NO_ANSWER = frozenset({"connection", "timeout", "no_bucket"})
 _STREAMED = 1 << 18
 """Bytes of a piece of an answer."""
 _PROBES = "probe"
-_ASK_AGAIN = 30.0
-"""Seconds between trials of what a store can do while it cannot be reached."""
 
 Piece = Callable[[Call[Any]], Any]
 """A request of a call."""
@@ -298,17 +295,15 @@ class Requests:
         self.timeout = timeout
         self.reached = False
         """Whether the last request that ended was answered by the store."""
-        self.creates: bool | None = None
-        """Whether the store creates an object only if there is none; None while unknown: pages are then looked up
-        before they are written, too."""
+        self.creates = False
+        """Whether the store creates an object only if there is none; else pages are looked up before they are
+        written."""
         self.etags_are_md5 = False
         """Whether ETags are MD5 digests of the stored bytes, as those of S3 are (without SSE-KMS)."""
         self.doing = ""
         """What ``find_out`` could not do, with the names of the permission for it."""
         self.clock_ahead = 0.0
         """Seconds by which the store's clock is ahead of this machine's; 0 where they agree as far as can be told."""
-        self._trial = threading.Lock()
-        self._next_trial = 0.0
         try:
             self.threads = ThreadPool(f"hicache-{name}", at_once)
         except RuntimeError as error:
@@ -456,7 +451,6 @@ class Requests:
         """Do what serving does: write an object, look it up, list it, read it through another client that remembers
         nothing, and remove it. What is said of the store, and its clock, is known then. ``doing`` is the last step."""
         name = f"{_PROBES}/{secrets.token_hex(16)}"
-        self._next_trial = time.monotonic() + _ASK_AGAIN
         probe = b"hicache_ext"
         # First: who may write and not remove would leave an object each time.
         self.doing = "remove objects (s3:DeleteObject)"
@@ -473,7 +467,7 @@ class Requests:
             stamped = self.obstore.head(self.client, name)["last_modified"].timestamp()
             self.look_into_listings(name)
             self.doing = "read objects (s3:GetObject)"
-            if bytes(self.obstore.get(self._connect(), name).bytes()) != probe:
+            if self.body(self.obstore.get(self._connect(), name), len(probe)) != probe:
                 raise OSError("what was written is read otherwise")
             self.doing = "write objects on a condition"
             if creates:
@@ -498,16 +492,6 @@ class Requests:
                 return
         if name:
             raise OSError("a listing does not show what was written")
-
-    def find_out_again(self) -> None:
-        """Try again now and then, for a quarter of the timeout each, if the store could not be reached at start."""
-        if self.creates is not None:
-            return
-        with self._trial:
-            if time.monotonic() < self._next_trial:
-                return
-            self._next_trial = time.monotonic() + _ASK_AGAIN
-        self.within(self.find_out, self.timeout / 4)
 
 
 def _lacks_deletion_of_many(error: Exception) -> bool:

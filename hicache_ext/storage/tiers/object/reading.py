@@ -35,7 +35,7 @@ from hicache_ext.storage.tiers.object.catalog import (
     page_name,
     pages_of,
 )
-from hicache_ext.storage.tiers.object.client import Piece, Requests, begins_behind_the_end
+from hicache_ext.storage.tiers.object.client import Failure, Piece, Requests, begins_behind_the_end
 
 LIST_FROM = 1000
 """From so many keys of one identity on, presence is looked up by listing: 1,000 names a request instead of one."""
@@ -120,6 +120,7 @@ class _LookUp:
                 break
             _, in_time = self._requests.share(pieces, self._deadline)
             if not in_time:
+                self._requests.count(Failure("timeout"))
                 self._note_failed(GetResult.TIMEOUT)
                 break
         found: dict[bytes, Stored] = {}

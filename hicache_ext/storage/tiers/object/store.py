@@ -27,7 +27,7 @@ from hicache_ext.storage.tiers.object.catalog import IDENTITIES, PackCatalog, di
 from hicache_ext.storage.tiers.object.client import Failure, Requests, explain
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 from hicache_ext.storage.tiers.object.examination import ObjectMedium
-from hicache_ext.storage.tiers.object.reading import LIST_FROM, Found, Pages, look_up, read
+from hicache_ext.storage.tiers.object.reading import LIST_FROM, Pages, look_up, read
 from hicache_ext.storage.tiers.object.writing import most_in_a_pack, remove, sweep, write
 
 logger = logging.getLogger(__name__)
@@ -57,13 +57,11 @@ class ObjectPageStore(TierStore):
         """``connect`` makes a client; pages that arrived damaged are looked at again through another one.
         ``connect_to_delete`` makes one for a server that cannot delete many objects by one request.
 
-        Raises StoreSetupError when the store cannot be used; with ``required`` false only when threads are lacking: a
-        store that cannot be reached then is asked again by each call.
+        Raises StoreSetupError when the store cannot be used.
         """
         super().__init__(name)
         self._tier = tier
         self._connect = connect
-        self._url = tier.url
         self.shared = tier.sharing().shared
         self._clearing = Clearing(name)
         self._requests = Requests(
@@ -81,27 +79,23 @@ class ObjectPageStore(TierStore):
         room = most_in_a_pack(tier.prefix)
         self._pages = Pages(self._requests, self._catalog, self._bad_pages, self._clearing, room)
         try:
-            self._look_at_the_store(tier.required)
+            self._look_at_the_store()
         except BaseException:
             self._requests.threads.close()
             raise
 
-    def _look_at_the_store(self, required: bool) -> None:
+    def _look_at_the_store(self) -> None:
         """Do once what serving does: a permission that is missing would show in no other way than by absent pages."""
         requests = self._requests
         done, failure = requests.within(requests.look_into_listings if self._tier.only_read else requests.find_out)
-        if done and failure is None:
-            return
-        failure = failure or Failure("timeout")
-        problem = f"{self._url}: {failure}" + (f", asked to {requests.doing}" if requests.doing else "")
-        if required:
+        if not done or failure:
+            problem = f"{self._tier.url}: {failure or Failure('timeout')}, asked to {requests.doing}"
             remedies = ["check url, endpoint, region and credentials", "required: false starts without it"]
             raise StoreSetupError(self.name, problem, remedies)
-        logger.warning("tier %s: %s; going on, and asking again (required: false)", self.name, problem)
 
     def details(self) -> dict[str, Any]:
         return {
-            "url": self._url,
+            "url": self._tier.url,
             "concurrency": self._requests.at_once,
             "timeout": self._requests.timeout,
             "conditional_create": self._requests.creates,
@@ -168,28 +162,23 @@ class ObjectPageStore(TierStore):
         return read(self._pages, batch, self._requests.deadline())
 
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
-        found = look_up(self._pages, keys, self._pages.hides, self._requests.deadline())
-        return self._answered([key in found.places for key in keys], found)
+        return self._present(keys, self._requests.deadline())
 
-    def _answered(self, present: list[bool], found: Found) -> list[bool]:
+    def _lead(self, keys: Sequence[bytes]) -> int:
+        """Chains mostly end early: the first pages first."""
+        has = partial(self._present, deadline=self._requests.deadline(), leading=True)
+        return leading_in_portions(keys, has, LIST_FROM, len(keys))
+
+    def _present(self, keys: Sequence[bytes], deadline: float, *, leading: bool = False) -> list[bool]:
         """Raises UnansweredError where a request failed: nobody knows of the pages that were not found."""
+        found = look_up(self._pages, keys, self._pages.hides, deadline, leading=leading and len(keys) <= LIST_FROM)
+        present = [key in found.places for key in keys]
         if found.failed and not all(present):
             raise UnansweredError(present, present.count(False), len(present))
         return present
 
-    def _lead(self, keys: Sequence[bytes]) -> int:
-        """Chains mostly end early: the first pages first."""
-        deadline = self._requests.deadline()
-
-        def has(some: Sequence[bytes]) -> list[bool]:
-            found = look_up(self._pages, some, self._pages.hides, deadline, leading=len(some) <= LIST_FROM)
-            return self._answered([key in found.places for key in some], found)
-
-        return leading_in_portions(keys, has, LIST_FROM, len(keys))
-
     def _write(self, batch: PageBatch) -> list[SetResult]:
         deadline = self._requests.deadline()
-        self._requests.find_out_again()
         results = write(self._pages, batch, deadline)
         if not self._requests.reached:
             tell_connection_lost()
