@@ -227,6 +227,9 @@ FORMER = {
     "test_what_opted_out_or_is_too_short_or_was_aborted_is_not_written": (
         "-> test_what_opted_out_or_is_too_short_is_not_written"
     ),
+    "test_memory_that_the_library_knew_is_registered_again_with_a_new_client": (
+        "a pool that is not reached at the start is opened later (late_open.py), with all its memory"
+    ),
 }
 """Name of a test that is gone -> why, or "-> " and the name that it has now."""
 

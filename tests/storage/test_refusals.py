@@ -239,7 +239,7 @@ def a_directory(directory: Path, layout: str) -> Iterator[Medium]:
 def a_mooncake(_: Path) -> Iterator[Medium]:
     tier = MooncakeTierConfig.model_validate({"type": "mooncake", "master": "127.0.0.1:1", "required": False})
     engine = RecordingEngine(tier)
-    store = MooncakeStore("far", tier, Attachment("far", engine, required=True))  # type: ignore[arg-type]
+    store = MooncakeStore("far", tier, Attachment("far", engine))  # type: ignore[arg-type]
 
     @contextmanager
     def refusing(refusal: str) -> Iterator[None]:
