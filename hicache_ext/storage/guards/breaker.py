@@ -88,12 +88,11 @@ class TierBreaker(Breaker):
         self._store = store
         self._settings = settings
         self._read = read
-        self._recent: deque[tuple[float, bool]] = deque(maxlen=_RECENT_CALLS)
-        """(when, whether bad), of reads and look-ups."""
-        self._recent_writes: deque[tuple[float, bool]] = deque(maxlen=_RECENT_CALLS)
         self.writes = WritePause(clock)
-        self._reads: deque[tuple[float, bool]] = deque(maxlen=_RECENT_CALLS)
-        """(when, whether damaged), of reads that got pages."""
+        self._recent: dict[str, deque[tuple[float, bool]]] = {
+            score: deque(maxlen=_RECENT_CALLS) for score in ("reads and look-ups", "writes", "pages that arrived")
+        }
+        """(when, whether bad, or damaged)."""
         self._suspect: tuple[bytes, int] | None = None
         """Key and payload bytes of a page whose read failed."""
         self._opened_at = 0.0
@@ -110,8 +109,8 @@ class TierBreaker(Breaker):
         super().take_over(before)
         if isinstance(before, TierBreaker):
             with before._lock, self._lock:
-                self._recent, self._reads = before._recent.copy(), before._reads.copy()
-                self._recent_writes, self.writes = before._recent_writes.copy(), before.writes
+                self._recent = {score: calls.copy() for score, calls in before._recent.items()}
+            self.writes = before.writes
             self._suspect, self._opened_at = before._suspect, before._opened_at
 
     # -- what a call shows -----------------------------------------------------------------------------------------
@@ -184,11 +183,11 @@ class TierBreaker(Breaker):
         """How a write ended, as ``record``: nothing but writes is held back for it."""
         name = self._store.name
         if outcome is Outcome.GOOD:
-            self._is_too_much(self._recent_writes, ticket, False)
+            self._is_too_much("writes", ticket, False)
             if self.writes.end():
                 logger.warning("hicache_ext: tier %s takes writes again", name)
         elif outcome is not Outcome.UNKNOWN:
-            too_much = self._is_too_much(self._recent_writes, ticket, True) or self.writes.in_doubt
+            too_much = self._is_too_much("writes", ticket, True) or self.writes.in_doubt
             late = outcome in (Outcome.TIMEOUT, Outcome.LATE)
             if (too_much or late) and self.writes.begin(reason):
                 words = (
@@ -203,30 +202,30 @@ class TierBreaker(Breaker):
         """How the read or look-up ended that ``ticket`` was given for; ``reason`` is for the log."""
         if outcome is Outcome.UNKNOWN:
             return
-        too_much = self._is_too_much(self._recent, ticket, outcome is not Outcome.GOOD)
+        too_much = self._is_too_much("reads and look-ups", ticket, outcome is not Outcome.GOOD)
         if too_much or outcome in (Outcome.TIMEOUT, Outcome.LATE):
             self.trip(reason, ticket, in_doubt=outcome is Outcome.LATE)
 
     def record_read(self, ticket: int, damaged: bool, reason: str) -> None:
         """Whether the pages that a call read, besides how it ended, were mostly not what somebody had written."""
-        if self._is_too_much(self._reads, ticket, damaged):
+        if self._is_too_much("pages that arrived", ticket, damaged):
             self.trip(reason, ticket)
 
-    def _is_too_much(self, calls: deque[tuple[float, bool]], ticket: int, bad: bool) -> bool:
+    def _is_too_much(self, score: str, ticket: int, bad: bool) -> bool:
         """Note a call; whether enough of those of the last minute were bad. In the slow start one is enough."""
         now = self._clock()
         with self._lock:
             if ticket != self._generation or self._state is BreakerState.OPEN:
                 return False
-            calls.append((now, bad))
-            recent = [was_bad for when, was_bad in calls if now - when <= _RECENT_SECONDS]
+            self._recent[score].append((now, bad))
+            recent = [was_bad for when, was_bad in self._recent[score] if now - when <= _RECENT_SECONDS]
             half = sum(recent) >= _LEAST_BAD_CALLS and sum(recent) >= _BAD_SHARE * len(recent)
             return bad and (half or self._state is not BreakerState.CLOSED)
 
     def _change(self, state: BreakerState) -> None:
         super()._change(state)
-        self._recent.clear()
-        self._reads.clear()
+        for calls in self._recent.values():
+            calls.clear()
 
     def _changed(self, state: BreakerState, reason: str) -> None:
         name = self._store.name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,7 +20,6 @@ from hicache_ext.storage.tiers.redis.topology import SLOTS, Topology
 LARGEST_SKEW = 1.0
 """Seconds between this clock and the server's from which pages' ages and TTLs mislead."""
 
-_PINGS = 20
 _GOOD_POLICIES = ("allkeys-lru", "allkeys-lfu")
 
 
@@ -57,7 +55,6 @@ def _node_findings(tier: RedisTierConfig, node: Node) -> Iterator[Finding]:
         yield Finding(subject, Level.ERROR, "cannot be reached", "start it; the tier attaches by itself")
         return
     looks: dict[str, Callable[[str, Any], Iterator[Finding]]] = {
-        "PING": _latency,
         "TIME": _clock,
         "INFO": partial(_server_facts, tier),
         "CONFIG GET": _cluster_settings,
@@ -73,17 +70,6 @@ def _node_findings(tier: RedisTierConfig, node: Node) -> Iterator[Finding]:
                     yield Finding(subject, Level.NOTE, f"{words} is refused", remedy)
     except (redis.RedisError, OSError, ConfigError) as error:
         yield Finding(subject, Level.ERROR, f"does not answer ({type(error).__name__})", "look at the server's log")
-
-
-def _latency(subject: str, client: Any) -> Iterator[Finding]:
-    times = []
-    for _ in range(_PINGS):
-        begun = time.perf_counter()
-        client.ping()
-        times.append(time.perf_counter() - begun)
-    yield Finding(
-        subject, Level.OK, f"reached, round trip {statistics.median(times) * 1e6:.0f} us (median of {_PINGS})"
-    )
 
 
 def _clock(subject: str, client: Any) -> Iterator[Finding]:

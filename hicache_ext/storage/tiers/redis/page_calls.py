@@ -167,13 +167,18 @@ def _read_page(connection: Connection, call: PageCall, header: memoryview) -> No
             call.finish(GetResult.CORRUPT, reason)
 
 
-def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | None) -> str:
+def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | None, pause: str = "") -> str:
     """SET NX of the pages that are not there. A copy of another length is REJECTED, and ``seen``: the caller looks.
 
     Which are there is asked first: the payload of those need not be sent, and STRLEN renews their recency. The answer
-    is why the server takes no writes, mostly nothing.
+    is why the server takes no writes, mostly nothing. While it takes none, for the reason ``pause``, pages that are not
+    there are REJECTED.
     """
     missing = _pages_missing(connection, calls)
+    if pause:
+        for call in missing:
+            call.finish(SetResult.REJECTED, pause)
+        return ""
     try:
         refusal, raced = _set_pages(connection, missing, ttl)
         connection.confirm()
@@ -188,13 +193,6 @@ def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | No
         call.seen = Sighting(0)
         call.finish(SetResult.REJECTED, "suspect")
     return refusal
-
-
-def look_for_pages(connection: Connection, calls: Sequence[PageCall], refusal: str) -> str:
-    """``write_pages`` while the server takes no writes: those that are there are EXISTS, the others REJECTED."""
-    for call in _pages_missing(connection, calls):
-        call.finish(SetResult.REJECTED, refusal)
-    return ""
 
 
 def _set_pages(connection: Connection, missing: Sequence[PageCall], ttl: int | None) -> tuple[str, list[PageCall]]:
@@ -437,8 +435,9 @@ def _is_redirect(call: PageCall, error: ErrorReply) -> bool:
     return True
 
 
-Talk = Callable[[Connection, Sequence[PageCall]], str | None]
-"""The commands for some pages on one connection. Of writes, it says why the server takes none."""
+Talk = Callable[..., str | None]
+"""The commands for some pages on one connection: (connection, pages). One of writes also takes ``pause``, and says why
+the server takes none."""
 
 
 # -- by the native core (native/talk.c) --------------------------------------------------------------------------------

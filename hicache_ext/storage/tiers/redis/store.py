@@ -64,7 +64,6 @@ from hicache_ext.storage.tiers.redis.page_calls import (
     Talk,
     ask_integers,
     ask_presence,
-    look_for_pages,
     read_again,
     read_pages,
     refused_commands,
@@ -581,12 +580,9 @@ class RedisPageStore(TierStore):
                 _finish(calls, timed_out, "timeout")
                 return
             try:
-                refusal = node.writes.reason if writes else ""
+                now = partial(talk, pause=node.writes.reason) if writes else talk
                 with node.connection(lane, deadline, fresh=attempt > 0) as connection:
-                    if refusal:
-                        look_for_pages(connection, waiting, refusal)
-                        return
-                    refusal = talk(connection, waiting) or ""
+                    refusal = now(connection, waiting) or ""
                 if refusal:
                     node.refused_write(refusal)
                     self._topology.refresh_soon()
