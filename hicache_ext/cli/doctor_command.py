@@ -143,7 +143,8 @@ def _tier_findings(name: str, tier: TierConfig) -> Sequence[Finding]:
     except StoreError as error:
         if tier.required:
             return [Finding("open", Level.ERROR, str(error), "servers do not start until this is mended")]
-        return [Finding("open", Level.WARNING, str(error), "servers start without it (required: false)")]
+        level = Level.ERROR if tier.remote else Level.WARNING
+        return [Finding("open", level, str(error), "servers start without it (required: false)")]
     except Exception as error:  # noqa: BLE001 - the other tiers are to be looked at all the same
         return [Finding("diagnosis", Level.ERROR, f"it ended in {type(error).__name__}", "please report it")]
 
