@@ -21,7 +21,7 @@ from hicache_ext.storage.contract.abilities import LARGEST_DOCUMENT, LARGEST_SUM
 from hicache_ext.storage.contract.bad_pages import BadPages
 from hicache_ext.storage.contract.base import TierStore, leading_in_portions
 from hicache_ext.storage.contract.clearing import Clearing
-from hicache_ext.storage.contract.diagnosis import Finding
+from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.object.catalog import IDENTITIES, PackCatalog, digest_of_identity, identity_name
 from hicache_ext.storage.tiers.object.client import Failure, Requests, explain
@@ -109,8 +109,12 @@ class ObjectPageStore(TierStore):
     def diagnose(self) -> Sequence[Finding]:
         from hicache_ext.storage.tiers.object.examination import diagnose
 
-        with closing(ObjectPageStore(self.name, self._tier, self._connect)) as again:
-            return diagnose(self, again, self._tier, self._requests)
+        try:
+            again = ObjectPageStore(self.name, self._tier, self._connect)
+        except StoreSetupError as error:
+            return [Finding("reachable", Level.ERROR, error.reason, "check url, endpoint, region and credentials")]
+        with closing(again):
+            return diagnose(self, again, self._tier, again._requests)
 
     def _register(self, digest: bytes, document: dict[str, Any]) -> None:
         self._catalog.expect(digest)

@@ -40,7 +40,7 @@ from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.bad_pages import BadPages, Removal, Stored, Verdict
 from hicache_ext.storage.contract.base import TierStore, leading_in_portions
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
-from hicache_ext.storage.contract.diagnosis import Finding
+from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
@@ -663,7 +663,11 @@ class RedisPageStore(TierStore):
         nodes = self._topology.nodes
         if self._tier.only_read or not nodes or not all(node.up for node in nodes):
             return findings
-        with closing(RedisPageStore(self.name, self._tier)) as again:
+        try:
+            again = RedisPageStore(self.name, self._tier)
+        except StoreSetupError as error:
+            return [*findings, Finding("round trip", Level.ERROR, error.reason, "servers do not start with it")]
+        with closing(again):
             return findings + try_store(self, again=again)
 
     def wait_until_examined(self, timeout: float) -> bool:
