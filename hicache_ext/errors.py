@@ -14,6 +14,7 @@
     |   |-- TierTypeError           a type of tier is not known, or another package brings it and it cannot be used
     |   |-- NoBoardError            a tier carries no hints
     |   |-- NotReadError            an object that is under suspicion could not be read again
+    |   |-- UnansweredError         pages of a look-up could not be asked for
     |   |-- ClearLaterError         cleared pages could not be removed now; tried again
     |   |-- IndexBusyError          another process holds the index of slabs and does not go on
     |   |-- NotBegunError           a deadline ended a call before it began
@@ -40,7 +41,8 @@ the enums of ``storage/contract/store.py``. tests/test_errors.py compares the dr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class HicacheExtError(Exception):
@@ -156,6 +158,18 @@ class NotReadError(StoreError):
     """The object could not be read again; says nothing about it. The message is a word for the log."""
 
 
+class UnansweredError(StoreError):
+    """Of so many pages of a look-up some could not be asked for. ``answer`` is what is known; ``reasons`` says why,
+    where that is not counted yet."""
+
+    def __init__(self, answer: Any, pages: int, of: int, reasons: Mapping[str, int] | None = None) -> None:
+        super().__init__(f"{pages} of {of} pages could not be looked up")
+        self.answer = answer
+        self.pages = pages
+        self.of = of
+        self.reasons = reasons or {}
+
+
 class ClearLaterError(StoreError):
     """Cleared pages could not be removed now, and it was counted why (contract/clearing.py). The message is for the
     log."""
@@ -185,11 +199,13 @@ class LoginError(StoreError, ConnectionError):
 
 
 class RefusedError(StoreError):
-    """An error reply that says nothing about one page; the connection is given up. ``code`` is its first word."""
+    """An error reply to the command ``word`` that says nothing about one page; the connection is given up. ``code`` is
+    its first word."""
 
-    def __init__(self, code: str) -> None:
-        super().__init__(f"the server answered {code}")
+    def __init__(self, code: str, word: bytes) -> None:
+        super().__init__(f"{word.decode()} is answered with {code}")
         self.code = code
+        self.word = word
 
 
 class ServerClosedError(StoreError, ConnectionError):

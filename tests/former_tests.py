@@ -260,6 +260,9 @@ FORMER = {
         ("test_a_damaged_staged_page_is_no_hit", "test_a_page_damaged_in_the_buffer_is_not_promoted"),
         "a page is hashed once, when its tier reads it: the prefetch buffer is host memory as any other",
     ),
+    "test_memory_that_the_library_knew_is_registered_again_with_a_new_client": (
+        "a pool that is not reached at the start is opened later (late_open.py), with all its memory"
+    ),
 }
 """Name of a test that is gone -> why, or "-> " and the name that it has now."""
 

@@ -45,6 +45,7 @@ from hicache_ext.sglang.used_names import FEATURES, HOOKED, STORAGE
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.registry import broken_tier_types, examine_tier
 from hicache_ext.storage.tiering.recording import SALT_FILE
+from hicache_ext.storage.tiering.reload import used_tiers
 from hicache_ext.storage.tiering.tier_use import tier_use
 from hicache_ext.storage.tiering.tracing import check_packages
 
@@ -138,7 +139,8 @@ def examine(checked: ExtraConfig, *, inline: bool, only: Sequence[str] | None = 
         if only is None:
             yield Section("page hashes", (page_hash_finding(),))
     yield Section("configuration", tuple(setting_findings(checked, inline=inline)))
-    for name, tier in checked.hicache_ext.tiers.items():
+    tiers = checked.hicache_ext.tiers
+    for name, tier in {**tiers, **used_tiers(checked.hicache_ext)}.items():
         if only is None or name in only:
             yield Section(f"tier {name}: {tier.summary()}", tuple(_tier_findings(name, tier)))
 
@@ -151,7 +153,8 @@ def _tier_findings(name: str, tier: TierConfig) -> Sequence[Finding]:
     except StoreError as error:
         if tier.required:
             return [Finding("open", Level.ERROR, str(error), "servers do not start until this is mended")]
-        return [Finding("open", Level.WARNING, str(error), "servers start without it (required: false)")]
+        level = Level.ERROR if tier.remote else Level.WARNING
+        return [Finding("open", level, str(error), "servers start without it (required: false)")]
     except Exception as error:  # noqa: BLE001 - the other tiers are to be looked at all the same
         return [Finding("diagnosis", Level.ERROR, f"it ended in {type(error).__name__}", "please report it")]
 

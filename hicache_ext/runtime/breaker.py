@@ -7,6 +7,8 @@ so that a store that has just come up is not run over. One bad call opens the br
 
 A breaker that was tripped *in doubt* is probed at once, and a good probe before the first regular one closes it without
 a slow start. When calls are bad enough to trip is the user's own rule (that for tiers: storage/guards/breaker.py).
+
+Who is refused writes is not down: ``WritePause`` keeps score of them.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ _PAUSE_IN_DOUBT = 0.1
 """Seconds until the first probe in doubt; a client may first have to connect anew."""
 WATCH_INTERVAL = 5.0
 """Seconds between two looks of ``watch``."""
+WRITE_PAUSES = Backoff(1.0, 30.0)
+"""Seconds without writes to a store that refuses them."""
 
 
 class BreakerState(enum.Enum):
@@ -79,6 +83,7 @@ class Breaker:
         self._generation = 0
         """Raised at each change of state: what began before says nothing about the time after it."""
         self._in_doubt = False
+        self._examined_for = ""
         self._pause = 0.0
         self._probe_at = 0.0
         self._probing = threading.Lock()
@@ -148,6 +153,11 @@ class Breaker:
 
     # -- probes ----------------------------------------------------------------------------------------------------
 
+    def examine(self, reason: str) -> None:
+        """Probe in the background although calls go through; trip for ``reason`` where no probe goes well."""
+        self._examined_for = reason
+        self._loop.wake()
+
     def resume(self, *, at_once: bool = False) -> None:
         """Probe in the background from now on, unless that is under way or it is closed."""
         if not self.probing:
@@ -173,15 +183,18 @@ class Breaker:
         with self._probing:
             if self._state is not BreakerState.OPEN or self._probes != probes:
                 return self.up
-            try:
-                good = self._probe()
-            except Exception:
-                logger.exception("hicache_ext: a probe failed")
-                good = False
+            good = self._is_good()
             self._probes += 1
             if good:
                 self.recover()
             return good
+
+    def _is_good(self) -> bool:
+        try:
+            return self._probe()
+        except Exception:
+            logger.exception("hicache_ext: a probe failed")
+            return False
 
     def recover(self) -> None:
         """A probe went well."""
@@ -220,6 +233,10 @@ class Breaker:
                         # No probe went well for as long as the first regular one is waited for: it is no hiccup.
                         self._in_doubt = False
         if left is None:
+            examined_for, self._examined_for = self._examined_for, ""
+            if examined_for and not self._is_good():
+                self.trip(examined_for)
+                return 0.0
             if self._watching and (reason := self._watch()) is not None:
                 self.trip(reason)
             return WATCH_INTERVAL if self._watching else None
@@ -263,3 +280,45 @@ class Breaker:
             return 1.0
         part = (self._clock() - self._recovering_since) / self._slow_start
         return _FIRST_SHARE + (1 - _FIRST_SHARE) * part if part < 1 else 1.0
+
+
+class WritePause:
+    """Writes rest while a store refuses them, for whatever reason: longer and longer, until one is taken. It is read,
+    and looked at, meanwhile. Threads: any."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._until = 0.0
+        self._refused = 0
+        self._reason = ""
+
+    @property
+    def reason(self) -> str:
+        """Why nothing is to be written now; empty where it may be tried."""
+        return self._reason if self._refused and self._clock() < self._until else ""
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the last write was refused."""
+        return bool(self._refused)
+
+    def begin(self, reason: str) -> bool:
+        """A write was refused; whether that is news."""
+        with self._lock:
+            if self.reason:
+                # Writes that were under way together are refused together.
+                return False
+            first = reason != self._reason or not self._refused
+            self._refused += 1
+            self._reason = reason
+            self._until = self._clock() + WRITE_PAUSES.pause(self._refused)
+            return first
+
+    def end(self) -> bool:
+        """A write was taken; whether that is news."""
+        if not self._refused:
+            return False
+        with self._lock:
+            ended, self._refused = self._refused, 0
+            return bool(ended)

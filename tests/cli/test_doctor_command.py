@@ -165,7 +165,7 @@ def test_a_tier_that_cannot_open_is_a_finding_and_the_others_are_looked_at(
     assert code == 1
     assert "tier 'nowhere' cannot start" in found["tier nowhere"]["open"]["seen"]
     assert "the server cannot be reached" in found["tier dead"]["open"]["seen"]
-    assert found["tier optional"]["reachable"]["level"] == "error"
+    assert found["tier optional"]["open"]["level"] == "error"
     assert found["tier disk"]["round trip"]["level"] == "ok"
     assert main(["doctor", file]) == 1
     out, err = capsys.readouterr()

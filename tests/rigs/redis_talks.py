@@ -52,7 +52,6 @@ class Talked:
 def known_words() -> Iterator[None]:
     """Nonces and times are those above, so that all replies can be known."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page_calls, "new_nonce", lambda: NONCE)
         patch.setattr(connection_module, "new_nonce", lambda: NONCE)
         patch.setattr(page_calls, "time", SimpleNamespace(time=lambda: CREATED / 1000))
         yield

@@ -124,6 +124,44 @@ def test_a_tier_whose_breaker_is_open_is_told(
     timeline.play(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["write", "read", "look_up"])
+def test_a_kind_of_call_that_fails_through_and_through_is_told_until_one_is_answered(
+    kind: str, tmp_path: Path, opened: Callable[..., ReloadableStore], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With an error that nobody has thought of."""
+    store = opened({"disk": file_tier(tmp_path / "disk")})
+    (part,) = store.tiers[0].inner.parts if hasattr(store.tiers[0], "inner") else store.tiers[0].parts  # type: ignore[attr-defined]
+    keys = page_keys(3)
+    store_pages(store, keys)
+    recording = Recording.of_store(store)
+    healthy = recording.look()
+    hooks = {"write": ("_write",), "read": ("_read",), "look_up": ("_has", "_lead")}[kind]
+    with pytest.MonkeyPatch.context() as patch:
+        for hook in hooks:
+            patch.setattr(part, hook, lambda *_: (_ for _ in ()).throw(OSError(errno.EL2NSYNC, "whatever that is")))
+        for number in range(4):
+            store_pages(store, page_keys(2, f"{number}"))
+            read_pages(store.tiers[0], keys)
+            store.tiers[0].contains(keys)
+        failing = recording.look()
+    read_pages(store.tiers[0], keys)
+    store_pages(store, page_keys(2, "after"))
+    store.tiers[0].contains(keys)
+    (line,) = [text for record in caplog.records if "fails (" in (text := record.getMessage())]
+    assert line.startswith(f"tier disk: every {kind.replace('_', '-')} fails (EL2NSYNC)")
+    timeline = Timeline()
+    timeline.at_rest(REST, healthy)
+    timeline.firing()
+    timeline.goes_on(3, healthy, failing)
+    timeline.firing()
+    timeline.at_rest(20, failing)
+    timeline.firing(("HicacheCallsFail", "disk"))
+    timeline.goes_on(1, failing, recording.look())
+    timeline.at_rest(5, recording.look())
+    timeline.firing()
+    timeline.play(tmp_path)
+
+
 def test_a_path_that_goes_out_is_told_until_it_is_back(
     tmp_path: Path, opened: Callable[..., ReloadableStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:

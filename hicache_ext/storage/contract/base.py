@@ -6,7 +6,11 @@ A tier says what it is (``type_name``, ``shared``, ``details``) and writes five 
 The base guarantees to the hooks:
   - none is called with nothing to do, nor after ``_close``; keys to remove and identities to clear come once each;
   - ``_close`` is called once, when no other hook runs;
-  - an exception is logged and counted, and the caller gets an answer that is true whatever has happened.
+  - an exception is logged and counted, and the caller gets an answer that is true whatever has happened;
+  - a kind of call (reads, writes, look-ups) that fails through and through is said once for each reason, with what to
+    do, and exported (``failing``), whatever the reason.
+A look-up that could not be asked is no page that is absent: the hook raises (``UnansweredError`` where some pages are
+known), and whoever guards the tier hears of it.
 The tier guarantees what ``contract/store.py`` asks of a store, and may be called from several threads at once.
 """
 
@@ -18,7 +22,8 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
-from hicache_ext.errors import ClearLaterError, StoreClosedError
+from hicache_ext.errors import ClearLaterError, StoreClosedError, UnansweredError
+from hicache_ext.runtime.call_deadline import tell_connection_lost, tell_unanswered
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
@@ -30,6 +35,16 @@ logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_IN_A_ROW = {"read": 3, "write": 3, "look_up": 2}
+"""Failed calls of a kind without one that was answered. Reads and writes are tried again by guards."""
+_SAID_AGAIN = 600.0
+"""Seconds between two lines about one kind of call and one reason."""
+_KINDS = {"get": "read", "set": "write", "contains": "look_up", "count_leading": "look_up"}
+_COSTS = {
+    "read": "every read fails (%s): its pages are computed again",
+    "write": "every write fails (%s): no new page is kept; what it has is read as before",
+    "look_up": "every look-up fails (%s): none of its pages is found",
+}
 _Result = TypeVar("_Result", GetResult, SetResult)
 
 
@@ -46,6 +61,15 @@ class TierStore(abc.ABC):
         self.metrics = metrics or TierMetrics(name)
         self._calls = CallGate(name)
         self._log = LimitedLog(logger)
+        self._failed_calls = dict.fromkeys(_COSTS, 0)
+        """Of each kind, since one was answered."""
+        self._said: set[tuple[str, str]] = set()
+        """Kinds that fail, and reasons."""
+        self._errors = (0, "")
+        """How many there were, and the reason of the last one."""
+        self._failing_log = LimitedLog(logger, _SAID_AGAIN)
+        for kind in _COSTS:
+            self.metrics.set_level("failing", kind, 0.0)
 
     # -- what a tier writes ----------------------------------------------------------------------------------------
 
@@ -59,7 +83,7 @@ class TierStore(abc.ABC):
 
     @abc.abstractmethod
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
-        """As ``contains``."""
+        """As ``contains``. Raises UnansweredError, or anything else, where pages could not be asked for."""
 
     @abc.abstractmethod
     def _remove(self, keys: Sequence[bytes]) -> int:
@@ -148,7 +172,19 @@ class TierStore(abc.ABC):
 
     def count_error(self, error: BaseException, pages: int = 1) -> None:
         """Count ``error`` under ``error/<reason>``: the name of its errno where it has one."""
-        self.metrics.add("error", error_reason(error), pages)
+        self.count_errors({error_reason(error): pages}, is_full=isinstance(error, OSError) and error.errno in _NO_SPACE)
+
+    def count_errors(self, reasons: Mapping[str, int], *, words: str = "", is_full: bool = False) -> None:
+        """Count pages that the medium failed, by reason. ``words``: the reason for the log. ``is_full``: that is told
+        otherwise than as a failure."""
+        if reasons:
+            self.metrics.add_many("error", reasons)
+            if not is_full:
+                self.note_refusal(words or max(reasons, key=reasons.__getitem__))
+
+    def note_refusal(self, reason: str) -> None:
+        """The medium failed, or refuses what it is asked for; ``reason`` is for the log."""
+        self._errors = self._errors[0] + 1, reason
 
     # -- calls of the hooks ------------------------------------------------------------------------------------------
 
@@ -160,10 +196,17 @@ class TierStore(abc.ABC):
         with self._calls:
             if pages == 0:
                 return []
+            errors = self._errors
             try:
                 results = one_for_each(hook(batch), pages)
             except Exception as error:  # noqa: BLE001 - whatever a medium or its client library makes of it
                 results = [type(moved)[self._became_of_pages(error, call, pages)]] * pages
+        kind = type(moved)
+        unmoved = [results.count(result) for result in (kind.ERROR, kind.TIMEOUT, kind.REJECTED)]
+        if sum(unmoved) < pages:
+            self._note_answered(call)
+        elif errors != self._errors or unmoved[0] + unmoved[1]:
+            self._note_failing(call, self._errors[1] or "timeout")
         self.metrics.add_many(call, counted(results))
         self.metrics.add("bytes", call, batch.bytes_of(moved, results))
         return results
@@ -174,6 +217,8 @@ class TierStore(abc.ABC):
             self.metrics.add("rejected", "capacity", pages)
             return "REJECTED"
         self._note_failed_call(error, call, pages)
+        if isinstance(error, ConnectionError):
+            tell_connection_lost()
         return "TIMEOUT" if isinstance(error, TimeoutError) else "ERROR"
 
     def _answer(
@@ -183,14 +228,50 @@ class TierStore(abc.ABC):
         with self._calls:
             if asked is not None and not len(asked):
                 return none
+            pages = 0 if asked is None else len(asked)
             try:
-                return hook(asked)
+                answer = hook(asked)
+            except UnansweredError as error:
+                self.count_errors(error.reasons)
+                tell_unanswered(error.pages, error.of, self._errors[1])
+                if error.pages < error.of:
+                    self._note_answered(call)
+                else:
+                    self._note_failing(call, self._errors[1])
+                return error.answer  # type: ignore[no-any-return]
             except Exception as error:  # noqa: BLE001 - as above
                 self._note_failed_call(error, call)
+                tell_unanswered(pages, pages, error_reason(error))
+                self._note_failing(call, error_reason(error))
                 return none
+            self._note_answered(call)
+            return answer
 
     def _has_each(self, keys: Sequence[bytes]) -> list[bool]:
         return one_for_each(self._has(keys), len(keys))
+
+    def _note_answered(self, call: str) -> None:
+        kind = _KINDS.get(call)
+        if kind is not None and self._failed_calls[kind]:
+            self._failed_calls[kind] = 0
+            self.metrics.set_level("failing", kind, 0.0)
+            if any(said == kind for said, _ in self._said):
+                self._said = {(said, why) for said, why in self._said if said != kind}
+                words = "tier %s: %ss work again"
+                self._failing_log.log(logging.WARNING, kind, words, self.name, kind.replace("_", "-"))
+
+    def _note_failing(self, call: str, reason: str) -> None:
+        kind = _KINDS.get(call)
+        if kind is None:
+            return
+        self._failed_calls[kind] += 1
+        if self._failed_calls[kind] >= _IN_A_ROW[kind] and (kind, reason) not in self._said:
+            self._said.add((kind, reason))
+            self.metrics.set_level("failing", kind, 1.0)
+            words = (
+                f"tier %s: {_COSTS[kind]}; hicache-ext doctor says more, docs/runbook.md#hicachecallsfail what to do"
+            )
+            self._failing_log.log(logging.WARNING, f"{kind} {reason}", words, self.name, reason)
 
     def _note_failed_call(self, error: Exception, call: str, pages: int = 1) -> None:
         if isinstance(error, StoreClosedError):
@@ -215,7 +296,8 @@ def error_reason(error: BaseException) -> str:
     """A word for the metrics."""
     if isinstance(error, OSError):
         known = errno.errorcode.get(error.errno or 0)
-        return known or ("timeout" if isinstance(error, TimeoutError) else "unknown")
+        unknown = f"errno_{error.errno}" if error.errno else "unknown"
+        return known or ("timeout" if isinstance(error, TimeoutError) else unknown)
     return "raised"
 
 
@@ -238,7 +320,11 @@ def leading_in_portions(
     long as the one before, up to ``longest``."""
     done = 0
     while done < len(keys):
-        present = has(keys[done : done + portion])
+        try:
+            present = has(keys[done : done + portion])
+        except UnansweredError as error:
+            error.answer = done + leading(error.answer)
+            raise
         run = leading(present)
         done += run
         if run < len(present):

@@ -297,7 +297,8 @@ class PageStore(Protocol):
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys are present, in order. A present key may still turn out CORRUPT when read.
 
-        False also where that is unknown; ``metrics`` has then counted an error, timeout or rejected.
+        False also where that is unknown; ``metrics`` has then counted an error, timeout or rejected, and the guards of
+        the tier were told (``tell_unanswered``).
         """
 
     def count_leading(self, keys: Sequence[bytes]) -> int:

@@ -14,7 +14,8 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -57,32 +58,51 @@ def trial_directory(path: Path) -> Iterator[Path]:
         shutil.rmtree(made)
 
 
-def try_store(store: PageStore, page_bytes: int = _PAGE_BYTES) -> list[Finding]:
-    """Round trip, latency and bandwidth of ``store``; leaves nothing behind. Errors of the store become findings."""
+def try_store(store: PageStore, page_bytes: int = _PAGE_BYTES, again: PageStore | None = None) -> list[Finding]:
+    """Round trip, latency and bandwidth of ``store``; leaves nothing behind. Errors of the store become findings.
+
+    ``again``: another store of the same medium, that remembers nothing of what the first one wrote: what it finds other
+    servers find, too."""
+    again = again or store
     digest = secrets.token_bytes(IDENTITY_LENGTH)
     keys = [digest + hashlib.sha256(bytes([number])).digest() for number in range(_PAGES)]
     content = [hashlib.shake_128(key).digest(page_bytes) for key in keys]
     targets = [bytearray(page_bytes) for _ in keys]
+    errors = _errors_of(store, again)
     try:
         began = time.perf_counter()
         written = store.set(PageBatch(keys, [[memoryview(page)] for page in content]))
         wrote = time.perf_counter() - began
+        found = again.count_leading(keys), sum(again.contains(keys))
         began = time.perf_counter()
-        read = store.get(PageBatch(keys, [[memoryview(page)] for page in targets]))
+        read = again.get(PageBatch(keys, [[memoryview(page)] for page in targets]))
         took = time.perf_counter() - began
         look_ups = []
         for _ in range(_LOOK_UPS):
             began = time.perf_counter()
-            store.contains(keys[:1])
+            again.contains(keys[:1])
             look_ups.append(time.perf_counter() - began)
     finally:
-        store.remove(keys)
-    found = _judge(written, read, [bytes(page) for page in targets] == content)
-    if found.level is not Level.OK:
-        return [found]
+        removed = again.remove(keys)
+    steps = {
+        "were written": written.count(SetResult.STORED),
+        "found": min(found),
+        "read back": read.count(GetResult.HIT),
+        "removed": removed,
+    }
+    done = all(count == _PAGES for count in steps.values())
+    if done and [bytes(page) for page in targets] != content:
+        seen = "pages came back with other bytes"
+        return [Finding("round trip", Level.ERROR, seen, "do not use this store; report it")]
+    if not done:
+        reasons = {r.value for r in written if not r.durable} | {r.value for r in read if r is not GetResult.HIT}
+        reasons |= {reason for reason, count in _errors_of(store, again).items() if count > errors.get(reason, 0)}
+        seen = f"of {_PAGES} pages {', '.join(f'{count} {step}' for step, count in steps.items())}"
+        remedy = "look at the other findings of this tier, and at its timeout"
+        return [Finding("round trip", Level.ERROR, f"{seen} ({', '.join(sorted(reasons))})", remedy)]
     total = _PAGES * page_bytes
     return [
-        found,
+        Finding("round trip", Level.OK, f"{_PAGES} pages written, read back and removed"),
         Finding("latency", Level.OK, f"a look-up takes {statistics.median(look_ups) * 1e3:.2f} ms (median)"),
         Finding(
             "bandwidth",
@@ -93,20 +113,9 @@ def try_store(store: PageStore, page_bytes: int = _PAGE_BYTES) -> list[Finding]:
     ]
 
 
-def _judge(written: Sequence[SetResult], read: Sequence[GetResult], same: bool) -> Finding:
-    complete = all(result is SetResult.STORED for result in written) and all(result is GetResult.HIT for result in read)
-    if complete and same:
-        return Finding("round trip", Level.OK, f"{_PAGES} pages written, read back and removed")
-    if all(result is GetResult.HIT for result in read) and not same:
-        return Finding(
-            "round trip", Level.ERROR, "pages came back with other bytes", "do not use this store; report it"
-        )
-    stored = sum(result is SetResult.STORED for result in written)
-    hits = sum(result is GetResult.HIT for result in read)
-    reasons = sorted({r.value for r in written if not r.durable} | {r.value for r in read if r is not GetResult.HIT})
-    return Finding(
-        "round trip",
-        Level.ERROR,
-        f"of {_PAGES} pages {stored} were written and {hits} read back ({', '.join(reasons)})",
-        "look at the other findings of this tier, and at its timeout",
-    )
+def _errors_of(*stores: PageStore) -> Counter[str]:
+    """How often each error was counted."""
+    errors: Counter[str] = Counter()
+    for store in stores:
+        errors.update({why: count for (event, why), count in store.metrics.snapshot().items() if event == "error"})
+    return errors

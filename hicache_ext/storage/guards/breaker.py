@@ -1,8 +1,11 @@
 """The circuit breaker of a tier: judges its calls, gives it up, and probes it in the background.
 
-A call that ran into its deadline opens the breaker immediately, because the next one would cost as much. Half of the
-recent calls failed or slow open it, too; so do reads with damaged pages, if they are half of the recent reads. After a
-call that ran into a learnt deadline the breaker is in *doubt*: the tier hangs, or is slower than it was.
+Score is kept of reads and writes apart, whatever a store says where it refuses one of them. Reads and look-ups open the
+breaker: one that ran into its deadline immediately, because the next one would cost as much; half of the recent ones
+failed or slow, too; and so do reads with damaged pages, if they are half of the recent reads. After a call that ran
+into a learnt deadline the breaker is in *doubt*: the tier hangs, or is slower than it was. Writes by the same measures
+pause writes alone (``WritePause``), and those that ran into a deadline have the tier probed. A connection that is gone
+counts for both.
 
 A probe reads the page whose read failed, or one that is absent, on a thread of its own into memory of its own: never on
 SGLang's threads, never into host pages. States, slow start and pauses: runtime/breaker.py. Reasons:
@@ -20,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hicache_ext.runtime.background import Backoff
-from hicache_ext.runtime.breaker import Breaker, BreakerState
+from hicache_ext.runtime.breaker import WRITE_PAUSES, Breaker, BreakerState, WritePause
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.guards.time_limits import AT_LIMIT, Call
 
@@ -85,10 +88,11 @@ class TierBreaker(Breaker):
         self._store = store
         self._settings = settings
         self._read = read
-        self._recent: deque[tuple[float, bool]] = deque(maxlen=_RECENT_CALLS)
-        """(when, whether bad)."""
-        self._reads: deque[tuple[float, bool]] = deque(maxlen=_RECENT_CALLS)
-        """(when, whether damaged), of reads that got pages."""
+        self.writes = WritePause(clock)
+        self._recent: dict[str, deque[tuple[float, bool]]] = {
+            score: deque(maxlen=_RECENT_CALLS) for score in ("reads and look-ups", "writes", "pages that arrived")
+        }
+        """(when, whether bad, or damaged)."""
         self._suspect: tuple[bytes, int] | None = None
         """Key and payload bytes of a page whose read failed."""
         self._opened_at = 0.0
@@ -105,7 +109,8 @@ class TierBreaker(Breaker):
         super().take_over(before)
         if isinstance(before, TierBreaker):
             with before._lock, self._lock:
-                self._recent, self._reads = before._recent.copy(), before._reads.copy()
+                self._recent = {score: calls.copy() for score, calls in before._recent.items()}
+            self.writes = before.writes
             self._suspect, self._opened_at = before._suspect, before._opened_at
 
     # -- what a call shows -----------------------------------------------------------------------------------------
@@ -113,20 +118,32 @@ class TierBreaker(Breaker):
     def transferred(self, ticket: int, call: Call, batch: PageBatch, results: list[R], seconds: float) -> None:
         """A ``get`` or ``set`` has ended after ``seconds``, without those in our own queue: that is no evidence."""
         outcome, reason = self._judge_transfer(call, batch, results, seconds) if results else (Outcome.UNKNOWN, "")
-        if call.name == "get" and outcome is not Outcome.GOOD and results:
+        if call.name == "set":
+            self.record_write(ticket, outcome, reason)
+            if outcome is Outcome.FAILED and call.unanswered.connection_lost:
+                self.record(ticket, outcome, reason)
+            return
+        if outcome is not Outcome.GOOD and results:
             self._suspect = (batch.keys[0], batch.sizes[0])
         self.record(ticket, outcome, reason)
-        if call.name == "get":
-            # A damaged page is computed again. If most pages are damaged, reads cost their transfers for nothing.
-            read: list[Any] = results
-            damaged, good = read.count(GetResult.CORRUPT), read.count(GetResult.HIT)
-            if damaged or good:
-                self.record_read(ticket, damaged >= good, f"{damaged} of {damaged + good} pages were damaged")
+        # A damaged page is computed again. If most pages are damaged, reads cost their transfers for nothing.
+        read: list[Any] = results
+        damaged, good = read.count(GetResult.CORRUPT), read.count(GetResult.HIT)
+        if damaged or good:
+            self.record_read(ticket, damaged >= good, f"{damaged} of {damaged + good} pages were damaged")
 
     def answered(self, ticket: int, call: Call, found: int, seconds: float) -> None:
-        """A look-up has ended: failures look like absence, so only time and pages found are evidence."""
-        if not found and seconds >= (call.seconds - call.queued) * AT_LIMIT:
+        """A look-up or a removal has ended. What it did not find says nothing of the tier."""
+        late = not found and seconds >= (call.seconds - call.queued) * AT_LIMIT
+        unanswered = call.unanswered
+        if call.name == "remove":
+            if late:
+                self.record_write(ticket, *_ran_out_of_time(call, "removal", seconds))
+        elif late:
             self.record(ticket, *_ran_out_of_time(call, "look-up", seconds))
+        elif unanswered.pages and 2 * unanswered.pages >= unanswered.of:
+            reason = f"{unanswered.pages} of {unanswered.of} pages could not be looked up ({unanswered.reason})"
+            self.record(ticket, Outcome.FAILED, reason)
         elif seconds > self._settings.slow_call + found * _SLOWEST_LOOK_UP:
             self.record(ticket, Outcome.SLOW, f"a look-up took {seconds:.2g} s")
         elif found:
@@ -153,34 +170,62 @@ class TierBreaker(Breaker):
             return Outcome.SLOW, f"a call took {seconds:.2g} s"
         return Outcome.GOOD, ""
 
+    def raised(self, ticket: int, call: Call, error: Exception) -> None:
+        """A call raised, which no store is to do."""
+        reason = f"a call raised {type(error).__name__}"
+        writes = call.name in ("set", "remove")
+        if writes:
+            self.record_write(ticket, Outcome.FAILED, reason)
+        if not writes or isinstance(error, ConnectionError):
+            self.record(ticket, Outcome.FAILED, reason)
+
+    def record_write(self, ticket: int, outcome: Outcome, reason: str = "") -> None:
+        """How a write ended, as ``record``: nothing but writes is held back for it."""
+        name = self._store.name
+        if outcome is Outcome.GOOD:
+            self._is_too_much("writes", ticket, False)
+            if self.writes.end():
+                logger.warning("hicache_ext: tier %s takes writes again", name)
+        elif outcome is not Outcome.UNKNOWN:
+            too_much = self._is_too_much("writes", ticket, True) or self.writes.in_doubt
+            late = outcome in (Outcome.TIMEOUT, Outcome.LATE)
+            if (too_much or late) and self.writes.begin(reason):
+                words = (
+                    "hicache_ext: tier %s: writes pause: %s; it is read as before, and written again after %g to %g s"
+                )
+                logger.warning(words, name, reason, WRITE_PAUSES.first, WRITE_PAUSES.longest)
+            if late:
+                # It may hang altogether, which the next read is not to find out.
+                self.examine(reason)
+
     def record(self, ticket: int, outcome: Outcome, reason: str = "") -> None:
-        """How the call ended that ``ticket`` was given for; ``reason`` is for the log."""
+        """How the read or look-up ended that ``ticket`` was given for; ``reason`` is for the log."""
         if outcome is Outcome.UNKNOWN:
             return
-        too_much = self._is_too_much(self._recent, ticket, outcome is not Outcome.GOOD)
+        too_much = self._is_too_much("reads and look-ups", ticket, outcome is not Outcome.GOOD)
         if too_much or outcome in (Outcome.TIMEOUT, Outcome.LATE):
             self.trip(reason, ticket, in_doubt=outcome is Outcome.LATE)
 
     def record_read(self, ticket: int, damaged: bool, reason: str) -> None:
         """Whether the pages that a call read, besides how it ended, were mostly not what somebody had written."""
-        if self._is_too_much(self._reads, ticket, damaged):
+        if self._is_too_much("pages that arrived", ticket, damaged):
             self.trip(reason, ticket)
 
-    def _is_too_much(self, calls: deque[tuple[float, bool]], ticket: int, bad: bool) -> bool:
+    def _is_too_much(self, score: str, ticket: int, bad: bool) -> bool:
         """Note a call; whether enough of those of the last minute were bad. In the slow start one is enough."""
         now = self._clock()
         with self._lock:
             if ticket != self._generation or self._state is BreakerState.OPEN:
                 return False
-            calls.append((now, bad))
-            recent = [was_bad for when, was_bad in calls if now - when <= _RECENT_SECONDS]
+            self._recent[score].append((now, bad))
+            recent = [was_bad for when, was_bad in self._recent[score] if now - when <= _RECENT_SECONDS]
             half = sum(recent) >= _LEAST_BAD_CALLS and sum(recent) >= _BAD_SHARE * len(recent)
             return bad and (half or self._state is not BreakerState.CLOSED)
 
     def _change(self, state: BreakerState) -> None:
         super()._change(state)
-        self._recent.clear()
-        self._reads.clear()
+        for calls in self._recent.values():
+            calls.clear()
 
     def _changed(self, state: BreakerState, reason: str) -> None:
         name = self._store.name

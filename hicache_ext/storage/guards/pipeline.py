@@ -7,7 +7,8 @@ The order of its rules, from SGLang inwards, and why each stands where it does:
 2. *Time limit* (time_limits.py): from here on a call has a deadline, which the queue, the retries and the store share.
    The breaker's probes begin behind it and have the whole timeout, not the learnt one. Reads and look-ups delay a first
    token; writes do not, and may take longer. Each kind learns separately.
-3. *Breaker* (breaker.py): refuses calls while the tier is given up. One that it refuses takes no place in the queue.
+3. *Breaker* (breaker.py): refuses calls while the tier is given up, and writes while the tier refuses them: of those
+   it is only asked which pages it has. A call that is refused takes no place in the queue.
 4. *Concurrency limit*: a bounded number of calls simultaneously (reads, writes, promotion, prefetch together); removals
    are rare and go past it. The queue is this process's own and says nothing about the tier. So a call waits at most
    half of its time, which leaves the tier twice what its slowest recent call took; the breaker subtracts the wait.
@@ -38,7 +39,7 @@ from hicache_ext.runtime.file_systems import is_on_network
 from hicache_ext.storage.contract.base import one_for_each
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 from hicache_ext.storage.contract.wrapper import DelegatingStore
-from hicache_ext.storage.guards.breaker import BreakerSettings, Outcome, TierBreaker
+from hicache_ext.storage.guards.breaker import BreakerSettings, TierBreaker
 from hicache_ext.storage.guards.deadline import Deadline
 from hicache_ext.storage.guards.look_ups import ExistsBudget
 from hicache_ext.storage.guards.time_limits import Call, LearntLimit
@@ -209,6 +210,10 @@ class GuardedStore(DelegatingStore):
         return results
 
     def set(self, batch: PageBatch) -> list[SetResult]:
+        if self.breaker is not None and self.breaker.writes.reason:
+            present = self.contains(batch.keys)
+            self.metrics.add("rejected", "paused", present.count(False))
+            return [SetResult.EXISTS if there else SetResult.REJECTED for there in present]
         call = self._writes.begin("set", len(batch), sum(batch.sizes))
         return self._transfer(call, batch, self.inner.set, SetResult, SetResult.STORED)
 
@@ -321,7 +326,7 @@ class GuardedStore(DelegatingStore):
             self.metrics.add("error", "raised")
             answer = failed
             if self.breaker is not None:
-                self.breaker.record(ticket, Outcome.FAILED, f"a call raised {type(error).__name__}")
+                self.breaker.raised(ticket, call, error)
         else:
             # Our own queue is no evidence against the tier.
             evidence = judge(ticket, answer, self._clock() - begun - call.queued)
@@ -340,7 +345,7 @@ class GuardedStore(DelegatingStore):
                 self.metrics.add("rejected", "concurrency", call.pages)
                 return refused
         try:
-            with ending_at(call.deadline):
+            with ending_at(call.deadline, call.unanswered):
                 return work()
         finally:
             if places is not None:

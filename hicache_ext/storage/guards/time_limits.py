@@ -17,7 +17,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from hicache_ext.runtime.call_deadline import Unanswered
 
 AT_LIMIT = 0.9
 """A call that took this share of its limit was cut; a look-up cannot report that itself."""
@@ -46,6 +48,8 @@ class Call:
     """What learns from it, if anything does."""
     queued: float = 0.0
     """How long it has waited for its place."""
+    unanswered: Unanswered = field(default_factory=Unanswered)
+    """What a look-up could not find out."""
 
     @property
     def deadline(self) -> float:

@@ -69,6 +69,7 @@ HELP = {
     "prefetch_bytes": "Bytes fetched ahead of the read, by outcome.",
     "breaker": "State changes of the circuit breaker.",
     "breaker_state": "The circuit breaker now: 0 closed or none, 1 half open, 2 open.",
+    "failing": "1 while every read, write or look-up of the tier fails, by which; 0 since one was answered.",
     "tier_up": "1 while the tier can be reached; 0 also before it was reached for the first time.",
     "capacity_bytes": "Bytes that the tier may take; NaN where it has no limit or does not know.",
     "used_bytes": "Bytes that pages take in the tier; NaN where it does not know.",

@@ -278,8 +278,11 @@ def _resize(live: TierHandle, wanted: TierConfig) -> None:
 
 def used_tiers(config: HicacheExtConfig) -> dict[str, TierConfig]:
     """The tiers that are read or written, in written order."""
+    written = {*config.store_locations, config.promote_to}
     used = {*config.retrieve_locations, *config.store_locations}
-    return {name: tier for name, tier in config.tiers.items() if name in used}
+    return {
+        name: tier if name in written else tier.not_written() for name, tier in config.tiers.items() if name in used
+    }
 
 
 def open_live_tiers(configs: Mapping[str, TierConfig], role: str, *, measured: bool = False) -> dict[str, TierHandle]:

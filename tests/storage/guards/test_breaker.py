@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 
 from hicache_ext.errors import StoreClosedError
-from hicache_ext.runtime.breaker import BreakerState
+from hicache_ext.runtime.background import Backoff
+from hicache_ext.runtime.breaker import BreakerState, WritePause
+from hicache_ext.storage.contract.base import TierStore
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.guards.breaker import LONGEST_PROBE_INTERVAL, BreakerSettings, Outcome, TierBreaker
 from hicache_ext.storage.guards.pipeline import GuardedStore
@@ -351,6 +354,92 @@ def test_a_store_that_raises_is_a_store_that_fails() -> None:
     assert read_pages(store, [KEY])[0] == [GetResult.ERROR]
     assert store_pages(store, [KEY]) == [SetResult.ERROR]
     assert store.contains([KEY]) == [False]
+    assert store.breaker.state is OPEN
+    store.close()
+
+
+@pytest.mark.parametrize("result", [SetResult.ERROR, SetResult.TIMEOUT])
+def test_failing_writes_pause_writes_and_nothing_else(
+    result: SetResult, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Seen: of a pool over its quota 3 of 60 reads were answered."""
+    monkeypatch.setattr("hicache_ext.runtime.breaker.WRITE_PAUSES", Backoff(60.0, 60.0))
+    inner = MemoryPageStore()
+    store_pages(inner, [KEY])
+    failing = FailingStore(inner, set_result=result)
+    failing.get, failing.contains = inner.get, inner.contains  # type: ignore[method-assign]
+    store = guard(failing, breaker=QUICK)
+    for number in range(60):
+        store_pages(store, page_keys(1, f"{number}"))
+        assert_hits(store, [KEY])
+        assert store.contains([KEY]) == [True]
+    # What is there is said to be there.
+    assert store_pages(store, [KEY, OTHER]) == [SetResult.EXISTS, SetResult.REJECTED]
+    assert store.metrics.value("rejected", "paused") >= 57
+    assert store.breaker.state is CLOSED and "writes pause" in caplog.text
+    assert len([record for record in caplog.records if "writes pause" in record.getMessage()]) == 1
+    store.close()
+
+
+def test_the_pauses_of_writes_grow_and_end_with_the_first_one_that_is_taken(clock: Clock) -> None:
+    pause = WritePause(clock)
+    assert pause.begin("full") and not pause.begin("full") and pause.reason == "full"
+    lengths = []
+    for _ in range(8):
+        began = clock.now
+        while pause.reason:
+            clock.now += 0.1
+        lengths.append(clock.now - began)
+        pause.begin("full")
+    assert lengths[0] <= 1.2 and lengths[3] > 3 and max(lengths) <= 30.2
+    assert pause.end() and not pause.end() and not pause.reason and not pause.in_doubt
+
+
+def test_a_write_that_hangs_has_the_tier_probed_before_a_read_pays_for_it(hung: HungStore) -> None:
+    store = guard(hung, timeout=0.1, bounce_memory=1 << 20, breaker=BreakerSettings(probe_interval=60.0))
+    hung.hang()
+    assert store_pages(store, [KEY]) == [SetResult.TIMEOUT]
+    wait_until(lambda: store.breaker.state is OPEN)
+    assert read_pages(store, [KEY])[0] == [GetResult.REJECTED]
+    hung.let_go()
+    store.close()
+
+
+class Unreachable(TierStore):
+    """A medium that cannot be looked at, or cannot be reached for writes."""
+
+    type_name = "unreachable"
+
+    def _read(self, batch: PageBatch) -> list[GetResult]:
+        return [GetResult.MISS] * len(batch)
+
+    def _write(self, batch: PageBatch) -> list[SetResult]:
+        raise ConnectionRefusedError("nobody there")
+
+    def _has(self, keys: Sequence[bytes]) -> list[bool]:
+        raise PermissionError(errno.EACCES, "not allowed to ask")
+
+    def _remove(self, keys: Sequence[bytes]) -> int:
+        return 0
+
+    def _clear(self, digests: Sequence[bytes] | None) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("look_up", ["contains", "count_leading"])
+def test_pages_that_could_not_be_asked_for_are_no_absent_pages(look_up: str, caplog: pytest.LogCaptureFixture) -> None:
+    store = guard(Unreachable("far"), breaker=BreakerSettings(probe_interval=60.0))
+    for _ in range(3):
+        assert getattr(store, look_up)([KEY, OTHER]) in ([False, False], 0)
+    assert store.breaker.state is OPEN
+    assert "2 of 2 pages could not be looked up (EACCES)" in caplog.text
+    store.close()
+
+
+def test_a_connection_that_is_gone_counts_for_readers_too() -> None:
+    store = guard(Unreachable("far"), breaker=BreakerSettings(probe_interval=60.0))
+    for number in range(3):
+        store_pages(store, page_keys(1, f"{number}"))
     assert store.breaker.state is OPEN
     store.close()
 

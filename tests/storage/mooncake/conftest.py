@@ -100,7 +100,7 @@ class DamagingClient:
 
 def open_with(client: Any, tier: MooncakeTierConfig) -> MooncakeStore:
     """A store that uses this client of the library."""
-    return MooncakeStore("pool", tier, Attachment("pool", _EngineOfOneClient(tier, client), required=True))
+    return MooncakeStore("pool", tier, Attachment("pool", _EngineOfOneClient(tier, client)))
 
 
 @pytest.fixture(scope="module")

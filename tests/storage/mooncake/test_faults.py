@@ -10,6 +10,7 @@ import pytest
 from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.guards.late_open import LateStore
 from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,
@@ -202,12 +203,16 @@ def test_a_required_tier_without_a_master_does_not_start_and_says_why(cluster):
 def test_a_tier_that_is_not_required_attaches_when_the_master_comes(cluster):
     tier = tier_for(cluster, required=False)
     cluster.kill_master()
-    opened, _ = timed("open without a master", lambda: open_tier("pool", tier), LONGEST_START)
-    assert isinstance(opened, MooncakeStore)
+
+    def open_() -> LateStore:
+        return LateStore("pool", "mooncake", lambda: open_tier("pool", tier), first_wait=LONGEST_START, first_pause=0.2)
+
+    opened, _ = timed("open without a master", open_, LONGEST_START)
     try:
         assert store_pages(opened, page_keys(1)) == [SetResult.REJECTED]
         cluster.start_master()
-        comes_back(opened)
+        wait_until(lambda: opened.inner is not None)
+        comes_back(opened.inner)
     finally:
         opened.close()
 

@@ -165,7 +165,7 @@ def engine(tier) -> RecordingEngine:
 
 @pytest.fixture
 def store(tier, engine):
-    store = MooncakeStore("pool", tier, Attachment("pool", engine, required=True))
+    store = MooncakeStore("pool", tier, Attachment("pool", engine))
     yield store
     store.close()
 
@@ -203,19 +203,12 @@ def test_memory_that_the_library_refuses_is_a_result_of_its_transfers(engine, st
     assert store_pages(store, page_keys(1)) == [SetResult.ERROR]
 
 
-def test_memory_that_the_library_knew_is_registered_again_with_a_new_client(tier):
+def test_a_pool_that_cannot_be_reached_is_no_store(tier):
     engine = RecordingEngine(tier)
     engine.up = False
-    attachment = Attachment("pool", engine, required=False)
-    store = MooncakeStore("pool", tier, attachment)
-    attachment.register(regions(4096))
-    attachment.register(regions(0))
+    with pytest.raises(StoreSetupError, match="no master"):
+        Attachment("pool", engine)
     assert engine.client.calls == []
-    assert store_pages(store, page_keys(1)) == [SetResult.REJECTED]
-    engine.up = True
-    wait_until(lambda: store.attached)
-    assert [size for _, size in engine.client.registered] == [4096]
-    store.close()
 
 
 def test_nothing_reaches_the_client_after_close_which_waits_for_calls_under_way(engine, store):
@@ -459,7 +452,7 @@ def test_what_is_cleared_while_the_master_is_away_is_hidden_until_it_is_removed_
 
 
 def test_a_call_that_does_not_end_is_left_behind_with_memory_of_the_store_alone(tier, engine):
-    store = MooncakeStore("pool", tier, Attachment("pool", engine, required=True))
+    store = MooncakeStore("pool", tier, Attachment("pool", engine))
     keys = page_keys(3)
     store_pages(store, keys, [3000])
     engine.tier = tier.model_copy(update={"timeout": 0.2})
@@ -575,7 +568,8 @@ def test_a_pool_in_trouble_logs_each_kind_of_it_once(engine, store, caplog):
         with ending_within(0.01):
             store.contains(keys)
         wait_until(lambda: store.attached)
-    assert len(caplog.records) == 1
+    assert len(caplog.records) == 2
+    assert "no answer in" in caplog.text and "every look-up fails (timeout)" in caplog.text
 
 
 def test_while_all_holders_answer_nobody_asks_where_pages_lie(engine, store):
@@ -676,7 +670,7 @@ def test_late_writes_hold_back_writes_alone_and_those_after_them_are_small_and_w
 
 
 def test_a_call_ends_by_the_limit_that_it_was_given(tier, engine):
-    store = MooncakeStore("pool", tier, Attachment("pool", engine, required=True))
+    store = MooncakeStore("pool", tier, Attachment("pool", engine))
     keys = page_keys(3)
     store_pages(store, keys)
     engine.tier = tier.model_copy(update={"timeout": 3600.0})
@@ -703,7 +697,7 @@ def test_what_is_left_of_a_batch_at_the_deadline_is_not_begun(engine, store):
 
 def test_a_client_with_a_call_that_never_ends_is_not_closed_under_it(tier, engine):
     engine.tier = tier.model_copy(update={"timeout": 0.2})
-    store = MooncakeStore("pool", tier, Attachment("pool", engine, required=True))
+    store = MooncakeStore("pool", tier, Attachment("pool", engine))
     go_on = threading.Event()
     engine.client.batch_put_from_multi_buffers = lambda names, *_: [go_on.wait(20) and 0 for _ in names]
     assert store_pages(store, page_keys(2)) == [SetResult.TIMEOUT] * 2
@@ -714,7 +708,7 @@ def test_a_client_with_a_call_that_never_ends_is_not_closed_under_it(tier, engin
 
 def test_a_removal_that_never_ends_does_not_hold_close(tier, engine):
     engine.tier = tier.model_copy(update={"timeout": 0.2})
-    store = MooncakeStore("pool", tier, Attachment("pool", engine, required=True))
+    store = MooncakeStore("pool", tier, Attachment("pool", engine))
     removing, go_on = threading.Event(), threading.Event()
 
     def remove(*_):

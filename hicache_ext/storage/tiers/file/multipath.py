@@ -458,7 +458,8 @@ class SpreadStore:
             part.failed_calls[kind] = 0
             return answer
         part.failed_calls[kind] += 1
-        if part.failed_calls[kind] >= CALLS_BEFORE_OUT:
+        # A file system that became read-only, or a device that takes nothing more, goes on being read.
+        if part.failed_calls[kind] >= CALLS_BEFORE_OUT and kind != "set":
             self._take_out(number, part.last_error)
         return answer
 

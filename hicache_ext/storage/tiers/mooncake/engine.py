@@ -191,16 +191,16 @@ class _LateCall:
 
 
 class Attachment:
-    """The client, or the attempt to get one. Any thread."""
+    """The client. Any thread."""
 
-    def __init__(self, name: str, engine: Engine, *, required: bool) -> None:
-        """Raises StoreSetupError when the pool cannot be reached and ``required`` is set."""
+    def __init__(self, name: str, engine: Engine) -> None:
+        """Raises StoreSetupError when the pool cannot be reached."""
         self.name = name
         self.engine = engine
         self.log = LimitedLog(logger)
         """For all parts of the tier."""
         self._condition = threading.Condition()
-        self._client: Any = None
+        self._client = engine.open_client()
         self._master = Breaker(f"hicache-{name}-return", self._try_to_return, _ATTEMPTS, on_change=self._master_changed)
         self._under_way = 0
         self._late = 0
@@ -214,13 +214,6 @@ class Attachment:
         self._registered: list[int] = []
         self.on_return: Callable[[], None] = lambda: None
         """Called when calls go through again, on the thread that found the master."""
-        try:
-            self._client = engine.open_client()
-        except StoreSetupError as error:
-            if required:
-                raise
-            logger.warning("hicache_ext: %s; going on without it until it answers (required: false)", error)
-            self._master.trip(str(error))
 
     @contextlib.contextmanager
     def client(self) -> Iterator[Any]:
@@ -360,14 +353,10 @@ class Attachment:
                 if any(_contains(known, place) for known in self._memory):
                     continue
                 self._memory.append(place)
-                if self._client is not None:
-                    self._register(self._client, place)
-
-    def _register(self, client: Any, place: tuple[int, int]) -> None:
-        result = client.register_buffer(*place)
-        if result != OK:
-            raise StoreSetupError(self.name, f"{place[1]} bytes of memory could not be registered (code {result})")
-        self._registered.append(place[0])
+                if (result := self._client.register_buffer(*place)) != OK:
+                    problem = f"{place[1]} bytes of memory could not be registered (code {result})"
+                    raise StoreSetupError(self.name, problem)
+                self._registered.append(place[0])
 
     # -- away and back ---------------------------------------------------------------------------------------------
 
@@ -377,41 +366,15 @@ class Attachment:
                 self.log.log(logging.WARNING, "master", "hicache_ext: tier %s: %s", self.name, reason)
 
     def _try_to_return(self) -> bool:
-        if not self.engine.master_answers(_PROBE_SECONDS):
+        """Whether the master answers: a frozen one has an open port, too."""
+        if not self.engine.master_answers(_PROBE_SECONDS) or self._client.is_exist(_PROBE_KEY) in MASTER_LOST:
             return False
-        try:
-            returned = self._return()
-        except Exception as error:  # noqa: BLE001 - the next attempt may do better
-            self.log.log(logging.WARNING, "return", "hicache_ext: tier %s: not back yet: %s", self.name, error)
-            return False
-        if returned:
-            self.log.log(logging.INFO, "back", "hicache_ext: tier %s: the master answers again", self.name)
-        return returned
+        self.log.log(logging.INFO, "back", "hicache_ext: tier %s: the master answers again", self.name)
+        return True
 
     def _master_changed(self, state: BreakerState, _: str) -> None:
         if state is BreakerState.CLOSED:
             self.on_return()
-
-    def _return(self) -> bool:
-        """Attach, or ask the attached client whether its master answers: a frozen master has an open port, too."""
-        client = self._client
-        if client is None:
-            client = self.engine.open_client()
-            with self._condition:
-                if self._closed:
-                    client.close()
-                    return True
-                try:
-                    for place in self._memory:
-                        self._register(client, place)
-                except StoreSetupError:
-                    self._registered.clear()
-                    client.close()
-                    raise
-                self._client = client
-        elif client.is_exist(_PROBE_KEY) in MASTER_LOST:
-            return False
-        return True
 
     def close(self) -> None:
         """Wait for calls under way, give memory back, close the client. Idempotent.
@@ -433,12 +396,10 @@ class Attachment:
         self._threads.close(max(0.0, deadline - time.monotonic()))
         if not ended:
             logger.warning("hicache_ext: tier %s: a call has not ended; its client stays open", self.name)
-        elif self._client is not None:
+        else:
             for address in self._registered:
                 self._client.unregister_buffer(address)
-            self._registered.clear()
             self._client.close()
-            self._client = None
 
 
 def _contains(known: tuple[int, int], place: tuple[int, int]) -> bool:

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from hicache_ext.errors import ClearLaterError, StoreClosedError, StoreSetupError
+from hicache_ext.errors import ClearLaterError, StoreClosedError, StoreSetupError, UnansweredError
 from hicache_ext.page import envelope
 from hicache_ext.page.page_object import gather, scatter
 from hicache_ext.runtime.call_deadline import call_deadline
@@ -187,7 +187,7 @@ class MooncakeStore(TierStore):
         names = {position: self._object_name(batch.keys[position]) for position in positions}
         codes = self._attachment.call_bounded(lambda: client.batch_is_exist(list(names.values())), deadline)
         if codes is None:
-            self.metrics.add("error", "timeout", len(positions))
+            self.count_errors({"timeout": len(positions)})
             for position in positions:
                 results[position] = GetResult.TIMEOUT
             return []
@@ -195,7 +195,7 @@ class MooncakeStore(TierStore):
             results[position] = GetResult.MISS
             if code < 0:
                 results[position] = _GET_RESULTS.get(code, GetResult.ERROR)
-                self.metrics.add("error", engine.reason_of(code))
+                self.count_errors({engine.reason_of(code): 1})
                 self._attachment.report(code)
         present = [position for position, code in zip(positions, codes, strict=True) if code == 1]
         lost = self._holders.lost(client, [names[position] for position in present], deadline)
@@ -225,7 +225,7 @@ class MooncakeStore(TierStore):
             learn=lambda codes: self._learn(client, lengths, codes),
         )
         if codes is None:
-            self.metrics.add("error", "timeout", len(portion.positions))
+            self.count_errors({"timeout": len(portion.positions)})
             for position in portion.positions:
                 results[position] = GetResult.TIMEOUT
             return False
@@ -248,7 +248,7 @@ class MooncakeStore(TierStore):
             else:
                 results[position] = _GET_RESULTS.get(code, GetResult.ERROR)
                 if results[position] is not GetResult.MISS:
-                    self.metrics.add("error", engine.reason_of(code))
+                    self.count_errors({engine.reason_of(code): 1})
                 self._attachment.report(code)
         self._bad_pages.clear(batch.keys[i] for i in portion.positions if results[i] is GetResult.HIT)
         return other_sizes is not None and not any(code in engine.MASTER_LOST for code in codes)
@@ -289,10 +289,13 @@ class MooncakeStore(TierStore):
             )
 
     def _contains(self, client: Any, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """Which of the pages can be read."""
-        present = self._exist(client, keys, deadline)
+        """Which of the pages can be read. Raises UnansweredError."""
+        present, failed = self._ask(client, keys, deadline)
         lost = self._lost(client, keys, present, deadline)
-        return [there and key not in lost for key, there in zip(keys, present, strict=True)]
+        readable = [there and key not in lost for key, there in zip(keys, present, strict=True)]
+        if failed:
+            raise UnansweredError(readable, failed.total(), len(keys), failed)
+        return readable
 
     def _lost(self, client: Any, keys: Sequence[bytes], present: Sequence[bool], deadline: float) -> set[bytes]:
         """Those of the present pages whose holders are out."""
@@ -302,22 +305,27 @@ class MooncakeStore(TierStore):
         return {names[name] for name in self._holders.lost(client, list(names), deadline)}
 
     def _exist(self, client: Any, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """Which of the pages the master has."""
+        """Which of the pages the master says that it has."""
+        present, failed = self._ask(client, keys, deadline)
+        self.count_errors(failed)
+        return present
+
+    def _ask(self, client: Any, keys: Sequence[bytes], deadline: float) -> tuple[list[bool], Counter[str]]:
+        """Which of the pages the master has, and why it did not say so of others."""
         names = [self._object_name(key) for key in keys]
         # Before the master is asked: what is removed meanwhile would have been there and be no suspect any more.
         hidden = [self._bad_pages.hides(key) for key in keys]
         codes = self._attachment.call_bounded(lambda: client.batch_is_exist(names), deadline)
         if codes is None:
-            self.metrics.add("error", "timeout", len(keys))
-            return [False] * len(keys)
-        lost = next((code for code in codes if code < 0 and code != engine.NOT_READY), engine.OK)
-        if lost != engine.OK:
-            self.metrics.add("error", engine.reason_of(lost))
-            self._attachment.report(lost)
-        return [
+            return [False] * len(keys), Counter(timeout=len(keys))
+        failed = [code for code in codes if code < 0 and code not in (engine.NOT_READY, engine.NOT_FOUND)]
+        for code in set(failed):
+            self._attachment.report(code)
+        present = [
             code == 1 and not absent and not self._clearing.hides(key)
             for key, code, absent in zip(keys, codes, hidden, strict=True)
         ]
+        return present, Counter([engine.reason_of(code) for code in failed])
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -448,7 +456,7 @@ class MooncakeStore(TierStore):
                 for number in waiting:
                     results[portion.positions[number]] = codes
                 if codes is SetResult.TIMEOUT:
-                    self.metrics.add("error", "timeout", len(waiting))
+                    self.count_errors({"timeout": len(waiting)})
                 else:
                     self.metrics.add("rejected", "holder", len(waiting))
                 return False
@@ -458,7 +466,7 @@ class MooncakeStore(TierStore):
             waiting = [number for number, code in zip(waiting, codes, strict=True) if code == engine.NO_SPACE]
             for code, count in Counter(codes).items():
                 if code not in (engine.OK, engine.EXISTS, engine.NO_SPACE):
-                    self.metrics.add("error", engine.reason_of(code), count)
+                    self.count_errors({engine.reason_of(code): count})
             if any(code in engine.MASTER_LOST for code in codes):
                 return False
             if engine.TRANSFER_FAILED in codes and time.monotonic() - started > _SLOW_FAILURE:
@@ -554,13 +562,13 @@ class MooncakeStore(TierStore):
                 return 0
             codes = self._attachment.call_bounded(lambda: client.batch_remove(names, True), deadline)
             if codes is None:
-                self.metrics.add("error", "timeout", len(names))
+                self.count_errors({"timeout": len(names)})
                 return 0
             for code, count in Counter(codes).items():
                 self._attachment.report(code)
                 # One that is being written is not there yet.
                 if code not in (engine.OK, engine.NOT_FOUND, engine.NOT_READY):
-                    self.metrics.add("error", engine.reason_of(code), count)
+                    self.count_errors({engine.reason_of(code): count})
         return sum(code == engine.OK for code in codes)
 
     def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:

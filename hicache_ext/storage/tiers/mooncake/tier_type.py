@@ -20,11 +20,10 @@ class MooncakeTier(TierType):
     install = how_to_install("mooncake")
 
     def open(self, name: str, tier: MooncakeTierConfig) -> PageStore:
-        """With ``required: false`` a pool that is down is no error: the store answers REJECTED and attaches later."""
         from hicache_ext.storage.tiers.mooncake.engine import Attachment, Engine
         from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 
-        attachment = Attachment(name, Engine(name, tier), required=tier.required)
+        attachment = Attachment(name, Engine(name, tier))
         return MooncakeStore(name, tier, attachment)
 
     def series(self) -> Mapping[str, Sequence[str]]:

@@ -308,7 +308,7 @@ class PackCatalog:
                 self._list_whole(digest, known)
             except Exception as error:  # noqa: BLE001 - a client library's errors end here
                 failure = self._requests.explained(error)
-                self._requests.metrics.add("error", failure.reason)
+                self._requests.count(failure)
                 name = self._requests.name
                 self._log.log(logging.WARNING, failure.reason, "tier %s: packs cannot be listed: %s", name, failure)
                 failed = True

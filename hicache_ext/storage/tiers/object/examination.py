@@ -15,6 +15,8 @@ import random
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from hicache_ext.errors import FormatError, NotReadError
 from hicache_ext.page import envelope
@@ -26,7 +28,8 @@ from hicache_ext.storage.contract.pack_index import Place
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.trial import try_store
 from hicache_ext.storage.tiers.object.catalog import PackCatalog, packed_name, page_name
-from hicache_ext.storage.tiers.object.client import Failure, Requests, begins_behind_the_end, explain, is_md5_of
+from hicache_ext.storage.tiers.object.client import Requests, begins_behind_the_end, explain, is_md5_of
+from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 
 _MOST_READS = 8
 """Of a part of a pack that arrives damaged."""
@@ -183,15 +186,14 @@ _CLOCK_SKEW = 60.0
 """Seconds; S3 refuses signatures that are 15 minutes off."""
 
 
-def diagnose(store: PageStore, url: str, requests: Requests) -> list[Finding]:
-    """Reachability, versions, first writer, clock, eviction, round trip. Bounded by the store's timeout per step."""
-    findings = [Finding("client", Level.OK, f"obstore {requests.obstore.__version__}")]
-    done, failure = requests.within(requests.find_out)
-    if not done or failure:
-        seen = str(failure or Failure("timeout"))
-        remedy = "check url, endpoint, region and credentials, and the network between"
-        return [*findings, Finding("reachable", Level.ERROR, f"a small object cannot be written: {seen}", remedy)]
-    findings.append(Finding("reachable", Level.OK, f"{url} takes and gives objects"))
+def diagnose(store: PageStore, again: PageStore, tier: ObjectTierConfig, requests: Requests) -> list[Finding]:
+    """Versions, first writer, clock, eviction, round trip. Bounded by the store's timeout per step.
+
+    ``again``: another store of the tier, that remembers nothing, and was just opened; ``requests``: its own."""
+    findings = [Finding("client", Level.OK, f"obstore {requests.obstore.__version__}"), *_proxies(tier)]
+    if tier.only_read:
+        return [*findings, Finding("reachable", Level.OK, f"{tier.url} can be listed, and this server only reads it")]
+    findings.append(Finding("reachable", Level.OK, f"{tier.url} takes and gives objects"))
     skew = abs(requests.clock_ahead)
     if skew > _CLOCK_SKEW:
         remedy = "set the clock (NTP): beyond 15 minutes S3 refuses every request"
@@ -206,7 +208,7 @@ def diagnose(store: PageStore, url: str, requests: Requests) -> list[Finding]:
             Finding(
                 "first writer",
                 Level.NOTE,
-                "the store ignores If-None-Match: a page is looked for before it is written, one request more",
+                "the store does not know If-None-Match: a page is looked for before it is written, one request more",
                 "harmless; two writers of one page may both write it, with equal content",
             )
         )
@@ -218,4 +220,17 @@ def diagnose(store: PageStore, url: str, requests: Requests) -> list[Finding]:
             "set a lifecycle rule that expires objects under the prefix by age, and no versioning",
         )
     )
-    return findings + try_store(store)
+    return findings + try_store(store, again=again)
+
+
+def _proxies(tier: ObjectTierConfig) -> list[Finding]:
+    """The proxy through which requests go: obstore takes it from the environment."""
+    address = urlsplit(tier.endpoint or "https://of.the.provider")
+    proxies = getproxies()
+    proxy = proxies.get(address.scheme) or proxies.get("all")
+    if tier.scheme == "file" or not proxy or proxy_bypass(address.netloc):
+        return []
+    found = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    seen = f"requests go through {found.scheme}://{found.hostname}:{found.port or 80}, a proxy of the environment"
+    remedy = f"no_proxy={address.hostname} in the server's environment, if it is not meant for this store"
+    return [Finding("proxy", Level.NOTE, seen, remedy)]

@@ -35,7 +35,7 @@ from hicache_ext.storage.tiers.object.catalog import (
     page_name,
     pages_of,
 )
-from hicache_ext.storage.tiers.object.client import Piece, Requests, begins_behind_the_end
+from hicache_ext.storage.tiers.object.client import Failure, Piece, Requests, begins_behind_the_end
 
 LIST_FROM = 1000
 """From so many keys of one identity on, presence is looked up by listing: 1,000 names a request instead of one."""
@@ -77,13 +77,22 @@ class Pages:
 # -- presence ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The answer of a look-up."""
+
+    places: dict[bytes, Stored]
+    failed: str = ""
+    """How a request failed, "timeout" or "error": of pages that are not found nobody knows whether they are there."""
+
+
 def look_up(
     pages: Pages, keys: Sequence[bytes], hides: Callable[[bytes], bool], deadline: float, *, leading: bool = False
-) -> dict[bytes, Stored]:
-    """Where the pages are that are there, but those that are hidden. What is not known counts as absent, and as an
-    error. ``leading``: pages behind the first one that is absent do not matter."""
+) -> Found:
+    """Where the pages are that are there, but those that are hidden. ``leading``: pages behind the first one that is
+    absent do not matter."""
     wanted = [key for key in dict.fromkeys(keys) if not hides(key)]
-    return _LookUp(pages, wanted, deadline, leading=leading).found() if wanted else {}
+    return _LookUp(pages, wanted, deadline, leading=leading).found() if wanted else Found({})
 
 
 class _LookUp:
@@ -102,15 +111,17 @@ class _LookUp:
         """Packs that were there during this call: id and bytes."""
         self._objects: dict[bytes, int] = {}
         """Bytes of objects; 0 for those that are absent."""
+        self._failed = ""
 
-    def found(self) -> dict[bytes, Stored]:
+    def found(self) -> Found:
         for number in range(_MOST_ROUNDS):
             pieces = self._pieces(first=number == 0)
             if not pieces:
                 break
             _, in_time = self._requests.share(pieces, self._deadline)
             if not in_time:
-                self._requests.metrics.add("error", "timeout")
+                self._requests.count(Failure("timeout"))
+                self._note_failed(GetResult.TIMEOUT)
                 break
         found: dict[bytes, Stored] = {}
         for key, place in zip(self._keys, self._places(), strict=True):
@@ -118,7 +129,10 @@ class _LookUp:
                 found[key] = place
             elif self._objects.get(key, 0) >= HEADER_LENGTH:
                 found[key] = self._objects[key]
-        return found
+        return Found(found, self._failed)
+
+    def _note_failed(self, result: GetResult) -> None:
+        self._failed = result.value
 
     def _places(self) -> list[Place | None]:
         places: list[Place | None] = [None] * len(self._keys)
@@ -135,9 +149,10 @@ class _LookUp:
         pieces: list[Piece] = []
         if first:
             for digest in self._digests:
-                pieces.append(self._requests.trying(partial(self._refresh, digest)))
+                pieces.append(self._requests.trying(partial(self._refresh, digest), self._note_failed))
                 if not self._catalog.of(digest).has_objects:
-                    pieces.append(self._requests.trying(partial(self._catalog.look_for_objects, digest)))
+                    look = partial(self._catalog.look_for_objects, digest)
+                    pieces.append(self._requests.trying(look, self._note_failed))
         packs: dict[str, Piece] = {}
         missing: list[bytes] = []
         for key, place in zip(self._keys, places, strict=True):
@@ -149,7 +164,8 @@ class _LookUp:
                     # Absent, or in no pack, and the identity has nothing else.
                     break
             elif place.pack.id not in self._confirmed and place.pack.id not in packs:
-                packs[place.pack.id] = self._requests.trying(partial(self._confirm, key[:IDENTITY_LENGTH], place))
+                confirm = partial(self._confirm, key[:IDENTITY_LENGTH], place)
+                packs[place.pack.id] = self._requests.trying(confirm, self._note_failed)
         pieces += packs.values()
         for key in missing[:LIST_FROM] if self._leading else self._not_listed(missing):
             pieces.append(partial(self._ask, key, len(pieces)))
@@ -199,7 +215,7 @@ class _LookUp:
         try:
             size = self._objects[key] = self._requests.size_of(page_name(key)) or 0
         except Exception as error:  # noqa: BLE001 - as above
-            self._requests.failed(error, call, GetResult)
+            self._note_failed(self._requests.failed(error, call, GetResult))
         if self._leading and not size:
             # Handed out in order: no more than one round of requests behind the gap.
             call.stop(position)

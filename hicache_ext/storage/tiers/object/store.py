@@ -11,15 +11,17 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
-from hicache_ext.errors import StoreError, StoreSetupError
+from hicache_ext.errors import StoreError, StoreSetupError, UnansweredError
+from hicache_ext.runtime.call_deadline import tell_connection_lost
 from hicache_ext.storage.contract.abilities import LARGEST_DOCUMENT, LARGEST_SUM, document_in
 from hicache_ext.storage.contract.bad_pages import BadPages
-from hicache_ext.storage.contract.base import TierStore, leading
+from hicache_ext.storage.contract.base import TierStore, leading_in_portions
 from hicache_ext.storage.contract.clearing import Clearing
-from hicache_ext.storage.contract.diagnosis import Finding
+from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.object.catalog import IDENTITIES, PackCatalog, digest_of_identity, identity_name
 from hicache_ext.storage.tiers.object.client import Failure, Requests, explain
@@ -55,17 +57,18 @@ class ObjectPageStore(TierStore):
         """``connect`` makes a client; pages that arrived damaged are looked at again through another one.
         ``connect_to_delete`` makes one for a server that cannot delete many objects by one request.
 
-        Raises StoreSetupError when the store cannot be used; with ``required`` false only when threads are lacking: a
-        store that cannot be reached then is asked again by each call.
+        Raises StoreSetupError when the store cannot be used.
         """
         super().__init__(name)
-        self._url = tier.url
+        self._tier = tier
+        self._connect = connect
         self.shared = tier.sharing().shared
         self._clearing = Clearing(name)
         self._requests = Requests(
             name,
-            connect(),
+            connect,
             self.metrics,
+            lambda failure: self.count_errors({failure.reason: 1}, words=str(failure)),
             connect_to_delete,
             at_once=tier.concurrency or DEFAULT_CONCURRENCY,
             timeout=tier.longest_call,
@@ -76,31 +79,23 @@ class ObjectPageStore(TierStore):
         room = most_in_a_pack(tier.prefix)
         self._pages = Pages(self._requests, self._catalog, self._bad_pages, self._clearing, room)
         try:
-            self._look_at_the_store(tier.required)
+            self._look_at_the_store()
         except BaseException:
             self._requests.threads.close()
             raise
 
-    def _look_at_the_store(self, required: bool) -> None:
-        done, failure = self._requests.within(self._requests.find_out)
-        if done and failure is None:
-            return
-        failure = failure or Failure("timeout")
-        if failure.reason == "denied" and self._requests.within(self._list_nothing) == (True, None):
-            logger.warning("tier %s: %s may be read and not written with these credentials", self.name, self._url)
-            return
-        if required:
+    def _look_at_the_store(self) -> None:
+        """Do once what serving does: a permission that is missing would show in no other way than by absent pages."""
+        requests = self._requests
+        done, failure = requests.within(requests.look_into_listings if self._tier.only_read else requests.find_out)
+        if not done or failure:
+            problem = f"{self._tier.url}: {failure or Failure('timeout')}, asked to {requests.doing}"
             remedies = ["check url, endpoint, region and credentials", "required: false starts without it"]
-            raise StoreSetupError(self.name, f"{self._url}: {failure}", remedies)
-        logger.warning("tier %s: %s: %s; going on, and asking again (required: false)", self.name, self._url, failure)
-
-    def _list_nothing(self) -> None:
-        for _ in self._requests.listed(IDENTITIES, chunk_size=1):
-            return
+            raise StoreSetupError(self.name, problem, remedies)
 
     def details(self) -> dict[str, Any]:
         return {
-            "url": self._url,
+            "url": self._tier.url,
             "concurrency": self._requests.at_once,
             "timeout": self._requests.timeout,
             "conditional_create": self._requests.creates,
@@ -114,7 +109,12 @@ class ObjectPageStore(TierStore):
     def diagnose(self) -> Sequence[Finding]:
         from hicache_ext.storage.tiers.object.examination import diagnose
 
-        return diagnose(self, self._url, self._requests)
+        try:
+            again = ObjectPageStore(self.name, self._tier, self._connect)
+        except StoreSetupError as error:
+            return [Finding("reachable", Level.ERROR, error.reason, "check url, endpoint, region and credentials")]
+        with closing(again):
+            return diagnose(self, again, self._tier, again._requests)
 
     def _register(self, digest: bytes, document: dict[str, Any]) -> None:
         self._catalog.expect(digest)
@@ -166,24 +166,27 @@ class ObjectPageStore(TierStore):
         return read(self._pages, batch, self._requests.deadline())
 
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
-        found = look_up(self._pages, keys, self._pages.hides, self._requests.deadline())
-        return [key in found for key in keys]
+        return self._present(keys, self._requests.deadline())
 
     def _lead(self, keys: Sequence[bytes]) -> int:
         """Chains mostly end early: the first pages first."""
-        deadline = self._requests.deadline()
-        first, rest = keys[:LIST_FROM], keys[LIST_FROM:]
-        found = look_up(self._pages, first, self._pages.hides, deadline, leading=True)
-        run = leading([key in found for key in first])
-        if run < len(first) or not rest:
-            return run
-        found = look_up(self._pages, rest, self._pages.hides, deadline)
-        return run + leading([key in found for key in rest])
+        has = partial(self._present, deadline=self._requests.deadline(), leading=True)
+        return leading_in_portions(keys, has, LIST_FROM, len(keys))
+
+    def _present(self, keys: Sequence[bytes], deadline: float, *, leading: bool = False) -> list[bool]:
+        """Raises UnansweredError where a request failed: nobody knows of the pages that were not found."""
+        found = look_up(self._pages, keys, self._pages.hides, deadline, leading=leading and len(keys) <= LIST_FROM)
+        present = [key in found.places for key in keys]
+        if found.failed and not all(present):
+            raise UnansweredError(present, present.count(False), len(present))
+        return present
 
     def _write(self, batch: PageBatch) -> list[SetResult]:
         deadline = self._requests.deadline()
-        self._requests.find_out_again()
-        return write(self._pages, batch, deadline)
+        results = write(self._pages, batch, deadline)
+        if not self._requests.reached:
+            tell_connection_lost()
+        return results
 
     # -- removal ---------------------------------------------------------------------------------------------------
 

@@ -75,8 +75,11 @@ def _write_pages(
     new: dict[bytes, list[int]] = {}
     for position in small:
         key = batch.keys[position]
-        result = _answer(pages, key, sizes[position], found.get(key), verdicts.get(key))
-        if result is None:
+        result = _answer(pages, key, sizes[position], found.places.get(key), verdicts.get(key))
+        if result is None and found.failed and key not in found.places:
+            # It may be there: a store that does not list would get one more copy of it from every server.
+            results[position] = SetResult(found.failed)
+        elif result is None:
             new.setdefault(key[:IDENTITY_LENGTH], []).append(position)
         else:
             results[position] = result
@@ -295,7 +298,7 @@ def sweep(pages: Pages, cleared: Cleared) -> None:
                 pass
     except Exception as error:  # noqa: BLE001 - as above
         failure = pages.requests.explained(error)
-        pages.requests.metrics.add("error", failure.reason)
+        pages.requests.count(failure)
         raise ClearLaterError(str(failure)) from None
     # What a listing under way has seen of what is deleted now is not to be believed.
     pages.catalog.reset(digests)

@@ -417,8 +417,8 @@ class Connection:
         self.opened = time.monotonic()
         self.deadline = deadline
         self.reader = ReplyReader(lambda buffers: wire.receive_into(buffers, self.deadline))
-        self.answers_questions = True
-        """Whether the user may ask what ``confirm`` asks."""
+        self._questions = [b"PING", b"ECHO"]
+        """What ``confirm`` may ask: a server may refuse either, and answer everything else."""
 
     def send(self, buffers: Sequence[memoryview | bytes]) -> None:
         self.wire.send(buffers, self.deadline)
@@ -428,13 +428,13 @@ class Connection:
         replies: list[Reply] = []
         if not requests:
             return replies
-        question, answer = self._question()
+        question, nonce = self.question()
         for first in range(0, len(requests), _SHORT_REQUESTS):
             portion = requests[first : first + _SHORT_REQUESTS]
             last = first + len(portion) == len(requests)
             self.send([b"".join([*portion, question] if last else portion)])
             replies.extend([self.reader.reply() for _ in portion])
-        self._confirm(answer)
+        self._confirm(nonce)
         return replies
 
     def window(self) -> int:
@@ -444,25 +444,31 @@ class Connection:
     def confirm(self) -> None:
         """Ask something that only now has this answer. Whatever was answered before counts from here on: had one reply
         too many come, as of an earlier request, each would have been taken for the next one's. Raises ProtocolError."""
-        question, answer = self._question()
+        question, nonce = self.question()
         self.send([question])
-        self._confirm(answer)
+        self._confirm(nonce)
 
-    def _question(self) -> tuple[bytes, bytes]:
-        if not self.answers_questions:
+    def question(self) -> tuple[bytes, bytes]:
+        """A request, and the text that nothing else is answered with; empty where the server answers none."""
+        if not self._questions:
             return b"", b""
         nonce = new_nonce()
-        return command(b"PING", nonce), nonce
+        return command(self._questions[0], nonce), nonce
 
-    def _confirm(self, answer: bytes) -> None:
-        if not answer:
+    def _confirm(self, nonce: bytes) -> None:
+        if not nonce:
             return
         reply = self.reader.reply()
-        if isinstance(reply, ErrorReply) and reply.code == "NOPERM":
-            # A user that may read and write pages need not be allowed to PING.
-            self.answers_questions = False
-        elif reply != answer:
+        if isinstance(reply, ErrorReply):
+            # No permission, or a server that takes no writes (-MISCONF): it says nothing about the other replies.
+            self.refused_question()
+            self.confirm()
+        elif reply != nonce:
             raise ProtocolError("a reply that nothing was asked for")
+
+    def refused_question(self) -> None:
+        """The first question that there was is not answered; there may be another one."""
+        del self._questions[:1]
 
 
 def open_connection(
@@ -496,8 +502,8 @@ def open_connection(
             if isinstance(reply, ErrorReply):
                 if _MOST_CLIENTS in reply.line:
                     raise MaxClientsError
-                if name == "PING" and reply.code == "NOPERM":
-                    connection.answers_questions = False
+                if name == "PING" and reply.code != "NOAUTH":
+                    connection.refused_question()
                     continue
                 raise LoginError(name, reply.code)
             if reply not in (b"OK", b"PONG"):

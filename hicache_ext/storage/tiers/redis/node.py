@@ -1,7 +1,8 @@
 """One server of the tier: its connections, and whether it is up.
 
-A node goes down when it cannot be connected to or misses a deadline. From then on calls answer at once for its pages,
-and it is tried in the background until it is back: no call waits twice for a node that is gone.
+A node goes down when it cannot be connected to, or when a read or a look-up misses a deadline or is refused. From then
+on calls answer at once for its pages, and it is tried in the background until it is back: no call waits twice for a
+node that is gone. Writes that it refuses, whatever it says, pause writes to it and nothing else.
 """
 
 from __future__ import annotations
@@ -13,74 +14,32 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from hicache_ext.errors import ConfigError, LaneBusyError, LoginError, MaxClientsError, NodeDownError, ProtocolError
+from hicache_ext.errors import (
+    ConfigError,
+    LaneBusyError,
+    LoginError,
+    MaxClientsError,
+    NodeDownError,
+    ProtocolError,
+    RefusedError,
+)
+from hicache_ext.page.envelope import KEY_LENGTH
 from hicache_ext.runtime.background import Backoff
-from hicache_ext.runtime.breaker import Breaker, BreakerState
+from hicache_ext.runtime.breaker import Breaker, BreakerState, WritePause
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.tiers.redis.clients import Address, TlsSettings, resolve, short_call
+from hicache_ext.storage.tiers.redis.clients import Address, TlsSettings, page_name, page_prefix, resolve, short_call
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
-from hicache_ext.storage.tiers.redis.connection import Connection, open_connection
+from hicache_ext.storage.tiers.redis.connection import Connection, ErrorReply, command, open_connection
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = Backoff(0.1, 2.0)
 """Seconds between two attempts to reach a node that is down."""
-_WRITE_ATTEMPTS = {"readonly": Backoff(1.0, 60.0), "memory": Backoff(1.0, 4.0)}
-"""Seconds without writes to a server that refuses them, by its reason."""
 _MOST_CLIENTS_PAUSE = 5.0
 """Seconds until a server that took no more connections is asked for another one."""
 _OLDEST = 300.0
 """Seconds after which an idle connection is replaced: a name, a balancer or a password may lead elsewhere by then."""
-
-
-class WritePause:
-    """Writes rest while a server refuses them and answers everything else: it is full, or it became a replica.
-
-    Longer and longer, until one is taken. Threads: any.
-    """
-
-    def __init__(self, server: str, log: LimitedLog) -> None:
-        self._server = server
-        self._log = log
-        self._lock = threading.Lock()
-        self._until = 0.0
-        self._refused = 0
-        self._reason = ""
-
-    @property
-    def reason(self) -> str:
-        """Why nothing is to be written now; empty where it may be tried."""
-        return self._reason if self._refused and time.monotonic() < self._until else ""
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether the last write was refused."""
-        return bool(self._refused)
-
-    def begin(self, reason: str) -> None:
-        """A write was refused for this reason."""
-        with self._lock:
-            if self.reason:
-                # Writes that were under way together are refused together.
-                return
-            first = reason != self._reason or not self._refused
-            self._refused = 1 if first else self._refused + 1
-            self._reason = reason
-            self._until = time.monotonic() + _WRITE_ATTEMPTS[reason].pause(self._refused)
-        if first:
-            words = {"readonly": "is a replica and takes no writes", "memory": "is out of memory"}
-            sentence = "redis node %s %s; writes to it pause, and it is read"
-            self._log.log(logging.WARNING, reason, sentence, self._server, words[reason])
-
-    def end(self) -> None:
-        """A write was taken."""
-        if not self._refused:
-            return
-        with self._lock:
-            ended, self._refused = self._refused, 0
-        if ended:
-            self._log.log(logging.INFO, "writes", "redis node %s takes writes again", self._server)
 
 
 class Lane:
@@ -202,6 +161,7 @@ class Node:
         """
         self.of_replica = of_replica
         self.endpoint = endpoint
+        self._nobodys_page = page_name(page_prefix(tier.prefix), bytes(KEY_LENGTH))
         self._tier = tier
         self._tls = tls
         self._metrics = metrics
@@ -210,7 +170,9 @@ class Node:
         self.requests = Lane(2)
         self.examinations = Lane(1, keeps=False)
         self._log = LimitedLog(logger)
-        self.writes = WritePause(str(endpoint), self._log)
+        self.writes = WritePause()
+        self._refused: RefusedError | None = None
+        """The read or look-up that took it down."""
         self._idle = _IdleConnections()
         self._addresses: list[Address] = []
         """Those of the name, the one that answered first."""
@@ -328,9 +290,30 @@ class Node:
     # -- down and up -----------------------------------------------------------------------------------------------
 
     def mark_down(self, error: BaseException) -> None:
-        """Take the node out of service until it has been reached again."""
+        """Take the node out of service until it has been reached again, and answers what it has refused."""
         if not self._breaker.closing:
+            self._refused = error if isinstance(error, RefusedError) else None
             self._breaker.trip(error_words(error))
+
+    @property
+    def why_down(self) -> str:
+        """A word for the metrics."""
+        return "down" if self._refused is None else self._refused.code
+
+    def missed_write(self, error: TimeoutError) -> None:
+        """A write missed its deadline: writes pause, and it is found out in the background whether the node hangs."""
+        self.refused_write("timeout")
+        self._breaker.examine(error_words(error))
+
+    def refused_write(self, reason: str) -> None:
+        """Writes pause; it goes on being read."""
+        if self.writes.begin(reason):
+            words = "redis node %s refuses writes (%s): they pause, and it is read; see docs/redis.md"
+            self._log.log(logging.WARNING, f"writes {reason}", words, self.endpoint, reason)
+
+    def took_write(self) -> None:
+        if self.writes.end():
+            self._log.log(logging.INFO, "writes", "redis node %s takes writes again", self.endpoint)
 
     def start(self) -> None:
         """Try in the background to reach a node that is down."""
@@ -353,11 +336,19 @@ class Node:
         try:
             self._addresses = resolve(self.endpoint)
             connection = self._opened(time.monotonic() + short_call(self._tier))
+            try:
+                if (refused := self._refused) is not None:
+                    (reply,) = connection.ask([command(refused.word, self._nobodys_page)])
+                    if isinstance(reply, ErrorReply) and reply.code == refused.code:
+                        raise refused
+            except BaseException:
+                connection.wire.close()
+                raise
         except Exception as error:
             # Kept whatever it is: without a problem the node would pass for one that was reached.
             self._problem = error
             self._tried.set()
-            if isinstance(error, (OSError, ProtocolError, ConfigError)):
+            if isinstance(error, (OSError, ProtocolError, ConfigError, RefusedError)):
                 return False
             raise
         self._idle.opened()

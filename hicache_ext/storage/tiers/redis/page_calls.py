@@ -36,7 +36,6 @@ from hicache_ext.storage.tiers.redis.connection import (
     Status,
     command,
     command_of_equals,
-    new_nonce,
 )
 
 HEADER_LENGTH = envelope.FIELDS_LENGTH
@@ -64,8 +63,11 @@ return redis.call('UNLINK', KEYS[1])
 """
 """The server compares: what is removed is what was seen, and no copy that came since, and nothing that only looked bad
 on its way here. 0 also where nothing is there."""
-_REFUSALS = {"OOM": "memory", "READONLY": "readonly"}
-"""Errors by which a server refuses every write, and answers everything else."""
+_REJECTED = {"OOM": "memory", "READONLY": "readonly"}
+"""Refusals of writes that are states of a healthy server, and their names in the metrics. The others are errors; what
+follows from all of them is the same."""
+WRITES = (b"SET", b"UNLINK", b"SCAN")
+"""Commands that only a tier that is written needs."""
 _WITHOUT_SCRIPTS = frozenset({"NOPERM", "ERR"})
 """A user without EVAL, or something that only speaks like Redis."""
 
@@ -150,7 +152,7 @@ def _read_page(connection: Connection, call: PageCall, header: memoryview) -> No
             call.finish(GetResult.CORRUPT, "type")
             return
         call.finish(GetResult.ERROR, length.code)
-        raise RefusedError(length.code)
+        raise RefusedError(length.code, b"GET")
     else:
         if length != call.size:
             reason: str | None = "truncated" if length < call.size else "longer"
@@ -165,13 +167,18 @@ def _read_page(connection: Connection, call: PageCall, header: memoryview) -> No
             call.finish(GetResult.CORRUPT, reason)
 
 
-def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | None) -> str:
+def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | None, pause: str = "") -> str:
     """SET NX of the pages that are not there. A copy of another length is REJECTED, and ``seen``: the caller looks.
 
     Which are there is asked first: the payload of those need not be sent, and STRLEN renews their recency. The answer
-    is why the server takes no writes (``_REFUSALS``), mostly nothing.
+    is why the server takes no writes, mostly nothing. While it takes none, for the reason ``pause``, pages that are not
+    there are REJECTED.
     """
     missing = _pages_missing(connection, calls)
+    if pause:
+        for call in missing:
+            call.finish(SetResult.REJECTED, pause)
+        return ""
     try:
         refusal, raced = _set_pages(connection, missing, ttl)
         connection.confirm()
@@ -186,13 +193,6 @@ def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | No
         call.seen = Sighting(0)
         call.finish(SetResult.REJECTED, "suspect")
     return refusal
-
-
-def look_for_pages(connection: Connection, calls: Sequence[PageCall], refusal: str) -> str:
-    """``write_pages`` while the server takes no writes: those that are there are EXISTS, the others REJECTED."""
-    for call in _pages_missing(connection, calls):
-        call.finish(SetResult.REJECTED, refusal)
-    return ""
 
 
 def _set_pages(connection: Connection, missing: Sequence[PageCall], ttl: int | None) -> tuple[str, list[PageCall]]:
@@ -243,7 +243,7 @@ def _set_pages(connection: Connection, missing: Sequence[PageCall], ttl: int | N
     if refusal:
         for call in missing:
             if call.result is None and call.redirect is None and call not in raced:
-                call.finish(SetResult.REJECTED, refusal)
+                _refuse(call, refusal)
     return refusal, raced
 
 
@@ -255,7 +255,7 @@ def _pages_missing(connection: Connection, calls: Sequence[PageCall]) -> list[Pa
                 continue
             if reply.code != "WRONGTYPE":
                 call.finish(SetResult.ERROR, reply.code)
-                raise RefusedError(reply.code)
+                raise RefusedError(reply.code, b"STRLEN")
             length = -1
         elif (length := _integer(reply)) == call.size:
             call.finish(SetResult.EXISTS)
@@ -279,13 +279,15 @@ def _written(connection: Connection, call: PageCall, raced: list[PageCall]) -> s
     elif not isinstance(reply, ErrorReply):
         call.finish(SetResult.ERROR, "protocol")
         raise ProtocolError("SET was not answered as Redis does")
-    elif refusal := _REFUSALS.get(reply.code):
-        call.finish(SetResult.REJECTED, refusal)
-        return refusal
     elif not _is_redirect(call, reply):
-        call.finish(SetResult.ERROR, reply.code)
-        raise RefusedError(reply.code)
+        refusal = _REJECTED.get(reply.code, reply.code)
+        _refuse(call, refusal)
+        return refusal
     return ""
+
+
+def _refuse(call: PageCall, refusal: str) -> None:
+    call.finish(SetResult.REJECTED if refusal in _REJECTED.values() else SetResult.ERROR, refusal)
 
 
 def ask_integers(connection: Connection, calls: Sequence[PageCall], word: bytes) -> None:
@@ -293,7 +295,7 @@ def ask_integers(connection: Connection, calls: Sequence[PageCall], word: bytes)
     for call, reply in zip(calls, _ask(connection, calls, word), strict=True):
         if isinstance(reply, ErrorReply):
             if not _is_redirect(call, reply):
-                raise RefusedError(reply.code)
+                raise RefusedError(reply.code, word)
         else:
             call.finish(_integer(reply))
 
@@ -314,7 +316,7 @@ def ask_presence(connection: Connection, calls: Sequence[PageCall], names: Seque
                 if length == 1:
                     if _is_redirect(call, reply):
                         return
-                    raise RefusedError(reply.code)
+                    raise RefusedError(reply.code, b"EXISTS")
                 # A cluster that is not known as one yet, or a proxy that takes one key at a time.
                 part = 1
             elif (count := _integer(reply)) == length:
@@ -336,7 +338,7 @@ def read_again(connection: Connection, call: PageCall, most: int) -> None:
         if length.code == "WRONGTYPE":
             call.finish(Stored(-1, memoryview(b"")))
         elif not _is_redirect(call, length):
-            raise RefusedError(length.code)
+            raise RefusedError(length.code, b"STRLEN")
         return
     length = _integer(length)
     if length == 0 and _ask(connection, [call], b"EXISTS") == [0]:
@@ -361,9 +363,31 @@ def remove_bad(connection: Connection, call: PageCall, bad: Stored) -> None:
         (reply,) = _ask(connection, [call], b"UNLINK")
     if isinstance(reply, ErrorReply):
         if not _is_redirect(call, reply):
-            raise RefusedError(reply.code)
+            raise RefusedError(reply.code, b"UNLINK")
     else:
         call.finish(Removal.REMOVED if _integer(reply) else Removal.CHANGED)
+
+
+def refused_commands(connection: Connection, name: bytes, *, writes: bool) -> list[RefusedError]:
+    """Which commands that serving uses the server refuses; tried with ``name``, a page that nobody has. The connection
+    cannot be used afterwards."""
+    wanted = [[b"EXISTS", name], [b"STRLEN", name], [b"GET", name]]
+    if writes:
+        # Removed and listed by clear().
+        wanted = [[b"SET", name, b"hicache_ext", b"NX", b"EX", b"60"], *wanted, [b"UNLINK", name]]
+        wanted.append([b"SCAN", b"0", b"MATCH", name, b"COUNT", b"1"])
+    refused = []
+    for words in wanted:
+        connection.send([command(*words)])
+        try:
+            reply = connection.reader.reply()
+        except ProtocolError:
+            # An array, of SCAN: it is answered.
+            break
+        if isinstance(reply, ErrorReply) and reply.code != "CLUSTERDOWN" and not _REDIRECT.fullmatch(reply.line):
+            code = "unknown command" if reply.line.lower().startswith("err unknown command") else reply.code
+            refused.append(RefusedError(code, words[0]))
+    return refused
 
 
 def _asked(call: PageCall, *words: bytes) -> bytes:
@@ -410,8 +434,9 @@ def _is_redirect(call: PageCall, error: ErrorReply) -> bool:
     return True
 
 
-Talk = Callable[[Connection, Sequence[PageCall]], str | None]
-"""The commands for some pages on one connection. Of writes, it says why the server takes none."""
+Talk = Callable[..., str | None]
+"""The commands for some pages on one connection: (connection, pages). One of writes also takes ``pause``, and says why
+the server takes none."""
 
 
 # -- by the native core (native/talk.c) --------------------------------------------------------------------------------
@@ -500,9 +525,11 @@ class NativeCall:
         self._run(self._pages(connection, positions))
 
     def set(self, connection: Connection, positions: npt.NDArray[np.int64]) -> None:
-        """STRLEN, and SET NX of what is not there; as ``get``. Of a user who may PING."""
-        nonce = new_nonce()
-        question, answer_length = command(b"PING", nonce), len(b"$%d\r\n%b\r\n" % (len(nonce), nonce))
+        """STRLEN, and SET NX of what is not there; as ``get``. Nothing where the server answers no question."""
+        question, nonce = connection.question()
+        if not question:
+            return
+        answer_length = len(b"$%d\r\n%b\r\n" % (len(nonce), nonce))
         created, memory = int(time.time() * 1000), np.frombuffer(question, np.uint8)
         pages = self._pages(connection, positions)
         self._run(SetPages(ctypes.addressof(pages), created, native.address(memory), len(question), answer_length))

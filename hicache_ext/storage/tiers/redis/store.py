@@ -15,6 +15,7 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -28,18 +29,22 @@ from hicache_ext.errors import (
     ProtocolError,
     RefusedError,
     StoreClosedError,
+    StoreError,
     StoreSetupError,
+    UnansweredError,
 )
+from hicache_ext.page.envelope import KEY_LENGTH
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.bad_pages import BadPages, Removal, Stored, Verdict
 from hicache_ext.storage.contract.base import TierStore, leading_in_portions
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
-from hicache_ext.storage.contract.diagnosis import Finding
+from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
+from hicache_ext.storage.contract.trial import try_store
 from hicache_ext.storage.tiers.redis.clients import (
     TlsSettings,
     admin_client,
@@ -53,14 +58,15 @@ from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import LARGEST_VALUE, command
 from hicache_ext.storage.tiers.redis.node import Lane, Node
 from hicache_ext.storage.tiers.redis.page_calls import (
+    WRITES,
     NativeCall,
     PageCall,
     Talk,
     ask_integers,
     ask_presence,
-    look_for_pages,
     read_again,
     read_pages,
+    refused_commands,
     remove_bad,
     write_pages,
 )
@@ -77,8 +83,10 @@ _NATIVE_SHARE = 8 << 20
 _LARGE_SHARE, _LARGE_PAGE = 4 << 20, 512 * 1024
 """The same for the native core, of which one thread does what a server can; measured in docs/decisions/redis.md."""
 _MOST_THREADS = 64
-_AWAY = frozenset({"LOADING", "MASTERDOWN", "NOAUTH"})
-"""Errors that are a state of the node: it is out of service until a login works again."""
+_NEVER_ALLOWED = ("NOPERM", "unknown command")
+"""What commands are answered with that the server's administrator has taken away."""
+_NO_REFUSALS = {"memory", "too_large", "suspect", "clearing"}
+"""Why pages are not written to a server that takes others, or is full."""
 _LEADING_AT_ONCE = 1024
 _IDENTITY_INTERVAL = 60.0
 """Seconds between two renewals of an identity document: a restart, an eviction or a clear() may remove it."""
@@ -137,8 +145,38 @@ class RedisPageStore(TierStore):
         except RuntimeError as error:
             self._topology.close()
             raise StoreSetupError(name, f"no threads: {error}") from None
+        try:
+            self._check_permissions()
+        except StoreSetupError:
+            self._threads.close()
+            self._topology.close()
+            raise
         self._last_look = LastLook(name, self._look, _LOOK_INTERVAL)
         self._bad_pages = BadPages(name, self.metrics, _Medium(self._examine))
+
+    def _check_permissions(self) -> None:
+        """Raises StoreSetupError where a server does not let its user do what serving does, or answers no reads. One
+        that takes no writes for other reasons is read, and written as soon as it takes some."""
+        for node in self._topology.nodes:
+            name = self._a_page_of(node)
+            try:
+                with node.connection(node.examinations, time.monotonic() + short_call(self._tier)) as connection:
+                    refused = refused_commands(connection, name, writes=not self._tier.only_read)
+            except (OSError, ProtocolError, StoreError):
+                continue
+            missing = [one for one in refused if one.code in _NEVER_ALLOWED or one.word not in WRITES]
+            if missing:
+                words = " and ".join(str(one) for one in missing)
+                rules = " ".join(f"+{one.word.decode().lower()}" for one in missing if one.code == "NOPERM")
+                remedies = [f"ACL SETUSER with {rules} ~{self._tier.prefix}*"] if rules else ["wait until it answers"]
+                raise StoreSetupError(self.name, f"redis at {node.endpoint}: {words}", remedies)
+
+    def _a_page_of(self, node: Node) -> bytes:
+        """The name of a page that nobody has, on this node."""
+        while True:
+            name = self._page_name(os.urandom(KEY_LENGTH))
+            if not self._topology.is_cluster or self._topology.node_of(name) is node:
+                return name
 
     def details(self) -> dict[str, Any]:
         return {
@@ -204,7 +242,7 @@ class RedisPageStore(TierStore):
             self._run(calls, read_pages, deadline, GetResult, hidden=GetResult.MISS, looks=True)
             self._note_suspects(calls)
             self.metrics.add_many("corrupt", _reasons(calls, GetResult.CORRUPT))
-            self.metrics.add_many("error", _reasons(calls, GetResult.ERROR))
+            self.count_errors(_reasons(calls, GetResult.ERROR))
             for position, call in zip(left, calls, strict=True):
                 results[position] = call.result
         if self._bad_pages.hides_some:
@@ -255,8 +293,11 @@ class RedisPageStore(TierStore):
             self.metrics.add("corrupt", "length", wrong)
         self._write_pages(self._settled([call for call in calls if call.reason == "suspect"], deadline), deadline)
         self._bad_pages.clear(call.key for call in calls if call.result is SetResult.STORED)
-        self.metrics.add_many("rejected", _reasons(calls, SetResult.REJECTED))
-        self.metrics.add_many("error", _reasons(calls, SetResult.ERROR))
+        rejected = _reasons(calls, SetResult.REJECTED)
+        self.metrics.add_many("rejected", rejected)
+        for reason in rejected.keys() - _NO_REFUSALS:
+            self.note_refusal(reason)
+        self.count_errors(_reasons(calls, SetResult.ERROR))
         return [call.result for call in calls]
 
     def _write_pages(self, calls: list[PageCall], deadline: float) -> None:
@@ -325,13 +366,16 @@ class RedisPageStore(TierStore):
         hidden: list[int] = []
         if self._bad_pages.hides_some or self._clearing.hides_some:
             hidden = [page for page, key in enumerate(keys) if self._bad_pages.hides(key) or self._clearing.hides(key)]
+        failed: Counter[str] = Counter()
         if self._topology.is_cluster:
-            ask = partial(ask_integers, word=b"EXISTS")
-            present = [count == 1 for count in self._ask_integers(keys, deadline, ask, looks=True)]
+            calls = self._asked(keys, deadline, b"EXISTS", looks=True)
+            present, failed = [call.result == 1 for call in calls], _failed(calls)
         else:
             present = self._present_on_one(page_names_of(self._page_names, keys), deadline)
         for page in hidden:
             present[page] = False
+        if failed:
+            raise UnansweredError(present, failed.total(), len(keys), failed)
         return present
 
     def _present_on_one(self, names: Sequence[bytes], deadline: float) -> list[bool]:
@@ -339,22 +383,21 @@ class RedisPageStore(TierStore):
         call = PageCall(b"", names[0])
         self._run([call], partial(ask_presence, names=names), deadline, None, looks=True)
         if call.reason:
-            self.metrics.add("error", call.reason, len(names))
-            return [False] * len(names)
+            raise UnansweredError([False] * len(names), len(names), len(names), {call.reason: len(names)})
         return [*map(bool, call.result)]
 
     def _remove(self, keys: Sequence[bytes]) -> int:
         self._bad_pages.clear(keys)
         self._topology.rest_replicas()
-        return sum(self._ask_integers(keys, self._deadline(), partial(ask_integers, word=b"UNLINK")))
+        removals = self._asked(keys, self._deadline(), b"UNLINK")
+        self.count_errors(_failed(removals))
+        return sum(call.result for call in removals)
 
-    def _ask_integers(self, keys: Sequence[bytes], deadline: float, talk: Talk, *, looks: bool = False) -> list[int]:
+    def _asked(self, keys: Sequence[bytes], deadline: float, word: bytes, *, looks: bool = False) -> list[PageCall]:
+        """A command whose answer is an integer, for each page."""
         calls = [PageCall(*one) for one in zip(keys, page_names_of(self._page_names, keys), strict=True)]
-        self._run(calls, talk, deadline, None, hidden=0, looks=looks)
-        failed = Counter(call.reason for call in calls if call.reason)
-        if failed:
-            self.metrics.add_many("error", failed)
-        return [call.result for call in calls]
+        self._run(calls, partial(ask_integers, word=word), deadline, None, hidden=0, looks=looks)
+        return calls
 
     def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
         return self._bad_pages.remove_copies(copies)
@@ -415,7 +458,10 @@ class RedisPageStore(TierStore):
                 shares = [(node, node.examinations, pages) for node, pages in waiting.items()]
             else:
                 shares = self._shares(waiting, short=results is None)
-            self._threads.run(len(shares), lambda n: self._talk(*shares[n], talk, deadline, timed_out, failed))  # noqa: B023
+            self._threads.run(
+                len(shares),
+                lambda n: self._talk(*shares[n], talk, deadline, timed_out, failed, looks=looks),  # noqa: B023
+            )
             if not self._topology.is_cluster:
                 break
             waiting = self._redirected([call for pages in waiting.values() for call in pages], deadline, failed)
@@ -469,13 +515,15 @@ class RedisPageStore(TierStore):
             _, node, positions, is_asked_again = shares[number]
             try:
                 with node.connection(node.pages, deadline) as connection:
-                    if connection.wire.descriptor is not None and (connection.answers_questions or not write):
+                    if connection.wire.descriptor is not None:
                         talk(connection, positions)
             except LaneBusyError:
                 return
             except (OSError, ProtocolError) as error:
                 # Whatever else it is ``_run`` meets again, unless it has passed. It asks no replica, and has no time.
-                if isinstance(error, TimeoutError) or not is_asked_again:
+                if write and isinstance(error, TimeoutError):
+                    node.missed_write(error)
+                elif isinstance(error, TimeoutError) or not is_asked_again:
                     node.mark_down(error)
 
         self._threads.run(len(shares), move)
@@ -510,9 +558,19 @@ class RedisPageStore(TierStore):
         return [share[1:] for share in by_turn]
 
     def _talk(
-        self, node: Node, lane: Lane, calls: list[PageCall], talk: Talk, deadline: float, timed_out: Any, failed: Any
+        self,
+        node: Node,
+        lane: Lane,
+        calls: list[PageCall],
+        talk: Talk,
+        deadline: float,
+        timed_out: Any,
+        failed: Any,
+        *,
+        looks: bool,
     ) -> None:
-        reason = "connection"
+        """``looks``: a read or a look-up. Only what one of them meets takes the node from readers."""
+        reason, writes = "connection", failed is SetResult.ERROR
         for attempt in range(_ATTEMPTS):
             waiting = [call for call in calls if call.result is None and call.redirect is None]
             if not waiting:
@@ -522,41 +580,39 @@ class RedisPageStore(TierStore):
                 _finish(calls, timed_out, "timeout")
                 return
             try:
-                refusal = node.writes.reason if failed is SetResult.ERROR else ""
+                now = partial(talk, pause=node.writes.reason) if writes else talk
                 with node.connection(lane, deadline, fresh=attempt > 0) as connection:
-                    if refusal:
-                        look_for_pages(connection, waiting, refusal)
-                        return
-                    refusal = talk(connection, waiting) or ""
+                    refusal = now(connection, waiting) or ""
                 if refusal:
-                    # Nothing else is wrong with the server: it goes on being read.
-                    node.writes.begin(refusal)
+                    node.refused_write(refusal)
                     self._topology.refresh_soon()
-                elif failed is SetResult.ERROR and any(call.result is SetResult.STORED for call in waiting):
-                    node.writes.end()
+                elif writes and any(call.result is SetResult.STORED for call in waiting):
+                    node.took_write()
                 return
             except NodeDownError:
-                reason = "down"
+                reason = node.why_down
                 break
             except LaneBusyError:
                 _finish(calls, timed_out, "busy")
                 return
             except TimeoutError as error:
-                node.mark_down(error)
+                if looks:
+                    node.mark_down(error)
+                elif writes:
+                    node.missed_write(error)
                 _finish(calls, timed_out, "timeout")
                 return
             except RefusedError as error:
                 reason = error.code
-                if error.code == "READONLY":
-                    node.writes.begin("readonly")
-                    self._topology.refresh_soon()
-                    break
-                if error.code in _AWAY:
-                    node.mark_down(error)
-                    break
+                self._topology.refresh_soon()
                 if error.code == "CLUSTERDOWN":
-                    self._topology.refresh_soon()
+                    # Of the pages' slots, not of the node.
                     break
+                if writes:
+                    node.refused_write(reason)
+                    break
+                if looks and attempt + 1 == _ATTEMPTS:
+                    node.mark_down(error)
             except ProtocolError as error:
                 reason = "protocol"
                 words = "tier %s: %s does not speak RESP: %s"
@@ -603,7 +659,16 @@ class RedisPageStore(TierStore):
         from hicache_ext.storage.tiers.redis.diagnosis import diagnose
 
         with self._calls:
-            return diagnose(self._tier, self._topology)
+            findings = diagnose(self._tier, self._topology)
+        nodes = self._topology.nodes
+        if self._tier.only_read or not nodes or not all(node.up for node in nodes):
+            return findings
+        try:
+            again = RedisPageStore(self.name, self._tier)
+        except StoreSetupError as error:
+            return [*findings, Finding("round trip", Level.ERROR, error.reason, "servers do not start with it")]
+        with closing(again):
+            return findings + try_store(self, again=again)
 
     def wait_until_examined(self, timeout: float) -> bool:
         """Wait until the pages that arrived damaged have been looked at again; for tools and tests."""
@@ -643,6 +708,11 @@ class _Medium:
 def _reasons(calls: Sequence[PageCall], result: GetResult | SetResult) -> Counter[str]:
     """Why calls ended so."""
     return Counter([call.reason for call in calls if call.result is result])
+
+
+def _failed(calls: Sequence[PageCall]) -> Counter[str]:
+    """Why calls that are answered with an integer have none."""
+    return Counter([call.reason for call in calls if call.reason])
 
 
 def _finish(calls: Sequence[PageCall], result: Any, reason: str) -> None:

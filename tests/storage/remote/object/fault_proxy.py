@@ -5,12 +5,19 @@ from __future__ import annotations
 import http.client
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 _SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"
 _PIECE = 32 << 10
+
+
+def kind_of(request: BaseHTTPRequestHandler) -> str:
+    """Its method; LIST for a listing, DELETE also for the deletion of many."""
+    if request.command == "GET" and "list-type" in request.path:
+        return "LIST"
+    return "DELETE" if request.command == "POST" else request.command
 
 
 class FaultProxy:
@@ -28,6 +35,8 @@ class FaultProxy:
         self.target = port
         self.fault = ""
         self.times = 1 << 30
+        self.refuses: Callable[[BaseHTTPRequestHandler], int] = lambda request: 0
+        """The status with which a request is refused; 0: it is forwarded."""
         self.other = b""
         self.flipped = 1.0
         self._random = random.Random(0)
@@ -97,6 +106,9 @@ class FaultProxy:
                     return
                 if fault == "no bulk delete" and self.command == "POST":
                     self._answer(501, {}, b"<Error><Code>NotImplemented</Code></Error>", 42)
+                    return
+                if refused := proxy.refuses(self):
+                    self._answer(refused, {}, b"<Error><Code>Refused</Code></Error>", 35)
                     return
                 if fault in ("500", "slow down"):
                     status, text = (500, b"broken") if fault == "500" else (503, _SLOW_DOWN)

@@ -108,7 +108,7 @@ from hicache_ext.storage.tiers.object.store import ObjectPageStore
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 from tests.storage.remote.object.test_lying_stores import KEYS, PAGE_BYTES, through
 limit(1024)
-tier = ObjectTierConfig(url="s3://test", timeout=30.0, required=False)
+tier = ObjectTierConfig(url="s3://test", timeout=30.0).not_written()
 store = ObjectPageStore("objects", tier, lambda: through(int(sys.argv[1]), "test", "x"))
 buffers = [[memoryview(bytearray(PAGE_BYTES - 128))] for _ in KEYS]
 print([result.name for result in store.get(PageBatch(KEYS, buffers))], store.identities())
@@ -146,7 +146,7 @@ def test_a_listing_without_end_ends(names_without_end: int, bound: str, monkeypa
     monkeypatch.setattr(catalog, "_MOST_LISTED", 20000 if bound == "packs" else 5000)
     store = ObjectPageStore(
         "objects",
-        ObjectTierConfig(url="s3://test", timeout=30.0, required=False),
+        ObjectTierConfig(url="s3://test", timeout=30.0).not_written(),
         lambda: through(names_without_end, "test", "x"),
     )
     results, _ = read_pages(store, KEYS, [PAGE_BYTES - 128])

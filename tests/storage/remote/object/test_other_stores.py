@@ -34,6 +34,7 @@ from tests.rigs.moto_server import MotoServer, missing_moto
 from tests.rigs.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from tests.storage.remote.object.bucket import Objects, ObjectsOnS3, RawBucket, s3_client
 from tests.storage.remote.object.fault_proxy import FaultProxy
+from tests.waiting import wait_until
 
 # Real servers.
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
@@ -230,10 +231,11 @@ def test_a_signature_that_was_exchanged_is_used_and_neither_is_ever_shown(
     monkeypatch.setattr(client, "KEYS_LAST", timedelta(seconds=0))
     token = tmp_path / "token"
     reading, writing = azurite.signature("rl"), azurite.signature()
-    token.write_text(reading)
+    token.write_text(azurite.signature())
     store = ObjectTier().open("cold", azure(azurite, prefix=secrets.token_hex(4), sas_token={"file": str(token)}))
+    token.write_text(reading)
     keys = page_keys(2)
-    assert SetResult.STORED not in store_pages(store, keys, [5000])
+    wait_until(lambda: SetResult.STORED not in store_pages(store, page_keys(2, secrets.token_hex(4)), [5000]))
     assert store.metrics.value("error", "denied")
     token.write_text(writing)
     deadline = time.monotonic() + 60

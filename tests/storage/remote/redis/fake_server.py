@@ -43,6 +43,9 @@ class FakeServer:
     def endpoint(self) -> Endpoint:
         return Endpoint(*self._listener.getsockname())
 
+    def open_sockets(self) -> list[socket.socket]:
+        return [connection for connection in self._sockets if connection.fileno() >= 0]
+
     def _accept(self) -> None:
         while True:
             try:

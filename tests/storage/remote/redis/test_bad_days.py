@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hicache_ext import native
+from hicache_ext.runtime import breaker
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.redis import node, topology
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
@@ -69,13 +70,13 @@ def test_a_server_that_became_a_replica_is_read_and_its_writes_pause_with_one_li
     assert set(outcomes[1::2]) == {SetResult.EXISTS}
     assert [node.up for node in store._topology.nodes] == [True]
     said = lines_of(caplog)
-    assert len(said) == 1 and "is a replica and takes no writes" in said[0]
+    assert len(said) == 1 and "refuses writes (readonly)" in said[0]
     assert store.metrics.value("rejected", "readonly") == len(outcomes[::2])
 
 
 def test_the_pauses_of_a_replica_grow_and_end_with_the_first_write_that_is_taken(pair, open_store, monkeypatch) -> None:
     one, other = pair
-    monkeypatch.setitem(node._WRITE_ATTEMPTS, "readonly", node.Backoff(0.2, 1.6))
+    monkeypatch.setattr(breaker, "WRITE_PAUSES", node.Backoff(0.2, 1.6))
     store = open_store(one)
     swap(one, other)
     tried = []
@@ -322,12 +323,12 @@ def test_a_reply_too_many_on_an_idle_connection_shifts_nothing(monkeypatch, way:
         store = open_stray(server, monkeypatch, way)
         try:
             store_pages(store, page_keys(1, "first"))
-            for connection in server._sockets:
+            for connection in server.open_sockets():
                 connection.sendall(b":1128\r\n")
             time.sleep(0.1)
             keys = page_keys(4)
             assert store.contains(keys) == [False] * 4
-            for connection in server._sockets:
+            for connection in server.open_sockets():
                 connection.sendall(b":1\r\n")
             time.sleep(0.1)
             assert store_pages(store, keys) == [SetResult.STORED] * 4

@@ -487,7 +487,7 @@ def test_a_diagnosis_says_what_an_operator_should_change(server, open_store):
     store = open_store(server)
     seen = {finding.seen: finding for finding in store.diagnose()}
     assert any("maxmemory is not set" in text and seen[text].level is Level.WARNING for text in seen)
-    assert any("written and read back" in text for text in seen)
+    assert any("written, read back" in text for text in seen)
     assert any("clock" in text for text in seen)
     server.command("CONFIG", "SET", "maxmemory", "100mb")
     assert any("noeviction" in finding.seen and finding.remedy for finding in store.diagnose())
@@ -513,7 +513,7 @@ def test_a_late_answer_is_no_clock_that_is_off(monkeypatch, there, level):
 
     here = iter([100.0, 103.0])
     monkeypatch.setattr(diagnosis.time, "time", lambda: next(here))
-    finding = diagnosis._clock("server", Late())
+    (finding,) = diagnosis._clock("server", Late())
     monkeypatch.undo()
     assert finding.level is level
 
