@@ -16,7 +16,7 @@ from hicache_ext.storage.contract import pack_index
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.storage.tiers.file.inspector import reason_it_is_bad
-from hicache_ext.storage.tiers.file.pages import catalogue, eviction
+from hicache_ext.storage.tiers.file.pages import catalogue, space
 from hicache_ext.storage.tiers.file.pages import packs as packs_module
 from hicache_ext.storage.tiers.file.pages import store as store_module
 from hicache_ext.storage.tiers.file.pages.tree import MOST_PAGES, PackFile, file_name
@@ -369,7 +369,7 @@ def test_packs_and_page_files_never_take_more_than_the_capacity(open_store):
 
 
 def test_eviction_of_a_large_directory_goes_over_buckets_and_fan_outs(open_store, monkeypatch):
-    monkeypatch.setattr(eviction, "_SAMPLE", 4)
+    monkeypatch.setattr(space, "_SAMPLE", 4)
     monkeypatch.setattr(catalogue, "PACKS_IN_A_BUCKET", 3)
     store = open_store(capacity=CAPACITY)
     for number in range(150):

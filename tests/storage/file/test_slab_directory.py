@@ -26,8 +26,9 @@ CAPACITY = 64 << 20
 
 
 @pytest.fixture
-def directory(place: Path) -> Iterator[SlabDirectory]:
-    with slab_directory(place, "disk", CAPACITY, open_files=4) as directory:
+def directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlabDirectory]:
+    monkeypatch.setattr("hicache_ext.storage.tiers.file.slab.directory.OPEN_FILES", 4)
+    with slab_directory(place, "disk", CAPACITY) as directory:
         yield directory
 
 

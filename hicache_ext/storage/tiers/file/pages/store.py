@@ -30,10 +30,9 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.devices import flags_of
 from hicache_ext.storage.tiers.file.pages.catalogue import TreeContents
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
-from hicache_ext.storage.tiers.file.pages.eviction import Evictor
 from hicache_ext.storage.tiers.file.pages.packs import HEADER_LENGTH, Found, Packs
+from hicache_ext.storage.tiers.file.pages.space import Evictor, Upkeep
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK, file_length, occupied
-from hicache_ext.storage.tiers.file.pages.upkeep import Upkeep
 from hicache_ext.storage.tiers.file.path_store import NO_SPACE, Fullness, PathStore, oldest_valid_ms
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.usage import Grant, Removal, Usage

@@ -82,7 +82,7 @@ _open_lock = threading.Lock()
 
 
 @contextmanager
-def slab_directory(path: Path, tier: str, capacity: int, open_files: int = OPEN_FILES) -> Iterator[SlabDirectory]:
+def slab_directory(path: Path, tier: str, capacity: int) -> Iterator[SlabDirectory]:
     """The directory at ``path``, shared within this process, closed with its last user. ``capacity`` in bytes bounds
     the index that is made where nobody has one.
 
@@ -107,7 +107,7 @@ def slab_directory(path: Path, tier: str, capacity: int, open_files: int = OPEN_
             if directory is not None:
                 directory.users += 1
         if directory is None:
-            directory = SlabDirectory(resolved, tier, capacity, open_files)
+            directory = SlabDirectory(resolved, tier, capacity)
             directory.users = 1
             with _open_lock:
                 _open_directories[resolved] = directory
@@ -135,12 +135,11 @@ class _Descriptor:
 class SlabDirectory:
     """Use ``slab_directory``. Thread-safe."""
 
-    def __init__(self, path: Path, tier: str, capacity: int, open_files: int = OPEN_FILES) -> None:
+    def __init__(self, path: Path, tier: str, capacity: int) -> None:
         self.path = path
         self.home = slab_home(path)
         self.users = 0
         self.identities = path / "identities"
-        self._open_files = open_files
         self._descriptors: OrderedDict[tuple[int, SlabFile], _Descriptor] = OrderedDict()
         self._descriptors_lock = threading.Lock()
         self._resources = ExitStack()
@@ -393,13 +392,13 @@ class SlabDirectory:
             descriptor = self._descriptors[which] = _Descriptor(fd)
         self._descriptors.move_to_end(which)
         descriptor.users += 1
-        if len(self._descriptors) > self._open_files:
+        if len(self._descriptors) > OPEN_FILES:
             self._close_least_used()
         return descriptor
 
     def _close_least_used(self) -> None:
         for which, descriptor in list(self._descriptors.items()):
-            if len(self._descriptors) <= self._open_files:
+            if len(self._descriptors) <= OPEN_FILES:
                 return
             if not descriptor.users:
                 del self._descriptors[which]
