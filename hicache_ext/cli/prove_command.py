@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,6 +33,7 @@ from hicache_ext.errors import ConfigError, ServerError
 from hicache_ext.packages import need
 from hicache_ext.runtime.commands import terminated_in_order
 from hicache_ext.runtime.shown import shown_address
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.runtime.whole_file import json_in, write_whole
 from hicache_ext.testing.client import Generation, SglangClient
 
@@ -459,8 +459,11 @@ class _Asked:
                 **body,
             )
 
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(ask, prompts))
+        threads = ThreadPool("prove")
+        try:
+            return threads.run(len(prompts), lambda at: ask(prompts[at]), len(prompts))
+        finally:
+            threads.close()
 
 
 def _median(values: Iterable[float]) -> float:

@@ -183,5 +183,6 @@ def test_pages_of_a_lone_shared_directory_are_fetched_ahead(
     keys = page_keys(3)
     store_pages(store, keys)
     assert store.count_leading(keys) == 3
-    assert store.prefetcher._pages  # type: ignore[attr-defined]
+    fetched_ahead = store.prefetcher  # type: ignore[attr-defined]
+    assert fetched_ahead._plans or fetched_ahead._pages
     store.close()

@@ -50,7 +50,7 @@ def test_a_file_says_what_is_wrong_now(tmp_path: Path, monkeypatch: pytest.Monke
     tier_faults.direct(fault, "")
     assert_hits(store, keys[:1])
     tier_faults.direct(fault, "confused")
-    with pytest.raises(ValueError, match="slow:SECONDS, dead or file:PATH"):
+    with pytest.raises(ValueError, match="slow:SECONDS, dead, wrong:KIND:SHAPE or file:PATH"):
         store.contains(keys)
 
 

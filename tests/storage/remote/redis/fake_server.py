@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from hicache_ext.storage.tiers.redis.config import Endpoint
 
@@ -25,6 +26,13 @@ def read_request(file) -> list[bytes] | None:
     return words
 
 
+def nothing_here(words: list[bytes]) -> Answer:
+    """What an empty server answers."""
+    return {b"GET": b"$-1\r\n", b"GETRANGE": b"$0\r\n\r\n", b"SET": b"+OK\r\n", b"AUTH": b"+OK\r\n"}.get(
+        words[0], b":0\r\n"
+    )
+
+
 class FakeServer:
     """Answers the login itself and everything else by ``answer(words)``. ``last`` ends a connection after its bytes."""
 
@@ -38,6 +46,15 @@ class FakeServer:
         self._threads: list[threading.Thread] = []
         self._accepting = threading.Thread(target=self._accept)
         self._accepting.start()
+
+    @contextmanager
+    def honest(self) -> Iterator[None]:
+        """Be an empty server inside, as the start of a tier wants it, whose requests do not count."""
+        answer, ends = self.answer, self.end_after_answer
+        self.answer, self.end_after_answer = nothing_here, False
+        yield
+        self.answer, self.end_after_answer = answer, ends
+        self.requests.clear()
 
     @property
     def endpoint(self) -> Endpoint:
