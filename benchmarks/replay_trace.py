@@ -146,6 +146,8 @@ def served_by_the_index(
         if policy is not None:
             index.memory.header[slot_code.POLICY] = policy
             index.memory.small[miniatures.NEXT] = eviction.MAX_PRIORITY
+        # A batch of SGLang's is a small part of a real tier.
+        portion = max(1, min(128, capacity // 16))
         for request in requests:
             keys = [key_of(block) for block in request]
             found = index.locate(keys)
@@ -153,8 +155,8 @@ def served_by_the_index(
             served = leading_run(range(len(keys)), present)
             index.note_hits(found, keys, len(found))
             missing = [position for position in range(len(keys)) if position not in present]
-            for first in range(0, len(missing), max(1, min(128, capacity // 4))):
-                _store(index, keys, missing[first : first + max(1, min(128, capacity // 4))])
+            for first in range(0, len(missing), portion):
+                _store(index, keys, missing[first : first + portion])
             yield served
             if look is not None:
                 look(index)

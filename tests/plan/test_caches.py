@@ -47,7 +47,7 @@ def test_a_node_serves_what_the_tiers_policy_serves_page_by_page(workload: str, 
     trace = trace_of(chains)
     cache = OurCache(capacity)
     served = [cache.request(chain) for chain in trace.requests()]
-    outcome = simulate(trace, Fleet(near=capacity))
+    outcome = simulate(trace, Fleet(near=capacity, near_policy="learned-distance"))
     assert outcome.per_request[:, NEAR].tolist() == served
     if capacity < trace.distinct:
         assert outcome.totals[WRITTEN_NEAR] == cache.clock.inserts == outcome.written_by_node.sum()
@@ -71,7 +71,7 @@ def test_ghosts_that_are_forgotten_are_those_of_the_tiers_policy(monkeypatch: py
     cache._ghost_limit = 50
     served = [cache.request(chain) for chain in trace.requests()]
     monkeypatch.setattr(eviction.EvictionPolicy, "ghost_limit", 50)
-    outcome = simulate(trace, Fleet(near=20))
+    outcome = simulate(trace, Fleet(near=20, near_policy="learned-distance"))
     assert outcome.per_request[:, NEAR].tolist() == served
     _, inserts, *_, ghosts = outcome.states[0].tolist()
     assert (inserts, ghosts) == (cache.clock.inserts, 50)
