@@ -970,7 +970,7 @@ enum { LAST = 8, LEAST_LAST = 4 };          /* Comparisons after which a hit cou
 /* Another candidate has to lead by 1/64, and by the square root of so many times what chance makes of equal ones; for
  * LAST_USE any lead is enough, and an eighth of that: no tier shall serve less than plain LRU for long. */
 enum { LEAST_LEAD_SHIFT = 6, LEAST_SIGNIFICANCE = 5, LEAST_LAST_SIGNIFICANCE = 8, BACK = 8 };
-enum { LEAST_SLOTS = 64, STOCK = 4 }; /* A smaller tier keeps its policy; capacities between two calls of keep_all. */
+enum { LEAST_SLOTS = 96, STOCK = 4 }; /* A smaller tier keeps its policy; capacities between two calls of keep_all. */
 
 /* A miniature holds up to so many more than its slots, and is then cut to so many less: on average it is full. */
 static inline int64_t slack_of(int64_t slots) { return slots >> (slots > 512 ? 4 : 6); }

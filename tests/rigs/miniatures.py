@@ -82,7 +82,7 @@ _LEAST_SIGNIFICANCE, _LEAST_LAST_SIGNIFICANCE = 5, 8
 ones alone, which are fewer and are asked as often."""
 _BACK = 8
 """The first candidate by more than one hit, and a part of that."""
-_LEAST_SLOTS = 64
+_LEAST_SLOTS = 96
 """A tier with fewer keeps to its policy: it hardly holds one chain, and what it evicts depends on the size of batches,
 which miniatures do not know."""
 _STOCK = 4

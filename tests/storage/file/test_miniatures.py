@@ -156,8 +156,8 @@ def test_a_lead_of_less_than_a_hundredth_is_not_worth_a_change() -> None:
 
 
 def test_a_tier_that_hardly_holds_a_chain_keeps_to_its_policy() -> None:
-    assert after_comparisons([500] * 50, capacity=63) == eviction.LAST_USE
-    assert after_comparisons([500] * 50, capacity=64) != eviction.LAST_USE
+    assert after_comparisons([500] * 50, capacity=95) == eviction.LAST_USE
+    assert after_comparisons([500] * 50, capacity=96) != eviction.LAST_USE
 
 
 def test_a_page_behind_one_that_is_missing_is_no_hit_where_the_miniatures_see_all_pages() -> None:
