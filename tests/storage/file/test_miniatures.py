@@ -117,6 +117,15 @@ def test_the_curve_is_within_two_points_of_replays(family: str) -> None:
     assert [hits / served.uses for hits in served[1:]] == pytest.approx(shares(requests, capacity), abs=0.02)
 
 
+def test_the_curve_is_right_in_a_tier_that_is_a_tenth_full_and_read_more_than_written() -> None:
+    """What is used is learnt although hardly anything is written: every second chain is one of three."""
+    chains = [[1000 * chat + place for place in range(60)] for chat in range(20)]
+    requests = [chains[number % 3] if number % 2 else chains[number // 2 % 20] for number in range(1200)]
+    served = Tier(requests, 12_000).served
+    assert served is not None
+    assert [hits / served.uses for hits in served[1:]] == pytest.approx(shares(requests, 12_000), abs=0.02)
+
+
 def after_comparisons(leads: list[int], capacity: int = 4096) -> int:
     """The policy followed when the last candidate had so many hits more than the others between two comparisons each,
     of about a thousand."""
