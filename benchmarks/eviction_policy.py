@@ -14,10 +14,9 @@ from hicache_ext.storage.tiers.file.eviction import (
     LEARNED_DISTANCE,
     MAX_HITS,
     RENEWAL_SHIFT,
-    Clock,
-    EvictionPolicy,
     learned,
     priority_of,
+    reuse_distance,
 )
 
 
@@ -41,8 +40,27 @@ class Ghost(NamedTuple):
         return cls(evicted.used, evicted.hits)
 
 
-class PageByPage(EvictionPolicy):
+class Clock(NamedTuple):
+    """What all pages share: the time and the measured reuse distance. Stored once, changed with every insert."""
+
+    inserts: int = 0
+    """Pages inserted so far: the time."""
+    distance_sum: int = 0
+    """The mean reuse distance D, times the number of reuses it is a mean over (at most 2**11)."""
+    reuses: int = 0
+    """Reuses measured so far."""
+
+
+class PageByPage:
     """Pure: records in, records out."""
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity {capacity}: at least one slot")
+        self.capacity = capacity
+
+    def reuse_distance(self, clock: Clock) -> int:
+        return reuse_distance(self.capacity, clock.distance_sum, clock.reuses)
 
     def inserted(
         self, clock: Clock, depth: int, before: Rank | None = None, ghost: Ghost | None = None

@@ -120,7 +120,7 @@ def simulate(trace: Trace, fleet: Fleet, nodes: npt.NDArray[np.int32] | None = N
 def _cache(given: int | None, policy: str, trace: Trace) -> tuple[int, int, int]:
     """Capacity, ghosts and policy of caches."""
     capacity = _capacity(given, trace)
-    ghosts = 0 if policy == "lru" or not capacity else eviction.EvictionPolicy(capacity).ghost_limit
+    ghosts = 0 if policy == "lru" or not capacity else eviction.ghost_limit(capacity)
     return capacity, ghosts, POLICIES.index(policy)
 
 

@@ -70,7 +70,7 @@ def test_ghosts_that_are_forgotten_are_those_of_the_tiers_policy(monkeypatch: py
     cache = OurCache(20)
     cache._ghost_limit = 50
     served = [cache.request(chain) for chain in trace.requests()]
-    monkeypatch.setattr(eviction.EvictionPolicy, "ghost_limit", 50)
+    monkeypatch.setattr(eviction, "ghost_limit", lambda _: 50)
     outcome = simulate(trace, Fleet(near=20, near_policy="learned-distance"))
     assert outcome.per_request[:, NEAR].tolist() == served
     _, inserts, *_, ghosts = outcome.states[0].tolist()
@@ -96,7 +96,7 @@ def test_the_core_does_what_python_does(monkeypatch: pytest.MonkeyPatch) -> None
 
     @given(FLEETS, st.integers(0, 40), st.integers(1, 60), st.integers(2, 100), st.randoms(use_true_random=False))
     def check(fleet: Fleet, ghosts: int, requests: int, blocks: int, chance: random.Random) -> None:
-        monkeypatch.setattr(eviction.EvictionPolicy, "ghost_limit", ghosts)
+        monkeypatch.setattr(eviction, "ghost_limit", lambda _: ghosts)
         if fleet.pool == 0 or not fleet.decode:
             fleet = replace(fleet, hints=False)
         chains = []

@@ -26,7 +26,7 @@ Numbers = npt.NDArray[np.int32]
 LRU: Final = len(eviction.POLICIES)
 
 COUNT, INSERTS, DISTANCE_SUM, REUSES, WRITTEN, EVICTED, RING_FIRST, RING_LAST, GHOSTS = range(9)
-"""Words of a cache: pages in it; the ``Clock`` of eviction.py; pages ever written and evicted; its ring of ghosts."""
+"""Words of a cache: pages in it; the clock; pages ever written and evicted; its ring of ghosts."""
 STATE_WORDS = 9
 
 _MAX_HITS = eviction.MAX_HITS
@@ -75,7 +75,7 @@ def simulated(trace: Trace, of: Fleet) -> tuple[Words, Words]:
 
 def new_caches(count: int, capacity: int, *, ghosts: int | None = None) -> Caches:
     """``count`` empty caches of ``capacity`` pages each. ``ghosts``: as the policy says, unless given."""
-    limit = eviction.EvictionPolicy(capacity).ghost_limit if ghosts is None else ghosts
+    limit = eviction.ghost_limit(capacity) if ghosts is None else ghosts
     table, ghost_table = _power_of_two(2 * capacity), _power_of_two(4 * max(1, limit))
     ring = max(1, 2 * limit)
     return Caches(

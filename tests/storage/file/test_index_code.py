@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.eviction_policy import PageByPage, Rank
+from benchmarks.eviction_policy import Clock, PageByPage, Rank
 from hicache_ext import native
 from hicache_ext.storage.tiers.file import eviction
-from hicache_ext.storage.tiers.file.eviction import Clock
 from hicache_ext.storage.tiers.file.slab import index_words, lookup, miniatures, slot_code
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory, Table, new_index

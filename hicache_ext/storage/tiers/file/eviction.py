@@ -11,7 +11,7 @@ used (every four capacities, and when the tier begins to follow this policy). So
 just before, and of a loop that is larger than the tier a part stays until it comes round.
 
 ``hits``      uses after the first one, including those before an earlier eviction (the ghost list remembers them).
-``D``         the tier's mean reuse distance in inserted pages; measured, see ``Clock``.
+``D``         the tier's mean reuse distance in inserted pages; measured (``reuse_distance``).
 ``C``         D / (4 * capacity), at least 1 and at most 4: where most pages return long after they are evicted, only
               those with hits are worth a slot.
 ``depth``     position in the request's chain: prompts that diverge share their heads, not their tails.
@@ -21,12 +21,12 @@ Sources, figures, and what was tried: docs/decisions/eviction.md.
 A page ranks below the page before it in its chain, which keeps heads longer than their tails whatever is used first. A
 new page may rank below everything cached: it then takes the slot of the page written before it, or goes next.
 
-Integers only: all processes agree to the bit. One policy and one ``Clock`` belong to one directory, whatever the sizes
+Integers only: all processes agree to the bit. One policy and one clock belong to one directory, whatever the sizes
 of its slots: the pages of a prefix age together (docs/decisions/pools-share-a-fate.md).
 
 slot_code.py ranks pages with this, inside one write transaction, the pages of a request in chain order: a page that is
 written, with its ghost if it has one, which is removed; and the leading run of present pages that are used. It evicts
-the page with the lowest priority and keeps a ghost of it, at most ``EvictionPolicy.ghost_limit`` of them, the oldest
+the page with the lowest priority and keeps a ghost of it, at most ``ghost_limit`` of them, the oldest
 forgotten first. benchmarks/eviction_policy.py has the same page by page, to read and to compare with.
 
 The page before counts with its priority after its own step; where it is known and missing nobody can ask for the page,
@@ -37,8 +37,7 @@ inserted again (replayed: at most 0.0006 less).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 TICK: Final = 1 << 10
 """Priorities from one inserted page to the next: the pages of one request fit in between."""
@@ -74,7 +73,11 @@ MAX_REUSES: Final = (1 << 32) - 1
 
 
 def reuse_distance(capacity: int, distance_sum: int, reuses: int) -> int:
-    """``EvictionPolicy.reuse_distance``. native/ranks.h has this and the two functions that follow, too."""
+    """D: the mean distance measured, one capacity before anything was, never more than 64 capacities.
+
+    ``distance_sum``: that mean times the number of reuses it is a mean over, at most 2**11.
+
+    native/ranks.h has this and the two functions that follow, too."""
     if reuses == 0:
         return capacity
     mean = distance_sum // min(reuses, 1 << _LEARNING_SHIFT)
@@ -101,32 +104,6 @@ def priority_of(policy: int, capacity: int, inserts: int, distance: int, hits: i
     return min(ORIGIN + TICK * (inserts + credit) - tail, MAX_PRIORITY)
 
 
-class Clock(NamedTuple):
-    """What all pages share: the time and the measured reuse distance. Stored once, changed with every insert."""
-
-    inserts: int = 0
-    """Pages inserted so far: the time."""
-    distance_sum: int = 0
-    """The mean reuse distance D, times the number of reuses it is a mean over (at most 2**11)."""
-    reuses: int = 0
-    """Reuses measured so far."""
-
-
-@dataclass(frozen=True, slots=True)
-class EvictionPolicy:
-    """The policy for ``capacity`` slots. Pure; from any thread."""
-
-    capacity: int
-
-    def __post_init__(self) -> None:
-        if self.capacity < 1:
-            raise ValueError(f"capacity {self.capacity}: at least one slot")
-
-    @property
-    def ghost_limit(self) -> int:
-        """Ghosts worth keeping: reuse distances do not shrink with the cache, so a small cache needs many of them."""
-        return min(max(self.capacity, _SMALLEST_GHOST_LIST), _LARGEST_GHOST_LIST)
-
-    def reuse_distance(self, clock: Clock) -> int:
-        """D: the mean distance measured, one capacity before anything was, never more than 64 capacities."""
-        return reuse_distance(self.capacity, clock.distance_sum, clock.reuses)
+def ghost_limit(capacity: int) -> int:
+    """Ghosts worth keeping: reuse distances do not shrink with the cache, so a small cache needs many of them."""
+    return min(max(capacity, _SMALLEST_GHOST_LIST), _LARGEST_GHOST_LIST)

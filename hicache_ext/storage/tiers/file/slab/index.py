@@ -25,7 +25,7 @@ from hicache_ext.page.envelope import IDENTITY_LENGTH, SEAL_LENGTH
 from hicache_ext.runtime.file_lock import ChangeLock, OfdLock
 from hicache_ext.runtime.members import Members
 from hicache_ext.storage.contract.store import PageKeys, key_words
-from hicache_ext.storage.tiers.file.eviction import EvictionPolicy
+from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.path_store import Served
 from hicache_ext.storage.tiers.file.slab import index_words, lookup, miniatures, slot_code
 from hicache_ext.storage.tiers.file.slab.index_memory import (
@@ -262,7 +262,7 @@ class SlabIndex:
         positions = there[table[there, FIRST].argsort()]
         capacity = max(1, sum(slots.values()))
         ghosts = sum(count * size for size, count in slots.items()) // BYTES_PER_GHOST
-        ghosts = min(EvictionPolicy(capacity).ghost_limit, ghosts)
+        ghosts = min(eviction.ghost_limit(capacity), ghosts)
         by_first = np.ascontiguousarray(table[positions])
         rows = int((by_first[:, FIRST] + by_first[:, SLOTS]).max(initial=0))
         sampled = miniatures.sampled_of(capacity)

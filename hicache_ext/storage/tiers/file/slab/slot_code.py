@@ -84,7 +84,7 @@ GENERATIONS = 0xFFFFFFFF
 """Words of the header. SETS: in use; LEVEL: the power of two of which there are so many and up to as many more.
 SLAB_CHANGES: counts changes of the slabs. REBUILT: 1 once all slabs were looked at; FOUND: pages found by that.
 ALL_CLEARED: what was written up to then (milliseconds) was cleared, of every identity. IDENTITIES: so many are
-known. INSERTS, DISTANCE_SUM, REUSES: the ``Clock`` of eviction.py. POLICY: the candidate of eviction.py that pages rank
+known. INSERTS, DISTANCE_SUM, REUSES: the clock of eviction.py. POLICY: the candidate of eviction.py that pages rank
 by now; TO_RANK: rows before this one may rank by another one yet. EVENTS: so many were noted for the miniatures
 (miniatures.py), LEARNED: and so many of them were looked at; SEEN: uses of all pages, in the sample or not, that found
 a place. BAD_HEADERS: damaged ones, met by the rebuild. NO_SPACE_SINCE: since when (seconds) no slab finds room on the
