@@ -1,4 +1,4 @@
-"""The first candidate of the file tier's policies (tiers/file/eviction.py) page by page, with records that are objects.
+"""The file tier's learned-distance policy (tiers/file/eviction.py) page by page, with records that are objects.
 
 The tier's own code (slab/slot_code.py) does the same in arrays; tests compare the two. A request goes through its pages
 in chain order: ``renewed`` for a present page, None where nothing is to be written; ``inserted`` for a page that is
@@ -13,10 +13,10 @@ from typing import NamedTuple
 from hicache_ext.storage.tiers.file.eviction import (
     LEARNED_DISTANCE,
     MAX_HITS,
-    Clock,
-    EvictionPolicy,
+    RENEWAL_SHIFT,
     learned,
     priority_of,
+    reuse_distance,
 )
 
 
@@ -40,8 +40,27 @@ class Ghost(NamedTuple):
         return cls(evicted.used, evicted.hits)
 
 
-class PageByPage(EvictionPolicy):
+class Clock(NamedTuple):
+    """What all pages share: the time and the measured reuse distance. Stored once, changed with every insert."""
+
+    inserts: int = 0
+    """Pages inserted so far: the time."""
+    distance_sum: int = 0
+    """The mean reuse distance D, times the number of reuses it is a mean over (at most 2**11)."""
+    reuses: int = 0
+    """Reuses measured so far."""
+
+
+class PageByPage:
     """Pure: records in, records out."""
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity {capacity}: at least one slot")
+        self.capacity = capacity
+
+    def reuse_distance(self, clock: Clock) -> int:
+        return reuse_distance(self.capacity, clock.distance_sum, clock.reuses)
 
     def inserted(
         self, clock: Clock, depth: int, before: Rank | None = None, ghost: Ghost | None = None
@@ -55,18 +74,16 @@ class PageByPage(EvictionPolicy):
 
     def renewed(self, clock: Clock, rank: Rank, depth: int, before: Rank | None = None) -> tuple[Clock, Rank] | None:
         """The new clock and the record of a present page that was used; None when nothing worth a write changes."""
-        if rank.used >= self.oldest_fresh_use(clock):
-            # Only the order within the chain may need a write: the page before was lost and inserted anew, lower.
-            priority = _bounded(rank.priority, before)
-            return None if priority == rank.priority else (clock, rank._replace(priority=priority))
-        clock = after_reuse(clock, max(0, clock.inserts - rank.used))
-        hits = min(rank.hits + 1, MAX_HITS)
-        priority = _bounded(max(rank.priority, self._priority(clock, hits, depth)), before)
-        return clock, Rank(priority, clock.inserts, hits)
+        used, hits = rank.used, rank.hits
+        if used < clock.inserts - (min(self.capacity, self.reuse_distance(clock)) >> RENEWAL_SHIFT):
+            clock = after_reuse(clock, max(0, clock.inserts - used))
+            used, hits = clock.inserts, min(hits + 1, MAX_HITS)
+        renewed = Rank(_bounded(max(rank.priority, self._priority(clock, hits, depth)), before), used, hits)
+        return None if renewed == rank else (clock, renewed)
 
     def _priority(self, clock: Clock, hits: int, depth: int) -> int:
         distance = self.reuse_distance(clock)
-        return priority_of(LEARNED_DISTANCE, self.capacity, clock.inserts, distance, hits, 0, depth)
+        return priority_of(LEARNED_DISTANCE, self.capacity, clock.inserts, distance, hits, False, depth)
 
 
 def after_reuse(clock: Clock, distance: int) -> Clock:

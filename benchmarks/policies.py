@@ -2,12 +2,13 @@
 through one that is held to each candidate.
 
 ``python -m benchmarks.policies`` replays the seeds that took no part in any choice (``--tuned``: the others); with a
-TRACE that one instead. Capacities are 1/300, 1/30 and 1/6 of the blocks unless given. ``--change PNG`` draws how the
-index adapts to another workload, and prints its hits by those of the candidate that serves most from then on, in the
-first capacity of inserted pages, in the second one, up to the fourth, up to the eighth, and in all.
+TRACE that one instead. Capacities are 1/300, 1/30, 1/6 and 1/2 of the blocks, at least 64, unless given. ``--change
+PNG`` draws how the index adapts to another workload, and prints its hits by those of the candidate that serves most
+from then on, in the first capacity of inserted pages, in the second one, up to the fourth and the eighth, and in all.
 
-Columns: ``tier`` follows; then the tier held to each candidate, all through the index; LRU and S3-FIFO page by page, as
-in replay_trace.py; ``of best`` the tier's hits by those of the best candidate. With ``--curve --json`` also hits at
+Columns: ``tier`` follows; then, with ``--held``, the tier held to each candidate, all through the index; LRU that frees
+the tails of chains first, as SGLang and vLLM do, and the optimum, page by page, as in replay_trace.py; the tier's hits
+by those of either. With ``--curve --json`` also hits at
 half, once, twice and four times the capacity, as the tier's miniatures say and as replays through the index have them.
 """
 
@@ -36,8 +37,8 @@ from hicache_ext.storage.tiers.file.slab import miniatures
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 
 Requests = Sequence[Sequence[int]]
-PARTS = (300, 30, 6)
-_CANDIDATES = miniatures.CANDIDATES
+PARTS = (300, 30, 6, 2)
+_LEAST_SLOTS = 64
 _SHOWN = 12
 """Capacities of inserted pages after a change."""
 
@@ -59,16 +60,18 @@ class Tier:
         self.inserts.append(index.inserts)
 
 
-def rows(title: str, requests: Requests, capacities: Sequence[int], *, curve: bool) -> Iterator[dict[str, object]]:
+def rows(
+    title: str, requests: Requests, capacities: Sequence[int], *, held: bool, curve: bool
+) -> Iterator[dict[str, object]]:
     uses = sum(map(len, requests))
     for capacity in capacities:
         tier = Tier(requests, capacity)
-        alone = [Tier(requests, capacity, policy).hits for policy in range(_CANDIDATES)]
-        others = replay_trace.lru(requests, capacity), replay_trace.s3_fifo(requests, capacity)
         row: dict[str, object] = {"workload": title, "capacity": capacity, "tier": tier.hits / uses}
-        row |= {name: hits / uses for name, hits in zip(eviction.POLICIES, alone, strict=True)}
-        row |= {name: hits / uses for name, hits in zip(("LRU", "S3-FIFO"), others, strict=True)}
-        row |= {"of best": tier.hits / max(1, *alone), "switches": tier.switches}
+        for policy, name in enumerate(eviction.POLICIES if held else ()):
+            row[name] = Tier(requests, capacity, policy).hits / uses
+        lru, best = replay_trace.lru_tails_first(requests, capacity), replay_trace.optimum(requests, capacity)
+        row |= {"LRU": lru / uses, "optimum": best / uses, "switches": tier.switches}
+        row |= {"of LRU": tier.hits / max(1, lru), "of optimum": tier.hits / max(1, best)}
         if curve and tier.served is not None:
             said = [hits / tier.served.uses for hits in tier.served[1:]]
             real = [
@@ -158,6 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=10_000, help="of a workload (default: %(default)s)")
     parser.add_argument("--tuned", action="store_true", help="the seeds that constants were chosen on")
     parser.add_argument("--seed", type=int, nargs="+", help="other seeds")
+    parser.add_argument("--held", action="store_true", help="also replay the tier held to each candidate")
     parser.add_argument("--curve", action="store_true", help="also replay the other capacities of the curve")
     parser.add_argument("--json", type=Path, help="add the rows to this file, one in a line")
     parser.add_argument("--change", type=Path, help="draw how the index adapts to another workload (needs matplotlib)")
@@ -195,18 +199,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for family in options.family
             for seed in seeds
         ]
-    heads = ["workload", "capacity", "tier", *eviction.POLICIES, "LRU", "S3-FIFO", "of best", "switches"]
+    held = eviction.POLICIES if options.held else ()
+    heads = ["workload", "capacity", "tier", *held, "LRU", "optimum", "switches", "of LRU", "of optimum"]
+    of_lru: list[float] = []
     print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
     for title, make in chosen:
         requests = make()
         blocks = len({block for request in requests for block in request})
-        capacities = options.capacity or [max(1, blocks // part) for part in PARTS]
-        for row in rows(title, requests, capacities, curve=options.curve):
+        capacities = options.capacity or [max(_LEAST_SLOTS, blocks // part) for part in PARTS]
+        for row in rows(title, requests, capacities, held=options.held, curve=options.curve):
+            of_lru.append(float(str(row["of LRU"])))
             cells = [f"{row[head]:.4f}" if isinstance(row[head], float) else f"{row[head]}" for head in heads]
             print("| " + " | ".join(cells) + " |", flush=True)
             if options.json:
                 with options.json.open("a") as lines:
                     lines.write(json.dumps(row) + "\n")
+    print(f"of LRU: mean {statistics.fmean(of_lru):.3f}, least {min(of_lru):.3f}, of {len(of_lru)} cases")
     return 0
 
 

@@ -40,10 +40,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from benchmarks.eviction_policy import Ghost, PageByPage, Rank
+from benchmarks.eviction_policy import Clock, Ghost, PageByPage, Rank
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.storage.tiers.file import eviction
-from hicache_ext.storage.tiers.file.eviction import Clock
 from hicache_ext.storage.tiers.file.slab import miniatures, slot_code
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
 from hicache_ext.storage.tiers.file.slab.shapes import SlotReferences
@@ -79,7 +78,7 @@ class OurCache:
         self.uses = 0
         self._order: list[tuple[int, int]] = []
         self._ghosts: OrderedDict[int, Ghost] = OrderedDict()
-        self._ghost_limit = self.policy.ghost_limit if ghosts else 0
+        self._ghost_limit = eviction.ghost_limit(capacity) if ghosts else 0
 
     def request(self, request: Sequence[int]) -> int:
         served = leading_run(request, self.ranks)
@@ -146,6 +145,8 @@ def served_by_the_index(
         if policy is not None:
             index.memory.header[slot_code.POLICY] = policy
             index.memory.small[miniatures.NEXT] = eviction.MAX_PRIORITY
+        # A batch of SGLang's is a small part of a real tier.
+        portion = max(1, min(128, capacity // 16))
         for request in requests:
             keys = [key_of(block) for block in request]
             found = index.locate(keys)
@@ -153,8 +154,8 @@ def served_by_the_index(
             served = leading_run(range(len(keys)), present)
             index.note_hits(found, keys, len(found))
             missing = [position for position in range(len(keys)) if position not in present]
-            for first in range(0, len(missing), max(1, min(128, capacity // 4))):
-                _store(index, keys, missing[first : first + max(1, min(128, capacity // 4))])
+            for first in range(0, len(missing), portion):
+                _store(index, keys, missing[first : first + portion])
             yield served
             if look is not None:
                 look(index)

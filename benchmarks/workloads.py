@@ -1,8 +1,9 @@
 """Generated workloads: chains of blocks as a prefix cache is asked for them, in the order of the requests.
 
-Six families, each with its own reason to return: a conversation returns after its user has thought, the step of an
+Eight families, each with its own reason to return: a conversation returns after its user has thought, the step of an
 agent at once and its tools' prompt with every task, a document of a retrieval system by its popularity, a batch scan
-hardly ever; mixtures put them in each other's way, and drift changes what is popular over hours. A family draws its own
+hardly ever; mixtures put them in each other's way, drift changes what is popular over hours, and a loop goes over all
+its texts again and again, alone or beside conversations. A family draws its own
 parameters from the seed, so that two seeds differ in more than their dice.
 
 ``TUNED_ON`` are the seeds that the constants of the policies were chosen on, ``REPORTED`` those that took no part.
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 Requests = Sequence[Sequence[int]]
 TUNED_ON = (1, 2, 3)
-REPORTED = (11, 12, 13, 14)
+REPORTED = (21, 22, 23)
 
 
 class _Source:
@@ -187,6 +188,20 @@ def mixed(
     return requests
 
 
+def loops(count: int, seed: int) -> list[list[int]]:
+    """Nightly evaluations, crawlers: the same texts in the same order, again and again."""
+    source = _Source(seed)
+    prompt, many = source.fresh(1, 10), source.chance.randint(300, 1200)
+    texts = [prompt + source.fresh(3, 30) for _ in range(many)]
+    return [texts[number % many] for number in range(count)]
+
+
+def evaluations(count: int, seed: int) -> list[list[int]]:
+    """A loop beside conversations."""
+    chance = random.Random(seed)
+    return mixed([loops(count, seed), conversations(count, seed)], [chance.uniform(0.3, 0.7), 0.5], count, chance)
+
+
 FAMILIES: dict[str, Callable[[int, int], list[list[int]]]] = {
     "conversations": conversations,
     "agents": agents,
@@ -194,6 +209,8 @@ FAMILIES: dict[str, Callable[[int, int], list[list[int]]]] = {
     "scans": scans,
     "mixture": mixture,
     "drift": drift,
+    "loops": loops,
+    "evaluations": evaluations,
 }
 
 

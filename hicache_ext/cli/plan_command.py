@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hicache_ext.cli.output import describe, show
-from hicache_ext.config import check_document, parse_size
+from hicache_ext.config import check_document, parse_size, rounded_size
 from hicache_ext.config.render import as_yaml, launch_lines
 from hicache_ext.errors import ConfigError, RecordingError
 from hicache_ext.packages import need
@@ -86,7 +86,16 @@ def run(arguments: argparse.Namespace) -> int:
         checked = check_document(document)
         parts = launch_lines(_FILE, checked.hicache_ext.role)
         launch = [f"--page-size {given.page_size}" if part.startswith("--page-size ") else part for part in parts]
+        launch[1:1] = [f"--tp-size {given.tp}"] if given.tp > 1 else []
+        if arguments.dtype is not None:
+            flag = "--kv-cache-dtype" if arguments.dtype.startswith("fp8") else "--dtype"
+            launch.insert(1, f"{flag} {arguments.dtype}")
         yaml = as_yaml(document)
+        if given.hardware.pool:
+            yaml = (
+                f"# the pool: {rounded_size(given.hardware.pool)} of memory, of one Redis or of nodes of a cluster\n"
+                + yaml
+            )
     plan |= {"configuration": document if launch else None, "launch": launch}
     if arguments.plot is not None:
         pictures(arguments.plot, plan)

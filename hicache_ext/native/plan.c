@@ -14,7 +14,7 @@ struct entry {
     int32_t block;
     int32_t place;         /* In the heap, from 1; 0 is a ghost. */
     int32_t older, newer;  /* Of ghosts: a ring, in which entry 0 is between the newest and the oldest. */
-    int8_t hits, own_hits; /* As in eviction.py. */
+    int8_t hits; /* As in eviction.py. */
 };
 
 struct cache {
@@ -117,10 +117,10 @@ static int64_t distance_of(const struct cache *cache)
     return reuse_distance(cache->capacity, cache->state.distance_sum, cache->state.reuses);
 }
 
-static int64_t rank(const struct cache *cache, const struct entry *entry, int64_t depth)
+static int64_t rank(const struct cache *cache, const struct entry *entry, bool is_new, int64_t depth)
 {
-    return priority_of(cache->policy, cache->capacity, cache->state.inserts, distance_of(cache), entry->hits,
-                       entry->own_hits, depth);
+    return priority_of(cache->policy, cache->capacity, cache->state.inserts, distance_of(cache), entry->hits, is_new,
+                       depth);
 }
 
 static void count_use(struct cache *cache, struct entry *entry)
@@ -152,9 +152,8 @@ static int64_t insert(struct cache *cache, int32_t block, int64_t depth, int64_t
         cache->table[at] = number;
     }
     struct entry *entry = cache->entries + number;
-    entry->own_hits = 0;
     entry->used = state->inserts;
-    entry->priority = cache->policy == LAST_USE_ALONE ? state->inserts : bounded(rank(cache, entry, depth), before);
+    entry->priority = cache->policy == LAST_USE_ALONE ? state->inserts : bounded(rank(cache, entry, true, depth), before);
     sift(cache, place, number);
     return entry->priority;
 }
@@ -166,14 +165,13 @@ static int64_t use(struct cache *cache, struct entry *entry, int64_t depth, int6
     int64_t priority = entry->priority;
     if (cache->policy == LAST_USE_ALONE) {
         priority = ++state->inserts;
-    } else if (entry->used < state->inserts - (least(cache->capacity, distance_of(cache)) >> RENEWAL_SHIFT)) {
-        count_use(cache, entry);
-        entry->own_hits = (int8_t)least(entry->own_hits + 1, MAX_HITS);
-        entry->used = state->inserts;
-        priority = most(priority, rank(cache, entry, depth));
+    } else {
+        if (entry->used < state->inserts - (least(cache->capacity, distance_of(cache)) >> RENEWAL_SHIFT)) {
+            count_use(cache, entry);
+            entry->used = state->inserts;
+        }
+        priority = bounded(most(priority, rank(cache, entry, false, depth)), before);
     }
-    if (cache->policy != LAST_USE_ALONE)
-        priority = bounded(priority, before);
     if (priority != entry->priority) {
         entry->priority = priority;
         sift(cache, entry->place, (int32_t)(entry - cache->entries));

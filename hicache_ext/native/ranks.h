@@ -3,11 +3,13 @@
 #ifndef HICACHE_RANKS_H
 #define HICACHE_RANKS_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
-enum { MAX_HITS = 7, RENEWAL_SHIFT = 4, POLICIES = 5 };
-enum { LEARNED_DISTANCE, WITHOUT_GHOSTS, LAST_USE, TWO_QUEUES, LONG_CREDIT };
-#define ORIGIN (INT64_C(1) << 40)
+enum { MAX_HITS = 7, RENEWAL_SHIFT = 4, KEPT_FOR = 2 };
+enum { LAST_USE, LEARNED_DISTANCE, KEEP_FIRST, POLICIES };
+#define ORIGIN (INT64_C(1) << 50)
+#define TICK INT64_C(1024)
 
 static inline int64_t least(int64_t one, int64_t other) { return one < other ? one : other; }
 static inline int64_t most(int64_t one, int64_t other) { return one > other ? one : other; }
@@ -27,26 +29,20 @@ static inline void learn_distance(int64_t *distance_sum, int64_t *reuses, int64_
     *reuses = least(*reuses + 1, (INT64_C(1) << 32) - 1);
 }
 
-/* `capacity`: at least 1. `hits` and `own_hits`: 0 to MAX_HITS. */
+/* `capacity`: at least 1. `hits`: 0 to MAX_HITS. `is_new`: written now; else used. */
 static inline int64_t priority_of(int64_t policy, int64_t capacity, int64_t inserts, int64_t distance, int64_t hits,
-                                  int64_t own_hits, int64_t depth)
+                                  bool is_new, int64_t depth)
 {
     static const int64_t LOG2[MAX_HITS + 1] = {0, 256, 406, 512, 594, 662, 719, 768};
-    int64_t credit = 0, tail = 2 * depth;
-    if (policy == LEARNED_DISTANCE || policy == WITHOUT_GHOSTS) {
-        if (policy == LEARNED_DISTANCE) {
-            int64_t times = least(4 * 256, most(256, 64 * distance / capacity)); /* In 256ths. */
-            credit = least(distance * times / 256, 64 * capacity) * LOG2[hits & MAX_HITS] / LOG2[1];
-        } else {
-            credit = distance * LOG2[own_hits & MAX_HITS] / LOG2[1];
-        }
-        tail = least(distance, capacity) * least(depth, 64) / 128;
-    } else if (policy == TWO_QUEUES) {
-        credit = 2 * capacity * least(hits, 3);
-    } else if (policy == LONG_CREDIT) {
-        credit = least(4 * distance, 64 * capacity) * LOG2[hits & MAX_HITS] / LOG2[1];
+    int64_t credit = 0, tail = depth;
+    if (policy == LEARNED_DISTANCE) {
+        int64_t times = least(4 * 256, most(256, 64 * distance / capacity)); /* In 256ths. */
+        credit = least(distance * times / 256, 64 * capacity) * LOG2[hits & MAX_HITS] / LOG2[1];
+        tail += TICK / 128 * least(distance, capacity) * least(depth, 64);
+    } else if (policy == KEEP_FIRST && is_new) {
+        credit = -KEPT_FOR * most(distance, capacity);
     }
-    return least(ORIGIN + inserts + credit - tail, INT64_MAX);
+    return least(ORIGIN + TICK * (inserts + credit) - tail, INT64_MAX);
 }
 
 #endif

@@ -28,8 +28,7 @@
 #include "core.h"
 #include "ranks.h"
 
-/* Of a row. USED: the clock at the last counted use << CLOCK_SHIFT | place in the chain << DEPTH_SHIFT | uses since it
- * was written << HITS_BITS | uses. */
+/* Of a row. USED: the clock at the last counted use << CLOCK_SHIFT | place in the chain << HITS_BITS | uses. */
 enum { HASH, STATE, LENGTH, CREATED, SEAL, PRIORITY = SEAL + 2, USED, ROW_WORDS };
 /* Low bits of STATE. A page: its generation << 8 | its identity << NUMBER_SHIFT; a pending slot: its writer << 8. */
 enum { UNKNOWN, FREE, PENDING, PAGE, STATES = 3, NUMBER_SHIFT = 40 };
@@ -41,7 +40,7 @@ enum { SETS = 3, REMEMBERED, LEVEL = 9, INSERTS = 12, DISTANCE_SUM, REUSES, POLI
 /* Of a slab; of an identity. */
 enum { SLAB_NUMBER, SLOTS = 2, FIRST, SLAB_STATE, FREE_SLOTS, CURSOR, OF, SLAB_WORDS, READY = 2 };
 enum { GENERATION = 2, CLEARED, WRITTEN = 6, PAGES, INDEX_IDENTITY_WORDS };
-enum { WAYS = 16, HITS_BITS = 3, DEPTH_SHIFT = 6, MOST_DEPTH = 127, CLOCK_SHIFT = 13, ROW_BITS = 40 };
+enum { WAYS = 16, HITS_BITS = 3, MOST_DEPTH = 65535, DEPTH_BITS = 16, CLOCK_SHIFT = 19, ROW_BITS = 40 };
 enum { SAMPLE_SHIFT = 24, SAMPLE = (1 << 20) - 1 };
 #define ROW_MASK ((INT64_C(1) << ROW_BITS) - 1)
 #define TAG_MASK ((INT64_C(1) << 23) - 1)
@@ -368,21 +367,25 @@ PUBLIC int64_t hicache_locate(const struct locate *call)
 /* Whether the miniatures see a page with this HASH, where they see `sampled` of SAMPLE + 1. */
 static inline bool is_sampled(int64_t hash, int64_t sampled) { return (hash >> SAMPLE_SHIFT & SAMPLE) < sampled; }
 
-/* Note a use for the miniatures. Of two at the same moment one may be lost, and so is what finds no place. */
-static void note(const struct table *table, int64_t hash, int64_t inserts, int64_t depth)
+/* Note a use for the miniatures if they see this page. Of two at the same moment one may be lost. Returns whether it
+ * counts: what finds no place does not, whether it would have been seen or not. */
+static bool note(const struct table *table, int64_t hash, int64_t inserts, int64_t depth, int64_t sampled)
 {
     int64_t noted = load(table->header + EVENTS);
     if (noted - load(table->header + LEARNED) >= table->event_count)
-        return;
+        return false;
+    if (!is_sampled(hash, sampled))
+        return true;
     int64_t *event = table->events + 2 * ((uint64_t)noted % (uint64_t)table->event_count);
     store(event, hash);
-    store(event + 1, inserts << 7 | least(depth, MOST_DEPTH));
+    store(event + 1, inserts << DEPTH_BITS | least(depth, MOST_DEPTH));
     store(table->header + EVENTS, noted + 1);
+    return true;
 }
 
-static inline int64_t used_word(int64_t clock, int64_t depth, int64_t own_hits, int64_t hits)
+static inline int64_t used_word(int64_t clock, int64_t depth, int64_t hits)
 {
-    return clock << CLOCK_SHIFT | least(depth, MOST_DEPTH) << DEPTH_SHIFT | own_hits << HITS_BITS | hits;
+    return clock << CLOCK_SHIFT | least(depth, MOST_DEPTH) << HITS_BITS | hits;
 }
 
 static inline int64_t distance_of(const struct table *table, int64_t capacity)
@@ -405,20 +408,20 @@ PUBLIC int64_t hicache_touch(const struct touch *call)
     const struct table *table = call->table;
     int64_t *header = table->header, changed = 0, seen = 0, before = -1, capacity = call->capacity;
     int64_t inserts = load(header + INSERTS), policy = load(header + POLICY);
+    bool leads = true;
     for (int64_t depth = 0; depth < call->chain_length; depth++) {
         int64_t at = call->chain[depth], *row = row_at(table, has_row(table, at) ? at : 0);
         if (!has_row(table, at) || !is_page(state_of(row))) {
             before = -1;
+            leads = false;
             continue;
         }
-        int64_t hash = load(row + HASH);
-        if (is_sampled(hash, call->sampled))
-            note(table, hash, inserts, depth);
+        if (leads)
+            seen += note(table, load(row + HASH), inserts, depth, call->sampled);
         int64_t distance = distance_of(table, capacity);
         int64_t priority = load(row + PRIORITY), word = load(row + USED);
         int64_t old_priority = priority, old_word = word;
-        int64_t used = word >> CLOCK_SHIFT, place = word >> DEPTH_SHIFT & MOST_DEPTH;
-        int64_t own_hits = word >> HITS_BITS & MAX_HITS, hits = word & MAX_HITS;
+        int64_t used = word >> CLOCK_SHIFT, place = word >> HITS_BITS & MOST_DEPTH, hits = word & MAX_HITS;
         if (used < inserts - (least(capacity, distance) >> RENEWAL_SHIFT)) {
             int64_t distance_sum = load(header + DISTANCE_SUM), reuses = load(header + REUSES);
             learn_distance(&distance_sum, &reuses, most(0, inserts - used));
@@ -426,20 +429,18 @@ PUBLIC int64_t hicache_touch(const struct touch *call)
             store(header + REUSES, reuses);
             distance = reuse_distance(capacity, distance_sum, reuses);
             hits = least(hits + 1, MAX_HITS);
-            own_hits = least(own_hits + 1, MAX_HITS);
             used = inserts;
-            priority = most(priority, priority_of(policy, capacity, inserts, distance, hits, own_hits, depth));
         }
+        priority = most(priority, priority_of(policy, capacity, inserts, distance, hits, false, depth));
         if (before >= 0)
             priority = most(0, least(priority, before - 1));
-        word = used_word(used, place, own_hits, hits);
+        word = used_word(used, place, hits);
         if (priority != old_priority || word != old_word) {
             store(row + PRIORITY, priority);
             store(row + USED, word);
             changed++;
         }
         before = priority;
-        seen++;
     }
     if (call->sampled > 0)
         add(header + SEEN, seen);
@@ -462,9 +463,8 @@ PUBLIC int64_t hicache_rank_again(const struct rank_again *call)
         int64_t *row = row_at(table, at), word = load(row + USED), clock = word >> CLOCK_SHIFT;
         if (!is_page(state_of(row)) || clock <= 0)
             continue;
-        int64_t hits = word & MAX_HITS, own_hits = word >> HITS_BITS & MAX_HITS;
-        int64_t depth = word >> DEPTH_SHIFT & MOST_DEPTH;
-        int64_t rank = priority_of(policy, call->capacity, clock, distance, hits, own_hits, depth);
+        int64_t hits = word & MAX_HITS, depth = word >> HITS_BITS & MOST_DEPTH;
+        int64_t rank = priority_of(policy, call->capacity, clock, distance, hits, false, depth);
         store(row + PRIORITY, most(0, rank));
     }
     store(table->header + TO_RANK, begin);
@@ -658,7 +658,7 @@ static bool is_among(const int64_t *hashes, int64_t count, int64_t hash)
 struct evict {
     const struct table *table;
     int64_t *victims;             /* Up to a -1. Keeps those that are free then, up to a -1. */
-    const int64_t *spared, *dead; /* Pages with these hashes, sorted, get a rank `headroom` beyond now instead. */
+    const int64_t *spared, *dead; /* Pages with these hashes, sorted, get a rank `headroom` inserts beyond now instead. */
     int64_t victim_count, spared_count, dead_count, headroom, oldest;
 };
 
@@ -675,7 +675,7 @@ PUBLIC int64_t hicache_evict(const struct evict *call)
             continue;
         if (rank != AT_ONCE) {
             if (is_among(call->spared, call->spared_count, load(row + HASH))) {
-                int64_t raised = most(rank, ORIGIN + load(table->header + INSERTS)) + call->headroom;
+                int64_t raised = most(rank, ORIGIN + TICK * load(table->header + INSERTS)) + TICK * call->headroom;
                 store(row + PRIORITY, least(raised, NO_PAGE - 1));
                 continue;
             }
@@ -817,7 +817,7 @@ static int64_t highest_behind(const struct publish *call, int64_t key)
 {
     int64_t number = number_of(call->numbers, call->number, key);
     int64_t row = row_of(call->table, hash_of(call->keys, key), number, state_for(call->table, number));
-    return row >= 0 ? most(0, load(row_at(call->table, row) + PRIORITY) - 1) : NO_PAGE - 1;
+    return row >= 0 ? most(0, load(row_at(call->table, row) + PRIORITY) - 1) : 0;
 }
 
 /* Make pages of slots that are written, with their seals. Under the lock. Returns how many slots became free. */
@@ -826,7 +826,7 @@ PUBLIC int64_t hicache_publish(const struct publish *call)
     const struct table *table = call->table;
     int64_t *header = table->header, capacity = call->capacity;
     int64_t oldest_ghost = most(0, load(header + REMEMBERED) - call->ghost_limit);
-    int64_t inserts = load(header + INSERTS), moment = inserts, policy = load(header + POLICY);
+    int64_t inserts = load(header + INSERTS), moment = inserts, policy = load(header + POLICY), seen = 0;
     int64_t distance_sum = load(header + DISTANCE_SUM), reuses = load(header + REUSES);
     int64_t distance = reuse_distance(capacity, distance_sum, reuses), highest = NO_PAGE - 1, freed = 0;
     for (int64_t of = 0; of < call->taken_count; of++) {
@@ -859,21 +859,20 @@ PUBLIC int64_t hicache_publish(const struct publish *call)
             distance = reuse_distance(capacity, distance_sum, reuses);
             hits = least((ghost & MAX_HITS) + 1, MAX_HITS);
         }
-        if (is_sampled(hash, call->sampled))
-            note(table, hash, moment, key);
-        int64_t priority = priority_of(policy, capacity, inserts, distance, hits, 0, key);
+        seen += note(table, hash, moment, key, call->sampled);
+        int64_t priority = priority_of(policy, capacity, inserts, distance, hits, true, key);
         priority = most(0, least(highest, priority));
         store(row + HASH, hash);
         store(row + LENGTH, call->lengths[of]);
         store(row + CREATED, call->created);
         store(row + PRIORITY, priority);
-        store(row + USED, used_word(inserts, key, 0, hits));
+        store(row + USED, used_word(inserts, key, hits));
         freed += make_page(table, at, state, hash);
         call->published[of] = 1;
         highest = most(0, priority - 1);
     }
     if (call->sampled > 0)
-        add(header + SEEN, inserts - moment);
+        add(header + SEEN, seen);
     store(header + INSERTS, inserts);
     store(header + DISTANCE_SUM, distance_sum);
     store(header + REUSES, reuses);
@@ -956,23 +955,27 @@ PUBLIC int64_t hicache_count(const struct count *call)
  * counts anew.
  */
 
-enum { KEY, MOMENT, HELD }; /* Planes of entries. HELD: uses << USES_SHIFT | four bits for each miniature. */
-enum { CANDIDATES = POLICIES, MINIATURES = CANDIDATES + 3, USES_SHIFT = 4 * MINIATURES };
-enum { HOLDS = 8, HOLDS_MOST = 15 }; /* Of the four bits: held; held, and used often since. */
+enum { KEY, MOMENT, HELD }; /* Planes of entries. HELD: clock at the last counted use << COUNTED_SHIFT | uses << USES_SHIFT | two bits for each miniature. */
+enum { CANDIDATES = POLICIES, MINIATURES = CANDIDATES + 3, USES_SHIFT = 2 * MINIATURES, COUNTED_SHIFT = USES_SHIFT + HITS_BITS };
+enum { ABSENT, NEW, KEPT = 3 }; /* NEW: not used since it was written, nor there when keep_all was called last. */
 /* Words of small: one for each miniature, each candidate, or each two of these; then single ones. */
 enum { HELD_PAGES = 0, SCORES = 8, HITS = 16, LATELY = 32, LAST_SCORES = 48, NOISE = 64, LAST_NOISE = 96 };
-enum { USES = 24, SERVED, EXPECTED, NEXT, SWITCHES, SETS_USED, SAMPLED, COUNTED, RUN = 40, PLACE };
+enum { USES = 24, SERVED, EXPECTED, NEXT, SWITCHES, SETS_USED, SAMPLED, COUNTED, RUN = 40, PLACE, BEGAN, NEXT_STOCK };
 
 enum { ONE_SHIFT = 16, HALF = 45426 };      /* Scores are in 65,536ths; so many are log(2). */
 enum { MOST_USES = 1 << 19 };               /* Then they are halved: what was long ago counts less and less. */
 enum { HORIZON = 4, MOST_CAPACITIES = 8 };  /* Capacities, or reuse distances, after which a hit counts half. */
 enum { COMPARISONS = 16, LEAST_INSERTS = 256, MOST_BETWEEN = 1 << 20 }; /* In a capacity; inserts, hits between two. */
 enum { LAST = 8, LEAST_LAST = 4 };          /* Comparisons after which a hit counts half among the last ones. */
-/* Another candidate has to lead by 1/128, and by the square root of so many times what chance makes of equal ones. */
-enum { LEAST_LEAD_SHIFT = 7, LEAST_SIGNIFICANCE = 3, LEAST_LAST_SIGNIFICANCE = 6 };
-enum { LEAST_SLOTS = 64, SLACK_SHIFT = 4 }; /* A smaller tier keeps its policy; a miniature is full within 1/16. */
+/* Another candidate has to lead by 1/64, and by the square root of so many times what chance makes of equal ones; for
+ * LAST_USE any lead is enough, and an eighth of that: no tier shall serve less than plain LRU for long. */
+enum { LEAST_LEAD_SHIFT = 6, LEAST_SIGNIFICANCE = 5, LEAST_LAST_SIGNIFICANCE = 8, BACK = 8 };
+enum { LEAST_SLOTS = 96, STOCK = 4 }; /* A smaller tier keeps its policy; capacities between two calls of keep_all. */
 
-static inline int64_t bits_of(int64_t held, int miniature) { return held >> 4 * miniature & HOLDS_MOST; }
+/* A miniature holds up to so many more than its slots, and is then cut to so many less: on average it is full. */
+static inline int64_t slack_of(int64_t slots) { return slots >> (slots > 512 ? 4 : 6); }
+
+static inline int64_t bits_of(int64_t held, int miniature) { return held >> 2 * miniature & 3; }
 
 static inline int64_t *entry_at(const struct table *table, int plane, int64_t place)
 {
@@ -1007,7 +1010,7 @@ static void make_for(const struct table *table, int64_t sets, int64_t sampled)
     for (int miniature = 0; miniature < MINIATURES; miniature++) {
         int64_t pages = 0;
         for (int64_t place = 0; place < sets * WAYS; place++)
-            pages += bits_of(load(entry_at(table, HELD, place)), miniature) >> 3;
+            pages += bits_of(load(entry_at(table, HELD, place)), miniature) != ABSENT;
         store(table->small + HELD_PAGES + miniature, pages);
     }
 }
@@ -1016,13 +1019,12 @@ static void make_for(const struct table *table, int64_t sets, int64_t sampled)
  * miniature holds, or that any holds. */
 static int64_t place_for(const struct table *table, int64_t of_set, int64_t hash)
 {
-    const int64_t HELD_BY_ANY = 0x88888888;
     int64_t chosen = of_set * WAYS, oldest = INT64_MAX;
     for (int64_t place = of_set * WAYS; place < (of_set + 1) * WAYS; place++) {
         if (load(entry_at(table, KEY, place)) == hash)
             return place;
         int64_t age = load(entry_at(table, MOMENT, place));
-        if (load(entry_at(table, HELD, place)) & HELD_BY_ANY)
+        if (load(entry_at(table, HELD, place)) & ((1 << USES_SHIFT) - 1))
             age |= INT64_C(1) << 62;
         if (age < oldest) {
             chosen = place;
@@ -1031,7 +1033,7 @@ static int64_t place_for(const struct table *table, int64_t of_set, int64_t hash
     }
     int64_t held = load(entry_at(table, HELD, chosen));
     for (int miniature = 0; miniature < MINIATURES; miniature++)
-        add(table->small + HELD_PAGES + miniature, -(bits_of(held, miniature) >> 3));
+        add(table->small + HELD_PAGES + miniature, -(bits_of(held, miniature) != ABSENT));
     store(entry_at(table, KEY, chosen), hash);
     store(entry_at(table, MOMENT, chosen), -1);
     store(entry_at(table, HELD, chosen), 0);
@@ -1075,21 +1077,21 @@ static void cut(const struct table *table, int64_t sets, int miniature, int64_t 
         return; /* It is tried again with the next use. */
     for (int64_t place = 0; place < places; place++) {
         int64_t held = load(entry_at(table, HELD, place)), bits = bits_of(held, miniature);
-        if (bits < HOLDS)
+        if (bits == ABSENT)
             continue;
         int64_t moment = load(entry_at(table, MOMENT, place)), hits = held >> USES_SHIFT & MAX_HITS;
-        ranks[count] = ordered[count] = priority_of(policy, of_tier, moment >> 7, distance, hits, bits & MAX_HITS,
+        ranks[count] = ordered[count] = priority_of(policy, of_tier, moment >> DEPTH_BITS, distance, hits, bits == NEW,
                                                     moment & MOST_DEPTH);
         at[count++] = place;
     }
-    int64_t wanted = most(1, slots - (slots >> SLACK_SHIFT)), excess = count - wanted;
+    int64_t wanted = most(1, slots - slack_of(slots)), excess = count - wanted;
     if (excess > 0) {
         int64_t threshold = kth_lowest(ordered, count, excess - 1);
         for (int64_t of = 0; of < count && excess > 0; of++) {
             if (ranks[of] > threshold)
                 continue;
             int64_t *held = entry_at(table, HELD, at[of]);
-            store(held, load(held) & ~(INT64_C(15) << 4 * miniature));
+            store(held, load(held) & ~(INT64_C(3) << 2 * miniature));
             excess--;
         }
         count = wanted;
@@ -1104,9 +1106,12 @@ static int64_t leader_of(const int64_t *small, int scores, int noise, int64_t le
     int64_t best = now, of_now = load(small + scores + now), late = load(small + LAST_SCORES + now);
     for (int64_t candidate = 0; candidate < CANDIDATES; candidate++) {
         int64_t score = load(small + scores + candidate), lead = (score - of_now) >> ONE_SHIFT;
-        int64_t chance = least_significance * load(small + noise + CANDIDATES * candidate + now);
+        int64_t chance = load(small + noise + CANDIDATES * candidate + now) * least_significance;
+        if (lead > of_now >> ONE_SHIFT >> 1)
+            chance /= 2; /* Of a loop plain LRU serves nothing: each pass that is waited for is lost. */
+        int64_t least_lead = candidate == LAST_USE ? 1 : (of_now >> ONE_SHIFT >> LEAST_LEAD_SHIFT) + 1;
         if (score > load(small + scores + best) && load(small + LAST_SCORES + candidate) >= late &&
-            lead > (of_now >> ONE_SHIFT >> LEAST_LEAD_SHIFT) + 1 && lead * lead > chance)
+            lead > least_lead && lead * lead > (candidate == LAST_USE ? chance / BACK : chance))
             best = candidate;
     }
     return best;
@@ -1119,9 +1124,18 @@ static inline void fade(int64_t *score, int64_t fading, int64_t more)
     store(score, before + more - (before * fading >> ONE_SHIFT));
 }
 
+/* Count all pages that are there as used, for KEEP_FIRST. */
+static void keep_all(const struct table *table, int64_t sets)
+{
+    for (int64_t place = 0; place < sets * WAYS; place++) {
+        int64_t *held = entry_at(table, HELD, place), before = load(held);
+        store(held, before | (before & ((1 << USES_SHIFT) - 1) & 0x55555555) << 1);
+    }
+}
+
 /* Compare the candidates: follow another one that is better by more than chance, of late, which tells a change of
  * workload, or else in the long run. How far two of them differ between two comparisons is taken for their noise. */
-static void choose(const struct table *table, int64_t capacity, int64_t distance, int64_t rows)
+static void choose(const struct table *table, int64_t sets, int64_t capacity, int64_t distance, int64_t rows)
 {
     int64_t *small = table->small, lately[CANDIDATES];
     int64_t step = most(LEAST_INSERTS, capacity / COMPARISONS);
@@ -1149,53 +1163,56 @@ static void choose(const struct table *table, int64_t capacity, int64_t distance
         if (best == now)
             best = leader_of(small, SCORES, NOISE, LEAST_SIGNIFICANCE, now);
     }
-    if (best != now) {
-        store(table->header + POLICY, best);
+    int64_t inserts = load(table->header + INSERTS);
+    if (best == now && inserts < load(small + NEXT_STOCK))
+        return;
+    add(small + SWITCHES, best != now);
+    store(table->header + POLICY, best);
+    if (best != now || best == KEEP_FIRST)
         store(table->header + TO_RANK, rows);
-        add(small + SWITCHES, 1);
-    }
+    store(small + NEXT_STOCK, inserts + STOCK * capacity);
+    keep_all(table, sets);
 }
 
 /* One use, by an event. */
 static void see(const struct table *table, int64_t sets, int64_t sampled, int64_t window, int64_t hash, int64_t moment)
 {
     int64_t *small = table->small, of_set = (int64_t)(scrambled((uint64_t)hash) & 0xFFFFFFFF) % sets;
-    int64_t place = place_for(table, of_set, hash);
-    int64_t before = load(entry_at(table, MOMENT, place)), held = load(entry_at(table, HELD, place));
-    int64_t uses = held >> USES_SHIFT, counts = 0, run = load(small + RUN), depth = moment & MOST_DEPTH;
-    if (before < 0) {
-        store(entry_at(table, MOMENT, place), moment);
-    } else if ((moment >> 7) - (before >> 7) > window) {
-        uses = least(uses + 1, MAX_HITS);
-        counts = 1;
-        store(entry_at(table, MOMENT, place), (moment >> 7) << 7 | (before & MOST_DEPTH));
+    int64_t place = place_for(table, of_set, hash), held = load(entry_at(table, HELD, place));
+    int64_t clock = moment >> DEPTH_BITS, depth = moment & MOST_DEPTH, run = load(small + RUN), counted = clock;
+    if (depth == 0 || depth <= load(small + PLACE)) {
+        store(small + BEGAN, clock);
+        run = depth == 0 ? -1 : 0; /* The tier lacks a page before it. */
     }
-    add(small + USES, 1);
-    if (sampled <= SAMPLE || depth == 0)
+    if (sampled <= SAMPLE)
         run = -1;
-    else if (depth != least(load(small + PLACE) + 1, MOST_DEPTH))
-        run = 0; /* The tier lacks a page before it. */
     store(small + PLACE, depth);
-    int policy = (int)policy_now(table);
-    if (bits_of(held, policy) >= HOLDS && run >> policy & 1)
-        add(small + SERVED, 1);
-    int64_t now_held = uses << USES_SHIFT;
+    store(entry_at(table, MOMENT, place), least(clock, load(small + BEGAN)) << DEPTH_BITS | depth);
+    int64_t uses = held >> USES_SHIFT & MAX_HITS;
+    bool counts = held != 0 && clock - (held >> COUNTED_SHIFT) > window;
+    if (counts)
+        uses = least(uses + 1, MAX_HITS);
+    else if (held != 0)
+        counted = held >> COUNTED_SHIFT;
+    int64_t now_held = counted << COUNTED_SHIFT | uses << USES_SHIFT;
     for (int miniature = 0; miniature < MINIATURES; miniature++) {
         int64_t bits = bits_of(held, miniature);
-        if (bits < HOLDS) {
+        if (bits == ABSENT) {
             run &= ~(INT64_C(1) << miniature);
             add(small + HELD_PAGES + miniature, 1);
-            bits = HOLDS;
-        } else {
-            int64_t hit = run >> miniature & 1;
-            add(small + HITS + miniature, hit);
-            if (miniature < CANDIDATES)
-                add(small + LATELY + miniature, hit);
-            bits = least(bits + counts, HOLDS_MOST);
+            bits = NEW;
+        } else if (counts) {
+            bits = KEPT;
         }
-        now_held |= bits << 4 * miniature;
+        int64_t hit = run >> miniature & 1;
+        add(small + HITS + miniature, hit);
+        if (miniature < CANDIDATES)
+            add(small + LATELY + miniature, hit);
+        now_held |= bits << 2 * miniature;
     }
     store(small + RUN, run);
+    add(small + USES, 1);
+    add(small + SERVED, run >> policy_now(table) & 1);
     store(entry_at(table, HELD, place), now_held);
 }
 
@@ -1228,7 +1245,7 @@ PUBLIC int64_t hicache_learn(const struct learn *call)
         see(table, sets, sampled, window, hash, moment);
         for (int miniature = 0; miniature < MINIATURES; miniature++) {
             int64_t slots = most(1, (capacity * sampled * halves_of(miniature) / 2) >> 20);
-            if (load(small + HELD_PAGES + miniature) > slots + (slots >> SLACK_SHIFT))
+            if (load(small + HELD_PAGES + miniature) > slots + slack_of(slots))
                 cut(table, sets, miniature, slots, capacity);
         }
     }
@@ -1236,6 +1253,6 @@ PUBLIC int64_t hicache_learn(const struct learn *call)
         for (int word = HITS; word <= EXPECTED; word++)
             store(small + word, load(small + word) >> 1);
     if (load(header + INSERTS) >= load(small + NEXT))
-        choose(table, capacity, distance, call->rows);
+        choose(table, sets, capacity, distance, call->rows);
     return done;
 }

@@ -8,6 +8,7 @@ are not simulated.
 from __future__ import annotations
 
 import heapq
+import itertools
 import os
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -119,7 +120,7 @@ def simulate(trace: Trace, fleet: Fleet, nodes: npt.NDArray[np.int32] | None = N
 def _cache(given: int | None, policy: str, trace: Trace) -> tuple[int, int, int]:
     """Capacity, ghosts and policy of caches."""
     capacity = _capacity(given, trace)
-    ghosts = 0 if policy == "lru" or not capacity else eviction.EvictionPolicy(capacity).ghost_limit
+    ghosts = 0 if policy == "lru" or not capacity else eviction.ghost_limit(capacity)
     return capacity, ghosts, POLICIES.index(policy)
 
 
@@ -142,20 +143,31 @@ def routed(trace: Trace, nodes: int, router: Router) -> npt.NDArray[np.int32]:
 
 
 def sessions(trace: Trace) -> npt.NDArray[np.int64]:
-    """The conversation of each request: it goes on with one whose prompt it begins with, by whole blocks."""
+    """The conversation of each request: as the trace says, or else it goes on with one whose prompt it begins with, by
+    whole blocks.
+
+    A prompt that different ones begin with is no conversation that goes on, but a system prompt of strangers."""
+    if trace.session is not None:
+        return trace.session
+    whole = np.minimum(np.diff(trace.offsets), trace.prompt // trace.block_tokens).tolist()
+    following: dict[int, int] = {}
+    shared: set[int] = set()
+    for chain, length in zip(trace.chains(), whole, strict=True):
+        for block, after in itertools.pairwise(chain[:length]):
+            if following.setdefault(block, after) != after:
+                shared.add(block)
     ends: dict[int, int] = {}
-    """Last whole block of a prompt, where nobody had it before (others share a system prompt) -> its session."""
+    """Last whole block of a prompt, where nobody had it before -> its session."""
     seen: set[int] = set()
     found = np.zeros(len(trace), np.int64)
     count = 0
-    for number, (chain, tokens) in enumerate(zip(trace.chains(), trace.prompt.tolist(), strict=True)):
+    for number, (chain, length) in enumerate(zip(trace.chains(), whole, strict=True)):
         session = next((ends[block] for block in reversed(chain) if block in ends), None)
         if session is None:
             session, count = count, count + 1
         found[number] = session
-        whole = min(len(chain), tokens // trace.block_tokens)
-        if whole and chain[whole - 1] not in seen:
-            ends[chain[whole - 1]] = session
+        if length and chain[length - 1] not in seen and chain[length - 1] not in shared:
+            ends[chain[length - 1]] = session
         seen.update(chain)
     return found
 

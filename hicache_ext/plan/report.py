@@ -67,6 +67,8 @@ def plan_of(asked: Asked) -> dict[str, Any]:
     seconds = max(trace.seconds, 1.0)
     per_hour = _HOUR / seconds
     tokens = {name: int(outcome.totals[column]) * trace.block_tokens for name, column in _SOURCES.items()}
+    # The last block of a prompt is mostly a part of one.
+    tokens["computed"] = max(0, int(trace.prompt.sum()) - tokens["disk"] - tokens["pool"])
     document: dict[str, Any] = {
         "trace": {
             "name": trace.name,
@@ -97,6 +99,7 @@ def plan_of(asked: Asked) -> dict[str, Any]:
             "disk_share": outcome.share(NEAR),
             "pool_share": outcome.share(POOL),
             "hit_share": outcome.hit_share,
+            "warm_hit_share": _share_of_second_half(outcome),
             "infinite_share": simulate(trace, Fleet(near=None)).hit_share,
         },
         "curve": curve(trace, block_bytes),
@@ -104,8 +107,31 @@ def plan_of(asked: Asked) -> dict[str, Any]:
         "pool_network": _network(outcome, trace, hardware, block_bytes),
     }
     document["prefill"] = _prefill(asked, tokens, per_hour)
-    document["money"] = _money(hardware, document["prefill"])
+    document["money"] = _money(hardware, document["prefill"], document["writes"]["years_until_worn_out"])
+    document["does_not_fit"] = list(_too_much(asked, outcome, document, block_bytes, seconds))
     return document
+
+
+def _share_of_second_half(outcome: Outcome) -> float:
+    """Caches begin empty, and the first requests fill them."""
+    later = outcome.per_request[len(outcome.per_request) // 2 :, [NEAR, POOL, COMPUTED]].sum(axis=0)
+    return float(later[:2].sum() / max(1, later.sum()))
+
+
+def _too_much(
+    asked: Asked, outcome: Outcome, document: Mapping[str, Any], block_bytes: int, seconds: float
+) -> Iterator[str]:
+    """What these nodes cannot do in the time that the trace takes."""
+    hardware, prefill = asked.hardware, document["prefill"]
+    if prefill is not None and (computed := prefill["computed_seconds_per_hour"]) > _HOUR * hardware.nodes:
+        yield f"{computed:,.0f} s of prefill in an hour, and {hardware.nodes} nodes have {_HOUR * hardware.nodes:,.0f}"
+    written = float(outcome.written_by_node.max()) * block_bytes / seconds if hardware.disk else 0.0
+    if 0 < hardware.disk_speed < written:
+        yield f"{written / 1e9:.1f} GB/s of writes on one node, whose disks read {hardware.disk_speed / 1e9:.1f}"
+    network = document["pool_network"]
+    moved = network["read_bytes_per_second"] + network["written_bytes_per_second"]
+    if 0 < hardware.pool_speed * hardware.nodes < moved:
+        yield f"{moved / 1e9:.1f} GB/s between nodes and pool, which is {hardware.pool_speed / 1e9:.1f} a node"
 
 
 _SOURCES = {"disk": NEAR, "pool": POOL, "computed": COMPUTED}
@@ -175,10 +201,11 @@ def _prefill(asked: Asked, tokens: dict[str, int], per_hour: float) -> dict[str,
     }
 
 
-def _money(hardware: Hardware, prefill: dict[str, Any] | None) -> dict[str, Any] | None:
-    """By the year."""
+def _money(hardware: Hardware, prefill: dict[str, Any] | None, life: float | None) -> dict[str, Any] | None:
+    """By the year. Disks that are worn out after ``life`` years are bought again then."""
     terabyte = 1e12
-    disks = hardware.nodes * hardware.disk / terabyte * hardware.price_disk_tb / hardware.years
+    disks = hardware.nodes * hardware.disk / terabyte * hardware.price_disk_tb
+    disks /= hardware.years if life is None else min(hardware.years, life)
     pool = hardware.pool / terabyte * hardware.price_pool_tb / hardware.years
     if not (disks or pool or hardware.price_node_hour):
         return None
@@ -247,7 +274,13 @@ def page_of(plan: Mapping[str, Any], launch: Sequence[str], yaml: str) -> Iterat
     whole = sum(fleet["tokens"].values()) or 1
     for name, tokens in fleet["tokens"].items():
         yield f"  {name:>9} {_bar(tokens / whole)} {tokens / whole:6.1%}"
+    yield (
+        f"  caches were empty at first: {fleet['hit_share']:.1%} of all blocks were found, "
+        f"{fleet['warm_hit_share']:.1%} in the second half of the requests"
+    )
     yield ""
+    yield f"By the hour, day and year, as if all of it were like these {trace['seconds'] / 60:,.0f} minutes"
+    yield from (f"  DOES NOT FIT: {sentence}" for sentence in plan["does_not_fit"])
     yield from _wear(plan["writes"], fleet)
     yield from _load(plan["pool_network"], fleet)
     yield from _saved(plan["prefill"])
@@ -275,8 +308,10 @@ def _wear(writes: Mapping[str, Any], fleet: Mapping[str, Any]) -> Iterator[str]:
     times = f"  {writes['disk_writes_per_day']:.2f} times the disk a day"
     if writes["allowed_bytes_per_day"]:
         life = writes["years_until_worn_out"]
-        told = "never" if life is None else f"{life:.1f} years" if life < 100 else "more than 100 years"
-        times += f"; {writes['allowed_bytes_per_day'] / 1e12:.2f} TB a day are allowed: worn out after {told}"
+        told = f"{life:.1f} years" if life is not None and life >= 1 else f"{365.25 * (life or 0.0):.0f} days"
+        told = "never" if life is None else "more than 100 years" if life >= 100 else told
+        times += f"; {writes['allowed_bytes_per_day'] / 1e12:.2f} TB a day are allowed for {_WARRANTY_YEARS:.0f} years:"
+        times += f" worn out after {told}"
     yield times
 
 

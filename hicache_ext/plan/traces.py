@@ -44,6 +44,8 @@ class Trace:
     found: dict[str, int]
     """Of a recording: blocks of leading runs that each tier had then."""
     remarks: tuple[str, ...] = ()
+    session: npt.NDArray[np.int64] | None = None
+    """The conversation of each request, from 0 on, where somebody has said it."""
 
     def __len__(self) -> int:
         return len(self.times)
@@ -75,6 +77,7 @@ class Trace:
             blocks=self.blocks[: self.offsets[count]],
             prompt=self.prompt[:count],
             output=self.output[:count],
+            session=None if self.session is None else self.session[:count],
         )
 
 
@@ -86,6 +89,7 @@ def made_of(
     *,
     prompt: Sequence[int] | None = None,
     output: Sequence[int] | None = None,
+    session: Sequence[object] | None = None,
 ) -> Trace:
     """A trace of these chains, whose blocks may be any whole numbers. Requests are put in the order of their times."""
     order = np.argsort(np.asarray(times, np.float64), kind="stable")
@@ -96,7 +100,11 @@ def made_of(
     answers = np.zeros(len(order), np.int64) if output is None else np.asarray(output, np.int64)[order]
     moments = np.asarray(times, np.float64)[order]
     since = moments - (moments[0] if len(moments) else 0.0)
-    return Trace(name, since, _offsets(lengths), dense, tokens, answers, block_tokens, {})
+    of_session = None
+    if session is not None:
+        numbers: dict[object, int] = {}
+        of_session = np.array([numbers.setdefault(session[i], len(numbers)) for i in order], np.int64)
+    return Trace(name, since, _offsets(lengths), dense, tokens, answers, block_tokens, {}, session=of_session)
 
 
 def _offsets(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -193,6 +201,7 @@ def _of_json_lines(path: Path, block_tokens: int) -> Trace:
     times: list[float] = []
     prompts: list[int] = []
     outputs: list[int] = []
+    of_sessions: list[str | None] = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -203,13 +212,16 @@ def _of_json_lines(path: Path, block_tokens: int) -> Trace:
                 times.append(float(request["timestamp"]) / 1000)
                 prompts.append(_whole(request.get("input_length", len(chain) * block_tokens)))
                 outputs.append(_whole(request.get("output_length", 0)))
+                session = request.get("session")
+                of_sessions.append(None if session is None else str(session))
                 chains.append(chain)
             except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError):
                 wanted = "a JSON object with timestamp (ms), input_length, output_length and hash_ids"
                 raise RecordingError(path, f"is no trace: line {number} is not {wanted}") from None
     if not chains:
         raise RecordingError(path, "holds no request")
-    return made_of(path.name, chains, times, block_tokens, prompt=prompts, output=outputs)
+    session = None if None in of_sessions else of_sessions
+    return made_of(path.name, chains, times, block_tokens, prompt=prompts, output=outputs, session=session)
 
 
 def _whole(value: Any, below: int = MOST_TOKENS + 1) -> int:
@@ -287,19 +299,21 @@ def generate(chat: Chat) -> Trace:
     times: list[float] = []
     prompts: list[int] = []
     outputs: list[int] = []
+    of_sessions: list[int] = []
     due: list[tuple[float, int, list[int], int]] = []
-    """When, a number that makes them differ, the chain so far, tokens so far."""
+    """When, the conversation, the chain so far, tokens so far."""
     starts = chance.expovariate(chat.rate)
-    number = 0
+    begun = 0
     while True:
         if due and due[0][0] <= starts:
-            moment, _, chain, tokens = heapq.heappop(due)
+            moment, session, chain, tokens = heapq.heappop(due)
             new = round(chance.expovariate(1 / max(1, chat.question)))
         else:
             moment, chain = starts, chance.choices(systems, weights)[0]
             tokens = chat.system
             new = round(chance.expovariate(1 / max(1, chat.first)))
             starts += chance.expovariate(chat.rate)
+            session, begun = begun, begun + 1
         if moment > chat.span:
             if starts > chat.span and not (due and due[0][0] <= chat.span):
                 break
@@ -311,11 +325,9 @@ def generate(chat: Chat) -> Trace:
         times.append(moment)
         prompts.append(tokens)
         outputs.append(answer)
+        of_sessions.append(session)
         if chance.random() >= 1 / chat.turns:
-            number += 1
-            heapq.heappush(
-                due,
-                (moment + chance.lognormvariate(math.log(max(chat.think, 1e-9)), 1.0), number, chain, tokens + answer),
-            )
+            again = moment + chance.lognormvariate(math.log(max(chat.think, 1e-9)), 1.0)
+            heapq.heappush(due, (again, session, chain, tokens + answer))
     name = f"a workload of {chat.rate:g} conversations/s"
-    return made_of(name, chains, times, BLOCK_TOKENS, prompt=prompts, output=outputs)
+    return made_of(name, chains, times, BLOCK_TOKENS, prompt=prompts, output=outputs, session=of_sessions)

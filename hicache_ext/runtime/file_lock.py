@@ -233,6 +233,10 @@ class ChangeLock:
             self._turn(not mine)
         return mine
 
+    def acquire_now(self) -> bool:
+        """Without waiting, for what can be left to somebody else. Raises OSError as the file system does."""
+        return self._lock.acquire(0.0)
+
     def release(self) -> None:
         self._lock.release()
 

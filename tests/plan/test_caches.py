@@ -27,7 +27,7 @@ from hicache_ext.plan.fleet import (
     sessions,
     simulate,
 )
-from hicache_ext.plan.traces import Trace, made_of, read_trace
+from hicache_ext.plan.traces import Trace, generate, made_of, parse_workload, read_trace
 from hicache_ext.storage.tiers.file import eviction
 from tests.rigs import plan_caches
 
@@ -47,7 +47,7 @@ def test_a_node_serves_what_the_tiers_policy_serves_page_by_page(workload: str, 
     trace = trace_of(chains)
     cache = OurCache(capacity)
     served = [cache.request(chain) for chain in trace.requests()]
-    outcome = simulate(trace, Fleet(near=capacity))
+    outcome = simulate(trace, Fleet(near=capacity, near_policy="learned-distance"))
     assert outcome.per_request[:, NEAR].tolist() == served
     if capacity < trace.distinct:
         assert outcome.totals[WRITTEN_NEAR] == cache.clock.inserts == outcome.written_by_node.sum()
@@ -70,8 +70,8 @@ def test_ghosts_that_are_forgotten_are_those_of_the_tiers_policy(monkeypatch: py
     cache = OurCache(20)
     cache._ghost_limit = 50
     served = [cache.request(chain) for chain in trace.requests()]
-    monkeypatch.setattr(eviction.EvictionPolicy, "ghost_limit", 50)
-    outcome = simulate(trace, Fleet(near=20))
+    monkeypatch.setattr(eviction, "ghost_limit", lambda _: 50)
+    outcome = simulate(trace, Fleet(near=20, near_policy="learned-distance"))
     assert outcome.per_request[:, NEAR].tolist() == served
     _, inserts, *_, ghosts = outcome.states[0].tolist()
     assert (inserts, ghosts) == (cache.clock.inserts, 50)
@@ -96,7 +96,7 @@ def test_the_core_does_what_python_does(monkeypatch: pytest.MonkeyPatch) -> None
 
     @given(FLEETS, st.integers(0, 40), st.integers(1, 60), st.integers(2, 100), st.randoms(use_true_random=False))
     def check(fleet: Fleet, ghosts: int, requests: int, blocks: int, chance: random.Random) -> None:
-        monkeypatch.setattr(eviction.EvictionPolicy, "ghost_limit", ghosts)
+        monkeypatch.setattr(eviction, "ghost_limit", lambda _: ghosts)
         if fleet.pool == 0 or not fleet.decode:
             fleet = replace(fleet, hints=False)
         chains = []
@@ -188,9 +188,30 @@ def test_conversations_behind_one_system_prompt_are_different_sessions() -> None
     assert sessions(trace).tolist()[:4] == [0, 1, 0, 1]
 
 
+def test_strangers_behind_one_system_prompt_are_no_conversation_although_one_asked_for_nothing_else() -> None:
+    # Who talks to whom, counted by hand: the first prompt is the system's alone, and ends where all others go on.
+    trace = trace_of([[1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 3, 5], [1, 2, 6], [1, 2, 4, 7]])
+    assert sessions(trace).tolist() == [0, 1, 2, 1, 3, 2]
+    # The third block of each is a part: 1,100 tokens are two whole blocks.
+    parts = made_of(
+        "t", [[1, 2, 8], [1, 2, 9], [1, 2, 3, 4], [1, 2, 5, 6]], [0, 1, 2, 3], 512, prompt=[1100] * 2 + [2048] * 2
+    )
+    assert sessions(parts).tolist() == [0, 1, 2, 3]
+
+
+def test_a_described_workload_says_itself_who_talks_to_whom() -> None:
+    trace = generate(
+        parse_workload("rate=2,turns=4,think=5s,system=1024,systems=2,first=300,question=200,answer=200,span=10m")
+    )
+    of = sessions(trace)
+    assert int(of.max()) + 1 == pytest.approx(2 * 600, rel=0.15)
+    assert np.bincount(of).max() < 40
+
+
 def test_the_conversation_trace_is_served_as_the_policy_serves_it() -> None:
     if not TRACE.is_file():
         pytest.skip("missing: the conversation trace")
     trace = read_trace(TRACE)
-    shares = [simulate(trace, Fleet(near=capacity)).hit_share for capacity in (1000, 10_000, 50_000)]
+    fleets = [Fleet(near=capacity, near_policy="learned-distance") for capacity in (1000, 10_000, 50_000)]
+    shares = [simulate(trace, fleet).hit_share for fleet in fleets]
     assert [round(share, 4) for share in shares] == [0.0843, 0.2344, 0.3559]

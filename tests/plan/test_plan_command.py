@@ -94,6 +94,32 @@ def test_the_launch_line_has_the_page_size_that_was_planned_for(
     assert [part for part in launch if part.startswith("--page-size")] == ["--page-size 32"]
 
 
+def test_the_launch_line_has_the_ranks_and_the_dtype_that_were_planned_for(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch = plan(capsys, "trace.jsonl --model . --disk 1TB --tp 2 --dtype fp8_e4m3")["launch"]
+    assert {"--tp-size 2", "--kv-cache-dtype fp8_e4m3"} <= set(launch)
+    assert "--dtype float16" in plan(capsys, "trace.jsonl --model . --disk 1TB --dtype float16")["launch"]
+
+
+def test_what_does_not_fit_is_said(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(capsys, "trace.jsonl --model . --prefill-rate 1024")["does_not_fit"] == []
+    assert plan(capsys, "trace.jsonl --model . --prefill-rate 0.5")["does_not_fit"][0].endswith(
+        "s of prefill in an hour, and 1 nodes have 3,600"
+    )
+
+
+def test_disks_that_wear_out_before_they_are_written_off_are_paid_again(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"trace.jsonl --model . --disk {8 * BLOCK} --price-disk 1000000 --years 3"
+    once = plan(capsys, words)["money"]["disks_per_year"]
+    made = plan(capsys, words + " --dwpd 0.001")
+    life = made["writes"]["years_until_worn_out"]
+    assert life < 3
+    assert made["money"]["disks_per_year"] == pytest.approx(once * 3 / life)
+
+
 def test_without_the_native_core_a_sentence_says_what_to_do(
     files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,18 +7,24 @@ import numpy as np
 from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory
 from hicache_ext.storage.tiers.file.slab.miniatures import (
+    ABSENT,
+    BEGAN,
     CANDIDATES,
     COUNTED,
+    COUNTED_SHIFT,
     EXPECTED,
     HELD,
     HITS,
+    KEPT,
     KEY,
     LAST_NOISE,
     LAST_SCORES,
     LATELY,
     MINIATURES,
     MOMENT,
+    NEW,
     NEXT,
+    NEXT_STOCK,
     NOISE,
     PAGES,
     PLACE,
@@ -29,8 +35,10 @@ from hicache_ext.storage.tiers.file.slab.miniatures import (
     SETS_USED,
     SWITCHES,
     USES,
+    USES_SHIFT,
 )
 from hicache_ext.storage.tiers.file.slab.slot_code import (
+    DEPTH_BITS,
     DISTANCE_SUM,
     EVENTS,
     HASH_OF_EVENT,
@@ -50,8 +58,6 @@ from hicache_ext.storage.tiers.file.slab.slot_code import (
     scrambled,
 )
 
-_USES_SHIFT = 4 * MINIATURES
-_HOLDS = 8
 _ONE = 1 << 16
 _MOST_USES = 1 << 19
 """So many uses, and their hits are halved: what was long ago counts less and less."""
@@ -69,16 +75,18 @@ _LEAST_LAST = 4
 """where they are more: so many."""
 _HALF = 45426
 """65,536ths of log(2)."""
-_LEAST_LEAD_SHIFT = 7
-"""Another candidate has to be better by 1/128 and two hits,"""
-_LEAST_SIGNIFICANCE, _LEAST_LAST_SIGNIFICANCE = 3, 6
+_LEAST_LEAD_SHIFT = 6
+"""Another candidate has to be better by 1/64 and two hits,"""
+_LEAST_SIGNIFICANCE, _LEAST_LAST_SIGNIFICANCE = 5, 8
 """and by the square root of this many times what chance alone makes of two that are equal: by all scores; by the last
 ones alone, which are fewer and are asked as often."""
-_LEAST_SLOTS = 64
+_BACK = 8
+"""The first candidate by more than one hit, and a part of that."""
+_LEAST_SLOTS = 96
 """A tier with fewer keeps to its policy: it hardly holds one chain, and what it evicts depends on the size of batches,
 which miniatures do not know."""
-_SLACK_SHIFT = 4
-"""A miniature holds up to 1/16 more than its slots, and is then cut to 1/16 less: on average it is full."""
+_STOCK = 4
+"""Capacities after which all that is there counts as kept."""
 _MOST_REUSE_CAPACITIES = 8
 _LOW = (1 << 32) - 1
 
@@ -101,7 +109,12 @@ def _policy_of(miniature: int, header: Words) -> int:
 
 
 def _bits(held: int, miniature: int) -> int:
-    return (held >> (4 * miniature)) & 15
+    return (held >> (2 * miniature)) & 3
+
+
+def _slack_of(slots: int) -> int:
+    """A miniature holds up to so many more than its slots, and is then cut to so many less: on average it is full."""
+    return slots >> (4 if slots > 512 else 6)
 
 
 def _slots_of(miniature: int, capacity: int, sampled: int) -> int:
@@ -121,7 +134,7 @@ def _made_for(small: Words, entries: Words, sets: int, sampled: int) -> None:
         small[PAGES + miniature] = 0
         for of_set in range(sets):
             for way in range(WAYS):
-                small[PAGES + miniature] += _bits(entries[HELD, of_set, way], miniature) >> 3
+                small[PAGES + miniature] += _bits(entries[HELD, of_set, way], miniature) != ABSENT
 
 
 def _entry_of(small: Words, entries: Words, of_set: int, hashed: int) -> int:
@@ -132,14 +145,12 @@ def _entry_of(small: Words, entries: Words, of_set: int, hashed: int) -> int:
         if entries[KEY, of_set, way] == hashed:
             return way
         age = entries[MOMENT, of_set, way]
-        for miniature in range(MINIATURES):
-            if _bits(entries[HELD, of_set, way], miniature) >= _HOLDS:
-                age |= 1 << 62
-                break
+        if entries[HELD, of_set, way] & ((1 << USES_SHIFT) - 1):
+            age |= 1 << 62
         if age < oldest:
             chosen, oldest = way, age
     for miniature in range(MINIATURES):
-        small[PAGES + miniature] -= _bits(entries[HELD, of_set, chosen], miniature) >> 3
+        small[PAGES + miniature] -= _bits(entries[HELD, of_set, chosen], miniature) != ABSENT
     entries[KEY, of_set, chosen], entries[MOMENT, of_set, chosen] = hashed, -1
     entries[HELD, of_set, chosen] = 0
     return chosen
@@ -171,28 +182,28 @@ def _kth_lowest(ranks: Words, count: int, which: int) -> int:
 
 def _cut(header: Words, small: Words, entries: Words, sets: int, miniature: int, slots: int, capacity: int) -> None:
     """Have a miniature hold a little less than it has slots for: those with the lowest priorities go."""
-    bit, policy = 4 * miniature, _policy_of(miniature, header)
+    bit, policy = 2 * miniature, _policy_of(miniature, header)
     of_tier = max(1, capacity * _halves(miniature) // 2)
     distance = eviction.reuse_distance(of_tier, header[DISTANCE_SUM], header[REUSES])
     ranks, places, count = np.empty(sets * WAYS, np.int64), np.empty(sets * WAYS, np.int64), 0
     for of_set in range(sets):
         for way in range(WAYS):
             held = entries[HELD, of_set, way]
-            if (held >> bit) & _HOLDS:
-                moment, own_hits = entries[MOMENT, of_set, way], (held >> bit) & MOST_HITS
-                hits = (held >> _USES_SHIFT) & MOST_HITS
-                rank = eviction.priority_of(policy, of_tier, moment >> 7, distance, hits, own_hits, moment & MOST_DEPTH)
+            if _bits(held, miniature) != ABSENT:
+                moment, hits = entries[MOMENT, of_set, way], (held >> USES_SHIFT) & MOST_HITS
+                clock, is_new = moment >> DEPTH_BITS, _bits(held, miniature) == NEW
+                rank = eviction.priority_of(policy, of_tier, clock, distance, hits, is_new, moment & MOST_DEPTH)
                 ranks[count] = rank
                 places[count] = of_set * WAYS + way
                 count += 1
-    wanted = max(1, slots - (slots >> _SLACK_SHIFT))
+    wanted = max(1, slots - _slack_of(slots))
     excess = count - wanted
     if excess > 0:
         in_order = ranks[:count].copy()
         threshold = _kth_lowest(in_order, count, excess - 1)
         for of in range(count):
             if ranks[of] <= threshold and excess > 0:
-                entries[HELD, places[of] // WAYS, places[of] % WAYS] &= ~(15 << bit)
+                entries[HELD, places[of] // WAYS, places[of] % WAYS] &= ~(3 << bit)
                 excess -= 1
         count = wanted
     small[PAGES + miniature] = count
@@ -204,17 +215,22 @@ def _leader(small: Words, scores: int, noise: int, least_significance: int, now:
     for candidate in range(CANDIDATES):
         lead = (small[scores + candidate] - small[scores + now]) // _ONE
         chance = least_significance * small[noise + CANDIDATES * candidate + now]
+        if lead > small[scores + now] // _ONE // 2:
+            chance //= 2
+        least_lead = (small[scores + now] // _ONE >> _LEAST_LEAD_SHIFT) + 1
+        if candidate == eviction.LAST_USE:
+            chance, least_lead = chance // _BACK, 1
         if (
             small[scores + candidate] > small[scores + best]
             and small[LAST_SCORES + candidate] >= small[LAST_SCORES + now]
-            and lead > (small[scores + now] // _ONE >> _LEAST_LEAD_SHIFT) + 1
+            and lead > least_lead
             and lead * lead > chance
         ):
             best = candidate
     return best
 
 
-def _choose(header: Words, small: Words, capacity: int, distance: int, rows: int) -> None:
+def _choose(header: Words, small: Words, entries: Words, sets: int, capacity: int, distance: int, rows: int) -> None:
     """Compare the candidates: follow another one if it is better by more than chance, of late, which tells a change of
     workload, or else in the long run.
 
@@ -242,9 +258,16 @@ def _choose(header: Words, small: Words, capacity: int, distance: int, rows: int
         best = _leader(small, LAST_SCORES, LAST_NOISE, _LEAST_LAST_SIGNIFICANCE, now)
         if best == now:
             best = _leader(small, SCORES, NOISE, _LEAST_SIGNIFICANCE, now)
-    if best != now:
-        header[POLICY], header[TO_RANK] = best, rows
-        small[SWITCHES] += 1
+    if best == now and header[INSERTS] < small[NEXT_STOCK]:
+        return
+    small[SWITCHES] += best != now
+    header[POLICY] = best
+    small[NEXT_STOCK] = header[INSERTS] + _STOCK * capacity
+    if best != now or best == eviction.KEEP_FIRST:
+        header[TO_RANK] = rows
+    for miniature in range(MINIATURES):
+        held = entries[HELD, :sets]
+        held[(held >> 2 * miniature) & 3 == NEW] |= KEPT << 2 * miniature
 
 
 def learn(memory: IndexMemory, capacity: int, sampled: int, rows: int, most: int) -> int:
@@ -265,47 +288,44 @@ def learn(memory: IndexMemory, capacity: int, sampled: int, rows: int, most: int
         hashed, moment = events[at, HASH_OF_EVENT], events[at, MOMENT_OF_EVENT]
         of_set = (scrambled(hashed) & _LOW) % sets
         way = _entry_of(small, entries, of_set, hashed)
-        before, held = entries[MOMENT, of_set, way], entries[HELD, of_set, way]
-        uses, counts = held >> _USES_SHIFT, 0
-        if before < 0:
-            entries[MOMENT, of_set, way] = moment
-        elif (moment >> 7) - (before >> 7) > window:
-            uses, counts = min(uses + 1, MOST_HITS), 1
-            entries[MOMENT, of_set, way] = (moment >> 7) << 7 | (before & MOST_DEPTH)
-        now_held = uses << _USES_SHIFT
-        small[USES] += 1
-        place = moment & MOST_DEPTH
-        if sampled <= SAMPLE or place == 0:
-            small[RUN] = -1
-        elif place != min(small[PLACE] + 1, MOST_DEPTH):
+        held, clock, place = entries[HELD, of_set, way], moment >> DEPTH_BITS, moment & MOST_DEPTH
+        if place == 0 or place <= small[PLACE]:
+            small[BEGAN] = clock
             # The tier lacks a page before it.
-            small[RUN] = 0
+            small[RUN] = -1 if place == 0 else 0
+        if sampled <= SAMPLE:
+            small[RUN] = -1
         small[PLACE] = place
-        policy = _policy_of_now(header)
-        if _bits(held, policy) >= _HOLDS and (small[RUN] >> policy) & 1:
-            small[SERVED] += 1
+        entries[MOMENT, of_set, way] = min(clock, small[BEGAN]) << DEPTH_BITS | place
+        counted, uses, counts = clock, (held >> USES_SHIFT) & MOST_HITS, False
+        if held != 0:
+            counts = clock - (held >> COUNTED_SHIFT) > window
+            uses = min(uses + counts, MOST_HITS)
+            counted = clock if counts else held >> COUNTED_SHIFT
+        now_held = counted << COUNTED_SHIFT | uses << USES_SHIFT
         for miniature in range(MINIATURES):
             bits = _bits(held, miniature)
-            if bits < _HOLDS:
+            if bits == ABSENT:
                 small[RUN] &= ~(1 << miniature)
-            if bits >= _HOLDS:
-                if (small[RUN] >> miniature) & 1:
-                    small[HITS + miniature] += 1
-                    if miniature < CANDIDATES:
-                        small[LATELY + miniature] += 1
-                bits = min(bits + counts, 15)
-            else:
                 small[PAGES + miniature] += 1
-                bits = _HOLDS
-            now_held |= bits << (4 * miniature)
+                bits = NEW
+            elif counts:
+                bits = KEPT
+            hit = (small[RUN] >> miniature) & 1
+            small[HITS + miniature] += hit
+            if miniature < CANDIDATES:
+                small[LATELY + miniature] += hit
+            now_held |= bits << (2 * miniature)
+        small[USES] += 1
+        small[SERVED] += (small[RUN] >> _policy_of_now(header)) & 1
         entries[HELD, of_set, way] = now_held
         for miniature in range(MINIATURES):
             slots = _slots_of(miniature, capacity, sampled)
-            if small[PAGES + miniature] > slots + (slots >> _SLACK_SHIFT):
+            if small[PAGES + miniature] > slots + _slack_of(slots):
                 _cut(header, small, entries, sets, miniature, slots, capacity)
     if small[USES] >= _MOST_USES:
         for word in range(HITS, EXPECTED + 1):
             small[word] //= 2
     if header[INSERTS] >= small[NEXT]:
-        _choose(header, small, capacity, distance, rows)
+        _choose(header, small, entries, sets, capacity, distance, rows)
     return int(done)

@@ -26,7 +26,7 @@ Numbers = npt.NDArray[np.int32]
 LRU: Final = len(eviction.POLICIES)
 
 COUNT, INSERTS, DISTANCE_SUM, REUSES, WRITTEN, EVICTED, RING_FIRST, RING_LAST, GHOSTS = range(9)
-"""Words of a cache: pages in it; the ``Clock`` of eviction.py; pages ever written and evicted; its ring of ghosts."""
+"""Words of a cache: pages in it; the clock; pages ever written and evicted; its ring of ghosts."""
 STATE_WORDS = 9
 
 _MAX_HITS = eviction.MAX_HITS
@@ -42,8 +42,6 @@ class Caches(NamedTuple):
     priority: Words
     used: Words
     hits: Words
-    own_hits: Words
-    """Since the page was written last."""
     heap: Numbers
     place: Numbers
     """Slot -> its place in the heap."""
@@ -77,13 +75,12 @@ def simulated(trace: Trace, of: Fleet) -> tuple[Words, Words]:
 
 def new_caches(count: int, capacity: int, *, ghosts: int | None = None) -> Caches:
     """``count`` empty caches of ``capacity`` pages each. ``ghosts``: as the policy says, unless given."""
-    limit = eviction.EvictionPolicy(capacity).ghost_limit if ghosts is None else ghosts
+    limit = eviction.ghost_limit(capacity) if ghosts is None else ghosts
     table, ghost_table = _power_of_two(2 * capacity), _power_of_two(4 * max(1, limit))
     ring = max(1, 2 * limit)
     return Caches(
         np.zeros((count, STATE_WORDS), np.int64),
         np.zeros((count, capacity), np.int32),
-        np.zeros((count, capacity), np.int64),
         np.zeros((count, capacity), np.int64),
         np.zeros((count, capacity), np.int64),
         np.zeros((count, capacity), np.int64),
@@ -236,11 +233,11 @@ def _ghost_of(caches: Caches, n: int, block: int) -> int:
     return -1
 
 
-def _rank(caches: Caches, n: int, policy: int, hits: int, own_hits: int, depth: int, before: int) -> int:
+def _rank(caches: Caches, n: int, policy: int, hits: int, is_new: bool, depth: int, before: int) -> int:
     """The priority of a page used now. ``before``: that of the page before it, or -1."""
     state, capacity = caches.state[n], len(caches.block[n])
     distance = reuse_distance(capacity, state[DISTANCE_SUM], state[REUSES])
-    return int(_bounded(priority_of(policy, capacity, state[INSERTS], distance, hits, own_hits, depth), before))
+    return int(_bounded(priority_of(policy, capacity, state[INSERTS], distance, hits, is_new, depth), before))
 
 
 def _bounded(priority: int, before: int) -> int:
@@ -276,14 +273,13 @@ def insert(caches: Caches, n: int, policy: int, block: int, depth: int, before: 
             _learn(caches, n, state[INSERTS] - caches.ghost_used[n, ghost])
             hits = min(caches.ghost_hits[n, ghost] + 1, _MAX_HITS)
             _forget(caches, n, ghost)
-        priority = _rank(caches, n, policy, hits, 0, depth, before)
+        priority = _rank(caches, n, policy, hits, True, depth, before)
     else:
         priority = state[INSERTS]
     caches.block[n, slot] = block
     caches.priority[n, slot] = priority
     caches.used[n, slot] = state[INSERTS]
     caches.hits[n, slot] = hits
-    caches.own_hits[n, slot] = 0
     _enter(caches.table[n], caches.block[n], 0, block, slot)
     _sift(caches, n, at, state[COUNT])
     return int(priority)
@@ -298,16 +294,11 @@ def use(caches: Caches, n: int, policy: int, slot: int, depth: int, before: int)
         new = state[INSERTS]
     else:
         distance = reuse_distance(capacity, state[DISTANCE_SUM], state[REUSES])
-        if caches.used[n, slot] >= state[INSERTS] - (min(capacity, distance) >> _RENEWAL_SHIFT):
-            new = _bounded(priority, before)
-        else:
+        if caches.used[n, slot] < state[INSERTS] - (min(capacity, distance) >> _RENEWAL_SHIFT):
             _learn(caches, n, state[INSERTS] - caches.used[n, slot])
-            hits = min(caches.hits[n, slot] + 1, _MAX_HITS)
-            own_hits = min(caches.own_hits[n, slot] + 1, _MAX_HITS)
-            new = _bounded(max(priority, _rank(caches, n, policy, hits, own_hits, depth, -1)), before)
-            caches.hits[n, slot] = hits
-            caches.own_hits[n, slot] = own_hits
+            caches.hits[n, slot] = min(caches.hits[n, slot] + 1, _MAX_HITS)
             caches.used[n, slot] = state[INSERTS]
+        new = _bounded(max(priority, _rank(caches, n, policy, caches.hits[n, slot], False, depth, -1)), before)
     if new != priority:
         caches.priority[n, slot] = new
         _sift(caches, n, caches.place[n, slot], state[COUNT])

@@ -140,9 +140,11 @@ def choose(
     else:
         good = allowed & (hits >= keep * hits[allowed].max())
         best = int(np.argmin(np.where(good, writes, np.inf)))
+        if allowed[-1] and writes[best] > (1 - _LEAST_SAVED) * writes[-1]:
+            best = len(order)
     admitted = np.arange(len(curves.rate)) >= firsts
     admitted[order[:best]] = True
-    if keep is None and best == len(order):
+    if best == len(order):
         admitted[:] = True
     return Choice(admitted, float(lives[best]), float(hits[best]), float(writes[best]))
 
@@ -168,6 +170,8 @@ Chosen = npt.NDArray[np.bool_]
 
 KEEP = 0.97
 """The share of the hits of a tier that stores everything, or of a better choice, that is to be kept."""
+_LEAST_SAVED = 0.1
+"""The share of the writes that is to be saved: hits are risked for no less."""
 _FULL_BATCH = 128
 """Pages of a call of SGLang's that has more to say: the next one goes on with the run."""
 _KINDS_OF_CLASSES = (np.arange(FIRSTS), np.arange(FIRSTS, CLASSES))

@@ -182,6 +182,12 @@ def test_a_class_that_brings_next_to_nothing_is_refused() -> None:
     assert choice.admitted.tolist() == [True, False, True]
 
 
+def test_where_less_than_a_tenth_of_the_writes_would_be_saved_everything_is_written() -> None:
+    for rate, refuses in ((0.03, False), (0.5, True)):
+        choice = choose(_curves([0.8, 0.001, 0.5], [0.3, rate, 0.2]), 2, 1e9, 0.985)
+        assert choice.admitted.tolist() == [True, not refuses, True]
+
+
 def test_a_budget_gives_up_the_classes_first_that_are_read_least() -> None:
     curves = _curves([0.8, 0.3, 0.1, 0.5], [0.2, 0.2, 0.4, 0.2])
     everything = choose(curves, 3, 1e9, None)

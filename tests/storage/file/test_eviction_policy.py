@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.eviction_policy import Ghost, PageByPage, Rank, after_reuse
-from hicache_ext.storage.tiers.file.eviction import Clock
+from benchmarks.eviction_policy import Clock, Ghost, PageByPage, Rank, after_reuse
 
 _SCRIPT = Path(__file__).parents[3] / "benchmarks" / "replay_trace.py"
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.eviction_policy import PageByPage, Rank
+from benchmarks.eviction_policy import Clock, PageByPage, Rank
 from hicache_ext import native
-from hicache_ext.storage.tiers.file.eviction import Clock
+from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.slab import index_words, lookup, miniatures, slot_code
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory, Table, new_index
@@ -373,6 +373,7 @@ def test_pages_rank_as_the_policy_says(tmp_path: Path, seed: int) -> None:
     rng, capacity = random.Random(seed), 300
     with new_index_in(tmp_path, CAPACITY) as index:
         add_slab(index, SMALL, capacity)
+        index.memory.header[slot_code.POLICY] = eviction.LEARNED_DISTANCE
         policy, keys = PageByPage(capacity), keys_of(range(40))
         index.memory.header[slot_code.INSERTS : slot_code.REUSES + 1] = start = rng.randrange(500), 70_000, 100
         clock, expected, before = Clock(*start), [], None

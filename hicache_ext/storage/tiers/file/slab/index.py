@@ -25,7 +25,7 @@ from hicache_ext.page.envelope import IDENTITY_LENGTH, SEAL_LENGTH
 from hicache_ext.runtime.file_lock import ChangeLock, OfdLock
 from hicache_ext.runtime.members import Members
 from hicache_ext.storage.contract.store import PageKeys, key_words
-from hicache_ext.storage.tiers.file.eviction import EvictionPolicy
+from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.path_store import Served
 from hicache_ext.storage.tiers.file.slab import index_words, lookup, miniatures, slot_code
 from hicache_ext.storage.tiers.file.slab.index_memory import (
@@ -71,13 +71,15 @@ from hicache_ext.storage.tiers.file.slab.slot_code import (
 _GROUP = 2 << 20
 """Bytes of slots that are evicted together."""
 _MOST_TOGETHER = 32
+_GROUPS = 2048
+"""At least so many: in a small tier the neighbours of the coldest are no colder than others."""
 _WORTHLESS = 0.75
 """The part of a slab that has to be worth less than another slot size, before that one may have the slab. Measured:
 docs/decisions/pools-share-a-fate.md."""
 _SAMPLED = 1 << 13
 """Slots whose ranks are looked at to know how cold the coldest are. Up to twice as many of small tables."""
-_COLD_PART, _COOL_PART = 128, 24
-"""The coldest 128th of all slots goes, and of its neighbours the coldest 24th: free slots are then neighbours."""
+_COLD_PART, _COOL_PART = 256, 24
+"""The coldest 256th of all slots goes, and of its neighbours the coldest 24th: free slots are then neighbours."""
 _STEP = 1 << 12
 """Headers adopted, or sets added, under the lock at once."""
 _MOST_WINDOWS = 8
@@ -260,7 +262,7 @@ class SlabIndex:
         positions = there[table[there, FIRST].argsort()]
         capacity = max(1, sum(slots.values()))
         ghosts = sum(count * size for size, count in slots.items()) // BYTES_PER_GHOST
-        ghosts = min(EvictionPolicy(capacity).ghost_limit, ghosts)
+        ghosts = min(eviction.ghost_limit(capacity), ghosts)
         by_first = np.ascontiguousarray(table[positions])
         rows = int((by_first[:, FIRST] + by_first[:, SLOTS]).max(initial=0))
         sampled = miniatures.sampled_of(capacity)
@@ -278,7 +280,16 @@ class SlabIndex:
             identity[LAST] = int(time.time())
         if len(found.rows):
             view = self.view()
-            index_words.touch(self.memory, view.capacity, _by_position(found), self._sampled(view))
+            index_words.touch(self.memory, view.capacity, _by_position(found), sampled := self._sampled(view))
+            header, events = self.memory.header, self.memory.events
+            # Where nothing is written nobody else would look at them before they find no place.
+            if sampled and header[slot_code.EVENTS] - header[slot_code.LEARNED] >= len(events) // 2:
+                with suppress(OSError):
+                    if self._lock.acquire_now():
+                        try:
+                            self._learn(view, max(_MOST_EVENTS, len(found.rows)))
+                        finally:
+                            self._lock.release()
 
     def _sampled(self, view: View) -> int:
         """As ``View.sampled``; without C nobody looks at the miniatures, and the first policy stays."""
@@ -583,11 +594,11 @@ class SlabIndex:
                 self._may_be_free(taken.rows)
         return published.tolist()
 
-    def _learn(self, view: View) -> None:
+    def _learn(self, view: View, most: int = _MOST_EVENTS) -> None:
         """Let the miniatures see what was used, and pages rank by the policy that they have chosen. A little of both at
         a time, under the lock."""
         memory = self.memory
-        index_words.learn(memory, view.capacity, view.sampled, view.rows, _MOST_EVENTS)
+        index_words.learn(memory, view.capacity, view.sampled, view.rows, most)
         if memory.header[slot_code.TO_RANK]:
             index_words.rank_again(memory, view.capacity, _MOST_RANKED)
             # How cold the coldest are is to be measured anew.
@@ -652,11 +663,12 @@ class SlabIndex:
     ) -> Evicted:
         """Free the coldest slots of a size, all where there are few slots, else those in one window of them. Under the
         lock."""
-        known, together = self._known_of(slot_size), slots_in_group(slot_size)
+        known = self._known_of(slot_size)
         windows = self._windows.get(slot_size)
         if known[LEFT] <= 0 or not windows:
             windows = self._measure(of_size, slot_size, need, oldest, dead)
         total = int(self.view().table[of_size, SLOTS].sum())
+        together = slots_in_group(slot_size, total)
         freed, evicted, first_page, headroom = 0, 0, (0, 0), self.view().capacity
         begin = windows.pop() if windows else 0
         for position, base, first, end in self._ranges(of_size, begin, min(total, _MOST_LOOKED_AT), together):
@@ -1082,9 +1094,9 @@ def new_index_in(directory: Path, capacity: int) -> Iterator[SlabIndex]:
         memory.close()
 
 
-def slots_in_group(slot_size: int) -> int:
-    """Slots of this size that are evicted together; groups begin at multiples of it."""
-    return min(max(1, _GROUP // slot_size), _MOST_TOGETHER)
+def slots_in_group(slot_size: int, slots: int) -> int:
+    """How many of so many slots of this size are evicted together; groups begin at multiples of it."""
+    return max(1, min(_GROUP // slot_size, _MOST_TOGETHER, slots // _GROUPS))
 
 
 def _by_position(found: SlotReferences) -> Words:

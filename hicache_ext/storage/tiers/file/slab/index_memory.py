@@ -44,7 +44,7 @@ from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.tiers.file.slab import miniatures, slot_code
 from hicache_ext.storage.tiers.file.slab.slot_code import Words
 
-INDEX_FORMAT = 0x68696361 << 8 | 10
+INDEX_FORMAT = 0x68696361 << 8 | 11
 """Processes of another format cannot share an index; they have a directory of their own then (manifest.py)."""
 
 _BLOCK = 4096

@@ -7,7 +7,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.storage.tiers.file.eviction import Clock, EvictionPolicy
 from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory
 from hicache_ext.storage.tiers.file.slab.slot_code import (
@@ -86,14 +85,6 @@ def locate(memory: IndexMemory, keys: Words, numbers: Words, oldest: int, slabs:
     facts |= ONE_LENGTH if (lengths == lengths[:1]).all() else 0
     facts |= ONE_SLAB if (numbers_of_slabs == numbers_of_slabs[:1]).all() else 0
     return np.stack([numbers_of_slabs, slots, lengths, positions, rows]), facts
-
-
-def is_worth_a_touch(memory: IndexMemory, capacity: int, chain: Words) -> bool:
-    """Whether a use of these pages changes a rank: mostly not, and a step of Python per page costs more than the rest
-    of a look-up."""
-    clock = Clock(*memory.header[slot_code.INSERTS : slot_code.REUSES + 1].tolist())
-    fresh = EvictionPolicy(capacity).oldest_fresh_use(clock)
-    return bool((memory.rows[chain, slot_code.USED] >> slot_code.CLOCK_SHIFT < fresh).any())
 
 
 def hashes_of(keys: Words) -> Words:

@@ -17,7 +17,7 @@ of now at other capacities (``SCALES``): the curve.
 from __future__ import annotations
 
 from hicache_ext.storage.tiers.file import eviction
-from hicache_ext.storage.tiers.file.slab.slot_code import SAMPLE
+from hicache_ext.storage.tiers.file.slab.slot_code import HITS_BITS, SAMPLE
 
 CANDIDATES = len(eviction.POLICIES)
 SCALES = (1, 4, 8)
@@ -27,9 +27,12 @@ SAMPLED_SLOTS = 1 << 12
 """Slots of a miniature at the tier's capacity, at most."""
 
 KEY, MOMENT, HELD = range(3)
-"""Words of an entry: HASH of the page; the clock at its last counted use << 7 | its place in the chain; uses, up to
-MOST_HITS, << 4 * MINIATURES | for each miniature four bits: whether it holds the page, and counted uses since it does.
-"""
+"""Words of an entry: HASH of the page; the clock when its chain was used last << DEPTH_BITS | its place in the chain;
+the clock at its last counted use << COUNTED_SHIFT | uses, up to MOST_HITS, << USES_SHIFT | for each miniature ABSENT,
+NEW or KEPT."""
+ABSENT, NEW, KEPT = 0, 1, 3
+USES_SHIFT = 2 * MINIATURES
+COUNTED_SHIFT = USES_SHIFT + HITS_BITS
 ENTRY_WORDS = 3
 
 PAGES, SCORES, HITS = 0, 8, 16
@@ -38,9 +41,11 @@ USES, SERVED, EXPECTED, NEXT, SWITCHES, SETS_USED, SAMPLED, COUNTED = range(24, 
 """All uses seen; those that the candidate followed at that time had; the uses of all pages that fall to the sample,
 times SAMPLE + 1; the clock at which candidates are compared next; how often another one was chosen; what the table was
 made for; up to which use of all pages EXPECTED counts."""
-LATELY, RUN, PLACE = 32, 40, 41
-"""Of each candidate the hits since the last comparison; whether each miniature held all pages of this chain so far, a
-bit each; the place of the last one in it."""
+LATELY = 32
+"""Of each candidate the hits since the last comparison."""
+RUN, PLACE, BEGAN, NEXT_STOCK = range(40, 44)
+"""Whether each miniature held all pages of this chain so far, a bit each; the place of the last one in it; the clock at
+its first one; the clock at which all that is there counts as kept (``eviction.KEEP_FIRST``)."""
 LAST_SCORES = 48
 """Of each candidate, like SCORES: hits of the last moments alone."""
 NOISE, LAST_NOISE = 64, 96

@@ -48,7 +48,7 @@ KEY_WORDS = 6
 HASH, STATE, LENGTH, CREATED, SEAL, _SECOND_OF_SEAL, PRIORITY, USED = range(8)
 """Words of a row: hash of the page hash (of a pending slot its ticket); state, see below; payload bytes; when written
 (wall-clock milliseconds); two words of seal; rank; what the rank is made of: clock at the last counted use <<
-CLOCK_SHIFT | place in the chain, up to MOST_DEPTH, << DEPTH_SHIFT | uses since it was written << HITS_BITS | uses."""
+CLOCK_SHIFT | place in the chain, up to MOST_DEPTH, << HITS_BITS | uses."""
 ROW_WORDS = 8
 UNKNOWN, FREE, PENDING, PAGE = range(4)
 """Low bits of STATE. Not yet looked at by a rebuild; free; being written: member << 8; a page: the generation of its
@@ -84,11 +84,11 @@ GENERATIONS = 0xFFFFFFFF
 """Words of the header. SETS: in use; LEVEL: the power of two of which there are so many and up to as many more.
 SLAB_CHANGES: counts changes of the slabs. REBUILT: 1 once all slabs were looked at; FOUND: pages found by that.
 ALL_CLEARED: what was written up to then (milliseconds) was cleared, of every identity. IDENTITIES: so many are
-known. INSERTS, DISTANCE_SUM, REUSES: the ``Clock`` of eviction.py. POLICY: the candidate of eviction.py that pages rank
-by now; TO_RANK: rows before this one may rank by another one yet. EVENTS: so many were noted for the
-miniatures (miniatures.py), LEARNED: and so many of them were looked at; SEEN:
-uses of all pages, in the sample or not. BAD_HEADERS: damaged ones, met by the rebuild. NO_SPACE_SINCE: since when
-(seconds) no slab finds room on the disk; or 0."""
+known. INSERTS, DISTANCE_SUM, REUSES: the clock of eviction.py. POLICY: the candidate of eviction.py that pages rank
+by now; TO_RANK: rows before this one may rank by another one yet. EVENTS: so many were noted for the miniatures
+(miniatures.py), LEARNED: and so many of them were looked at; SEEN: uses of all pages, in the sample or not, that found
+a place. BAD_HEADERS: damaged ones, met by the rebuild. NO_SPACE_SINCE: since when (seconds) no slab finds room on the
+disk; or 0."""
 HEADER_WORDS = 64
 
 OF_SIZE, COLD, COOL, LEFT = range(4)
@@ -112,13 +112,14 @@ IDENTITY_WORDS = 8
 WAYS = 16
 HITS_BITS = 3
 MOST_HITS = (1 << HITS_BITS) - 1
-DEPTH_SHIFT, MOST_DEPTH = 2 * HITS_BITS, 127
-CLOCK_SHIFT = DEPTH_SHIFT + 7
+DEPTH_BITS = 16
+MOST_DEPTH = (1 << DEPTH_BITS) - 1
+CLOCK_SHIFT = HITS_BITS + DEPTH_BITS
 SAMPLE = (1 << 20) - 1
 """Bits of HASH that say whether the miniatures see a page."""
 _SAMPLE_SHIFT = 24
 HASH_OF_EVENT, MOMENT_OF_EVENT = range(2)
-"""Words of an event: HASH of a page that was used or written; the clock << 7 | its place in the chain."""
+"""Words of an event: HASH of a page that was used or written; the clock << DEPTH_BITS | its place in the chain."""
 NO_PAGE = eviction.MAX_PRIORITY
 """The rank of a slot that cannot be taken now."""
 AT_ONCE = -1
@@ -294,51 +295,51 @@ def is_sampled(hashed: int, sampled: int) -> bool:
     return bool((hashed >> _SAMPLE_SHIFT) & SAMPLE < sampled)
 
 
-def _note(memory: Parts, hashed: int, inserts: int, depth: int) -> None:
-    """Note a use for the miniatures. Of two at the same moment one may be lost, and so is what finds no place."""
+def _note(memory: Parts, hashed: int, inserts: int, depth: int, sampled: int) -> bool:
+    """Note a use for the miniatures if they see this page. Of two at the same moment one may be lost. Returns whether
+    it counts: what finds no place does not, whether it would have been seen or not."""
     header, events = memory.header, memory.events
     noted = header[EVENTS]
-    if noted - header[LEARNED] < len(events):
+    if noted - header[LEARNED] >= len(events):
+        return False
+    if is_sampled(hashed, sampled):
         events[noted % len(events), HASH_OF_EVENT] = hashed
-        events[noted % len(events), MOMENT_OF_EVENT] = inserts << 7 | min(depth, MOST_DEPTH)
+        events[noted % len(events), MOMENT_OF_EVENT] = inserts << DEPTH_BITS | min(depth, MOST_DEPTH)
         header[EVENTS] = noted + 1
+    return True
 
 
-def _used(clock: int, depth: int, own_hits: int, hits: int) -> int:
+def _used(clock: int, depth: int, hits: int) -> int:
     """USED."""
-    return clock << CLOCK_SHIFT | min(depth, MOST_DEPTH) << DEPTH_SHIFT | own_hits << HITS_BITS | hits
+    return clock << CLOCK_SHIFT | min(depth, MOST_DEPTH) << HITS_BITS | hits
 
 
 def touch(memory: Parts, capacity: int, chain: Words, sampled: int) -> int:
     rows, header = memory.rows, memory.header
-    changed, seen = 0, 0
-    before = -1
+    changed, seen, before, leads = 0, 0, -1, True
     inserts, policy = header[INSERTS], header[POLICY]
     for depth in range(len(chain)):
         row = chain[depth]
         if row < 0 or row >= len(rows) or rows[row, STATE] & STATES != PAGE:
-            before = -1
+            before, leads = -1, False
             continue
-        if is_sampled(rows[row, HASH], sampled):
-            _note(memory, rows[row, HASH], inserts, depth)
+        seen += leads and _note(memory, rows[row, HASH], inserts, depth, sampled)
         distance = eviction.reuse_distance(capacity, header[DISTANCE_SUM], header[REUSES])
         priority, word = rows[row, PRIORITY], rows[row, USED]
-        used, place = word >> CLOCK_SHIFT, (word >> DEPTH_SHIFT) & MOST_DEPTH
-        own_hits, hits = word >> HITS_BITS & MOST_HITS, word & MOST_HITS
+        used, place, hits = word >> CLOCK_SHIFT, (word >> HITS_BITS) & MOST_DEPTH, word & MOST_HITS
         if used < inserts - (min(capacity, distance) >> eviction.RENEWAL_SHIFT):
             summed, reuses = eviction.learned(header[DISTANCE_SUM], header[REUSES], max(0, inserts - used))
             header[DISTANCE_SUM], header[REUSES] = summed, reuses
             distance = eviction.reuse_distance(capacity, summed, reuses)
-            hits, own_hits, used = min(hits + 1, eviction.MAX_HITS), min(own_hits + 1, eviction.MAX_HITS), inserts
-            priority = max(priority, eviction.priority_of(policy, capacity, inserts, distance, hits, own_hits, depth))
+            hits, used = min(hits + 1, eviction.MAX_HITS), inserts
+        priority = max(priority, eviction.priority_of(policy, capacity, inserts, distance, hits, False, depth))
         if before >= 0:
             priority = max(0, min(priority, before - 1))
-        word = _used(used, place, own_hits, hits)
+        word = _used(used, place, hits)
         if priority != rows[row, PRIORITY] or word != rows[row, USED]:
             rows[row, PRIORITY], rows[row, USED] = priority, word
             changed += 1
         before = priority
-        seen += 1
     if sampled > 0:
         header[SEEN] += seen
     return changed
@@ -352,9 +353,8 @@ def rank_again(memory: Parts, capacity: int, most: int) -> int:
     for row in range(begin, behind):
         word = rows[row, USED]
         if rows[row, STATE] & STATES == PAGE and word >> CLOCK_SHIFT > 0:
-            clock, depth = word >> CLOCK_SHIFT, (word >> DEPTH_SHIFT) & MOST_DEPTH
-            hits, own_hits = word & MOST_HITS, word >> HITS_BITS & MOST_HITS
-            ranked = eviction.priority_of(header[POLICY], capacity, clock, distance, hits, own_hits, depth)
+            clock, depth, hits = word >> CLOCK_SHIFT, (word >> HITS_BITS) & MOST_DEPTH, word & MOST_HITS
+            ranked = eviction.priority_of(header[POLICY], capacity, clock, distance, hits, False, depth)
             rows[row, PRIORITY] = max(0, ranked)
     header[TO_RANK] = begin
     return int(begin)
@@ -476,7 +476,7 @@ def evict(
             continue
         if rank != AT_ONCE:
             if rows[row, HASH] in spared:
-                raised = max(rank, eviction.ORIGIN + header[INSERTS]) + headroom
+                raised = max(rank, eviction.ORIGIN + eviction.TICK * header[INSERTS]) + eviction.TICK * headroom
                 rows[row, PRIORITY] = raised if raised < NO_PAGE - 1 else NO_PAGE - 1
                 continue
             _remember(memory, row)
@@ -586,7 +586,7 @@ def publish(
     oldest_ghost = max(0, header[REMEMBERED] - ghost_limit)
     inserts, distance_sum, reuses = header[INSERTS], header[DISTANCE_SUM], header[REUSES]
     distance = eviction.reuse_distance(capacity, distance_sum, reuses)
-    policy, moment = header[POLICY], inserts
+    policy, moment, seen = header[POLICY], inserts, 0
     highest = NO_PAGE - 1
     freed = 0
     for of in range(len(taken)):
@@ -598,8 +598,8 @@ def publish(
                 before_number = numbers[key - 1 if len(numbers) > 1 else 0]
                 before_state = state_for(memory, before_number)
                 before = _row_of(memory, hash_of(keys, key - 1), before_number, before_state)
-                if before >= 0:
-                    highest = max(0, rows[before, PRIORITY] - 1)
+                # Without it nobody can ask for this page.
+                highest = max(0, rows[before, PRIORITY] - 1) if before >= 0 else 0
         if rows[row, STATE] != pending or rows[row, HASH] != ticket or number < 0:
             published[of] = -1
             continue
@@ -621,16 +621,15 @@ def publish(
             distance_sum, reuses = eviction.learned(distance_sum, reuses, max(0, inserts - (ghost >> CLOCK_SHIFT)))
             distance = eviction.reuse_distance(capacity, distance_sum, reuses)
             hits = min((ghost & MOST_HITS) + 1, eviction.MAX_HITS)
-        if is_sampled(hashed, sampled):
-            _note(memory, hashed, moment, key)
-        priority = max(0, min(highest, eviction.priority_of(policy, capacity, inserts, distance, hits, 0, key)))
+        seen += _note(memory, hashed, moment, key, sampled)
+        priority = max(0, min(highest, eviction.priority_of(policy, capacity, inserts, distance, hits, True, key)))
         rows[row, HASH], rows[row, LENGTH], rows[row, CREATED] = hashed, lengths[of], created
-        rows[row, PRIORITY], rows[row, USED] = priority, _used(inserts, key, 0, hits)
+        rows[row, PRIORITY], rows[row, USED] = priority, _used(inserts, key, hits)
         freed += _make_page(memory, row, hashed, number, state)
         published[of] = 1
         highest = max(0, priority - 1)
     if sampled > 0:
-        header[SEEN] += inserts - moment
+        header[SEEN] += seen
     header[INSERTS], header[DISTANCE_SUM], header[REUSES] = inserts, distance_sum, reuses
     return freed
 
