@@ -121,6 +121,7 @@ RULES = (
     Rule("python -m benchmarks.bench_pool ", clean=(1,), why=_RIVALS, in_short=(("$", " --quick"),)),
     Rule("python -m benchmarks.bench_kernels ", How.NOT_RUN, why="20 minutes; tests/bench has a quick run"),
     Rule("python -m benchmarks.bench_codec ", How.NOT_RUN, why="it needs the KV of a model in a file"),
+    Rule("python -m benchmarks.trouble ", How.NOT_RUN, why="it wants SGLang; tests/bench has a short run"),
     Rule("curl ", needs="curl", why="a stand-in answers"),
     Rule(
         "python benchmarks/bounce.py ",
