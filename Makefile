@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo test test-all test-fast coverage test-release releases test-gpu test-radosgw lint docs clean
 .PHONY: setup setup-docs setup-test setup-test-all kills guards-campaign trouble soak
 .PHONY: conversations damages dying-devices power-loss sanitize wheels
-.PHONY: decode-throughput pull-or-recompute
+.PHONY: decode-throughput pull-or-recompute trouble-table
 
 help:
 	@echo "make demo       a real SGLang server restores a conversation from disk (MODEL=path for your own model)"
@@ -37,6 +37,7 @@ help:
 	@echo "make kills      the long campaigns: processes killed at random moments, also in containers and stopped; 55 minutes"
 	@echo "make guards-campaign  thousands of schedules of faults over guarded tiers; writes build/reports/guards.md"
 	@echo "make trouble    pools killed, frozen, full, slow and cut off under two real servers, 8 minutes each (ENGINES=redis); writes build/reports/"
+	@echo "make trouble-table  what each open storage backend does to a page in trouble, as root, half an hour; writes docs/trouble.md"
 	@echo "make conversations  50 at once on a real pair, cut off and retracted: no memory and no page is lost, 5 minutes"
 	@echo "make soak       the file tier under load with a failing disk, 20 minutes, in containers and stopped, 20 more, and on page files, 7"
 	@echo "make damages    files of a tier damaged at random 1,000 times, its index 20,000 times, 30 minutes; writes build/reports/damages.md"
@@ -118,6 +119,10 @@ trouble: setup-test
 	@for engine in $(ENGINES); do \
 	  .venv/bin/python -m tests.campaigns.pool_trouble --engine $$engine --report build/reports/pool-trouble-$$engine.md || exit 1; \
 	done
+
+trouble-table: setup-test
+	.venv/bin/python -m pip --disable-pip-version-check -q install --no-deps --target build/rivals/packages -r benchmarks/trouble/rivals.txt
+	.venv/bin/python -m benchmarks.trouble --json docs/reports/trouble.json --report docs/trouble.md
 
 soak: setup-test
 	.venv/bin/python -m tests.campaigns.soak --seconds 1200 --seed 1 --report build/reports/soak.md

@@ -282,6 +282,9 @@ class MooncakeServers:
     def thaw_holder(self, number: int = 0) -> None:
         self._holders[number].send_signal(signal.SIGCONT)
 
+    def holder_pid(self, number: int = 0) -> int:
+        return self._holders[number].pid
+
     def holder_ports(self, number: int = 0) -> set[int]:
         """Where a holder listens; one of them is in the endpoint that the library names for what lies there."""
         process = self._holders[number].pid

@@ -1,0 +1,55 @@
+"""The short form of ``python -m benchmarks.trouble``: three rows over the contenders that need no server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.trouble.clients import LIMIT
+from benchmarks.trouble.report import BEGIN, END, tables, write_report
+
+ROOT = Path(__file__).parents[2]
+ROWS = ("one bit flipped", "file cut", "another prompt's page in its place")
+OURS = "ours, slabs"
+
+pytestmark = pytest.mark.sglang
+
+
+def test_damaged_pages_are_never_served_by_us_and_the_table_says_what_others_do(tmp_path: Path) -> None:
+    figures = tmp_path / "trouble.json"
+    words = ["--quick", "--contenders", f"SGLang file;{OURS}", "--rows", ";".join(ROWS)]
+    command = [sys.executable, "-m", "benchmarks.trouble", *words, "--json", str(figures)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(figures.read_text())
+    for row in ROWS:
+        cells = document["results"][row][OURS]
+        assert cells["asked"] == 16
+        assert cells["wrong"] == cells["raised"] == 0, (row, cells)
+        if row != "file cut":  # which takes along what lies behind it in the same file
+            assert cells["lost"] == 0, (row, cells)
+    theirs = document["results"]["one bit flipped"]["SGLang file"]
+    assert theirs["wrong"] == 8, "SGLang's file backend has a checksum now: mend docs/trouble.md and README.md"
+    report = tmp_path / "report.md"
+    report.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    write_report(report, document)
+    assert "**8 of 16 wrong**" in report.read_text() and "old" not in report.read_text()
+    assert report.read_text().startswith("before\n") and report.read_text().endswith("after\n")
+
+
+def test_a_cell_that_was_not_measured_says_why() -> None:
+    machine = {"cpus": 1, "cpu_model": "x", "kernel": "6", "file_system": "ext4", "packages": {"sglang": "1"}}
+    results = {
+        "pool frozen": {
+            "SGLang mooncake": {"wrong": 0, "asked": 8, "waited": LIMIT, "raised": 2, "note": "OSError"},
+            "ours, S3": {"not_run": "missing: s3rver"},
+        }
+    }
+    shown = tables({"date": "2026-11-26T00:00:00", "machine": machine, "results": results})
+    row = next(line for line in shown.splitlines() if line.startswith("| pool frozen"))
+    assert "0 wrong, raised 2 times, **waits for ever** (over 120 s)" in row
+    assert "(missing: s3rver)" in row and "(not run)" in row
