@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 Requests = Sequence[Sequence[int]]
 TUNED_ON = (1, 2, 3)
-REPORTED = (21, 22, 23)
+REPORTED = (22, 23)
 
 
 class _Source:
