@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -272,8 +273,14 @@ def test_what_a_doctor_that_was_ended_has_made_is_gone(
     assert list((tmp_path / "l3").iterdir()) == []
 
 
-def test_the_trial_of_a_doctor_at_work_is_left_to_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hours", [0, 3])
+def test_the_trial_of_a_doctor_at_work_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    """However slow its store is."""
     with trial.trial_directory(tmp_path) as first:
+        now = time.time() + hours * 3600
+        monkeypatch.setattr(time, "time", lambda: now)
         with trial.trial_directory(tmp_path) as second:
             assert first.exists() and first != second
         assert first.exists()
