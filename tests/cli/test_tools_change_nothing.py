@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -234,7 +235,7 @@ def test_a_trial_that_is_cut_off_is_taken_away_all_the_same(
         assert list((tmp_path / "l3").iterdir())
         raise failure
 
-    monkeypatch.setattr("hicache_ext.storage.contract.trial._judge", fail)
+    monkeypatch.setattr("hicache_ext.storage.contract.trial._errors_of", fail)
     assert main(["doctor", file]) == (130 if failure is KeyboardInterrupt else 1)
     assert list((tmp_path / "l3").iterdir()) == []
 
@@ -251,11 +252,11 @@ def test_a_trial_that_is_cut_off_is_taken_away_all_the_same(
 def test_what_a_doctor_that_was_ended_has_made_is_gone(
     tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once where it can, with the next one after some minutes where it was killed."""
+    """At once where it can, with the next one after a day where it was killed."""
     (tmp_path / "l3").mkdir()
     file = configuration(tmp_path, tmp_path / "l3", layout="pages")
     hold = "import hicache_ext.storage.contract.trial as t, time, sys; from hicache_ext.cli.main import main\n"
-    hold += "t._judge = lambda *_: (print('in the middle', flush=True), time.sleep(600))\n"
+    hold += "t._errors_of = lambda *_: (print('in the middle', flush=True), time.sleep(600))\n"
     hold += "sys.exit(main(['doctor', sys.argv[1]]))"
     # Whoever runs the tests in the background has Ctrl-C ignored, in every process from there on.
     command = ["env", "--default-signal=INT", sys.executable, "-c", hold, file]
@@ -272,8 +273,14 @@ def test_what_a_doctor_that_was_ended_has_made_is_gone(
     assert list((tmp_path / "l3").iterdir()) == []
 
 
-def test_the_trial_of_a_doctor_at_work_is_left_to_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hours", [0, 3])
+def test_the_trial_of_a_doctor_at_work_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    """However slow its store is."""
     with trial.trial_directory(tmp_path) as first:
+        now = time.time() + hours * 3600
+        monkeypatch.setattr(time, "time", lambda: now)
         with trial.trial_directory(tmp_path) as second:
             assert first.exists() and first != second
         assert first.exists()

@@ -18,7 +18,7 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, 
 from hicache_ext.storage.guards.breaker import BreakerSettings
 from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan, guarded
 from hicache_ext.storage.opening import open_tiers
-from hicache_ext.storage.tiering import reload
+from hicache_ext.storage.tiering import reload, tiered
 from hicache_ext.storage.tiering.io_priority import IoPriority
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.storage.tiering.settings import PrefetchSettings, QueueSettings, TieringSettings
@@ -291,6 +291,35 @@ def test_what_former_guards_have_left_behind_is_hidden_by_a_clear_too(held: Call
     tier.put_guards(guarded(pool, plan))
     tier.clear(None)
     pool.go_on.set()
+    assert tier.wait_until_written(LONG)
+    assert not pool.objects
+    tier.close()
+
+
+def test_a_write_through_guards_that_are_just_put_is_hidden_by_a_clear_too(held: Callable[..., Held]) -> None:
+    """The thread of the reload loses its turn as soon as calls may go through the new guards."""
+    pool = held()
+    plan = GuardPlan(timeout=LONG, bounce_memory=1 << 20)
+    put, others = guarded(pool, plan), []
+
+    class Interrupted(TierHandle):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if value is put and not others:
+                writer = threading.Thread(target=lambda: store_pages(self, page_keys(3)))
+                writer.start()
+                wait_until(lambda: "set" in pool.entered)
+                others.extend((writer, self.begin_clear(None)))
+
+    tier = Interrupted(guarded(pool, plan), bare=pool)
+    # The clear is another thread's, which has to wait for the lock only after it has looked.
+    tier._lock = threading.RLock()  # type: ignore[assignment]
+    pool.holds = {"set"}
+    tier.put_guards(put)
+    writer, clear = others
+    assert clear.done.wait(LONG)
+    pool.go_on.set()
+    writer.join(LONG)
     assert tier.wait_until_written(LONG)
     assert not pool.objects
     tier.close()
@@ -613,6 +642,27 @@ def test_all_tiers_close_at_once_and_one_that_hangs_costs_the_bound_alone(
     # One after the other would take at least 20 drains and seconds.
     assert time.monotonic() - begun < 20 * 1.3 / 2
     store.close()
+
+
+def test_a_helper_that_hangs_costs_close_the_bound_alone(
+    held: Callable[..., Held], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound = 2.0
+    monkeypatch.setattr(tiered, "_CLOSE_WAIT", bound)
+    pools = [held(f"pool{number}") for number in range(2)]
+    store = TieredStore(pools, pools, settings=later(store_queue=QueueSettings(drain=0.1)))
+    for pool in pools:
+        pool.holds = {"set"}
+    writer = threading.Thread(target=lambda: store_pages(store, page_keys(1)), daemon=True)
+    writer.start()
+    wait_until(lambda: all("set" in pool.entered for pool in pools))
+    begun = time.monotonic()
+    store.close()
+    # It was twice as much.
+    assert time.monotonic() - begun < 0.1 + 1.5 * bound
+    for pool in pools:
+        pool.go_on.set()
+    writer.join(LONG)
 
 
 def test_close_does_not_wait_for_a_call_that_hangs(held: Callable[..., Held]) -> None:

@@ -233,6 +233,146 @@ def test_a_page_that_two_requests_wait_for_is_kept_for_both(open_prefetcher, far
     assert far.metrics.value("prefetch", "useful") == 3
 
 
+def test_a_page_is_kept_for_every_request_that_found_it(open_prefetcher, far):
+    prefetcher = open_prefetcher()
+    keys = page_keys(3)
+    store_pages(far.inner, keys)
+    for _ in range(3):
+        announce(prefetcher, far, keys)
+    wait_until(lambda: prefetcher.inside(keys) == 3)
+    for left in (3, 3, 0):
+        assert take(prefetcher, keys)[0] == [GetResult.HIT] * 3
+        assert prefetcher.inside(keys) == left
+
+
+def test_a_page_that_is_asked_for_twice_in_one_read_is_there_twice(open_prefetcher, far):
+    prefetcher = open_prefetcher()
+    keys = page_keys(2)
+    store_pages(far.inner, keys)
+    announce(prefetcher, far, keys)
+    wait_until(lambda: prefetcher.inside(keys) == 2)
+    asked = [keys[0], keys[1], keys[0]]
+    host = HostPages([[SIZE]] * 3)
+    with prefetcher.reading(asked) as pages:
+        assert prefetcher.take(pages, host.buffers) == [GetResult.HIT] * 3
+    assert [host.payload(number) for number in range(3)] == [payload_of(key, SIZE) for key in asked]
+    assert far.metrics.value("prefetch", "useful") == 2
+    assert prefetcher.inside(keys) == 0
+
+
+def test_a_page_that_two_tiers_have_is_fetched_from_the_first_that_was_announced(open_prefetcher, near, far):
+    prefetcher = open_prefetcher(streams=1)
+    keys = page_keys(64)
+    for tier in (near, far):
+        store_pages(tier.inner, keys)
+    far.hold.clear()
+    announce(prefetcher, far, keys)
+    assert far.entered.acquire(timeout=30)
+    announce(prefetcher, near, keys)
+    announce(prefetcher, near, [])
+    far.hold.set()
+    wait_until(lambda: prefetcher.inside(keys) == 64)
+    prefetcher.close()
+    assert [key for asked in far.of("get") for key in asked] == keys
+    assert near.of("get") == []
+
+
+@pytest.mark.parametrize("leaves", ["source", "pages"])
+def test_pages_that_were_announced_twice_and_dropped_are_fetched_when_they_are_found_again(
+    open_prefetcher, near, far, leaves
+):
+    """Those that were only planned were taken for announced ever after, and never fetched again."""
+    prefetcher = open_prefetcher(streams=1)
+    keys = page_keys(64)
+    for tier in (near, far):
+        store_pages(tier.inner, keys)
+    far.hold.clear()
+    announce(prefetcher, far, keys)
+    assert far.entered.acquire(timeout=30)
+    announce(prefetcher, far, keys)
+    if leaves == "source":
+        prefetcher.forget_source(far)
+    else:
+        prefetcher.forget(lambda key: True)
+    far.hold.set()
+    announce(prefetcher, near, keys)
+    wait_until(lambda: prefetcher.inside(keys) == 64)
+    assert take(prefetcher, keys)[0] == [GetResult.HIT] * 64
+    assert prefetcher.inside(keys) == 0
+
+
+def test_pages_that_nobody_reads_keep_the_memory_of_no_others(open_prefetcher, far):
+    """A reader leaves the last page of each fetch unread: the buffer was full for their lifetime."""
+    prefetcher = open_prefetcher(buffer=64 * SIZE, streams=1)
+    first, then = page_keys(64, "first"), page_keys(64, "then")
+    store_pages(far.inner, first)
+    store_pages(far.inner, then)
+    announce(prefetcher, far, first)
+    wait_until(lambda: prefetcher.inside(first) == 64)
+    some = [key for number, key in enumerate(first) if number % 32 != 31]
+    assert take(prefetcher, some)[0] == [GetResult.HIT] * 62
+    assert prefetcher.inside(first) == 2
+    assert far.metrics.levels()["prefetch_buffer_bytes", ""] == 2 * SIZE
+    announce(prefetcher, far, then)
+    wait_until(lambda: prefetcher.inside(then) == 62)
+    assert far.metrics.levels()["prefetch_buffer_bytes", ""] == 64 * SIZE
+    # Those left are still read from the buffer.
+    assert take(prefetcher, [first[31], first[63]])[1] == [payload_of(key, SIZE) for key in (first[31], first[63])]
+    wait_until(lambda: prefetcher.inside(then) == 64)
+
+
+def test_pages_that_are_missing_or_removed_keep_no_memory(open_prefetcher, far):
+    prefetcher = open_prefetcher(buffer=64 * SIZE)
+    keys = page_keys(32)
+    store_pages(far.inner, keys[:2])
+    announce(prefetcher, far, keys)
+    wait_until(lambda: prefetcher.inside(keys) == 2)
+    assert far.metrics.levels()["prefetch_buffer_bytes", ""] == 2 * SIZE
+    prefetcher.forget({keys[0]}.__contains__)
+    assert far.metrics.levels()["prefetch_buffer_bytes", ""] == SIZE
+
+
+def test_pages_expire_in_their_own_time_whatever_was_fetched_before_them(
+    open_prefetcher, near, far, clock, monkeypatch
+):
+    """The second half of a slow tier's pages is fetched after pages of another tier that were announced later."""
+    prefetcher = open_prefetcher(lifetime=30, streams=1)
+    keys, later = page_keys(64), page_keys(4, "later")
+    store_pages(far.inner, keys)
+    store_pages(near.inner, later)
+    far.hold.clear()
+    announce(prefetcher, far, keys)
+    assert far.entered.acquire(timeout=30)
+    clock.now = 25.0
+    announce(prefetcher, near, later)
+    wait_until(lambda: prefetcher.inside(later) == 4)
+    far.hold.set()
+    wait_until(lambda: prefetcher.inside(keys) == 64)
+    waits, wait = [], prefetcher._condition.wait
+    monkeypatch.setattr(prefetcher._condition, "wait", lambda seconds: (waits.append(seconds), wait(seconds))[1])
+    assert take(prefetcher, keys[:32])[0] == [GetResult.HIT] * 32
+    wait_until(lambda: waits)
+    assert set(waits) == {5.0}
+    clock.now = 31.0
+    assert take(prefetcher, later[:1])[0] == [GetResult.HIT]
+    assert prefetcher.inside(keys) == 0
+    assert prefetcher.inside(later) == 3
+
+
+def test_a_shorter_lifetime_is_that_of_what_is_in_the_buffer_too(open_prefetcher, far, clock):
+    prefetcher = open_prefetcher(lifetime=3600)
+    keys = page_keys(8)
+    store_pages(far.inner, keys)
+    announce(prefetcher, far, keys[:4])
+    wait_until(lambda: prefetcher.inside(keys) == 4)
+    prefetcher.configure(PrefetchSettings(lifetime=5))
+    announce(prefetcher, far, keys[4:])
+    wait_until(lambda: prefetcher.inside(keys) == 8)
+    clock.now = 6.0
+    assert take(prefetcher, keys)[0] == [None] * 8
+    assert far.metrics.value("prefetch", "wasted") == 8
+
+
 def test_a_staged_page_asked_for_with_another_size_is_no_hit(open_prefetcher, far):
     prefetcher = open_prefetcher()
     keys = page_keys(1)

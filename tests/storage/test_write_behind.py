@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -90,6 +91,38 @@ def test_pages_that_are_cleared_while_they_are_written_are_absent_at_once(held: 
     assert tier.wait_until_written(30)
     assert held.contains(keys) == [False] * 3
     assert later(tier, keys) == [SetResult.STORED] * 3
+    tier.close()
+
+
+def test_a_clear_of_a_long_queue_lets_others_have_their_turn(held: HeldStore) -> None:
+    """Look-ups and stores wait for the same lock."""
+    tier = TierHandle(held)
+    keys = page_keys(3000)
+    assert later(tier, keys, 0) == [SetResult.STORED] * 3000
+    assert held.written.wait(30)
+    looked: list[int] = []
+    lock = tier.writes._condition
+
+    class Turns:
+        def __enter__(self) -> None:
+            lock.__enter__()
+            looked.append(0)
+
+        def __exit__(self, *error: Any) -> None:
+            lock.__exit__(*error)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(lock, name)
+
+    def wanted(key: bytes) -> bool:
+        looked[-1] += 1
+        return True
+
+    tier.writes._condition = Turns()  # type: ignore[assignment]
+    assert tier.writes.forget(wanted) == set(keys)
+    assert sum(looked) == 3000 and max(looked) <= 1000
+    held.go_on.set()
+    assert tier.wait_until_written(30)
     tier.close()
 
 

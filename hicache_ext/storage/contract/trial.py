@@ -27,8 +27,8 @@ _PAGES = 16
 _PAGE_BYTES = 1 << 20
 _LOOK_UPS = 10
 _TRIAL = ".hicache-ext-trial-"
-_LONGEST_TRIAL = 600.0
-"""Seconds."""
+_LONGEST_TRIAL = 24 * 3600.0
+"""Seconds that no trial reaches, however slow its store is."""
 
 
 def nearest_directory(path: Path) -> Path:

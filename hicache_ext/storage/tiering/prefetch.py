@@ -31,7 +31,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.errors import StoreClosedError
-from hicache_ext.page.memory import PageMemory
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
@@ -56,7 +55,8 @@ class Announced(NamedTuple):
 
     source: PageStore
     size: int
-    expires: float
+    made: float
+    """When. Its pages expire a lifetime later."""
     still_wanted: StillWanted
     """Since it was announced."""
 
@@ -69,17 +69,15 @@ class Fetch:
     keys: list[bytes]
     live: set[bytes]
     """Of ``keys``, those that a reader may take: not those taken, cleared or missing."""
-    memory: npt.NDArray[np.uint8] | None = None
-    """A row for each of ``keys``."""
+    memory: dict[bytes, npt.NDArray[np.uint8]] = field(default_factory=dict)
+    """Of each page its own: one that nobody reads keeps that of no other."""
+    held: int = 0
+    """Pages that have memory, or will have."""
     results: list[GetResult] = field(default_factory=list)
     """The answers of the tier."""
     under_way: bool = True
     unread: set[bytes] = field(default_factory=set)
     """Of ``live``, those that are in memory and that nobody has read."""
-
-    @property
-    def bytes(self) -> int:
-        return len(self.keys) * self.announced.size
 
 
 Staged = tuple[Fetch, int]
@@ -116,8 +114,9 @@ class Prefetcher:
         """Those that have memory, the longest ago first."""
         self._pages: dict[bytes, Staged] = {}
         """Where each key is that is ``live``."""
-        self._again: set[bytes] = set()
-        """Keys that were announced once more: they stay when they are read."""
+        self._again: Counter[bytes] = Counter()
+        """How often keys that are planned or ``live`` were announced once more: so often they stay when they are
+        read."""
         self._being_read: list[set[bytes]] = []
         """Keys that foreground reads are reading from their tier."""
         self._sources = 1
@@ -136,7 +135,7 @@ class Prefetcher:
         self._publish_level()
 
     def configure(self, settings: PrefetchSettings, sources: int = 1) -> None:
-        """From now on, from so many tiers. What is in the buffer stays."""
+        """From now on, from so many tiers. What is in the buffer stays, for the new lifetime."""
         with self._condition:
             self._settings = settings
             self._sources = max(1, sources)
@@ -146,7 +145,8 @@ class Prefetcher:
         """The tier is in use no more: drop what came from it, and end its threads."""
         with self._condition:
             self._forget([key for key, (fetch, _) in self._pages.items() if fetch.announced.source is source])
-            self._plans.pop(source, None)
+            if (plan := self._plans.pop(source, None)) is not None:
+                self._unplan(plan, set(plan))
             self._changed = True
             self._dropped()
 
@@ -161,18 +161,20 @@ class Prefetcher:
         now = self._clock()
         with self._condition:
             settings = self._settings
-            if self._closing or not 0 < size <= settings.buffer or not still_wanted(identity_of(keys)):
+            if self._closing or not keys or not 0 < size <= settings.buffer or not still_wanted(identity_of(keys)):
                 return
             self._expire(now)
             plan = self._plans.setdefault(source, {})
-            asked = list(keys[:_MOST_PLANNED])
-            self._again.update([key for key in asked if key in self._pages or key in plan])
-            busy = self._again.union(*self._being_read)
+            asked = dict.fromkeys(keys[:_MOST_PLANNED])
+            # Whichever tier they are to come from.
+            planned = [asked.keys() & of_tier.keys() for of_tier in self._plans.values()]
+            known = (asked.keys() & self._pages.keys()).union(*planned)
+            self._again.update(known)
+            busy = known.union(*self._being_read)
             most = min(2 * settings.buffer // size, _MOST_PLANNED // self._sources - len(plan))
             new = [key for key in asked if key not in busy][: max(0, most)]
             if new:
-                announced = Announced(source, size, now + settings.lifetime, still_wanted)
-                plan.update(dict.fromkeys(new, announced))
+                plan.update(dict.fromkeys(new, Announced(source, size, now, still_wanted)))
                 self._start(source)
                 self._changed = True
             self._dropped()
@@ -222,27 +224,27 @@ class Prefetcher:
         meanwhile.
         """
         results = [GetResult.REJECTED] * len(wanted)
-        of_fetch: dict[Fetch, dict[bytes, tuple[int, int]]] = {}
-        for position, (fetch, row) in enumerate(wanted):
-            of_fetch.setdefault(fetch, {})[fetch.keys[row]] = (position, row)
+        of_fetch: dict[Fetch, list[int]] = {}
+        for position, (fetch, _) in enumerate(wanted):
+            of_fetch.setdefault(fetch, []).append(position)
         # What has been fetched is copied while the rest is on its way.
-        for fetch, pages in sorted(of_fetch.items(), key=lambda item: item[0].under_way):
+        for fetch, positions in sorted(of_fetch.items(), key=lambda item: item[0].under_way):
+            keys = {fetch.keys[wanted[position][1]] for position in positions}
             with self._condition:
-                while fetch.under_way and not fetch.live.isdisjoint(pages):
+                while fetch.under_way and not fetch.live.isdisjoint(keys):
                     self._condition.wait()
-                # This reference keeps the memory of pages that are dropped while they are copied outside the lock.
-                memory, here = fetch.memory, fetch.live & pages.keys()
+                # These references keep the memory of pages that are dropped while they are copied outside the lock.
+                memory = {key: fetch.memory[key] for key in fetch.live & keys}
             copied = set()
-            for key, (position, row) in pages.items():
+            for position in positions:
+                row, segments, begin = wanted[position][1], buffers[position], 0
+                key = fetch.keys[row]
                 if fetch.results and fetch.results[row] is not GetResult.HIT:
                     results[position] = fetch.results[row]
-                elif memory is not None and key in here:
-                    segments, begin = buffers[position], 0
-                    if sum(map(_nbytes, segments)) != fetch.announced.size:
-                        continue
+                elif key in memory and sum(map(_nbytes, segments)) == fetch.announced.size:
                     for segment in segments:
                         # numpy releases the GIL while it copies.
-                        np.copyto(np.frombuffer(segment, np.uint8), memory[row, begin : begin + segment.nbytes])
+                        np.copyto(np.frombuffer(segment, np.uint8), memory[key][begin : begin + segment.nbytes])
                         begin += segment.nbytes
                     copied.add(key)
                     results[position] = GetResult.HIT
@@ -255,9 +257,13 @@ class Prefetcher:
             if useful := len(fetch.unread & keys):
                 _count(fetch.announced, "useful", useful)
             fetch.unread -= keys
-            last = (keys - self._again) & fetch.live
-            self._again -= keys
-            self._drop(fetch, last)
+            here = keys & fetch.live
+            once_more = here & self._again.keys()
+            self._drop(fetch, here - once_more)
+            for key in once_more:
+                self._again[key] -= 1
+                if not self._again[key]:
+                    del self._again[key]
             self._dropped()
 
     def close(self, longest: float = math.inf) -> None:
@@ -311,8 +317,9 @@ class Prefetcher:
                 self._dropped()
                 if fits or some_are_late:
                     return True
-                first = next(itertools.chain(self._fetches, ()), None)
-                self._condition.wait(None if first is None else max(0.05, first.announced.expires - now))
+                oldest = min((fetch.announced.made for fetch in self._fetches if not fetch.under_way), default=None)
+                lifetime = self._settings.lifetime
+                self._condition.wait(None if oldest is None else max(0.05, oldest + lifetime - now))
             return False
 
     def _room(self, source: PageStore) -> int:
@@ -325,9 +332,9 @@ class Prefetcher:
         for fetch in list(self._fetches):
             if self._held + wanted <= buffer:
                 break
-            if not fetch.under_way and not fetch.unread:
+            if not fetch.under_way:
                 # Pages that were read stay for other requests, and are dropped first.
-                self._drop(fetch, fetch.live)
+                self._drop(fetch, fetch.live - fetch.unread)
         # Of several tiers none may fill the buffer with fetches that do not end.
         share = buffer if self._sources < 2 else max(size, buffer // 2)
         return min(wanted, share - self._fetching[source], buffer - self._held) // size
@@ -337,25 +344,23 @@ class Prefetcher:
             return None
         plan = self._plans[source]
         announced = next(iter(plan.values()))
-        planned = [key for key, of_key in itertools.islice(plan.items(), room) if of_key is announced]
-        for key in planned:
+        keys = [key for key, of_key in itertools.islice(plan.items(), room) if of_key is announced]
+        for key in keys:
             del plan[key]
-        # Another tier may have had them, too.
-        keys = [key for key in planned if key not in self._pages]
-        fetch = Fetch(announced, keys, set(keys))
+        fetch = Fetch(announced, keys, set(keys), held=len(keys))
         self._fetches[fetch] = None
         self._pages.update(zip(keys, zip(itertools.repeat(fetch), range(len(keys))), strict=False))
-        self._held += fetch.bytes
-        self._fetching[source] += fetch.bytes
+        self._held += len(keys) * announced.size
+        self._fetching[source] += len(keys) * announced.size
         return fetch
 
     def _fetch(self, fetch: Fetch) -> None:
-        source = fetch.announced.source
-        memory: npt.NDArray[np.uint8] | None = None
+        source, size = fetch.announced.source, fetch.announced.size
         try:
-            memory = np.empty((len(fetch.keys), fetch.announced.size), np.uint8)
+            fetch.memory = {key: np.empty(size, np.uint8) for key in fetch.keys}
+            batch = PageBatch(fetch.keys, [[page.data] for page in fetch.memory.values()])
             # Found later, too few would leave a foreground read waiting for these pages.
-            results = one_for_each(source.get(PageBatch(fetch.keys, PageMemory.of_rows(memory))), len(fetch.keys))
+            results = one_for_each(source.get(batch), len(fetch.keys))
         except BaseException as error:  # noqa: BLE001 - also a panic inside a client library: readers wait for them
             kind, words = f"{source.name} {type(error).__name__}", "hicache_ext: prefetch from %s: %r"
             self._log.log(logging.ERROR, kind, words, source.name, error, exc_info=error)
@@ -364,13 +369,12 @@ class Prefetcher:
         source.metrics.add("prefetch", "failed", len(fetch.keys) - len(hits))
         _count(fetch.announced, "fetched", len(hits))
         with self._condition:
-            self._changed = True
-            self._fetching[source] -= fetch.bytes
-            fetch.memory, fetch.results, fetch.under_way = memory, results, False
+            self._fetching[source] -= len(fetch.keys) * size
+            self._drop(fetch, fetch.live - hits)
             # What was dropped while it was under way, was not wanted.
             self._wasted[fetch.announced] += len(hits - fetch.live)
-            fetch.unread = hits & fetch.live
-            self._drop(fetch, fetch.live - hits)
+            fetch.unread, fetch.results, fetch.under_way = set(fetch.live), results, False
+            self._release(fetch)
             self._dropped()
 
     # -- pages that nobody has read in time ------------------------------------------------------------------------
@@ -388,38 +392,38 @@ class Prefetcher:
 
     def _give_away(self, fetch: Fetch, late: set[bytes]) -> None:
         try:
-            if self._unread is not None and fetch.memory is not None:
-                whole = PageBatch(fetch.keys, PageMemory.of_rows(fetch.memory))
+            if self._unread is not None:
+                keys = [key for key in fetch.keys if key in late]
                 with contextlib.suppress(StoreClosedError):
-                    self._unread(
-                        whole.select([row for row, key in enumerate(fetch.keys) if key in late]), fetch.announced
-                    )
+                    self._unread(PageBatch(keys, [[fetch.memory[key].data] for key in keys]), fetch.announced)
         finally:
             with self._condition:
                 self._wasted[fetch.announced] += len(late)
                 fetch.under_way = False
-                self._drop(fetch, set())
+                self._release(fetch)
                 self._dropped()
 
     def _is_late(self, fetch: Fetch, now: float) -> bool:
         """Whether it has pages for ``unread``. Until a thread gives them away they may be read."""
-        return bool(self._unread is not None and fetch.unread and fetch.announced.expires <= now)
+        return bool(self._unread is not None and fetch.unread and self._has_expired(fetch.announced, now))
+
+    def _has_expired(self, announced: Announced, now: float) -> bool:
+        return now >= announced.made + self._settings.lifetime
 
     # -- under the lock --------------------------------------------------------------------------------------------
 
     def _expire(self, now: float) -> bool:
         """Whether there are pages for ``unread``."""
         late = False
-        for fetch in list(self._fetches):
-            if fetch.announced.expires > now:
-                break
+        # They are in the order of their fetches: those of a slow tier may expire before those of another.
+        for fetch in [fetch for fetch in self._fetches if self._has_expired(fetch.announced, now)]:
             if self._is_late(fetch, now):
                 late = True
             elif not fetch.under_way:
                 self._drop(fetch, fetch.live)
         for plan in self._plans.values():
-            if plan and next(iter(plan.values())).expires <= now:
-                self._unplan(plan, {key for key, announced in plan.items() if announced.expires <= now})
+            if plan and self._has_expired(next(iter(plan.values())), now):
+                self._unplan(plan, {key for key, announced in plan.items() if self._has_expired(announced, now)})
         return late
 
     def _forget(self, keys: Iterable[bytes]) -> None:
@@ -435,22 +439,30 @@ class Prefetcher:
     def _unplan(self, plan: dict[bytes, Announced], keys: AbstractSet[bytes]) -> None:
         for key in keys:
             del plan[key]
-        self._again -= keys
+            self._again.pop(key, None)
         self._changed = self._changed or bool(keys)
 
     def _drop(self, fetch: Fetch, keys: set[bytes]) -> None:
-        """Forget live pages of a fetch, and its memory with the last of them, unless it is under way."""
+        """Forget live pages of a fetch, and their memory, unless it is under way."""
         for key in keys:
             del self._pages[key]
-        self._again -= keys
+            self._again.pop(key, None)
         if wasted := len(fetch.unread & keys):
             self._wasted[fetch.announced] += wasted
             fetch.unread = fetch.unread - keys
         fetch.live = fetch.live - keys
-        if not fetch.live and not fetch.under_way and self._fetches.pop(fetch, self) is None:
-            self._held -= fetch.bytes
-            fetch.memory = None
         self._changed = True
+        if not fetch.under_way:
+            self._release(fetch)
+
+    def _release(self, fetch: Fetch) -> None:
+        """Keep the memory of the live pages of a fetch alone, which is not under way any more."""
+        fetch.memory = {key: page for key, page in fetch.memory.items() if key in fetch.live}
+        self._held -= (fetch.held - len(fetch.memory)) * fetch.announced.size
+        fetch.held = len(fetch.memory)
+        self._changed = True
+        if not fetch.live:
+            self._fetches.pop(fetch, None)
 
     def _dropped(self) -> None:
         """Once after all that may have changed in one go: count it, and wake who waits. Threads that wait come here,

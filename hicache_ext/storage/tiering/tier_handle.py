@@ -84,8 +84,6 @@ class TierHandle(DelegatingStore):
         super().__init__(store if measured is None else measured)
         self._around_guards: DelegatingStore = self if measured is None else measured
         self.bare = bare if bare is not None else store
-        self.guarded = store
-        """``bare`` with the guards that it has now."""
         self.before_promotion = before_promotion
         """Waits until promotions may go on [the queue's thread]."""
         self._lock = threading.Lock()
@@ -115,9 +113,12 @@ class TierHandle(DelegatingStore):
                 return False
             self._former_guards = self._late_writers()
             self._around_guards.inner = store
-            # Last: a call that found the old ones closed looks at it, and goes through the new ones.
-            self.guarded = store
         return True
+
+    @property
+    def guarded(self) -> PageStore:
+        """``bare`` with the guards that calls go through now."""
+        return self._around_guards.inner
 
     def admit_by(self, settings: AdmissionSettings | None) -> None:
         """From now on. What was learnt stays, where nothing has changed."""
@@ -367,7 +368,8 @@ class TierHandle(DelegatingStore):
     def _late_writers(self) -> list[DelegatingStore]:
         """Guards whose writes may reach the store although they were answered TIMEOUT."""
         former = [guards for guards in self._former_guards if guards.being_written()]
-        return [*former, self.guarded] if isinstance(self.guarded, DelegatingStore) else former
+        guards = self.guarded
+        return [*former, guards] if isinstance(guards, DelegatingStore) else former
 
     def _remove_hidden(self) -> float | Retry | None:
         """Remove the hidden pages whose writes have ended."""

@@ -623,8 +623,8 @@ class TieredStore:
         errors = [end.error for end in ends if end.ended_within(longest + _CLOSE_WAIT - time.monotonic()) and end.error]
         for error in errors:
             logger.error("hicache_ext: closing a tier", exc_info=error)
-        for pool in (threads, self._helpers):
-            pool.close(max(0.0, longest + _CLOSE_WAIT - time.monotonic()))
+        threads.close(max(0.0, longest + _CLOSE_WAIT - time.monotonic()))
+        self._helpers.close(max(0.0, longest - time.monotonic()))
         if errors:
             raise errors[0]
 

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _PAGES_AT_ONCE = 64
 _REFUSED = Backoff(0.05, 1.0)
 """Seconds before pages that a tier did not take are offered to it again."""
+_FORGOTTEN_AT_ONCE = 1000
 _COPIED_AT_ONCE = 16 << 20
 """Bytes of a batch that take their space, and are copied, before others have their turn."""
 _MOST_REFUSALS = 3
@@ -205,9 +206,16 @@ class WriteBehind:
         """Drop the pages whose keys are ``wanted``; of those that are being written the store is rid afterwards.
         Returns the keys of both."""
         with self._condition:
-            chosen = set(filter(wanted, self._waiting))
-            self._tier.hide(chosen & self._under_way)
-            self._drop(chosen - self._under_way)
+            keys = list(self._waiting)
+        chosen: set[bytes] = set()
+        for first in range(0, len(keys), _FORGOTTEN_AT_ONCE):
+            # In portions: others wait for the lock. What comes meanwhile came after.
+            with self._condition:
+                some = {key for key in keys[first : first + _FORGOTTEN_AT_ONCE] if key in self._waiting and wanted(key)}
+                self._tier.hide(some & self._under_way)
+                self._drop(some - self._under_way)
+            chosen |= some
+        with self._condition:
             self._publish_levels()
             self._condition.notify_all()
         return chosen
