@@ -217,8 +217,9 @@ class _Modes:
                 if not FILES_NAME.fullmatch(place.name):
                     continue
                 self._put(place)
+                names = name_in(place.path)
                 for page in _entries(place.path) if time.monotonic() < until else ():
-                    if name_in(place.path).fullmatch(page.name):
+                    if names.fullmatch(page.name):
                         self._put(page)
             if self._access.group:
                 self._put(identity)

@@ -220,7 +220,6 @@ class Packs:
         try:
             status = os.lstat(path)
         except OSError:
-            self._unhealed.discard((key, pack.id))
             return None
         if (key, pack.id) in self._unhealed:
             is_free = self._heal(key, Place(pack, 0), "unreadable", status)
