@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,9 @@ class Calibration:
     date: str
     measurements: tuple[Measurement, ...]
 
-    def fastest(self, situation: Situation) -> str | None:
-        """The engine that is clearly faster than SGLang's own path where the sizes are nearest, ``SGLANG`` if none is.
+    def fastest(self, situation: Situation, engines: Container[str]) -> str | None:
+        """That of ``engines`` that is clearly faster than SGLang's own path where the sizes are nearest, ``SGLANG`` if
+        none is. A file may name engines that no longer exist.
 
         None if nothing like ``situation`` was measured together with SGLang's own path.
         """
@@ -93,7 +94,7 @@ class Calibration:
         if math.isinf(distance):
             return None
         seconds = self.measurements[index].seconds
-        engine = min(seconds, key=lambda name: seconds[name])
+        engine = min((name for name in seconds if name == SGLANG or name in engines), key=lambda name: seconds[name])
         return engine if seconds[engine] * MARGIN <= seconds[SGLANG] else SGLANG
 
 

@@ -105,7 +105,7 @@ class Selector:
             return SGLANG, "not_calibrated"
         from hicache_ext.kernels.calibration import Situation
 
-        fastest = self._calibration.fastest(Situation.of(operation))
+        fastest = self._calibration.fastest(Situation.of(operation), self._makers)
         return (SGLANG, "not_measured") if fastest is None else (fastest, "calibrated")
 
     def _made_engine(self, name: str) -> CopyEngine | None:

@@ -126,6 +126,8 @@ class Continuation:
     """Nothing more of this request will be written."""
     epoch: int = 0
     attempts: int = 0
+    first_failure: int = 0
+    """Of the attempts; on the ranks' common clock."""
     waiting: deque[Piece] = field(default_factory=deque)
     in_flight: bool = False
     not_before: int = 0
@@ -333,6 +335,8 @@ _LOG_INTERVAL = 60.0
 _LEVEL_INTERVAL = 1.0
 _RETRIES = 3
 _FIRST_BACKOFF_MS = 250
+_RETRY_WITHIN_MS = 30_000
+"""No write is tried again later than this after its first failure: it keeps host memory."""
 _PAGES_IN_FLIGHT = 512
 """Pages handed to the storage thread; the others wait where they can be dropped."""
 _HINTS_TIMEOUT = 2.0
@@ -570,11 +574,15 @@ class DecodeWriter:
         if outcome == Outcome.PREFIX_MISSING and self._now - continuation.born < self._prefix_grace * 1000:
             # The prefill node may still be writing it.
             return _FIRST_BACKOFF_MS
-        if outcome != Outcome.FAILED or continuation.attempts >= _RETRIES:
+        if continuation.attempts == 0:
+            continuation.first_failure = self._now
+        pause = int(_FIRST_BACKOFF_MS * 2**continuation.attempts)
+        in_time = self._now + pause <= continuation.first_failure + _RETRY_WITHIN_MS
+        if outcome != Outcome.FAILED or continuation.attempts >= _RETRIES or not in_time:
             return None
         continuation.attempts += 1
         self.metrics.add("write", "retried")
-        return int(_FIRST_BACKOFF_MS * 2 ** (continuation.attempts - 1))
+        return pause
 
     def stop(self, timeout: float) -> bool:
         """End the storage thread. True: it ended, and host memory may be freed."""

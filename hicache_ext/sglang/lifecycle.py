@@ -117,18 +117,19 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             self._store = open_tiers(self._config)
             closing.callback(self._store.close)
             self._begin_to_serve(storage_config, view, closing, exporting)
+            attach(self)
+            closing.callback(detach, self)
+            self._warn_at_start()
+            logger.info(
+                "hicache_ext: role %s, model %r revision %r epoch %s, tiers %s",
+                self._config.role,
+                self._pools.model.id,
+                self._pools.model.revision,
+                self._pools.model.weights_epoch,
+                self._store.describe().details,
+            )
+            self._pools.start()
             self._closing = closing.pop_all()
-        attach(self)
-        self._warn_at_start()
-        logger.info(
-            "hicache_ext: role %s, model %r revision %r epoch %s, tiers %s",
-            self._config.role,
-            self._pools.model.id,
-            self._pools.model.revision,
-            self._pools.model.weights_epoch,
-            self._store.describe().details,
-        )
-        self._pools.start()
 
     # -- what is off is not imported: modules of a feature are imported where it is switched on -----------------------
 
@@ -264,7 +265,6 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     @answering(lambda *_, **__: None)
     def close(self) -> None:
         self._pools.closed = True
-        detach(self)
         self._closing.close()
 
     def export_also(self, metrics: TierMetrics, set_levels: Callable[[], None] = lambda: None) -> None:

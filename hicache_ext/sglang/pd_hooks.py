@@ -41,13 +41,13 @@ _log = LimitedLog(logger, 1.0)
 
 def around_init(original: Callable[..., None], manager: Any, *arguments: Any, **keywords: Any) -> None:
     """Construction [scheduler thread, before the first request]. Raises ConfigError or UnsupportedError."""
-    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
-    from sglang.srt.runtime_context import get_context, get_memory, get_spec
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    from sglang.srt.runtime_context import get_context, get_memory
 
     written = getattr(get_memory(), _CONFIG_FIELD)
     extra_config: dict[str, Any] = {}
     if get_memory().hicache_storage_backend == "dynamic":
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
         extra_config = HybridCacheController.parse_storage_backend_extra_config(written)[0]
     if extra_config.get("backend_name") != BACKEND_NAME:
         original(manager, *arguments, **keywords)
@@ -63,6 +63,9 @@ def around_init(original: Callable[..., None], manager: Any, *arguments: Any, **
     if not config.pd.write.enabled:
         logger.info("hicache_ext: pd.write is off, SGLang's own decode offload writes")
         return
+    from sglang.srt.runtime_context import get_spec
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
     # Whether prefill nodes of this launch key their tree by bigrams.
     bigrams = bool(SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm).is_eagle())
     _refuse_what_prefill_cannot_use(manager.kv_cache, bigrams)

@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hicache_ext.sglang.process import attached_backends
 from hicache_ext.sglang.releases import end_registration
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import make_storage_config, mha_pools, page_indices
@@ -142,6 +143,24 @@ def test_a_transfer_that_fails_does_not_spoil_those_of_other_pools(open_backend:
     moves = [transfer("kv", KEYS, indices(0, 1, 2)), transfer("sidecar", [*KEYS[:2], None], indices(0, 1, 2))]
     assert backend.batch_set_v2(moves) == {"kv": [True] * 3, "sidecar": [False] * 3}
     assert backend.batch_get_v2(moves[::-1]) == {"kv": [True] * 3, "sidecar": [False] * 3}
+
+
+@pytest.mark.parametrize("step", ["_begin_to_serve", "_warn_at_start"])
+def test_a_start_that_fails_late_closes_all_that_it_has_opened(
+    open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    from hicache_ext.sglang.backend import HiCacheExtBackend
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("late")
+
+    before = {thread.name for thread in threading.enumerate()}, len(attached_backends())
+    with monkeypatch.context() as patched:
+        patched.setattr(HiCacheExtBackend, step, fail)
+        with pytest.raises(RuntimeError, match="late"):
+            open_backend()
+    assert ({thread.name for thread in threading.enumerate()}, len(attached_backends())) == before
+    open_backend().close()
 
 
 def test_nothing_works_after_close_and_nothing_raises(open_backend: Callable[..., Any]) -> None:

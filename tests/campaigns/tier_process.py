@@ -33,7 +33,7 @@ from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering.reload import ReloadableStore
-from hicache_ext.storage.tiers.file.modes import PAGE_FILE_NAME, SLAB_FILE
+from hicache_ext.storage.tiers.file.modes import PACK_NAME, PAGE_NAME, SLAB_FILE
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key
 from tests.rigs.both_transforms import document_of, numbers_of
 
@@ -280,7 +280,7 @@ def bytes_on_disk(directory: Path) -> int:
     files = {}
     for root, _, names in os.walk(directory):
         for name in names:
-            ours = any(kind.fullmatch(name) for kind in (PAGE_FILE_NAME, SLAB_FILE))
+            ours = any(kind.fullmatch(name) for kind in (PACK_NAME, PAGE_NAME, SLAB_FILE))
             if ours or Path(root).name == "tmp":
                 status = os.lstat(os.path.join(root, name))
                 files[status.st_ino] = status.st_blocks * 512

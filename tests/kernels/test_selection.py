@@ -21,7 +21,7 @@ from hicache_ext.kernels.calibration import (
 )
 from hicache_ext.kernels.engine import Direction, Operation, ReferenceEngine
 from hicache_ext.kernels.geometry import page_tokens
-from hicache_ext.kernels.selection import Selector
+from hicache_ext.kernels.selection import ENGINES, Selector
 from hicache_ext.runtime.metrics import TierMetrics
 from tests.kernels.stacks import plain_memory
 
@@ -40,14 +40,21 @@ FIGURES = calibration(
 
 
 def test_the_fastest_of_the_nearest_measurement_is_chosen() -> None:
-    assert FIGURES.fastest(SMALL) == "triton"
-    assert FIGURES.fastest(replace(SMALL, run_bytes=6000)) == "triton"
-    assert FIGURES.fastest(replace(LARGE, run_bytes=48000)) == "batched_dma"
+    assert FIGURES.fastest(SMALL, ENGINES) == "triton"
+    assert FIGURES.fastest(replace(SMALL, run_bytes=6000), ENGINES) == "triton"
+    assert FIGURES.fastest(replace(LARGE, run_bytes=48000), ENGINES) == "batched_dma"
 
 
 def test_the_baseline_stays_where_nothing_is_clearly_faster() -> None:
     close = calibration(Measurement(SMALL, {"sglang": 10e-6, "triton": 9.8e-6}))
-    assert close.fastest(SMALL) == "sglang"
+    assert close.fastest(SMALL, ENGINES) == "sglang"
+
+
+def test_the_fastest_is_one_of_the_engines_that_exist() -> None:
+    """One was given up after others had calibrated with it."""
+    former = calibration(Measurement(SMALL, {"sglang": 10e-6, "triton": 5e-6, "rectangle_dma": 4e-6}))
+    assert former.fastest(SMALL, ENGINES) == "triton"
+    assert former.fastest(SMALL, ["batched_dma"]) == "sglang"
 
 
 def test_nothing_is_concluded_from_figures_of_something_else_or_without_the_baseline() -> None:
@@ -56,9 +63,9 @@ def test_nothing_is_concluded_from_figures_of_something_else_or_without_the_base
         replace(SMALL, layout="page_first"),
         replace(SMALL, indices_on_cpu=False),
     ):
-        assert FIGURES.fastest(other) is None
-    assert calibration(Measurement(SMALL, {"triton": 1e-6})).fastest(SMALL) is None
-    assert calibration().fastest(SMALL) is None
+        assert FIGURES.fastest(other, ENGINES) is None
+    assert calibration(Measurement(SMALL, {"triton": 1e-6})).fastest(SMALL, ENGINES) is None
+    assert calibration().fastest(SMALL, ENGINES) is None
 
 
 def test_a_calibration_comes_back_as_it_was_written(tmp_path: Path) -> None:

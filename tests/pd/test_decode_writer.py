@@ -459,6 +459,19 @@ def test_a_failed_write_is_tried_again_and_then_counted(node_of: Callable[..., N
     assert node.host.available_size() == node.host.size
 
 
+def test_a_write_that_fails_slowly_keeps_no_host_memory_beyond_the_time_for_retries(
+    node_of: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_writer, "_RETRY_WITHIN_MS", 300)
+    node = node_of()
+    node.pool.result = SetResult.TIMEOUT
+    node.generate(node.prefilled(FakeRequest([1] * 8, 1)), 12, finish=True)
+    node.settle()
+    assert node.pool.calls == [2, 2], "the second retry, half a second later, would be too late"
+    assert node.metrics.value("lost", "failed") == 2
+    assert node.host.available_size() == node.host.size
+
+
 def test_what_follows_a_page_that_is_refused_is_not_offered(node_of: Callable[..., Node]) -> None:
     node = node_of(retries=2)
     node.pool.result = SetResult.REFUSED

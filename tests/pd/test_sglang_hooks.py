@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +58,20 @@ def test_speculation_is_refused() -> None:
     sglang_hooks._refuse_what_prefill_cannot_use(pool, bigrams=False)
     with pytest.raises(UnsupportedError, match="EAGLE or MTP"):
         sglang_hooks._refuse_what_prefill_cannot_use(pool, bigrams=True)
+
+
+def test_a_backend_that_is_not_ours_needs_nothing_but_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release that lacks something for our writer ran no decode node at all."""
+    from sglang.srt import runtime_context
+
+    memory = SimpleNamespace(hicache_storage_backend="file", hicache_storage_backend_extra_config=None)
+    monkeypatch.setattr(runtime_context, "get_memory", lambda: memory)
+    monkeypatch.delattr(runtime_context, "get_spec")
+    for module in ("speculative.spec_info", "mem_cache.hybrid_cache.hybrid_cache_controller"):
+        monkeypatch.setitem(sys.modules, f"sglang.srt.{module}", None)
+    calls: list[str] = []
+    sglang_hooks.around_init(lambda *_: calls.append("init"), manager())
+    assert calls == ["init"]
 
 
 def test_without_our_writer_sglangs_own_methods_run() -> None:

@@ -196,6 +196,17 @@ def test_a_page_that_is_in_two_packs_is_removed_from_both(store, open_store, pla
     assert open_store().contains(KEYS[:2]) == [False, True]
 
 
+def test_a_file_of_pages_in_the_other_kind_of_directory_is_none(store, place, pack):
+    assert store_pages(store, page_keys(1, "alone")) == [SetResult.STORED]
+    (page,) = _page_files(place)
+    strays = [page.rename(pack.parent / page.name), pack.rename(page.parent / pack.name)]
+    assert list(open_inspector(place).pages()) == []
+    assert store._directory.count_pages(64) == 0
+    assert store.clear(None) == 0
+    assert store._clearing.wait(60)
+    assert all(stray.is_file() for stray in strays)
+
+
 def test_clear_takes_packs_and_leaves_what_is_not_ours(store, place, pack):
     (pack.parent / "notes.txt").write_text("years of work")
     (pack.parent.parent / "README").write_text("more of it")

@@ -195,7 +195,7 @@ def test_a_page_that_was_stored_while_its_bucket_was_listed_is_there(store, plac
     look.start()
     assert listed.wait(30)
     young = page_keys(3, "young")
-    assert store._packs.write(*_batch(young))[0] is None
+    assert store._packs.write(*_batch(young))[0] is SetResult.STORED
     go_on.set()
     look.join()
     assert [each is not None for each in known.find(young, again=False)] == [True] * 3

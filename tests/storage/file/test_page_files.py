@@ -103,6 +103,46 @@ def test_an_empty_directory_in_a_pages_place_is_replaced(store, page):
     _assert_counted_healed_and_works(store, "not_a_file")
 
 
+def test_what_is_no_file_and_cannot_be_removed_is_not_said_to_be_removed(store, open_store, page, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    page.unlink()
+    page.mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(store._directory, "remove_page", refuse)
+        assert read_pages(store, [KEY])[0] == [GetResult.CORRUPT]
+        assert store_one_by_one(store, [KEY]) == [SetResult.REJECTED]
+    assert "is removed" not in caplog.text
+    assert "is no file and cannot be removed" in caplog.text
+    assert read_pages(store, [KEY])[0] == [GetResult.CORRUPT]
+    assert "was no file and is removed" in caplog.text
+    assert store_one_by_one(open_store(), [KEY]) == [SetResult.STORED]
+    assert store.contains([KEY]) == [True]
+
+
+def test_a_name_that_is_taken_in_tmp_makes_no_page_exist(store, place, monkeypatch):
+    """Left there by a process that was killed."""
+    monkeypatch.setattr(store._directory, "_unnamed_files", False)
+    monkeypatch.setattr(store._directory, "_temp_path", lambda: str(place / "tmp" / "1.0.tmp"))
+    (place / "tmp" / "1.0.tmp").write_bytes(b"half")
+    assert store_one_by_one(store, [KEY]) == [SetResult.ERROR]
+    assert store.contains([KEY]) == [False]
+
+
+def test_a_look_into_a_directory_that_cannot_be_read_is_one_error(store, monkeypatch):
+    lstat = os.lstat
+
+    def refuse(path, *arguments, **options):
+        if str(path).endswith(".page"):
+            raise OSError(errno.EACCES, "Permission denied", path)
+        return lstat(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "lstat", refuse)
+    assert store.contains(page_keys(20)) == [False] * 20
+    assert store.metrics.value("error", "EACCES") == 1
+
+
 def test_a_directory_with_files_in_a_pages_place_is_moved_aside_whole(store, page):
     page.unlink()
     page.mkdir()
@@ -371,6 +411,16 @@ def test_a_read_that_fails_is_an_error_and_the_next_write_replaces_the_page(stor
     assert store_one_by_one(store, [KEY]) == [SetResult.STORED]
     assert (page.stat().st_ino, page.stat().st_ctime_ns) != inode
     assert_hits(store, [KEY])
+
+
+def test_a_page_in_place_of_one_that_could_not_be_read_is_present_at_once(store, page, place):
+    with DiskFaults(place, rate=1, errors=(errno.EIO,), short=False, calls=("preadv",)):
+        assert read_pages(store, [KEY])[0] == [GetResult.ERROR]
+    page.unlink()
+    assert store_one_by_one(store, [KEY]) == [SetResult.STORED]
+    assert store.contains([KEY]) == [True]
+    assert store_one_by_one(store, [KEY]) == [SetResult.EXISTS]
+    assert store.metrics.total("corrupt") == 0
 
 
 def test_a_read_that_fails_once_and_then_works_is_a_hit_again(store, page, place):

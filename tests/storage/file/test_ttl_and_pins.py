@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 
@@ -132,6 +133,35 @@ def test_expired_page_files_are_deleted_without_anybody_asking_for_them(clock, m
         time.sleep(0.01)
     assert_hits(store, young, SIZES)
     assert store.metrics.value("evicted", "ttl") == len(old)
+    store.close()
+
+
+def test_an_expired_page_that_another_writer_replaces_meanwhile_exists(tmp_path, monkeypatch):
+    first, second = (PageFileStore("disk", tmp_path, capacity=64 * MIB, ttl=HOUR) for _ in range(2))
+    try:
+        (key,) = page_keys(1)
+        store_pages(first, [key], SIZES)
+        os.utime(first._directory.page_path(key), (1, 1))
+        remove = first._directory.remove_page
+
+        def remove_late(path, seen=None):
+            os.unlink(path)
+            assert store_pages(second, [key], SIZES) == [SetResult.STORED]
+            return remove(path, seen)
+
+        monkeypatch.setattr(first._directory, "remove_page", remove_late)
+        assert store_pages(first, [key], SIZES) == [SetResult.EXISTS]
+        assert first.metrics.value("rejected", "obstacle") == 0
+        assert hits(first, [key]) == [True]
+    finally:
+        first.close()
+        second.close()
+
+
+def test_a_sweep_of_a_directory_that_is_gone_ends_and_is_repeated(tmp_path):
+    store = PageFileStore("disk", tmp_path / "tier", capacity=64 * MIB, ttl=HOUR)
+    shutil.rmtree(tmp_path / "tier")
+    assert store._sweep_once() > 0
     store.close()
 
 

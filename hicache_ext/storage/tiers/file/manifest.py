@@ -44,6 +44,8 @@ FORMATS = {"pages": 2, "slab": SLAB_VERSION}
 """Layout -> format of its files."""
 
 _SLABS = "slabs"
+_CLEARED_PACKS = re.compile(r".+\.[0-9]+\.[0-9a-f]{32}\.packs")
+"""In PATH/tmp of format 1."""
 
 
 def slab_home(path: Path) -> Path:
@@ -79,7 +81,7 @@ def layout_in(path: Path) -> str | None:
     recorded = format_and_layout(path)
     if recorded is not None:
         return recorded[1]
-    if _holds_pages(path):
+    if _format_of_pages(path):
         return "pages"
     return "slab" if holds_slabs(path) else None
 
@@ -117,8 +119,8 @@ def check_before_start(path: Path, layout: str, tier: str) -> None:
     was_there = {directory: _is_there(directory / MANIFEST) for directory in (path, home)}
     recorded = format_and_layout(path)
     if recorded is None:
-        if _holds_pages(path):
-            recorded = FORMATS["pages"], "pages"
+        if found := _format_of_pages(path):
+            recorded = found, "pages"
         elif was_there[path] and not holds_only_ours(path):
             raise _not_ours(path, tier)
     if recorded is not None and (layout == "slab" or recorded != (FORMATS["pages"], "pages")):
@@ -205,12 +207,14 @@ def _not_ours(directory: Path, tier: str) -> StoreSetupError:
     return StoreSetupError(tier, f"{str(directory / MANIFEST)!r} is not a manifest of this package")
 
 
-def _holds_pages(path: Path) -> bool:
-    """Return whether page files are in PATH itself, without a look into its manifest."""
-    if _has(path / "pages", IDENTITY_NAME):
-        return True
+def _format_of_pages(path: Path) -> int:
+    """Return the format of the page files in PATH itself, without a look into its manifest; 0 without any. Pages alone
+    are the same in both formats: without packs they are of this one."""
+    if _has(path / "packs", IDENTITY_NAME) or _has(path / "tmp", _CLEARED_PACKS):
+        return 1
     # Nothing was stored yet, perhaps. Without any manifest, empty directories prove nothing.
-    return _is_there(path / MANIFEST) and all((path / name).is_dir() for name in ("pages", "identities", "tmp"))
+    known = _is_there(path / MANIFEST) and all((path / name).is_dir() for name in ("pages", "identities", "tmp"))
+    return FORMATS["pages"] if known or _has(path / "pages", IDENTITY_NAME) else 0
 
 
 def _is_there(manifest: Path) -> bool:

@@ -35,8 +35,8 @@ BUCKET_NAME = re.compile(r"[0-9a-f]{11}")
 """A directory of packs."""
 FILES_NAME = re.compile(f"{FANOUT_NAME.pattern}|{BUCKET_NAME.pattern}")
 PACK_NAME = re.compile(r"[0-9a-f]{11}-[0-9a-f]{10}-.+\.pack")
-PAGE_FILE_NAME = re.compile(rf"[0-9a-f]{{64}}\.page|{PACK_NAME.pattern}")
-"""A page alone, or a pack."""
+PAGE_NAME = re.compile(r"[0-9a-f]{64}\.page")
+"""A page alone."""
 SLAB_FILE = re.compile(r"([0-9a-f]{8})-([0-9]+)\.(slab|headers)")
 TEMPORARY_FILE = re.compile(r"([0-9]+|.+:[0-9]+:(?:[0-9]+|gone))\.[0-9]+\.(?:tmp|[0-9a-f]{32}\.clear)")
 """In PATH/tmp; its first group is the writer (``usage.Writers``)."""
@@ -107,6 +107,11 @@ def holds_only_ours(directory: Path) -> bool:
     if known is _TIER:
         names |= {name for name in others if VERSION_NAME.fullmatch(name) and (directory / name / MANIFEST).is_file()}
     return bool(names) and all(name in names or _NOBODYS.fullmatch(name) for name in others)
+
+
+def name_in(directory: str) -> re.Pattern[str]:
+    """The names of files of pages in this directory: of packs in a bucket, and of pages alone anywhere else."""
+    return PACK_NAME if BUCKET_NAME.fullmatch(os.path.basename(directory)) else PAGE_NAME
 
 
 def _no_such_right(path: Path, access: Access, tier: str) -> StoreSetupError:
@@ -212,8 +217,9 @@ class _Modes:
                 if not FILES_NAME.fullmatch(place.name):
                     continue
                 self._put(place)
+                names = name_in(place.path)
                 for page in _entries(place.path) if time.monotonic() < until else ():
-                    if PAGE_FILE_NAME.fullmatch(page.name):
+                    if names.fullmatch(page.name):
                         self._put(page)
             if self._access.group:
                 self._put(identity)

@@ -31,8 +31,8 @@ from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import Access, access_in, make_directory, make_tier_directory, move_aside, settle
 from hicache_ext.runtime.members import Members
 from hicache_ext.storage.tiers.file.manifest import adopt_pages, check_before_start
-from hicache_ext.storage.tiers.file.modes import FILES_NAME, IDENTITY_NAME, PAGE_FILE_NAME
-from hicache_ext.storage.tiers.file.pages.tree import BLOCK, PageTree, directories, entries, occupied
+from hicache_ext.storage.tiers.file.modes import FILES_NAME, IDENTITY_NAME, name_in
+from hicache_ext.storage.tiers.file.pages.tree import BLOCK, PageTree, directories, occupied, page_files
 from hicache_ext.storage.tiers.file.usage import Writers
 
 _TEMP_NUMBERS = itertools.count()
@@ -180,7 +180,7 @@ class PageDirectory(PageTree):
         home = self.pages / tree.name.split(".")[-2]
         freed = 0
         for inner in list(directories(tree, FILES_NAME)):
-            for entry in list(entries(inner.path, PAGE_FILE_NAME)):
+            for entry in list(page_files(inner.path)):
                 if not entry.is_dir(follow_symlinks=False):
                     freed += _delete(entry)
             freed += _remove_directory(inner.path) or _put_back(inner.path, home / inner.name, self._access)
@@ -250,7 +250,7 @@ def _put_back(source: str | Path, target: Path, access: Access) -> int:
         return 0
     for entry in found:
         # A page that could not be deleted, or a directory with such pages, must stay out of sight.
-        if (FILES_NAME if entry.is_dir(follow_symlinks=False) else PAGE_FILE_NAME).fullmatch(entry.name):
+        if (FILES_NAME if entry.is_dir(follow_symlinks=False) else name_in(str(source))).fullmatch(entry.name):
             continue
         try:
             freed -= _make_directory(target.parent, access) + _make_directory(target, access)

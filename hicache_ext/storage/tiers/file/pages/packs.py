@@ -9,13 +9,12 @@ Reasons: docs/decisions/packs-of-page-files.md.
 
 from __future__ import annotations
 
-import enum
 import errno
 import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -32,7 +31,7 @@ from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.pack_index import Place, Run, runs
-from hicache_ext.storage.contract.store import GetResult, PageBatch, key_words
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, key_words
 from hicache_ext.storage.tiers.file.modes import BUCKET_NAME
 from hicache_ext.storage.tiers.file.pages.catalogue import PackCatalogue
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
@@ -66,14 +65,6 @@ _SHARE = 64
 _UNHEALED_LIMIT = 65536
 _NATIVE_FROM = 32
 """Keys in a look-up of pages alone from which the native core looks."""
-
-
-class Found(enum.Enum):
-    """What has the name of a page alone when the page is to be written."""
-
-    PAGE = enum.auto()
-    NOTHING = enum.auto()
-    OBSTACLE = enum.auto()
 
 
 class FindPageFiles(native.Arguments):
@@ -176,25 +167,36 @@ class Packs:
         present = [known is not None for known in self.find(keys, oldest_valid_ms)]
         rest = [position for position, known in enumerate(present) if not known]
         core = native.core() if len(rest) >= _NATIVE_FROM else None
+        wanted = [keys[position] for position in rest]
         if core is None:
-            for position in rest:
-                present[position] = self._is_alone_there(keys[position], oldest_valid_ms)
+            found = self._looked_up_alone(wanted, oldest_valid_ms)
         else:
             # Each call of the system by itself would give the GIL to whoever computes, for milliseconds each time.
-            wanted = [keys[position] for position in rest]
-            for position, known in zip(rest, self._found_alone(core, wanted, oldest_valid_ms), strict=True):
-                present[position] = known and not (
-                    self._unhealed and (keys[position], _id_alone(keys[position])) in self._unhealed
-                )
+            found = self._found_alone(core, wanted, oldest_valid_ms)
+        for position, known in zip(rest, found, strict=True):
+            unhealed = self._unhealed and (keys[position], keys[position][IDENTITY_LENGTH:].hex()) in self._unhealed
+            present[position] = known and not unhealed
         return present
 
-    def _is_alone_there(self, key: bytes, oldest_valid_ms: int) -> bool:
-        found = self._status(key[:IDENTITY_LENGTH], alone(key[IDENTITY_LENGTH:]), oldest_valid_ms)
-        return found is not None and found.pages == 1 and (key, _id_alone(key)) not in self._unhealed
+    def _looked_up_alone(self, keys: Sequence[bytes], oldest_valid_ms: int) -> list[bool]:
+        present, failed = [False] * len(keys), None
+        for number, key in enumerate(keys):
+            try:
+                status = os.lstat(self._directory.page_path(key))
+            except ABSENT:
+                continue
+            except OSError as error:
+                failed = error
+                continue
+            # The mtime is that of the last use: never before the page was written.
+            is_page = stat.S_ISREG(status.st_mode) and status.st_size >= HEADER_LENGTH
+            present[number] = is_page and status.st_mtime * 1000 >= oldest_valid_ms
+        if failed is not None:
+            self._note_error(failed)
+        return present
 
     def _found_alone(self, core: native.Core, keys: Sequence[bytes], oldest_valid_ms: int) -> list[bool]:
-        """``_is_alone_there``, but for what is unhealed. Raises OSError where an identity's directory cannot be looked
-        into."""
+        """``_looked_up_alone`` in C. Raises OSError where an identity's directory cannot be looked into."""
         present = np.zeros(len(keys), np.bool_)
         for identity, positions in _by_identity(keys):
             try:
@@ -209,28 +211,27 @@ class Packs:
             finally:
                 os.close(directory)
             present[positions] = found
-        answers: list[bool] = present.tolist()
-        return answers
+        return list(map(bool, present))
 
-    def find_alone(self, key: bytes, size: int, oldest_valid_ms: int) -> Found:
-        """What has the name of a page alone that is to be written; anything but a page of this size is removed where it
-        can be. A page that is there counts as used."""
+    def find_alone(self, key: bytes, size: int, oldest_valid_ms: int) -> SetResult | None:
+        """Of a page that is to be written alone: EXISTS, and it counts as used; REJECTED where something else has its
+        name and cannot be removed; None where the name is free now."""
         pack, path = alone(key[IDENTITY_LENGTH:], size), self._directory.page_path(key)
         try:
             status = os.lstat(path)
         except OSError:
-            return Found.NOTHING
+            return None
         if (key, pack.id) in self._unhealed:
-            is_free = self._heal(key, Place(pack, 0), "unreadable")
+            is_free = self._heal(key, Place(pack, 0), "unreadable", status)
         elif is_old_alone(path, status, oldest_valid_ms):
-            removed = self._remove_expired(key[:IDENTITY_LENGTH], PackFile(pack), path, status)
-            is_free = removed > 0 or not os.path.lexists(path)
+            # Another writer may have replaced it: then the page that is to be written exists.
+            is_free = self._remove_expired(key[:IDENTITY_LENGTH], PackFile(pack), path, status) is not None
         elif status.st_size == size and stat.S_ISREG(status.st_mode):
             self.touch(path, status)
-            return Found.PAGE
+            return SetResult.EXISTS
         else:
-            is_free = self._heal(key, Place(pack, 0), "length")
-        return Found.NOTHING if is_free else Found.OBSTACLE
+            is_free = self._heal(key, Place(pack, 0), "length", status)
+        return None if is_free else SetResult.REJECTED
 
     def keys_in(self, identity: bytes, pack: Pack) -> list[bytes]:
         """Of the pages in a pack that are there and tell their keys. Raises OSError."""
@@ -256,10 +257,6 @@ class Packs:
         except OSError as error:
             self._note_error(error)
             return None
-        if is_alone(pack):
-            # The mtime is that of the last use: never before the page was written.
-            is_page = stat.S_ISREG(status.st_mode) and status.st_mtime * 1000 >= oldest_valid_ms
-            return FoundPack(path, dead, status, status.st_size, int(is_page and status.st_size >= HEADER_LENGTH))
         is_pack = stat.S_ISREG(status.st_mode) and milliseconds_of(pack.id) >= oldest_valid_ms
         return FoundPack(path, dead, status, pack.page_bytes, status.st_size // pack.page_bytes if is_pack else 0)
 
@@ -359,16 +356,18 @@ class Packs:
         pack, count = pages.run.pack, len(pages.run.members)
         self._metrics.add("corrupt", "not_a_file", count)
         self.catalogue.forget(pages.identity, pack)
+        self._unhealed.difference_update([(batch.keys[member], pack.id) for member in pages.run.members])
         try:
             self._unlink(PackFile(pack), path, status)
+            logger.warning("tier %s: %s was no file and is removed", self._tier, path)
         except ABSENT:
             # Replaced meanwhile.
             pass
         except OSError as error:
             self._note_error(error)
+            logger.warning("tier %s: %s is no file and cannot be removed: %s", self._tier, path, error)
             for member in pages.run.members:
                 self._remember_unhealed(batch.keys[member], pack)
-        logger.warning("tier %s: %s was no file and is removed", self._tier, path)
         return [GetResult.CORRUPT] * count
 
     def _read_run(self, fd: int, pages: PackRun, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult | None]:
@@ -459,11 +458,10 @@ class Packs:
             found += [[pages[n] for n in part] for part in pack_format.portions([page_bytes] * len(pages), most)]
         return found
 
-    def write(self, batch: PageBatch, positions: Sequence[int]) -> tuple[OSError | None, int]:
-        """Write these pages, which are of one identity and one size, into one file; why it was not written, and the
-        bytes of disk that took, with directories and also when it failed. Nothing is left behind then.
-
-        A page alone that another writer stored first: FileExistsError.
+    def write(self, batch: PageBatch, positions: Sequence[int]) -> tuple[SetResult | OSError, int]:
+        """Write these pages, which are of one identity and one size, into one file: STORED, EXISTS for a page alone
+        that another writer stored first, or why it was not written; and the bytes of disk that took, with directories
+        and also when it failed. Nothing is left behind then.
         """
         keys = [batch.keys[i] for i in positions]
         identity, page_bytes = keys[0][:IDENTITY_LENGTH], HEADER_LENGTH + batch.sizes[positions[0]]
@@ -484,7 +482,8 @@ class Packs:
             try:
                 for made in self._directory.create_parent(path):
                     added += made
-                self._write_whole(path, buffers, length, is_new_name=not is_alone(pack))
+                if not self._write_whole(path, buffers, length, is_new_name=not is_alone(pack)):
+                    return SetResult.EXISTS, added
             except ABSENT as error:
                 # clear() or an eviction took the directory away in between.
                 if attempt == _ATTEMPTS:
@@ -496,12 +495,15 @@ class Packs:
                 # Made by another account, perhaps.
                 self.catalogue.refuse(identity, bucket)
             else:
-                if not is_alone(pack):
+                if is_alone(pack):
+                    self._unhealed.discard((keys[0], pack.id))
+                else:
                     self.catalogue.add(identity, pack, bucket)
-                return None, added + occupied(length)
+                return SetResult.STORED, added + occupied(length)
         raise AssertionError("unreachable")
 
-    def _write_whole(self, path: str, buffers: Sequence[memoryview], length: int, *, is_new_name: bool) -> None:
+    def _write_whole(self, path: str, buffers: Sequence[memoryview], length: int, *, is_new_name: bool) -> bool:
+        """False: another writer of a name that is not new was first."""
         fd, temp_path = self._directory.open_unpublished(path)
         published = False
         try:
@@ -509,10 +511,14 @@ class Packs:
                 raise OSError(errno.ENOSPC, "short write", path)
             self._directory.publish(fd, temp_path, path, is_new_name=is_new_name)
             published = True
+        except FileExistsError:
+            if is_new_name:
+                raise
         finally:
             os.close(fd)
             if not published:
                 self._directory.discard(temp_path)
+        return published
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
@@ -571,6 +577,7 @@ class Packs:
         else:
             self._metrics.add("corrupt", reason)
         what = f"page {place.position} of {self.catalogue.path(identity, pack)[0]}"
+        self._unhealed.discard((key, pack.id))
         is_gone = True
         try:
             self._take_away(identity, place, seen)
@@ -579,15 +586,13 @@ class Packs:
             logger.warning("tier %s: %s is bad (%s) and cannot be removed: %s", self._tier, what, reason, error)
             # In a pack it is absent to this process: the page is written into another one.
             self.catalogue.forget_page(identity, place)
-            is_gone = not is_alone(pack)
+            if is_alone(pack):
+                self._remember_unhealed(key, pack)
+                is_gone = False
         else:
             self._bad_log.log(
                 logging.WARNING, "bad", "tier %s: %s was bad (%s) and is removed", self._tier, what, reason
             )
-        if is_gone:
-            self._unhealed.discard((key, pack.id))
-        else:
-            self._remember_unhealed(key, pack)
         if reason != _EXPIRED and not is_alone(pack):
             self._look_over((identity, pack))
         return is_gone
@@ -625,8 +630,9 @@ class Packs:
             removal.freed = occupied(min(size, found.length or size))
             removal.uncertain = found.length not in (0, size)
 
-    def _remove_expired(self, identity: bytes, found: PackFile, path: str, status: os.stat_result) -> int:
-        """Delete a file that is older than the ttl; the pages that were in it, 0 where it stays."""
+    def _remove_expired(self, identity: bytes, found: PackFile, path: str, status: os.stat_result) -> int | None:
+        """Delete a file that is older than the ttl; the pages that were in it, 0 where it is gone or replaced, None
+        where it cannot be removed."""
         if not stat.S_ISREG(status.st_mode):
             return 0
         try:
@@ -635,7 +641,7 @@ class Packs:
             return 0
         except OSError as error:
             self._note_error(error)
-            return 0
+            return None
         self.catalogue.forget(identity, found.pack)
         self._metrics.add("evicted", "ttl", len(found.living))
         return len(found.living)
@@ -655,7 +661,7 @@ class Packs:
                     else:
                         is_old = milliseconds_of(found.pack.id) < oldest_valid_ms
                     if is_old:
-                        removed += self._remove_expired(identity, found, path, os.lstat(path))
+                        removed += self._remove_expired(identity, found, path, os.lstat(path)) or 0
             if removed > before and BUCKET_NAME.fullmatch(name):
                 with self._usage.removing() as removal:
                     removal.freed = self._directory.remove_buckets_if_empty([place])
@@ -667,20 +673,12 @@ class Packs:
         self._unhealed.add((key, pack.id))
 
 
-def _by_identity(keys: Sequence[bytes]) -> Iterator[tuple[bytes, list[int]]]:
+def _by_identity(keys: Sequence[bytes]) -> Iterable[tuple[bytes, list[int]]]:
     """The positions of the keys of each identity."""
-    if len({key[:IDENTITY_LENGTH] for key in keys}) == 1:
-        yield keys[0][:IDENTITY_LENGTH], list(range(len(keys)))
-        return
     positions: dict[bytes, list[int]] = {}
     for position, key in enumerate(keys):
         positions.setdefault(key[:IDENTITY_LENGTH], []).append(position)
-    yield from positions.items()
-
-
-def _id_alone(key: bytes) -> str:
-    """The id of the pack that a page alone is."""
-    return key[IDENTITY_LENGTH:].hex()
+    return positions.items()
 
 
 def _reason(header: bytearray, key: bytes, segments: Sequence[memoryview], filled: int, page_bytes: int) -> str | None:

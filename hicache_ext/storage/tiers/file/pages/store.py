@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.devices import flags_of
 from hicache_ext.storage.tiers.file.pages.catalogue import TreeContents
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
-from hicache_ext.storage.tiers.file.pages.packs import HEADER_LENGTH, Found, Packs
+from hicache_ext.storage.tiers.file.pages.packs import HEADER_LENGTH, Packs
 from hicache_ext.storage.tiers.file.pages.space import Evictor, Upkeep
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK, file_length, occupied
 from hicache_ext.storage.tiers.file.path_store import NO_SPACE, Fullness, PathStore, oldest_valid_ms
@@ -194,13 +194,13 @@ class PageFileStore(PathStore):
                 results[position] = SetResult.EXISTS
                 continue
             match self._packs.find_alone(key, size, oldest):
-                case Found.PAGE:
-                    results[position] = SetResult.EXISTS
-                case Found.NOTHING:
+                case None:
                     # A page that the batch has twice is written once.
                     missing.setdefault(key, position)
-                case Found.OBSTACLE:
+                case SetResult.REJECTED:
                     self.metrics.add("rejected", "obstacle")
+                case result:
+                    results[position] = result
         if time.monotonic() < self._no_writes_until:
             self.metrics.add("rejected", "no_space", len(missing))
             return results
@@ -303,12 +303,8 @@ class PageFileStore(PathStore):
 
     def _set_file(self, batch: PageBatch, positions: list[int]) -> tuple[SetResult, int]:
         """Write pages as one file; their result and the bytes of disk that took."""
-        error, added = self._packs.write(batch, positions)
-        if error is None:
-            return SetResult.STORED, added
-        if isinstance(error, FileExistsError):
-            return SetResult.EXISTS, added
-        return self._failed_write(error), added
+        result, added = self._packs.write(batch, positions)
+        return self._failed_write(result) if isinstance(result, OSError) else result, added
 
     def _failed_write(self, error: OSError) -> SetResult:
         self._count_error(error)
@@ -333,15 +329,13 @@ class PageFileStore(PathStore):
 
     def _sweep_once(self) -> float:
         """Remove expired pages, unless another process does [the thread of the sweep]."""
-        lock, removed = FlockLock(self._path / "expiry.lock"), 0
+        removed = 0
         try:
-            if lock.try_acquire():
-                removed = self.remove_expired(self._sweep)
+            with closing(FlockLock(self._path / "expiry.lock")) as lock:
+                if lock.try_acquire():
+                    removed = self.remove_expired(self._sweep)
         except OSError as error:
             logger.warning("tier %s: removing expired pages of %s: %s", self.name, self._path, error)
-        finally:
-            lock.release()
-            lock.close()
         if removed:
             logger.info("tier %s: %d expired pages of %s removed", self.name, removed, self._path)
         return self._sweep_interval

@@ -41,8 +41,9 @@ from hicache_ext.storage.tiers.file.modes import (
     FANOUT_NAME,
     FILES_NAME,
     IDENTITY_NAME,
-    PAGE_FILE_NAME,
+    PAGE_NAME,
     TEMPORARY_FILE,
+    name_in,
 )
 from hicache_ext.storage.tiers.file.usage import Writers
 
@@ -99,7 +100,7 @@ class PackFile:
     def parse(cls, name: str) -> PackFile | None:
         """None for any other name."""
         if name.endswith(_END_ALONE):
-            return cls(alone(bytes.fromhex(name[: -len(_END_ALONE)]))) if PAGE_FILE_NAME.fullmatch(name) else None
+            return cls(alone(bytes.fromhex(name[: -len(_END_ALONE)]))) if PAGE_NAME.fullmatch(name) else None
         found = _NAME.fullmatch(name)
         pack = None if found is None else parse_pack(found[1] + _END)
         if found is None or pack is None or pack.count > MOST_PAGES:
@@ -178,6 +179,11 @@ def entries(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEntr
         return
 
 
+def page_files(directory: str) -> Iterator[os.DirEntry[str]]:
+    """What has the name of a file of pages in a fan-out directory or a bucket."""
+    return entries(directory, name_in(directory))
+
+
 def directories(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
     """Matching directories, no symbolic links: these lead to files of others."""
     return (entry for entry in entries(directory, name) if entry.is_dir(follow_symlinks=False))
@@ -229,13 +235,13 @@ class PageTree:
 
     def packs_in(self, directory: str) -> Iterator[tuple[str, PackFile]]:
         """(path, pack) of the files of pages in one directory, by their names."""
-        for entry in entries(directory, PAGE_FILE_NAME):
+        for entry in page_files(directory):
             if (found := PackFile.parse(entry.name)) is not None:
                 yield entry.path, found
 
     def files_in(self, directory: str) -> Iterator[tuple[str, os.stat_result]]:
         """(path, status) of the files of pages in one directory; files that vanish meanwhile are left out."""
-        for entry in entries(directory, PAGE_FILE_NAME):
+        for entry in page_files(directory):
             try:
                 status = entry.stat(follow_symlinks=False)
             except OSError:
@@ -259,7 +265,7 @@ class PageTree:
         for kind in (FANOUT_NAME, BUCKET_NAME):
             everything = self.file_directories(kind)
             looked_at = everything if len(everything) <= most else random.sample(everything, most)
-            found = sum(pages_by_name(entry.name) for place in looked_at for entry in entries(place, PAGE_FILE_NAME))
+            found = sum(pages_by_name(entry.name) for place in looked_at for entry in page_files(place))
             count += found * len(everything) // max(1, len(looked_at))
         return count
 
@@ -277,7 +283,7 @@ class PageTree:
                 except ABSENT:
                     continue
         for bucket in self.file_directories(BUCKET_NAME) if hashes else ():
-            for entry in entries(bucket, PAGE_FILE_NAME):
+            for entry in page_files(bucket):
                 letters = _letters_by_name(entry.name)
                 if positions.keys().isdisjoint(letters) or (found := PackFile.parse(entry.name)) is None:
                     continue
@@ -317,7 +323,7 @@ class PageTree:
         page."""
         try:
             places = directories(tree, FILES_NAME)
-            return any(next(entries(place.path, PAGE_FILE_NAME), None) is not None for place in places)
+            return any(next(page_files(place.path), None) is not None for place in places)
         except OSError:
             return True
 
@@ -452,7 +458,7 @@ def _parts(pack: Pack) -> list[bytes]:
 def _occupied_by_packs(bucket: str, digit: str) -> int:
     """What the account has of the packs whose ids end with a digit."""
     found = 0
-    for entry in entries(bucket, PAGE_FILE_NAME):
+    for entry in page_files(bucket):
         if pack_id_in(entry.name)[-1] == digit:
             try:
                 found += counted_for(entry.path, entry.stat(follow_symlinks=False))
