@@ -12,7 +12,7 @@ import logging
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from hicache_ext.errors import (
     ConfigError,
@@ -22,13 +22,13 @@ from hicache_ext.errors import (
     NodeDownError,
     ProtocolError,
     RefusedError,
+    StoreError,
 )
-from hicache_ext.page.envelope import KEY_LENGTH
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState, WritePause
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.tiers.redis.clients import Address, TlsSettings, page_name, page_prefix, resolve, short_call
+from hicache_ext.storage.tiers.redis.clients import Address, TlsSettings, resolve, short_call
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import Connection, ErrorReply, command, open_connection
 
@@ -161,7 +161,6 @@ class Node:
         """
         self.of_replica = of_replica
         self.endpoint = endpoint
-        self._nobodys_page = page_name(page_prefix(tier.prefix), bytes(KEY_LENGTH))
         self._tier = tier
         self._tls = tls
         self._metrics = metrics
@@ -173,6 +172,8 @@ class Node:
         self.writes = WritePause()
         self._refused: RefusedError | None = None
         """The read or look-up that took it down."""
+        self._asked_for: Sequence[bytes] = ()
+        """Names for which that is asked again."""
         self._idle = _IdleConnections()
         self._addresses: list[Address] = []
         """Those of the name, the one that answered first."""
@@ -289,11 +290,21 @@ class Node:
 
     # -- down and up -----------------------------------------------------------------------------------------------
 
-    def mark_down(self, error: BaseException) -> None:
-        """Take the node out of service until it has been reached again, and answers what it has refused."""
+    def mark_down(self, error: BaseException, names: Sequence[bytes] = ()) -> None:
+        """Take the node out of service until it has been reached again, and answers for one of ``names`` what it has
+        refused."""
         if not self._breaker.closing:
-            self._refused = error if isinstance(error, RefusedError) else None
+            self._refused, self._asked_for = error if isinstance(error, RefusedError) else None, names
             self._breaker.trip(error_words(error))
+
+    def refuses(self, word: bytes, names: Sequence[bytes], deadline: float) -> bool:
+        """Whether a command that was refused is refused for all of ``names``, too. Where it is not, a proxy has lost
+        one of its servers, or the refusal has passed."""
+        try:
+            with self.connection(self.requests, deadline, fresh=True) as connection:
+                return _refuses_all(connection, word, names)
+        except (OSError, ProtocolError, StoreError):
+            return False
 
     @property
     def why_down(self) -> str:
@@ -337,10 +348,8 @@ class Node:
             self._addresses = resolve(self.endpoint)
             connection = self._opened(time.monotonic() + short_call(self._tier))
             try:
-                if (refused := self._refused) is not None:
-                    (reply,) = connection.ask([command(refused.word, self._nobodys_page)])
-                    if isinstance(reply, ErrorReply) and reply.code == refused.code:
-                        raise refused
+                if (refused := self._refused) is not None and _refuses_all(connection, refused.word, self._asked_for):
+                    raise refused
             except BaseException:
                 connection.wire.close()
                 raise
@@ -371,6 +380,12 @@ class Node:
 
     def _drop_idle(self) -> None:
         self._idle.drop()
+
+
+def _refuses_all(connection: Connection, word: bytes, names: Sequence[bytes]) -> bool:
+    """A node that names another one answers."""
+    replies = connection.ask([command(word, name) for name in names])
+    return all(isinstance(reply, ErrorReply) and reply.code not in ("MOVED", "ASK") for reply in replies)
 
 
 def error_words(error: BaseException) -> str:

@@ -66,8 +66,24 @@ on its way here. 0 also where nothing is there."""
 _REJECTED = {"OOM": "memory", "READONLY": "readonly"}
 """Refusals of writes that are states of a healthy server, and their names in the metrics. The others are errors; what
 follows from all of them is the same."""
-WRITES = (b"SET", b"UNLINK", b"SCAN")
+_OF_THE_SERVER = {
+    *_REJECTED.values(),
+    "MISCONF",
+    "NOREPLICAS",
+    "NOPERM",
+    "NOAUTH",
+    "BUSY",
+    "LOADING",
+    "MASTERDOWN",
+    "CLUSTERDOWN",
+}
+"""Refusals of any write. Other ones may be of one page."""
+REMOVES = (b"UNLINK", b"SCAN")
+"""Commands that only clear() and the removal of damaged pages need."""
+WRITES = (b"SET", b"STRLEN", *REMOVES)
 """Commands that only a tier that is written needs."""
+NOT_ANSWERED = 2
+"""In place of one and zero, of a page whose look-up was refused while others were answered."""
 _WITHOUT_SCRIPTS = frozenset({"NOPERM", "ERR"})
 """A user without EVAL, or something that only speaks like Redis."""
 
@@ -116,6 +132,7 @@ def read_pages(connection: Connection, calls: Sequence[PageCall]) -> None:
     header = memoryview(bytearray(HEADER_LENGTH))
     in_flight = connection.window()
     sent = flying = 0
+    refused: RefusedError | None = None
     for number, call in enumerate(calls):
         if sent < len(calls) and (sent == number or flying <= in_flight // 2):
             requests = []
@@ -127,11 +144,16 @@ def read_pages(connection: Connection, calls: Sequence[PageCall]) -> None:
                 sent += 1
             if requests:
                 connection.send([b"".join(requests)])
-        _read_page(connection, call, header)
+        refused = _read_page(connection, call, header) or refused
         flying -= call.size
+    if refused is not None and all(call.result is GetResult.ERROR for call in calls):
+        for call in calls:
+            call.finish(None)
+        raise refused
 
 
-def _read_page(connection: Connection, call: PageCall, header: memoryview) -> None:
+def _read_page(connection: Connection, call: PageCall, header: memoryview) -> RefusedError | None:
+    """That the server refused it is answered, if it did."""
     _pass_asking(connection, call)
     try:
         length = connection.reader.page_into(header, call.segments)
@@ -146,13 +168,13 @@ def _read_page(connection: Connection, call: PageCall, header: memoryview) -> No
         call.finish(GetResult.MISS)
     elif isinstance(length, ErrorReply):
         if _is_redirect(call, length):
-            return
+            return None
         if length.code == "WRONGTYPE":
             call.seen = Sighting(-1)
             call.finish(GetResult.CORRUPT, "type")
-            return
+            return None
         call.finish(GetResult.ERROR, length.code)
-        raise RefusedError(length.code, b"GET")
+        return RefusedError(length.code, b"GET")
     else:
         if length != call.size:
             reason: str | None = "truncated" if length < call.size else "longer"
@@ -165,6 +187,7 @@ def _read_page(connection: Connection, call: PageCall, header: memoryview) -> No
             arrived = [header, *call.segments] if length == call.size else [header[: min(length, HEADER_LENGTH)]]
             call.seen = Sighting.of(length, arrived)
             call.finish(GetResult.CORRUPT, reason)
+    return None
 
 
 def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | None, pause: str = "") -> str:
@@ -192,6 +215,13 @@ def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | No
     for call in _pages_missing(connection, raced):
         call.seen = Sighting(0)
         call.finish(SetResult.REJECTED, "suspect")
+    if refusal and refusal not in _OF_THE_SERVER:
+        if any(call.result is SetResult.STORED for call in missing):
+            return ""
+        # A proxy may take only so many bytes, or have lost one of its servers. In a cluster it is the same slot.
+        name = b"%b{%b}" % (missing[0].name, missing[0].name)
+        if connection.ask([command(b"SET", name, b"", b"PX", b"1")]) == [b"OK"]:
+            return ""
     return refusal
 
 
@@ -223,10 +253,10 @@ def _set_pages(connection: Connection, missing: Sequence[PageCall], ttl: int | N
     in_flight = connection.window()
     created_ms = int(time.time() * 1000)
     for call in missing:
-        while not refusal and unanswered and flying + call.size > in_flight:
+        while refusal not in _OF_THE_SERVER and unanswered and flying + call.size > in_flight:
             send()
-            refusal = take_reply()
-        if refusal:
+            refusal = take_reply() or refusal
+        if refusal in _OF_THE_SERVER:
             break
         header = envelope.encode_header(call.key, call.segments, created_ms=created_ms)
         asking = _ASKING if call.asking else b""
@@ -249,13 +279,15 @@ def _set_pages(connection: Connection, missing: Sequence[PageCall], ttl: int | N
 
 def _pages_missing(connection: Connection, calls: Sequence[PageCall]) -> list[PageCall]:
     missing = []
+    refused = []
     for call, reply in zip(calls, _ask(connection, calls, b"STRLEN"), strict=True):
         if isinstance(reply, ErrorReply):
             if _is_redirect(call, reply):
                 continue
             if reply.code != "WRONGTYPE":
                 call.finish(SetResult.ERROR, reply.code)
-                raise RefusedError(reply.code, b"STRLEN")
+                refused.append(reply.code)
+                continue
             length = -1
         elif (length := _integer(reply)) == call.size:
             call.finish(SetResult.EXISTS)
@@ -265,6 +297,8 @@ def _pages_missing(connection: Connection, calls: Sequence[PageCall]) -> list[Pa
             call.finish(SetResult.REJECTED, "suspect")
         else:
             missing.append(call)
+    if refused and len(refused) == len(calls):
+        raise RefusedError(refused[0], b"STRLEN")
     return missing
 
 
@@ -302,10 +336,11 @@ def ask_integers(connection: Connection, calls: Sequence[PageCall], word: bytes)
 
 def ask_presence(connection: Connection, calls: Sequence[PageCall], names: Sequence[bytes]) -> None:
     """EXISTS of many pages of one server, which is no node of a cluster; the one call's result is the ``bytearray`` of
-    ones and zeros. Groups of them in one request, and only those of which it has some are asked for in smaller ones:
-    chains are there to one page, and absent from it on."""
+    ones and zeros, and ``NOT_ANSWERED``. Groups of them in one request, and only those of which it has some are asked
+    for in smaller ones: chains are there to one page, and absent from it on."""
     (call,) = calls
     present = bytearray(len(names))
+    refusal = ""
     groups = [(first, names[first : first + _MOST_AT_ONCE]) for first in range(0, len(names), _MOST_AT_ONCE)]
     while groups:
         replies = connection.ask([command_of_equals(b"EXISTS", group) for _, group in groups])
@@ -316,7 +351,8 @@ def ask_presence(connection: Connection, calls: Sequence[PageCall], names: Seque
                 if length == 1:
                     if _is_redirect(call, reply):
                         return
-                    raise RefusedError(reply.code, b"EXISTS")
+                    present[first], refusal = NOT_ANSWERED, reply.code
+                    continue
                 # A cluster that is not known as one yet, or a proxy that takes one key at a time.
                 part = 1
             elif (count := _integer(reply)) == length:
@@ -328,7 +364,9 @@ def ask_presence(connection: Connection, calls: Sequence[PageCall], names: Seque
                 # Also what no server says of one page.
                 continue
             groups += [(first + at, group[at : at + part]) for at in range(0, length, part)]
-    call.finish(present)
+    if refusal and present.count(NOT_ANSWERED) == len(names):
+        raise RefusedError(refusal, b"EXISTS")
+    call.finish(present, refusal)
 
 
 def read_again(connection: Connection, call: PageCall, most: int) -> None:
@@ -371,10 +409,10 @@ def remove_bad(connection: Connection, call: PageCall, bad: Stored) -> None:
 def refused_commands(connection: Connection, name: bytes, *, writes: bool) -> list[RefusedError]:
     """Which commands that serving uses the server refuses; tried with ``name``, a page that nobody has. The connection
     cannot be used afterwards."""
-    wanted = [[b"EXISTS", name], [b"STRLEN", name], [b"GET", name]]
+    wanted = [[b"EXISTS", name], [b"GET", name]]
     if writes:
         # Removed and listed by clear().
-        wanted = [[b"SET", name, b"hicache_ext", b"NX", b"EX", b"60"], *wanted, [b"UNLINK", name]]
+        wanted = [[b"SET", name, b"hicache_ext", b"NX", b"EX", b"60"], [b"STRLEN", name], *wanted, [b"UNLINK", name]]
         wanted.append([b"SCAN", b"0", b"MATCH", name, b"COUNT", b"1"])
     refused = []
     for words in wanted:

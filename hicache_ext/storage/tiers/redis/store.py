@@ -58,6 +58,8 @@ from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import LARGEST_VALUE, command
 from hicache_ext.storage.tiers.redis.node import Lane, Node
 from hicache_ext.storage.tiers.redis.page_calls import (
+    NOT_ANSWERED,
+    REMOVES,
     WRITES,
     NativeCall,
     PageCall,
@@ -85,6 +87,8 @@ _LARGE_SHARE, _LARGE_PAGE = 4 << 20, 512 * 1024
 _MOST_THREADS = 64
 _NEVER_ALLOWED = ("NOPERM", "unknown command")
 """What commands are answered with that the server's administrator has taken away."""
+_NAMES_ASKED = 8
+"""Names that are asked for to tell a server that refuses everything from a proxy that has lost one of its servers."""
 _NO_REFUSALS = {"memory", "too_large", "suspect", "clearing"}
 """Why pages are not written to a server that takes others, or is full."""
 _LEADING_AT_ONCE = 1024
@@ -155,8 +159,8 @@ class RedisPageStore(TierStore):
         self._bad_pages = BadPages(name, self.metrics, _Medium(self._examine))
 
     def _check_permissions(self) -> None:
-        """Raises StoreSetupError where a server does not let its user do what serving does, or answers no reads. One
-        that takes no writes for other reasons is read, and written as soon as it takes some."""
+        """Raises StoreSetupError where a server does not let its user do what serving does. Other refusals pass: a node
+        that answers no reads is down until it does, and one that takes no writes is read."""
         for node in self._topology.nodes:
             name = self._a_page_of(node)
             try:
@@ -164,12 +168,18 @@ class RedisPageStore(TierStore):
                     refused = refused_commands(connection, name, writes=not self._tier.only_read)
             except (OSError, ProtocolError, StoreError):
                 continue
-            missing = [one for one in refused if one.code in _NEVER_ALLOWED or one.word not in WRITES]
-            if missing:
-                words = " and ".join(str(one) for one in missing)
+            missing = [one for one in refused if one.code in _NEVER_ALLOWED]
+            words = " and ".join(str(one) for one in missing)
+            if any(one.code == "NOPERM" or one.word not in REMOVES for one in missing):
                 rules = " ".join(f"+{one.word.decode().lower()}" for one in missing if one.code == "NOPERM")
-                remedies = [f"ACL SETUSER with {rules} ~{self._tier.prefix}*"] if rules else ["wait until it answers"]
-                raise StoreSetupError(self.name, f"redis at {node.endpoint}: {words}", remedies)
+                remedy = f"ACL SETUSER with {rules} ~{self._tier.prefix}*" if rules else "use a server that has it"
+                raise StoreSetupError(self.name, f"redis at {node.endpoint}: {words}", [remedy])
+            if missing:
+                text = "tier %s: redis at %s: %s: pages that are cleared or damaged may not be removed there"
+                logger.warning(text, self.name, node.endpoint, words)
+            passing = [one for one in refused if one.word not in WRITES]
+            if passing:
+                node.mark_down(passing[0], self._unused_names(name))
 
     def _a_page_of(self, node: Node) -> bytes:
         """The name of a page that nobody has, on this node."""
@@ -177,6 +187,12 @@ class RedisPageStore(TierStore):
             name = self._page_name(os.urandom(KEY_LENGTH))
             if not self._topology.is_cluster or self._topology.node_of(name) is node:
                 return name
+
+    def _unused_names(self, like: bytes) -> list[bytes]:
+        """Names that no page has: in a cluster in the slot of the page ``like``, by a hash tag, and spread over the
+        servers of a proxy."""
+        tag = b"{%b}" % like if self._topology.is_cluster else b""
+        return [self._page_name(os.urandom(KEY_LENGTH)) + tag for _ in range(_NAMES_ASKED)]
 
     def details(self) -> dict[str, Any]:
         return {
@@ -383,7 +399,9 @@ class RedisPageStore(TierStore):
         call = PageCall(b"", names[0])
         self._run([call], partial(ask_presence, names=names), deadline, None, looks=True)
         if call.reason:
-            raise UnansweredError([False] * len(names), len(names), len(names), {call.reason: len(names)})
+            answers = call.result or bytes([NOT_ANSWERED]) * len(names)
+            failed = answers.count(NOT_ANSWERED)
+            raise UnansweredError([answer == 1 for answer in answers], failed, len(names), {call.reason: failed})
         return [*map(bool, call.result)]
 
     def _remove(self, keys: Sequence[bytes]) -> int:
@@ -608,11 +626,13 @@ class RedisPageStore(TierStore):
                 if error.code == "CLUSTERDOWN":
                     # Of the pages' slots, not of the node.
                     break
-                if writes:
-                    node.refused_write(reason)
+                names = self._unused_names(next(call.name for call in waiting if call.redirect is None))
+                if (looks or writes) and node.refuses(error.word, names, deadline):
+                    if writes:
+                        node.refused_write(reason)
+                    else:
+                        node.mark_down(error, names)
                     break
-                if looks and attempt + 1 == _ATTEMPTS:
-                    node.mark_down(error)
             except ProtocolError as error:
                 reason = "protocol"
                 words = "tier %s: %s does not speak RESP: %s"

@@ -575,6 +575,36 @@ def test_a_lost_cluster_node_costs_its_own_pages_only(cluster, open_store, loss)
     wait_for_hits(store, keys)
 
 
+def test_a_cluster_node_that_is_busy_goes_down_once_and_comes_back(cluster, open_store):
+    """Seen: up and down again twice a second, since its probe asked for a page of another node."""
+    store = open_store(*cluster.servers)
+    keys = page_keys(60)
+    store_pages(store, keys)
+    owned = keys_by_server(cluster, keys)
+    for number, server in enumerate(cluster.servers[:2]):
+        for limit in ("lua-time-limit", "busy-reply-threshold"):
+            server.command("CONFIG", "SET", limit, "50")
+        before = store.metrics.value("node", "down")
+        script = threading.Thread(target=server.command, args=("EVAL", "while true do end", "0"))
+        script.start()
+        try:
+            wait_until(lambda before=before: _read(store, keys) and store.metrics.value("node", "down") > before)
+            until = time.monotonic() + 2.0
+            while time.monotonic() < until:
+                _read(store, keys)
+                store.contains(keys)
+            assert _read(store, keys) == 60 - len(owned[number])
+            assert store.metrics.value("node", "down") == before + 1
+        finally:
+            server.command("SCRIPT", "KILL")
+            script.join()
+        wait_until(lambda: _read(store, keys) == 60)
+
+
+def _read(store, keys) -> int:
+    return read_pages(store, keys)[0].count(GetResult.HIT)
+
+
 def test_a_cluster_node_that_is_replaced_by_another_is_found(cluster, open_store):
     store = open_store(cluster.servers[0])
     keys = page_keys(90)

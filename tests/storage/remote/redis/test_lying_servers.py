@@ -21,10 +21,18 @@ from hicache_ext.storage.tiers.redis.connection import open_connection
 from hicache_ext.storage.tiers.redis.page_calls import PageCall, write_pages
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from hicache_ext.storage.tiers.redis.topology import MOST_STRANGERS
-from hicache_ext.testing.conformance.pages import HostPages, filled, page_key, page_keys, payload_of
+from hicache_ext.testing.conformance.pages import (
+    HostPages,
+    filled,
+    page_key,
+    page_keys,
+    payload_of,
+    read_pages,
+    store_pages,
+)
 from hicache_ext.testing.conformance.second_reader import write_page_object
 from tests.rigs.small_memory import run_in_small_memory
-from tests.storage.remote.redis.conftest import PATIENCE, set_timeout
+from tests.storage.remote.redis.conftest import PATIENCE, set_timeout, tier_of
 from tests.storage.remote.redis.fake_server import FakeServer
 from tests.waiting import ending_within
 
@@ -389,3 +397,74 @@ def test_a_password_goes_to_no_server_that_one_outside_a_cluster_names():
             assert get(store, [KEY])[0] == [GetResult.ERROR]
             store.close()
         assert stranger.connections == 0
+
+
+# -- proxies -----------------------------------------------------------------------------------------------------------
+
+
+class Proxy:
+    """One address of several servers, one of which may be dead, and that takes only so many bytes."""
+
+    def __init__(self) -> None:
+        self.values: dict[bytes, bytes] = {}
+        self.dead = b""
+        """What the names end with of which the server is dead."""
+        self.most = 1 << 30
+
+    def answer(self, words: list[bytes]) -> bytes:
+        names = words[1:] if words[0] == b"EXISTS" else words[1:2]
+        if words[0] != b"PING" and any(name[-1:] in self.dead for name in names if self.dead):
+            return b"-ERR Connection refused\r\n"
+        match words[0]:
+            case b"SET" if len(words[2]) > self.most:
+                return b"-ERR max request size exceeded\r\n"
+            case b"SET":
+                self.values[words[1]] = words[2]
+                return b"+OK\r\n"
+            case b"GET":
+                value = self.values.get(words[1])
+                return b"$-1\r\n" if value is None else b"$%d\r\n%b\r\n" % (len(value), value)
+            case b"STRLEN":
+                return b":%d\r\n" % len(self.values.get(words[1], b""))
+            case b"EXISTS":
+                return b":%d\r\n" % sum(name in self.values for name in names)
+            case b"UNLINK":
+                return b":%d\r\n" % (self.values.pop(words[1], None) is not None)
+        return b"-ERR unknown command\r\n"
+
+
+def test_a_dead_server_of_a_proxy_costs_its_own_pages_only():
+    """Seen: the node went down, and came back, for all pages, and one refused page paused all writes."""
+    proxy = Proxy()
+    with FakeServer(proxy.answer) as server:
+        store = RedisPageStore("far", tier_of(server.endpoint.port, cluster=False))
+        keys, new = page_keys(60), page_keys(60, "new")
+        store_pages(store, keys)
+        proxy.dead = b"0123"
+        dead = [key.hex()[-1] in "0123" for key in keys]
+        assert 0 < sum(dead) < 60
+        results = [GetResult.ERROR if lost else GetResult.HIT for lost in dead]
+        for _ in range(3):
+            assert read_pages(store, keys)[0] == results
+            assert [read_pages(store, [key])[0][0] for key in keys] == results
+            assert store.contains(keys) == [not lost for lost in dead]
+            assert store.count_leading(keys) == dead.index(True)
+        for key in new:
+            stored = SetResult.ERROR if key.hex()[-1] in "0123" else SetResult.STORED
+            assert store_pages(store, [key]) == [stored]
+        assert store.metrics.value("node", "down") == 0
+        store.close()
+
+
+def test_a_page_that_is_refused_alone_pauses_no_writes():
+    proxy = Proxy()
+    with FakeServer(proxy.answer) as server:
+        store = RedisPageStore("far", tier_of(server.endpoint.port, cluster=False))
+        proxy.most = 20_000
+        mixed = page_keys(3, "mixed")
+        batch = PageBatch(mixed, filled(mixed, [[1000], [30_000], [1000]]).buffers)
+        assert store.set(batch) == [SetResult.STORED, SetResult.ERROR, SetResult.STORED]
+        for number in range(3):
+            assert store_pages(store, page_keys(1, f"large {number}"), (30_000,)) == [SetResult.ERROR]
+            assert set(store_pages(store, page_keys(4, f"small {number}"), (1000,))) == {SetResult.STORED}
+        store.close()
