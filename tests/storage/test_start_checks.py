@@ -172,7 +172,9 @@ def test_an_object_store_that_takes_no_writes_for_now_is_read_from_the_start_on(
 
 def test_a_slow_object_store_starts_where_each_request_is_in_time(proxy: FaultProxy, client: Callable[[], Any]) -> None:
     proxy.refuses = lambda request: time.sleep(0.3) or 0
-    ObjectPageStore("cold", object_tier().model_copy(update={"timeout": 1.0}), client).close()
+    store = ObjectPageStore("cold", object_tier().model_copy(update={"timeout": 1.0}), client)
+    assert store.gauges() == {"tier_up": 1.0}
+    store.close()
 
 
 def test_a_bucket_that_cannot_be_listed_does_not_grow_with_every_start_and_says_what_it_does_not_clear(
