@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,32 @@ def test_an_object_tier_that_is_only_read_needs_no_permission_to_write(
     store = ObjectPageStore("cold", object_tier().not_written(), client)
     assert_hits(store, KEYS, [5000])
     assert all(finding.level is not Level.ERROR for finding in store.diagnose())
+    store.close()
+
+
+@pytest.mark.parametrize("status", [413, 429, 503, 507])
+def test_an_object_store_that_takes_no_writes_for_now_is_read_from_the_start_on(
+    proxy: FaultProxy, client: Callable[[], Any], status: int
+) -> None:
+    store = ObjectPageStore("cold", object_tier(), client)
+    store_pages(store, KEYS, [5000])
+    store.close()
+    proxy.refuses = lambda request: status if kind_of(request) == "PUT" else 0
+    store = ObjectPageStore("cold", object_tier(), client)
+    assert_hits(store, KEYS, [5000])
+    assert not any(result.durable for result in store_pages(store, page_keys(2, "new"), [5000]))
+    proxy.refuses = lambda request: 0
+    assert set(store_pages(store, page_keys(2, "new"), [5000])) == {SetResult.STORED}
+    store.close()
+    proxy.refuses = lambda request: {"PUT": status, "GET": 403}.get(kind_of(request), 0)
+    with pytest.raises(StoreSetupError, match="read objects"):
+        ObjectPageStore("cold", object_tier(), client)
+
+
+def test_a_slow_object_store_starts_where_each_request_is_in_time(proxy: FaultProxy, client: Callable[[], Any]) -> None:
+    proxy.refuses = lambda request: time.sleep(0.3) or 0
+    store = ObjectPageStore("cold", object_tier().model_copy(update={"timeout": 1.0}), client)
+    assert store.gauges() == {"tier_up": 1.0}
     store.close()
 
 

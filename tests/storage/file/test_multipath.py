@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from hicache_ext.errors import StoreSetupError
+from hicache_ext.runtime import breaker
+from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file import multipath
@@ -47,10 +49,13 @@ class FragileStore(MemoryPageStore):
         return [GetResult.ERROR] * len(batch)
 
     def set(self, batch):
-        if self.disk.error is None:
+        error = self.disk.error or self.disk.write_error
+        if error is None:
             return super().set(batch)
-        self.trouble(OSError(self.disk.error, os.strerror(self.disk.error)))
-        return [SetResult.ERROR] * len(batch)
+        there = [self.disk.error is None and is_there for is_there in self.contains(batch.keys)]
+        if not all(there):
+            self.trouble(OSError(error, os.strerror(error)))
+        return [SetResult.EXISTS if is_there else SetResult.ERROR for is_there in there]
 
     def can_resize(self, capacity: int | None) -> bool:
         return True
@@ -65,6 +70,7 @@ class FragileDisk:
         self.path = path
         self.objects: dict[bytes, bytes] = {}
         self.error: int | None = None
+        self.write_error: int | None = None
         self.closed = 0
         self.opened: list[FragileStore] = []
 
@@ -149,6 +155,39 @@ def test_what_a_lost_path_held_can_be_written_elsewhere_and_read(rig):
     broken(rig, store)
     store_pages(store, KEYS)
     assert_hits(store, KEYS)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS])
+def test_a_path_that_takes_no_writes_is_read_and_its_share_goes_to_the_others(rig, caplog, monkeypatch, code):
+    monkeypatch.setattr(breaker, "WRITE_PAUSES", Backoff(LONG, LONG))
+    store = rig.store()
+    writes = store._parts[0].writes
+    store_pages(store, KEYS)
+    its = [key for key in KEYS if key in rig.disks[0].objects]
+    rig.disks[0].write_error = code
+    lost = page_keys(64, "lost")
+    for _ in range(CALLS_BEFORE_OUT):
+        assert SetResult.ERROR in store_pages(store, lost)
+    new = page_keys(64, "new")
+    assert store_pages(store, new) == [SetResult.STORED] * 64
+    assert caplog.text.count("takes no writes") == 1 and os.strerror(code) in caplog.text
+    assert store.out_of_service() == []
+    assert store_pages(store, its) == [SetResult.EXISTS] * len(its)
+    assert store.count_leading(new) == store.count_leading(KEYS) == 64
+    assert_hits(store, KEYS)
+    assert_hits(store, new)
+    assert store.remove(new[:9]) == 9
+    writes._until = 0.0
+    # It is tried again, in vain, and what went elsewhere is found all the while.
+    assert SetResult.ERROR in store_pages(store, page_keys(64, "tried"))
+    assert_hits(store, new[9:])
+    assert store_pages(store, page_keys(64, "newer")) == [SetResult.STORED] * 64
+    rig.disks[0].write_error = None
+    writes._until = 0.0
+    newest = page_keys(64, "newest")
+    assert store_pages(store, newest) == [SetResult.STORED] * 64
+    assert any(key in rig.disks[0].objects for key in newest)
+    assert "takes writes again" in caplog.text
 
 
 def test_it_comes_back_by_itself_with_its_pages(rig, caplog):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,24 @@ import pytest
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.storage.contract.diagnosis import Level
-from hicache_ext.storage.contract.registry import examine_tier
+from hicache_ext.storage.contract.registry import examine_tier, open_tier
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering.reload import used_tiers
-from hicache_ext.testing.conformance.pages import assert_hits, page_keys, read_pages, store_pages
+from hicache_ext.storage.tiers.file import read_only
+from hicache_ext.storage.tiers.file.config import FileTierConfig
+from hicache_ext.storage.tiers.file.inspector import Inspector
+from hicache_ext.storage.tiers.file.read_only import ReadOnlyStore
+from hicache_ext.testing.conformance.pages import (
+    IDENTITY,
+    OTHER_IDENTITY,
+    assert_hits,
+    page_keys,
+    payload_of,
+    read_pages,
+    store_pages,
+)
+from tests.waiting import wait_until
 
 KEYS = page_keys(12)
 
@@ -69,13 +83,87 @@ def test_a_tier_that_is_written_does_not_start_on_a_read_only_volume(volume: Pat
         open_tiers(config(volume, layout))
 
 
-def test_expired_pages_are_absent_there_too(volume: Path) -> None:
-    with_writes = open_tiers(config(volume, "pages"))
+def opened_to_read(path: Path, **settings: Any) -> ReadOnlyStore:
+    tier = FileTierConfig.model_validate({"type": "file", "path": str(path), "capacity": "16MiB", **settings})
+    return ReadOnlyStore("disk", tier)
+
+
+def written(path: Path, layout: str) -> None:
+    tier = FileTierConfig.model_validate({"type": "file", "path": str(path), "layout": layout, "capacity": "16MiB"})
+    store = open_tier("disk", tier)
+    assert set(store_pages(store, KEYS, (5000,))) == {SetResult.STORED}
+    store.close()
+
+
+@pytest.mark.parametrize("layout", ["slab", "pages"])
+def test_nobody_waits_while_it_is_listed(tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "l3", layout)
+    may_list, real = threading.Event(), read_only.open_inspector
+    opened = []
+
+    def slow(path: Path) -> Inspector:
+        opened.append(path)
+        if len(opened) % 2 == 0:
+            assert may_list.wait(60)
+        return real(path)
+
+    monkeypatch.setattr(read_only, "open_inspector", slow)
+    monkeypatch.setattr(read_only, "_FIRST_LISTING", 0.01)
+    store = opened_to_read(tmp_path / "l3")
+    assert store.count_leading(KEYS) == 0
+    assert read_pages(store, KEYS, (5000,))[0] == [GetResult.MISS] * 12
+    may_list.set()
+    wait_until(lambda: store.count_leading(KEYS) == 12)
+    may_list.clear()
+    # It is listed again: what the last list has is found and read meanwhile.
+    opened.append(tmp_path)
+    store._listing.wake()
+    wait_until(lambda: len(opened) == 4)
+    assert_hits(store, KEYS, (5000,))
+    may_list.set()
+    store.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "hicache-disk-list"]
+
+
+@pytest.mark.parametrize("layout", ["slab", "pages"])
+def test_a_page_that_cannot_be_read_is_absent_until_the_next_listing(tmp_path: Path, layout: str) -> None:
+    written(tmp_path / "l3", layout)
+    store = opened_to_read(tmp_path / "l3")
+    content = payload_of(KEYS[1], 5000)[1000:1064]
+    (file,) = [file for file in (tmp_path / "l3").rglob("*") if file.is_file() and content in file.read_bytes()]
+    file.write_bytes(file.read_bytes().replace(content, bytes(64)))
+    assert store.count_leading(KEYS) == 12
+    assert read_pages(store, KEYS, (5000,))[0].count(GetResult.CORRUPT) == 1
+    assert store.contains(KEYS) == [True, False] + [True] * 10
+    assert read_pages(store, KEYS, (5000,))[0][1] is GetResult.MISS
+    store.close()
+
+
+@pytest.mark.parametrize("layout", ["slab", "pages"])
+def test_what_is_cleared_or_removed_there_is_hidden_at_once(tmp_path: Path, layout: str) -> None:
+    written(tmp_path / "l3", layout)
+    for clear in ([IDENTITY], None):
+        store = opened_to_read(tmp_path / "l3")
+        assert store.remove(KEYS[:1]) == 0
+        assert store.contains(KEYS) == [False] + [True] * 11
+        assert store.clear_or_raise([OTHER_IDENTITY]) == 0
+        assert read_pages(store, KEYS[1:], (5000,))[0] == [GetResult.HIT] * 11
+        assert store.clear_or_raise(clear) == 0
+        store._list()
+        assert store.contains(KEYS) == [False] * 12
+        assert read_pages(store, KEYS, (5000,))[0] == [GetResult.MISS] * 12
+        store.close()
+
+
+@pytest.mark.parametrize("layout", ["slab", "pages"])
+def test_expired_pages_are_absent_there_too(volume: Path, layout: str) -> None:
+    with_writes = open_tiers(config(volume, layout))
     store_pages(with_writes, KEYS, (5000,))
     with_writes.close()
     remount(volume, "ro")
-    wanted = config(volume, "pages", store_locations=[])
+    wanted = config(volume, layout, store_locations=[])
     tier = wanted.tiers["disk"].model_copy(update={"ttl": 1e-9})
     store = open_tiers(wanted.model_copy(update={"tiers": {"disk": tier}}))
+    assert store.contains(KEYS) == [False] * 12
     assert read_pages(store, KEYS, (5000,))[0] == [GetResult.MISS] * 12
     store.close()

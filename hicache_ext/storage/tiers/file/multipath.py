@@ -12,6 +12,10 @@ Pages of identities cleared meanwhile are cleared before the path comes back.
 A path whose directory is not the one any more that was opened goes out of service, too: its file system was detached
 (``umount -l``), another one was mounted over it, or the directory was renamed. It comes back with what is there now,
 which may be empty, but not with the bare mount point that a vanished mount leaves.
+
+A path that takes no writes (its file system became read-only, its device takes nothing more) goes on being read. New
+pages go to the other paths and are looked for there; after a while a call's pages are written to it again, and once it
+takes one it is as before.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +40,7 @@ from numpy.typing import NDArray
 from hicache_ext.errors import ClearLaterError, StoreClosedError, StoreSetupError
 from hicache_ext.page.envelope import KEY_LENGTH
 from hicache_ext.runtime.background import Backoff
-from hicache_ext.runtime.breaker import Breaker, BreakerState
+from hicache_ext.runtime.breaker import Breaker, BreakerState, WritePause
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.file_signature import DirectorySignature, directory_signature, why_replaced
 from hicache_ext.runtime.file_systems import mount_points
@@ -118,6 +122,7 @@ class _Part:
         self.last_error: Exception | None = None
         self.errors = 0
         self.failed_calls: Counter[str] = Counter()
+        self.writes = WritePause()
         self.clear_all = False
         self.cleared: set[bytes] = set()
         """Identities that are to be cleared before the path comes back."""
@@ -395,15 +400,29 @@ class SpreadStore:
 
     # -- splitting -------------------------------------------------------------------------------------------------
 
-    def _by_path(self, keys: Sequence[bytes]) -> list[tuple[int, Sequence[int]]]:
+    def _by_path(self, keys: Sequence[bytes], *, to_write: bool = False) -> list[tuple[int, Sequence[int]]]:
         """(path number, positions of its keys), paths without any left out; nothing when no path is in service."""
         usable = self._usable
         if not usable or not keys:
             return []
+        chosen = self._choice.choose(keys, usable)
+        refusing = [number for number in usable if self._takes_no_writes(number, to_write)]
+        others = [number for number in usable if number not in refusing]
+        for number in refusing if others else ():
+            its = [position for position, choice in enumerate(chosen) if choice == number]
+            there = self._call(number, "contains", _chosen(keys, its), [False] * len(its)) if its else []
+            absent = [position for position, is_there in zip(its, there, strict=True) if not is_there]
+            for position, other in zip(absent, self._choice.choose(_chosen(keys, absent), others), strict=True):
+                chosen[position] = other
         positions: dict[int, list[int]] = {}
-        for position, number in enumerate(self._choice.choose(keys, usable)):
+        for position, number in enumerate(chosen):
             positions.setdefault(number, []).append(position)
         return list(positions.items())
+
+    def _takes_no_writes(self, number: int, to_write: bool) -> bool:
+        """Whether pages of the path that are not there are elsewhere, or go there (``to_write``)."""
+        writes = self._parts[number].writes
+        return bool(writes.reason) if to_write else writes.in_doubt
 
     def _asked(
         self,
@@ -426,7 +445,7 @@ class SpreadStore:
     ) -> None:
         """Call ``kind`` of every path that has some of ``keys``, all paths at once; the answers of those in service
         go to their places in ``results``."""
-        split = self._by_path(keys)
+        split = self._by_path(keys, to_write=kind == "set")
 
         def one(which: int) -> None:
             number, positions = split[which]
@@ -454,14 +473,25 @@ class SpreadStore:
         except StoreClosedError:
             # Taken out of service by another thread meanwhile.
             return otherwise
+        if kind == "set" and SetResult.STORED in cast("list[SetResult]", answer) and part.writes.end():
+            logger.warning("tier %s: path %s takes writes again", self.name, part.path)
         if part.errors == errors or _achieved(kind, answer):
             part.failed_calls[kind] = 0
             return answer
         part.failed_calls[kind] += 1
-        # A file system that became read-only, or a device that takes nothing more, goes on being read.
-        if part.failed_calls[kind] >= CALLS_BEFORE_OUT and kind != "set":
+        if kind == "set":
+            self._pause_writes(part)
+        elif part.failed_calls[kind] >= CALLS_BEFORE_OUT:
             self._take_out(number, part.last_error)
         return answer
+
+    def _pause_writes(self, part: _Part) -> None:
+        """After a write that failed; what the path has is read."""
+        if part.failed_calls["set"] < CALLS_BEFORE_OUT and not part.writes.in_doubt:
+            return
+        if part.writes.begin(str(part.last_error)) and self._only is None:
+            words = "tier %s: path %s takes no writes: %s. It is read, and new pages go to the other paths"
+            logger.error(words, self.name, part.path, part.last_error)
 
     # -- out of service and back -----------------------------------------------------------------------------------
 
@@ -576,6 +606,7 @@ class SpreadStore:
                     opened.resize(self._new_share[0])
                 part.store = opened
                 part.failed_calls.clear()
+                part.writes.end()
                 self._use(sorted({*self._usable, number}))
                 return True
             part.note_clear([None] if clear_all else cleared)

@@ -1,7 +1,8 @@
 """A tier that is only read, on volumes that cannot be written: what the tools see of its directories, served.
 
-Nothing is made, locked or changed there, which the stores of both layouts must do. What is there is listed at the first
-look-up and again every half minute; a page that went meanwhile is a miss.
+Nothing is made, locked or changed there, which the stores of both layouts must do. What is there is listed in the
+background, every half minute or, where that takes long, more seldom: look-ups and reads answer from the last list. A
+page that went meanwhile is a miss. What was cleared or removed is hidden from this process, for as long as it runs.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hicache_ext.errors import StoreError, StoreSetupError
-from hicache_ext.page.envelope import FIELDS_LENGTH, decode_header
+from hicache_ext.page.envelope import FIELDS_LENGTH, IDENTITY_LENGTH, decode_header
 from hicache_ext.page.page_object import scatter
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.base import TierStore
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
@@ -26,6 +27,12 @@ from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage, reas
 
 _LISTED_FOR = 30.0
 """Seconds."""
+_SHARE = 0.05
+"""Of the time that listing may take."""
+_FIRST_LISTING = 5.0
+"""Seconds that the start waits for it."""
+_CLOSE_TIMEOUT = 10.0
+"""Seconds that close() waits for the listing under way: on a volume that hangs it may never end."""
 
 
 def cannot_be_written(tier: FileTierConfig) -> bool:
@@ -42,66 +49,95 @@ class ReadOnlyStore(TierStore):
         """Raises StoreSetupError."""
         super().__init__(name)
         self._paths, self._ttl, self.shared = tier.path, tier.ttl, tier.sharing().shared
-        self._lock = threading.Lock()
+        self._reading = threading.Lock()
         self._pages: dict[bytes, tuple[Inspector, StoredPage]] = {}
-        self._listed_until = 0.0
-        self._inspectors: list[Inspector] = []
+        """The last list, without what turned out to be no page of it."""
+        self._hidden: set[bytes] = set()
+        """Pages that were removed, identities that were cleared."""
+        self._all_hidden = False
         try:
-            self._inspectors += [open_inspector(Path(path)) for path in tier.path]
+            for path in tier.path:
+                open_inspector(Path(path))
         except StoreError as error:
-            self._close()
             raise StoreSetupError(name, f"{error} (it cannot be written, and this server only reads it)") from error
+        self._listed = threading.Event()
+        self._listing = BackgroundLoop(f"hicache-{name}-list", self._list)
+        self._listing.wake()
+        self._listed.wait(_FIRST_LISTING)
 
     def details(self) -> dict[str, Any]:
         return {"paths": list(self._paths), "read_only": True, "pages": len(self._pages)}
 
     def diagnose(self) -> Sequence[Finding]:
-        with self._lock:
-            pages = len(self._listed())
-        return [Finding("path", Level.OK, f"it cannot be written, and this server only reads its {pages} pages")]
+        seen = f"it cannot be written, and this server only reads its {len(self._pages)} pages"
+        return [Finding("path", Level.OK, seen if self._listed.is_set() else f"{seen} (they are still being listed)")]
 
-    def _listed(self) -> dict[bytes, tuple[Inspector, StoredPage]]:
-        """What is there. The lock is held."""
-        if time.monotonic() >= self._listed_until:
-            self._pages = {page.key: (inspector, page) for inspector in self._inspectors for page in inspector.pages()}
-            self._listed_until = time.monotonic() + _LISTED_FOR
-        return self._pages
+    def _list(self) -> float | None:
+        """A step in the background. Inspectors are opened anew: servers elsewhere may have added slabs."""
+        begun = time.monotonic()
+        pages: dict[bytes, tuple[Inspector, StoredPage]] = {}
+        for path in self._paths:
+            inspector = open_inspector(Path(path))
+            for page in inspector.pages():
+                if self._listing.stopping:
+                    return None
+                pages[page.key] = inspector, page
+        self._pages = pages
+        self._listed.set()
+        return max(_LISTED_FOR, (time.monotonic() - begun) / _SHARE)
+
+    def _page(self, key: bytes) -> tuple[Inspector, StoredPage] | None:
+        found = self._pages.get(key)
+        if found is None or self._all_hidden or key in self._hidden or key[:IDENTITY_LENGTH] in self._hidden:
+            return None
+        # Of some pages only the header tells when they were written, but not after their last use.
+        written = found[1].written or found[1].used
+        return None if written is not None and self._is_expired(written) else found
+
+    def _is_expired(self, written: float) -> bool:
+        return self._ttl is not None and written + self._ttl < time.time()
 
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
-        with self._lock:
-            pages = self._listed()
-            return [key in pages for key in keys]
+        return [self._page(key) is not None for key in keys]
 
     def _read(self, batch: PageBatch) -> list[GetResult]:
         return [self._read_page(*page) for page in zip(batch.keys, batch.buffers, batch.sizes, strict=True)]
 
     def _read_page(self, key: bytes, segments: Sequence[memoryview], size: int) -> GetResult:
-        with self._lock:
-            inspector, page = self._listed().get(key, (None, None))
-            stored = None if inspector is None or page is None else inspector.read(page)
-        if stored is None:
+        found = self._page(key)
+        if found is None:
             return GetResult.MISS
-        reason = reason_it_is_bad(key, stored)
-        if reason is None and len(stored.content) - FIELDS_LENGTH != size:
-            reason = "length"
-        if reason is not None:
-            self.metrics.add("corrupt", reason)
-            return GetResult.CORRUPT
-        if self._ttl is not None and decode_header(stored.content).created_ms / 1000 + self._ttl < time.time():
-            return GetResult.MISS
-        scatter(memoryview(stored.content)[FIELDS_LENGTH:], segments)
-        return GetResult.HIT
+        inspector, page = found
+        with self._reading:
+            stored = inspector.read(page)
+        result = GetResult.MISS
+        if stored is not None:
+            reason = reason_it_is_bad(key, stored)
+            if reason is None and len(stored.content) - FIELDS_LENGTH != size:
+                reason = "length"
+            if reason is not None:
+                self.metrics.add("corrupt", reason)
+                result = GetResult.CORRUPT
+            elif not self._is_expired(decode_header(stored.content).created_ms / 1000):
+                scatter(memoryview(stored.content)[FIELDS_LENGTH:], segments)
+                return GetResult.HIT
+        # Until the next listing it is absent.
+        self._pages.pop(key, None)
+        return result
 
     def _write(self, batch: PageBatch) -> list[SetResult]:
         return [SetResult.REJECTED] * len(batch)
 
     def _remove(self, keys: Sequence[bytes]) -> int:
+        self._hidden.update(keys)
         return 0
 
     def _clear(self, digests: Sequence[bytes] | None) -> int:
-        raise OSError("it cannot be written, and this server only reads it")
+        if digests is None:
+            self._all_hidden = True
+        else:
+            self._hidden.update(digests)
+        return 0
 
     def _close(self) -> None:
-        for inspector in self._inspectors:
-            with suppress(OSError):
-                inspector.close()
+        self._listing.stop(_CLOSE_TIMEOUT)

@@ -13,6 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -449,7 +450,10 @@ class Requests:
 
     def find_out(self) -> None:
         """Do what serving does: write an object, look it up, list it, read it through another client that remembers
-        nothing, and remove it. What is said of the store, and its clock, is known then. ``doing`` is the last step."""
+        nothing, and remove it. What is said of the store, and its clock, is known then. ``doing`` is the last step.
+
+        A store that takes no writes for now (it is full, or busy) is looked at and read all the same.
+        """
         name = f"{_PROBES}/{secrets.token_hex(16)}"
         probe = b"hicache_ext"
         # First: who may write and not remove would leave an object each time.
@@ -458,9 +462,17 @@ class Requests:
         self.doing = "write objects (s3:PutObject)"
         before, creates = time.time(), True
         try:
-            put = self.put(name, probe, mode="create")
-        except Exception:  # noqa: BLE001 - some do not know the condition; what is wrong besides, this meets, too
-            put, creates = self.put(name, probe), False
+            try:
+                put = self.put(name, probe, mode="create")
+            except Exception:  # noqa: BLE001 - some do not know the condition; what is wrong besides, this meets, too
+                put, creates = self.put(name, probe), False
+        except Exception as error:
+            failure = explain(error)
+            if failure.reason in ("denied", "no_bucket"):
+                raise
+            self._look_without_writing(name)
+            logger.warning("tier %s: it takes no writes now (%s); what it has is read", self.name, failure)
+            return
         after = time.time()
         try:
             self.doing = "look objects up (s3:GetObject)"
@@ -483,6 +495,19 @@ class Requests:
         self.clock_ahead = min(0.0, stamped + 1 - before) + max(0.0, stamped - after)
         self.etags_are_md5 = is_md5_of(probe, put["e_tag"])
         self.creates, self.doing = creates, ""
+
+    def _look_without_writing(self, name: str) -> None:
+        """Look up, list and read, with an object that is not there."""
+        self.doing = "look objects up (s3:GetObject)"
+        self.size_of(name)
+        self.look_into_listings()
+        self.doing = "read objects (s3:GetObject)"
+        with suppress(FileNotFoundError):
+            self.obstore.get(self._connect(), name)
+        with suppress(Exception):
+            # A write that was not answered may have been done.
+            self.delete([name])
+        self.doing = ""
 
     def look_into_listings(self, name: str = "") -> None:
         """List objects; raises OSError where ``name`` is none of them."""

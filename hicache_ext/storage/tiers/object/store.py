@@ -38,6 +38,8 @@ _ADMIN_TIMEOUT = 1.0
 """Seconds for calls on SGLang's scheduler thread (clear, register_identity)."""
 _PASSING = frozenset({"connection", "timeout", "no_bucket", "http_5xx", "slow_down"})
 """Failures that are not of one object."""
+_REQUESTS_AT_START = 8
+"""At most, one after the other; each may take the tier's timeout."""
 _CLOSE_TIMEOUT = 30.0
 """Seconds for the deletion of cleared pages at close(), while the store answers."""
 
@@ -87,7 +89,8 @@ class ObjectPageStore(TierStore):
     def _look_at_the_store(self) -> None:
         """Do once what serving does: a permission that is missing would show in no other way than by absent pages."""
         requests = self._requests
-        done, failure = requests.within(requests.look_into_listings if self._tier.only_read else requests.find_out)
+        look = requests.look_into_listings if self._tier.only_read else requests.find_out
+        done, failure = requests.within(look, _REQUESTS_AT_START * requests.timeout)
         if not done or failure:
             problem = f"{self._tier.url}: {failure or Failure('timeout')}, asked to {requests.doing}"
             remedies = ["check url, endpoint, region and credentials", "required: false starts without it"]
