@@ -304,16 +304,15 @@ class WritePause:
         return bool(self._refused)
 
     def begin(self, reason: str) -> bool:
-        """A write was refused; whether that is news."""
+        """A write was refused; whether it is the first one since one was taken."""
         with self._lock:
             if self.reason:
                 # Writes that were under way together are refused together.
                 return False
-            first = reason != self._reason or not self._refused
             self._refused += 1
             self._reason = reason
             self._until = self._clock() + WRITE_PAUSES.pause(self._refused)
-            return first
+            return self._refused == 1
 
     def end(self) -> bool:
         """A write was taken; whether that is news."""

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import WRITE_PAUSES, Breaker, BreakerState, WritePause
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.guards.time_limits import AT_LIMIT, Call
 
@@ -37,6 +38,8 @@ _RECENT_CALLS = 10
 _RECENT_SECONDS = 60.0
 _LEAST_BAD_CALLS = 3
 _BAD_SHARE = 0.5
+_SAID_AGAIN = 60.0
+"""Seconds between two lines about writes."""
 _PROBE_KEY = b"hicache_ext/prob" + bytes(32)
 """A page that nobody stores."""
 _SLOWEST_BANDWIDTH = 100e6
@@ -89,6 +92,7 @@ class TierBreaker(Breaker):
         self._settings = settings
         self._read = read
         self.writes = WritePause(clock)
+        self._log = LimitedLog(logger, _SAID_AGAIN, clock)
         self._recent: dict[str, deque[tuple[float, bool]]] = {
             score: deque(maxlen=_RECENT_CALLS) for score in ("reads and look-ups", "writes", "pages that arrived")
         }
@@ -152,12 +156,13 @@ class TierBreaker(Breaker):
     def _judge_transfer(self, call: Call, batch: PageBatch, results: list[R], seconds: float) -> Judgement:
         kind = type(results[0])
         timeouts, errors = results.count(kind.TIMEOUT), results.count(kind.ERROR)
-        answered = len(results) - timeouts - errors - results.count(kind.REJECTED)
+        # A write of a page that EXISTS shows nothing.
+        answers = (SetResult.STORED,) if call.name == "set" else (GetResult.HIT, GetResult.MISS, GetResult.CORRUPT)
+        answered = sum(result in answers for result in results)
         if timeouts and not answered:
             return _ran_out_of_time(call, "call", seconds)
         if timeouts:
-            unanswered = (kind.TIMEOUT, kind.ERROR, kind.REJECTED)
-            arrived = sum([size for size, r in zip(batch.sizes, results, strict=True) if r not in unanswered])
+            arrived = sum([size for size, r in zip(batch.sizes, results, strict=True) if r in answers])
             if arrived >= seconds * _SLOWEST_BANDWIDTH:
                 # Slow for this size, but the pages that came in time are of use.
                 return Outcome.GOOD, ""
@@ -185,7 +190,7 @@ class TierBreaker(Breaker):
         if outcome is Outcome.GOOD:
             self._is_too_much("writes", ticket, False)
             if self.writes.end():
-                logger.warning("hicache_ext: tier %s takes writes again", name)
+                self._log.log(logging.WARNING, "again", "hicache_ext: tier %s takes writes again", name)
         elif outcome is not Outcome.UNKNOWN:
             too_much = self._is_too_much("writes", ticket, True) or self.writes.in_doubt
             late = outcome in (Outcome.TIMEOUT, Outcome.LATE)
@@ -193,7 +198,7 @@ class TierBreaker(Breaker):
                 words = (
                     "hicache_ext: tier %s: writes pause: %s; it is read as before, and written again after %g to %g s"
                 )
-                logger.warning(words, name, reason, WRITE_PAUSES.first, WRITE_PAUSES.longest)
+                self._log.log(logging.WARNING, "pause", words, name, reason, WRITE_PAUSES.first, WRITE_PAUSES.longest)
             if late:
                 # It may hang altogether, which the next read is not to find out.
                 self.examine(reason)

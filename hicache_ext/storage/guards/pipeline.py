@@ -319,6 +319,8 @@ class GuardedStore(DelegatingStore):
         evidence = 0
         try:
             answer = self._in_turn(call, work, refused)
+            # Our own queue is no evidence against the tier.
+            evidence = judge(ticket, answer, self._clock() - begun - call.queued)
         except StoreClosedError:
             raise
         except Exception as error:  # noqa: BLE001 - a store that breaks its promise is a store that failed
@@ -327,9 +329,6 @@ class GuardedStore(DelegatingStore):
             answer = failed
             if self.breaker is not None:
                 self.breaker.raised(ticket, call, error)
-        else:
-            # Our own queue is no evidence against the tier.
-            evidence = judge(ticket, answer, self._clock() - begun - call.queued)
         call.ended(evidence, self._clock())
         return answer
 

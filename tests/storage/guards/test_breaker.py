@@ -395,6 +395,51 @@ def test_the_pauses_of_writes_grow_and_end_with_the_first_one_that_is_taken(cloc
     assert pause.end() and not pause.end() and not pause.reason and not pause.in_doubt
 
 
+class Refusing(MemoryPageStore):
+    """Has pages that somebody wrote, and takes no others while ``refuses``."""
+
+    def __init__(self) -> None:
+        super().__init__("far")
+        self.refuses = False
+        store_pages(self, page_keys(3, "old"))
+        self.refuses = True
+
+    def _write(self, batch: PageBatch) -> list[SetResult]:
+        if not self.refuses:
+            return super()._write(batch)
+        results = [SetResult.EXISTS if there else SetResult.ERROR for there in self._has(batch.keys)]
+        self.count_errors({"NOPERM": results.count(SetResult.ERROR)})
+        return results
+
+
+def test_pages_that_exist_do_not_say_that_writes_are_taken(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Seen: with a known page in each batch, 2400 pages were refused and nobody said so; with one in every second batch
+    the log was flooded."""
+    inner = Refusing()
+    store = guard(inner, clock=clock, breaker=BreakerSettings(), retries=1)
+    old = page_keys(3, "old")
+    for number in range(600):
+        clock.now += 0.5
+        store_pages(store, [*old[: number % 4], *page_keys(number % 7, f"{number}")])
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2 and "every write fails (NOPERM)" in lines[0] and "writes pause" in lines[1], lines
+    assert store.breaker.writes.in_doubt and inner.metrics.levels()["failing", "write"] == 1.0
+    inner.refuses = False
+    clock.now += 60
+    store_pages(store, [*old, *page_keys(1, "new")])
+    assert not store.breaker.writes.in_doubt and inner.metrics.levels()["failing", "write"] == 0.0
+    store.close()
+
+
+def test_an_answer_that_cannot_be_judged_is_a_failure_and_not_raised() -> None:
+    inner = MemoryPageStore()
+    store = guard(inner, breaker=BreakerSettings())
+    inner.count_leading = lambda keys: None  # type: ignore[assignment, method-assign, return-value]
+    assert store.count_leading([KEY]) == 0
+    assert store.metrics.value("error", "raised") == 1
+    store.close()
+
+
 def test_a_write_that_hangs_has_the_tier_probed_before_a_read_pays_for_it(hung: HungStore) -> None:
     store = guard(hung, timeout=0.1, bounce_memory=1 << 20, breaker=BreakerSettings(probe_interval=60.0))
     hung.hang()
