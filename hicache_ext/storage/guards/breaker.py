@@ -38,6 +38,7 @@ _RECENT_CALLS = 10
 _RECENT_SECONDS = 60.0
 _LEAST_BAD_CALLS = 3
 _BAD_SHARE = 0.5
+_LEARNT = ", the limit learnt from earlier ones"
 _SAID_AGAIN = 60.0
 """Seconds between two lines about writes."""
 _PROBE_KEY = b"hicache_ext/prob" + bytes(32)
@@ -200,8 +201,13 @@ class TierBreaker(Breaker):
                 )
                 self._log.log(logging.WARNING, "pause", words, name, reason, WRITE_PAUSES.first, WRITE_PAUSES.longest)
             if late:
-                # It may hang altogether, which the next read is not to find out.
+                # It may hang altogether, which the next call is not to find out.
                 self.examine(reason)
+
+    def _examined(self) -> None:
+        # A write that was cut early was merely slow, and the next one has more time.
+        if self.writes.reason.endswith(_LEARNT):
+            self.writes.end()
 
     def record(self, ticket: int, outcome: Outcome, reason: str = "") -> None:
         """How the read or look-up ended that ``ticket`` was given for; ``reason`` is for the log."""
@@ -246,6 +252,8 @@ class TierBreaker(Breaker):
                 words = "hicache_ext: tier %s answers again after %.2g s; calls come back over %g s"
                 logger.warning(words, name, down, slow_start)
             case BreakerState.CLOSED:
+                # They were paused on evidence of the time before.
+                self.writes.end()
                 logger.warning("hicache_ext: tier %s is in full use again", name)
 
     # -- probing ---------------------------------------------------------------------------------------------------
@@ -267,4 +275,4 @@ class TierBreaker(Breaker):
 
 def _ran_out_of_time(call: Call, what: str, seconds: float) -> Judgement:
     reason = f"a {what} did not end within {seconds:.2g} s"
-    return (Outcome.LATE, f"{reason}, the limit learnt from earlier ones") if call.learnt else (Outcome.TIMEOUT, reason)
+    return (Outcome.LATE, f"{reason}{_LEARNT}") if call.learnt else (Outcome.TIMEOUT, reason)

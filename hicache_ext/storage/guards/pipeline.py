@@ -210,8 +210,10 @@ class GuardedStore(DelegatingStore):
         return results
 
     def set(self, batch: PageBatch) -> list[SetResult]:
+        self._check_open()
         if self.breaker is not None and self.breaker.writes.reason:
-            present = self.contains(batch.keys)
+            # A store that may hang is not asked, either: it would cost another deadline.
+            present = [False] * len(batch) if self.breaker.examining else self.contains(batch.keys)
             self.metrics.add("rejected", "paused", present.count(False))
             return [SetResult.EXISTS if there else SetResult.REJECTED for there in present]
         call = self._writes.begin("set", len(batch), sum(batch.sizes))

@@ -14,7 +14,7 @@ from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import BreakerState, WritePause
 from hicache_ext.storage.contract.base import TierStore
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.guards.breaker import LONGEST_PROBE_INTERVAL, BreakerSettings, Outcome, TierBreaker
+from hicache_ext.storage.guards.breaker import _LEARNT, LONGEST_PROBE_INTERVAL, BreakerSettings, Outcome, TierBreaker
 from hicache_ext.storage.guards.pipeline import GuardedStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import HostPages, assert_hits, page_keys, read_pages, store_pages
@@ -373,7 +373,8 @@ def test_failing_writes_pause_writes_and_nothing_else(
         store_pages(store, page_keys(1, f"{number}"))
         assert_hits(store, [KEY])
         assert store.contains([KEY]) == [True]
-    # What is there is said to be there.
+    # What is there is said to be there, once it is known that the store does not hang.
+    wait_until(lambda: not store.breaker.examining)
     assert store_pages(store, [KEY, OTHER]) == [SetResult.EXISTS, SetResult.REJECTED]
     assert store.metrics.value("rejected", "paused") >= 57
     assert store.breaker.state is CLOSED and "writes pause" in caplog.text
@@ -447,6 +448,45 @@ def test_a_write_that_hangs_has_the_tier_probed_before_a_read_pays_for_it(hung: 
     wait_until(lambda: store.breaker.state is OPEN)
     assert read_pages(store, [KEY])[0] == [GetResult.REJECTED]
     hung.let_go()
+    store.close()
+
+
+def test_a_store_that_may_hang_is_not_asked_which_pages_it_has(hung: HungStore) -> None:
+    """Seen: a second write waited for a second deadline while the probe of the first one was under way."""
+    store = guard(hung, timeout=60.0, bounce_memory=1 << 20, breaker=BreakerSettings(probe_interval=60.0))
+    hung.hang()
+    set_timeout(store, 0.05)
+    store._reads.longest = 60.0  # that of the probe
+    assert store_pages(store, [KEY]) == [SetResult.TIMEOUT]
+    store._look_ups.longest = 60.0
+    wait_until(lambda: hung.waiting == 2)
+    assert store_pages(store, [KEY, OTHER]) == [SetResult.REJECTED] * 2
+    assert hung.calls == 2 and store.metrics.value("rejected", "paused") == 2
+    hung.let_go()
+    wait_until(lambda: not store.breaker.examining)
+    assert store.contains([KEY]) == [True] and store_pages(store, [KEY]) == [SetResult.EXISTS]
+    store.close()
+
+
+@pytest.mark.parametrize("outcome", [Outcome.LATE, Outcome.TIMEOUT])
+def test_a_write_that_was_cut_early_pauses_writes_until_a_probe_is_answered(outcome: Outcome) -> None:
+    store = guard(MemoryPageStore(), timeout=5.0, breaker=BreakerSettings())
+    breaker = store.breaker
+    late = outcome is Outcome.LATE
+    breaker.record_write(breaker.admit(), outcome, "a call did not end" + _LEARNT * late)
+    wait_until(lambda: not breaker.examining)
+    assert store_pages(store, [KEY]) == [SetResult.STORED if late else SetResult.REJECTED]
+    store.close()
+
+
+def test_a_tier_that_is_in_full_use_again_is_written_again(clock: Clock) -> None:
+    store = guard(MemoryPageStore(), clock=clock, breaker=BreakerSettings(slow_start=0.0))
+    for _ in range(5):
+        store.breaker.record_write(store.breaker.admit(), Outcome.FAILED, "failed")
+    assert store.breaker.writes.reason
+    store.breaker.trip("gone")
+    store.breaker.recover()
+    assert store.breaker.state is CLOSED and not store.breaker.writes.in_doubt
     store.close()
 
 
