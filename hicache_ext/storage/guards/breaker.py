@@ -7,9 +7,9 @@ into a learnt deadline the breaker is in *doubt*: the tier hangs, or is slower t
 pause writes alone (``WritePause``), and those that ran into a deadline have the tier probed. A connection that is gone
 counts for both.
 
-A probe reads the page whose read failed, or one that is absent, on a thread of its own into memory of its own: never on
-SGLang's threads, never into host pages. States, slow start and pauses: runtime/breaker.py. Reasons:
-docs/decisions/time-limits-of-calls.md.
+A probe does what failed: it reads the page whose read failed, or one that is absent, and looks it up where look-ups
+failed; on a thread of its own into memory of its own, never on SGLang's threads, never into host pages. States, slow
+start and pauses: runtime/breaker.py. Reasons: docs/decisions/time-limits-of-calls.md.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ _RECENT_CALLS = 10
 _RECENT_SECONDS = 60.0
 _LEAST_BAD_CALLS = 3
 _BAD_SHARE = 0.5
+_ANSWERS = (GetResult.HIT, GetResult.MISS, GetResult.CORRUPT)
 _LEARNT = ", the limit learnt from earlier ones"
 _SAID_AGAIN = 60.0
 """Seconds between two lines about writes."""
@@ -86,12 +87,15 @@ class TierBreaker(Breaker):
         store: PageStore,
         settings: BreakerSettings,
         read: Callable[[PageBatch], list[GetResult]],
+        look_up: Callable[[bytes], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``store``: whose name and metrics it uses. ``read``: a read by the probe, with the whole timeout."""
+        """``store``: whose name and metrics it uses. ``read`` and ``look_up``: by the probe, with the whole timeout;
+        the latter says whether it was answered."""
         self._store = store
         self._settings = settings
         self._read = read
+        self._look_up = look_up
         self.writes = WritePause(clock)
         self._log = LimitedLog(logger, _SAID_AGAIN, clock)
         self._recent: dict[str, deque[tuple[float, bool]]] = {
@@ -100,6 +104,8 @@ class TierBreaker(Breaker):
         """(when, whether bad, or damaged)."""
         self._suspect: tuple[bytes, int] | None = None
         """Key and payload bytes of a page whose read failed."""
+        self._failed: set[str] = set()
+        """What a probe asks for: of "read" and "look-up" those that failed."""
         self._opened_at = 0.0
         super().__init__(
             f"hicache-{store.name}-probe",
@@ -117,6 +123,7 @@ class TierBreaker(Breaker):
                 self._recent = {score: calls.copy() for score, calls in before._recent.items()}
             self.writes = before.writes
             self._suspect, self._opened_at = before._suspect, before._opened_at
+            self._failed = set(before._failed)
 
     # -- what a call shows -----------------------------------------------------------------------------------------
 
@@ -145,12 +152,12 @@ class TierBreaker(Breaker):
             if late:
                 self.record_write(ticket, *_ran_out_of_time(call, "removal", seconds))
         elif late:
-            self.record(ticket, *_ran_out_of_time(call, "look-up", seconds))
+            self.record(ticket, *_ran_out_of_time(call, "look-up", seconds), "look-up")
         elif unanswered.pages and 2 * unanswered.pages >= unanswered.of:
             reason = f"{unanswered.pages} of {unanswered.of} pages could not be looked up ({unanswered.reason})"
-            self.record(ticket, Outcome.FAILED, reason)
+            self.record(ticket, Outcome.FAILED, reason, "look-up")
         elif seconds > self._settings.slow_call + found * _SLOWEST_LOOK_UP:
-            self.record(ticket, Outcome.SLOW, f"a look-up took {seconds:.2g} s")
+            self.record(ticket, Outcome.SLOW, f"a look-up took {seconds:.2g} s", "look-up")
         elif found:
             self.record(ticket, Outcome.GOOD)
 
@@ -158,7 +165,7 @@ class TierBreaker(Breaker):
         kind = type(results[0])
         timeouts, errors = results.count(kind.TIMEOUT), results.count(kind.ERROR)
         # A write of a page that EXISTS shows nothing.
-        answers = (SetResult.STORED,) if call.name == "set" else (GetResult.HIT, GetResult.MISS, GetResult.CORRUPT)
+        answers = (SetResult.STORED,) if call.name == "set" else _ANSWERS
         answered = sum(result in answers for result in results)
         if timeouts and not answered:
             return _ran_out_of_time(call, "call", seconds)
@@ -183,7 +190,8 @@ class TierBreaker(Breaker):
         if writes:
             self.record_write(ticket, Outcome.FAILED, reason)
         if not writes or isinstance(error, ConnectionError):
-            self.record(ticket, Outcome.FAILED, reason)
+            looks = call.name in ("contains", "count_leading")
+            self.record(ticket, Outcome.FAILED, reason, "look-up" if looks else "read")
 
     def record_write(self, ticket: int, outcome: Outcome, reason: str = "") -> None:
         """How a write ended, as ``record``: nothing but writes is held back for it."""
@@ -209,10 +217,12 @@ class TierBreaker(Breaker):
         if self.writes.reason.endswith(_LEARNT):
             self.writes.end()
 
-    def record(self, ticket: int, outcome: Outcome, reason: str = "") -> None:
+    def record(self, ticket: int, outcome: Outcome, reason: str = "", what: str = "read") -> None:
         """How the read or look-up ended that ``ticket`` was given for; ``reason`` is for the log."""
         if outcome is Outcome.UNKNOWN:
             return
+        if outcome is not Outcome.GOOD:
+            self._failed.add(what)
         too_much = self._is_too_much("reads and look-ups", ticket, outcome is not Outcome.GOOD)
         if too_much or outcome in (Outcome.TIMEOUT, Outcome.LATE):
             self.trip(reason, ticket, in_doubt=outcome is Outcome.LATE)
@@ -254,21 +264,27 @@ class TierBreaker(Breaker):
             case BreakerState.CLOSED:
                 # They were paused on evidence of the time before.
                 self.writes.end()
+                self._failed.clear()
                 logger.warning("hicache_ext: tier %s is in full use again", name)
 
     # -- probing ---------------------------------------------------------------------------------------------------
 
     def _is_healthy(self) -> bool:
-        """Whether a read is answered in time."""
+        """Whether what failed, a read where nothing did, is answered in time."""
         key, size = self._suspect or (_PROBE_KEY, 1)
-        begun = self._clock()
+        healthy = True
         try:
-            (result,) = self._read(PageBatch([key], [[memoryview(bytearray(size))]]))
+            for what in self._failed.copy() or {"read"}:
+                begun = self._clock()
+                if what == "read":
+                    (result,) = self._read(PageBatch([key], [[memoryview(bytearray(size))]]))
+                    answered, longest = result in _ANSWERS, self._settings.slow_call + size / _SLOWEST_BANDWIDTH
+                else:
+                    answered, longest = self._look_up(key), self._settings.slow_call
+                healthy = healthy and answered and self._clock() - begun <= longest
         except Exception as error:  # noqa: BLE001 - whatever it raises, it is not well
             logger.debug("hicache_ext: tier %s: the probe raised %r", self._store.name, error)
-            result = GetResult.ERROR
-        quick = self._clock() - begun <= self._settings.slow_call + size / _SLOWEST_BANDWIDTH
-        healthy = quick and result in (GetResult.HIT, GetResult.MISS, GetResult.CORRUPT)
+            healthy = False
         self._store.metrics.add("breaker_probe", "good" if healthy else "bad")
         return healthy
 

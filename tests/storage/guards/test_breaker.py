@@ -41,7 +41,7 @@ class Noting(TierBreaker):
     def __init__(self, clock: Clock, changes: list[tuple[BreakerState, str]], slow_start: float = 10.0) -> None:
         self._changes = changes
         settings = BreakerSettings(slow_start=slow_start)
-        super().__init__(MemoryPageStore("none"), settings, lambda batch: [GetResult.ERROR], clock)
+        super().__init__(MemoryPageStore("none"), settings, lambda batch: [GetResult.ERROR], lambda key: False, clock)
 
     def _changed(self, state: BreakerState, reason: str) -> None:
         self._changes.append((state, reason))
@@ -518,6 +518,21 @@ def test_pages_that_could_not_be_asked_for_are_no_absent_pages(look_up: str, cap
         assert getattr(store, look_up)([KEY, OTHER]) in ([False, False], 0)
     assert store.breaker.state is OPEN
     assert "2 of 2 pages could not be looked up (EACCES)" in caplog.text
+    store.close()
+
+
+def test_look_ups_that_failed_are_probed_with_look_ups() -> None:
+    """Seen: each good read had the look-ups come back, fail and open it again, with three lines each time."""
+    refusals = {"": True}
+    inner = Unreachable("far")
+    inner._has = lambda keys: [False] * len(keys) if not refusals else Unreachable._has(inner, keys)  # type: ignore[method-assign]
+    store = guard(inner, breaker=QUICK, timeout=5.0)
+    for _ in range(3):
+        store.contains([KEY])
+    wait_until(lambda: store.metrics.value("breaker_probe", "bad") >= 3)
+    assert store.breaker.state is OPEN and not store.metrics.value("breaker_probe", "good")
+    refusals.clear()
+    wait_until(lambda: store.breaker.state is CLOSED)
     store.close()
 
 
