@@ -153,10 +153,19 @@ class Breaker:
 
     # -- probes ----------------------------------------------------------------------------------------------------
 
+    @property
+    def examining(self) -> bool:
+        """Whether it is being found out if the store hangs."""
+        return bool(self._examined_for)
+
     def examine(self, reason: str) -> None:
-        """Probe in the background although calls go through; trip for ``reason`` where no probe goes well."""
-        self._examined_for = reason
-        self._loop.wake()
+        """Probe in the background although calls go through; trip for ``reason`` where the probe fails."""
+        if self.up:
+            self._examined_for = reason
+            self._loop.wake()
+
+    def _examined(self) -> None:
+        """The probe of ``examine`` went well."""
 
     def resume(self, *, at_once: bool = False) -> None:
         """Probe in the background from now on, unless that is under way or it is closed."""
@@ -221,6 +230,12 @@ class Breaker:
         return self._loop.stop(seconds)
 
     def _step(self) -> float | None:
+        if examined_for := self._examined_for:
+            if self._is_good():
+                self._examined()
+            else:
+                self.trip(examined_for)
+            self._examined_for = ""
         with self._lock:
             match self._state:
                 case BreakerState.CLOSED:
@@ -233,10 +248,6 @@ class Breaker:
                         # No probe went well for as long as the first regular one is waited for: it is no hiccup.
                         self._in_doubt = False
         if left is None:
-            examined_for, self._examined_for = self._examined_for, ""
-            if examined_for and not self._is_good():
-                self.trip(examined_for)
-                return 0.0
             if self._watching and (reason := self._watch()) is not None:
                 self.trip(reason)
             return WATCH_INTERVAL if self._watching else None
@@ -273,6 +284,7 @@ class Breaker:
     def _change(self, state: BreakerState) -> None:
         self._state = state
         self._generation += 1
+        self._examined_for = ""
 
     def _share(self) -> float:
         """Of the calls, now, in HALF_OPEN."""
@@ -304,16 +316,15 @@ class WritePause:
         return bool(self._refused)
 
     def begin(self, reason: str) -> bool:
-        """A write was refused; whether that is news."""
+        """A write was refused; whether it is the first one since one was taken."""
         with self._lock:
             if self.reason:
                 # Writes that were under way together are refused together.
                 return False
-            first = reason != self._reason or not self._refused
             self._refused += 1
             self._reason = reason
             self._until = self._clock() + WRITE_PAUSES.pause(self._refused)
-            return first
+            return self._refused == 1
 
     def end(self) -> bool:
         """A write was taken; whether that is news."""

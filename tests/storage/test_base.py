@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hicache_ext.errors import StoreClosedError
+from hicache_ext.errors import StoreClosedError, UnansweredError
 from hicache_ext.storage.contract.store import GetResult, SetResult, StoreInfo
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, page_keys, read_pages, store_pages
@@ -149,6 +149,27 @@ def test_close_waits_for_calls_under_way_and_releases_once():
     with pytest.raises(StoreClosedError):
         read_pages(store, [])
     store.register_identity(IDENTITY, {})
+
+
+def test_a_leading_run_is_a_number_also_where_pages_could_not_be_asked_for():
+    store, keys = MemoryPageStore(), page_keys(4)
+
+    def has(keys):
+        raise UnansweredError([True, True, False, True], 1, len(keys))
+
+    store._has = has
+    assert store.count_leading(keys) == 2 and store.contains(keys) == [True, True, False, True]
+
+
+def test_what_one_thread_goes_through_no_other_changes():
+    """Seen: a set that was added to meanwhile raised RuntimeError out of get() and set()."""
+    store, keys = BrokenStore(), page_keys(1)
+    for code in (errno.EIO, errno.EACCES):
+        said = iter(store._said)
+        store.error = OSError(code, "fails")
+        for _ in range(3):
+            store_pages(store, keys)
+        assert len(list(said)) == (code == errno.EACCES)
 
 
 def test_a_tier_is_described_by_what_it_declares():

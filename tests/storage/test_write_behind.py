@@ -15,7 +15,7 @@ from hicache_ext.storage.tiering import write_behind
 from hicache_ext.storage.tiering.settings import QueueSettings
 from hicache_ext.storage.tiering.tier_handle import TierHandle
 from hicache_ext.storage.tiers.memory import MemoryPageStore
-from hicache_ext.testing.conformance.pages import page_keys, read_pages
+from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages
 from tests.waiting import wait_until
 
 PAGE = 1000
@@ -56,6 +56,21 @@ class MoodyStore(MemoryPageStore):
         for position, result in zip(fits, super().set(batch.select(fits)), strict=True):
             results[position] = result
         return results
+
+
+class PausedStore(MemoryPageStore):
+    """Refuses what it does not have while writes pause."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused = False
+        self.batches = 0
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        self.batches += 1
+        if not self.paused:
+            return super().set(batch)
+        return [SetResult.EXISTS if there else SetResult.REJECTED for there in self.contains(batch.keys)]
 
 
 def later(tier: TierHandle, keys: list[bytes], size: int = PAGE) -> list[SetResult]:
@@ -219,6 +234,26 @@ def test_a_page_that_the_tier_never_takes_is_not_in_the_way_of_others_and_is_dro
         wait_until(lambda number=number: store.contains(page_keys(1, f"more {number}")) == [True])
     assert tier.wait_until_written(30)
     assert tier.metrics.value("dropped_pages", "async_failed") == 3
+    tier.close()
+
+
+def test_pages_that_are_there_already_do_not_say_that_the_tier_takes_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While writes pause, each batch has EXISTS for what another server wrote, and REJECTED for the rest."""
+    monkeypatch.setattr(write_behind, "_REFUSED", Backoff(0.01, 0.05))
+    store = PausedStore()
+    tier = TierHandle(store)
+    shared, mine = page_keys(10, "shared"), page_keys(3, "mine")
+    store_pages(store, shared)
+    store.paused = True
+    later(tier, mine)
+    for key in shared:
+        batches = store.batches
+        later(tier, [key])
+        wait_until(lambda batches=batches: store.batches > batches)
+    assert len(tier.writes) >= 3 and tier.writes._refusals_in_a_row > 0
+    store.paused = False
+    assert tier.wait_until_written(30)
+    assert store.count_leading(mine) == 3 and tier.metrics.total("dropped_pages") == 0
     tier.close()
 
 

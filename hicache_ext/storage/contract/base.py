@@ -99,7 +99,11 @@ class TierStore(abc.ABC):
 
     def _lead(self, keys: Sequence[bytes]) -> int:
         """As ``count_leading``. For a tier that can stop at the first page that is absent."""
-        return leading(self._has(keys))
+        try:
+            return leading(self._has(keys))
+        except UnansweredError as error:
+            error.answer = leading(error.answer)
+            raise
 
     def _register(self, digest: bytes, document: dict[str, Any]) -> None:  # noqa: B027 - not every tier needs it
         """As ``register_identity``, and may raise. For a tier that keeps the documents."""
@@ -203,7 +207,8 @@ class TierStore(abc.ABC):
                 results = [type(moved)[self._became_of_pages(error, call, pages)]] * pages
         kind = type(moved)
         unmoved = [results.count(result) for result in (kind.ERROR, kind.TIMEOUT, kind.REJECTED)]
-        if sum(unmoved) < pages:
+        # A page that EXISTS was not written: it says nothing.
+        if moved in results or (call == "get" and sum(unmoved) < pages):
             self._note_answered(call)
         elif errors != self._errors or unmoved[0] + unmoved[1]:
             self._note_failing(call, self._errors[1] or "timeout")
@@ -266,7 +271,8 @@ class TierStore(abc.ABC):
             return
         self._failed_calls[kind] += 1
         if self._failed_calls[kind] >= _IN_A_ROW[kind] and (kind, reason) not in self._said:
-            self._said.add((kind, reason))
+            # A new set: others go through the old one at this moment.
+            self._said = self._said | {(kind, reason)}
             self.metrics.set_level("failing", kind, 1.0)
             words = (
                 f"tier %s: {_COSTS[kind]}; hicache-ext doctor says more, docs/runbook.md#hicachecallsfail what to do"

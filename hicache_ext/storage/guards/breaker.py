@@ -7,9 +7,9 @@ into a learnt deadline the breaker is in *doubt*: the tier hangs, or is slower t
 pause writes alone (``WritePause``), and those that ran into a deadline have the tier probed. A connection that is gone
 counts for both.
 
-A probe reads the page whose read failed, or one that is absent, on a thread of its own into memory of its own: never on
-SGLang's threads, never into host pages. States, slow start and pauses: runtime/breaker.py. Reasons:
-docs/decisions/time-limits-of-calls.md.
+A probe does what failed: it reads the page whose read failed, or one that is absent, and looks it up where look-ups
+failed; on a thread of its own into memory of its own, never on SGLang's threads, never into host pages. States, slow
+start and pauses: runtime/breaker.py. Reasons: docs/decisions/time-limits-of-calls.md.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import WRITE_PAUSES, Breaker, BreakerState, WritePause
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.guards.time_limits import AT_LIMIT, Call
 
@@ -37,6 +38,10 @@ _RECENT_CALLS = 10
 _RECENT_SECONDS = 60.0
 _LEAST_BAD_CALLS = 3
 _BAD_SHARE = 0.5
+_ANSWERS = (GetResult.HIT, GetResult.MISS, GetResult.CORRUPT)
+_LEARNT = ", the limit learnt from earlier ones"
+_SAID_AGAIN = 60.0
+"""Seconds between two lines about writes."""
 _PROBE_KEY = b"hicache_ext/prob" + bytes(32)
 """A page that nobody stores."""
 _SLOWEST_BANDWIDTH = 100e6
@@ -82,19 +87,25 @@ class TierBreaker(Breaker):
         store: PageStore,
         settings: BreakerSettings,
         read: Callable[[PageBatch], list[GetResult]],
+        look_up: Callable[[bytes], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``store``: whose name and metrics it uses. ``read``: a read by the probe, with the whole timeout."""
+        """``store``: whose name and metrics it uses. ``read`` and ``look_up``: by the probe, with the whole timeout;
+        the latter says whether it was answered."""
         self._store = store
         self._settings = settings
         self._read = read
+        self._look_up = look_up
         self.writes = WritePause(clock)
+        self._log = LimitedLog(logger, _SAID_AGAIN, clock)
         self._recent: dict[str, deque[tuple[float, bool]]] = {
             score: deque(maxlen=_RECENT_CALLS) for score in ("reads and look-ups", "writes", "pages that arrived")
         }
         """(when, whether bad, or damaged)."""
         self._suspect: tuple[bytes, int] | None = None
         """Key and payload bytes of a page whose read failed."""
+        self._failed: set[str] = set()
+        """What a probe asks for: of "read" and "look-up" those that failed."""
         self._opened_at = 0.0
         super().__init__(
             f"hicache-{store.name}-probe",
@@ -112,6 +123,7 @@ class TierBreaker(Breaker):
                 self._recent = {score: calls.copy() for score, calls in before._recent.items()}
             self.writes = before.writes
             self._suspect, self._opened_at = before._suspect, before._opened_at
+            self._failed = set(before._failed)
 
     # -- what a call shows -----------------------------------------------------------------------------------------
 
@@ -140,24 +152,25 @@ class TierBreaker(Breaker):
             if late:
                 self.record_write(ticket, *_ran_out_of_time(call, "removal", seconds))
         elif late:
-            self.record(ticket, *_ran_out_of_time(call, "look-up", seconds))
+            self.record(ticket, *_ran_out_of_time(call, "look-up", seconds), "look-up")
         elif unanswered.pages and 2 * unanswered.pages >= unanswered.of:
             reason = f"{unanswered.pages} of {unanswered.of} pages could not be looked up ({unanswered.reason})"
-            self.record(ticket, Outcome.FAILED, reason)
+            self.record(ticket, Outcome.FAILED, reason, "look-up")
         elif seconds > self._settings.slow_call + found * _SLOWEST_LOOK_UP:
-            self.record(ticket, Outcome.SLOW, f"a look-up took {seconds:.2g} s")
+            self.record(ticket, Outcome.SLOW, f"a look-up took {seconds:.2g} s", "look-up")
         elif found:
             self.record(ticket, Outcome.GOOD)
 
     def _judge_transfer(self, call: Call, batch: PageBatch, results: list[R], seconds: float) -> Judgement:
         kind = type(results[0])
         timeouts, errors = results.count(kind.TIMEOUT), results.count(kind.ERROR)
-        answered = len(results) - timeouts - errors - results.count(kind.REJECTED)
+        # A write of a page that EXISTS shows nothing.
+        answers = (SetResult.STORED,) if call.name == "set" else _ANSWERS
+        answered = sum(result in answers for result in results)
         if timeouts and not answered:
             return _ran_out_of_time(call, "call", seconds)
         if timeouts:
-            unanswered = (kind.TIMEOUT, kind.ERROR, kind.REJECTED)
-            arrived = sum([size for size, r in zip(batch.sizes, results, strict=True) if r not in unanswered])
+            arrived = sum([size for size, r in zip(batch.sizes, results, strict=True) if r in answers])
             if arrived >= seconds * _SLOWEST_BANDWIDTH:
                 # Slow for this size, but the pages that came in time are of use.
                 return Outcome.GOOD, ""
@@ -177,7 +190,8 @@ class TierBreaker(Breaker):
         if writes:
             self.record_write(ticket, Outcome.FAILED, reason)
         if not writes or isinstance(error, ConnectionError):
-            self.record(ticket, Outcome.FAILED, reason)
+            looks = call.name in ("contains", "count_leading")
+            self.record(ticket, Outcome.FAILED, reason, "look-up" if looks else "read")
 
     def record_write(self, ticket: int, outcome: Outcome, reason: str = "") -> None:
         """How a write ended, as ``record``: nothing but writes is held back for it."""
@@ -185,7 +199,7 @@ class TierBreaker(Breaker):
         if outcome is Outcome.GOOD:
             self._is_too_much("writes", ticket, False)
             if self.writes.end():
-                logger.warning("hicache_ext: tier %s takes writes again", name)
+                self._log.log(logging.WARNING, "again", "hicache_ext: tier %s takes writes again", name)
         elif outcome is not Outcome.UNKNOWN:
             too_much = self._is_too_much("writes", ticket, True) or self.writes.in_doubt
             late = outcome in (Outcome.TIMEOUT, Outcome.LATE)
@@ -193,15 +207,22 @@ class TierBreaker(Breaker):
                 words = (
                     "hicache_ext: tier %s: writes pause: %s; it is read as before, and written again after %g to %g s"
                 )
-                logger.warning(words, name, reason, WRITE_PAUSES.first, WRITE_PAUSES.longest)
+                self._log.log(logging.WARNING, "pause", words, name, reason, WRITE_PAUSES.first, WRITE_PAUSES.longest)
             if late:
-                # It may hang altogether, which the next read is not to find out.
+                # It may hang altogether, which the next call is not to find out.
                 self.examine(reason)
 
-    def record(self, ticket: int, outcome: Outcome, reason: str = "") -> None:
+    def _examined(self) -> None:
+        # A write that was cut early was merely slow, and the next one has more time.
+        if self.writes.reason.endswith(_LEARNT):
+            self.writes.end()
+
+    def record(self, ticket: int, outcome: Outcome, reason: str = "", what: str = "read") -> None:
         """How the read or look-up ended that ``ticket`` was given for; ``reason`` is for the log."""
         if outcome is Outcome.UNKNOWN:
             return
+        if outcome is not Outcome.GOOD:
+            self._failed.add(what)
         too_much = self._is_too_much("reads and look-ups", ticket, outcome is not Outcome.GOOD)
         if too_much or outcome in (Outcome.TIMEOUT, Outcome.LATE):
             self.trip(reason, ticket, in_doubt=outcome is Outcome.LATE)
@@ -241,25 +262,33 @@ class TierBreaker(Breaker):
                 words = "hicache_ext: tier %s answers again after %.2g s; calls come back over %g s"
                 logger.warning(words, name, down, slow_start)
             case BreakerState.CLOSED:
+                # They were paused on evidence of the time before.
+                self.writes.end()
+                self._failed.clear()
                 logger.warning("hicache_ext: tier %s is in full use again", name)
 
     # -- probing ---------------------------------------------------------------------------------------------------
 
     def _is_healthy(self) -> bool:
-        """Whether a read is answered in time."""
+        """Whether what failed, a read where nothing did, is answered in time."""
         key, size = self._suspect or (_PROBE_KEY, 1)
-        begun = self._clock()
+        healthy = True
         try:
-            (result,) = self._read(PageBatch([key], [[memoryview(bytearray(size))]]))
+            for what in self._failed.copy() or {"read"}:
+                begun = self._clock()
+                if what == "read":
+                    (result,) = self._read(PageBatch([key], [[memoryview(bytearray(size))]]))
+                    answered, longest = result in _ANSWERS, self._settings.slow_call + size / _SLOWEST_BANDWIDTH
+                else:
+                    answered, longest = self._look_up(key), self._settings.slow_call
+                healthy = healthy and answered and self._clock() - begun <= longest
         except Exception as error:  # noqa: BLE001 - whatever it raises, it is not well
             logger.debug("hicache_ext: tier %s: the probe raised %r", self._store.name, error)
-            result = GetResult.ERROR
-        quick = self._clock() - begun <= self._settings.slow_call + size / _SLOWEST_BANDWIDTH
-        healthy = quick and result in (GetResult.HIT, GetResult.MISS, GetResult.CORRUPT)
+            healthy = False
         self._store.metrics.add("breaker_probe", "good" if healthy else "bad")
         return healthy
 
 
 def _ran_out_of_time(call: Call, what: str, seconds: float) -> Judgement:
     reason = f"a {what} did not end within {seconds:.2g} s"
-    return (Outcome.LATE, f"{reason}, the limit learnt from earlier ones") if call.learnt else (Outcome.TIMEOUT, reason)
+    return (Outcome.LATE, f"{reason}{_LEARNT}") if call.learnt else (Outcome.TIMEOUT, reason)

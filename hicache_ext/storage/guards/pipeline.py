@@ -149,7 +149,8 @@ class GuardedStore(DelegatingStore):
         self._places = None if plan.concurrency is None else threading.Semaphore(plan.concurrency)
         self._budget = None if plan.exists_budget is None else ExistsBudget(inner, plan.exists_budget, clock)
         self.deadline = Deadline(inner, plan.bounce_memory) if plan.bounce_memory else None
-        self.breaker = None if plan.breaker is None else TierBreaker(inner, plan.breaker, self._read_to_probe, clock)
+        probes = self._read_to_probe, self._look_up_to_probe
+        self.breaker = None if plan.breaker is None else TierBreaker(inner, plan.breaker, *probes, clock)
 
     # -- what others ask of the guards ---------------------------------------------------------------------------------
 
@@ -210,8 +211,10 @@ class GuardedStore(DelegatingStore):
         return results
 
     def set(self, batch: PageBatch) -> list[SetResult]:
+        self._check_open()
         if self.breaker is not None and self.breaker.writes.reason:
-            present = self.contains(batch.keys)
+            # A store that may hang is not asked, either: it would cost another deadline.
+            present = [False] * len(batch) if self.breaker.examining else self.contains(batch.keys)
             self.metrics.add("rejected", "paused", present.count(False))
             return [SetResult.EXISTS if there else SetResult.REJECTED for there in present]
         call = self._writes.begin("set", len(batch), sum(batch.sizes))
@@ -252,6 +255,13 @@ class GuardedStore(DelegatingStore):
         call = Call("get", len(batch), self._clock(), self._reads.longest)
         work = functools.partial(self._in_time, call, batch, self.inner.get, GetResult)
         return self._in_turn(call, work, [GetResult.REJECTED])
+
+    def _look_up_to_probe(self, key: bytes) -> bool:
+        """A look-up of the breaker's own, as above: whether it was answered."""
+        call = Call("contains", 1, self._clock(), self._look_ups.longest)
+        ask: Callable[[], list[bool] | None] = functools.partial(self.inner.contains, [key])
+        work = ask if self.deadline is None else functools.partial(self.deadline.answer, call, ask, None)
+        return self._in_turn(call, work, None) is not None and not call.unanswered.pages
 
     def _transfer(
         self, call: Call, batch: PageBatch, move: Callable[[PageBatch], list[R]], kind: type[R], moved: R
@@ -319,6 +329,8 @@ class GuardedStore(DelegatingStore):
         evidence = 0
         try:
             answer = self._in_turn(call, work, refused)
+            # Our own queue is no evidence against the tier.
+            evidence = judge(ticket, answer, self._clock() - begun - call.queued)
         except StoreClosedError:
             raise
         except Exception as error:  # noqa: BLE001 - a store that breaks its promise is a store that failed
@@ -327,9 +339,6 @@ class GuardedStore(DelegatingStore):
             answer = failed
             if self.breaker is not None:
                 self.breaker.raised(ticket, call, error)
-        else:
-            # Our own queue is no evidence against the tier.
-            evidence = judge(ticket, answer, self._clock() - begun - call.queued)
         call.ended(evidence, self._clock())
         return answer
 

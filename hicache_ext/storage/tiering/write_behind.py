@@ -34,7 +34,7 @@ _FORGOTTEN_AT_ONCE = 1000
 _COPIED_AT_ONCE = 16 << 20
 """Bytes of a batch that take their space, and are copied, before others have their turn."""
 _MOST_REFUSALS = 3
-"""How often a tier may answer REJECTED for a page while it takes others: it never takes it, and it is dropped."""
+"""How often a tier may answer REJECTED for a page while it stores others: it never takes it, and it is dropped."""
 _FIRST_SPACE_WAIT, _SHORTEST_SPACE_WAIT, _LONGEST_SPACE_WAIT = 1.0, 0.25, 5.0
 """Seconds for which an offer waits for space while nothing leaves the queue: twice what the last batch took."""
 _LONGEST_WAIT = 600.0
@@ -302,15 +302,19 @@ class WriteBehind:
         self._written(results)
         with self._condition:
             self._under_way.clear()
-            taken = SetResult.STORED in results or SetResult.EXISTS in results
+            # EXISTS says nothing: a tier that takes no pages may have some of them.
+            taken = SetResult.STORED in results
             dropped = self._settle(batch.keys, results, taken)
-            self._refusals_in_a_row = 0 if taken else self._refusals_in_a_row + 1
+            waits = not taken and any(key in self._waiting for key in batch.keys)
             if taken:
+                self._refusals_in_a_row = 0
+            elif waits or dropped:
+                self._refusals_in_a_row += 1
+            if taken or not (waits or dropped):
                 self._batches_taken += 1
                 self._stalled = False
                 seconds = 2 * (time.monotonic() - begun)
                 self._space_wait = min(max(_SHORTEST_SPACE_WAIT, seconds), _LONGEST_SPACE_WAIT)
-            waits = not taken and any(key in self._waiting for key in batch.keys)
             self._publish_levels()
             self._condition.notify_all()
         if dropped:

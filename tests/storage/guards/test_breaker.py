@@ -14,7 +14,7 @@ from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import BreakerState, WritePause
 from hicache_ext.storage.contract.base import TierStore
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.guards.breaker import LONGEST_PROBE_INTERVAL, BreakerSettings, Outcome, TierBreaker
+from hicache_ext.storage.guards.breaker import _LEARNT, LONGEST_PROBE_INTERVAL, BreakerSettings, Outcome, TierBreaker
 from hicache_ext.storage.guards.pipeline import GuardedStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import HostPages, assert_hits, page_keys, read_pages, store_pages
@@ -41,7 +41,7 @@ class Noting(TierBreaker):
     def __init__(self, clock: Clock, changes: list[tuple[BreakerState, str]], slow_start: float = 10.0) -> None:
         self._changes = changes
         settings = BreakerSettings(slow_start=slow_start)
-        super().__init__(MemoryPageStore("none"), settings, lambda batch: [GetResult.ERROR], clock)
+        super().__init__(MemoryPageStore("none"), settings, lambda batch: [GetResult.ERROR], lambda key: False, clock)
 
     def _changed(self, state: BreakerState, reason: str) -> None:
         self._changes.append((state, reason))
@@ -373,7 +373,8 @@ def test_failing_writes_pause_writes_and_nothing_else(
         store_pages(store, page_keys(1, f"{number}"))
         assert_hits(store, [KEY])
         assert store.contains([KEY]) == [True]
-    # What is there is said to be there.
+    # What is there is said to be there, once it is known that the store does not hang.
+    wait_until(lambda: not store.breaker.examining)
     assert store_pages(store, [KEY, OTHER]) == [SetResult.EXISTS, SetResult.REJECTED]
     assert store.metrics.value("rejected", "paused") >= 57
     assert store.breaker.state is CLOSED and "writes pause" in caplog.text
@@ -395,6 +396,51 @@ def test_the_pauses_of_writes_grow_and_end_with_the_first_one_that_is_taken(cloc
     assert pause.end() and not pause.end() and not pause.reason and not pause.in_doubt
 
 
+class Refusing(MemoryPageStore):
+    """Has pages that somebody wrote, and takes no others while ``refuses``."""
+
+    def __init__(self) -> None:
+        super().__init__("far")
+        self.refuses = False
+        store_pages(self, page_keys(3, "old"))
+        self.refuses = True
+
+    def _write(self, batch: PageBatch) -> list[SetResult]:
+        if not self.refuses:
+            return super()._write(batch)
+        results = [SetResult.EXISTS if there else SetResult.ERROR for there in self._has(batch.keys)]
+        self.count_errors({"NOPERM": results.count(SetResult.ERROR)})
+        return results
+
+
+def test_pages_that_exist_do_not_say_that_writes_are_taken(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Seen: with a known page in each batch, 2400 pages were refused and nobody said so; with one in every second batch
+    the log was flooded."""
+    inner = Refusing()
+    store = guard(inner, clock=clock, breaker=BreakerSettings(), retries=1)
+    old = page_keys(3, "old")
+    for number in range(600):
+        clock.now += 0.5
+        store_pages(store, [*old[: number % 4], *page_keys(number % 7, f"{number}")])
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2 and "every write fails (NOPERM)" in lines[0] and "writes pause" in lines[1], lines
+    assert store.breaker.writes.in_doubt and inner.metrics.levels()["failing", "write"] == 1.0
+    inner.refuses = False
+    clock.now += 60
+    store_pages(store, [*old, *page_keys(1, "new")])
+    assert not store.breaker.writes.in_doubt and inner.metrics.levels()["failing", "write"] == 0.0
+    store.close()
+
+
+def test_an_answer_that_cannot_be_judged_is_a_failure_and_not_raised() -> None:
+    inner = MemoryPageStore()
+    store = guard(inner, breaker=BreakerSettings())
+    inner.count_leading = lambda keys: None  # type: ignore[assignment, method-assign, return-value]
+    assert store.count_leading([KEY]) == 0
+    assert store.metrics.value("error", "raised") == 1
+    store.close()
+
+
 def test_a_write_that_hangs_has_the_tier_probed_before_a_read_pays_for_it(hung: HungStore) -> None:
     store = guard(hung, timeout=0.1, bounce_memory=1 << 20, breaker=BreakerSettings(probe_interval=60.0))
     hung.hang()
@@ -402,6 +448,45 @@ def test_a_write_that_hangs_has_the_tier_probed_before_a_read_pays_for_it(hung: 
     wait_until(lambda: store.breaker.state is OPEN)
     assert read_pages(store, [KEY])[0] == [GetResult.REJECTED]
     hung.let_go()
+    store.close()
+
+
+def test_a_store_that_may_hang_is_not_asked_which_pages_it_has(hung: HungStore) -> None:
+    """Seen: a second write waited for a second deadline while the probe of the first one was under way."""
+    store = guard(hung, timeout=60.0, bounce_memory=1 << 20, breaker=BreakerSettings(probe_interval=60.0))
+    hung.hang()
+    set_timeout(store, 0.05)
+    store._reads.longest = 60.0  # that of the probe
+    assert store_pages(store, [KEY]) == [SetResult.TIMEOUT]
+    store._look_ups.longest = 60.0
+    wait_until(lambda: hung.waiting == 2)
+    assert store_pages(store, [KEY, OTHER]) == [SetResult.REJECTED] * 2
+    assert hung.calls == 2 and store.metrics.value("rejected", "paused") == 2
+    hung.let_go()
+    wait_until(lambda: not store.breaker.examining)
+    assert store.contains([KEY]) == [True] and store_pages(store, [KEY]) == [SetResult.EXISTS]
+    store.close()
+
+
+@pytest.mark.parametrize("outcome", [Outcome.LATE, Outcome.TIMEOUT])
+def test_a_write_that_was_cut_early_pauses_writes_until_a_probe_is_answered(outcome: Outcome) -> None:
+    store = guard(MemoryPageStore(), timeout=5.0, breaker=BreakerSettings())
+    breaker = store.breaker
+    late = outcome is Outcome.LATE
+    breaker.record_write(breaker.admit(), outcome, "a call did not end" + _LEARNT * late)
+    wait_until(lambda: not breaker.examining)
+    assert store_pages(store, [KEY]) == [SetResult.STORED if late else SetResult.REJECTED]
+    store.close()
+
+
+def test_a_tier_that_is_in_full_use_again_is_written_again(clock: Clock) -> None:
+    store = guard(MemoryPageStore(), clock=clock, breaker=BreakerSettings(slow_start=0.0))
+    for _ in range(5):
+        store.breaker.record_write(store.breaker.admit(), Outcome.FAILED, "failed")
+    assert store.breaker.writes.reason
+    store.breaker.trip("gone")
+    store.breaker.recover()
+    assert store.breaker.state is CLOSED and not store.breaker.writes.in_doubt
     store.close()
 
 
@@ -433,6 +518,21 @@ def test_pages_that_could_not_be_asked_for_are_no_absent_pages(look_up: str, cap
         assert getattr(store, look_up)([KEY, OTHER]) in ([False, False], 0)
     assert store.breaker.state is OPEN
     assert "2 of 2 pages could not be looked up (EACCES)" in caplog.text
+    store.close()
+
+
+def test_look_ups_that_failed_are_probed_with_look_ups() -> None:
+    """Seen: each good read had the look-ups come back, fail and open it again, with three lines each time."""
+    refusals = {"": True}
+    inner = Unreachable("far")
+    inner._has = lambda keys: [False] * len(keys) if not refusals else Unreachable._has(inner, keys)  # type: ignore[method-assign]
+    store = guard(inner, breaker=QUICK, timeout=5.0)
+    for _ in range(3):
+        store.contains([KEY])
+    wait_until(lambda: store.metrics.value("breaker_probe", "bad") >= 3)
+    assert store.breaker.state is OPEN and not store.metrics.value("breaker_probe", "good")
+    refusals.clear()
+    wait_until(lambda: store.breaker.state is CLOSED)
     store.close()
 
 

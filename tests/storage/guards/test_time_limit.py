@@ -45,7 +45,8 @@ class Pool(PageStoreWrapper):
         return self.inner.set(batch) if self._takes("set") else [SetResult.TIMEOUT] * len(batch)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        return self.inner.contains(keys) if self._takes("look_up") else [False] * len(keys)
+        in_time = self._takes("look_up" if len(keys) > 1 else "probe")
+        return self.inner.contains(keys) if in_time else [False] * len(keys)
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         return self.inner.count_leading(keys) if self._takes("look_up") else 0
