@@ -536,6 +536,16 @@ def test_look_ups_that_failed_are_probed_with_look_ups() -> None:
     store.close()
 
 
+def test_probes_are_no_calls_that_fail() -> None:
+    inner = MemoryPageStore("far")
+    store = guard(inner, breaker=BreakerSettings(probe_interval=0.01), timeout=5.0)
+    inner._read = lambda batch: [GetResult.TIMEOUT] * len(batch)  # type: ignore[method-assign]
+    read_pages(store, [KEY])
+    wait_until(lambda: store.metrics.value("breaker_probe", "bad") >= 4)
+    assert inner.metrics.levels()["failing", "read"] == 0.0
+    store.close()
+
+
 def test_a_connection_that_is_gone_counts_for_readers_too() -> None:
     store = guard(Unreachable("far"), breaker=BreakerSettings(probe_interval=60.0))
     for number in range(3):
