@@ -212,8 +212,8 @@ class GuardedStore(DelegatingStore):
 
     def set(self, batch: PageBatch) -> list[SetResult]:
         self._check_open()
-        if self.breaker is not None and self.breaker.writes.reason:
-            # A store that may hang is not asked, either: it would cost another deadline.
+        if self.breaker is not None and (self.breaker.examining or self.breaker.writes.reason):
+            # A store that may hang is not asked, either, however short the pause: it would cost another deadline.
             present = [False] * len(batch) if self.breaker.examining else self.contains(batch.keys)
             self.metrics.add("rejected", "paused", present.count(False))
             return [SetResult.EXISTS if there else SetResult.REJECTED for there in present]

@@ -460,6 +460,7 @@ def test_a_store_that_may_hang_is_not_asked_which_pages_it_has(hung: HungStore) 
     assert store_pages(store, [KEY]) == [SetResult.TIMEOUT]
     store._look_ups.longest = 60.0
     wait_until(lambda: hung.waiting == 2)
+    store.breaker.writes.end()  # as after its time
     assert store_pages(store, [KEY, OTHER]) == [SetResult.REJECTED] * 2
     assert hung.calls == 2 and store.metrics.value("rejected", "paused") == 2
     hung.let_go()
