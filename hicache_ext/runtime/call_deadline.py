@@ -27,6 +27,8 @@ class Unanswered:
     reason: str = ""
     connection_lost: bool = False
     """By any kind of call: all others would meet it, too."""
+    is_probe: bool = False
+    """Nobody else asks: the call is a guard's own."""
 
 
 _deadline: ContextVar[float] = ContextVar("hicache_ext_call_deadline", default=math.inf)
@@ -63,6 +65,12 @@ def tell_connection_lost() -> None:
     told = _unanswered.get()
     if told is not None:
         told.connection_lost = True
+
+
+def is_probe() -> bool:
+    """Whether the current call is a guard's own."""
+    told = _unanswered.get()
+    return told is not None and told.is_probe
 
 
 @contextmanager

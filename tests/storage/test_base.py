@@ -161,6 +161,38 @@ def test_a_leading_run_is_a_number_also_where_pages_could_not_be_asked_for():
     assert store.count_leading(keys) == 2 and store.contains(keys) == [True, True, False, True]
 
 
+def lines_about_failing(caplog):
+    return [line for record in caplog.records if " fails (" in (line := record.getMessage())]
+
+
+def test_a_line_about_failing_calls_names_their_own_reason(caplog):
+    store, keys = BrokenStore(), page_keys(1)
+    store.error = OSError(errno.EIO, "broken")
+    read_pages(store, keys)
+    store.error = None
+    store._read = lambda batch: [GetResult.TIMEOUT] * len(batch)
+    for _ in range(3):
+        read_pages(store, keys)
+    (line,) = lines_about_failing(caplog)
+    assert "every read fails (timeout)" in line
+
+
+def test_a_full_tier_does_not_fail_whatever_happens_beside_it(caplog):
+    store, keys = BrokenStore(), page_keys(1)
+
+    def full(batch):
+        # Another thread's read fails meanwhile.
+        beside = threading.Thread(target=store.count_error, args=[OSError(errno.EIO, "broken")])
+        beside.start()
+        beside.join()
+        return [SetResult.REJECTED] * len(batch)
+
+    store._write = full
+    for _ in range(5):
+        store_pages(store, keys)
+    assert not lines_about_failing(caplog) and store.metrics.levels()["failing", "write"] == 0.0
+
+
 def test_what_one_thread_goes_through_no_other_changes():
     """Seen: a set that was added to meanwhile raised RuntimeError out of get() and set()."""
     store, keys = BrokenStore(), page_keys(1)

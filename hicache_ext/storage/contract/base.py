@@ -19,11 +19,13 @@ from __future__ import annotations
 import abc
 import errno
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, ClassVar, TypeVar
 
 from hicache_ext.errors import ClearLaterError, StoreClosedError, UnansweredError
-from hicache_ext.runtime.call_deadline import tell_connection_lost, tell_unanswered
+from hicache_ext.runtime.call_deadline import is_probe, tell_connection_lost, tell_unanswered
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
@@ -46,6 +48,8 @@ _COSTS = {
     "look_up": "every look-up fails (%s): none of its pages is found",
 }
 _Result = TypeVar("_Result", GetResult, SetResult)
+_reasons: ContextVar[list[str] | None] = ContextVar("hicache_ext_reasons", default=None)
+"""Why the medium failed the current call, or refuses it."""
 
 
 class TierStore(abc.ABC):
@@ -66,7 +70,7 @@ class TierStore(abc.ABC):
         self._said: set[tuple[str, str]] = set()
         """Kinds that fail, and reasons."""
         self._errors = (0, "")
-        """How many there were, and the reason of the last one."""
+        """How many there were, and the reason of the last one: for a call whose own ones are noted on other threads."""
         self._failing_log = LimitedLog(logger, _SAID_AGAIN)
         for kind in _COSTS:
             self.metrics.set_level("failing", kind, 0.0)
@@ -189,6 +193,8 @@ class TierStore(abc.ABC):
     def note_refusal(self, reason: str) -> None:
         """The medium failed, or refuses what it is asked for; ``reason`` is for the log."""
         self._errors = self._errors[0] + 1, reason
+        if (mine := _reasons.get()) is not None:
+            mine.append(reason)
 
     # -- calls of the hooks ------------------------------------------------------------------------------------------
 
@@ -197,10 +203,10 @@ class TierStore(abc.ABC):
     ) -> list[_Result]:
         """The results of a batch, counted."""
         pages = len(batch.sizes)
-        with self._calls:
+        with self._calls, _noting_reasons() as reasons:
             if pages == 0:
                 return []
-            errors = self._errors
+            errors = self._errors[0]
             try:
                 results = one_for_each(hook(batch), pages)
             except Exception as error:  # noqa: BLE001 - whatever a medium or its client library makes of it
@@ -210,8 +216,9 @@ class TierStore(abc.ABC):
         # A page that EXISTS was not written: it says nothing.
         if moved in results or (call == "get" and sum(unmoved) < pages):
             self._note_answered(call)
-        elif errors != self._errors or unmoved[0] + unmoved[1]:
-            self._note_failing(call, self._errors[1] or "timeout")
+        elif reasons or unmoved[0] + unmoved[1]:
+            others = [self._errors[1]] if self._errors[0] != errors else ["error" if unmoved[0] else "timeout"]
+            self._note_failing(call, (reasons or others)[-1])
         self.metrics.add_many(call, counted(results))
         self.metrics.add("bytes", call, batch.bytes_of(moved, results))
         return results
@@ -230,7 +237,7 @@ class TierStore(abc.ABC):
         self, call: str, hook: Callable[[Any], _Answer], asked: Collection[bytes] | None, none: _Answer
     ) -> _Answer:
         """What the hook says of ``asked``; ``none`` where that is empty, or the medium failed."""
-        with self._calls:
+        with self._calls, _noting_reasons() as reasons:
             if asked is not None and not len(asked):
                 return none
             pages = 0 if asked is None else len(asked)
@@ -238,11 +245,12 @@ class TierStore(abc.ABC):
                 answer = hook(asked)
             except UnansweredError as error:
                 self.count_errors(error.reasons)
-                tell_unanswered(error.pages, error.of, self._errors[1])
+                reason = reasons[-1] if reasons else self._errors[1]
+                tell_unanswered(error.pages, error.of, reason)
                 if error.pages < error.of:
                     self._note_answered(call)
                 else:
-                    self._note_failing(call, self._errors[1])
+                    self._note_failing(call, reason)
                 return error.answer  # type: ignore[no-any-return]
             except Exception as error:  # noqa: BLE001 - as above
                 self._note_failed_call(error, call)
@@ -256,7 +264,7 @@ class TierStore(abc.ABC):
         return one_for_each(self._has(keys), len(keys))
 
     def _note_answered(self, call: str) -> None:
-        kind = _KINDS.get(call)
+        kind = None if is_probe() else _KINDS.get(call)
         if kind is not None and self._failed_calls[kind]:
             self._failed_calls[kind] = 0
             self.metrics.set_level("failing", kind, 0.0)
@@ -266,7 +274,7 @@ class TierStore(abc.ABC):
                 self._failing_log.log(logging.WARNING, kind, words, self.name, kind.replace("_", "-"))
 
     def _note_failing(self, call: str, reason: str) -> None:
-        kind = _KINDS.get(call)
+        kind = None if is_probe() else _KINDS.get(call)
         if kind is None:
             return
         self._failed_calls[kind] += 1
@@ -288,6 +296,16 @@ class TierStore(abc.ABC):
         # A medium that fails fails a thousand times a second.
         kind, told = f"{call}: {type(error).__name__}", None if in_short else error
         self._log.log(logging.WARNING, kind, "tier %s: %s: %r", self.name, call, error, exc_info=told)
+
+
+@contextmanager
+def _noting_reasons() -> Iterator[list[str]]:
+    reasons: list[str] = []
+    token = _reasons.set(reasons)
+    try:
+        yield reasons
+    finally:
+        _reasons.reset(token)
 
 
 def one_for_each(answers: list[_Answer], pages: int) -> list[_Answer]:

@@ -34,7 +34,7 @@ from typing import TypeVar
 from hicache_ext.config.tier import READ_TIMEOUT, WRITE_TIMEOUT, TierConfig
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.runtime.background import Backoff
-from hicache_ext.runtime.call_deadline import ending_at, must_answer_at_once
+from hicache_ext.runtime.call_deadline import Unanswered, ending_at, must_answer_at_once
 from hicache_ext.runtime.file_systems import is_on_network
 from hicache_ext.storage.contract.base import one_for_each
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
@@ -212,8 +212,8 @@ class GuardedStore(DelegatingStore):
 
     def set(self, batch: PageBatch) -> list[SetResult]:
         self._check_open()
-        if self.breaker is not None and self.breaker.writes.reason:
-            # A store that may hang is not asked, either: it would cost another deadline.
+        if self.breaker is not None and (self.breaker.examining or self.breaker.writes.reason):
+            # A store that may hang is not asked, either, however short the pause: it would cost another deadline.
             present = [False] * len(batch) if self.breaker.examining else self.contains(batch.keys)
             self.metrics.add("rejected", "paused", present.count(False))
             return [SetResult.EXISTS if there else SetResult.REJECTED for there in present]
@@ -252,13 +252,13 @@ class GuardedStore(DelegatingStore):
 
     def _read_to_probe(self, batch: PageBatch) -> list[GetResult]:
         """A read of the breaker's own: with the whole timeout."""
-        call = Call("get", len(batch), self._clock(), self._reads.longest)
+        call = Call("get", len(batch), self._clock(), self._reads.longest, unanswered=Unanswered(is_probe=True))
         work = functools.partial(self._in_time, call, batch, self.inner.get, GetResult)
         return self._in_turn(call, work, [GetResult.REJECTED])
 
     def _look_up_to_probe(self, key: bytes) -> bool:
         """A look-up of the breaker's own, as above: whether it was answered."""
-        call = Call("contains", 1, self._clock(), self._look_ups.longest)
+        call = Call("contains", 1, self._clock(), self._look_ups.longest, unanswered=Unanswered(is_probe=True))
         ask: Callable[[], list[bool] | None] = functools.partial(self.inner.contains, [key])
         work = ask if self.deadline is None else functools.partial(self.deadline.answer, call, ask, None)
         return self._in_turn(call, work, None) is not None and not call.unanswered.pages

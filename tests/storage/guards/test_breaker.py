@@ -460,6 +460,7 @@ def test_a_store_that_may_hang_is_not_asked_which_pages_it_has(hung: HungStore) 
     assert store_pages(store, [KEY]) == [SetResult.TIMEOUT]
     store._look_ups.longest = 60.0
     wait_until(lambda: hung.waiting == 2)
+    store.breaker.writes.end()  # as after its time
     assert store_pages(store, [KEY, OTHER]) == [SetResult.REJECTED] * 2
     assert hung.calls == 2 and store.metrics.value("rejected", "paused") == 2
     hung.let_go()
@@ -533,6 +534,16 @@ def test_look_ups_that_failed_are_probed_with_look_ups() -> None:
     assert store.breaker.state is OPEN and not store.metrics.value("breaker_probe", "good")
     refusals.clear()
     wait_until(lambda: store.breaker.state is CLOSED)
+    store.close()
+
+
+def test_probes_are_no_calls_that_fail() -> None:
+    inner = MemoryPageStore("far")
+    store = guard(inner, breaker=BreakerSettings(probe_interval=0.01), timeout=5.0)
+    inner._read = lambda batch: [GetResult.TIMEOUT] * len(batch)  # type: ignore[method-assign]
+    read_pages(store, [KEY])
+    wait_until(lambda: store.metrics.value("breaker_probe", "bad") >= 4)
+    assert inner.metrics.levels()["failing", "read"] == 0.0
     store.close()
 
 
