@@ -1,8 +1,8 @@
 """One server of the tier: its connections, and whether it is up.
 
-A node goes down when it cannot be connected to, or when a read or a look-up misses a deadline or is refused. From then
-on calls answer at once for its pages, and it is tried in the background until it is back: no call waits twice for a
-node that is gone. Writes that it refuses, whatever it says, pause writes to it and nothing else.
+A node goes down when it cannot be connected to, or when a read or a look-up misses a deadline or is refused, and also
+for pages that nobody has. From then on calls answer at once for its pages, and it is tried in the background until it
+is back: no call waits twice for a node that is gone. Writes that it refuses pause writes to it and nothing else.
 """
 
 from __future__ import annotations

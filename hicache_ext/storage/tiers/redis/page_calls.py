@@ -66,18 +66,8 @@ on its way here. 0 also where nothing is there."""
 _REJECTED = {"OOM": "memory", "READONLY": "readonly"}
 """Refusals of writes that are states of a healthy server, and their names in the metrics. The others are errors; what
 follows from all of them is the same."""
-_OF_THE_SERVER = {
-    *_REJECTED.values(),
-    "MISCONF",
-    "NOREPLICAS",
-    "NOPERM",
-    "NOAUTH",
-    "BUSY",
-    "LOADING",
-    "MASTERDOWN",
-    "CLUSTERDOWN",
-}
-"""Refusals of any write. Other ones may be of one page."""
+_OF_THE_SERVER = {*_REJECTED.values(), "MISCONF", "NOREPLICAS", "NOPERM"}
+"""Refusals of any write, so that no more payload is sent. Of other ones it is found out."""
 REMOVES = (b"UNLINK", b"SCAN")
 """Commands that only clear() and the removal of damaged pages need."""
 WRITES = (b"SET", b"STRLEN", *REMOVES)

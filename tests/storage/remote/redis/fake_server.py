@@ -69,6 +69,8 @@ class FakeServer:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
+            # As servers do: replies to several requests are sent one by one.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.connections += 1
             self._sockets.append(connection)
             thread = threading.Thread(target=self._serve, args=(connection,))
