@@ -789,7 +789,7 @@ def test_page_files_are_found_alike_by_either_way(tmp_path, monkeypatch, ttl):
     store = PageFileStore("disk", tmp_path / "tier", capacity=None, ttl=ttl)
     files, keys = store._packs, page_keys(48) + page_keys(8, identity=bytes(15) + b"\7")
     for key in keys[:40] + keys[48:52]:
-        assert files.write(PageBatch([key], [[memoryview(bytes(100))]]), [0])[0] is None
+        assert files.write(PageBatch([key], [[memoryview(bytes(100))]]), [0])[0] is SetResult.STORED
     paths = [Path(store._directory.page_path(key)) for key in keys]
     for number, spoil in enumerate(
         [
