@@ -57,7 +57,10 @@ computing twice: the spread is measured on few prompts."""
 
 def configure(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--url", help="a server that runs, such as http://127.0.0.1:30000; its caches are flushed")
+    where.add_argument(
+        "--url",
+        help="a server that runs, such as http://127.0.0.1:30000: it is flushed, and its storage keeps the prompts",
+    )
     where.add_argument(
         "--launch", metavar="FLAGS", help="start one with these flags, with a file tier if they name none"
     )
@@ -134,7 +137,9 @@ def _server(arguments: argparse.Namespace) -> Iterator[tuple[SglangClient, Calla
         if arguments.restart is not None:
 
             def restart() -> None:
-                subprocess.run(arguments.restart, shell=True, check=False, stdout=sys.stderr)
+                code = subprocess.run(arguments.restart, shell=True, check=False, stdout=2).returncode
+                if code != 0:
+                    raise ServerError(f"--restart ended with {code}")
                 _wait_for(server)
 
         yield server, restart

@@ -246,6 +246,16 @@ def test_a_server_without_storage_or_that_dies_is_no_proof(
     assert "It could not be tried: the server died" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("shell", "code"), [("true", 0), ("exit 3", 2)])
+def test_a_restart_is_a_command_that_has_to_end_well(
+    shell: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(Server(), monkeypatch, "--restart", shell) == code
+    printed = capsys.readouterr()
+    assert ("600 tokens, restarted" in printed.out) == (code == 0)
+    assert ("--restart ended with 3" in printed.err) == (code == 2)
+
+
 def test_the_key_of_a_server_is_sent_and_never_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
