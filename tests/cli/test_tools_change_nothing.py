@@ -174,7 +174,7 @@ def test_another_layout_is_reported_and_stays(tmp_path: Path, capsys: pytest.Cap
     before = seen(path)
     code, found = doctor(capsys, configuration(tmp_path, path, layout="slab"))
     assert code == 1
-    assert "holds format 1, layout 'pages'" in found["open"]["seen"]
+    assert "holds format 2, layout 'pages'" in found["open"]["seen"]
     assert seen(path) == before
 
 
