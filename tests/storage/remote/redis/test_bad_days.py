@@ -69,8 +69,9 @@ def test_a_server_that_became_a_replica_is_read_and_its_writes_pause_with_one_li
     # What is there is said to be there.
     assert set(outcomes[1::2]) == {SetResult.EXISTS}
     assert [node.up for node in store._topology.nodes] == [True]
-    said = lines_of(caplog)
-    assert len(said) == 1 and "refuses writes (readonly)" in said[0]
+    # One of the node, and one of the tier, which tells what to do.
+    pause, failing = lines_of(caplog)
+    assert "refuses writes (readonly)" in pause and "every write fails (readonly)" in failing
     assert store.metrics.value("rejected", "readonly") == len(outcomes[::2])
 
 
