@@ -132,9 +132,11 @@ def test_a_server_that_rounds_otherwise_each_time_sets_the_measure(wrong: float,
     assert proven(Server(noise=0.01, wrong=wrong)).verdict == verdict
 
 
-def test_the_least_difference_counts_where_computing_twice_makes_none() -> None:
-    proof = proven(Server(wrong=1e-9))
-    assert proof.verdict == DIFFERENT
+@pytest.mark.parametrize(("wrong", "verdict"), [(1e-5, WITHIN), (1e-3, DIFFERENT)])
+def test_a_small_difference_counts_where_computing_twice_makes_none(wrong: float, verdict: str) -> None:
+    """Seen: four at once differed by 8e-6 from what was computed in other batches, twice without a difference."""
+    proof = proven(Server(wrong=wrong))
+    assert proof.verdict == verdict
     assert all(case.restored.first is None for case in proof.cases)
 
 
