@@ -15,7 +15,7 @@ BUDGETS = {
     "storage.tiers.redis": (3_610, 2_500),
     "testing": (3_608, 2_800),
     "bench": (1_655, 1_600),
-    "cli, doctor": (4_458, 2_500),
+    "cli, doctor": (4_454, 2_500),
     "storage.contract": (3_359, 2_600),
     "page": (3_007, 2_300),
     "runtime": (2_676, 1_900),

@@ -16,11 +16,12 @@ import json
 import math
 import random
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -434,7 +435,7 @@ class _Asked:
         for others in (again, cached, in_another_batch):
             for one, other in zip(computed, others, strict=True):
                 case.spread = case.spread.joined(difference(one, other))
-        case.computed_seconds = _median(answer.time_to_first_token for answer in computed)
+        case.computed_seconds = statistics.median_high(answer.time_to_first_token for answer in computed)
         return [computed, cached]
 
     def restore(self, case: Case, prompts: Sequence[Prompt], known: Sequence[Sequence[Generation]]) -> None:
@@ -450,7 +451,7 @@ class _Asked:
             least = min(answer.cached.storage for answer in answers)
             if least > case.restored_tokens:
                 case.restored_tokens = least
-                case.restored_seconds = _median(answer.time_to_first_token for answer in answers)
+                case.restored_seconds = statistics.median_high(answer.time_to_first_token for answer in answers)
             if least >= (case.prompt_tokens - TAIL) // self.page * self.page:
                 return
 
@@ -474,11 +475,6 @@ class _Asked:
             return threads.run(len(prompts), lambda at: ask(prompts[at]), len(prompts))
         finally:
             threads.close()
-
-
-def _median(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]
 
 
 # -- what is said of it ------------------------------------------------------------------------------------------------
