@@ -19,6 +19,7 @@ from hicache_ext.storage.tiers.file.inspector import reason_it_is_bad
 from hicache_ext.storage.tiers.file.pages import catalogue, space
 from hicache_ext.storage.tiers.file.pages import packs as packs_module
 from hicache_ext.storage.tiers.file.pages import store as store_module
+from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.tree import MOST_PAGES, PackFile, file_name
 from hicache_ext.storage.tiers.file.pins import add_pin
 from hicache_ext.testing.conformance.pages import (
@@ -456,6 +457,19 @@ def test_the_number_of_pages_is_that_of_page_files_and_of_pages_in_packs_that_li
     store_pages(store, [page_key("alone")])
     store.remove(KEYS[2:4])
     assert store.fullness().pages == 5
+
+
+def test_pages_that_come_during_a_look_are_not_told_of_without_their_bytes(open_store, monkeypatch):
+    store, count = open_store(), PageDirectory.count_pages
+
+    def late(directory: PageDirectory, fan_outs: int) -> int:
+        store_pages(store, KEYS)
+        return count(directory, fan_outs)
+
+    monkeypatch.setattr(PageDirectory, "count_pages", late)
+    seen = store.fullness()
+    assert seen.pages == len(KEYS)
+    assert seen.used > 0
 
 
 # -- tools -------------------------------------------------------------------------------------------------------------

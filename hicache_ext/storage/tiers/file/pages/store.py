@@ -136,15 +136,16 @@ class PageFileStore(PathStore):
     def fullness(self) -> Fullness:
         """The number of pages is exact in a small directory and estimated in a large one. Raises OSError."""
         with self._calls:
+            if time.monotonic() >= self._count_pages_at:
+                self._pages = self._directory.count_pages(_FAN_OUTS_COUNTED)
+                self._count_pages_at = time.monotonic() + _COUNT_INTERVAL
+            # After the count: what was counted has its bytes in the account, or reserved there.
             used, capacity = self.used_bytes(), self._capacity
             if capacity is None:
                 disk = os.statvfs(self._directory.path)
                 free = disk.f_bavail * disk.f_frsize
             else:
                 free = max(0, capacity - used)
-            if time.monotonic() >= self._count_pages_at:
-                self._pages = self._directory.count_pages(_FAN_OUTS_COUNTED)
-                self._count_pages_at = time.monotonic() + _COUNT_INTERVAL
             return Fullness(capacity, used, free, self._pages, self.no_space_since)
 
     # -- reading ---------------------------------------------------------------------------------------------------
