@@ -307,7 +307,7 @@ def test_every_key_is_documented() -> None:
 def test_every_example_in_the_documentation_is_valid() -> None:
     page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
     examples = [block.split("```")[0] for block in page.split("```yaml\n")[1:]]
-    assert [load_config(yaml.safe_load(text)).role for text in examples] == ["auto", "prefill", "auto"]
+    assert [load_config(yaml.safe_load(text)).role for text in examples] == ["auto"]
 
 
 def test_a_key_that_is_gone_says_what_decides_instead() -> None:
