@@ -1,5 +1,5 @@
-/* The words of a slab index, page by page: storage/tiers/file/slab/slot_code.py says what each word means, and does the
- * same in Python. All processes on a directory map them, with this code or with that one.
+/* The words of a slab index, page by page: storage/tiers/file/slab/index_words.py says what each word means. All
+ * processes on a directory map them.
  *
  *   rows        a row per slot; what is true
  *   sets        a hash table of the pages, WAYS entries a set; an entry counts only if the row it names says the same

@@ -55,9 +55,9 @@ from hicache_ext.storage.tiers.file.slab.index_memory import (
     remove_left_sockets,
     shared_index,
 )
+from hicache_ext.storage.tiers.file.slab.index_words import Words
 from hicache_ext.storage.tiers.file.slab.rebuild import Rebuild
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab, SlabFile
-from hicache_ext.storage.tiers.file.slab.slot_code import Words
 
 CHANGING, JOINING, REBUILDING, NOTING = range(4)
 """Bytes of PATH/v3/lock."""

@@ -1,4 +1,4 @@
-"""The pages of one call between their slots and host memory in the native core (moves.c), where it is there.
+"""The pages of one call between their slots and host memory in the native core (moves.c).
 
 Most of what a page costs in Python is spent here otherwise, and all of it under the GIL, which SGLang's scheduler
 wants. What the core does not call done (a page that is not what was asked for, a flag that the file system does not
@@ -31,6 +31,7 @@ from hicache_ext.storage.contract.store import PageBatch, key_words
 from hicache_ext.storage.tiers.file.devices import RWF_DONTCACHE, IoPlan, Mode
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
+from hicache_ext.storage.tiers.file.slab.index_words import ROW_WORDS, SEAL
 from hicache_ext.storage.tiers.file.slab.shapes import (
     HEADER,
     NO_SLOTS,
@@ -40,7 +41,6 @@ from hicache_ext.storage.tiers.file.slab.shapes import (
     are_of_one_size,
     slot_size_of,
 )
-from hicache_ext.storage.tiers.file.slab.slot_code import ROW_WORDS, SEAL
 
 AT_ONCE = 512 << 10
 """Bytes moved by one system call through the page cache: they must stay in the processor's cache until checked."""
@@ -227,8 +227,7 @@ class PageMoves:
         self._plan = plan
         self._metrics = metrics
         self._io = io
-        # Loaded when a tier opens and not by its first call.
-        native.core()
+        self._core = native.needed()
 
     def to_read(
         self, batch: PageBatch, pages: SlotReferences, slab_of: Callable[[int], Slab | None], threads: int
@@ -250,8 +249,8 @@ class PageMoves:
         slab_of: Callable[[int], Slab | None],
         threads: int,
     ) -> Moving:
-        core, count = native.core(), len(pages.positions)
-        if core is None or not count or not are_of_one_size(batch.sizes):
+        core, count = self._core, len(pages.positions)
+        if not count or not are_of_one_size(batch.sizes):
             return _nothing_but(pages)
         payload, memory = batch.sizes[0], addresses_of(batch.buffers, writable=into_memory)
         if memory is None or len(memory.segment_sizes) > _MOST_SEGMENTS or memory.page_bytes != payload:

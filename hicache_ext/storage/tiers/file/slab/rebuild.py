@@ -17,7 +17,6 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from hicache_ext import native
 from hicache_ext.errors import IndexBusyError
@@ -25,8 +24,8 @@ from hicache_ext.page import envelope
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 from hicache_ext.runtime.file_lock import OfdLock
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
+from hicache_ext.storage.tiers.file.slab.index_words import BAD_HEADERS
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab, SlabFile
-from hicache_ext.storage.tiers.file.slab.slot_code import BAD_HEADERS
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,6 @@ _LOG_INTERVAL = 10.0
 HEADER_WORDS = HEADER // 8
 KEY, PAYLOAD_LENGTH, CREATED_MS = slice(2, 8), 8, 11
 """Words of a header (docs/page-format.md)."""
-_CHECKED = HEADER - envelope.SEAL_LENGTH
 _START = np.frombuffer(bytearray(envelope.PAGE_START), np.int64)
 
 Headers = npt.NDArray[np.int64]
@@ -226,23 +224,6 @@ class CheckHeaders(native.Arguments):
 
 def checked_headers(headers: Headers) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
     """The seals of these headers, a row each, and which of them are headers of pages."""
-    core = native.core()
-    if core is None:
-        return checked_in_python(headers)
     seals, valid = np.zeros((len(headers), 2), np.uint64), np.zeros(len(headers), np.bool_)
-    core(CheckHeaders(native.address(headers), len(headers), *map(native.address, [_START, seals, valid])))
+    native.needed()(CheckHeaders(native.address(headers), len(headers), *map(native.address, [_START, seals, valid])))
     return seals, valid
-
-
-def checked_in_python(headers: Headers) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
-    """The same, without the core."""
-    seals = np.zeros((len(headers), 2), np.uint64)
-    found = (headers[:, 0] == _START[0]) & (headers[:, 1] == _START[1])
-    digest = xxhash.xxh3_128_digest
-    for at in np.flatnonzero(found).tolist():
-        content = headers[at].tobytes()
-        if digest(content[:_CHECKED]) == content[_CHECKED:]:
-            seals[at] = np.frombuffer(envelope.seal_of(content), np.uint64)
-        else:
-            found[at] = False
-    return seals, found

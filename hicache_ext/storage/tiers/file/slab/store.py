@@ -33,11 +33,11 @@ from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
 from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore, oldest_valid_ms
 from hicache_ext.storage.tiers.file.pins import PinnedPages
-from hicache_ext.storage.tiers.file.slab import slot_code
+from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.allocator import SlotAllocator
 from hicache_ext.storage.tiers.file.slab.directory import slab_directory
 from hicache_ext.storage.tiers.file.slab.index import milliseconds
-from hicache_ext.storage.tiers.file.slab.lookup import hashes_of
+from hicache_ext.storage.tiers.file.slab.index_words import BAD_HEADERS, Words, hashes_of
 from hicache_ext.storage.tiers.file.slab.page_moves import Moving, PageMoves, SlotIo
 from hicache_ext.storage.tiers.file.slab.rebuild import KEY, SlabFiles, read_headers
 from hicache_ext.storage.tiers.file.slab.shapes import (
@@ -51,7 +51,6 @@ from hicache_ext.storage.tiers.file.slab.shapes import (
     sizes_at,
     slot_size_of,
 )
-from hicache_ext.storage.tiers.file.slab.slot_code import BAD_HEADERS, Words
 
 _PORTION = 1 << 13
 """Slots looked at, and headers read, at once: no other thread of the process waits for long."""
@@ -94,11 +93,11 @@ class SlabContents:
         memory = self._index.memory
         rows = memory.rows[slab.first_row + begin : slab.first_row + end]
         # What a slot holds before that it holds it: a page becomes one when all else is written.
-        hashes, states = rows[:, slot_code.HASH].copy(), rows[:, slot_code.STATE].copy()
-        pages = (states & slot_code.STATES == slot_code.PAGE) & (states >> slot_code.NUMBER_SHIFT == identity)
+        hashes, states = rows[:, index_words.HASH].copy(), rows[:, index_words.STATE].copy()
+        pages = (states & index_words.STATES == index_words.PAGE) & (states >> index_words.NUMBER_SHIFT == identity)
         if not pages.any():
             return np.empty(0, np.int64)
-        pages &= slot_code.is_current(memory.identities, states) & (rows[:, slot_code.CREATED] >= oldest)
+        pages &= index_words.is_current(memory.identities, states) & (rows[:, index_words.CREATED] >= oldest)
         seen = self._seen.get(slab.number)
         if seen is None or len(seen.hashes) != slab.slots:
             # The table may call another one by its number.
@@ -144,11 +143,11 @@ class SlabStore(PathStore):
 
     @property
     def no_space_since(self) -> int:
-        return int(self._index.memory.header[slot_code.NO_SPACE_SINCE])
+        return int(self._index.memory.header[index_words.NO_SPACE_SINCE])
 
     @no_space_since.setter
     def no_space_since(self, since: int) -> None:
-        self._index.memory.header[slot_code.NO_SPACE_SINCE] = since
+        self._index.memory.header[index_words.NO_SPACE_SINCE] = since
 
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
         self._left: deque[tuple[Numbers, int]] = deque()
@@ -302,7 +301,7 @@ class SlabStore(PathStore):
         same slot."""
         key = batch.keys[page.position]
         # Before it is looked up: a page that comes to this row from here on has another moment.
-        created = self._index.memory.rows[page.row, slot_code.CREATED].item()
+        created = self._index.memory.rows[page.row, index_words.CREATED].item()
         (now,) = self._index.locate([key]).pages() or (None,)
         if now is None or now._replace(position=page.position) != page:
             return False
