@@ -169,7 +169,7 @@ def write_in_python(slabs: Slabs, batch: PageBatch, placed: SlotReferences, crea
     for page in placed.pages():
         key, segments = batch.keys[page.position], batch.buffers[page.position]
         header = envelope.encode_header(key, segments, created_ms=created_ms)
-        assert io.write(slabs.slab(page.slab), page.slot, [header], [segments])
+        assert io.write(slabs.slab(page.slab), page.slot, header, segments)
 
 
 def assert_read_in_python(slabs: Slabs, batch: PageBatch, placed: SlotReferences, mode: str) -> None:
@@ -177,7 +177,7 @@ def assert_read_in_python(slabs: Slabs, batch: PageBatch, placed: SlotReferences
     for page in placed.pages():
         key, segments, size = batch.keys[page.position], batch.buffers[page.position], batch.sizes[page.position]
         slab = slabs.slab(page.slab)
-        assert io.read(slab, page.slot, [segments]) == size
+        assert io.read(slab, page.slot, segments) == size
         assert io.seal(slab.first_row + page.slot) == envelope.page_seal(key, size, segments)
         assert envelope.reason_to_refuse(io.header(slab, page.slot), key, segments) is None
 

@@ -2,18 +2,16 @@
 
 Most of what a page costs in Python is spent here otherwise, and all of it under the GIL, which SGLang's scheduler
 wants. What the core does not call done (a page that is not what was asked for, a flag that the file system does not
-know), and pages of several sizes, go the way of ``SlotIo``, which tells what they are.
+know), and pages of several sizes, go one by one the way of ``SlotIo``, which tells what they are.
 
-``SlotIo`` moves runs of pages in the mode that was planned for the path. O_DIRECT wants memory, lengths and offsets
-aligned to blocks of the disk. Slots are; the pages of a host pool mostly are not, unless SGLang allocates it
-page-aligned (``allocator: shm``). A run with a page that is not aligned goes through the page cache without staying
-there, and is counted.
+Pages move in the mode that was planned for the path. O_DIRECT wants memory, lengths and offsets aligned to blocks of
+the disk. Slots are; the pages of a host pool mostly are not, unless SGLang allocates it page-aligned (``allocator:
+shm``). A page that is not aligned goes through the page cache without staying there, and is counted.
 """
 
 from __future__ import annotations
 
 import errno
-import itertools
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -53,7 +51,7 @@ _START = np.frombuffer(bytearray(envelope.PAGE_START), np.int64)
 _SEAL = slice(SEAL, SEAL + envelope.SEAL_LENGTH // 8)
 _UNKNOWN_FLAG = (errno.EOPNOTSUPP, errno.EINVAL)
 ALIGNMENT = 512
-"""The smallest block of a disk. Where it is larger the kernel says EINVAL, and the run goes the other way."""
+"""The smallest block of a disk. Where it is larger the kernel says EINVAL, and the page goes the other way."""
 
 
 Page = Sequence[memoryview]
@@ -71,25 +69,21 @@ class SlotIo:
         self.read_flags = _flags(plan.read)
         self.write_flags = _flags(plan.write)
 
-    def read(self, slab: Slab, slot: int, run: Sequence[Page]) -> int:
-        """The payloads of neighbouring slots with one preadv: the bytes read. All but the last fill their slots."""
-        return self._move(vectored.read_into, slab, slot, run, reading=True)
+    def read(self, slab: Slab, slot: int, page: Page) -> int:
+        """The payload of a slot: the bytes read."""
+        return self._move(vectored.read_into, slab, slot, page, reading=True)
 
-    def write(self, slab: Slab, slot: int, headers: Sequence[bytes], run: Sequence[Page]) -> bool:
-        """Payloads into neighbouring slots with one pwritev, as ``read``, then their headers and seals. False when not
-        all of it was written."""
-        moved = self._move(vectored.write_from, slab, slot, run, reading=False)
-        if moved != sum([segment.nbytes for page in run for segment in page]):
+    def write(self, slab: Slab, slot: int, header: bytes, page: Page) -> bool:
+        """A payload into its slot, then its header and seal. False when not all of it was written."""
+        moved = self._move(vectored.write_from, slab, slot, page, reading=False)
+        if moved != sum([segment.nbytes for segment in page]):
             return False
-        together = b"".join(headers)
         with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
-            if vectored.write_from(descriptor, [memoryview(together)], slot * HEADER) != len(together):
+            if vectored.write_from(descriptor, [memoryview(header)], slot * HEADER) != len(header):
                 return False
-        row = slab.first_row + slot
-        sealed = b"".join([envelope.seal_of(header) for header in headers])
-        # The slots are this writer's: nobody reads their seals yet.
-        rows = self._directory.index.memory.rows
-        rows[row : row + len(run), _SEAL] = np.frombuffer(sealed, np.int64).reshape(len(run), -1)
+        # The slot is this writer's: nobody reads its seal yet.
+        seal = np.frombuffer(envelope.seal_of(header), np.int64)
+        self._directory.index.memory.rows[slab.first_row + slot, _SEAL] = seal
         return True
 
     def seal(self, row: int) -> bytes:
@@ -108,22 +102,22 @@ class SlotIo:
             header = bytearray(HEADER)
             return bytes(header[: vectored.read_into(descriptor, [memoryview(header)], slot * HEADER)])
 
-    def _move(self, move: Callable[..., int], slab: Slab, slot: int, run: Sequence[Page], *, reading: bool) -> int:
+    def _move(self, move: Callable[..., int], slab: Slab, slot: int, page: Page, *, reading: bool) -> int:
         """The bytes that ``move`` moved."""
-        buffers, offset = list(itertools.chain(*run)), slot * slab.slot_size
+        offset = slot * slab.slot_size
         if self._direct_reads if reading else self._direct_writes:
-            if all(map(_is_aligned, run)):
+            if _is_aligned(page):
                 try:
                     with self._directory.opened(slab, SlabFile.DIRECT) as descriptor:
-                        return move(descriptor, buffers, offset)
+                        return move(descriptor, page, offset)
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
-            self._metrics.add("io", "unaligned", len(run))
+            self._metrics.add("io", "unaligned", 1)
         flags = self.read_flags if reading else self.write_flags
         with self._directory.opened(slab) as descriptor:
             try:
-                return move(descriptor, buffers, offset, flags)
+                return move(descriptor, page, offset, flags)
             except OSError as error:
                 if not (flags and error.errno in _UNKNOWN_FLAG):
                     raise
@@ -132,11 +126,11 @@ class SlotIo:
                     self.read_flags = 0
                 else:
                     self.write_flags = 0
-                return move(descriptor, buffers, offset)
+                return move(descriptor, page, offset)
 
 
 def _flags(mode: Mode) -> int:
-    # Also for the runs that cannot be direct.
+    # Also for the pages that cannot be direct.
     return 0 if mode == "buffered" else RWF_DONTCACHE
 
 

@@ -125,8 +125,6 @@ class SlabContents:
 
 logger = logging.getLogger(__name__)
 
-_LARGEST_RUN = 8 << 20
-"""Bytes of neighbouring slots moved by one call: more gives nothing, and starves the other threads."""
 _PUBLISHED = {1: SetResult.STORED, 0: SetResult.EXISTS, -1: SetResult.ERROR}
 _NOTES_AWAITED = 1.0
 """Seconds for which clear() waits for its notes to be written, and not synced: a disk may hang."""
@@ -240,9 +238,13 @@ class SlabStore(PathStore):
         else:
             _fill(results, moving.done().positions, GetResult.HIT)
             _fill(results, self._count_failed(moving), GetResult.ERROR)
-            runs = self._runs(moving.left().pages(), readers)
-            for of_run in self._workers.run(len(runs), lambda n: self._read_run(batch, runs[n], results), readers):
-                doubtful += of_run
+            left = moving.left().pages()
+            read = self._workers.run(len(left), lambda n: self._read_page(batch, left[n]), readers)
+            for page, result in zip(left, read, strict=True):
+                if isinstance(result, GetResult):
+                    results[page.position] = result
+                else:
+                    doubtful.append((page, result))
         elsewhere = []
         for page, reason in doubtful:
             if self._heal(batch, page, reason, results):
@@ -252,35 +254,21 @@ class SlabStore(PathStore):
                 elsewhere.append(page.position)
         return sorted(elsewhere)
 
-    def _read_run(
-        self, batch: PageBatch, run: list[SlotReference], results: list[GetResult]
-    ) -> list[tuple[SlotReference, str]]:
-        """One preadv for a run of neighbouring slots; those that do not hold their page, each with the reason."""
-        slab = self._allocator.slab(run[0].slab)
-        if slab is None:
-            return [(page, "truncated") for page in run]
-        buffers = batch.buffers
+    def _read_page(self, batch: PageBatch, page: SlotReference) -> GetResult | str:
+        """HIT or ERROR, or why what is in the slot is not its page."""
+        key, segments, slab = batch.keys[page.position], batch.buffers[page.position], self._allocator.slab(page.slab)
         try:
-            moved = self._io.read(slab, run[0].slot, [buffers[page.position] for page in run])
+            moved = -1 if slab is None else self._io.read(slab, page.slot, segments)
         except FileNotFoundError:
             # The slab was dropped meanwhile.
-            return [(page, "truncated") for page in run]
+            moved = -1
         except OSError as error:
             self._count_error(error)
-            for page in run:
-                results[page.position] = GetResult.ERROR
-            return []
-        if moved != sum([page.length for page in run]):
+            return GetResult.ERROR
+        if slab is None or moved != page.length:
             # The same, while it was being read.
-            return [(page, "truncated") for page in run]
-        doubtful: list[tuple[SlotReference, str]] = []
-        for page in run:
-            reason = self._reason_to_refuse(slab, page, batch.keys[page.position], buffers[page.position])
-            if reason is None:
-                results[page.position] = GetResult.HIT
-            else:
-                doubtful.append((page, reason))
-        return doubtful
+            return "truncated"
+        return self._reason_to_refuse(slab, page, key, segments) or GetResult.HIT
 
     def _reason_to_refuse(
         self, slab: Slab, page: SlotReference, key: bytes, segments: Sequence[memoryview]
@@ -305,7 +293,8 @@ class SlabStore(PathStore):
         (now,) = self._index.locate([key]).pages() or (None,)
         if now is None or now._replace(position=page.position) != page:
             return False
-        if reason != "length" and not self._read_run(batch, [page], results):
+        if reason != "length" and isinstance(again := self._read_page(batch, page), GetResult):
+            results[page.position] = again
             return False
         if not self._forget([key], only=(page.row, created)):
             return False
@@ -442,38 +431,27 @@ class SlabStore(PathStore):
 
     def _finish_writing(self, batch: PageBatch, moving: Moving, results: list[SetResult]) -> SlotReferences:
         """What native code did not write; all pages that are written, by position."""
-        written = [moving.done()]
         _fill(results, self._count_failed(moving), SetResult.ERROR)
-        runs = self._runs(moving.left().pages(), self._writers)
-        for run, result in zip(
-            runs, self._workers.run(len(runs), lambda n: self._write_run(batch, runs[n])), strict=True
-        ):
-            if result is SetResult.STORED:
-                written.append(SlotReferences.of(run))
-            else:
-                for page in run:
-                    results[page.position] = result
-        return SlotReferences.joined(written).by_position()
+        left = moving.left().pages()
+        written = self._workers.run(len(left), lambda n: self._write_page(batch, left[n]), self._writers)
+        for page, is_written in zip(left, written, strict=True):
+            if not is_written:
+                results[page.position] = SetResult.ERROR
+        by_python = SlotReferences.of(page for page, is_written in zip(left, written, strict=True) if is_written)
+        return SlotReferences.joined([moving.done(), by_python]).by_position()
 
-    def _write_run(self, batch: PageBatch, run: list[SlotReference]) -> SetResult:
-        """One pwritev for a run of neighbouring slots."""
-        keys, buffers, now = batch.keys, batch.buffers, milliseconds()
-        pages = [buffers[page.position] for page in run]
-        if [sum([segment.nbytes for segment in segments]) for segments in pages] != [page.length for page in run]:
+    def _write_page(self, batch: PageBatch, page: SlotReference) -> bool:
+        """Whether it was written."""
+        segments, slab = batch.buffers[page.position], self._allocator.slab(page.slab)
+        if slab is None or sum([segment.nbytes for segment in segments]) != page.length:
             # A batch that is wrong about its sizes: what is longer than its slot would be in the next one, too.
-            return SetResult.ERROR
-        headers = [
-            envelope.encode_header(keys[page.position], segments, created_ms=now)
-            for page, segments in zip(run, pages, strict=True)
-        ]
+            return False
+        header = envelope.encode_header(batch.keys[page.position], segments, created_ms=milliseconds())
         try:
-            slab = self._allocator.slab(run[0].slab)
-            if slab is None or not self._io.write(slab, run[0].slot, headers, pages):
-                return SetResult.ERROR
+            return self._io.write(slab, page.slot, header, segments)
         except OSError as error:
             self._count_error(error)
-            return SetResult.ERROR
-        return SetResult.STORED
+            return False
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
@@ -537,29 +515,6 @@ class SlabStore(PathStore):
                 except IndexBusyError:
                     self._left.append((rows, ticket))
                     raise
-
-    def _runs(self, pages: list[SlotReference], threads: int) -> list[list[SlotReference]]:
-        """Neighbouring slots put together, as long as every thread has something to do."""
-        if not pages:
-            return []
-        longest = max(1, -(-len(pages) // (2 * threads)))
-        runs: list[list[SlotReference]] = []
-        run: list[SlotReference] = []
-        # The place right behind the run. Only full slots have no gap between them.
-        following = (-1, -1)
-        left = 0
-        for page in sorted(pages):
-            slab, slot, length, _, _ = page
-            takes = slot_size_of(length)
-            if (slab, slot) == following and len(run) < longest and takes == length <= left:
-                run.append(page)
-                left -= takes
-            else:
-                run = [page]
-                runs.append(run)
-                left = _LARGEST_RUN - takes
-            following = (slab, slot + 1) if takes == length else (-1, -1)
-        return runs
 
     def _count_failed(self, moving: Moving) -> Sequence[int]:
         """The positions of the pages that the disk failed, once what it said is counted."""
