@@ -267,6 +267,9 @@ FORMER = {
         "without the native core there are no slabs (test_without_core.py)",
     ),
     "test_numpy_answers_what_compiled_code_does": "-> test_look_ups_and_ranks_are_those_of_the_rows",
+    "test_stores_over_one_directory_share_it_until_the_last_one_goes": (
+        "-> test_stores_of_one_process_share_the_index_of_their_directory_until_the_last_one_goes"
+    ),
     "test_a_chain_looked_up_in_portions_ends_where_its_pages_end": "-> test_a_chain_ends_where_its_pages_end",
     "test_memory_that_the_library_knew_is_registered_again_with_a_new_client": (
         "a pool that is not reached at the start is opened later (late_open.py), with all its memory"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -18,7 +18,7 @@ from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.file_lock import OfdLock
 from hicache_ext.storage.tiers.file.manifest import slab_home
 from hicache_ext.storage.tiers.file.slab import index_words
-from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, slab_directory
+from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index_words import Words, hashes_of
 from hicache_ext.storage.tiers.file.slab.rebuild import KEY, PAYLOAD_LENGTH, checked_headers, read_headers
 from hicache_ext.storage.tiers.file.slab.shapes import Slab, SlabFile
@@ -45,7 +45,7 @@ class IndexedPage(NamedTuple):
 @contextmanager
 def _opened(path: Path) -> Iterator[SlabDirectory]:
     # The capacity bounds what is written, and nothing is.
-    with slab_directory(path, "disk", 0) as directory:
+    with closing(SlabDirectory(path, "disk", 0)) as directory:
         yield directory
 
 

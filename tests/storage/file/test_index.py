@@ -19,7 +19,7 @@ from hicache_ext.runtime.file_lock import OfdLock
 from hicache_ext.storage.contract.store import PageKeys
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index import EVERY, SlabIndex, milliseconds, new_index_in
-from hicache_ext.storage.tiers.file.slab.index_words import CREATED, HASH
+from hicache_ext.storage.tiers.file.slab.index_words import CREATED, HASH, HITS, LAST
 from tests.storage.file.indexes import (
     CAPACITY,
     LARGE,
@@ -470,16 +470,16 @@ def test_uses_are_counted_until_a_clear(index: SlabIndex) -> None:
     add_slab(index)
     keys = keys_of(range(5))
     store(index, keys)
-    assert index.uses_of(A) is None
+    uses = index.memory.identities[index.number_of(A)[0], [HITS, LAST]]
+    assert uses.tolist() == [0, 0]
     begun = int(time.time())
     index.note_hits(index.locate(keys), keys, 5)
     index.note_hits(index.locate(keys), keys, 3)
-    uses = index.uses_of(A)
-    assert uses is not None
-    assert uses.hits == 8
-    assert uses.last >= begun
+    hits, last = index.memory.identities[index.number_of(A)[0], [HITS, LAST]].tolist()
+    assert hits == 8
+    assert last >= begun
     index.clear([A])
-    assert index.uses_of(A) is None
+    assert index.memory.identities[index.number_of(A)[0], [HITS, LAST]].tolist() == [0, 0]
 
 
 def test_a_full_table_of_identities_has_no_number_for_one_more(index: SlabIndex) -> None:

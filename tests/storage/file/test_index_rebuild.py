@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from hicache_ext.runtime.access import make_tier_directory
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.storage.tiers.file.slab import directory as directory_module
 from hicache_ext.storage.tiers.file.slab import rebuild as rebuild_module
-from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, slab_directory
+from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, milliseconds
 from hicache_ext.storage.tiers.file.slab.shapes import Slab
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
@@ -47,7 +47,7 @@ def put_slab(place: Path, number: int, headers: Sequence[bytes], slots: int = 0,
 
 @contextmanager
 def opened(place: Path, capacity: int = CAPACITY) -> Iterator[SlabDirectory]:
-    with slab_directory(place, "disk", capacity) as directory:
+    with closing(SlabDirectory(place, "disk", capacity)) as directory:
         assert directory.rebuild.wait(PATIENCE)
         yield directory
 
@@ -177,7 +177,7 @@ def test_it_serves_while_it_runs_and_what_is_not_looked_at_is_nobody_s(
         return real(fd, begin, count)
 
     monkeypatch.setattr(rebuild_module, "read_headers", read)
-    with slab_directory(place, "disk", CAPACITY) as directory:
+    with closing(SlabDirectory(place, "disk", CAPACITY)) as directory:
         assert waiting.wait(PATIENCE)
         index = directory.index
         assert not index.rebuilt
@@ -247,7 +247,7 @@ def test_it_says_when_it_begins_goes_on_and_is_over(
 
 
 def test_a_directory_without_slabs_has_nothing_to_make_anew(place: Path) -> None:
-    with slab_directory(place, "disk", CAPACITY) as directory:
+    with closing(SlabDirectory(place, "disk", CAPACITY)) as directory:
         assert directory.index.rebuilt
 
 

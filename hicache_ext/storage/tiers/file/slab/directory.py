@@ -13,8 +13,7 @@
     PATH/identities/all.cleared                 the same of all identities
 
 The index is in memory alone (index_memory.py). All names are looked up in the directory that was opened: somebody may
-have removed it since and made another one, which other processes use. Within one process all stores over one directory
-share one index and the files' descriptors.
+have removed it since and made another one, which others use.
 """
 
 from __future__ import annotations
@@ -75,53 +74,6 @@ _LOOK_INTERVAL = 1.0
 OPEN_FILES = 512
 """Descriptors of slabs that a process keeps open per path, at most."""
 
-_open_directories: dict[Path, SlabDirectory] = {}
-_opening: dict[Path, threading.Lock] = {}
-_open_lock = threading.Lock()
-"""Of both. Not held during anything long."""
-
-
-@contextmanager
-def slab_directory(path: Path, tier: str, capacity: int) -> Iterator[SlabDirectory]:
-    """The directory at ``path``, shared within this process, closed with its last user. ``capacity`` in bytes bounds
-    the index that is made where nobody has one.
-
-    Raises StoreSetupError with a sentence when it cannot be used.
-    """
-    resolved = path.resolve()
-    with _open_lock:
-        opening = _opening.setdefault(resolved, threading.Lock())
-    # One thread opens it. Others of this process wait for that one, and not those that use another path.
-    with opening:
-        with _open_lock:
-            directory = _open_directories.get(resolved)
-        # Outside of the lock: it asks the disk.
-        removed = directory is not None and directory.is_removed()
-        with _open_lock:
-            # Its last user may have closed it meanwhile.
-            directory = _open_directories.get(resolved)
-            if directory is not None and removed:
-                # Its users find out by themselves.
-                del _open_directories[resolved]
-                directory = None
-            if directory is not None:
-                directory.users += 1
-        if directory is None:
-            directory = SlabDirectory(resolved, tier, capacity)
-            directory.users = 1
-            with _open_lock:
-                _open_directories[resolved] = directory
-    try:
-        yield directory
-    finally:
-        with _open_lock:
-            directory.users -= 1
-            last = directory.users == 0
-            if last and _open_directories.get(resolved) is directory:
-                del _open_directories[resolved]
-        if last:
-            directory.close()
-
 
 @dataclass(slots=True)
 class _Descriptor:
@@ -133,12 +85,13 @@ class _Descriptor:
 
 
 class SlabDirectory:
-    """Use ``slab_directory``. Thread-safe."""
+    """One store's own. Thread-safe; close it."""
 
     def __init__(self, path: Path, tier: str, capacity: int) -> None:
-        self.path = path
+        """``capacity`` in bytes bounds the index that is made where nobody has one. Raises StoreSetupError with a
+        sentence when the directory cannot be used."""
+        self.path = path = path.resolve()
         self.home = slab_home(path)
-        self.users = 0
         self.identities = path / "identities"
         self._descriptors: OrderedDict[tuple[int, SlabFile], _Descriptor] = OrderedDict()
         self._descriptors_lock = threading.Lock()
@@ -256,25 +209,16 @@ class SlabDirectory:
                     move_aside(self.home / "slabs" / name)
         return list(found.values())
 
-    def is_removed(self) -> bool:
-        """Whether somebody has removed or replaced the directory: nobody else will ever look at it."""
-        try:
-            return self._why_gone() is not None
-        except OSError:
-            return False
-
-    def _why_gone(self) -> str | None:
-        """Raises OSError."""
-        if self._numbers_hold:
-            return why_replaced(self._home_fd, self.home)
-        return None if os.fstat(self._home_fd).st_nlink else "the directory was removed"
-
     def check_is_there(self) -> None:
         """Raises FileNotFoundError where the directory was removed or replaced. Mostly from memory."""
         now = time.monotonic()
         if now - self._looked >= _LOOK_INTERVAL:
             self._looked = now
-            if (reason := self._why_gone()) is not None:
+            if self._numbers_hold:
+                reason = why_replaced(self._home_fd, self.home)
+            else:
+                reason = None if os.fstat(self._home_fd).st_nlink else "the directory was removed"
+            if reason is not None:
                 raise FileNotFoundError(errno.ENOENT, reason, str(self.home))
 
     def close(self) -> None:

@@ -144,14 +144,6 @@ class View:
     """Behind the last row in use."""
 
 
-class Uses(NamedTuple):
-    """The uses of the pages of one identity."""
-
-    hits: int
-    last: float
-    """Wall-clock seconds."""
-
-
 class Evicted(NamedTuple):
     """What an eviction did."""
 
@@ -364,12 +356,6 @@ class SlabIndex:
             of_kv = {number: [other for other in others if other not in many] for number, others in of_kv.items()}
             needed = {number: kv for number, kv in needed.items() if number not in many}
             self._companions, self._needed, self._beside = companions, _table(needed), _table(of_kv)
-
-    def uses_of(self, digest: bytes) -> Uses | None:
-        """None when it was never read."""
-        number = self.numbers.get(digest)
-        hits, last = (0, 0) if number is None else self.memory.identities[number, [HITS, LAST]].tolist()
-        return Uses(hits, float(last)) if hits else None
 
     def clear(self, digests: Sequence[bytes] | None) -> tuple[list[bytes], int]:
         """Put all pages of these identities (None: of all) out of reach at once; those whose headers may still be on

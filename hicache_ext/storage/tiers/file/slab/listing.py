@@ -18,12 +18,12 @@ import numpy.typing as npt
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.members import living_members
-from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage
+from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage, Uses
 from hicache_ext.storage.tiers.file.manifest import slab_home
 from hicache_ext.storage.tiers.file.modes import SLAB_FILE
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.directory import cleared_at
-from hicache_ext.storage.tiers.file.slab.index import IN_USE, Uses, slabs_of
+from hicache_ext.storage.tiers.file.slab.index import IN_USE, slabs_of
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory, shared_index
 from hicache_ext.storage.tiers.file.slab.index_words import Words, are_remembered, hashes_of
 from hicache_ext.storage.tiers.file.slab.rebuild import CREATED_MS, KEY, PAYLOAD_LENGTH, checked_headers, read_headers

@@ -35,7 +35,7 @@ from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore, oldes
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.allocator import SlotAllocator
-from hicache_ext.storage.tiers.file.slab.directory import slab_directory
+from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index import milliseconds
 from hicache_ext.storage.tiers.file.slab.index_words import BAD_HEADERS, Words, hashes_of
 from hicache_ext.storage.tiers.file.slab.page_moves import Moving, PageMoves, SlotIo
@@ -158,8 +158,8 @@ class SlabStore(PathStore):
             self._plan.threads if mode == "direct" else min(self._plan.threads, processors)
             for mode in (self._plan.read, self._plan.write)
         )
-        directory = self._resources.enter_context(slab_directory(path, self.name, self._capacity))
-        self._directory = directory
+        self._directory = directory = SlabDirectory(path, self.name, self._capacity)
+        self._resources.callback(directory.close)
         self._index = directory.index
         self._io = SlotIo(directory, self._plan, self.metrics)
         self._contents = SlabContents(directory)
