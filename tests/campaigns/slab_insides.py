@@ -20,8 +20,14 @@ from hicache_ext.storage.tiers.file.manifest import slab_home
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index_words import Words, hashes_of
-from hicache_ext.storage.tiers.file.slab.rebuild import KEY, PAYLOAD_LENGTH, checked_headers, read_headers
-from hicache_ext.storage.tiers.file.slab.shapes import Slab, SlabFile
+from hicache_ext.storage.tiers.file.slab.shapes import (
+    KEY,
+    PAYLOAD_LENGTH,
+    Slab,
+    SlabFile,
+    checked_headers,
+    read_headers,
+)
 
 Hold = Literal["change", "joining", "rebuild"]
 HOLDS: tuple[Hold, ...] = ("change", "joining", "rebuild")

@@ -242,6 +242,9 @@ def test_look_ups_and_ranks_are_those_of_the_rows(seed: int) -> None:
         assert world.table.count_leading(keys, numbers, oldest) == [*by_row, -1].index(-1)
         assert_located(world, keys, numbers, oldest, by_row)
         assert_ranked(world, rng, oldest)
+        pages = np.flatnonzero(world.rows[: SLABS[-1][3] + SLABS[-1][2], STATE] & STATES == PAGE)
+        named = np.bincount(world.sets.ravel() & index_words.ROW, minlength=ROWS + 1)
+        assert (named[pages + 1] == 1).all(), "a page has one entry"
         found_some += max(by_row) >= 0
         most = max(most, int((world.rows[:, STATE] & STATES == PAGE).sum()))
     assert found_some > 20 and most > 100

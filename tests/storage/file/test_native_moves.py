@@ -31,10 +31,17 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.devices import IoPlan
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pages.tree import alone
-from hicache_ext.storage.tiers.file.slab import page_moves, rebuild
+from hicache_ext.storage.tiers.file.slab import page_moves
 from hicache_ext.storage.tiers.file.slab.index_words import ROW_WORDS, SEAL
 from hicache_ext.storage.tiers.file.slab.page_moves import Moving, PageMoves, SlotIo
-from hicache_ext.storage.tiers.file.slab.shapes import Slab, SlabFile, SlotReference, SlotReferences, slot_size_of
+from hicache_ext.storage.tiers.file.slab.shapes import (
+    Slab,
+    SlabFile,
+    SlotReference,
+    SlotReferences,
+    checked_headers,
+    slot_size_of,
+)
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import (
     assert_hits,
@@ -777,7 +784,7 @@ def test_headers_are_checked_as_the_envelope_does(kinds, seed):
             fields[chance.randrange(128)] ^= 1 << chance.randrange(8)
         content += {"zeros": bytes(128), "random": chance.randbytes(128)}.get(kind, bytes(fields))
     headers = np.frombuffer(bytearray(content), np.int64).reshape(-1, 16)
-    seals, valid = rebuild.checked_headers(headers)
+    seals, valid = checked_headers(headers)
     assert valid.tolist() == [kind == "page" for kind in kinds]
     of_pages = [envelope.seal_of(header.tobytes()) for header in headers[valid]]
     assert [seal.tobytes() for seal in seals[valid]] == of_pages

@@ -2,8 +2,8 @@
 
 It is a memfd. Whoever comes first to a directory makes it; others get its descriptor over a Unix socket in the
 directory. It goes when the last process has gone, and the next one makes it anew from the headers of the pages
-(rebuild.py). So nothing of it can
-be damaged, be cut or vanish with a disk: mapped memory of a file of a device that dies ends the process (SIGBUS).
+(``Rebuild``). So nothing of it can be damaged, be cut or vanish with a disk: mapped memory of a file of a device that
+dies ends the process (SIGBUS).
 
 Others hand it over, so what is no such memory is never mapped, and where slabs lie is looked at before it is believed
 (``slab_table``). What the words of the other parts say is checked where they are used (index_words.py).

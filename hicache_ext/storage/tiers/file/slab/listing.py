@@ -26,8 +26,15 @@ from hicache_ext.storage.tiers.file.slab.directory import cleared_at
 from hicache_ext.storage.tiers.file.slab.index import IN_USE, slabs_of
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory, shared_index
 from hicache_ext.storage.tiers.file.slab.index_words import Words, are_remembered, hashes_of
-from hicache_ext.storage.tiers.file.slab.rebuild import CREATED_MS, KEY, PAYLOAD_LENGTH, checked_headers, read_headers
-from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab
+from hicache_ext.storage.tiers.file.slab.shapes import (
+    CREATED_MS,
+    HEADER,
+    KEY,
+    PAYLOAD_LENGTH,
+    Slab,
+    checked_headers,
+    read_headers,
+)
 
 _PORTION = 4096
 _PATIENCE = 2.0

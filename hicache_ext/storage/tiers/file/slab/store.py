@@ -39,8 +39,8 @@ from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index import milliseconds
 from hicache_ext.storage.tiers.file.slab.index_words import BAD_HEADERS, Words, hashes_of
 from hicache_ext.storage.tiers.file.slab.page_moves import Moving, PageMoves, SlotIo
-from hicache_ext.storage.tiers.file.slab.rebuild import KEY, SlabFiles, read_headers
 from hicache_ext.storage.tiers.file.slab.shapes import (
+    KEY,
     NO_SLOTS,
     Numbers,
     Slab,
@@ -48,6 +48,7 @@ from hicache_ext.storage.tiers.file.slab.shapes import (
     SlotReference,
     SlotReferences,
     are_of_one_size,
+    read_headers,
     sizes_at,
     slot_size_of,
 )
@@ -72,7 +73,7 @@ class _Seen:
 class SlabContents:
     """Of one directory. 16 bytes a slot, from the first look on. For one thread at a time."""
 
-    def __init__(self, directory: SlabFiles) -> None:
+    def __init__(self, directory: SlabDirectory) -> None:
         self._directory = directory
         self._index = directory.index
         self._seen: dict[int, _Seen] = {}
