@@ -33,7 +33,7 @@ from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pages.tree import alone
 from hicache_ext.storage.tiers.file.slab import page_moves
 from hicache_ext.storage.tiers.file.slab.index_words import ROW_WORDS, SEAL
-from hicache_ext.storage.tiers.file.slab.page_moves import Moving, PageMoves, SlotIo
+from hicache_ext.storage.tiers.file.slab.page_moves import Moving, SlotIo
 from hicache_ext.storage.tiers.file.slab.shapes import (
     Slab,
     SlabFile,
@@ -164,7 +164,7 @@ class Memory:
 def move(slabs: Slabs, batch: PageBatch, placed: SlotReferences, *, write: bool, mode: str = "buffered") -> Moving:
     """Everything that the native core does of a call."""
     plan, metrics = IoPlan(read=mode, write=mode), TierMetrics("disk")
-    moves = PageMoves(slabs, plan, metrics, SlotIo(slabs, plan, metrics))
+    moves = SlotIo(slabs, plan, metrics)
     with (moves.to_write if write else moves.to_read)(batch, placed, slabs.slab, 2) as moving:
         for _ in range(moving.threads):
             moving.move()
@@ -318,7 +318,7 @@ def test_threads_share_the_pages_of_a_call_and_leave_none(tmp_path, monkeypatch,
         memory = Memory(300, sizes)
         for page, key in enumerate(keys if write else []):
             memory.fill(page, payload_of(key, sum(sizes)))
-        moves = PageMoves(slabs, plan, metrics, SlotIo(slabs, plan, metrics))
+        moves = SlotIo(slabs, plan, metrics)
         choose = moves.to_write if write else moves.to_read
         with choose(PageBatch(keys, memory.pages), placed, slabs.slab, 4) as moving, ThreadPoolExecutor(4) as pool:
             counts = list(pool.map(moving.move, range(4)))
@@ -446,7 +446,7 @@ def test_only_the_bad_page_of_a_run_is_left(tmp_path):
 def test_a_slab_that_is_dropped_between_opening_and_reading_gives_nothing(tmp_path):
     slabs, batch, placed = one_page(tmp_path, [1000])
     plan, metrics = IoPlan(read="buffered", write="buffered"), TierMetrics("disk")
-    moves = PageMoves(slabs, plan, metrics, SlotIo(slabs, plan, metrics))
+    moves = SlotIo(slabs, plan, metrics)
     with moves.to_read(batch, placed, slabs.slab, 1) as moving:
         os.truncate(slabs.path(slabs.slab(0)), 0)
         slabs.path(slabs.slab(0)).unlink()

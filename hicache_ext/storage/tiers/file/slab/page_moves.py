@@ -58,77 +58,6 @@ Page = Sequence[memoryview]
 """The segments of a payload."""
 
 
-class SlotIo:
-    """The I/O of one directory. Thread-safe. Raises OSError as the disk does."""
-
-    def __init__(self, directory: SlabDirectory, plan: IoPlan, metrics: TierMetrics) -> None:
-        self._directory = directory
-        self._direct_reads = plan.read == "direct"
-        self._direct_writes = plan.write == "direct"
-        self._metrics = metrics
-        self.read_flags = _flags(plan.read)
-        self.write_flags = _flags(plan.write)
-
-    def read(self, slab: Slab, slot: int, page: Page) -> int:
-        """The payload of a slot: the bytes read."""
-        return self._move(vectored.read_into, slab, slot, page, reading=True)
-
-    def write(self, slab: Slab, slot: int, header: bytes, page: Page) -> bool:
-        """A payload into its slot, then its header and seal. False when not all of it was written."""
-        moved = self._move(vectored.write_from, slab, slot, page, reading=False)
-        if moved != sum([segment.nbytes for segment in page]):
-            return False
-        with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
-            if vectored.write_from(descriptor, [memoryview(header)], slot * HEADER) != len(header):
-                return False
-        # The slot is this writer's: nobody reads its seal yet.
-        seal = np.frombuffer(envelope.seal_of(header), np.int64)
-        self._directory.index.memory.rows[slab.first_row + slot, _SEAL] = seal
-        return True
-
-    def seal(self, row: int) -> bytes:
-        """That of the page in a slot, as the index has it."""
-        seal: bytes = self._directory.index.memory.rows[row, _SEAL].tobytes()
-        return seal
-
-    def erase_header(self, slab: Slab, slot: int) -> None:
-        """Have no header say what was in a slot."""
-        with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
-            vectored.write_from(descriptor, [memoryview(bytes(HEADER))], slot * HEADER)
-
-    def header(self, slab: Slab, slot: int) -> bytes:
-        """That of the page in a slot, or as much of it as there is."""
-        with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
-            header = bytearray(HEADER)
-            return bytes(header[: vectored.read_into(descriptor, [memoryview(header)], slot * HEADER)])
-
-    def _move(self, move: Callable[..., int], slab: Slab, slot: int, page: Page, *, reading: bool) -> int:
-        """The bytes that ``move`` moved."""
-        offset = slot * slab.slot_size
-        if self._direct_reads if reading else self._direct_writes:
-            if _is_aligned(page):
-                try:
-                    with self._directory.opened(slab, SlabFile.DIRECT) as descriptor:
-                        return move(descriptor, page, offset)
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise
-            self._metrics.add("io", "unaligned", 1)
-        flags = self.read_flags if reading else self.write_flags
-        with self._directory.opened(slab) as descriptor:
-            try:
-                return move(descriptor, page, offset, flags)
-            except OSError as error:
-                if not (flags and error.errno in _UNKNOWN_FLAG):
-                    raise
-                # A file system, or a kernel, that does not know the flag.
-                if reading:
-                    self.read_flags = 0
-                else:
-                    self.write_flags = 0
-                return move(descriptor, page, offset)
-
-
 def _flags(mode: Mode) -> int:
     # Also for the pages that cannot be direct.
     return 0 if mode == "buffered" else RWF_DONTCACHE
@@ -212,16 +141,75 @@ class Moving:
         return np.isin(-self._results, _NOT_OF_THE_DISK)
 
 
-class PageMoves:
-    """The moves of one directory. Thread-safe."""
+class SlotIo:
+    """The I/O of one directory. Thread-safe. Raises OSError as the disk does."""
 
-    def __init__(self, directory: SlabDirectory, plan: IoPlan, metrics: TierMetrics, io: SlotIo) -> None:
-        """``io`` is where the other way begins; it learns which flags the file system knows."""
+    def __init__(self, directory: SlabDirectory, plan: IoPlan, metrics: TierMetrics) -> None:
+        self._core = native.needed()
         self._directory = directory
         self._plan = plan
         self._metrics = metrics
-        self._io = io
-        self._core = native.needed()
+        self.read_flags = _flags(plan.read)
+        self.write_flags = _flags(plan.write)
+
+    def read(self, slab: Slab, slot: int, page: Page) -> int:
+        """The payload of a slot: the bytes read."""
+        return self._move(vectored.read_into, slab, slot, page, reading=True)
+
+    def write(self, slab: Slab, slot: int, header: bytes, page: Page) -> bool:
+        """A payload into its slot, then its header and seal. False when not all of it was written."""
+        moved = self._move(vectored.write_from, slab, slot, page, reading=False)
+        if moved != sum([segment.nbytes for segment in page]):
+            return False
+        with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
+            if vectored.write_from(descriptor, [memoryview(header)], slot * HEADER) != len(header):
+                return False
+        # The slot is this writer's: nobody reads its seal yet.
+        seal = np.frombuffer(envelope.seal_of(header), np.int64)
+        self._directory.index.memory.rows[slab.first_row + slot, _SEAL] = seal
+        return True
+
+    def seal(self, row: int) -> bytes:
+        """That of the page in a slot, as the index has it."""
+        seal: bytes = self._directory.index.memory.rows[row, _SEAL].tobytes()
+        return seal
+
+    def erase_header(self, slab: Slab, slot: int) -> None:
+        """Have no header say what was in a slot."""
+        with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
+            vectored.write_from(descriptor, [memoryview(bytes(HEADER))], slot * HEADER)
+
+    def header(self, slab: Slab, slot: int) -> bytes:
+        """That of the page in a slot, or as much of it as there is."""
+        with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
+            header = bytearray(HEADER)
+            return bytes(header[: vectored.read_into(descriptor, [memoryview(header)], slot * HEADER)])
+
+    def _move(self, move: Callable[..., int], slab: Slab, slot: int, page: Page, *, reading: bool) -> int:
+        """The bytes that ``move`` moved."""
+        offset = slot * slab.slot_size
+        if (self._plan.read if reading else self._plan.write) == "direct":
+            if _is_aligned(page):
+                try:
+                    with self._directory.opened(slab, SlabFile.DIRECT) as descriptor:
+                        return move(descriptor, page, offset)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+            self._metrics.add("io", "unaligned", 1)
+        flags = self.read_flags if reading else self.write_flags
+        with self._directory.opened(slab) as descriptor:
+            try:
+                return move(descriptor, page, offset, flags)
+            except OSError as error:
+                if not (flags and error.errno in _UNKNOWN_FLAG):
+                    raise
+                # A file system, or a kernel, that does not know the flag.
+                if reading:
+                    self.read_flags = 0
+                else:
+                    self.write_flags = 0
+                return move(descriptor, page, offset)
 
     def to_read(
         self, batch: PageBatch, pages: SlotReferences, slab_of: Callable[[int], Slab | None], threads: int
@@ -289,7 +277,7 @@ class PageMoves:
                 slot_size,
                 0 if into_memory else int(time.time() * 1000),
                 # The flags are for the page cache.
-                0 if direct else self._io.read_flags if into_memory else self._io.write_flags,
+                0 if direct else self.read_flags if into_memory else self.write_flags,
                 at_once,
                 len(rows),
                 ROW_WORDS,

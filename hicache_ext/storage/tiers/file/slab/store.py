@@ -38,7 +38,7 @@ from hicache_ext.storage.tiers.file.slab.allocator import SlotAllocator
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index import milliseconds
 from hicache_ext.storage.tiers.file.slab.index_words import BAD_HEADERS, Words, hashes_of
-from hicache_ext.storage.tiers.file.slab.page_moves import Moving, PageMoves, SlotIo
+from hicache_ext.storage.tiers.file.slab.page_moves import Moving, SlotIo
 from hicache_ext.storage.tiers.file.slab.shapes import (
     KEY,
     NO_SLOTS,
@@ -164,7 +164,6 @@ class SlabStore(PathStore):
         self._index = directory.index
         self._io = SlotIo(directory, self._plan, self.metrics)
         self._contents = SlabContents(directory)
-        self._moves = PageMoves(directory, self._plan, self.metrics, self._io)
         pins = PinnedPages(self.name, directory.path, self._capacity // 2, directory.index.occupied_by)
         self._allocator = SlotAllocator(
             self.name, directory, self._capacity, pins, self.metrics, self._count_error, self._note_space, evicted_age
@@ -232,7 +231,7 @@ class SlabStore(PathStore):
                 doubtful = [(page, "length") for page in found.select(wrong).pages()]
                 found = found.select(~wrong)
         readers = self._readers
-        with self._moves.to_read(batch, found, self._allocator.slab, readers) as moving:
+        with self._io.to_read(batch, found, self._allocator.slab, readers) as moving:
             self._workers.run(moving.threads, moving.move, readers)
         if moving.all_done:
             _fill(results, found.positions, GetResult.HIT)
@@ -417,7 +416,7 @@ class SlabStore(PathStore):
             return
         published: list[int] | None = None
         try:
-            with self._moves.to_write(batch, taken, self._allocator.slab, self._writers) as moving:
+            with self._io.to_write(batch, taken, self._allocator.slab, self._writers) as moving:
                 self._workers.run(moving.threads, moving.move, self._writers)
             written = taken if moving.all_done else self._finish_writing(batch, moving, results)
             published = self._index.publish(ticket, batch.keys, taken, written, self._oldest(), milliseconds())
