@@ -9,7 +9,8 @@ import pytest
 
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
-from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
+from hicache_ext.storage.tiers.file.slab.index import SlabIndex
+from tests.rigs.bare_index import new_index_in
 from tests.storage.file.indexes import CAPACITY
 from tests.storage.raw_access import RawFiles
 

@@ -18,8 +18,9 @@ from hicache_ext.errors import IndexBusyError
 from hicache_ext.runtime.file_lock import OfdLock
 from hicache_ext.storage.contract.store import PageKeys
 from hicache_ext.storage.tiers.file.slab import index_words
-from hicache_ext.storage.tiers.file.slab.index import EVERY, SlabIndex, milliseconds, new_index_in
-from hicache_ext.storage.tiers.file.slab.index_words import CREATED, HASH, HITS, LAST
+from hicache_ext.storage.tiers.file.slab.index import EVERY, SlabIndex, milliseconds
+from hicache_ext.storage.tiers.file.slab.index_words import CREATED, HASH, HITS, LAST, PAGES
+from tests.rigs.bare_index import new_index_in
 from tests.storage.file.indexes import (
     CAPACITY,
     LARGE,
@@ -174,7 +175,9 @@ class Model(RuleBasedStateMachine):
         assert self.index.contains(every) == [n in set(found.positions.tolist()) for n in range(len(every))]
         for identity in (A, B):
             chain = keys_of(range(90), identity)
-            assert self.index.count_leading(chain) == [*self.index.contains(chain), False].index(False)
+            there = self.index.contains(chain)
+            assert self.index.count_leading(chain) == [*there, False].index(False)
+            assert self.index.memory.identities[self.index.number_of(identity)[0], PAGES] == sum(there)
         pages = index_words.PAGE
         current = sum(int((states(self.index, slab) == pages).sum()) for slab in self.index.view().slabs.values())
         assert self.index.counts()["pages"] == len(found) <= current

@@ -20,7 +20,7 @@ from benchmarks.eviction_policy import Clock, PageByPage, Rank
 from hicache_ext import native
 from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.slab import index_words, miniatures
-from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
+from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory, Table, new_index
 from hicache_ext.storage.tiers.file.slab.index_words import (
     CLOCK_SHIFT,
@@ -36,6 +36,7 @@ from hicache_ext.storage.tiers.file.slab.index_words import (
     Words,
 )
 from tests.rigs import miniatures as reference
+from tests.rigs.bare_index import new_index_in
 from tests.storage.file.indexes import (
     CAPACITY,
     LARGE,

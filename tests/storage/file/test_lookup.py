@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from hicache_ext.storage.contract.store import key_words
-from hicache_ext.storage.tiers.file.slab.index import SlabIndex, milliseconds, new_index_in
+from hicache_ext.storage.tiers.file.slab.index import SlabIndex, milliseconds
 from hicache_ext.storage.tiers.file.slab.shapes import SlotReferences
 from hicache_ext.testing.conformance.pages import page_keys
+from tests.rigs.bare_index import new_index_in
 
 
 def write(index: SlabIndex, keys: list[bytes], slot_size: int) -> None:

@@ -12,8 +12,9 @@ from benchmarks.policies import Tier
 from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.path_store import Fullness, Served, gauges_of_paths
 from hicache_ext.storage.tiers.file.slab import index_words, miniatures
-from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
+from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.index_words import CLOCK_SHIFT, DISTANCE_SUM, PRIORITY, REUSES, USED
+from tests.rigs.bare_index import new_index_in
 from tests.rigs.miniatures import is_sampled
 from tests.storage.file.indexes import CAPACITY, SMALL, add_slab, keys_of, store
 from tests.storage.file.test_index_code import World

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ import numpy as np
 from hicache_ext import native
 from hicache_ext.errors import IndexBusyError
 from hicache_ext.page.envelope import IDENTITY_LENGTH, SEAL_LENGTH
-from hicache_ext.runtime.file_lock import ChangeLock, OfdLock
+from hicache_ext.runtime.file_lock import ChangeLock
 from hicache_ext.runtime.members import Members
 from hicache_ext.storage.contract.store import PageKeys, key_words
 from hicache_ext.storage.tiers.file import eviction
@@ -33,7 +32,6 @@ from hicache_ext.storage.tiers.file.slab.index_memory import (
     LARGEST_NUMBER,
     MOST_SLABS,
     IndexMemory,
-    new_index,
 )
 from hicache_ext.storage.tiers.file.slab.index_words import (
     CLEARED,
@@ -1053,22 +1051,6 @@ class SlabIndex:
                 # At first, and in a child that was forked.
                 self._note_member(member)
             yield
-
-
-@contextmanager
-def new_index_in(directory: Path, capacity: int) -> Iterator[SlabIndex]:
-    """An empty index without slabs' files, for benchmarks and tests of the index alone. ``directory`` gets locks."""
-    members, lock = Members(directory / "members"), ChangeLock(OfdLock(directory / "lock", 0), str(directory))
-    memory = IndexMemory(new_index(capacity))
-    try:
-        index = SlabIndex(memory, lock, members, lambda _: -1)
-        index.join()
-        index.memory.header[index_words.REBUILT] = 1
-        yield index
-    finally:
-        lock.close()
-        members.close()
-        memory.close()
 
 
 def slots_in_group(slot_size: int, slots: int) -> int:
