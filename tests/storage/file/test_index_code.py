@@ -312,6 +312,76 @@ def rank_of(world: World, row: int, oldest: int, dead: list[int]) -> int:
     return -1 if kind == FREE or (kind == PENDING and state in dead) else NO_PAGE
 
 
+# -- ghosts, and where free slots are looked for -----------------------------------------------------------------------
+
+OURS = PENDING | 55 << 8
+NONE = np.zeros(0, np.int64)
+
+
+def put(world: World, keys: Words, *, ghosts: int = 100) -> Words:
+    """Write pages into the first slab; their rows."""
+    rows, published = np.full(len(keys), -1), np.zeros(len(keys), np.int64)
+    world.table.take_free(world.slabs, world.slabs, np.array([0]), OURS, 1, ROWS, rows)
+    of_pages = np.array([0]), np.arange(len(keys)), rows, np.full(len(keys), 1000)
+    world.table.publish(keys, *of_pages, OURS, 1, 1000, 0, 170, ghosts, published, 0)
+    assert (published == 1).all()
+    return rows
+
+
+def evict(world: World, rows: Words) -> None:
+    assert world.table.evict(np.append(rows, -1), NONE, 170, 0, NONE) == len(rows)
+    world.slabs[0, index_words.FREE_SLOTS] += len(rows)
+
+
+def uses(world: World, rows: Words) -> list[int]:
+    return [int(word) & index_words.MOST_HITS for word in world.rows[rows, USED]]
+
+
+def test_a_ghost_counts_once() -> None:
+    world, keys = World(), chain(random.Random(1), 1)
+    evict(world, put(world, keys))
+    rows = put(world, keys)
+    assert uses(world, rows) == [1]
+    world.table.seize(rows, OURS, 1)
+    world.table.give_back(rows, OURS, 1)
+    world.slabs[0, index_words.FREE_SLOTS] += 1
+    assert uses(world, put(world, keys)) == [0]
+
+
+def test_a_page_that_many_were_evicted_after_is_not_remembered() -> None:
+    world, keys = World(), chain(random.Random(1), 3)
+    evict(world, put(world, keys))
+    assert uses(world, put(world, keys, ghosts=2)) == [0, 1, 1]
+
+
+def test_the_oldest_ghosts_of_a_full_set_go() -> None:
+    world, keys = World(ghosts=np.zeros((3, 1, WAYS), np.int64)), chain(random.Random(1), WAYS + 4)
+    evict(world, put(world, keys))
+    assert sorted(world.ghosts[1, 0].tolist()) == list(range(5, WAYS + 5))
+
+
+def test_a_page_has_one_ghost_although_a_rebuild_brought_it_back() -> None:
+    world, keys = World(), chain(random.Random(1), 1)
+    for _ in range(2):
+        world.rows[480, STATE] = index_words.UNKNOWN
+        of_page = np.array([0]), np.array([1000]), np.array([1000]), np.zeros((1, 2), np.int64)
+        assert world.table.adopt(keys, *of_page, 480, 4096, 2000) == 1
+        evict(world, np.array([480]))
+    assert np.count_nonzero(world.ghosts[0]) == 1
+    assert world.ghosts[1].max() == 2
+
+
+def test_a_slab_that_wrongly_says_it_has_free_slots_is_looked_through_once() -> None:
+    """A portion of it at a time, under the lock: what was looked at is not looked at again."""
+    world, taken = World(), np.full(5, -1)
+    world.rows[100:270, STATE] = OURS
+    of_size, free = np.array([0]), []
+    for _ in range(4):
+        assert world.table.take_free(world.slabs, world.slabs, of_size, OURS, 1, 50, taken) == 0
+        free.append(int(world.slabs[0, index_words.FREE_SLOTS]))
+    assert free == [170, 170, 170, 0]
+
+
 EXTREMES = [
     0,
     1,
