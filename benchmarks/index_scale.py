@@ -32,6 +32,7 @@ from hicache_ext.page import envelope
 from hicache_ext.storage.contract.store import PageKeys
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, SlabFile
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab, SlotReferences
+from tests.rigs.bare_index import counts
 
 IDENTITY = bytes(range(16))
 SLOT = 4096
@@ -103,7 +104,7 @@ def measure(place: Path, slots: int) -> dict[str, float]:
             raise TimeoutError("the rebuild takes longer than an hour")
         seconds = time.perf_counter() - begun
         figures["rebuild, million pages a minute"] = slots / seconds * 60 / 1e6
-        figures["pages found, share"] = index.counts()["pages"] / slots
+        figures["pages found, share"] = counts(index)["pages"] / slots
         memory = sum(part.nbytes for part in (index.memory.rows[:slots], index.memory.sets[: index.memory.header[3]]))
         figures["bytes of memory a slot"] = memory / slots
         written = slots

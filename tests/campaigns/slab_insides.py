@@ -28,6 +28,7 @@ from hicache_ext.storage.tiers.file.slab.shapes import (
     checked_headers,
     read_headers,
 )
+from tests.rigs.bare_index import counts
 
 Hold = Literal["change", "joining", "rebuild"]
 HOLDS: tuple[Hold, ...] = ("change", "joining", "rebuild")
@@ -96,8 +97,8 @@ def unknown_files(path: Path) -> list[str]:
 def slots_by_state(path: Path) -> dict[str, int]:
     """How many slots hold a page (``pages``), are free (``free``) or are being written (``pending``)."""
     with _opened(path) as directory:
-        counts = directory.index.counts()
-    return {state: counts[state] for state in ("pages", "free", "pending")}
+        found = counts(directory.index)
+    return {state: found[state] for state in ("pages", "free", "pending")}
 
 
 def wait_until_rebuilt(path: Path, within: float) -> bool:

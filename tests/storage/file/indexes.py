@@ -13,6 +13,7 @@ from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.index_words import Words
 from hicache_ext.storage.tiers.file.slab.shapes import Slab, SlotReferences
+from tests.rigs.bare_index import counts
 
 A, B = bytes(range(16)), bytes(range(16, 32))
 SMALL, MIDDLE, LARGE = 4096, 1 << 20, 3 << 20
@@ -103,9 +104,9 @@ def states(index: SlabIndex, slab: Slab) -> Words:
 
 
 def assert_no_slot_lost(index: SlabIndex) -> None:
-    counts = index.counts()
+    of_kinds = counts(index)
     total = sum(slab.slots for slab in index.view().slabs.values())
-    assert counts["pages"] + counts["free"] + counts["pending"] + counts["unknown"] == total
+    assert of_kinds["pages"] + of_kinds["free"] + of_kinds["pending"] + of_kinds["unknown"] == total
 
 
 class Members:

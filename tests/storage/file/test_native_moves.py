@@ -52,6 +52,7 @@ from hicache_ext.testing.conformance.pages import (
     store_pages,
 )
 from tests.campaigns.slab_insides import faults as faults_of_index
+from tests.rigs.bare_index import counts
 from tests.rigs.disk_faults import SYSTEM_CALL, DiskFaults, core_calling, core_through_python
 
 MIB = 1 << 20
@@ -663,7 +664,7 @@ def test_a_piece_that_raises_leaves_no_slot_taken_and_no_descriptor_in_use(tmp_p
     with monkeypatch.context() as patched:
         patched.setattr(native.Core, "__call__", fail)
         assert store_pages(store, keys) == [SetResult.ERROR] * 20
-    assert store._directory.index.counts()["pending"] == 0
+    assert counts(store._directory.index)["pending"] == 0
     assert store_pages(store, keys) == [SetResult.STORED] * 20
     with monkeypatch.context() as patched:
         patched.setattr(native.Core, "__call__", fail)

@@ -23,6 +23,7 @@ from hicache_ext.storage.tiers.file.slab.shapes import SlotReference
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import IDENTITY, HostPages, page_keys, payload_of, read_pages, store_pages
 from tests.campaigns.slab_insides import faults
+from tests.rigs.bare_index import counts
 from tests.rigs.disk_faults import core_through_python
 from tests.waiting import wait_until
 
@@ -353,7 +354,7 @@ def test_a_batch_that_is_wrong_about_its_sizes_writes_nothing(tmp_path: Path, cl
     pages = HostPages([SIZES] * 10)
     assert store.set(PageBatch(keys[10:], pages.buffers, [claimed] * 10)) == [SetResult.ERROR] * 10
     assert assert_right(store, keys) == [GetResult.HIT] * 10 + [GetResult.MISS] * 10
-    assert store._directory.index.counts()["pending"] == 0
+    assert counts(store._directory.index)["pending"] == 0
     store.close()
 
 

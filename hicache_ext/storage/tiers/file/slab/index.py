@@ -312,18 +312,8 @@ class SlabIndex:
         hits = (max(0, hits + hot) for hits in (half, int(small[miniatures.SERVED]), twice, four_times))
         return Served(uses, *hits) if uses else None
 
-    def counts(self) -> dict[str, int]:
-        """How many slots there are of each kind, and slabs, for tools and tests. Cleared pages count as free."""
-        total, pages = np.zeros(4, np.int64), 0
-        for slab in self.view().slabs.values():
-            found, counts = self._count(slab, 0)
-            total += counts
-            pages += found
-        free = int(total[FREE] + total[index_words.PAGE]) - pages
-        kinds = {"pages": pages, "free": free, "pending": int(total[PENDING]), "unknown": int(total[0])}
-        return {**kinds, "slabs": len(self.view().slabs)}
-
     def _count(self, slab: Slab, oldest: int) -> tuple[int, Words]:
+        """Pages of a slab that can be found, and how many slots are UNKNOWN, FREE, PENDING, PAGE."""
         counts, pages = np.zeros(4, np.int64), 0
         for begin in range(0, slab.slots, _AT_ONCE):
             end = min(begin + _AT_ONCE, slab.slots)
