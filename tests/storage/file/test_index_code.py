@@ -382,6 +382,47 @@ def test_a_slab_that_wrongly_says_it_has_free_slots_is_looked_through_once() -> 
     assert free == [170, 170, 170, 0]
 
 
+# -- ranks of single pages ---------------------------------------------------------------------------------------------
+
+
+def test_a_pinned_victim_stays_and_is_out_of_the_way_for_as_long_as_a_tier_lasts() -> None:
+    world, keys = World(), chain(random.Random(1), 3)
+    rows = put(world, keys)
+    victims, spared = np.append(rows, -1), index_words.hashes_of(keys[1:2])
+    assert world.table.evict(victims, spared, 170, 0, NONE) == 2
+    assert victims.tolist() == [rows[0], rows[2], -1, -1]
+    now = eviction.ORIGIN + eviction.TICK * int(world.header[index_words.INSERTS])
+    assert world.rows[rows[1], PRIORITY] == now + eviction.TICK * 170
+    assert index_words.hashes_of(keys[1:2]) == world.rows[rows[1], index_words.HASH]
+
+
+def test_a_use_never_makes_a_page_colder_and_counts_only_as_long_as_the_chain_is_whole() -> None:
+    world, keys = World(), chain(random.Random(1), 4)
+    rows = put(world, keys)
+    world.rows[rows[0], PRIORITY] = pinned = 1 << 60
+    world.header[index_words.INSERTS] += 500
+    used = rows.copy()
+    used[1] = -1
+    assert world.table.touch(170, used, index_words.SAMPLE + 1) == 3
+    assert world.rows[rows[0], PRIORITY] == pinned
+    now = eviction.ORIGIN + eviction.TICK * int(world.header[index_words.INSERTS])
+    assert world.rows[rows[2:], PRIORITY].tolist() == [now - 2, now - 3]
+    assert world.header[[index_words.EVENTS, index_words.SEEN]].tolist() == [1, 1]
+
+
+def test_what_is_written_behind_a_page_that_is_there_ranks_below_it() -> None:
+    world, keys = World(), chain(random.Random(1), 2)
+    (there,) = put(world, keys[:1])
+    world.rows[there, PRIORITY] = 5
+    rows, published = np.full(2, -1), np.zeros(2, np.int64)
+    world.table.take_free(world.slabs, world.slabs, np.array([0]), OURS, 1, ROWS, rows)
+    of_pages = np.array([0]), np.arange(2), rows, np.full(2, 1000)
+    assert world.table.publish(keys, *of_pages, OURS, 1, 1000, 0, 170, 100, published, 0) == 1
+    assert published.tolist() == [0, 1]
+    assert world.rows[rows, STATE].tolist()[0] == FREE
+    assert world.rows[rows[1], PRIORITY] == 4
+
+
 EXTREMES = [
     0,
     1,
