@@ -27,7 +27,7 @@ from benchmarks.replay_trace import _IDENTITY, _SLOT_SIZE, CAPACITIES, Requests,
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.storage.contract.store import PageKeys
 from hicache_ext.storage.tiering.admission import AdmissionPolicy
-from hicache_ext.storage.tiers.file.slab.index import new_index_in
+from tests.rigs.bare_index import new_index_in
 
 _BATCH = 128
 _REQUESTS = 6000

@@ -1,6 +1,6 @@
 """The file tier's learned-distance policy (tiers/file/eviction.py) page by page, with records that are objects.
 
-The tier's own code (slab/slot_code.py) does the same in arrays; tests compare the two. A request goes through its pages
+The tier's own code (native/table.c) does the same in arrays; tests compare the two. A request goes through its pages
 in chain order: ``renewed`` for a present page, None where nothing is to be written; ``inserted`` for a page that is
 written, whose ghost is then removed. The victim is the page with the lowest ``Rank.priority``. ``before`` is the rank
 of the preceding page as it is after its own step.

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from unittest import mock
 
@@ -29,8 +30,9 @@ import xxhash
 from hicache_ext import native
 from hicache_ext.page import envelope
 from hicache_ext.storage.contract.store import PageKeys
-from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, SlabFile, slab_directory
+from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, SlabFile
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab, SlotReferences
+from tests.rigs.bare_index import counts
 
 IDENTITY = bytes(range(16))
 SLOT = 4096
@@ -64,7 +66,7 @@ def write_headers(path: Path, first: int, count: int) -> None:
 
 
 def make_slabs(path: Path, slots: int) -> None:
-    with slab_directory(path, "scale", 1 << 20) as directory:
+    with closing(SlabDirectory(path, "scale", 1 << 20)) as directory:
         home = directory.home / "slabs"
     for number in range(-(-slots // SLAB_SLOTS)):
         count = min(SLAB_SLOTS, slots - number * SLAB_SLOTS)
@@ -94,7 +96,7 @@ def measure(place: Path, slots: int) -> dict[str, float]:
     begun = time.perf_counter()
     with (
         mock.patch.object(SlabDirectory, "allocate", sparse),
-        slab_directory(place, "scale", slots * SLOT) as directory,
+        closing(SlabDirectory(place, "scale", slots * SLOT)) as directory,
     ):
         index = directory.index
         figures["opening, s"] = time.perf_counter() - begun
@@ -102,7 +104,7 @@ def measure(place: Path, slots: int) -> dict[str, float]:
             raise TimeoutError("the rebuild takes longer than an hour")
         seconds = time.perf_counter() - begun
         figures["rebuild, million pages a minute"] = slots / seconds * 60 / 1e6
-        figures["pages found, share"] = index.counts()["pages"] / slots
+        figures["pages found, share"] = counts(index)["pages"] / slots
         memory = sum(part.nbytes for part in (index.memory.rows[:slots], index.memory.sets[: index.memory.header[3]]))
         figures["bytes of memory a slot"] = memory / slots
         written = slots

@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -132,24 +133,25 @@ def cost(slots: int, calls: int = 300) -> tuple[float, float]:
     for request in requests:
         for block in request:
             replay_trace.key_of(block)
-    learns = SlabIndex._sampled
+    learns = SlabIndex._learn
     started, number = time.perf_counter(), 0
 
-    def look(_: SlabIndex) -> None:
+    def look(index: SlabIndex) -> None:
         nonlocal started, number
-        now = time.perf_counter()
+        now, view = time.perf_counter(), index.view()
         if number >= len(requests) - 2 * calls:
             seconds[bool(number % 2)].append(now - started)
         number += 1
         # In turns, so that both see the same machine.
-        SlabIndex._sampled = learns if number % 2 else lambda *_: 0  # type: ignore[method-assign]
+        index._view = replace(view, sampled=miniatures.sampled_of(view.capacity) if number % 2 else 0)
+        SlabIndex._learn = learns if number % 2 else lambda *_: None  # type: ignore[method-assign]
         started = time.perf_counter()
 
     try:
         for _ in replay_trace.served_by_the_index(requests, slots, look):
             pass
     finally:
-        SlabIndex._sampled = learns  # type: ignore[method-assign]
+        SlabIndex._learn = learns  # type: ignore[method-assign]
     return statistics.median(seconds[True]), statistics.median(seconds[False])
 
 

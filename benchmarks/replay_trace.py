@@ -43,9 +43,10 @@ import numpy as np
 from benchmarks.eviction_policy import Clock, Ghost, PageByPage, Rank
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.storage.tiers.file import eviction
-from hicache_ext.storage.tiers.file.slab import miniatures, slot_code
-from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
+from hicache_ext.storage.tiers.file.slab import index_words, miniatures
+from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.shapes import SlotReferences
+from tests.rigs.bare_index import new_index_in
 
 Requests = Sequence[Sequence[int]]
 _SLOT_SIZE = 132 * 1024
@@ -143,7 +144,7 @@ def served_by_the_index(
         index.grow_sets()
         index.register([_IDENTITY])
         if policy is not None:
-            index.memory.header[slot_code.POLICY] = policy
+            index.memory.header[index_words.POLICY] = policy
             index.memory.small[miniatures.NEXT] = eviction.MAX_PRIORITY
         # A batch of SGLang's is a small part of a real tier.
         portion = max(1, min(128, capacity // 16))

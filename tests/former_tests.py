@@ -148,14 +148,12 @@ FORMER = {
         "-> test_a_timer_that_the_native_core_set_is_not_taken_for_ones_own"
     ),
     "test_compiled_and_in_python_are_the_same": "-> test_the_core_does_what_python_does",
-    "test_compiled_and_plain_code_agree_to_the_bit": "-> test_c_and_python_agree_to_the_bit",
     "test_compiled_code_and_numpy_give_equal_bytes": "-> test_the_core_and_numpy_give_equal_bytes",
     "test_compiled_code_and_numpy_make_equal_planes": ("-> test_the_core_and_numpy_make_equal_planes_at_any_address"),
     "test_ghosts_that_wrap_around_their_ring_are_those_of_the_tiers_policy": (
         "-> test_ghosts_that_are_forgotten_are_those_of_the_tiers_policy"
     ),
     "test_its_source_is_among_those_that_compiled_code_depends_on": _NUMBA,
-    "test_numpy_answers_what_compiled_code_does": "-> test_numpy_answers_what_c_does",
     "test_pages_whose_pieces_fill_a_system_call_are_stored_beside_no_other_memory": (
         "-> test_pages_whose_pieces_fill_a_system_call_are_written_and_read"
     ),
@@ -163,10 +161,9 @@ FORMER = {
         "-> test_planes_of_other_sizes_are_refused_before_the_core_sees_them"
     ),
     "test_slabs_without_compiled_code_are_a_warning_that_says_why": (
-        "-> test_slabs_without_the_native_core_are_a_warning_that_says_why"
+        "-> test_slabs_without_the_native_core_are_an_error_that_says_why"
     ),
     "test_what_is_compiled_is_kept_until_one_of_its_modules_changes": _NUMBA,
-    "test_without_compiled_code_the_first_policy_stays": ("-> test_without_the_native_core_the_first_policy_stays"),
     "test_words_are_printed_whole_in_lines_and_without_control_characters": (
         "-> test_an_answer_is_printed_in_lines_without_control_characters"
     ),
@@ -260,6 +257,20 @@ FORMER = {
         ("test_a_damaged_staged_page_is_no_hit", "test_a_page_damaged_in_the_buffer_is_not_promoted"),
         "a page is hashed once, when its tier reads it: the prefetch buffer is host memory as any other",
     ),
+    **dict.fromkeys(
+        (
+            "TestSlabStoreWithoutCompiledCode",
+            "test_compiled_and_plain_code_agree_to_the_bit",
+            "test_numpy_leaves_out_only_uses_of_pages_that_were_used_just_now",
+            "test_without_compiled_code_the_first_policy_stays",
+        ),
+        "without the native core there are no slabs (test_without_core.py)",
+    ),
+    "test_numpy_answers_what_compiled_code_does": "-> test_look_ups_and_ranks_are_those_of_the_rows",
+    "test_stores_over_one_directory_share_it_until_the_last_one_goes": (
+        "-> test_stores_of_one_process_share_the_index_of_their_directory_until_the_last_one_goes"
+    ),
+    "test_a_chain_looked_up_in_portions_ends_where_its_pages_end": "-> test_a_chain_ends_where_its_pages_end",
     "test_memory_that_the_library_knew_is_registered_again_with_a_new_client": (
         "a pool that is not reached at the start is opened later (late_open.py), with all its memory"
     ),

@@ -9,8 +9,8 @@ A function of it takes one struct of words, a subclass of ``Arguments`` here, an
     core = native.core()
     sound = core(NumberPages(address(indices), page_size, page_count, address(numbers), len(numbers)))
 
-Whoever calls keeps the arrays alive until the call has returned. Everything but plans works without the core, in
-Python and numpy: slower, and with the GIL. Why C, and why so: docs/decisions/native-core.md.
+Whoever calls keeps the arrays alive until the call has returned. Without the core there are no slabs and no plans;
+everything else works in Python and numpy: slower, and with the GIL. Why C, and why so: docs/decisions/native-core.md.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import xxhash
+
+from hicache_ext.errors import HicacheExtError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -122,13 +124,9 @@ def sources_version(place: Path = _HERE) -> int:
     return int.from_bytes(hashlib.sha256(b"-".join(sources)).digest()[:8], "little") >> 1
 
 
-def _version() -> int | None:
-    with contextlib.suppress(OSError):
-        return sources_version()
-    return None
-
-
-_VERSION = _version()
+_VERSION: int | None = None
+with contextlib.suppress(OSError):
+    _VERSION = sources_version()
 """Of the sources beside this module when it was imported: an upgrade under a running process changes them."""
 
 
@@ -170,6 +168,13 @@ def core() -> Core | None:
     return _found[1]
 
 
+def needed() -> Core:
+    """The native core, for what does not go without it. Raises HicacheExtError."""
+    if (found := core()) is None:
+        raise HicacheExtError(f"the native core is not there: {why_not()}; {REMEDY}")
+    return found
+
+
 def why_not() -> str | None:
     """Why there is no core; None where there is one."""
     try:
@@ -177,6 +182,13 @@ def why_not() -> str | None:
     except OSError as error:
         return f"{LIBRARY}: {error.strerror}"
     return found if isinstance(found, str) else None
+
+
+def is_absent() -> bool:
+    """Whether there is no core for good: not for want of memory or descriptors, which may pass."""
+    with contextlib.suppress(OSError):
+        return isinstance(_loaded(LIBRARY), str)
+    return False
 
 
 REMEDY = (
@@ -201,16 +213,3 @@ def _address_of(library: ctypes.CDLL, *names: str) -> int:
         if hasattr(library, name):
             return int(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0)
     raise AttributeError(f"no function {names[-1]}")
-
-
-__all__ = [
-    "LIBRARY",
-    "REMEDY",
-    "Arguments",
-    "Core",
-    "address",
-    "core",
-    "sources_version",
-    "why_not",
-    "words",
-]

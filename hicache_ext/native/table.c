@@ -1,5 +1,5 @@
-/* The words of a slab index, page by page: storage/tiers/file/slab/slot_code.py says what each word means, and does the
- * same in Python. All processes on a directory map them, with this code or with that one.
+/* The words of a slab index, page by page: storage/tiers/file/slab/index_words.py says what each word means. All
+ * processes on a directory map them.
  *
  *   rows        a row per slot; what is true
  *   sets        a hash table of the pages, WAYS entries a set; an entry counts only if the row it names says the same
@@ -19,8 +19,8 @@
  *
  * Other processes may have damaged any word. Each is read once, by load(), and is a position only where it lies in its
  * part. What a struct says is the caller's own: lengths are those of its arrays, `identity_count` is a power of two,
- * `set_count`, `event_count`, `capacity`, `step` and `together` are at least 1, `entry_sets` is a power of two from 4
- * on, and what it knows of slabs (`known`, `slabs`) lies in the rows.
+ * `set_count`, `ghost_sets`, `event_count`, `capacity`, `step` and `together` are at least 1, `entry_sets` is a power
+ * of two from 4 on, and what it knows of slabs (`known`, `slabs`) lies in the rows.
  */
 #include <stdbool.h>
 #include <stdlib.h>
@@ -483,8 +483,6 @@ static int64_t *ghosts_of(const struct table *table, int64_t hash, int64_t state
 /* Remember the evicted page of this row. It replaces its own older ghost, or else the oldest of its set. */
 static void remember(const struct table *table, const int64_t *row)
 {
-    if (table->ghost_sets == 0)
-        return;
     int64_t plane = table->ghost_sets * WAYS, fingerprint, now = load(table->header + REMEMBERED) + 1;
     int64_t *ghost = ghosts_of(table, load(row + HASH), load(row + STATE), &fingerprint), oldest = 0;
     int chosen = 0;
@@ -508,8 +506,6 @@ static void remember(const struct table *table, const int64_t *row)
 /* Remove the ghost of this page; returns its USED, -1 without a ghost newer than `oldest`. */
 static int64_t recall(const struct table *table, int64_t hash, int64_t state, int64_t oldest)
 {
-    if (table->ghost_sets == 0)
-        return -1;
     int64_t plane = table->ghost_sets * WAYS, fingerprint;
     int64_t *ghost = ghosts_of(table, hash, state, &fingerprint);
     for (int way = 0; way < WAYS; way++, ghost++) {

@@ -38,10 +38,10 @@ import numpy as np
 from hicache_ext.runtime.members import living_members
 from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.storage.tiers.file.manifest import slab_home
-from hicache_ext.storage.tiers.file.slab import slot_code
+from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory, shared_index
+from hicache_ext.storage.tiers.file.slab.index_words import Words
 from hicache_ext.storage.tiers.file.slab.listing import SlabListing
-from hicache_ext.storage.tiers.file.slab.slot_code import Words
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,
@@ -52,9 +52,7 @@ from hicache_ext.testing.conformance.pages import (
     store_pages,
 )
 from tests.campaigns.reporting import problem_lines, publish
-from tests.storage.file.indexes import without_core
 
-CODES = ("native", "plain")
 CAPACITY = 2 << 20
 SIZES = ((3000,), (4096,), (20_000, 5), (65_536,))
 CHAINS = [page_keys(60, f"chain {n}", identity) for n in range(4) for identity in (IDENTITY, OTHER_IDENTITY)]
@@ -88,14 +86,14 @@ class Findings:
     """Of each round with problems: its number, what was written, and what was seen."""
 
 
-def run(*, rounds: int, seed: int, code: str, beside: bool = False, first: int = 0, within: float = 3600.0) -> Findings:
+def run(*, rounds: int, seed: int, beside: bool = False, first: int = 0, within: float = 3600.0) -> Findings:
     """Rounds in processes of their own; one that ends is followed by another."""
     found, number = Findings(), first
     with tempfile.TemporaryDirectory(prefix="hicache-scribbles-") as place:
         while number < first + rounds and len(found.stories) < 20:
             said = Path(place, "said")
             said.write_text("")
-            command = [sys.executable, "-m", "tests.campaigns.scribbles", "--in", place, "--code", code]
+            command = [sys.executable, "-m", "tests.campaigns.scribbles", "--in", place]
             command += ["--seed", str(seed), "--first", str(number), "--rounds", str(first + rounds - number)]
             ended = subprocess.run(
                 [*command, *(["--beside"] if beside else [])],
@@ -157,7 +155,7 @@ class Attacker:
         words = []
         for _ in range(chance.choice([1, 1, 2, 3])):
             if name == "header":
-                at = chance.randrange(slot_code.SEEN + 1)
+                at = chance.randrange(index_words.SEEN + 1)
             elif len(used) and chance.random() < 0.8:
                 # Near one that says something: the next word of a row may be zero, too.
                 at = min(int(chance.choice(used)) // 8 * 8 + chance.randrange(8), len(part) - 1)
@@ -360,7 +358,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Write words into the index that a running store shares.")
     parser.add_argument("--rounds", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--code", choices=CODES)
     parser.add_argument("--beside", action="store_true", help="go on writing while the store works")
     parser.add_argument("--first", type=int, default=0, help="the number of the first round")
     parser.add_argument("--only", type=int, help="this round alone")
@@ -370,15 +367,13 @@ def main() -> int:
     if arguments.only is not None:
         arguments.first, arguments.rounds = arguments.only, 1
     if arguments.place is not None:
-        with without_core() if arguments.code == "plain" else nullcontext():
-            _rounds(arguments.place, arguments.seed, arguments.first, arguments.rounds, arguments.beside)
+        _rounds(arguments.place, arguments.seed, arguments.first, arguments.rounds, arguments.beside)
         return 0
     found = {}
-    for code in [arguments.code] if arguments.code else CODES:
-        for beside in (False, True) if not arguments.beside else (True,):
-            title = f"{code} code{', written all the time' if beside else ''}"
-            rounds = max(1, arguments.rounds // (10 if beside and not arguments.beside else 1))
-            found[title] = run(rounds=rounds, seed=arguments.seed, code=code, beside=beside, first=arguments.first)
+    for beside in (False, True) if not arguments.beside else (True,):
+        title = "Written all the time" if beside else "Written between calls"
+        rounds = max(1, arguments.rounds // (10 if beside and not arguments.beside else 1))
+        found[title] = run(rounds=rounds, seed=arguments.seed, beside=beside, first=arguments.first)
     publish(report_of(found, arguments), arguments.report)
     for of in found.values():
         for story in of.stories:

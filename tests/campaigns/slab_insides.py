@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -17,12 +17,18 @@ import numpy as np
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.file_lock import OfdLock
 from hicache_ext.storage.tiers.file.manifest import slab_home
-from hicache_ext.storage.tiers.file.slab import slot_code
-from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, slab_directory
-from hicache_ext.storage.tiers.file.slab.lookup import hashes_of
-from hicache_ext.storage.tiers.file.slab.rebuild import KEY, PAYLOAD_LENGTH, checked_in_python, read_headers
-from hicache_ext.storage.tiers.file.slab.shapes import Slab, SlabFile
-from hicache_ext.storage.tiers.file.slab.slot_code import Words
+from hicache_ext.storage.tiers.file.slab import index_words
+from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
+from hicache_ext.storage.tiers.file.slab.index_words import Words, hashes_of
+from hicache_ext.storage.tiers.file.slab.shapes import (
+    KEY,
+    PAYLOAD_LENGTH,
+    Slab,
+    SlabFile,
+    checked_headers,
+    read_headers,
+)
+from tests.rigs.bare_index import counts
 
 Hold = Literal["change", "joining", "rebuild"]
 HOLDS: tuple[Hold, ...] = ("change", "joining", "rebuild")
@@ -46,7 +52,7 @@ class IndexedPage(NamedTuple):
 @contextmanager
 def _opened(path: Path) -> Iterator[SlabDirectory]:
     # The capacity bounds what is written, and nothing is.
-    with slab_directory(path, "disk", 0) as directory:
+    with closing(SlabDirectory(path, "disk", 0)) as directory:
         yield directory
 
 
@@ -60,7 +66,7 @@ def faults(path: Path) -> list[str]:
         wrong = [page for page in indexed_pages(directory) if not _has_its_header(directory, page)]
         if wrong:
             found.append(f"{len(wrong)} pages whose header or seal is another's")
-        pages = Counter((page.digest, int(page.words[slot_code.HASH])) for page in indexed_pages(directory))
+        pages = Counter((page.digest, int(page.words[index_words.HASH])) for page in indexed_pages(directory))
         if several := sum(count > 1 for count in pages.values()):
             found.append(f"{several} pages that are in two slots")
         slabs = sorted(directory.index.all_slabs(), key=lambda slab: slab.first_row)
@@ -78,7 +84,7 @@ def follow(path: Path, policy: int) -> None:
     """Have the tier follow another policy from now on, as its miniatures do, whoever is writing."""
     with _opened(path) as directory:
         index = directory.index
-        index.memory.header[[slot_code.POLICY, slot_code.TO_RANK]] = policy, index.view().rows
+        index.memory.header[[index_words.POLICY, index_words.TO_RANK]] = policy, index.view().rows
 
 
 def unknown_files(path: Path) -> list[str]:
@@ -91,8 +97,8 @@ def unknown_files(path: Path) -> list[str]:
 def slots_by_state(path: Path) -> dict[str, int]:
     """How many slots hold a page (``pages``), are free (``free``) or are being written (``pending``)."""
     with _opened(path) as directory:
-        counts = directory.index.counts()
-    return {state: counts[state] for state in ("pages", "free", "pending")}
+        found = counts(directory.index)
+    return {state: found[state] for state in ("pages", "free", "pending")}
 
 
 def wait_until_rebuilt(path: Path, within: float) -> bool:
@@ -132,10 +138,10 @@ def indexed_pages(directory: SlabDirectory) -> Iterator[IndexedPage]:
     memory = directory.index.memory
     for slab in directory.index.view().slabs.values():
         rows = memory.rows[slab.first_row : slab.first_row + slab.slots]
-        for slot in np.flatnonzero(rows[:, slot_code.STATE] & slot_code.STATES == slot_code.PAGE).tolist():
-            state = int(rows[slot, slot_code.STATE])
-            if slot_code.is_current(memory.identities, state):
-                identity = memory.identities[state >> slot_code.NUMBER_SHIFT]
+        for slot in np.flatnonzero(rows[:, index_words.STATE] & index_words.STATES == index_words.PAGE).tolist():
+            state = int(rows[slot, index_words.STATE])
+            if index_words.is_current(memory.identities, state):
+                identity = memory.identities[state >> index_words.NUMBER_SHIFT]
                 yield IndexedPage(slab, slot, rows[slot].copy(), identity[:2].tobytes())
 
 
@@ -143,14 +149,14 @@ def _has_its_header(directory: SlabDirectory, page: IndexedPage) -> bool:
     """Whether the header in the place of the page is one of this key, length and seal."""
     with directory.opened(page.slab, SlabFile.HEADERS) as fd:
         headers = read_headers(fd, page.slot, 1)
-    seals, valid = checked_in_python(headers)
+    seals, valid = checked_headers(headers)
     keys = np.ascontiguousarray(headers[:, KEY])
     return bool(
         valid[0]
         and keys[0].tobytes()[:IDENTITY_LENGTH] == page.digest
-        and hashes_of(keys)[0] == page.words[slot_code.HASH]
-        and headers[0, PAYLOAD_LENGTH] == page.words[slot_code.LENGTH]
-        and (seals.view(np.int64)[0] == page.words[slot_code.SEAL : slot_code.SEAL + 2]).all()
+        and hashes_of(keys)[0] == page.words[index_words.HASH]
+        and headers[0, PAYLOAD_LENGTH] == page.words[index_words.LENGTH]
+        and (seals.view(np.int64)[0] == page.words[index_words.SEAL : index_words.SEAL + 2]).all()
     )
 
 

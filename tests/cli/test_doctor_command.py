@@ -69,16 +69,31 @@ def test_a_sound_file_tier_has_a_round_trip_and_leaves_nothing_behind(
     assert found["page hashes"]["extension"]["level"] == "ok"
 
 
-def test_slabs_without_the_native_core_are_a_warning_that_says_why(
+def test_slabs_without_the_native_core_are_an_error_that_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB", "layout": "slab"}
     _, found = findings(capsys, [write(tmp_path, {"disk": tier})])
     assert found["tier disk"]["pages"]["seen"] == "move in native code"
     monkeypatch.setattr(native, "LIBRARY", tmp_path / "core.so")
-    _, found = findings(capsys, [write(tmp_path, {"disk": tier})])
+    code, found = findings(capsys, [write(tmp_path, {"disk": tier})])
+    (refused,) = found["tier disk"].values()
+    assert (code, refused["level"]) == (1, "error")
+    why = "is slab, which needs the native core, and that is not there: core.so was not built with this package"
+    assert f"layout of {str(tmp_path / 'l3')!r} {why}; {native.REMEDY}" in f"{refused['seen']}; {refused['remedy']}"
+
+
+def test_page_files_for_want_of_the_native_core_are_a_warning_that_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "core.so")
+    tier = {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB"}
+    code, found = findings(capsys, [write(tmp_path, {"disk": tier})])
+    assert code == 0 and not (tmp_path / "l3").exists()
+    assert (
+        "slabs need the native core, which is not there: core.so was not built" in found["tier disk"]["layout"]["seen"]
+    )
     assert found["tier disk"]["pages"]["level"] == "warning"
-    assert "core.so was not built with this package" in found["tier disk"]["pages"]["seen"]
     assert native.REMEDY in found["tier disk"]["pages"]["remedy"]
 
 

@@ -25,7 +25,7 @@ DIFFERENTIAL = (
     "tests/page/test_rows.py",
     "tests/plan/test_caches.py",
 )
-"""Tests that drive the core and the plain way over the same states, or hand it bytes from outside."""
+"""Tests that drive the core and another way over the same states, or hand it bytes from outside."""
 THREADS = (
     "tests/storage/file/test_index_code.py::test_look_ups_beside_changes_find_every_page_that_is_there",
     "tests/storage/file/test_native_moves.py::test_threads_share_the_pages_of_a_call_and_leave_none",

@@ -6,6 +6,25 @@ import numpy as np
 
 from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory
+from hicache_ext.storage.tiers.file.slab.index_words import (
+    DEPTH_BITS,
+    DISTANCE_SUM,
+    EVENTS,
+    HASH_OF_EVENT,
+    INSERTS,
+    LEARNED,
+    MOMENT_OF_EVENT,
+    MOST_DEPTH,
+    MOST_HITS,
+    POLICY,
+    REUSES,
+    SAMPLE,
+    SEEN,
+    TO_RANK,
+    WAYS,
+    Words,
+    scrambled,
+)
 from hicache_ext.storage.tiers.file.slab.miniatures import (
     ABSENT,
     BEGAN,
@@ -36,26 +55,6 @@ from hicache_ext.storage.tiers.file.slab.miniatures import (
     SWITCHES,
     USES,
     USES_SHIFT,
-)
-from hicache_ext.storage.tiers.file.slab.slot_code import (
-    DEPTH_BITS,
-    DISTANCE_SUM,
-    EVENTS,
-    HASH_OF_EVENT,
-    INSERTS,
-    LEARNED,
-    MOMENT_OF_EVENT,
-    MOST_DEPTH,
-    MOST_HITS,
-    POLICY,
-    REUSES,
-    SAMPLE,
-    SEEN,
-    TO_RANK,
-    WAYS,
-    Words,
-    is_sampled,
-    scrambled,
 )
 
 _ONE = 1 << 16
@@ -89,6 +88,11 @@ _STOCK = 4
 """Capacities after which all that is there counts as kept."""
 _MOST_REUSE_CAPACITIES = 8
 _LOW = (1 << 32) - 1
+
+
+def is_sampled(hashed: int, sampled: int) -> bool:
+    """Whether the miniatures see a page with this HASH, where they see so many of SAMPLE + 1."""
+    return (hashed >> 24) & SAMPLE < sampled
 
 
 def _halves(miniature: int) -> int:
@@ -271,7 +275,7 @@ def _choose(header: Words, small: Words, entries: Words, sets: int, capacity: in
 
 
 def learn(memory: IndexMemory, capacity: int, sampled: int, rows: int, most: int) -> int:
-    """``index_words.learn``."""
+    """``Table.learn``."""
     header, small, entries, events = memory.header, memory.small, memory.entries, memory.events
     sets = 4
     while sets < len(entries[KEY]) and sets < capacity:

@@ -16,9 +16,9 @@ from hicache_ext.page import envelope
 from hicache_ext.storage.tiers.file.multipath import PathChoice
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.slab.index import milliseconds
+from hicache_ext.storage.tiers.file.slab.index_words import SEAL
 from hicache_ext.storage.tiers.file.slab.listing import SlabListing
 from hicache_ext.storage.tiers.file.slab.shapes import SlotReference, SlotReferences
-from hicache_ext.storage.tiers.file.slab.slot_code import SEAL
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 

@@ -1,13 +1,9 @@
-"""The PageStore suite against the slab layout: its pages moved by the native core and by Python, known by their views
-and by their addresses."""
+"""The PageStore suite against the slab layout: pages known by their views and by their addresses."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from hicache_ext import native
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.memory import PageMemory, addresses_of
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, SetResult
@@ -20,12 +16,6 @@ class TestSlabStore(PageStoreTests):
     @pytest.fixture
     def medium(self, tmp_path):
         return Slabs(tmp_path)
-
-
-class TestSlabStoreWithoutCompiledCode(TestSlabStore):
-    @pytest.fixture(autouse=True)
-    def _no_native_core(self, monkeypatch):
-        monkeypatch.setattr(native, "LIBRARY", Path("/nowhere"))
 
 
 class ByAddress(SlabStore):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ext import native
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
-from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
-from tests.storage.file.indexes import CAPACITY, without_core
+from hicache_ext.storage.tiers.file.slab.index import SlabIndex
+from tests.rigs.bare_index import new_index_in
+from tests.storage.file.indexes import CAPACITY
 from tests.storage.raw_access import RawFiles
 
 
@@ -53,20 +53,8 @@ def open_store(place):
         store.close()
 
 
-@pytest.fixture(params=["native", "plain"])
-def each_way(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The operations on an index in C, and in Python."""
-    if request.param == "native":
-        if native.core() is None:
-            pytest.skip("missing: the native core")
-        yield
-    else:
-        with without_core():
-            yield
-
-
 @pytest.fixture
-def index(each_way: None, tmp_path: Path) -> Iterator[SlabIndex]:
+def index(tmp_path: Path) -> Iterator[SlabIndex]:
     """An index without slabs' files."""
     with new_index_in(tmp_path, CAPACITY) as index:
         yield index

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 
-from hicache_ext import native
 from hicache_ext.storage.contract.store import PageKeys
-from hicache_ext.storage.tiers.file.slab import index as index_module
-from hicache_ext.storage.tiers.file.slab import slot_code
+from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
+from hicache_ext.storage.tiers.file.slab.index_words import Words
 from hicache_ext.storage.tiers.file.slab.shapes import Slab, SlotReferences
-from hicache_ext.storage.tiers.file.slab.slot_code import Words
+from tests.rigs.bare_index import counts
 
 A, B = bytes(range(16)), bytes(range(16, 32))
 SMALL, MIDDLE, LARGE = 4096, 1 << 20, 3 << 20
@@ -99,26 +95,18 @@ def present(index: SlabIndex, keys: Sequence[bytes], oldest: int = 0) -> list[in
 
 
 def hash_words(keys: Sequence[bytes]) -> Words:
-    return np.unique(index_module.lookup.hashes_of(PageKeys.of_joined(A, b"".join(key[16:] for key in keys)).words))
+    return np.unique(index_words.hashes_of(PageKeys.of_joined(A, b"".join(key[16:] for key in keys)).words))
 
 
 def states(index: SlabIndex, slab: Slab) -> Words:
-    rows: Words = index.memory.rows[slab.first_row : slab.first_row + slab.slots, slot_code.STATE]
-    return rows & slot_code.STATES
+    rows: Words = index.memory.rows[slab.first_row : slab.first_row + slab.slots, index_words.STATE]
+    return rows & index_words.STATES
 
 
 def assert_no_slot_lost(index: SlabIndex) -> None:
-    counts = index.counts()
+    of_kinds = counts(index)
     total = sum(slab.slots for slab in index.view().slabs.values())
-    assert counts["pages"] + counts["free"] + counts["pending"] + counts["unknown"] == total
-
-
-@contextmanager
-def without_core() -> Iterator[None]:
-    """In Python inside, as where the native core was not built."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "LIBRARY", Path("/nowhere"))
-        yield
+    assert of_kinds["pages"] + of_kinds["free"] + of_kinds["pending"] + of_kinds["unknown"] == total
 
 
 class Members:

@@ -14,7 +14,7 @@ from hicache_ext.storage.tiers.file.pages.tree import save_document
 from hicache_ext.storage.tiers.file.slab import allocator as companions_module
 from hicache_ext.storage.tiers.file.slab.allocator import Companions, Facts
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
-from hicache_ext.storage.tiers.file.slab.slot_code import PRIORITY
+from hicache_ext.storage.tiers.file.slab.index_words import PRIORITY
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import store_pages
 from tests.storage.file.indexes import (

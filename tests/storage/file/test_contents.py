@@ -16,7 +16,7 @@ from hicache_ext.storage.contract.abilities import PageLister, ability
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.storage.tiers.file.pages import catalogue as pages_contents
 from hicache_ext.storage.tiers.file.pages.tree import PageTree
-from hicache_ext.storage.tiers.file.slab import slot_code
+from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab import store as slab_contents
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, page_keys, store_pages
 from tests.rigs.event_tier import PAGE, open_tier
@@ -149,7 +149,7 @@ def test_expired_pages_are_not_held(slabs: SpreadStore) -> None:
     path._ttl = 3600.0
     index = path._directory.index  # type: ignore[attr-defined]
     (row,) = index.rows_of(KEYS[:1])
-    index.memory.rows[row, slot_code.CREATED] -= 3_700_000
+    index.memory.rows[row, index_words.CREATED] -= 3_700_000
     assert held(slabs) == blocks(KEYS[1:])
 
 

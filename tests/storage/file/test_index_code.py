@@ -1,15 +1,16 @@
-"""The code of the index: in C and in Python, whatever the words say, ended in the middle of any step, and beside
-look-ups in other threads."""
+"""The code of the index, which is C: against a look at every row, whatever the words say, ended in the middle of any
+step, and beside look-ups in other threads."""
 
 from __future__ import annotations
 
+import ctypes
 import random
+import shutil
+import subprocess
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,13 @@ import pytest
 from benchmarks.eviction_policy import Clock, PageByPage, Rank
 from hicache_ext import native
 from hicache_ext.storage.tiers.file import eviction
-from hicache_ext.storage.tiers.file.slab import index_words, lookup, miniatures, slot_code
-from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
+from hicache_ext.storage.tiers.file.slab import index_words, miniatures
+from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory, Table, new_index
-from hicache_ext.storage.tiers.file.slab.slot_code import (
+from hicache_ext.storage.tiers.file.slab.index_words import (
     CLOCK_SHIFT,
     FREE,
+    NO_PAGE,
     PAGE,
     PENDING,
     PRIORITY,
@@ -34,6 +36,7 @@ from hicache_ext.storage.tiers.file.slab.slot_code import (
     Words,
 )
 from tests.rigs import miniatures as reference
+from tests.rigs.bare_index import new_index_in
 from tests.storage.file.indexes import (
     CAPACITY,
     LARGE,
@@ -50,7 +53,6 @@ from tests.storage.file.indexes import (
     remove,
     store,
     take,
-    without_core,
 )
 
 SIZES = (4096, 65_536, 1 << 20)
@@ -64,11 +66,11 @@ TIMES = 400
 class World:
     """All words of a small index; few sets, so that some are full."""
 
-    rows: Words = field(default_factory=lambda: np.zeros((ROWS, slot_code.ROW_WORDS), np.int64))
+    rows: Words = field(default_factory=lambda: np.zeros((ROWS, index_words.ROW_WORDS), np.int64))
     sets: Words = field(default_factory=lambda: np.zeros((SETS_MOST, WAYS), np.int64))
-    header: Words = field(default_factory=lambda: np.zeros(slot_code.HEADER_WORDS, np.int64))
-    identities: Words = field(default_factory=lambda: np.zeros((IDENTITIES, slot_code.IDENTITY_WORDS), np.int64))
-    slabs: Words = field(default_factory=lambda: np.zeros((4, slot_code.SLAB_WORDS), np.int64))
+    header: Words = field(default_factory=lambda: np.zeros(index_words.HEADER_WORDS, np.int64))
+    identities: Words = field(default_factory=lambda: np.zeros((IDENTITIES, index_words.IDENTITY_WORDS), np.int64))
+    slabs: Words = field(default_factory=lambda: np.zeros((4, index_words.SLAB_WORDS), np.int64))
     ghosts: Words = field(default_factory=lambda: np.zeros((3, 16, WAYS), np.int64))
     events: Words = field(default_factory=lambda: np.zeros((32, 2), np.int64))
     small: Words = field(default_factory=lambda: np.zeros(miniatures.SMALL_WORDS, np.int64))
@@ -77,11 +79,11 @@ class World:
     """A copy of the slabs, which is believed; else they are."""
 
     def __post_init__(self) -> None:
-        if self.header[slot_code.SETS]:
+        if self.header[index_words.SETS]:
             return
-        self.header[slot_code.SETS] = self.header[slot_code.LEVEL] = 8
+        self.header[index_words.SETS] = self.header[index_words.LEVEL] = 8
         for position, (number, size, slots, first) in enumerate(SLABS):
-            self.slabs[position] = [number, size, slots, first, slot_code.READY, slots, 0, 0]
+            self.slabs[position] = [number, size, slots, first, index_words.READY, slots, 0, 0]
             self.rows[first : first + slots, STATE] = FREE
 
     @property
@@ -100,7 +102,7 @@ class World:
 
     @property
     def by_first(self) -> Words:
-        return np.ascontiguousarray(self.believed[self.believed[:, slot_code.FIRST].argsort()])
+        return np.ascontiguousarray(self.believed[self.believed[:, index_words.FIRST].argsort()])
 
     def copy(self) -> World:
         return World(*[words.copy() for words in self.words])
@@ -111,14 +113,11 @@ def chain(rng: random.Random, count: int = 40) -> Words:
     return np.random.default_rng(1).integers(-(1 << 63), 1 << 63, (400, 6), np.int64)[begin : begin + count].copy()
 
 
-Code = ModuleType | SimpleNamespace
-IN_C: Code = index_words
-PLAIN: Code = SimpleNamespace(**{**vars(slot_code), **vars(lookup), "learn": reference.learn})
-Step = Callable[[Any, Any], list[Any]]
+Step = Callable[[Any], None]
 
 
 def random_step(rng: random.Random, now: int) -> Step:
-    """One call as the index makes it, and what it answers."""
+    """A few calls as the index makes them."""
     of = rng.randrange(3)
     of_size = np.array([position for position, slab in enumerate(SLABS) if slab[1] == SIZES[of]])
     slots = sum(SLABS[position][2] for position in of_size)
@@ -129,91 +128,84 @@ def random_step(rng: random.Random, now: int) -> Step:
     pending, dead = PENDING | member << 8, np.array(rng.choice([[], [77], [3, 77]]), np.int64)
     seed = rng.randrange(1 << 30)
 
-    def write(code: Any, world: Any) -> list[Any]:
+    def write(world: Any) -> None:
         taken = np.full(count, -1)
-        done = code.take_free(world, world.believed, of_size, pending, ticket, rng_most, taken)
+        done = world.table.take_free(world.slabs, world.believed, of_size, pending, ticket, rng_most, taken)
         some = np.random.default_rng(seed).random(done) < 0.9
         rows, at = taken[:done][some].copy(), np.sort(np.random.default_rng(seed).permutation(40)[:done])[some].copy()
-        published = np.zeros(len(rows), np.int64)
         of_keys = keys, one, at, rows, at + 1000, pending, ticket, now, oldest
-        freed = code.publish(world, *of_keys, slots, 100, published, half)
-        return [done, taken, freed, published, code.give_back(world, taken, pending, ticket)]
+        world.table.publish(*of_keys, slots, 100, np.zeros(len(rows), np.int64), half)
+        world.table.give_back(taken, pending, ticket)
 
-    def leave_pending(code: Any, world: Any) -> list[Any]:
-        taken = np.full(5, -1)
-        return [code.take_free(world, world.believed, of_size, pending, 99, rng_most, taken), taken]
+    def leave_pending(world: Any) -> None:
+        world.table.take_free(world.slabs, world.believed, of_size, pending, 99, rng_most, np.full(5, -1))
 
-    def evict(code: Any, world: Any) -> list[Any]:
+    def evict(world: Any) -> None:
         ranks = np.zeros(500, np.int64)
         slabs = np.ascontiguousarray(world.believed[of_size])
-        done = code.sample(world, slabs, seed % 3, 3, oldest, dead, ranks)
+        done = world.table.sample(slabs, seed % 3, 3, oldest, dead, ranks)
         cold, cool = (int(np.sort(ranks[:done])[min(done - 1, at)]) for at in (4, 12))
-        spared = np.unique(lookup.hashes_of(keys[: seed % 3]))
-        answers: list[Any] = [done, ranks]
+        spared = np.unique(index_words.hashes_of(keys[: seed % 3]))
         for slab in slabs:
-            begin = int(slab[slot_code.FIRST])
-            end = begin + int(slab[slot_code.SLOTS])
+            begin = int(slab[index_words.FIRST])
+            end = begin + int(slab[index_words.SLOTS])
             victims = np.zeros(end - begin + 1, np.int64)
-            found = code.coldest(world, begin, end, 8, cold, cool, oldest, dead, victims)
-            answers += [found, victims[: found + 1].copy()]
-            answers += [code.evict(world, victims, spared, slots, oldest, dead), victims]
+            world.table.coldest(begin, end, 8, cold, cool, oldest, dead, victims)
+            world.table.evict(victims, spared, slots, oldest, dead)
             slab_of = world.slabs[of_size]
-            slab_of[:, slot_code.FREE_SLOTS] += 3
+            slab_of[:, index_words.FREE_SLOTS] += 3
             world.slabs[of_size] = slab_of
-        return answers
 
-    def look(code: Any, world: Any) -> list[Any]:
+    def look(world: Any) -> None:
         of_keys = keys, numbers, oldest
-        located, facts = code.locate(world, *of_keys, world.by_first)
-        return [code.find(world, *of_keys), code.count_leading(world, *of_keys), located, facts]
+        world.table.locate(*of_keys, world.by_first)
+        world.table.find(*of_keys)
+        world.table.count_leading(*of_keys)
 
-    def use(code: Any, world: Any) -> list[Any]:
-        return [code.touch(world, 275, code.find(world, keys, one, 0), half)]
+    def use(world: Any) -> None:
+        world.table.touch(275, world.table.find(keys, one, 0), half)
 
-    def learn(code: Any, world: Any) -> list[Any]:
-        return [code.learn(world, rng_capacity, half, ROWS, 20), code.rank_again(world, 275, 90)]
+    def learn(world: Any) -> None:
+        world.table.learn(rng_capacity, half, ROWS, 20)
+        world.table.rank_again(275, 90)
 
-    def follow(_: Any, world: Any) -> list[Any]:
-        world.header[slot_code.POLICY], world.header[slot_code.TO_RANK] = seed % miniatures.CANDIDATES, ROWS
-        return []
+    def follow(world: Any) -> None:
+        policy = seed % miniatures.CANDIDATES
+        world.header[index_words.POLICY], world.header[index_words.TO_RANK] = policy, ROWS
 
-    def evict_beside(code: Any, world: Any) -> list[Any]:
+    def evict_beside(world: Any) -> None:
         # As after pages of a second identity have gone.
-        states = np.full(len(keys), slot_code.PAGE | int(one[0]) << slot_code.NUMBER_SHIFT)
-        states |= (world.identities[one[0], slot_code.GENERATION] & slot_code.GENERATIONS) << 8
+        states = np.full(len(keys), index_words.PAGE | int(one[0]) << index_words.NUMBER_SHIFT)
+        states |= (world.identities[one[0], index_words.GENERATION] & index_words.GENERATIONS) << 8
         beside, freed = np.full((IDENTITIES, 2), -1), np.zeros(seed % 40, np.int64)
         needed = np.full((IDENTITIES, 2), -1)
         beside[one[0], : seed % 3] = np.delete(np.arange(IDENTITIES), one[0])[: seed % 3]
         needed[:, 0], needed[seed % IDENTITIES, 1] = one[0], seed % IDENTITIES
-        of_pages = lookup.hashes_of(keys), states, beside, needed, oldest
-        return [code.evict_beside(world, *of_pages, freed), freed]
+        world.table.evict_beside(index_words.hashes_of(keys), states, beside, needed, oldest, freed)
 
-    def forget(code: Any, world: Any) -> list[Any]:
-        some = code.find(world, keys, one, 0)[seed % 30 :].copy()
-        answers = [code.seize(world, some, pending, ticket), some.copy()]
-        return [*answers, code.give_back(world, some, pending, ticket)]
+    def forget(world: Any) -> None:
+        some = world.table.find(keys, one, 0)[seed % 30 :].copy()
+        world.table.seize(some, pending, ticket)
+        world.table.give_back(some, pending, ticket)
 
-    def grow(code: Any, world: Any) -> list[Any]:
-        return [code.grow_sets(world, min(SETS_MOST, int(world.header[slot_code.SETS])) + 1)]
+    def grow(world: Any) -> None:
+        world.table.grow_sets(min(SETS_MOST, int(world.header[index_words.SETS])) + 1)
 
-    def clear(_: Any, world: Any) -> list[Any]:
+    def clear(world: Any) -> None:
         identity = world.identities[one[0]]
-        identity[slot_code.GENERATION] += 1
-        identity[slot_code.CLEARED] = now
-        return []
+        identity[index_words.GENERATION] += 1
+        identity[index_words.CLEARED] = now
 
-    def find_again(code: Any, world: Any) -> list[Any]:
+    def find_again(world: Any) -> None:
         first, size, many = 480, SIZES[0], 30
-        world.rows[first : first + many, STATE] = slot_code.UNKNOWN
+        world.rows[first : first + many, STATE] = index_words.UNKNOWN
         random_words = np.random.default_rng(seed)
         created = random_words.integers(0, now + 5, many)
         of_keys = keys[:many].copy(), random_words.integers(-1, IDENTITIES, many), np.arange(many), created
-        seals = random_words.integers(0, 99, (many, 2))
-        return [code.adopt(world, *of_keys, seals, first, size, now)]
+        world.table.adopt(*of_keys, random_words.integers(0, 99, (many, 2)), first, size, now)
 
-    def count_all(code: Any, world: Any) -> list[Any]:
-        counts = np.zeros(4, np.int64)
-        return [code.count(world, 0, ROWS, oldest, counts), counts]
+    def count_all(world: Any) -> None:
+        world.table.count(0, ROWS, oldest, np.zeros(4, np.int64))
 
     half, rng_capacity = 1 << 19, rng.choice([12, 40, 40, 40])
     rng_most = rng.choice([3, 50, 4096])
@@ -221,27 +213,214 @@ def random_step(rng: random.Random, now: int) -> Step:
     return rng.choice([*often, leave_pending, evict, evict, evict_beside, forget, grow, clear, find_again, count_all])
 
 
-in_c = pytest.mark.skipif(native.core() is None, reason="missing: the native core")
+# -- what it answers ---------------------------------------------------------------------------------------------------
 
 
-# -- in C and in Python ------------------------------------------------------------------------------------------------
-
-
-@in_c
 @pytest.mark.parametrize("seed", range(4))
-def test_c_and_python_agree_to_the_bit(seed: int) -> None:
-    """Processes with the native core and without it may use one directory."""
-    rng, left, right, names, most = random.Random(seed), World(), World(), set(), 0
+def test_the_miniatures_learn_what_their_reference_does(seed: int) -> None:
+    rng, world, switches = random.Random(seed), World(), 0
     for now in range(1, TIMES):
-        step = random_step(rng, now)
-        names.add(step.__name__)
-        for answer, other in zip(step(IN_C, left), step(PLAIN, right), strict=True):
-            assert np.array_equal(answer, other), step.__name__
-        for one, other in zip(left.words, right.words, strict=True):
-            assert np.array_equal(one, other), step.__name__
-        most = max(most, int((left.rows[:, STATE] & STATES == PAGE).sum()))
-    assert len(names) == 13
-    assert most > 100
+        random_step(rng, now)(world)
+        other, capacity, most = world.copy(), rng.choice([12, 40]), rng.choice([3, 20, 40])
+        assert world.table.learn(capacity, 1 << 19, ROWS, most) == reference.learn(other, capacity, 1 << 19, ROWS, most)
+        for one, of_reference in zip(world.words, other.words, strict=True):
+            assert np.array_equal(one, of_reference)
+        switches += int(world.header[index_words.TO_RANK] > 0)
+    assert switches > 3
+    assert world.small[miniatures.USES] > 100
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_look_ups_and_ranks_are_those_of_the_rows(seed: int) -> None:
+    """Whatever was done before: by a look at every row, with no table that leads to some."""
+    rng, world, found_some, most = random.Random(100 + seed), World(), 0, 0
+    for now in range(1, TIMES // 2):
+        random_step(rng, now)(world)
+        keys, oldest = chain(rng), rng.choice([0, max(0, now - 30)])
+        numbers = np.array([rng.randrange(IDENTITIES)]) if rng.random() < 0.7 else np.arange(40) % 5 - 1
+        by_row = [row_of(world, *page, oldest) for page in zip(keys, np.broadcast_to(numbers, 40), strict=True)]
+        assert world.table.find(keys, numbers, oldest).tolist() == by_row
+        assert world.table.count_leading(keys, numbers, oldest) == [*by_row, -1].index(-1)
+        assert_located(world, keys, numbers, oldest, by_row)
+        assert_ranked(world, rng, oldest)
+        pages = np.flatnonzero(world.rows[: SLABS[-1][3] + SLABS[-1][2], STATE] & STATES == PAGE)
+        named = np.bincount(world.sets.ravel() & index_words.ROW, minlength=ROWS + 1)
+        assert (named[pages + 1] == 1).all(), "a page has one entry"
+        found_some += max(by_row) >= 0
+        most = max(most, int((world.rows[:, STATE] & STATES == PAGE).sum()))
+    assert found_some > 20 and most > 100
+
+
+def row_of(world: World, key: Words, number: int, oldest: int) -> int:
+    state = PAGE | int(world.identities[number, index_words.GENERATION]) << 8 | int(number) << index_words.NUMBER_SHIFT
+    (hashed,) = index_words.hashes_of(key[None])
+    rows = world.rows
+    of_key = (rows[:, index_words.HASH] == hashed) & (rows[:, STATE] == state)
+    (row,) = np.flatnonzero(of_key & (rows[:, index_words.CREATED] >= oldest)).tolist() or (-1,)
+    return row if number >= 0 else -1
+
+
+def assert_located(world: World, keys: Words, numbers: Words, oldest: int, by_row: list[int]) -> None:
+    located, facts = world.table.locate(keys, numbers, oldest, world.by_first)  # type: ignore[arg-type]
+    expected = [
+        (slab, row - first, int(world.rows[row, index_words.LENGTH]), position, row)
+        for position, row in enumerate(by_row)
+        for slab, _, slots, first in SLABS
+        if first <= row < first + slots
+    ]
+    assert located.T.tolist() == [list(page) for page in expected]
+    if expected:
+        places = [page[:2] for page in expected]
+        assert bool(facts & index_words.IN_ORDER) == (places == sorted(places))
+        assert bool(facts & index_words.ONE_LENGTH) == (len({page[2] for page in expected}) == 1)
+        assert bool(facts & index_words.ONE_SLAB) == (len({page[0] for page in expected}) == 1)
+
+
+def assert_ranked(world: Any, rng: random.Random, oldest: int) -> None:
+    dead, cold, cool = rng.choice([[], [77]]), rng.choice([-1, 1 << 40]), rng.choice([-1, (1 << 40) + 100])
+    begin, step, together = rng.randrange(300), rng.randint(1, 5), rng.choice([1, 2, 8, 32])
+    of_row = [rank_of(world, row, oldest, dead) for row in range(ROWS)]
+    groups = [range(at, min(at + together, begin + 130)) for at in range(begin, begin + 130, together)]
+    expected = [
+        row
+        for group in groups
+        if min(of_row[row] for row in group) <= cold
+        for row in group
+        if of_row[row] <= cool and of_row[row] != NO_PAGE
+    ]
+    victims, of_dead = np.zeros(ROWS + 1, np.int64), np.array(dead, np.int64)
+    many = world.table.coldest(begin, begin + 130, together, cold, cool, oldest, of_dead, victims)
+    assert victims[: many + 1].tolist() == [*expected, -1]
+    ranks, first = np.full(rng.choice([20, 400]), -9), rng.randrange(step)
+    many = world.table.sample(world.by_first, first, step, oldest, of_dead, ranks)
+    in_slabs = [of_row[slab[index_words.FIRST] + slot] for slab in world.by_first for slot in range(slab[2])]
+    assert ranks[:many].tolist() == in_slabs[first::step][: len(ranks)]
+    counts = np.zeros(4, np.int64)
+    pages = world.table.count(0, ROWS, oldest, counts)
+    kinds = world.rows[:, STATE] & STATES
+    assert counts.tolist() == np.bincount(kinds, minlength=4).tolist()
+    assert pages == sum(kind == PAGE and rank >= 0 for kind, rank in zip(kinds, of_row, strict=True))
+
+
+def rank_of(world: World, row: int, oldest: int, dead: list[int]) -> int:
+    words = [int(word) for word in world.rows[row]]
+    kind, state = words[STATE] & STATES, words[STATE] >> 8
+    if kind == PAGE:
+        generation = int(world.identities[state >> 32, index_words.GENERATION])
+        is_there = state & index_words.GENERATIONS == generation and words[index_words.CREATED] >= oldest
+        return words[PRIORITY] if is_there else -1
+    return -1 if kind == FREE or (kind == PENDING and state in dead) else NO_PAGE
+
+
+# -- ghosts, and where free slots are looked for -----------------------------------------------------------------------
+
+OURS = PENDING | 55 << 8
+NONE = np.zeros(0, np.int64)
+
+
+def put(world: World, keys: Words, *, ghosts: int = 100) -> Words:
+    """Write pages into the first slab; their rows."""
+    rows, published = np.full(len(keys), -1), np.zeros(len(keys), np.int64)
+    world.table.take_free(world.slabs, world.slabs, np.array([0]), OURS, 1, ROWS, rows)
+    of_pages = np.array([0]), np.arange(len(keys)), rows, np.full(len(keys), 1000)
+    world.table.publish(keys, *of_pages, OURS, 1, 1000, 0, 170, ghosts, published, 0)
+    assert (published == 1).all()
+    return rows
+
+
+def evict(world: World, rows: Words) -> None:
+    assert world.table.evict(np.append(rows, -1), NONE, 170, 0, NONE) == len(rows)
+    world.slabs[0, index_words.FREE_SLOTS] += len(rows)
+
+
+def uses(world: World, rows: Words) -> list[int]:
+    return [int(word) & index_words.MOST_HITS for word in world.rows[rows, USED]]
+
+
+def test_a_ghost_counts_once() -> None:
+    world, keys = World(), chain(random.Random(1), 1)
+    evict(world, put(world, keys))
+    rows = put(world, keys)
+    assert uses(world, rows) == [1]
+    world.table.seize(rows, OURS, 1)
+    world.table.give_back(rows, OURS, 1)
+    world.slabs[0, index_words.FREE_SLOTS] += 1
+    assert uses(world, put(world, keys)) == [0]
+
+
+def test_a_page_that_many_were_evicted_after_is_not_remembered() -> None:
+    world, keys = World(), chain(random.Random(1), 3)
+    evict(world, put(world, keys))
+    assert uses(world, put(world, keys, ghosts=2)) == [0, 1, 1]
+
+
+def test_the_oldest_ghosts_of_a_full_set_go() -> None:
+    world, keys = World(ghosts=np.zeros((3, 1, WAYS), np.int64)), chain(random.Random(1), WAYS + 4)
+    evict(world, put(world, keys))
+    assert sorted(world.ghosts[1, 0].tolist()) == list(range(5, WAYS + 5))
+
+
+def test_a_page_has_one_ghost_although_a_rebuild_brought_it_back() -> None:
+    world, keys = World(), chain(random.Random(1), 1)
+    for _ in range(2):
+        world.rows[480, STATE] = index_words.UNKNOWN
+        of_page = np.array([0]), np.array([1000]), np.array([1000]), np.zeros((1, 2), np.int64)
+        assert world.table.adopt(keys, *of_page, 480, 4096, 2000) == 1
+        evict(world, np.array([480]))
+    assert np.count_nonzero(world.ghosts[0]) == 1
+    assert world.ghosts[1].max() == 2
+
+
+def test_a_slab_that_wrongly_says_it_has_free_slots_is_looked_through_once() -> None:
+    """A portion of it at a time, under the lock: what was looked at is not looked at again."""
+    world, taken = World(), np.full(5, -1)
+    world.rows[100:270, STATE] = OURS
+    of_size, free = np.array([0]), []
+    for _ in range(4):
+        assert world.table.take_free(world.slabs, world.slabs, of_size, OURS, 1, 50, taken) == 0
+        free.append(int(world.slabs[0, index_words.FREE_SLOTS]))
+    assert free == [170, 170, 170, 0]
+
+
+# -- ranks of single pages ---------------------------------------------------------------------------------------------
+
+
+def test_a_pinned_victim_stays_and_is_out_of_the_way_for_as_long_as_a_tier_lasts() -> None:
+    world, keys = World(), chain(random.Random(1), 3)
+    rows = put(world, keys)
+    victims, spared = np.append(rows, -1), index_words.hashes_of(keys[1:2])
+    assert world.table.evict(victims, spared, 170, 0, NONE) == 2
+    assert victims.tolist() == [rows[0], rows[2], -1, -1]
+    now = eviction.ORIGIN + eviction.TICK * int(world.header[index_words.INSERTS])
+    assert world.rows[rows[1], PRIORITY] == now + eviction.TICK * 170
+    assert index_words.hashes_of(keys[1:2]) == world.rows[rows[1], index_words.HASH]
+
+
+def test_a_use_never_makes_a_page_colder_and_counts_only_as_long_as_the_chain_is_whole() -> None:
+    world, keys = World(), chain(random.Random(1), 4)
+    rows = put(world, keys)
+    world.rows[rows[0], PRIORITY] = pinned = 1 << 60
+    world.header[index_words.INSERTS] += 500
+    used = rows.copy()
+    used[1] = -1
+    assert world.table.touch(170, used, index_words.SAMPLE + 1) == 3
+    assert world.rows[rows[0], PRIORITY] == pinned
+    now = eviction.ORIGIN + eviction.TICK * int(world.header[index_words.INSERTS])
+    assert world.rows[rows[2:], PRIORITY].tolist() == [now - 2, now - 3]
+    assert world.header[[index_words.EVENTS, index_words.SEEN]].tolist() == [1, 1]
+
+
+def test_what_is_written_behind_a_page_that_is_there_ranks_below_it() -> None:
+    world, keys = World(), chain(random.Random(1), 2)
+    (there,) = put(world, keys[:1])
+    world.rows[there, PRIORITY] = 5
+    rows, published = np.full(2, -1), np.zeros(2, np.int64)
+    world.table.take_free(world.slabs, world.slabs, np.array([0]), OURS, 1, ROWS, rows)
+    of_pages = np.array([0]), np.arange(2), rows, np.full(2, 1000)
+    assert world.table.publish(keys, *of_pages, OURS, 1, 1000, 0, 170, 100, published, 0) == 1
+    assert published.tolist() == [0, 1]
+    assert world.rows[rows, STATE].tolist()[0] == FREE
+    assert world.rows[rows[1], PRIORITY] == 4
 
 
 EXTREMES = [
@@ -266,14 +445,13 @@ EXTREMES = [
 ]
 
 
-@in_c
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_the_words_say_c_ends_and_writes_nowhere_else(seed: int) -> None:
     """With the address sanitizer it reads nowhere else either."""
     rng, canary, beside, answered = random.Random(1000 + seed), 0x5EED, 64, 0
     sound = World()
     for now in range(1, TIMES):
-        random_step(rng, now)(IN_C, sound)
+        random_step(rng, now)(sound)
         padded = [np.pad(part.ravel(), beside, constant_values=canary) for part in sound.words]
         damaged = World(
             *[words[beside:-beside].reshape(part.shape) for words, part in zip(padded, sound.words, strict=True)]
@@ -285,14 +463,13 @@ def test_whatever_the_words_say_c_ends_and_writes_nowhere_else(seed: int) -> Non
                 words[rng.randrange(len(words))] = rng.choice([*EXTREMES, rng.getrandbits(63) - (1 << 62)])
         damaged.known = known
         for _ in range(5):
-            random_step(rng, now)(IN_C, damaged)
+            random_step(rng, now)(damaged)
             answered += 1
         for words in padded:
             assert (words[:beside] == canary).all() and (words[-beside:] == canary).all()
     assert answered == 5 * (TIMES - 1)
 
 
-@in_c
 def test_a_thread_in_a_call_keeps_the_words_of_an_index_that_is_closed(tmp_path: Path) -> None:
     """One that a timeout left behind: an address alone would be that of nothing, or of something else."""
     memory = IndexMemory(new_index(CAPACITY))
@@ -303,65 +480,7 @@ def test_a_thread_in_a_call_keeps_the_words_of_an_index_that_is_closed(tmp_path:
     core(index_words.Count(table.address, native.address(counts), 0, 65_536, 0))
     assert counts[FREE] == 100
     with pytest.raises(AttributeError):
-        index_words.count(memory, 0, 1, 0, counts)
-
-
-@in_c
-@pytest.mark.parametrize("seed", range(4))
-def test_numpy_answers_what_c_does(seed: int) -> None:
-    rng, world, found_some = random.Random(100 + seed), World(), 0
-    for now in range(1, TIMES // 2):
-        random_step(rng, now)(IN_C, world)
-        seed_of_step = rng.randrange(1 << 30)
-        in_c = looked_up(world, random.Random(seed_of_step), now)
-        with without_core():
-            plain = looked_up(world, random.Random(seed_of_step), now)
-        for one, other in zip(in_c, plain, strict=True):
-            assert np.array_equal(one, other)
-        found_some += int((in_c[0] >= 0).any())
-    assert found_some > 20
-
-
-def looked_up(world: World, rng: random.Random, now: int) -> list[Any]:
-    keys, oldest = chain(rng), rng.choice([0, max(0, now - 30)])
-    numbers = np.array([rng.randrange(IDENTITIES)]) if rng.random() < 0.7 else np.arange(40) % 5 - 1
-    dead, victims = np.array(rng.choice([[], [77]]), np.int64), np.zeros(ROWS + 1, np.int64)
-    cold, cool = rng.choice([-1, 1 << 40]), rng.choice([-1, (1 << 40) + 100])
-    begin, step, together = rng.randrange(300), rng.randint(1, 5), rng.choice([1, 2, 8, 32])
-    ranks, counts, first = np.full(rng.choice([20, 400]), -9), np.zeros(4, np.int64), rng.randrange(step)
-    many = index_words.coldest(world, begin, begin + 130, together, cold, cool, oldest, dead, victims)
-    return [
-        index_words.find(world, keys, numbers, oldest),
-        index_words.count_leading(world, keys, numbers, oldest),
-        *index_words.locate(world, keys, numbers, oldest, world.by_first),
-        *(many, victims[: many + 1].copy()),
-        *(index_words.sample(world, world.by_first, first, step, oldest, dead, ranks), ranks),
-        *(index_words.count(world, 0, ROWS, oldest, counts), counts),
-    ]
-
-
-@in_c
-def test_numpy_leaves_out_only_uses_of_pages_that_were_used_just_now(
-    tmp_path: Path,
-) -> None:
-    with new_index_in(tmp_path, CAPACITY) as index:
-        add_slab(index, LARGE, 64)
-        keys = keys_of(range(64))
-        store(index, keys, LARGE)
-        for _ in range(3):
-            store(index, keys_of(range(1000, 1010)), LARGE)
-            remove(index, keys_of(range(1000, 1010)))
-            before = index.memory.rows.copy(), index.memory.header.copy()
-            found = index.locate(keys)
-            index.note_hits(found, keys, len(found))
-            after = index.memory.rows.copy(), index.memory.header.copy()
-            index.memory.rows[:], index.memory.header[:] = before
-            with without_core():
-                index.note_hits(found, keys, len(found))
-            assert np.array_equal(index.memory.rows, after[0])
-            # Nor does numpy note uses for the miniatures, which nobody would look at.
-            assert np.array_equal(index.memory.header[: slot_code.EVENTS], after[1][: slot_code.EVENTS])
-        assert not np.array_equal(before[0][:, USED], after[0][:, USED])
+        memory.table.count(0, 1, 0, counts)
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -373,9 +492,9 @@ def test_pages_rank_as_the_policy_says(tmp_path: Path, seed: int) -> None:
     rng, capacity = random.Random(seed), 300
     with new_index_in(tmp_path, CAPACITY) as index:
         add_slab(index, SMALL, capacity)
-        index.memory.header[slot_code.POLICY] = eviction.LEARNED_DISTANCE
+        index.memory.header[index_words.POLICY] = eviction.LEARNED_DISTANCE
         policy, keys = PageByPage(capacity), keys_of(range(40))
-        index.memory.header[slot_code.INSERTS : slot_code.REUSES + 1] = start = rng.randrange(500), 70_000, 100
+        index.memory.header[index_words.INSERTS : index_words.REUSES + 1] = start = rng.randrange(500), 70_000, 100
         clock, expected, before = Clock(*start), [], None
         store(index, keys)
         for depth in range(40):
@@ -395,7 +514,7 @@ def test_pages_rank_as_the_policy_says(tmp_path: Path, seed: int) -> None:
                 clock, before = policy.renewed(clock, expected[depth], depth, before) or (clock, expected[depth])
                 expected[depth] = before
             assert ranks(index, keys) == expected
-            assert Clock(*index.memory.header[slot_code.INSERTS : slot_code.REUSES + 1].tolist()) == clock
+            assert Clock(*index.memory.header[index_words.INSERTS : index_words.REUSES + 1].tolist()) == clock
         assert max(rank.hits for rank in expected) > 0
 
 
@@ -411,16 +530,59 @@ class KilledError(BaseException):
     """Stands for a SIGKILL: nothing is done afterwards."""
 
 
-class Fuse:
-    """Burns down by one with each store."""
+_FUSE = """
+__attribute__((weak, visibility("default"))) long hicache_stores_left = -1;
+static inline int hicache_may_store(void)
+{
+    return hicache_stores_left < 0 || (hicache_stores_left > 0 && hicache_stores_left--);
+}
+#define __atomic_store_n(at, value, order) (hicache_may_store() ? (void)(*(at) = (value)) : (void)0)
+"""
 
-    def __init__(self) -> None:
-        self.left = -1
+
+@pytest.fixture(scope="module")
+def fused_core(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The core, which makes no store any more once its fuse has burnt down."""
+    if shutil.which("gcc") is None:
+        pytest.skip("missing: gcc")
+    place = tmp_path_factory.mktemp("fused")
+    (place / "fuse.h").write_text(_FUSE)
+    sources = sorted(Path(native.__file__).parent.glob("*.c"))
+    flags = ["-std=gnu11", "-O1", "-fwrapv", "-shared", "-fPIC", "-fvisibility=hidden"]
+    version = [f"-DHICACHE_VERSION={native.sources_version()}", "-include", str(place / "fuse.h")]
+    subprocess.run(["gcc", *flags, *version, *map(str, sources), "-o", str(place / "core.so")], check=True)
+    return place / "core.so"
+
+
+class Fuse:
+    """Burns down by one with each store, of C and of Python."""
+
+    def __init__(self, library: Path) -> None:
+        self._left = ctypes.c_long.in_dll(ctypes.CDLL(str(library)), "hicache_stores_left")
+
+    @property
+    def left(self) -> int:
+        return self._left.value
+
+    @left.setter
+    def left(self, stores: int) -> None:
+        self._left.value = stores
 
     def burn(self) -> None:
         if self.left == 0:
             raise KilledError
-        self.left -= 1
+        if self.left > 0:
+            self.left -= 1
+
+    def call(self, core: native.Core, *arguments: Any) -> int:
+        """``Core.quick``, from which a process that has died does not return."""
+        result = _QUICK(core, *arguments)
+        if self.left == 0:
+            raise KilledError
+        return result
+
+
+_QUICK = native.Core.quick
 
 
 class Fused(np.ndarray):
@@ -437,13 +599,12 @@ class Fused(np.ndarray):
         super().__setitem__(where, value)
 
 
-def fused(index: SlabIndex) -> Fuse:
-    fuse, memory = Fuse(), index.memory
+def fuse_words(index: SlabIndex, fuse: Fuse) -> None:
+    memory = index.memory
     for name in ("rows", "sets", "header", "identities", "sizes", "slabs", "ghosts"):
         words = getattr(memory, name).view(Fused)
         words.fuse = fuse
         setattr(memory, name, words)
-    return fuse
 
 
 def _publish(index: SlabIndex) -> None:
@@ -460,7 +621,7 @@ def _remove(index: SlabIndex) -> None:
 
 
 def _grow(index: SlabIndex) -> None:
-    index_words.grow_sets(index.memory, int(index.memory.header[slot_code.SETS]) + 5)
+    index.memory.table.grow_sets(int(index.memory.header[index_words.SETS]) + 5)
 
 
 def _drop(index: SlabIndex) -> None:
@@ -481,7 +642,7 @@ def _adopt(index: SlabIndex) -> None:
 def prepared(index: SlabIndex) -> None:
     index.add_found_slabs([(7, SMALL, 12)])
     index.register([A])
-    index.memory.header[[slot_code.SETS, slot_code.LEVEL]] = 2
+    index.memory.header[[index_words.SETS, index_words.LEVEL]] = 2
     for _ in range(2):
         slab = index.begin_slab(SMALL, lambda _: 24)
         assert slab is not None
@@ -495,36 +656,38 @@ def prepared(index: SlabIndex) -> None:
 
 @pytest.mark.parametrize("action", [_publish, _evict, _remove, _grow, _drop, _adopt])
 def test_a_process_that_dies_at_any_store_leaves_nothing_to_repair(
-    tmp_path: Path, action: Callable[[SlabIndex], None]
+    tmp_path: Path, fused_core: Path, monkeypatch: pytest.MonkeyPatch, action: Callable[[SlabIndex], None]
 ) -> None:
     """No wrong row is found, every page can be stored and found again, and no slot stays taken."""
-    with without_core():
-        for step in range(5000):
-            with new_index_in(tmp_path, CAPACITY) as index:
-                members = members_of(index)
-                prepared(index)
-                join(index, 2)
-                fuse = fused(index)
-                fuse.left = step
-                died = False
-                try:
-                    action(index)
-                except KilledError:
-                    died = True
-                fuse.left = -1
-                join(index, 1)
-                members.dead.add(2)
-                index._dead(anew=True)
+    fuse = Fuse(fused_core)
+    monkeypatch.setattr(native, "LIBRARY", fused_core)
+    monkeypatch.setattr(native.Core, "quick", lambda core, *arguments: fuse.call(core, *arguments))
+    for step in range(5000):
+        with new_index_in(tmp_path, CAPACITY) as index:
+            members = members_of(index)
+            prepared(index)
+            join(index, 2)
+            fuse_words(index, fuse)
+            fuse.left = step
+            died = False
+            try:
+                action(index)
+            except KilledError:
+                died = True
+            fuse.left = -1
+            join(index, 1)
+            members.dead.add(2)
+            index._dead(anew=True)
+            assert_sound(index)
+            if action is _adopt and index.unknown_slabs():
+                _adopt(index)
+                assert index.unknown_slabs() == []
                 assert_sound(index)
-                if action is _adopt and index.unknown_slabs():
-                    _adopt(index)
-                    assert index.unknown_slabs() == []
-                    assert_sound(index)
-                assert_all_slots_are_used_again(index)
-            if not died:
-                break
-        assert not died
-        assert step > 5
+            assert_all_slots_are_used_again(index)
+        if not died:
+            break
+    assert not died
+    assert step > 5
 
 
 def test_an_expired_page_that_a_kill_left_behind_hides_no_newer_one(tmp_path: Path) -> None:
@@ -535,8 +698,8 @@ def test_an_expired_page_that_a_kill_left_behind_hides_no_newer_one(tmp_path: Pa
         store(index, chain, now=1000)
         rows = index.rows_of(chain)
         # Killed after the entry of the second page was removed, and before its slot was free.
-        index.memory.sets[(index.memory.sets & slot_code.ROW) == rows[1] + 1] = 0
-        index.memory.rows[rows[[0, 2]], slot_code.CREATED] = 3000
+        index.memory.sets[(index.memory.sets & index_words.ROW) == rows[1] + 1] = 0
+        index.memory.rows[rows[[0, 2]], index_words.CREATED] = 3000
         assert store(index, chain, now=3000, oldest=2000, evict=False) == [0, 1, 0]
         assert index.count_leading(chain, 2000) == len(index.locate(chain, 2000)) == 3
 
@@ -544,11 +707,11 @@ def test_an_expired_page_that_a_kill_left_behind_hides_no_newer_one(tmp_path: Pa
 def assert_sound(index: SlabIndex) -> None:
     keys = [*keys_of(range(30)), *keys_of(range(100, 108))]
     found = index.locate(keys)
-    hashes = lookup.hashes_of(np.frombuffer(bytearray(b"".join(keys)), np.int64).reshape(-1, 6))
+    hashes = index_words.hashes_of(np.frombuffer(bytearray(b"".join(keys)), np.int64).reshape(-1, 6))
     rows = index.memory.rows[found.rows]
-    assert (rows[:, slot_code.HASH] == hashes[found.positions]).all()
-    assert (rows[:, slot_code.LENGTH] == 1000).all()
-    assert set(rows[:, slot_code.CREATED].tolist()) <= {1000, 3000, *range(990, 1010)}
+    assert (rows[:, index_words.HASH] == hashes[found.positions]).all()
+    assert (rows[:, index_words.LENGTH] == 1000).all()
+    assert set(rows[:, index_words.CREATED].tolist()) <= {1000, 3000, *range(990, 1010)}
     assert len(set(found.rows.tolist())) == len(found)
     assert_no_slot_lost(index)
 
@@ -569,10 +732,9 @@ def assert_all_slots_are_used_again(index: SlabIndex) -> None:
 # -- beside changes ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", ["native", "plain"])
-def test_look_ups_beside_changes_find_every_page_that_is_there(tmp_path: Path, code: str) -> None:
+def test_look_ups_beside_changes_find_every_page_that_is_there(tmp_path: Path) -> None:
     """While sets are added, and others are written, evicted and removed."""
-    with nullcontext() if code == "native" else without_core(), new_index_in(tmp_path, CAPACITY) as index:
+    with new_index_in(tmp_path, CAPACITY) as index:
         add_slab(index, LARGE, 3000)
         kept = keys_of(range(400))
         store(index, kept, LARGE, evict=False)
@@ -594,7 +756,7 @@ def test_look_ups_beside_changes_find_every_page_that_is_there(tmp_path: Path, c
         while number < 15 or min(looks) < 4:
             others = keys_of(range(10_000 + 50 * number, 10_050 + 50 * number))
             store(index, others, LARGE)
-            index_words.grow_sets(index.memory, int(index.memory.header[slot_code.SETS]) + 37)
+            index.memory.table.grow_sets(int(index.memory.header[index_words.SETS]) + 37)
             remove(index, others[::3])
             number += 1
         ended.set()

@@ -8,9 +8,9 @@ import pytest
 from hicache_ext.errors import IndexBusyError
 from hicache_ext.runtime.file_lock import ChangeLock
 from hicache_ext.storage.tiers.file.slab import index as index_module
-from hicache_ext.storage.tiers.file.slab import slot_code
+from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
-from hicache_ext.storage.tiers.file.slab.slot_code import CURSOR, FREE_SLOTS, PRIORITY, REMEMBERED, USED
+from hicache_ext.storage.tiers.file.slab.index_words import CURSOR, FREE_SLOTS, PRIORITY, REMEMBERED, USED
 from tests.storage.file.indexes import (
     LARGE,
     MIDDLE,
@@ -313,7 +313,7 @@ def test_a_rebuild_under_way_does_not_keep_a_write_looking_for_its_free_slots(in
     (slab,) = index.unknown_slabs()
     assert slab is not None
     index.memory.slabs[0, FREE_SLOTS] = 5
-    index.memory.rows[:20, slot_code.STATE] = slot_code.FREE
+    index.memory.rows[:20, index_words.STATE] = index_words.FREE
     # Nor, in a full directory, evicting for ever with the lock in its hand.
     for evict in (False, True):
         assert len(take(index, 3, evict=evict)[1]) == 0
@@ -325,7 +325,7 @@ def test_a_rebuild_under_way_does_not_keep_a_write_looking_for_its_free_slots(in
 def test_a_slab_whose_dropper_was_killed_before_it_said_so_keeps_nobody_evicting(index: SlabIndex) -> None:
     add_slab(index, SMALL, 20)
     fill_with_heads(index, 20)
-    index.memory.slabs[0, slot_code.SLAB_STATE] = slot_code.DROPPING
+    index.memory.slabs[0, index_words.SLAB_STATE] = index_words.DROPPING
     assert len(take(index, 3)[1]) == 0
 
 

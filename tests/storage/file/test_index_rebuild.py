@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,11 +17,11 @@ from hicache_ext.page.envelope import encode_header
 from hicache_ext.runtime.access import make_tier_directory
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.storage.tiers.file.slab import directory as directory_module
-from hicache_ext.storage.tiers.file.slab import rebuild as rebuild_module
-from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, slab_directory
+from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, milliseconds
 from hicache_ext.storage.tiers.file.slab.shapes import Slab
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
+from tests.rigs.bare_index import counts
 from tests.storage.file.indexes import SMALL, A, B, key_of, present
 
 PATIENCE = 30.0
@@ -47,7 +47,7 @@ def put_slab(place: Path, number: int, headers: Sequence[bytes], slots: int = 0,
 
 @contextmanager
 def opened(place: Path, capacity: int = CAPACITY) -> Iterator[SlabDirectory]:
-    with slab_directory(place, "disk", capacity) as directory:
+    with closing(SlabDirectory(place, "disk", capacity)) as directory:
         assert directory.rebuild.wait(PATIENCE)
         yield directory
 
@@ -64,7 +64,7 @@ def test_what_headers_say_is_found_and_the_other_slots_are_free(place: Path) -> 
         assert present(index, [key_of(0), key_of(1), key_of(2, B), key_of(3)]) == [0, 1, 2]
         assert [(page.slab, page.slot, page.length) for page in index.locate([key_of(1)]).pages()] == [(3, 2, 100)]
         assert created_of(index, key_of(1)) == 2000
-        assert index.counts() == {"pages": 3, "free": 7, "pending": 0, "unknown": 0, "slabs": 1}
+        assert counts(index) == {"pages": 3, "free": 7, "pending": 0, "unknown": 0, "slabs": 1}
         assert index.found == 3
         assert index.identities() == sorted([A, B])
 
@@ -76,7 +76,7 @@ def test_of_several_copies_of_a_page_the_newest_counts(place: Path, newest: int)
     with opened(place) as directory:
         (page,) = directory.index.locate([key_of(1)]).pages()
         assert page.slab == newest
-        assert directory.index.counts()["pages"] == 1
+        assert counts(directory.index)["pages"] == 1
         assert directory.index.found == 1
 
 
@@ -118,7 +118,7 @@ def test_all_that_was_cleared_before_anything_was_found_stays_away_after_a_kill(
     put_slab(place, 0, [header(key_of(0)), header(key_of(1, B))])
     monkeypatch.setattr(directory_module, "_REBUILD_AWAITED", 0.0)
     with monkeypatch.context() as patch:
-        patch.setattr(rebuild_module.Rebuild, "_step", lambda _: None)
+        patch.setattr(directory_module.Rebuild, "_step", lambda _: None)
         store = SlabStore("disk", place, capacity=CAPACITY)
         store.clear(None)
         store.close()
@@ -139,7 +139,7 @@ def test_pages_of_an_identity_cleared_while_they_are_looked_for_stay_away(
     monkeypatch.setattr(SlabIndex, "adopt", clear_first)
     with opened(place) as directory:
         assert present(directory.index, [key_of(number) for number in range(3)]) == []
-        assert directory.index.counts()["free"] == 3
+        assert counts(directory.index)["free"] == 3
 
 
 @pytest.mark.thorough
@@ -155,7 +155,7 @@ def test_a_slab_that_cannot_be_read_goes_once_nobody_writes_to_it(place: Path, m
         raise OSError(errno.EIO, "planted")
 
     monkeypatch.setattr(SlabIndex, "drop_slab", being_written_at_first)
-    monkeypatch.setattr(rebuild_module, "read_headers", fail)
+    monkeypatch.setattr(directory_module, "read_headers", fail)
     with opened(place) as directory:
         assert len(asked) == 2
         assert directory.index.all_slabs() == []
@@ -165,10 +165,10 @@ def test_a_slab_that_cannot_be_read_goes_once_nobody_writes_to_it(place: Path, m
 def test_it_serves_while_it_runs_and_what_is_not_looked_at_is_nobody_s(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rebuild_module, "_PORTION", 10)
+    monkeypatch.setattr(directory_module, "_PORTION", 10)
     monkeypatch.setattr(directory_module, "_REBUILD_AWAITED", 0.0)
     put_slab(place, 0, [header(key_of(number)) for number in range(40)])
-    go_on, waiting, real = threading.Event(), threading.Event(), rebuild_module.read_headers
+    go_on, waiting, real = threading.Event(), threading.Event(), directory_module.read_headers
 
     def read(fd: int, begin: int, count: int) -> object:
         if begin == 20:
@@ -176,24 +176,24 @@ def test_it_serves_while_it_runs_and_what_is_not_looked_at_is_nobody_s(
             assert go_on.wait(PATIENCE)
         return real(fd, begin, count)
 
-    monkeypatch.setattr(rebuild_module, "read_headers", read)
-    with slab_directory(place, "disk", CAPACITY) as directory:
+    monkeypatch.setattr(directory_module, "read_headers", read)
+    with closing(SlabDirectory(place, "disk", CAPACITY)) as directory:
         assert waiting.wait(PATIENCE)
         index = directory.index
         assert not index.rebuilt
         assert present(index, [key_of(number) for number in range(40)]) == list(range(20))
-        assert index.counts()["unknown"] == 20
+        assert counts(index)["unknown"] == 20
         assert len(index.take(SMALL, 5, 1, 0, index.memory.header[:0], evicting=True)[0]) == 0
         go_on.set()
         assert directory.rebuild.wait(PATIENCE)
-        assert index.counts() == {"pages": 40, "free": 0, "pending": 0, "unknown": 0, "slabs": 1}
+        assert counts(index) == {"pages": 40, "free": 0, "pending": 0, "unknown": 0, "slabs": 1}
 
 
 def test_it_goes_on_where_another_one_was_ended(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rebuild_module, "_PORTION", 10)
+    monkeypatch.setattr(directory_module, "_PORTION", 10)
     monkeypatch.setattr(directory_module, "_REBUILD_AWAITED", 0.0)
     put_slab(place, 0, [header(key_of(number)) for number in range(40)])
-    real, begins = rebuild_module.read_headers, []
+    real, begins = directory_module.read_headers, []
 
     def read(fd: int, begin: int, count: int) -> object:
         begins.append(begin)
@@ -201,7 +201,7 @@ def test_it_goes_on_where_another_one_was_ended(place: Path, monkeypatch: pytest
             raise RuntimeError("ended in the middle")
         return real(fd, begin, count)
 
-    monkeypatch.setattr(rebuild_module, "read_headers", read)
+    monkeypatch.setattr(directory_module, "read_headers", read)
     with opened(place) as directory:
         assert begins == [0, 10, 20, 20, 30]
         assert directory.index.found == 40
@@ -212,7 +212,7 @@ def test_a_slab_that_cannot_be_read_is_given_up_and_the_others_are_found(
 ) -> None:
     put_slab(place, 0, [header(key_of(0))])
     put_slab(place, 1, [header(key_of(1))])
-    real, bad = rebuild_module.read_headers, []
+    real, bad = directory_module.read_headers, []
 
     def read(fd: int, begin: int, count: int) -> object:
         if os.readlink(f"/proc/self/fd/{fd}").endswith(f"00000000-{SMALL}.headers"):
@@ -220,10 +220,10 @@ def test_a_slab_that_cannot_be_read_is_given_up_and_the_others_are_found(
             raise OSError(5, "Input/output error")
         return real(fd, begin, count)
 
-    monkeypatch.setattr(rebuild_module, "read_headers", read)
+    monkeypatch.setattr(directory_module, "read_headers", read)
     with opened(place) as directory:
         assert directory.rebuild.wait(PATIENCE)
-        assert len(bad) == rebuild_module._MOST_FAILURES
+        assert len(bad) == directory_module._MOST_FAILURES
         assert present(directory.index, [key_of(0), key_of(1)]) == [1]
         assert [slab.number for slab in directory.index.all_slabs()] == [1]
         assert sorted(path.name for path in (place / "v3" / "slabs").iterdir()) == [
@@ -235,19 +235,19 @@ def test_a_slab_that_cannot_be_read_is_given_up_and_the_others_are_found(
 def test_it_says_when_it_begins_goes_on_and_is_over(
     place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rebuild_module, "_PORTION", 10)
-    monkeypatch.setattr(rebuild_module, "_LOG_INTERVAL", 0.0)
+    monkeypatch.setattr(directory_module, "_PORTION", 10)
+    monkeypatch.setattr(directory_module, "_LOG_INTERVAL", 0.0)
     put_slab(place, 0, [header(key_of(number)) for number in range(20)])
     with caplog.at_level(logging.INFO), opened(place):
         time.sleep(0.01)
-    said = [record.getMessage() for record in caplog.records if record.name == rebuild_module.__name__]
+    said = [record.getMessage() for record in caplog.records if record.name == directory_module.__name__]
     assert "made anew: 20 slots" in said[0]
     assert "10 of 20 slots, 10 pages" in said[1]
     assert "complete: 20 pages" in said[-1]
 
 
 def test_a_directory_without_slabs_has_nothing_to_make_anew(place: Path) -> None:
-    with slab_directory(place, "disk", CAPACITY) as directory:
+    with closing(SlabDirectory(place, "disk", CAPACITY)) as directory:
         assert directory.index.rebuilt
 
 
@@ -258,7 +258,7 @@ def test_a_process_that_is_short_of_something_deletes_no_slab(
     """A start with no descriptor left has deleted every slab."""
     put_slab(place, 0, [header(key_of(0))])
     put_slab(place, 1, [header(key_of(1))])
-    real, failures = rebuild_module.read_headers, []
+    real, failures = directory_module.read_headers, []
 
     def read(fd: int, begin: int, count: int) -> object:
         if len(failures) < 9:
@@ -266,8 +266,8 @@ def test_a_process_that_is_short_of_something_deletes_no_slab(
             raise OSError(code, os.strerror(code))
         return real(fd, begin, count)
 
-    monkeypatch.setattr(rebuild_module, "read_headers", read)
-    monkeypatch.setattr(rebuild_module, "Backoff", lambda *_: Backoff(0.001, 0.001))
+    monkeypatch.setattr(directory_module, "read_headers", read)
+    monkeypatch.setattr(directory_module, "Backoff", lambda *_: Backoff(0.001, 0.001))
     with opened(place) as directory:
         assert directory.rebuild.wait(PATIENCE)
         assert len(failures) == 9

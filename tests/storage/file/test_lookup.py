@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from hicache_ext.storage.contract.store import key_words
-from hicache_ext.storage.tiers.file.slab import index_words
-from hicache_ext.storage.tiers.file.slab.index import SlabIndex, milliseconds, new_index_in
+from hicache_ext.storage.tiers.file.slab.index import SlabIndex, milliseconds
 from hicache_ext.storage.tiers.file.slab.shapes import SlotReferences
 from hicache_ext.testing.conformance.pages import page_keys
+from tests.rigs.bare_index import new_index_in
 
 
 def write(index: SlabIndex, keys: list[bytes], slot_size: int) -> None:
@@ -26,7 +25,6 @@ def write(index: SlabIndex, keys: list[bytes], slot_size: int) -> None:
     assert index.publish(ticket, keys, taken, taken, 0, milliseconds()) == [1] * len(keys)
 
 
-@pytest.mark.usefixtures("each_way")
 def test_pages_of_a_slab_that_is_not_known_yet_are_not_looked_for_in_another_one(tmp_path: Path) -> None:
     """Another process has just made it. Its rows were taken for those of the last slab that was known: good pages were
     read from there, and removed as bad ones."""
@@ -38,12 +36,11 @@ def test_pages_of_a_slab_that_is_not_known_yet_are_not_looked_for_in_another_one
         known = index.view().by_first[[0, 2]]
         chain = [*keys[:2], *keys[4:8], *keys[2:4], *keys[8:]]
         numbers = np.array([index.register([chain[0][:16]])[chain[0][:16]]])
-        located, _ = index_words.locate(index.memory, key_words(chain), numbers, 0, known)
+        located, _ = index.memory.table.locate(key_words(chain), numbers, 0, known)
         places = [(slab, slot, chain[position]) for slab, slot, _, position, _ in located.T.tolist()]
         assert places == [*((0, n, keys[n]) for n in range(4)), *((2, n, keys[8 + n]) for n in range(4))]
 
 
-@pytest.mark.usefixtures("each_way")
 def test_pages_of_a_slab_that_a_killed_process_was_dropping_are_gone_and_can_be_written_again(tmp_path: Path) -> None:
     """They counted as there, and could neither be read nor written, until somebody looked for what was left."""
     keys = page_keys(8)

@@ -9,19 +9,17 @@ import pytest
 
 from benchmarks import replay_trace, workloads
 from benchmarks.policies import Tier
-from hicache_ext import native
 from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.path_store import Fullness, Served, gauges_of_paths
-from hicache_ext.storage.tiers.file.slab import index_words, miniatures, slot_code
-from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
-from hicache_ext.storage.tiers.file.slab.slot_code import CLOCK_SHIFT, DISTANCE_SUM, PRIORITY, REUSES, USED
-from tests.storage.file.indexes import CAPACITY, SMALL, add_slab, keys_of, store, without_core
+from hicache_ext.storage.tiers.file.slab import index_words, miniatures
+from hicache_ext.storage.tiers.file.slab.index import SlabIndex
+from hicache_ext.storage.tiers.file.slab.index_words import CLOCK_SHIFT, DISTANCE_SUM, PRIORITY, REUSES, USED
+from tests.rigs.bare_index import new_index_in
+from tests.rigs.miniatures import is_sampled
+from tests.storage.file.indexes import CAPACITY, SMALL, add_slab, keys_of, store
 from tests.storage.file.test_index_code import World
 
 Requests = list[list[int]]
-
-
-pytestmark = pytest.mark.skipif(native.core() is None, reason="missing: the native core")
 
 
 def shares(requests: Requests, capacity: int) -> list[float]:
@@ -34,7 +32,7 @@ def policy_after(requests: Requests, capacity: int) -> list[int]:
     policies: list[int] = []
 
     def look(index: SlabIndex) -> None:
-        policies.append(int(index.memory.header[slot_code.POLICY]))
+        policies.append(int(index.memory.header[index_words.POLICY]))
 
     list(replay_trace.served_by_the_index(requests, capacity, look))
     return policies
@@ -65,15 +63,6 @@ def test_conversations_that_fit_are_served_as_by_lru() -> None:
     assert Tier(requests, 6000).hits > 0.995 * replay_trace.lru_tails_first(requests, 6000)
 
 
-def test_without_the_native_core_the_first_policy_stays(tmp_path: Path) -> None:
-    with without_core(), new_index_in(tmp_path, CAPACITY) as index:
-        add_slab(index, SMALL, 40)
-        for begin in range(0, 400, 10):
-            store(index, keys_of(range(begin, begin + 10)))
-        assert index.memory.header[slot_code.POLICY] == eviction.LAST_USE
-        assert index.served() is None
-
-
 def test_a_policy_that_is_followed_from_now_on_ranks_the_pages_that_are_there(tmp_path: Path) -> None:
     with new_index_in(tmp_path, CAPACITY) as index:
         add_slab(index, SMALL, 200)
@@ -83,9 +72,9 @@ def test_a_policy_that_is_followed_from_now_on_ranks_the_pages_that_are_there(tm
             store(index, keys_of(range(1000 * other, 1000 * other + 20)))
         found = index.locate(keys)
         index.note_hits(found, keys, len(found))
-        index.memory.header[[slot_code.POLICY, slot_code.TO_RANK]] = eviction.LEARNED_DISTANCE, 200
+        index.memory.header[[index_words.POLICY, index_words.TO_RANK]] = eviction.LEARNED_DISTANCE, 200
         store(index, keys_of(range(9000, 9001)))
-        assert index.memory.header[slot_code.TO_RANK] == 0
+        assert index.memory.header[index_words.TO_RANK] == 0
         rows = index.memory.rows[index.rows_of(keys)]
         clocks = (rows[:, USED] >> CLOCK_SHIFT).tolist()
         assert (rows[:, USED] & 7 == 1).all()
@@ -101,10 +90,10 @@ def test_ranking_again_goes_on_where_it_was_left(tmp_path: Path, monkeypatch: py
     with new_index_in(tmp_path, CAPACITY) as index:
         add_slab(index, SMALL, 200)
         store(index, keys_of(range(150)))
-        index.memory.header[[slot_code.POLICY, slot_code.TO_RANK]] = eviction.LEARNED_DISTANCE, 200
+        index.memory.header[[index_words.POLICY, index_words.TO_RANK]] = eviction.LEARNED_DISTANCE, 200
         for left in (150, 100, 50, 0, 0):
             store(index, keys_of(range(9000 + left, 9001 + left)))
-            assert index.memory.header[slot_code.TO_RANK] == left
+            assert index.memory.header[index_words.TO_RANK] == left
 
 
 @pytest.mark.thorough
@@ -134,10 +123,10 @@ def after_comparisons(leads: list[int], capacity: int = 4096) -> int:
     for lead in leads:
         small[miniatures.LATELY : miniatures.LATELY + miniatures.CANDIDATES] = 1000
         small[miniatures.LATELY + miniatures.CANDIDATES - 1] += lead
-        header[slot_code.INSERTS] = small[miniatures.NEXT]
+        header[index_words.INSERTS] = small[miniatures.NEXT]
         world.entries[:] = 0
-        index_words.learn(world, capacity, slot_code.SAMPLE + 1, 0, 0)
-    return int(header[slot_code.POLICY])
+        world.table.learn(capacity, index_words.SAMPLE + 1, 0, 0)
+    return int(header[index_words.POLICY])
 
 
 def test_a_lead_that_chance_explains_is_not_followed_and_one_of_the_same_size_that_is_steady_is() -> None:
@@ -170,13 +159,13 @@ def test_a_tier_that_hardly_holds_a_chain_keeps_to_its_policy() -> None:
 
 
 def test_a_page_behind_one_that_is_missing_is_no_hit_where_the_miniatures_see_all_pages() -> None:
-    for sampled, expected in ((slot_code.SAMPLE + 1, 0), (slot_code.SAMPLE, 5)):
-        world = World(entries=np.zeros((miniatures.ENTRY_WORDS, 64, slot_code.WAYS), np.int64))
+    for sampled, expected in ((index_words.SAMPLE + 1, 0), (index_words.SAMPLE, 5)):
+        world = World(entries=np.zeros((miniatures.ENTRY_WORDS, 64, index_words.WAYS), np.int64))
         for head in (-5, -6):
             chain = [[head, 0], *([-10_000 - place, place] for place in range(1, 6))]
-            world.header[slot_code.EVENTS], world.header[slot_code.LEARNED] = len(chain), 0
+            world.header[index_words.EVENTS], world.header[index_words.LEARNED] = len(chain), 0
             world.events[: len(chain)] = chain
-            index_words.learn(world, 64, sampled, 0, len(chain))
+            world.table.learn(64, sampled, 0, len(chain))
         hits = world.small[miniatures.HITS : miniatures.HITS + miniatures.MINIATURES]
         assert (hits == expected).all()
 
@@ -206,11 +195,11 @@ def test_counts_that_a_kill_left_wrong_are_right_after_some_writes(tmp_path: Pat
 
 
 def test_a_miniature_of_a_large_tier_sees_a_share_of_the_pages(tmp_path: Path) -> None:
-    assert miniatures.sampled_of(miniatures.SAMPLED_SLOTS) == slot_code.SAMPLE + 1
-    assert miniatures.sampled_of(miniatures.SAMPLED_SLOTS << 8) == (slot_code.SAMPLE + 1) >> 8
+    assert miniatures.sampled_of(miniatures.SAMPLED_SLOTS) == index_words.SAMPLE + 1
+    assert miniatures.sampled_of(miniatures.SAMPLED_SLOTS << 8) == (index_words.SAMPLE + 1) >> 8
     hashes = np.random.default_rng(1).integers(-(1 << 63), 1 << 63, 100_000)
     sampled = miniatures.sampled_of(miniatures.SAMPLED_SLOTS << 5)
-    seen = sum(slot_code.is_sampled(int(hashed), sampled) for hashed in hashes)
+    seen = sum(is_sampled(int(hashed), sampled) for hashed in hashes)
     assert seen == pytest.approx(100_000 / 32, rel=0.1)
 
 

@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from hicache_ext import native
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.page import envelope
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.slab import allocator
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
+from hicache_ext.storage.tiers.file.slab.index_words import SEAL
 from hicache_ext.storage.tiers.file.slab.shapes import SlotReference
-from hicache_ext.storage.tiers.file.slab.slot_code import SEAL
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import IDENTITY, HostPages, page_keys, payload_of, read_pages, store_pages
 from tests.campaigns.slab_insides import faults
+from tests.rigs.bare_index import counts
 from tests.rigs.disk_faults import core_through_python
 from tests.waiting import wait_until
 
@@ -89,7 +89,7 @@ def test_a_page_written_anew_into_the_slot_it_was_read_from_is_no_corrupt_page(
     (key,) = page_keys(1)
     store_pages(store, [key], SIZES)
     # The native core reads it first, then the code that tells what is wrong, then the one that would remove it.
-    real, reads, bad = os.preadv, [], 2 if native.core() else 1
+    real, reads, bad = os.preadv, [], 2
 
     def read_too_late(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
         if sum(buffer.nbytes for buffer in buffers) == 128:
@@ -354,7 +354,7 @@ def test_a_batch_that_is_wrong_about_its_sizes_writes_nothing(tmp_path: Path, cl
     pages = HostPages([SIZES] * 10)
     assert store.set(PageBatch(keys[10:], pages.buffers, [claimed] * 10)) == [SetResult.ERROR] * 10
     assert assert_right(store, keys) == [GetResult.HIT] * 10 + [GetResult.MISS] * 10
-    assert store._directory.index.counts()["pending"] == 0
+    assert counts(store._directory.index)["pending"] == 0
     store.close()
 
 

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,10 @@ import pytest
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.file_lock import OfdLock
 from hicache_ext.storage.tiers.file.slab import directory as directory_module
-from hicache_ext.storage.tiers.file.slab.directory import JOINING, SlabDirectory, SlabFile, slab_directory
+from hicache_ext.storage.tiers.file.slab.directory import JOINING, SlabDirectory, SlabFile
 from hicache_ext.storage.tiers.file.slab.index import EVERY
 from hicache_ext.storage.tiers.file.slab.shapes import Slab
-from tests.storage.file.indexes import SMALL, A, B, add_slab, keys_of, present, store
+from tests.storage.file.indexes import NOTHING, SMALL, A, B, add_slab, keys_of, present, store
 from tests.storage.file.test_index_rebuild import header, key_of, put_slab
 
 PATIENCE = 30.0
@@ -28,7 +29,7 @@ CAPACITY = 64 << 20
 @pytest.fixture
 def directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlabDirectory]:
     monkeypatch.setattr("hicache_ext.storage.tiers.file.slab.directory.OPEN_FILES", 4)
-    with slab_directory(place, "disk", CAPACITY) as directory:
+    with closing(SlabDirectory(place, "disk", CAPACITY)) as directory:
         yield directory
 
 
@@ -120,7 +121,7 @@ def test_files_have_all_their_blocks_and_none_is_left_of_a_full_disk(
 
 
 def _use(place: str, ready: object, go_on: object) -> None:
-    with slab_directory(Path(place), "disk", CAPACITY) as directory:
+    with closing(SlabDirectory(Path(place), "disk", CAPACITY)) as directory:
         add_slab(directory.index)
         store(directory.index, keys_of(range(5)))
         ready.set()  # type: ignore[attr-defined]
@@ -133,7 +134,7 @@ def test_a_second_process_has_the_index_of_the_first_and_keeps_it(place: Path) -
     process = context.Process(target=_use, args=(str(place), ready, go_on))
     process.start()
     assert ready.wait(PATIENCE)
-    with slab_directory(place, "disk", CAPACITY) as directory:
+    with closing(SlabDirectory(place, "disk", CAPACITY)) as directory:
         assert present(directory.index, keys_of(range(6))) == [0, 1, 2, 3, 4]
         go_on.set()
         process.join(PATIENCE)
@@ -146,7 +147,7 @@ def test_an_opening_waits_for_nobody_where_nobody_is(place: Path) -> None:
     waited = []
     for _ in range(3):
         begun = time.monotonic()
-        with slab_directory(place, "disk", CAPACITY):
+        with closing(SlabDirectory(place, "disk", CAPACITY)):
             pass
         waited.append(time.monotonic() - begun)
     assert min(waited) < 0.9
@@ -155,39 +156,42 @@ def test_an_opening_waits_for_nobody_where_nobody_is(place: Path) -> None:
 def test_an_opening_beside_one_that_does_not_go_on_ends_with_a_sentence(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with slab_directory(place, "disk", CAPACITY):
+    with closing(SlabDirectory(place, "disk", CAPACITY)):
         pass
     monkeypatch.setattr(directory_module, "_JOINING_BOUND", 0.1)
     stopped = OfdLock(place / "v3" / "lock", JOINING)
     assert stopped.try_acquire()
-    with pytest.raises(StoreSetupError, match="does not go on"), slab_directory(place, "disk", CAPACITY):
+    with pytest.raises(StoreSetupError, match="does not go on"), closing(SlabDirectory(place, "disk", CAPACITY)):
         pass
     stopped.release()
     stopped.close()
-    with slab_directory(place, "disk", CAPACITY):
+    with closing(SlabDirectory(place, "disk", CAPACITY)):
         pass
 
 
-def test_stores_over_one_directory_share_it_until_the_last_one_goes(place: Path) -> None:
-    with slab_directory(place, "disk", CAPACITY) as first:
-        with slab_directory(place / ".." / place.name, "disk", CAPACITY) as second:
-            assert second is first
-        assert present(first.index, keys_of(range(1))) == []
-        first.check_is_there()
+def test_stores_of_one_process_share_the_index_of_their_directory_until_the_last_one_goes(place: Path) -> None:
+    with closing(SlabDirectory(place / ".." / place.name, "disk", CAPACITY)) as second:
+        with closing(SlabDirectory(place, "disk", CAPACITY)) as first:
+            made(first, 1)
+            store(first.index, keys_of(range(3)))
+            assert present(second.index, keys_of(range(4))) == [0, 1, 2]
+            taken = first.index.take(SMALL, 1, first.index.next_ticket(), 0, NOTHING, evicting=False)[0]
+            assert len(taken) == 1 and second.index.free_dead() == 0
+        assert present(second.index, keys_of(range(4))) == [0, 1, 2]
+        assert second.index.free_dead() == 1
+        second.check_is_there()
     assert list((place / "v3").glob("*.sock")) == []
 
 
 def test_a_directory_that_was_removed_is_noticed_and_the_next_one_is_another(place: Path) -> None:
-    with slab_directory(place, "disk", CAPACITY) as first:
-        assert not first.is_removed()
+    with closing(SlabDirectory(place, "disk", CAPACITY)) as first:
+        first.check_is_there()
         shutil.rmtree(place)
-        assert first.is_removed()
         first._looked = 0.0
         with pytest.raises(FileNotFoundError):
             first.check_is_there()
-        with slab_directory(place, "disk", CAPACITY) as second:
-            assert second is not first
-            assert not second.is_removed()
+        with closing(SlabDirectory(place, "disk", CAPACITY)) as second:
+            second.check_is_there()
             made(second, 1)
 
 
@@ -196,13 +200,12 @@ def test_a_directory_that_was_removed_is_noticed_and_the_next_one_is_another(pla
 
 def test_a_directory_that_was_renamed_is_noticed_and_the_next_one_is_another(place: Path) -> None:
     """Its files went on being written where nobody looks for them."""
-    with slab_directory(place, "disk", CAPACITY) as first:
+    with closing(SlabDirectory(place, "disk", CAPACITY)) as first:
         place.rename(place.with_name("renamed"))
         first._looked = 0.0
         with pytest.raises(FileNotFoundError, match="not there any more"):
             first.check_is_there()
-        with slab_directory(place, "disk", CAPACITY) as second:
-            assert second is not first
+        with closing(SlabDirectory(place, "disk", CAPACITY)) as second:
             first._looked = 0.0
             with pytest.raises(FileNotFoundError, match="another directory is there"):
                 first.check_is_there()
@@ -212,7 +215,7 @@ def test_a_directory_that_was_renamed_is_noticed_and_the_next_one_is_another(pla
 @pytest.mark.parametrize("name", ["members", "lock", "hicache_ext.json"])
 def test_a_directory_in_the_place_of_a_file_of_ours_is_moved_aside(place: Path, name: str) -> None:
     (place / "v3" / name / "inside").mkdir(parents=True)
-    with slab_directory(place, "disk", CAPACITY):
+    with closing(SlabDirectory(place, "disk", CAPACITY)):
         assert (place / "v3" / name).is_file()
     (moved,) = (place / "v3").glob(f"{name}.not-ours-*")
     assert (moved / "inside").is_dir()
@@ -226,7 +229,7 @@ def test_what_is_no_directory_in_the_place_of_ours_is_moved_aside(place: Path, w
     else:
         (place / "elsewhere").mkdir()
         (place / "v3" / "slabs").symlink_to(place / "elsewhere")
-    with slab_directory(place, "disk", CAPACITY) as directory:
+    with closing(SlabDirectory(place, "disk", CAPACITY)) as directory:
         made(directory, 1)
     assert (place / "v3" / "slabs").is_dir() and not (place / "v3" / "slabs").is_symlink()
     assert len(list((place / "v3").glob("slabs.not-ours-*"))) == 1
@@ -248,7 +251,7 @@ def test_a_slab_with_an_absurd_name_goes_and_the_others_are_served(place: Path, 
     put_slab(place, 0, [header(key_of(0))])
     (place / "v3" / "slabs" / name).write_bytes(bytes(8192))
     (place / "v3" / "slabs" / "notes.txt").write_text("somebody's")
-    with slab_directory(place, "disk", CAPACITY) as directory:
+    with closing(SlabDirectory(place, "disk", CAPACITY)) as directory:
         assert directory.rebuild.wait(PATIENCE)
         assert present(directory.index, [key_of(0)]) == [0]
         (slab,) = made(directory, 1)
@@ -259,7 +262,7 @@ def test_a_slab_with_an_absurd_name_goes_and_the_others_are_served(place: Path, 
 
 def test_numbers_of_slabs_are_not_given_again(place: Path) -> None:
     put_slab(place, 9, [header(key_of(0))])
-    with slab_directory(place, "disk", CAPACITY) as directory:
+    with closing(SlabDirectory(place, "disk", CAPACITY)) as directory:
         assert made(directory, 1)[0].number == 10
 
 
@@ -280,7 +283,7 @@ def test_a_file_longer_than_any_disk_stops_no_start(place: Path, name: str, monk
             file.truncate(1 << 50)
         except OSError:
             file.truncate(1 << 43)
-    with slab_directory(place, "disk", CAPACITY) as directory:
+    with closing(SlabDirectory(place, "disk", CAPACITY)) as directory:
         assert directory.rebuild.wait(PATIENCE)
         assert present(directory.index, [key_of(0)]) == [0]
 
@@ -315,13 +318,13 @@ def test_what_has_the_name_of_a_note_is_moved_aside(directory: SlabDirectory) ->
 
 
 def test_a_start_beside_a_stopped_process_leaves_no_descriptor(place: Path) -> None:
-    with slab_directory(place, "disk", CAPACITY):
+    with closing(SlabDirectory(place, "disk", CAPACITY)):
         pass
     stopped = OfdLock(place / "v3" / "lock", directory_module.CHANGING)
     assert stopped.try_acquire()
     counts = []
     for _ in range(3):
-        with pytest.raises(StoreSetupError, match="does not go on"), slab_directory(place, "disk", CAPACITY):
+        with pytest.raises(StoreSetupError, match="does not go on"), closing(SlabDirectory(place, "disk", CAPACITY)):
             pass
         counts.append(len(os.listdir("/proc/self/fd")))
     stopped.close()
@@ -341,14 +344,14 @@ def test_a_path_that_hangs_while_it_is_opened_holds_up_no_other(
         real(path, tier)
 
     def open_it() -> None:
-        with slab_directory(tmp_path / "hangs", "disk", CAPACITY):
+        with closing(SlabDirectory(tmp_path / "hangs", "disk", CAPACITY)):
             pass
 
     monkeypatch.setattr(directory_module, "adopt_slabs", adopt)
     opener = threading.Thread(target=open_it)
     opener.start()
     assert hangs.wait(PATIENCE)
-    with slab_directory(place, "disk", CAPACITY) as directory:
+    with closing(SlabDirectory(place, "disk", CAPACITY)) as directory:
         assert directory.index.rebuilt
     go_on.set()
     opener.join()

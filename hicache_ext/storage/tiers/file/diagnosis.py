@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from hicache_ext import native
 from hicache_ext.config.values import format_size, rounded_size
 from hicache_ext.runtime.file_systems import file_system_of, on_root_file_system
 from hicache_ext.storage.contract.diagnosis import Finding, Level, moves_of
@@ -50,7 +51,7 @@ def of_paths(
     layout = ", ".join(layout) if isinstance(layout, list) else str(layout)
     seen = "; ".join([f"{layout}: {_LAYOUTS.get(layout, '')}".rstrip(": "), *why])
     findings = [Finding("layout", Level.OK, seen)]
-    if "slab" in layout:
+    if "slab" in layout or native.why_not() is not None:
         findings.append(moves_of("docs/file-tier.md"))
     try:
         findings += [_file_system(path, layout) for path in paths]

@@ -24,10 +24,10 @@ new page may rank below everything cached: it then takes the slot of the page wr
 Integers only: all processes agree to the bit. One policy and one clock belong to one directory, whatever the sizes
 of its slots: the pages of a prefix age together (docs/decisions/pools-share-a-fate.md).
 
-slot_code.py ranks pages with this, inside one write transaction, the pages of a request in chain order: a page that is
-written, with its ghost if it has one, which is removed; and the leading run of present pages that are used. It evicts
-the page with the lowest priority and keeps a ghost of it, at most ``ghost_limit`` of them, the oldest
-forgotten first. benchmarks/eviction_policy.py has the same page by page, to read and to compare with.
+native/table.c ranks pages with this, inside one write transaction, the pages of a request in chain order: a page that
+is written, with its ghost if it has one, which is removed; and the leading run of present pages that are used. It
+evicts the page with the lowest priority and keeps a ghost of it, at most ``ghost_limit`` of them, the oldest forgotten
+first. benchmarks/eviction_policy.py has the same page by page, to read and to compare with.
 
 The page before counts with its priority after its own step; where it is known and missing nobody can ask for the page,
 which ranks lowest. There is none for a chain's first page, or when SGLang passed no prefix keys. Depth then counts from

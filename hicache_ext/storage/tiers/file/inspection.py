@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Protocol
 
 from hicache_ext.errors import StoreError
 from hicache_ext.page.pack import milliseconds_of
@@ -30,21 +29,6 @@ from hicache_ext.storage.tiers.file.pages.tree import ABSENT, PackFile, PageTree
 from hicache_ext.storage.tiers.file.slab.listing import SlabListing
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.storage.tiers.file.usage import Writers, no_space_since, occupied_bytes
-
-
-class Editor(Protocol):
-    """One directory, whatever its layout, to be changed. Not thread-safe; close it."""
-
-    def remove(self, keys: list[bytes]) -> int: ...
-
-    def remove_copies(self, copies: Mapping[bytes, bytes]) -> int: ...
-
-    def clear(self, digests: list[bytes] | None) -> int: ...
-
-    def clean_up(self) -> int:
-        """Remove left-overs of killed processes; returns their number."""
-
-    def close(self) -> None: ...
 
 
 def open_inspector(path: Path) -> Inspector:
@@ -126,6 +110,7 @@ class PageFileInspector(Inspector):
 
 class PageFileEditor(PageFileStore):
     def clean_up(self) -> int:
+        """Remove left-overs of killed processes; returns their number."""
         return self._directory.remove_left_overs()
 
 
@@ -144,5 +129,10 @@ class SlabEditor(SlabStore):
         """A tool drops no slab: a server may have added one since the capacity was looked at."""
 
     def clean_up(self) -> int:
+        """As ``PageFileEditor``."""
         self._allocator.forget_left_slabs()
         return self._index.free_dead()
+
+
+Editor = PageFileEditor | SlabEditor
+"""One directory, whatever its layout, to be changed. Not thread-safe; close it."""

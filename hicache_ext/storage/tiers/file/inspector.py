@@ -12,7 +12,6 @@ from typing import Any, ClassVar, NamedTuple
 from hicache_ext.errors import FormatError
 from hicache_ext.page import envelope
 from hicache_ext.page.envelope import IDENTITY_LENGTH
-from hicache_ext.storage.tiers.file.slab.index import Uses
 from hicache_ext.storage.tiers.file.usage import occupied_bytes
 
 
@@ -32,6 +31,14 @@ class StoredPage:
     @property
     def identity(self) -> bytes:
         return self.key[:IDENTITY_LENGTH]
+
+
+class Uses(NamedTuple):
+    """The uses of the pages of one identity."""
+
+    hits: int
+    last: float
+    """Wall-clock seconds."""
 
 
 class StoredObject(NamedTuple):

@@ -8,7 +8,8 @@ Reasons: docs/decisions/power-loss-of-small-files.md.
 
 The layout that suits a new directory: slabs have an index in memory that one machine's processes share, and are
 preallocated. A file system that other machines may see, or that writes a changed block elsewhere, so that preallocated
-files keep no room, gets page files. Reasons: docs/decisions/layout-and-io-auto.md.
+files keep no room, gets page files, and so does every one where the native core was not built. Reasons:
+docs/decisions/layout-and-io-auto.md.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from hicache_ext import native
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import make_directory, move_aside
 from hicache_ext.runtime.file_systems import MOUNTINFO, file_system_of
@@ -110,7 +112,7 @@ def newer_versions(path: Path) -> list[Path]:
 
 def check_before_start(path: Path, layout: str, tier: str) -> None:
     """Raises StoreSetupError with a sentence unless a tier of this layout may use ``path``: what is there is of this
-    layout, or of nobody yet.
+    layout, or of nobody yet, and the native core is there for slabs.
 
     Changes nothing. Raises OSError as the disk does.
     """
@@ -133,6 +135,12 @@ def check_before_start(path: Path, layout: str, tier: str) -> None:
         raise _mismatch(home, recorded, layout, tier)
     elif recorded is None and was_there[home] and not slabs and not holds_only_ours(home):
         raise _not_ours(home, tier)
+    if layout == "slab" and (why := native.why_not()) is not None:
+        raise StoreSetupError(
+            tier,
+            f"layout of {str(path)!r} is slab, which needs the native core, and that is not there: {why}",
+            [native.REMEDY, "or set layout: pages with another path"],
+        )
 
 
 def adopt_pages(path: Path, tier: str) -> None:
@@ -264,6 +272,8 @@ def choose_layout(
     refusal = _cannot_allocate(path)
     if refusal is not None:
         return LayoutChoice("pages", f"{file_system.type} is local and cannot preallocate: {refusal}")
+    if native.is_absent():
+        return LayoutChoice("pages", f"slabs need the native core, which is not there: {native.why_not()}")
     return LayoutChoice("slab", file_system.reason)
 
 

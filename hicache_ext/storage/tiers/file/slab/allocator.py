@@ -34,9 +34,8 @@ from hicache_ext.storage.tiers.file.path_store import NO_SPACE, Fullness
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index import Evicted
-from hicache_ext.storage.tiers.file.slab.lookup import hashes_of
+from hicache_ext.storage.tiers.file.slab.index_words import Words, hashes_of
 from hicache_ext.storage.tiers.file.slab.shapes import Numbers, Slab, slots_within
-from hicache_ext.storage.tiers.file.slab.slot_code import Words
 
 _MISSING_INTERVAL = 10.0
 """Seconds between two looks for documents that were missing."""

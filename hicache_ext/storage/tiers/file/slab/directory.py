@@ -13,14 +13,14 @@
     PATH/identities/all.cleared                 the same of all identities
 
 The index is in memory alone (index_memory.py). All names are looked up in the directory that was opened: somebody may
-have removed it since and made another one, which other processes use. Within one process all stores over one directory
-share one index and the files' descriptors.
+have removed it since and made another one, which others use.
 """
 
 from __future__ import annotations
 
 import errno
 import functools
+import logging
 import os
 import re
 import stat
@@ -37,6 +37,7 @@ import numpy as np
 
 from hicache_ext.errors import IndexBusyError, StoreSetupError
 from hicache_ext.runtime.access import access_in, make_directory, make_tier_directory, move_aside, settle
+from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock, free_lock
 from hicache_ext.runtime.file_signature import why_replaced
 from hicache_ext.runtime.members import Members, living_members
@@ -55,9 +56,20 @@ from hicache_ext.storage.tiers.file.slab.index_memory import (
     remove_left_sockets,
     shared_index,
 )
-from hicache_ext.storage.tiers.file.slab.rebuild import Rebuild
-from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab, SlabFile
-from hicache_ext.storage.tiers.file.slab.slot_code import Words
+from hicache_ext.storage.tiers.file.slab.index_words import BAD_HEADERS, Words
+from hicache_ext.storage.tiers.file.slab.shapes import (
+    CREATED_MS,
+    HEADER,
+    KEY,
+    PAYLOAD_LENGTH,
+    Numbers,
+    Slab,
+    SlabFile,
+    checked_headers,
+    read_headers,
+)
+
+logger = logging.getLogger(__name__)
 
 CHANGING, JOINING, REBUILDING, NOTING = range(4)
 """Bytes of PATH/v3/lock."""
@@ -75,53 +87,6 @@ _LOOK_INTERVAL = 1.0
 OPEN_FILES = 512
 """Descriptors of slabs that a process keeps open per path, at most."""
 
-_open_directories: dict[Path, SlabDirectory] = {}
-_opening: dict[Path, threading.Lock] = {}
-_open_lock = threading.Lock()
-"""Of both. Not held during anything long."""
-
-
-@contextmanager
-def slab_directory(path: Path, tier: str, capacity: int) -> Iterator[SlabDirectory]:
-    """The directory at ``path``, shared within this process, closed with its last user. ``capacity`` in bytes bounds
-    the index that is made where nobody has one.
-
-    Raises StoreSetupError with a sentence when it cannot be used.
-    """
-    resolved = path.resolve()
-    with _open_lock:
-        opening = _opening.setdefault(resolved, threading.Lock())
-    # One thread opens it. Others of this process wait for that one, and not those that use another path.
-    with opening:
-        with _open_lock:
-            directory = _open_directories.get(resolved)
-        # Outside of the lock: it asks the disk.
-        removed = directory is not None and directory.is_removed()
-        with _open_lock:
-            # Its last user may have closed it meanwhile.
-            directory = _open_directories.get(resolved)
-            if directory is not None and removed:
-                # Its users find out by themselves.
-                del _open_directories[resolved]
-                directory = None
-            if directory is not None:
-                directory.users += 1
-        if directory is None:
-            directory = SlabDirectory(resolved, tier, capacity)
-            directory.users = 1
-            with _open_lock:
-                _open_directories[resolved] = directory
-    try:
-        yield directory
-    finally:
-        with _open_lock:
-            directory.users -= 1
-            last = directory.users == 0
-            if last and _open_directories.get(resolved) is directory:
-                del _open_directories[resolved]
-        if last:
-            directory.close()
-
 
 @dataclass(slots=True)
 class _Descriptor:
@@ -133,12 +98,13 @@ class _Descriptor:
 
 
 class SlabDirectory:
-    """Use ``slab_directory``. Thread-safe."""
+    """One store's own. Thread-safe; close it."""
 
     def __init__(self, path: Path, tier: str, capacity: int) -> None:
-        self.path = path
+        """``capacity`` in bytes bounds the index that is made where nobody has one. Raises StoreSetupError with a
+        sentence when the directory cannot be used."""
+        self.path = path = path.resolve()
         self.home = slab_home(path)
-        self.users = 0
         self.identities = path / "identities"
         self._descriptors: OrderedDict[tuple[int, SlabFile], _Descriptor] = OrderedDict()
         self._descriptors_lock = threading.Lock()
@@ -256,25 +222,16 @@ class SlabDirectory:
                     move_aside(self.home / "slabs" / name)
         return list(found.values())
 
-    def is_removed(self) -> bool:
-        """Whether somebody has removed or replaced the directory: nobody else will ever look at it."""
-        try:
-            return self._why_gone() is not None
-        except OSError:
-            return False
-
-    def _why_gone(self) -> str | None:
-        """Raises OSError."""
-        if self._numbers_hold:
-            return why_replaced(self._home_fd, self.home)
-        return None if os.fstat(self._home_fd).st_nlink else "the directory was removed"
-
     def check_is_there(self) -> None:
         """Raises FileNotFoundError where the directory was removed or replaced. Mostly from memory."""
         now = time.monotonic()
         if now - self._looked >= _LOOK_INTERVAL:
             self._looked = now
-            if (reason := self._why_gone()) is not None:
+            if self._numbers_hold:
+                reason = why_replaced(self._home_fd, self.home)
+            else:
+                reason = None if os.fstat(self._home_fd).st_nlink else "the directory was removed"
+            if reason is not None:
                 raise FileNotFoundError(errno.ENOENT, reason, str(self.home))
 
     def close(self) -> None:
@@ -479,3 +436,168 @@ def _note(moment: int) -> str:
 
 def _name(slab: Slab, file: SlabFile) -> str:
     return f"{slab.number:08x}-{slab.slot_size}.{'headers' if file is SlabFile.HEADERS else 'slab'}"
+
+
+# -- rebuild ----------------------------------------------------------------------------------------------------------
+
+_PORTION = 1 << 13
+"""Headers read at once: 1 MiB."""
+_REBUILD_INTERVAL = 0.5
+"""Seconds between two looks whether the process that rebuilds has ended."""
+_LOG_INTERVAL = 10.0
+_LOST = (errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.EFBIG)
+"""Errors of a slab whose files are not whole and cannot be made so."""
+_OUR_OWN = (
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EAGAIN,
+    errno.EINTR,
+    errno.ETIMEDOUT,
+    errno.EACCES,
+    errno.EPERM,
+)
+"""Errors that say nothing of the slab."""
+_MOST_FAILURES = 6
+"""How often a slab may fail for another reason (EIO), over some seconds."""
+
+
+class Rebuild:
+    """Makes an index anew from the headers of the pages, in the background, while the tier serves what was found.
+
+    Slots that were not looked at yet are UNKNOWN: nobody reads or takes them. One process at a time does it, under a
+    lock that the kernel takes back; when it ends, another one goes on where it was. Payloads are checked when they are
+    read.
+    """
+
+    def __init__(self, tier: str, directory: SlabDirectory, lock: OfdLock) -> None:
+        self._tier = tier
+        self._directory = directory
+        self._index = directory.index
+        self._lock = lock
+        self._begun = self._logged = time.monotonic()
+        self._slots = 0
+        self._failures: dict[int, int] = {}
+        """Number of a slab -> how often it could not be read."""
+        self._bad: set[int] = set()
+        """Numbers of slabs with damaged headers."""
+        self._told: Callable[[int], object] = lambda _: None
+        self._loop = BackgroundLoop(f"hicache-{tier}-rebuild", self._step, Backoff(0.1, 5.0))
+        if not self._index.rebuilt:
+            self._loop.wake()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end; False when it does not come in time."""
+        deadline = time.monotonic() + seconds
+        while not self._index.rebuilt:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.002)
+        return True
+
+    def tell_of_damage(self, told: Callable[[int], object]) -> None:
+        """Have ``told`` hear the number of each slab with damaged headers."""
+        self._told = told
+        for number in list(self._bad):
+            told(number)
+
+    def close(self) -> None:
+        self._loop.stop()
+        self._lock.close()
+
+    def _step(self) -> float | Retry | None:
+        if self._index.rebuilt:
+            return None
+        if not self._lock.try_acquire():
+            return _REBUILD_INTERVAL
+        try:
+            slabs = sorted(self._index.unknown_slabs(), key=self._directory.written_at, reverse=True)
+            self._slots = sum(slab.slots for slab in slabs)
+            logger.info("tier %s: %s: the index is made anew: %d slots", self._tier, self._directory.path, self._slots)
+            done, left = 0, False
+            for slab in slabs:
+                if not self._look_at(slab, done):
+                    if self._loop.stopping:
+                        return None
+                    # The others need not wait for it.
+                    left = True
+                done += slab.slots
+            if left:
+                return RETRY
+            self._index.end_rebuild()
+            logger.info(
+                "tier %s: %s: the index is complete: %d pages in %.1f s, %d damaged headers",
+                *(self._tier, self._directory.path, self._index.found, time.monotonic() - self._begun),
+                self._index.memory.header[BAD_HEADERS],
+            )
+            return None
+        except IndexBusyError:
+            return RETRY
+        finally:
+            self._lock.release()
+
+    def _look_at(self, slab: Slab, done: int) -> bool:
+        """Find the pages of one slab; False when it is not done."""
+        try:
+            self._directory.allocate(slab, SlabFile.HEADERS, slab.headers_size)
+            self._directory.allocate(slab, SlabFile.SLOTS, slab.size)
+            with self._directory.opened(slab, SlabFile.HEADERS) as fd:
+                begin = self._index.looked_at(slab)
+                while begin < slab.slots:
+                    if self._loop.stopping:
+                        return False
+                    count = min(_PORTION, slab.slots - begin)
+                    self._adopt(slab, begin, read_headers(fd, begin, count))
+                    begin += count
+                    self._say(done + begin)
+        except OSError as error:
+            if not self._is_lost(slab, error):
+                return False
+            # Without blocks, or headers that can be read: its pages are lost, and its room is free.
+            logger.warning("tier %s: %s: slab %d: %s", self._tier, self._directory.path, slab.number, error)
+            if not self._index.drop_slab(slab):
+                # A slot of it is being written.
+                return False
+            self._directory.delete_slab_files(slab)
+            self._index.forget_slab(slab)
+            return True
+        complete = self._index.end_slab(slab)
+        if complete and slab.number in self._bad:
+            self._told(slab.number)
+        return complete
+
+    def _is_lost(self, slab: Slab, error: OSError) -> bool:
+        """Whether an error says that a slab has no blocks, or that it is no slab; and not that this process is short of
+        something, or that a device hiccups. One whose errors do not end is lost, too."""
+        if error.errno in _LOST:
+            return True
+        self._failures[slab.number] = failures = self._failures.get(slab.number, 0) + 1
+        if failures == 1:
+            words = "tier %s: %s: slab %d cannot be looked at now: %s; it is tried again"
+            logger.warning(words, self._tier, self._directory.path, slab.number, error)
+        return failures >= _MOST_FAILURES and error.errno not in _OUR_OWN
+
+    def _adopt(self, slab: Slab, begin: int, headers: Numbers) -> None:
+        seals, valid = checked_headers(headers)
+        if bad := int((headers.any(axis=1) & ~valid).sum()):
+            self._bad.add(slab.number)
+            # For all processes: nobody else sees the headers.
+            self._index.memory.header[BAD_HEADERS] += bad
+        keys = np.ascontiguousarray(headers[:, KEY])
+        numbers = np.full(len(headers), -1, np.int64)
+        left = valid.copy()
+        while left.any():
+            # Mostly all are of one identity.
+            words = keys[int(left.argmax()), :2]
+            same = left & (keys[:, 0] == words[0]) & (keys[:, 1] == words[1])
+            digest = words.tobytes()
+            numbers[same] = self._index.register([digest])[digest]
+            left &= ~same
+        lengths, created = (np.ascontiguousarray(headers[:, word]) for word in (PAYLOAD_LENGTH, CREATED_MS))
+        self._index.adopt(slab, begin, keys, numbers, lengths, created, seals.view(np.int64))
+
+    def _say(self, done: int) -> None:
+        if time.monotonic() - self._logged >= _LOG_INTERVAL:
+            self._logged = time.monotonic()
+            words = "tier %s: %s: the index is made anew: %d of %d slots, %d pages"
+            logger.info(words, self._tier, self._directory.path, done, self._slots, self._index.found)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -22,21 +21,19 @@ import numpy as np
 from hicache_ext import native
 from hicache_ext.errors import IndexBusyError
 from hicache_ext.page.envelope import IDENTITY_LENGTH, SEAL_LENGTH
-from hicache_ext.runtime.file_lock import ChangeLock, OfdLock
+from hicache_ext.runtime.file_lock import ChangeLock
 from hicache_ext.runtime.members import Members
 from hicache_ext.storage.contract.store import PageKeys, key_words
 from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.path_store import Served
-from hicache_ext.storage.tiers.file.slab import index_words, lookup, miniatures, slot_code
+from hicache_ext.storage.tiers.file.slab import index_words, miniatures
 from hicache_ext.storage.tiers.file.slab.index_memory import (
     BYTES_PER_GHOST,
     LARGEST_NUMBER,
     MOST_SLABS,
     IndexMemory,
-    new_index,
 )
-from hicache_ext.storage.tiers.file.slab.shapes import HEADER, NO_SLOTS, Known, Slab, SlotReferences
-from hicache_ext.storage.tiers.file.slab.slot_code import (
+from hicache_ext.storage.tiers.file.slab.index_words import (
     CLEARED,
     COLD,
     COOL,
@@ -67,6 +64,7 @@ from hicache_ext.storage.tiers.file.slab.slot_code import (
     WRITTEN,
     Words,
 )
+from hicache_ext.storage.tiers.file.slab.shapes import HEADER, NO_SLOTS, Known, Slab, SlotReferences
 
 _GROUP = 2 << 20
 """Bytes of slots that are evicted together."""
@@ -95,8 +93,6 @@ _MOST_EVENTS = 1 << 8
 _MOST_RANKED = 1 << 12
 """Rows ranked by another policy, under the lock at once."""
 _AT_ONCE = 1 << 16
-_SMALL_STEP = 256
-"""The same for plain Python."""
 _DEAD_INTERVAL = 10.0
 """Seconds between two looks at which members are gone."""
 EVERY = b""
@@ -141,17 +137,9 @@ class View:
     ghosts: int
     """Evicted pages worth remembering."""
     sampled: int
-    """How many pages the miniatures see (``slot_code.is_sampled``)."""
+    """How many pages the miniatures see of SAMPLE + 1."""
     rows: int
     """Behind the last row in use."""
-
-
-class Uses(NamedTuple):
-    """The uses of the pages of one identity."""
-
-    hits: int
-    last: float
-    """Wall-clock seconds."""
 
 
 class Evicted(NamedTuple):
@@ -213,13 +201,13 @@ class SlabIndex:
         numbers = self._numbers_of(keys)
         view = self.view()
         of_slabs = view.by_first, view.by_first_at
-        found, facts = index_words.locate(self.memory, key_words(keys), numbers, oldest, *of_slabs)
+        found, facts = self.memory.table.locate(key_words(keys), numbers, oldest, *of_slabs)
         if not found.shape[1]:
             return NO_SLOTS
         slabs, slots, lengths, positions, rows = found
-        length = lengths.item(0) if facts & slot_code.ONE_LENGTH else -1
-        slab = slabs.item(0) if facts & slot_code.ONE_SLAB else -1
-        known = Known(bool(facts & slot_code.IN_ORDER), length, slab)
+        length = lengths.item(0) if facts & index_words.ONE_LENGTH else -1
+        slab = slabs.item(0) if facts & index_words.ONE_SLAB else -1
+        known = Known(bool(facts & index_words.IN_ORDER), length, slab)
         return SlotReferences(slabs, slots, lengths, positions, rows, known)
 
     def contains(self, keys: Sequence[bytes], oldest: int = 0) -> list[bool]:
@@ -228,16 +216,16 @@ class SlabIndex:
         return found
 
     def count_leading(self, keys: Sequence[bytes], oldest: int = 0) -> int:
-        return index_words.count_leading(self.memory, key_words(keys), self._numbers_of(keys), oldest)
+        return self.memory.table.count_leading(key_words(keys), self._numbers_of(keys), oldest)
 
     def rows_of(self, keys: Sequence[bytes], oldest: int = 0) -> Words:
         """The row of each page, -1 where there is none; ``oldest`` as for ``locate``."""
-        return index_words.find(self.memory, key_words(keys), self._numbers_of(keys), oldest)
+        return self.memory.table.find(key_words(keys), self._numbers_of(keys), oldest)
 
     def places_of(self, rows: Words) -> tuple[Words, Words]:
         """The slab numbers and slots of rows that were taken."""
         by_first = self.view().by_first
-        of = lookup.slabs_with(by_first, rows)
+        of = index_words.slabs_with(by_first, rows)
         if (of < 0).any():
             # Of a slab that somebody took out of the table: it cannot be opened.
             return np.full(len(rows), -1), np.zeros(len(rows), np.int64)
@@ -280,10 +268,10 @@ class SlabIndex:
             identity[LAST] = int(time.time())
         if len(found.rows):
             view = self.view()
-            index_words.touch(self.memory, view.capacity, _by_position(found), sampled := self._sampled(view))
+            self.memory.table.touch(view.capacity, _by_position(found), view.sampled)
             header, events = self.memory.header, self.memory.events
             # Where nothing is written nobody else would look at them before they find no place.
-            if sampled and header[slot_code.EVENTS] - header[slot_code.LEARNED] >= len(events) // 2:
+            if header[index_words.EVENTS] - header[index_words.LEARNED] >= len(events) // 2:
                 with suppress(OSError):
                     if self._lock.acquire_now():
                         try:
@@ -291,17 +279,13 @@ class SlabIndex:
                         finally:
                             self._lock.release()
 
-    def _sampled(self, view: View) -> int:
-        """As ``View.sampled``; without C nobody looks at the miniatures, and the first policy stays."""
-        return view.sampled if native.core() is not None else 0
-
     def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
         """Bytes of slots that the pages under each of these page hashes take, over all identities."""
         taken = np.zeros(len(hashes), np.int64)
         by_first = self.view().by_first
         for digest in self.identities() if len(by_first) else ():
             rows = self.rows_of(PageKeys.of_joined(digest, b"".join(hashes)))
-            sizes = by_first[np.clip(lookup.slabs_with(by_first, rows), 0, None), SLOT_SIZE]
+            sizes = by_first[np.clip(index_words.slabs_with(by_first, rows), 0, None), SLOT_SIZE]
             taken += np.where(rows >= 0, sizes, 0)
         return taken.tolist()
 
@@ -323,27 +307,17 @@ class SlabIndex:
         small = self.memory.small
         at_scales = miniatures.HITS + miniatures.CANDIDATES
         half, twice, four_times = small[at_scales : at_scales + len(miniatures.SCALES)].tolist()
-        uses = int(small[miniatures.EXPECTED] // (slot_code.SAMPLE + 1))
+        uses = int(small[miniatures.EXPECTED] // (index_words.SAMPLE + 1))
         hot = uses - int(small[miniatures.USES])
         hits = (max(0, hits + hot) for hits in (half, int(small[miniatures.SERVED]), twice, four_times))
         return Served(uses, *hits) if uses else None
 
-    def counts(self) -> dict[str, int]:
-        """How many slots there are of each kind, and slabs, for tools and tests. Cleared pages count as free."""
-        total, pages = np.zeros(4, np.int64), 0
-        for slab in self.view().slabs.values():
-            found, counts = self._count(slab, 0)
-            total += counts
-            pages += found
-        free = int(total[FREE] + total[slot_code.PAGE]) - pages
-        kinds = {"pages": pages, "free": free, "pending": int(total[PENDING]), "unknown": int(total[0])}
-        return {**kinds, "slabs": len(self.view().slabs)}
-
     def _count(self, slab: Slab, oldest: int) -> tuple[int, Words]:
+        """Pages of a slab that can be found, and how many slots are UNKNOWN, FREE, PENDING, PAGE."""
         counts, pages = np.zeros(4, np.int64), 0
         for begin in range(0, slab.slots, _AT_ONCE):
             end = min(begin + _AT_ONCE, slab.slots)
-            pages += index_words.count(self.memory, slab.first_row + begin, slab.first_row + end, oldest, counts)
+            pages += self.memory.table.count(slab.first_row + begin, slab.first_row + end, oldest, counts)
         return pages, counts
 
     # -- identities ------------------------------------------------------------------------------------------------
@@ -371,12 +345,6 @@ class SlabIndex:
             needed = {number: kv for number, kv in needed.items() if number not in many}
             self._companions, self._needed, self._beside = companions, _table(needed), _table(of_kv)
 
-    def uses_of(self, digest: bytes) -> Uses | None:
-        """None when it was never read."""
-        number = self.numbers.get(digest)
-        hits, last = (0, 0) if number is None else self.memory.identities[number, [HITS, LAST]].tolist()
-        return Uses(hits, float(last)) if hits else None
-
     def clear(self, digests: Sequence[bytes] | None) -> tuple[list[bytes], int]:
         """Put all pages of these identities (None: of all) out of reach at once; those whose headers may still be on
         the disk ([EVERY] for all), and how many had pages. Without a lock: a write that is under way may count or
@@ -385,7 +353,7 @@ class SlabIndex:
         if digests is None:
             # Before it looks who is known: register() does the same the other way round, and the rebuild has yet to see
             # who else is there.
-            self.memory.header[slot_code.ALL_CLEARED] = now
+            self.memory.header[index_words.ALL_CLEARED] = now
         known = self.numbers
         for digest in list(known) if digests is None else digests:
             number = known.get(digest)
@@ -397,8 +365,8 @@ class SlabIndex:
             identity = self.memory.identities[number]
             # Also one that nothing was published of: headers of a writer that was killed may be on the disk.
             cleared.append(digest)
-            had_pages += int(identity[slot_code.PAGES] > 0)
-            identity[WRITTEN] = identity[slot_code.PAGES] = 0
+            had_pages += int(identity[index_words.PAGES] > 0)
+            identity[WRITTEN] = identity[index_words.PAGES] = 0
             identity[CLEARED] = now
             identity[GENERATION] += 1
             identity[HITS] = identity[LAST] = 0
@@ -413,7 +381,7 @@ class SlabIndex:
                 identity = self.memory.identities[number]
                 identity[CLEARED] = moment
                 identity[GENERATION] += 1
-                identity[WRITTEN] = identity[slot_code.PAGES] = 0
+                identity[WRITTEN] = identity[index_words.PAGES] = 0
 
     def register(self, digests: Sequence[bytes]) -> dict[bytes, int]:
         """The numbers of identities, new ones where they have none; -1 where there is no place for one. Raises
@@ -426,16 +394,16 @@ class SlabIndex:
             with self._changing():
                 known = self.numbers
                 for digest in missing:
-                    number = int(self.memory.header[slot_code.IDENTITIES])
+                    number = int(self.memory.header[index_words.IDENTITIES])
                     if digest not in known and 0 <= number < len(self.memory.identities):
                         identity = self.memory.identities[number]
                         identity[:] = 0
                         identity[:2] = np.frombuffer(digest, np.int64)
                         identity[CLEARED] = cleared[digest]
-                        self.memory.header[slot_code.IDENTITIES] = number + 1
+                        self.memory.header[index_words.IDENTITIES] = number + 1
                         if not self.rebuilt:
                             # clear() did not know of it.
-                            of_all = int(self.memory.header[slot_code.ALL_CLEARED])
+                            of_all = int(self.memory.header[index_words.ALL_CLEARED])
                             identity[CLEARED] = max(cleared[digest], of_all)
                 known = self.numbers
             if not self.rebuilt:
@@ -449,7 +417,7 @@ class SlabIndex:
     @property
     def numbers(self) -> dict[bytes, int]:
         """The numbers of all identities; they are only added."""
-        count = min(int(self.memory.header[slot_code.IDENTITIES]), len(self.memory.identities))
+        count = min(int(self.memory.header[index_words.IDENTITIES]), len(self.memory.identities))
         if count > self._known[0]:
             new = self.memory.identities[:count, :2].copy()
             # Another one, because threads may be going through this one.
@@ -507,7 +475,7 @@ class SlabIndex:
                 raise
         if gone:
             pages = np.concatenate(gone)
-            hashes, states = (np.ascontiguousarray(pages[:, word]) for word in (slot_code.HASH, STATE))
+            hashes, states = (np.ascontiguousarray(pages[:, word]) for word in (index_words.HASH, STATE))
             evicted = evicted._replace(pages=evicted.pages + self._evict_beside(hashes, states, oldest))
         return rows[:done], evicted
 
@@ -527,10 +495,11 @@ class SlabIndex:
         free slots further on. Raises IndexBusyError."""
         evicted = NOTHING_EVICTED
         with self._changing():
-            of_size, pending, known = self._taken_from(slot_size), self._pending, self.view().table
+            of_size = self._taken_from(slot_size)
+            slabs = self.memory.slabs, self.view().table, of_size
 
             def take_free() -> int:
-                return index_words.take_free(self.memory, known, of_size, pending, ticket, _MOST_LOOKED_AT, rows[done:])
+                return self.memory.table.take_free(*slabs, self._pending, ticket, _MOST_LOOKED_AT, rows[done:])
 
             done = in_vain = 0
             done = take_free()
@@ -554,7 +523,7 @@ class SlabIndex:
         """Free slots that were taken. Raises IndexBusyError."""
         if len(rows):
             with self._changing():
-                index_words.give_back(self.memory, rows, self._pending, ticket)
+                self.memory.table.give_back(rows, self._pending, ticket)
                 self._may_be_free(rows)
 
     def publish(
@@ -571,8 +540,7 @@ class SlabIndex:
         published = np.empty(len(written), np.int64)
         with self._changing():
             view, pending = self.view(), self._pending
-            index_words.publish(
-                self.memory,
+            self.memory.table.publish(
                 words,
                 numbers,
                 np.ascontiguousarray(written.positions),
@@ -585,11 +553,10 @@ class SlabIndex:
                 view.capacity,
                 view.ghosts,
                 published,
-                sampled := self._sampled(view),
+                view.sampled,
             )
-            if sampled:
-                self._learn(view)
-            index_words.give_back(self.memory, np.ascontiguousarray(taken.rows), pending, ticket)
+            self._learn(view)
+            self.memory.table.give_back(np.ascontiguousarray(taken.rows), pending, ticket)
             if len(written) < len(taken) or (published != 1).any():
                 self._may_be_free(taken.rows)
         return published.tolist()
@@ -598,9 +565,9 @@ class SlabIndex:
         """Let the miniatures see what was used, and pages rank by the policy that they have chosen. A little of both at
         a time, under the lock."""
         memory = self.memory
-        index_words.learn(memory, view.capacity, view.sampled, view.rows, most)
-        if memory.header[slot_code.TO_RANK]:
-            index_words.rank_again(memory, view.capacity, _MOST_RANKED)
+        memory.table.learn(view.capacity, view.sampled, view.rows, most)
+        if memory.header[index_words.TO_RANK]:
+            memory.table.rank_again(view.capacity, _MOST_RANKED)
             # How cold the coldest are is to be measured anew.
             memory.sizes[:, LEFT] = 0
 
@@ -620,14 +587,14 @@ class SlabIndex:
             words = self.memory.rows[found.rows]
             wanted = np.ones(len(words), bool)
             if only is not None:
-                wanted = (found.rows == only[0]) & (words[:, slot_code.CREATED] == only[1])
+                wanted = (found.rows == only[0]) & (words[:, index_words.CREATED] == only[1])
             if seals is not None:
-                now = np.ascontiguousarray(words[:, slot_code.SEAL : slot_code.SEAL + SEAL_LENGTH // 8])
+                now = np.ascontiguousarray(words[:, index_words.SEAL : index_words.SEAL + SEAL_LENGTH // 8])
                 pairs = zip(now, found.positions.tolist(), strict=True)
                 wanted &= np.array([seal.tobytes() == seals[position] for seal, position in pairs], bool)
             found = found.select(wanted)
             rows = np.ascontiguousarray(found.rows)
-            index_words.seize(self.memory, rows, self._pending, ticket)
+            self.memory.table.seize(rows, self._pending, ticket)
         return found.select(rows >= 0)
 
     def free_dead(self) -> int:
@@ -649,7 +616,7 @@ class SlabIndex:
     @property
     def inserts(self) -> int:
         """The clock that pages rank by, whatever their size: inserted pages."""
-        return int(self.memory.header[slot_code.INSERTS])
+        return int(self.memory.header[index_words.INSERTS])
 
     def _evict(
         self,
@@ -675,19 +642,19 @@ class SlabIndex:
             victims = np.empty(end - first + 1, np.int64)
             cold, cool = int(known[COLD]), int(known[COOL])
             rows = base + first, base + end
-            found = index_words.coldest(self.memory, *rows, together, cold, cool, oldest, dead, victims)
+            found = self.memory.table.coldest(*rows, together, cold, cool, oldest, dead, victims)
             if not found:
                 continue
             # Where very many are equally cold, the rest goes another time.
             found = min(found, max(need, _MOST_VICTIMS))
             victims[found] = -1
             first_page = (
-                first_page if evicted else tuple(self.memory.rows[victims[0], [slot_code.USED, CREATED]].tolist())
+                first_page if evicted else tuple(self.memory.rows[victims[0], [index_words.USED, CREATED]].tolist())
             )
             pages = self.memory.rows[victims[:found]]
-            evicted += index_words.evict(self.memory, victims, spared, headroom, oldest, dead)
+            evicted += self.memory.table.evict(victims, spared, headroom, oldest, dead)
             # What had expired goes alone: under the same hashes there may be what was written since.
-            gone.append(pages[(pages[:, STATE] & STATES == slot_code.PAGE) & (pages[:, CREATED] >= oldest)])
+            gone.append(pages[(pages[:, STATE] & STATES == index_words.PAGE) & (pages[:, CREATED] >= oldest)])
             kept = int((victims < 0).argmax())
             if kept:
                 # Some may have been free, and counted, before.
@@ -697,7 +664,7 @@ class SlabIndex:
                 freed += kept
         known[LEFT] = known[LEFT] - freed if freed else 0
         used, created = first_page
-        return Evicted(freed, evicted, used >> slot_code.CLOCK_SHIFT, created)
+        return Evicted(freed, evicted, used >> index_words.CLOCK_SHIFT, created)
 
     def _evict_beside(self, hashes: Words, states: Words, oldest: int) -> int:
         """Evict what is of no use without pages that had these HASH and STATE, as far as they are gone; how many. A few
@@ -705,13 +672,13 @@ class SlabIndex:
         beside, needed = self._beside, self._needed
         if not beside.size:
             return 0
-        step = max(1, (_AT_ONCE_BESIDE if native.core() is not None else _SMALL_STEP) // beside.shape[1])
+        step = max(1, _AT_ONCE_BESIDE // beside.shape[1])
         freed, count = np.empty(step * beside.shape[1], np.int64), 0
         with suppress(IndexBusyError):
             for begin in range(0, len(hashes), step):
                 some = hashes[begin : begin + step], states[begin : begin + step]
                 with self._changing():
-                    here = index_words.evict_beside(self.memory, *some, beside, needed, oldest, freed)
+                    here = self.memory.table.evict_beside(*some, beside, needed, oldest, freed)
                     if here:
                         self._may_be_free(freed[:here])
                 count += here
@@ -741,7 +708,7 @@ class SlabIndex:
         total = int(slabs[:, SLOTS].sum())
         step = max(1, total // _SAMPLED)
         first, ranks = random.randrange(step), np.empty(total // step + 1, np.int64)
-        ranks = ranks[: index_words.sample(self.memory, slabs, first, step, oldest, dead, ranks)]
+        ranks = ranks[: self.memory.table.sample(slabs, first, step, oldest, dead, ranks)]
         known, windows = self._known_of(slot_size), [0]
         there = int((ranks != NO_PAGE).sum())
         if there:
@@ -762,7 +729,7 @@ class SlabIndex:
     def _may_be_free(self, rows: Words) -> None:
         """Say that some of these slots may be free."""
         view = self.view()
-        of_rows = lookup.slabs_with(view.by_first, rows)
+        of_rows = index_words.slabs_with(view.by_first, rows)
         for of in np.unique(of_rows[of_rows >= 0]).tolist():
             slab, some = self.memory.slabs[view.positions[of]], rows[of_rows == of]
             # The first free ones are taken first: they were used lately, and are in the page cache.
@@ -773,10 +740,10 @@ class SlabIndex:
 
     def _known_of(self, slot_size: int) -> Words:
         """What is known of the slots of this size. With too many sizes the last ones share it."""
-        sizes = self.memory.sizes[:, slot_code.OF_SIZE].tolist()
+        sizes = self.memory.sizes[:, index_words.OF_SIZE].tolist()
         of = next((number for number, size in enumerate(sizes) if size in (0, slot_size)), len(sizes) - 1)
         known: Words = self.memory.sizes[of]
-        known[slot_code.OF_SIZE] = slot_size
+        known[index_words.OF_SIZE] = slot_size
         return known
 
     # -- slabs -----------------------------------------------------------------------------------------------------
@@ -792,20 +759,19 @@ class SlabIndex:
         with self._changing():
             slots = wanted(slabs := self.all_slabs())
             # No two have one number, whatever the word says.
-            number = max(0, int(self.memory.header[slot_code.NEXT_SLAB]), *(1 + slab.number for slab in slabs))
+            number = max(0, int(self.memory.header[index_words.NEXT_SLAB]), *(1 + slab.number for slab in slabs))
             could_be = 0 < slots <= len(self.memory.rows) and number <= LARGEST_NUMBER
             slab = self._place(number, slot_size, slots, MAKING, self._members.id) if could_be else None
             if slab is not None:
-                self.memory.header[slot_code.NEXT_SLAB] = number + 1
+                self.memory.header[index_words.NEXT_SLAB] = number + 1
             return slab
 
     def grow_sets(self) -> None:
         """Have as many sets as the slots want, a few at a time. Raises IndexBusyError."""
         wanted = self._sets_wanted()
-        step = _STEP if native.core() is not None else _SMALL_STEP // 4
-        for sets in range(max(0, int(self.memory.header[slot_code.SETS])), wanted, step):
+        for sets in range(max(0, int(self.memory.header[index_words.SETS])), wanted, _STEP):
             with self._changing():
-                index_words.grow_sets(self.memory, min(wanted, sets + step))
+                self.memory.table.grow_sets(min(wanted, sets + _STEP))
 
     def _sets_wanted(self) -> int:
         return self.memory.sets_for(sum(slab.slots for slab in self.all_slabs()))
@@ -815,11 +781,11 @@ class SlabIndex:
         header = self.memory.header
         for number, slot_size, slots in found:
             self._place(number, slot_size, slots, SCANNING, 0)
-            header[slot_code.NEXT_SLAB] = max(int(header[slot_code.NEXT_SLAB]), number + 1)
+            header[index_words.NEXT_SLAB] = max(int(header[index_words.NEXT_SLAB]), number + 1)
         sets = self._sets_wanted()
-        header[slot_code.SETS] = sets
-        header[slot_code.LEVEL] = 1 << (sets.bit_length() - 1)
-        header[slot_code.REBUILT] = int(not found)
+        header[index_words.SETS] = sets
+        header[index_words.LEVEL] = 1 << (sets.bit_length() - 1)
+        header[index_words.REBUILT] = int(not found)
 
     def finish_slab(self, slab: Slab) -> None:
         """The files of a slab are there: its slots can be taken. Nothing happens a second time. Raises
@@ -881,12 +847,12 @@ class SlabIndex:
         """Have no page of a slab that was dropped found any more: its files may stay for long. HASH and STATE that its
         pages had. Under the lock."""
         rows = self.memory.rows[slab.first_row : slab.first_row + slab.slots]
-        pages = np.flatnonzero(rows[:, STATE] & STATES == slot_code.PAGE)
-        hashes, states = rows[pages, slot_code.HASH], rows[pages, STATE]
+        pages = np.flatnonzero(rows[:, STATE] & STATES == index_words.PAGE)
+        hashes, states = rows[pages, index_words.HASH], rows[pages, STATE]
         self.memory.forget_rows(slab.first_row, slab.slots)
         identities = self.memory.identities
-        numbers = states[slot_code.is_current(identities, states)] >> slot_code.NUMBER_SHIFT
-        np.subtract.at(identities[:, slot_code.PAGES], numbers & (len(identities) - 1), 1)
+        numbers = states[index_words.is_current(identities, states)] >> index_words.NUMBER_SHIFT
+        np.subtract.at(identities[:, index_words.PAGES], numbers & (len(identities) - 1), 1)
         return hashes, states
 
     def has_left_slabs(self) -> bool:
@@ -901,7 +867,7 @@ class SlabIndex:
         def ranks_of(slab: Words) -> Words:
             step = max(1, int(slab[SLOTS]) // _MOST_TOGETHER)
             ranks = np.empty(int(slab[SLOTS]) // step + 1, np.int64)
-            some: Words = ranks[: index_words.sample(self.memory, slab[None, :], 0, step, oldest, dead, ranks)]
+            some: Words = ranks[: self.memory.table.sample(slab[None, :], 0, step, oldest, dead, ranks)]
             return some
 
         def worth(slab: Words) -> int:
@@ -913,7 +879,7 @@ class SlabIndex:
         def coldest(slab: Words) -> int:
             # Free slots do not say that this size wants none: they come and go with every batch.
             ranks = ranks_of(slab)
-            return int(ranks[ranks != slot_code.AT_ONCE].min(initial=NO_PAGE))
+            return int(ranks[ranks != index_words.AT_ONCE].min(initial=NO_PAGE))
 
         view = self.view()
         own = view.by_first[:, SLOT_SIZE] == slot_size
@@ -924,7 +890,7 @@ class SlabIndex:
     def holds_any(self, slab: Slab, spared: Words) -> bool:
         """Whether a page of the slab has one of these hashes."""
         rows = self.memory.rows[slab.first_row : slab.first_row + slab.slots]
-        return bool(np.isin(rows[rows[:, STATE] & STATES == slot_code.PAGE, slot_code.HASH], spared).any())
+        return bool(np.isin(rows[rows[:, STATE] & STATES == index_words.PAGE, index_words.HASH], spared).any())
 
     def _place(self, number: int, slot_size: int, slots: int, state: int, of: int) -> Slab | None:
         """Allocate the rows of a new slab; None where there are no more."""
@@ -968,12 +934,12 @@ class SlabIndex:
     @property
     def rebuilt(self) -> bool:
         """Whether every slab that was here at the start was looked at."""
-        return bool(self.memory.header[slot_code.REBUILT])
+        return bool(self.memory.header[index_words.REBUILT])
 
     @property
     def found(self) -> int:
         """Pages found by the rebuild so far."""
-        return int(self.memory.header[slot_code.FOUND])
+        return int(self.memory.header[index_words.FOUND])
 
     def unknown_slabs(self) -> list[Slab]:
         """Those that were not looked at, or not to the end."""
@@ -990,10 +956,9 @@ class SlabIndex:
     ) -> None:
         """The pages in the slots from ``begin`` on, by their headers; a number of an identity of -1 is no page. Raises
         IndexBusyError."""
-        step = _STEP if native.core() is not None else _SMALL_STEP
         now = milliseconds()
-        for at in range(0, len(keys), step):
-            some = slice(at, at + step)
+        for at in range(0, len(keys), _STEP):
+            some = slice(at, at + _STEP)
             columns = keys[some], numbers[some], lengths[some], created[some], seals[some]
             first = slab.first_row + begin + at
             with self._changing():
@@ -1002,18 +967,18 @@ class SlabIndex:
                     # Dropped meanwhile.
                     return
                 of_slab = self.memory.slabs[position]
-                found = index_words.adopt(self.memory, *columns, first, slab.slot_size, now)
+                found = self.memory.table.adopt(*columns, first, slab.slot_size, now)
                 states = self.memory.rows[first : first + len(columns[0]), STATE]
                 of_slab[FREE_SLOTS] += int((states == FREE).sum())
                 of_slab[OF] = begin + at + len(columns[0])
-                self.memory.header[slot_code.FOUND] += found
+                self.memory.header[index_words.FOUND] += found
 
     def end_slab(self, slab: Slab) -> bool:
         """All slots of a slab were looked at; False, and it is to be looked at again, where that is not so. Raises
         IndexBusyError."""
         states = self.memory.rows[slab.first_row : slab.first_row + slab.slots, STATE]
         complete = all(
-            (states[begin : begin + _AT_ONCE] & STATES != slot_code.UNKNOWN).all()
+            (states[begin : begin + _AT_ONCE] & STATES != index_words.UNKNOWN).all()
             for begin in range(0, slab.slots, _AT_ONCE)
         )
         with self._changing():
@@ -1024,7 +989,7 @@ class SlabIndex:
         return complete
 
     def end_rebuild(self) -> None:
-        self.memory.header[slot_code.REBUILT] = 1
+        self.memory.header[index_words.REBUILT] = 1
 
     # -- members ---------------------------------------------------------------------------------------------------
 
@@ -1076,22 +1041,6 @@ class SlabIndex:
                 # At first, and in a child that was forked.
                 self._note_member(member)
             yield
-
-
-@contextmanager
-def new_index_in(directory: Path, capacity: int) -> Iterator[SlabIndex]:
-    """An empty index without slabs' files, for benchmarks and tests of the index alone. ``directory`` gets locks."""
-    members, lock = Members(directory / "members"), ChangeLock(OfdLock(directory / "lock", 0), str(directory))
-    memory = IndexMemory(new_index(capacity))
-    try:
-        index = SlabIndex(memory, lock, members, lambda _: -1)
-        index.join()
-        index.memory.header[slot_code.REBUILT] = 1
-        yield index
-    finally:
-        lock.close()
-        members.close()
-        memory.close()
 
 
 def slots_in_group(slot_size: int, slots: int) -> int:

@@ -2,14 +2,14 @@
 
 It is a memfd. Whoever comes first to a directory makes it; others get its descriptor over a Unix socket in the
 directory. It goes when the last process has gone, and the next one makes it anew from the headers of the pages
-(rebuild.py). So nothing of it can
-be damaged, be cut or vanish with a disk: mapped memory of a file of a device that dies ends the process (SIGBUS).
+(``Rebuild``). So nothing of it can be damaged, be cut or vanish with a disk: mapped memory of a file of a device that
+dies ends the process (SIGBUS).
 
 Others hand it over, so what is no such memory is never mapped, and where slabs lie is looked at before it is believed
-(``slab_table``). What the words of the other parts say is checked where they are used (slot_code.py).
+(``slab_table``). What the words of the other parts say is checked where they are used (index_words.py).
 
 Its parts are as large as the directory may ever need, and take memory only where they were written: 64 bytes a slot in
-``rows``, 18 to 37 in ``sets``; 1.6 MiB for the miniatures. What the words mean: slot_code.py, miniatures.py.
+``rows``, 18 to 37 in ``sets``; 1.6 MiB for the miniatures. What the words mean: index_words.py, miniatures.py.
 
 Each process listens at ``<its id>.sock`` (members.py). Who joins asks those that live and that it trusts
 (``_is_trusted``), all simultaneously, and takes the first answer. A socket in a directory is found by its path alone:
@@ -20,7 +20,6 @@ bounded wait.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import functools
@@ -37,19 +36,18 @@ from pathlib import Path
 
 import numpy as np
 
-from hicache_ext.native import Arguments, address, words
 from hicache_ext.runtime import ofd
 from hicache_ext.runtime.access import access_in, is_for_group
 from hicache_ext.runtime.background import BackgroundLoop
-from hicache_ext.storage.tiers.file.slab import miniatures, slot_code
-from hicache_ext.storage.tiers.file.slab.slot_code import Words
+from hicache_ext.storage.tiers.file.slab import index_words, miniatures
+from hicache_ext.storage.tiers.file.slab.index_words import Table, Words
 
 INDEX_FORMAT = 0x68696361 << 8 | 11
 """Processes of another format cannot share an index; they have a directory of their own then (manifest.py)."""
 
 _BLOCK = 4096
 _WORD = 8
-_ROW_BYTES = slot_code.ROW_WORDS * _WORD
+_ROW_BYTES = index_words.ROW_WORDS * _WORD
 _SIZES = 16
 MOST_SLABS = 4096
 _MOST_IDENTITIES = 1 << 20
@@ -65,34 +63,6 @@ _SMALL_SETS = 1 << 12
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 LARGEST_NUMBER = (1 << 31) - 1
 LARGEST_SLOT = (1 << 32) - _BLOCK
-
-
-class Table(Arguments):
-    """Where the words are that native/table.c works on. They stay mapped while somebody holds this, also after
-    ``IndexMemory.close``: whoever calls with ``address`` does until the call is over."""
-
-    function = "hicache_table"
-    _fields_ = words(
-        "rows sets header identities ghosts events small entries "
-        "row_count set_count identity_count ghost_sets event_count entry_sets"
-    )
-
-    def __init__(
-        self,
-        rows: Words,
-        sets: Words,
-        header: Words,
-        identities: Words,
-        ghosts: Words,
-        events: Words,
-        small: Words,
-        entries: Words,
-    ) -> None:
-        parts = rows, sets, header, identities, ghosts, events, small, entries
-        lengths = len(rows), len(sets), len(identities), ghosts.shape[1], len(events), entries.shape[1]
-        super().__init__(*map(address, parts), *lengths)
-        self.address = ctypes.addressof(self)
-        self._parts = parts
 
 
 class IndexMemory:
@@ -118,10 +88,10 @@ class IndexMemory:
             mapped.madvise(getattr(mmap, "MADV_DONTDUMP", 16))
         self._mapped = mapped
         all_words: Words = np.frombuffer(mapped, np.int64)
-        self.header = all_words[: slot_code.HEADER_WORDS]
-        rows_most, ghost_sets = int(self.header[slot_code.ROWS_MOST]), int(self.header[slot_code.GHOST_SETS])
-        sound = 0 < rows_most <= slot_code.ROW and 0 < ghost_sets <= _MOST_GHOSTS
-        if not sound or self.header[slot_code.FORMAT] != INDEX_FORMAT or length != _size(rows_most, ghost_sets):
+        self.header = all_words[: index_words.HEADER_WORDS]
+        rows_most, ghost_sets = int(self.header[index_words.ROWS_MOST]), int(self.header[index_words.GHOST_SETS])
+        sound = 0 < rows_most <= index_words.ROW and 0 < ghost_sets <= _MOST_GHOSTS
+        if not sound or self.header[index_words.FORMAT] != INDEX_FORMAT or length != _size(rows_most, ghost_sets):
             raise ValueError("an index of another format")
         parts = iter(_parts(rows_most, ghost_sets))
 
@@ -129,20 +99,20 @@ class IndexMemory:
             at, count = next(parts)
             return all_words[at : at + count].reshape(shape)
 
-        part(slot_code.HEADER_WORDS)
-        self.sizes = part(_SIZES, slot_code.SIZE_WORDS)
+        part(index_words.HEADER_WORDS)
+        self.sizes = part(_SIZES, index_words.SIZE_WORDS)
         self.members = part(_MEMBERS)
         """Ids of processes that joined; negative once one was seen dead."""
-        self.slabs = part(MOST_SLABS, slot_code.SLAB_WORDS)
-        self.identities = part(_MOST_IDENTITIES, slot_code.IDENTITY_WORDS)
-        self.ghosts = part(3, ghost_sets, slot_code.WAYS)
+        self.slabs = part(MOST_SLABS, index_words.SLAB_WORDS)
+        self.identities = part(_MOST_IDENTITIES, index_words.IDENTITY_WORDS)
+        self.ghosts = part(3, ghost_sets, index_words.WAYS)
         self.events = part(_EVENTS, 2)
         """Uses that the miniatures have yet to look at: a ring."""
         self.small = part(miniatures.SMALL_WORDS)
-        self.entries = part(miniatures.ENTRY_WORDS, _SMALL_SETS, slot_code.WAYS)
+        self.entries = part(miniatures.ENTRY_WORDS, _SMALL_SETS, index_words.WAYS)
         """What the miniatures know, and of which pages (miniatures.py)."""
-        self.sets = part(_power_of_two(-(-rows_most // _ROWS_PER_SET)), slot_code.WAYS)
-        self.rows = part(rows_most, slot_code.ROW_WORDS)
+        self.sets = part(_power_of_two(-(-rows_most // _ROWS_PER_SET)), index_words.WAYS)
+        self.rows = part(rows_most, index_words.ROW_WORDS)
         of_tables = self.rows, self.sets, self.header, self.identities, self.ghosts
         self.table = Table(*of_tables, self.events, self.small, self.entries)
         self._rows_at = _parts(rows_most, ghost_sets)[-1][0] * _WORD
@@ -160,10 +130,10 @@ class IndexMemory:
         of a number or slot size that no slab has. Nothing else is to be believed of where a slab is."""
         table = self.slabs.copy()
         number, size, slots, first = table[
-            :, [slot_code.SLAB_NUMBER, slot_code.SLOT_SIZE, slot_code.SLOTS, slot_code.FIRST]
+            :, [index_words.SLAB_NUMBER, index_words.SLOT_SIZE, index_words.SLOTS, index_words.FIRST]
         ].T
-        states = table[:, slot_code.SLAB_STATE]
-        there = (states > slot_code.NO_SLAB) & (states <= slot_code.DROPPING)
+        states = table[:, index_words.SLAB_STATE]
+        there = (states > index_words.NO_SLAB) & (states <= index_words.DROPPING)
         there &= (number >= 0) & (number <= LARGEST_NUMBER)
         there &= (size > 0) & (size <= LARGEST_SLOT) & (size % _BLOCK == 0)
         there &= (slots > 0) & (slots <= len(self.rows)) & (first >= 0) & (first <= len(self.rows) - slots)
@@ -192,7 +162,7 @@ class IndexMemory:
 
     def sets_for(self, slots: int) -> int:
         """The sets that so many slots want: a power of two, or some would have twice as many pages as others."""
-        return max(slot_code.LEAST_SETS, min(len(self.sets), _power_of_two(-(-slots // _ROWS_PER_SET))))
+        return max(index_words.LEAST_SETS, min(len(self.sets), _power_of_two(-(-slots // _ROWS_PER_SET))))
 
 
 def new_index(capacity: int) -> int:
@@ -202,16 +172,16 @@ def new_index(capacity: int) -> int:
     rows_most += -rows_most % 512
     ghosts = min(max(capacity // BYTES_PER_GHOST, _LEAST_GHOSTS), _MOST_GHOSTS)
     # Twice as many places as ghosts: sets fill unevenly.
-    ghost_sets = -(-2 * ghosts // slot_code.WAYS)
+    ghost_sets = -(-2 * ghosts // index_words.WAYS)
     fd = os.memfd_create("hicache-ext-index", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, _size(rows_most, ghost_sets))
         # Nobody who gets it can cut it: memory beyond an end is a SIGBUS.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        header = np.zeros(slot_code.HEADER_WORDS, np.int64)
-        header[slot_code.FORMAT] = INDEX_FORMAT
-        header[slot_code.ROWS_MOST], header[slot_code.GHOST_SETS] = rows_most, ghost_sets
-        header[slot_code.SETS] = header[slot_code.LEVEL] = slot_code.LEAST_SETS
+        header = np.zeros(index_words.HEADER_WORDS, np.int64)
+        header[index_words.FORMAT] = INDEX_FORMAT
+        header[index_words.ROWS_MOST], header[index_words.GHOST_SETS] = rows_most, ghost_sets
+        header[index_words.SETS] = header[index_words.LEVEL] = index_words.LEAST_SETS
         os.pwrite(fd, header.tobytes(), 0)
     except BaseException:
         os.close(fd)
@@ -236,17 +206,17 @@ def _power_of_two(at_least: int) -> int:
 def _parts(rows_most: int, ghost_sets: int) -> list[tuple[int, int]]:
     """Where each part begins, in words, and its words."""
     counts = [
-        slot_code.HEADER_WORDS,
-        _SIZES * slot_code.SIZE_WORDS,
+        index_words.HEADER_WORDS,
+        _SIZES * index_words.SIZE_WORDS,
         _MEMBERS,
-        MOST_SLABS * slot_code.SLAB_WORDS,
-        _MOST_IDENTITIES * slot_code.IDENTITY_WORDS,
-        3 * ghost_sets * slot_code.WAYS,
+        MOST_SLABS * index_words.SLAB_WORDS,
+        _MOST_IDENTITIES * index_words.IDENTITY_WORDS,
+        3 * ghost_sets * index_words.WAYS,
         2 * _EVENTS,
         miniatures.SMALL_WORDS,
-        miniatures.ENTRY_WORDS * _SMALL_SETS * slot_code.WAYS,
-        _power_of_two(-(-rows_most // _ROWS_PER_SET)) * slot_code.WAYS,
-        rows_most * slot_code.ROW_WORDS,
+        miniatures.ENTRY_WORDS * _SMALL_SETS * index_words.WAYS,
+        _power_of_two(-(-rows_most // _ROWS_PER_SET)) * index_words.WAYS,
+        rows_most * index_words.ROW_WORDS,
     ]
     parts, at = [], 0
     for count in counts:
@@ -260,7 +230,7 @@ def _size(rows_most: int, ghost_sets: int) -> int:
     return (at + count) * _WORD
 
 
-_HEADER_BYTES = slot_code.HEADER_WORDS * _WORD
+_HEADER_BYTES = index_words.HEADER_WORDS * _WORD
 
 
 _GREETING = b"hicache-ext index\n"

@@ -18,17 +18,23 @@ import numpy.typing as npt
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.members import living_members
-from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage
+from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage, Uses
 from hicache_ext.storage.tiers.file.manifest import slab_home
 from hicache_ext.storage.tiers.file.modes import SLAB_FILE
-from hicache_ext.storage.tiers.file.slab import slot_code
+from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.directory import cleared_at
-from hicache_ext.storage.tiers.file.slab.index import IN_USE, Uses, slabs_of
+from hicache_ext.storage.tiers.file.slab.index import IN_USE, slabs_of
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory, shared_index
-from hicache_ext.storage.tiers.file.slab.lookup import are_remembered, hashes_of
-from hicache_ext.storage.tiers.file.slab.rebuild import CREATED_MS, KEY, PAYLOAD_LENGTH, checked_headers, read_headers
-from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab
-from hicache_ext.storage.tiers.file.slab.slot_code import Words
+from hicache_ext.storage.tiers.file.slab.index_words import Words, are_remembered, hashes_of
+from hicache_ext.storage.tiers.file.slab.shapes import (
+    CREATED_MS,
+    HEADER,
+    KEY,
+    PAYLOAD_LENGTH,
+    Slab,
+    checked_headers,
+    read_headers,
+)
 
 _PORTION = 4096
 _PATIENCE = 2.0
@@ -88,7 +94,7 @@ class SlabListing(Inspector):
     @property
     def no_space_since(self) -> int:
         """Known while servers are there."""
-        return 0 if self._memory is None else int(self._memory.header[slot_code.NO_SPACE_SINCE])
+        return 0 if self._memory is None else int(self._memory.header[index_words.NO_SPACE_SINCE])
 
     def uses(self, digest: bytes) -> Uses | None:
         """Known while servers are there."""
@@ -97,7 +103,7 @@ class SlabListing(Inspector):
         number = self._numbers(self._memory).get(digest)
         if number is None:
             return None
-        hits, last = self._memory.identities[number, [slot_code.HITS, slot_code.LAST]].tolist()
+        hits, last = self._memory.identities[number, [index_words.HITS, index_words.LAST]].tolist()
         return Uses(hits, float(last)) if hits else None
 
     def evicted(self, keys: Sequence[bytes]) -> list[bytes]:
@@ -107,14 +113,14 @@ class SlabListing(Inspector):
         numbers = self._numbers(self._memory)
         of_known = [key for key in keys if key[:IDENTITY_LENGTH] in numbers]
         of = np.array([numbers[key[:IDENTITY_LENGTH]] for key in of_known], np.int64)
-        words = np.frombuffer(bytearray(b"".join(of_known)), np.int64).reshape(-1, slot_code.KEY_WORDS)
-        remembered = are_remembered(self._memory, words, of).tolist()
+        words = np.frombuffer(bytearray(b"".join(of_known)), np.int64).reshape(-1, index_words.KEY_WORDS)
+        remembered = are_remembered(self._memory.identities, self._memory.ghosts, words, of).tolist()
         return [key for key, is_one in zip(of_known, remembered, strict=True) if is_one]
 
     @staticmethod
     def _numbers(memory: IndexMemory) -> dict[bytes, int]:
         """Digest -> number of each identity that servers know."""
-        known = memory.identities[: int(memory.header[slot_code.IDENTITIES]), :2].copy()
+        known = memory.identities[: int(memory.header[index_words.IDENTITIES]), :2].copy()
         return {digest.tobytes(): number for number, digest in enumerate(known)}
 
     def _content(self, page: StoredPage) -> bytes | None:
@@ -145,8 +151,8 @@ class SlabListing(Inspector):
             return 0
         living, left = living_members(slab_home(self.path) / "members"), 0
         for slab in self._slabs.values():
-            states = self._memory.rows[slab.first_row : slab.first_row + slab.slots, slot_code.STATE].copy()
-            pending = states[states & slot_code.STATES == slot_code.PENDING] >> 8
+            states = self._memory.rows[slab.first_row : slab.first_row + slab.slots, index_words.STATE].copy()
+            pending = states[states & index_words.STATES == index_words.PENDING] >> 8
             left += int((~np.isin(pending, living)).sum())
         return left
 
@@ -181,13 +187,13 @@ class SlabListing(Inspector):
         """For the rows from ``first`` on: whether the index has such a page there, and not of a cleared identity."""
         assert self._memory is not None
         rows, identities = self._memory.rows[first : first + len(keys)], self._memory.identities
-        states = rows[:, slot_code.STATE].copy()
-        of = identities[(states >> slot_code.NUMBER_SHIFT) & (len(identities) - 1)]
-        counts: npt.NDArray[np.bool_] = (states & slot_code.STATES == slot_code.PAGE) & (
-            rows[:, slot_code.HASH] == hashes_of(keys)
+        states = rows[:, index_words.STATE].copy()
+        of = identities[(states >> index_words.NUMBER_SHIFT) & (len(identities) - 1)]
+        counts: npt.NDArray[np.bool_] = (states & index_words.STATES == index_words.PAGE) & (
+            rows[:, index_words.HASH] == hashes_of(keys)
         )
         counts &= (of[:, :2] == keys[:, :2]).all(axis=1)
-        counts &= slot_code.is_current(identities, states)
+        counts &= index_words.is_current(identities, states)
         return counts
 
     def _is_there(self, page: StoredPage) -> bool:
@@ -197,7 +203,7 @@ class SlabListing(Inspector):
     def _slabs_in_memory(self) -> list[Slab]:
         assert self._memory is not None
         table = self._memory.slab_table()
-        in_use = slabs_of(table[np.isin(table[:, slot_code.SLAB_STATE], IN_USE)])
+        in_use = slabs_of(table[np.isin(table[:, index_words.SLAB_STATE], IN_USE)])
         return sorted(in_use, key=lambda slab: slab.number)
 
     def _slabs_by_files(self) -> list[Slab]:

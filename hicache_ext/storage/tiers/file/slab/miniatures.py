@@ -1,14 +1,14 @@
 """Miniatures: caches of a sample of the pages, one for each candidate of eviction.py, and which of them serves most.
 
-A page is in the sample by its hash, whatever its chain (``slot_code.is_sampled``), and a miniature has the same share
+A page is in the sample by its hash, whatever its chain (``is_sampled`` of table.c), and a miniature has the same share
 of the slots, so it serves about the share of uses that a tier under this policy would (Waldspurger et al., Cache
 Modeling and Optimization using Miniature Simulations, 2017). A page is served only with all pages before it. Where all
 pages are in the sample the miniatures count so, too; in a part of them each page counts by itself, which makes no
 difference there: pages before it are used whenever it is, so they outrank it. docs/decisions/eviction.md says what was
 measured.
 
-Uses are noted in a ring (``index_words.touch``, ``publish``) and looked at under the change lock, by whoever writes: in
-C alone (``learn`` of native/table.c). Where it was not built nobody looks, and the first policy stays.
+Uses are noted in a ring (``Table.touch``, ``publish``) and looked at under the change lock, by whoever writes
+(``learn`` of native/table.c).
 
 ``small``: counts and scores. Its miniatures are, by number, the candidates at the tier's capacity, and then the policy
 of now at other capacities (``SCALES``): the curve.
@@ -17,7 +17,7 @@ of now at other capacities (``SCALES``): the curve.
 from __future__ import annotations
 
 from hicache_ext.storage.tiers.file import eviction
-from hicache_ext.storage.tiers.file.slab.slot_code import HITS_BITS, SAMPLE
+from hicache_ext.storage.tiers.file.slab.index_words import HITS_BITS, SAMPLE
 
 CANDIDATES = len(eviction.POLICIES)
 SCALES = (1, 4, 8)

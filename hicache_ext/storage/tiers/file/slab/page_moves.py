@@ -1,19 +1,17 @@
-"""The pages of one call between their slots and host memory in the native core (moves.c), where it is there.
+"""The pages of one call between their slots and host memory in the native core (moves.c).
 
 Most of what a page costs in Python is spent here otherwise, and all of it under the GIL, which SGLang's scheduler
 wants. What the core does not call done (a page that is not what was asked for, a flag that the file system does not
-know), and pages of several sizes, go the way of ``SlotIo``, which tells what they are.
+know), and pages of several sizes, go one by one the way of ``SlotIo``, which tells what they are.
 
-``SlotIo`` moves runs of pages in the mode that was planned for the path. O_DIRECT wants memory, lengths and offsets
-aligned to blocks of the disk. Slots are; the pages of a host pool mostly are not, unless SGLang allocates it
-page-aligned (``allocator: shm``). A run with a page that is not aligned goes through the page cache without staying
-there, and is counted.
+Pages move in the mode that was planned for the path. O_DIRECT wants memory, lengths and offsets aligned to blocks of
+the disk. Slots are; the pages of a host pool mostly are not, unless SGLang allocates it page-aligned (``allocator:
+shm``). A page that is not aligned goes through the page cache without staying there, and is counted.
 """
 
 from __future__ import annotations
 
 import errno
-import itertools
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +29,7 @@ from hicache_ext.storage.contract.store import PageBatch, key_words
 from hicache_ext.storage.tiers.file.devices import RWF_DONTCACHE, IoPlan, Mode
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
+from hicache_ext.storage.tiers.file.slab.index_words import ROW_WORDS, SEAL
 from hicache_ext.storage.tiers.file.slab.shapes import (
     HEADER,
     NO_SLOTS,
@@ -40,7 +39,6 @@ from hicache_ext.storage.tiers.file.slab.shapes import (
     are_of_one_size,
     slot_size_of,
 )
-from hicache_ext.storage.tiers.file.slab.slot_code import ROW_WORDS, SEAL
 
 AT_ONCE = 512 << 10
 """Bytes moved by one system call through the page cache: they must stay in the processor's cache until checked."""
@@ -53,90 +51,15 @@ _START = np.frombuffer(bytearray(envelope.PAGE_START), np.int64)
 _SEAL = slice(SEAL, SEAL + envelope.SEAL_LENGTH // 8)
 _UNKNOWN_FLAG = (errno.EOPNOTSUPP, errno.EINVAL)
 ALIGNMENT = 512
-"""The smallest block of a disk. Where it is larger the kernel says EINVAL, and the run goes the other way."""
+"""The smallest block of a disk. Where it is larger the kernel says EINVAL, and the page goes the other way."""
 
 
 Page = Sequence[memoryview]
 """The segments of a payload."""
 
 
-class SlotIo:
-    """The I/O of one directory. Thread-safe. Raises OSError as the disk does."""
-
-    def __init__(self, directory: SlabDirectory, plan: IoPlan, metrics: TierMetrics) -> None:
-        self._directory = directory
-        self._direct_reads = plan.read == "direct"
-        self._direct_writes = plan.write == "direct"
-        self._metrics = metrics
-        self.read_flags = _flags(plan.read)
-        self.write_flags = _flags(plan.write)
-
-    def read(self, slab: Slab, slot: int, run: Sequence[Page]) -> int:
-        """The payloads of neighbouring slots with one preadv: the bytes read. All but the last fill their slots."""
-        return self._move(vectored.read_into, slab, slot, run, reading=True)
-
-    def write(self, slab: Slab, slot: int, headers: Sequence[bytes], run: Sequence[Page]) -> bool:
-        """Payloads into neighbouring slots with one pwritev, as ``read``, then their headers and seals. False when not
-        all of it was written."""
-        moved = self._move(vectored.write_from, slab, slot, run, reading=False)
-        if moved != sum([segment.nbytes for page in run for segment in page]):
-            return False
-        together = b"".join(headers)
-        with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
-            if vectored.write_from(descriptor, [memoryview(together)], slot * HEADER) != len(together):
-                return False
-        row = slab.first_row + slot
-        sealed = b"".join([envelope.seal_of(header) for header in headers])
-        # The slots are this writer's: nobody reads their seals yet.
-        rows = self._directory.index.memory.rows
-        rows[row : row + len(run), _SEAL] = np.frombuffer(sealed, np.int64).reshape(len(run), -1)
-        return True
-
-    def seal(self, row: int) -> bytes:
-        """That of the page in a slot, as the index has it."""
-        seal: bytes = self._directory.index.memory.rows[row, _SEAL].tobytes()
-        return seal
-
-    def erase_header(self, slab: Slab, slot: int) -> None:
-        """Have no header say what was in a slot."""
-        with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
-            vectored.write_from(descriptor, [memoryview(bytes(HEADER))], slot * HEADER)
-
-    def header(self, slab: Slab, slot: int) -> bytes:
-        """That of the page in a slot, or as much of it as there is."""
-        with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
-            header = bytearray(HEADER)
-            return bytes(header[: vectored.read_into(descriptor, [memoryview(header)], slot * HEADER)])
-
-    def _move(self, move: Callable[..., int], slab: Slab, slot: int, run: Sequence[Page], *, reading: bool) -> int:
-        """The bytes that ``move`` moved."""
-        buffers, offset = list(itertools.chain(*run)), slot * slab.slot_size
-        if self._direct_reads if reading else self._direct_writes:
-            if all(map(_is_aligned, run)):
-                try:
-                    with self._directory.opened(slab, SlabFile.DIRECT) as descriptor:
-                        return move(descriptor, buffers, offset)
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise
-            self._metrics.add("io", "unaligned", len(run))
-        flags = self.read_flags if reading else self.write_flags
-        with self._directory.opened(slab) as descriptor:
-            try:
-                return move(descriptor, buffers, offset, flags)
-            except OSError as error:
-                if not (flags and error.errno in _UNKNOWN_FLAG):
-                    raise
-                # A file system, or a kernel, that does not know the flag.
-                if reading:
-                    self.read_flags = 0
-                else:
-                    self.write_flags = 0
-                return move(descriptor, buffers, offset)
-
-
 def _flags(mode: Mode) -> int:
-    # Also for the runs that cannot be direct.
+    # Also for the pages that cannot be direct.
     return 0 if mode == "buffered" else RWF_DONTCACHE
 
 
@@ -218,17 +141,75 @@ class Moving:
         return np.isin(-self._results, _NOT_OF_THE_DISK)
 
 
-class PageMoves:
-    """The moves of one directory. Thread-safe."""
+class SlotIo:
+    """The I/O of one directory. Thread-safe. Raises OSError as the disk does."""
 
-    def __init__(self, directory: SlabDirectory, plan: IoPlan, metrics: TierMetrics, io: SlotIo) -> None:
-        """``io`` is where the other way begins; it learns which flags the file system knows."""
+    def __init__(self, directory: SlabDirectory, plan: IoPlan, metrics: TierMetrics) -> None:
+        self._core = native.needed()
         self._directory = directory
         self._plan = plan
         self._metrics = metrics
-        self._io = io
-        # Loaded when a tier opens and not by its first call.
-        native.core()
+        self.read_flags = _flags(plan.read)
+        self.write_flags = _flags(plan.write)
+
+    def read(self, slab: Slab, slot: int, page: Page) -> int:
+        """The payload of a slot: the bytes read."""
+        return self._move(vectored.read_into, slab, slot, page, reading=True)
+
+    def write(self, slab: Slab, slot: int, header: bytes, page: Page) -> bool:
+        """A payload into its slot, then its header and seal. False when not all of it was written."""
+        moved = self._move(vectored.write_from, slab, slot, page, reading=False)
+        if moved != sum([segment.nbytes for segment in page]):
+            return False
+        with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
+            if vectored.write_from(descriptor, [memoryview(header)], slot * HEADER) != len(header):
+                return False
+        # The slot is this writer's: nobody reads its seal yet.
+        seal = np.frombuffer(envelope.seal_of(header), np.int64)
+        self._directory.index.memory.rows[slab.first_row + slot, _SEAL] = seal
+        return True
+
+    def seal(self, row: int) -> bytes:
+        """That of the page in a slot, as the index has it."""
+        seal: bytes = self._directory.index.memory.rows[row, _SEAL].tobytes()
+        return seal
+
+    def erase_header(self, slab: Slab, slot: int) -> None:
+        """Have no header say what was in a slot."""
+        with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
+            vectored.write_from(descriptor, [memoryview(bytes(HEADER))], slot * HEADER)
+
+    def header(self, slab: Slab, slot: int) -> bytes:
+        """That of the page in a slot, or as much of it as there is."""
+        with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
+            header = bytearray(HEADER)
+            return bytes(header[: vectored.read_into(descriptor, [memoryview(header)], slot * HEADER)])
+
+    def _move(self, move: Callable[..., int], slab: Slab, slot: int, page: Page, *, reading: bool) -> int:
+        """The bytes that ``move`` moved."""
+        offset = slot * slab.slot_size
+        if (self._plan.read if reading else self._plan.write) == "direct":
+            if _is_aligned(page):
+                try:
+                    with self._directory.opened(slab, SlabFile.DIRECT) as descriptor:
+                        return move(descriptor, page, offset)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+            self._metrics.add("io", "unaligned", 1)
+        flags = self.read_flags if reading else self.write_flags
+        with self._directory.opened(slab) as descriptor:
+            try:
+                return move(descriptor, page, offset, flags)
+            except OSError as error:
+                if not (flags and error.errno in _UNKNOWN_FLAG):
+                    raise
+                # A file system, or a kernel, that does not know the flag.
+                if reading:
+                    self.read_flags = 0
+                else:
+                    self.write_flags = 0
+                return move(descriptor, page, offset)
 
     def to_read(
         self, batch: PageBatch, pages: SlotReferences, slab_of: Callable[[int], Slab | None], threads: int
@@ -250,8 +231,8 @@ class PageMoves:
         slab_of: Callable[[int], Slab | None],
         threads: int,
     ) -> Moving:
-        core, count = native.core(), len(pages.positions)
-        if core is None or not count or not are_of_one_size(batch.sizes):
+        core, count = self._core, len(pages.positions)
+        if not count or not are_of_one_size(batch.sizes):
             return _nothing_but(pages)
         payload, memory = batch.sizes[0], addresses_of(batch.buffers, writable=into_memory)
         if memory is None or len(memory.segment_sizes) > _MOST_SEGMENTS or memory.page_bytes != payload:
@@ -296,7 +277,7 @@ class PageMoves:
                 slot_size,
                 0 if into_memory else int(time.time() * 1000),
                 # The flags are for the page cache.
-                0 if direct else self._io.read_flags if into_memory else self._io.write_flags,
+                0 if direct else self.read_flags if into_memory else self.write_flags,
                 at_once,
                 len(rows),
                 ROW_WORDS,

@@ -12,6 +12,7 @@ is what a small page costs most.
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,11 +20,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hicache_ext import native
 from hicache_ext.page import envelope
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK
 
 HEADER = envelope.FIELDS_LENGTH
 """Bytes of a page's header."""
+HEADER_WORDS = HEADER // 8
+KEY, PAYLOAD_LENGTH, CREATED_MS = slice(2, 8), 8, 11
+"""Words of a header (docs/page-format.md)."""
+_START = np.frombuffer(bytearray(envelope.PAGE_START), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,3 +175,22 @@ class SlotReferences:
 
 
 NO_SLOTS = SlotReferences.of(())
+
+
+def read_headers(fd: int, begin: int, count: int) -> Numbers:
+    """So many headers, a row each, from that of slot ``begin`` on; zeros behind the end of the file. Raises OSError."""
+    content = bytearray(os.pread(fd, count * HEADER, begin * HEADER))
+    content.extend(bytes(count * HEADER - len(content)))
+    return np.frombuffer(content, np.int64).reshape(-1, HEADER_WORDS)
+
+
+class CheckHeaders(native.Arguments):
+    function = "hicache_check_headers"
+    _fields_ = native.words("headers header_count start seals valid")
+
+
+def checked_headers(headers: Numbers) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
+    """The seals of these headers, a row each, and which of them are headers of pages."""
+    seals, valid = np.zeros((len(headers), 2), np.uint64), np.zeros(len(headers), np.bool_)
+    native.needed()(CheckHeaders(native.address(headers), len(headers), *map(native.address, [_START, seals, valid])))
+    return seals, valid

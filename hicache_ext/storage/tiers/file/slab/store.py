@@ -33,14 +33,14 @@ from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
 from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore, oldest_valid_ms
 from hicache_ext.storage.tiers.file.pins import PinnedPages
-from hicache_ext.storage.tiers.file.slab import slot_code
+from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.allocator import SlotAllocator
-from hicache_ext.storage.tiers.file.slab.directory import slab_directory
+from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index import milliseconds
-from hicache_ext.storage.tiers.file.slab.lookup import hashes_of
-from hicache_ext.storage.tiers.file.slab.page_moves import Moving, PageMoves, SlotIo
-from hicache_ext.storage.tiers.file.slab.rebuild import KEY, SlabFiles, read_headers
+from hicache_ext.storage.tiers.file.slab.index_words import BAD_HEADERS, Words, hashes_of
+from hicache_ext.storage.tiers.file.slab.page_moves import Moving, SlotIo
 from hicache_ext.storage.tiers.file.slab.shapes import (
+    KEY,
     NO_SLOTS,
     Numbers,
     Slab,
@@ -48,10 +48,10 @@ from hicache_ext.storage.tiers.file.slab.shapes import (
     SlotReference,
     SlotReferences,
     are_of_one_size,
+    read_headers,
     sizes_at,
     slot_size_of,
 )
-from hicache_ext.storage.tiers.file.slab.slot_code import BAD_HEADERS, Words
 
 _PORTION = 1 << 13
 """Slots looked at, and headers read, at once: no other thread of the process waits for long."""
@@ -73,7 +73,7 @@ class _Seen:
 class SlabContents:
     """Of one directory. 16 bytes a slot, from the first look on. For one thread at a time."""
 
-    def __init__(self, directory: SlabFiles) -> None:
+    def __init__(self, directory: SlabDirectory) -> None:
         self._directory = directory
         self._index = directory.index
         self._seen: dict[int, _Seen] = {}
@@ -94,11 +94,11 @@ class SlabContents:
         memory = self._index.memory
         rows = memory.rows[slab.first_row + begin : slab.first_row + end]
         # What a slot holds before that it holds it: a page becomes one when all else is written.
-        hashes, states = rows[:, slot_code.HASH].copy(), rows[:, slot_code.STATE].copy()
-        pages = (states & slot_code.STATES == slot_code.PAGE) & (states >> slot_code.NUMBER_SHIFT == identity)
+        hashes, states = rows[:, index_words.HASH].copy(), rows[:, index_words.STATE].copy()
+        pages = (states & index_words.STATES == index_words.PAGE) & (states >> index_words.NUMBER_SHIFT == identity)
         if not pages.any():
             return np.empty(0, np.int64)
-        pages &= slot_code.is_current(memory.identities, states) & (rows[:, slot_code.CREATED] >= oldest)
+        pages &= index_words.is_current(memory.identities, states) & (rows[:, index_words.CREATED] >= oldest)
         seen = self._seen.get(slab.number)
         if seen is None or len(seen.hashes) != slab.slots:
             # The table may call another one by its number.
@@ -126,8 +126,6 @@ class SlabContents:
 
 logger = logging.getLogger(__name__)
 
-_LARGEST_RUN = 8 << 20
-"""Bytes of neighbouring slots moved by one call: more gives nothing, and starves the other threads."""
 _PUBLISHED = {1: SetResult.STORED, 0: SetResult.EXISTS, -1: SetResult.ERROR}
 _NOTES_AWAITED = 1.0
 """Seconds for which clear() waits for its notes to be written, and not synced: a disk may hang."""
@@ -144,11 +142,11 @@ class SlabStore(PathStore):
 
     @property
     def no_space_since(self) -> int:
-        return int(self._index.memory.header[slot_code.NO_SPACE_SINCE])
+        return int(self._index.memory.header[index_words.NO_SPACE_SINCE])
 
     @no_space_since.setter
     def no_space_since(self, since: int) -> None:
-        self._index.memory.header[slot_code.NO_SPACE_SINCE] = since
+        self._index.memory.header[index_words.NO_SPACE_SINCE] = since
 
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
         self._left: deque[tuple[Numbers, int]] = deque()
@@ -161,12 +159,11 @@ class SlabStore(PathStore):
             self._plan.threads if mode == "direct" else min(self._plan.threads, processors)
             for mode in (self._plan.read, self._plan.write)
         )
-        directory = self._resources.enter_context(slab_directory(path, self.name, self._capacity))
-        self._directory = directory
+        self._directory = directory = SlabDirectory(path, self.name, self._capacity)
+        self._resources.callback(directory.close)
         self._index = directory.index
         self._io = SlotIo(directory, self._plan, self.metrics)
         self._contents = SlabContents(directory)
-        self._moves = PageMoves(directory, self._plan, self.metrics, self._io)
         pins = PinnedPages(self.name, directory.path, self._capacity // 2, directory.index.occupied_by)
         self._allocator = SlotAllocator(
             self.name, directory, self._capacity, pins, self.metrics, self._count_error, self._note_space, evicted_age
@@ -234,16 +231,20 @@ class SlabStore(PathStore):
                 doubtful = [(page, "length") for page in found.select(wrong).pages()]
                 found = found.select(~wrong)
         readers = self._readers
-        with self._moves.to_read(batch, found, self._allocator.slab, readers) as moving:
+        with self._io.to_read(batch, found, self._allocator.slab, readers) as moving:
             self._workers.run(moving.threads, moving.move, readers)
         if moving.all_done:
             _fill(results, found.positions, GetResult.HIT)
         else:
             _fill(results, moving.done().positions, GetResult.HIT)
             _fill(results, self._count_failed(moving), GetResult.ERROR)
-            runs = self._runs(moving.left().pages(), readers)
-            for of_run in self._workers.run(len(runs), lambda n: self._read_run(batch, runs[n], results), readers):
-                doubtful += of_run
+            left = moving.left().pages()
+            read = self._workers.run(len(left), lambda n: self._read_page(batch, left[n]), readers)
+            for page, result in zip(left, read, strict=True):
+                if isinstance(result, GetResult):
+                    results[page.position] = result
+                else:
+                    doubtful.append((page, result))
         elsewhere = []
         for page, reason in doubtful:
             if self._heal(batch, page, reason, results):
@@ -253,35 +254,21 @@ class SlabStore(PathStore):
                 elsewhere.append(page.position)
         return sorted(elsewhere)
 
-    def _read_run(
-        self, batch: PageBatch, run: list[SlotReference], results: list[GetResult]
-    ) -> list[tuple[SlotReference, str]]:
-        """One preadv for a run of neighbouring slots; those that do not hold their page, each with the reason."""
-        slab = self._allocator.slab(run[0].slab)
-        if slab is None:
-            return [(page, "truncated") for page in run]
-        buffers = batch.buffers
+    def _read_page(self, batch: PageBatch, page: SlotReference) -> GetResult | str:
+        """HIT or ERROR, or why what is in the slot is not its page."""
+        key, segments, slab = batch.keys[page.position], batch.buffers[page.position], self._allocator.slab(page.slab)
         try:
-            moved = self._io.read(slab, run[0].slot, [buffers[page.position] for page in run])
+            moved = -1 if slab is None else self._io.read(slab, page.slot, segments)
         except FileNotFoundError:
             # The slab was dropped meanwhile.
-            return [(page, "truncated") for page in run]
+            moved = -1
         except OSError as error:
             self._count_error(error)
-            for page in run:
-                results[page.position] = GetResult.ERROR
-            return []
-        if moved != sum([page.length for page in run]):
+            return GetResult.ERROR
+        if slab is None or moved != page.length:
             # The same, while it was being read.
-            return [(page, "truncated") for page in run]
-        doubtful: list[tuple[SlotReference, str]] = []
-        for page in run:
-            reason = self._reason_to_refuse(slab, page, batch.keys[page.position], buffers[page.position])
-            if reason is None:
-                results[page.position] = GetResult.HIT
-            else:
-                doubtful.append((page, reason))
-        return doubtful
+            return "truncated"
+        return self._reason_to_refuse(slab, page, key, segments) or GetResult.HIT
 
     def _reason_to_refuse(
         self, slab: Slab, page: SlotReference, key: bytes, segments: Sequence[memoryview]
@@ -302,11 +289,12 @@ class SlabStore(PathStore):
         same slot."""
         key = batch.keys[page.position]
         # Before it is looked up: a page that comes to this row from here on has another moment.
-        created = self._index.memory.rows[page.row, slot_code.CREATED].item()
+        created = self._index.memory.rows[page.row, index_words.CREATED].item()
         (now,) = self._index.locate([key]).pages() or (None,)
         if now is None or now._replace(position=page.position) != page:
             return False
-        if reason != "length" and not self._read_run(batch, [page], results):
+        if reason != "length" and isinstance(again := self._read_page(batch, page), GetResult):
+            results[page.position] = again
             return False
         if not self._forget([key], only=(page.row, created)):
             return False
@@ -428,7 +416,7 @@ class SlabStore(PathStore):
             return
         published: list[int] | None = None
         try:
-            with self._moves.to_write(batch, taken, self._allocator.slab, self._writers) as moving:
+            with self._io.to_write(batch, taken, self._allocator.slab, self._writers) as moving:
                 self._workers.run(moving.threads, moving.move, self._writers)
             written = taken if moving.all_done else self._finish_writing(batch, moving, results)
             published = self._index.publish(ticket, batch.keys, taken, written, self._oldest(), milliseconds())
@@ -443,38 +431,27 @@ class SlabStore(PathStore):
 
     def _finish_writing(self, batch: PageBatch, moving: Moving, results: list[SetResult]) -> SlotReferences:
         """What native code did not write; all pages that are written, by position."""
-        written = [moving.done()]
         _fill(results, self._count_failed(moving), SetResult.ERROR)
-        runs = self._runs(moving.left().pages(), self._writers)
-        for run, result in zip(
-            runs, self._workers.run(len(runs), lambda n: self._write_run(batch, runs[n])), strict=True
-        ):
-            if result is SetResult.STORED:
-                written.append(SlotReferences.of(run))
-            else:
-                for page in run:
-                    results[page.position] = result
-        return SlotReferences.joined(written).by_position()
+        left = moving.left().pages()
+        written = self._workers.run(len(left), lambda n: self._write_page(batch, left[n]), self._writers)
+        for page, is_written in zip(left, written, strict=True):
+            if not is_written:
+                results[page.position] = SetResult.ERROR
+        by_python = SlotReferences.of(page for page, is_written in zip(left, written, strict=True) if is_written)
+        return SlotReferences.joined([moving.done(), by_python]).by_position()
 
-    def _write_run(self, batch: PageBatch, run: list[SlotReference]) -> SetResult:
-        """One pwritev for a run of neighbouring slots."""
-        keys, buffers, now = batch.keys, batch.buffers, milliseconds()
-        pages = [buffers[page.position] for page in run]
-        if [sum([segment.nbytes for segment in segments]) for segments in pages] != [page.length for page in run]:
+    def _write_page(self, batch: PageBatch, page: SlotReference) -> bool:
+        """Whether it was written."""
+        segments, slab = batch.buffers[page.position], self._allocator.slab(page.slab)
+        if slab is None or sum([segment.nbytes for segment in segments]) != page.length:
             # A batch that is wrong about its sizes: what is longer than its slot would be in the next one, too.
-            return SetResult.ERROR
-        headers = [
-            envelope.encode_header(keys[page.position], segments, created_ms=now)
-            for page, segments in zip(run, pages, strict=True)
-        ]
+            return False
+        header = envelope.encode_header(batch.keys[page.position], segments, created_ms=milliseconds())
         try:
-            slab = self._allocator.slab(run[0].slab)
-            if slab is None or not self._io.write(slab, run[0].slot, headers, pages):
-                return SetResult.ERROR
+            return self._io.write(slab, page.slot, header, segments)
         except OSError as error:
             self._count_error(error)
-            return SetResult.ERROR
-        return SetResult.STORED
+            return False
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
@@ -538,29 +515,6 @@ class SlabStore(PathStore):
                 except IndexBusyError:
                     self._left.append((rows, ticket))
                     raise
-
-    def _runs(self, pages: list[SlotReference], threads: int) -> list[list[SlotReference]]:
-        """Neighbouring slots put together, as long as every thread has something to do."""
-        if not pages:
-            return []
-        longest = max(1, -(-len(pages) // (2 * threads)))
-        runs: list[list[SlotReference]] = []
-        run: list[SlotReference] = []
-        # The place right behind the run. Only full slots have no gap between them.
-        following = (-1, -1)
-        left = 0
-        for page in sorted(pages):
-            slab, slot, length, _, _ = page
-            takes = slot_size_of(length)
-            if (slab, slot) == following and len(run) < longest and takes == length <= left:
-                run.append(page)
-                left -= takes
-            else:
-                run = [page]
-                runs.append(run)
-                left = _LARGEST_RUN - takes
-            following = (slab, slot + 1) if takes == length else (-1, -1)
-        return runs
 
     def _count_failed(self, moving: Moving) -> Sequence[int]:
         """The positions of the pages that the disk failed, once what it said is counted."""
