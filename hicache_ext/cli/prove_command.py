@@ -4,14 +4,19 @@ Every prompt is computed twice, under two names (``extra_key``) that share no ca
 is the *spread* that rounding alone makes on this server. It is asked a third time, from device memory. Then device and
 host memory are flushed, and what storage brings back is compared: tokens at temperature 0, and the log-probabilities of
 the end of the prompt and of the answer, token by token. They all attend to the restored pages.
+
+``--canary`` flushes nothing: it asks the same prompts again and again while the server is idle, and compares those that
+storage has restored meanwhile. Why it is a process of its own: docs/decisions/canary.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import html
 import http.client
+import itertools
 import json
 import math
 import random
@@ -21,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -30,12 +36,13 @@ from typing import Any
 from hicache_ext.cli.inputs import our_texts, read_input
 from hicache_ext.cli.output import describe, fitted, show
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.errors import ConfigError, ServerError
+from hicache_ext.errors import ConfigError, ControlError, ServerError
 from hicache_ext.packages import need
 from hicache_ext.runtime.commands import terminated_in_order
 from hicache_ext.runtime.shown import shown_address
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.runtime.whole_file import json_in, write_whole
+from hicache_ext.storage.serving.control import ask, servers
 from hicache_ext.testing.client import Generation, SglangClient
 
 LENGTHS = (600, 1500, 4000, 8000, 16000, 32000)
@@ -73,6 +80,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--restart", metavar="COMMAND", help="restarts the server; what it restores then is compared too"
     )
+    parser.add_argument(
+        "--canary",
+        type=share_of_time,
+        metavar="SHARE",
+        help="with --url: until it is ended, for at most this share of the time (0.1%%) and while the server is idle, "
+        "compare what is restored, and flush nothing; a difference ends storing and restoring there",
+    )
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the key of a server with --api-key")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write one page: .html with a picture, or .md")
     describe(
@@ -81,6 +95,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         examples=[
             "hicache-ext prove --url http://127.0.0.1:30000 --report proof.html",
             "hicache-ext prove --launch '--model-path /models/llama --tp-size 2' --quick",
+            "hicache-ext prove --url http://127.0.0.1:30000 --canary 0.1%",
         ],
         success="every restored answer is the computed one, to the bit or within the spread",
         problem="a restored answer is DIFFERENT",
@@ -93,7 +108,10 @@ def run(arguments: argparse.Namespace) -> int:
     texts = _prompts(arguments.prompts) if arguments.prompts else None
     try:
         with terminated_in_order(), _server(arguments) as (server, restart):
-            proof = prove(server, texts, quick=arguments.quick, restart=restart, say=_progress(arguments))
+            if arguments.canary is not None:
+                proof = watch(server, arguments.canary, _processes(server), say=_progress(arguments))
+            else:
+                proof = prove(server, texts, quick=arguments.quick, restart=restart, say=_progress(arguments))
     except (ServerError, OSError, http.client.HTTPException) as error:
         print(shown_address(f"It could not be tried: {error}"), file=sys.stderr)
         return 2
@@ -103,6 +121,13 @@ def run(arguments: argparse.Namespace) -> int:
         write_whole(arguments.report, text)
     show(arguments, document, as_lines(document))
     return {EQUAL: 0, WITHIN: 0, DIFFERENT: 1}.get(proof.verdict, 2)
+
+
+def share_of_time(text: str) -> float:
+    share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    if not 0 < share <= 1:
+        raise ValueError
+    return share
 
 
 def _progress(arguments: argparse.Namespace) -> Callable[[str], None]:
@@ -429,9 +454,9 @@ class _Asked:
     def compute(self, case: Case, prompts: Sequence[Prompt]) -> list[list[Generation]]:
         """Return what was computed, and what was answered from device memory: the latter in the shapes in which a
         restored prompt is computed."""
-        computed, again, cached = (self._ask(prompts, suffix) for suffix in ("", "-again", ""))
+        computed, again, cached = (self.ask(prompts, suffix) for suffix in ("", "-again", ""))
         # Other batches round otherwise, and which ones form is a matter of moments: alone, or two at once.
-        in_another_batch = [self._ask([prompt] * (1 + (len(prompts) == 1)), "")[0] for prompt in prompts]
+        in_another_batch = [self.ask([prompt] * (1 + (len(prompts) == 1)), "")[0] for prompt in prompts]
         for others in (again, cached, in_another_batch):
             for one, other in zip(computed, others, strict=True):
                 case.spread = case.spread.joined(difference(one, other))
@@ -443,7 +468,7 @@ class _Asked:
         for wait in (0.0, *_WAITS):
             time.sleep(wait)
             self.server.flush_cache()
-            answers = self._ask(prompts, "")
+            answers = self.ask(prompts, "")
             for answer, *others in zip(answers, *known, strict=True):
                 if answer.cached.storage:
                     nearest = min((difference(other, answer) for other in others), key=lambda apart: apart.worst)
@@ -455,7 +480,7 @@ class _Asked:
             if least >= (case.prompt_tokens - TAIL) // self.page * self.page:
                 return
 
-    def _ask(self, prompts: Sequence[Prompt], suffix: str) -> list[Generation]:
+    def ask(self, prompts: Sequence[Prompt], suffix: str) -> list[Generation]:
         def ask(prompt: Prompt) -> Generation:
             body = dict(prompt.body)
             key = body.pop("extra_key", self.salt)
@@ -475,6 +500,99 @@ class _Asked:
             return threads.run(len(prompts), lambda at: ask(prompts[at]), len(prompts))
         finally:
             threads.close()
+
+
+# -- the canary --------------------------------------------------------------------------------------------------------
+
+_CANARIES = 64
+"""Prompts that are asked in turn: by the time that one's turn comes again, a busy server has evicted it."""
+_IDLE_EVERY = 2.0
+
+
+def watch(
+    server: SglangClient, share: float, processes: Sequence[Path], *, say: Callable[[str], None] = print
+) -> Proof:
+    """Ask in turn prompts that are the same on every server of a model, and compare each that comes from storage, until
+    one is DIFFERENT, also from what is computed twice more: then storage ends. Return it. Raises ServerError, OSError.
+    """
+    info = json.loads(server.get("/server_info"))
+    proof = Proof(_facts(server, info))
+    source = _Text(server, info, random.Random("canary"))
+    lengths = [min(length, source.longest()) for length in QUICK_LENGTHS]
+    prompts = [source.prompt(lengths[at % len(lengths)]) for at in range(_CANARIES)]
+    for number in itertools.count():
+        _wait_until_idle(server)
+        started = time.monotonic()
+        tokens = prompts[number % len(prompts)]
+        case = _looked_at(server, int(info["page_size"]), tokens)
+        if case is not None:
+            say(f"{_line(case)}: {case.verdict}")
+            if case.verdict == DIFFERENT:
+                proof.cases.append(case)
+                _end_storage(server, processes, case, say)
+                return proof
+        time.sleep((time.monotonic() - started) * (1 / share - 1))
+    return proof
+
+
+def _looked_at(server: SglangClient, page: int, tokens: tuple[int, ...]) -> Case | None:
+    """Return the comparison of one prompt; None where it did not come from storage."""
+    asked = _Asked(server, "hicache-ext-canary", page)
+    answers = asked.ask([Prompt(tokens)], "")
+    if answers[0].cached.storage < (len(tokens) - TAIL) // page * page:
+        return None
+    case = Case(f"{len(tokens):,} tokens", len(tokens), restored_tokens=answers[0].cached.storage)
+    case.restored_seconds = answers[0].time_to_first_token
+    known: list[Generation] = []
+    for _ in range(3):
+        _wait_until_idle(server)
+        fresh = Prompt(tokens, {"extra_key": f"hicache-ext-canary-{random.SystemRandom().getrandbits(64):x}"})
+        known += [answer for (answer,) in asked.compute(case, [fresh])]
+        pairs = itertools.product(known, answers)
+        case.restored = min((difference(one, other) for one, other in pairs), key=lambda apart: apart.worst)
+        if case.verdict != DIFFERENT:
+            break
+        # Others may have asked meanwhile, in one batch with these. What was restored is in device memory now.
+        answers += asked.ask([Prompt(tokens)], "")
+    return case
+
+
+def _wait_until_idle(server: SglangClient) -> None:
+    while True:
+        loads = json.loads(server.get("/v1/loads?include=core"))["loads"]
+        if not any(load[f"num_{state}_reqs"] for load in loads for state in ("running", "waiting")):
+            return
+        time.sleep(_IDLE_EVERY)
+
+
+def _processes(server: SglangClient) -> list[Path]:
+    """Return the sockets of the processes behind a server on this machine. Raises ConfigError where none can be told to
+    end storage: a canary that can only die is not begun."""
+    parts = urllib.parse.urlsplit(server.url)
+    found = []
+    if parts.hostname in ("127.0.0.1", "localhost", "::1"):
+        for path in servers():
+            with contextlib.suppress(ControlError):
+                if ask(path, {"call": "facts"}, seconds=5).get("port") == parts.port:
+                    found.append(path)
+    if not found:
+        problem = f"no process of {shown_address(server.url)} can be told to end storage"
+        where = "beside the server, as its user, with http://127.0.0.1:PORT and its configuration in a file (@FILE)"
+        raise ConfigError("--canary", problem, where)
+    return found
+
+
+def _end_storage(server: SglangClient, processes: Sequence[Path], case: Case, say: Callable[[str], None]) -> None:
+    """Have every process end it, then drop from device and host memory what was restored before."""
+    apart, spread = case.restored, case.spread
+    why = f"a log-probability restored differs by {apart.worst:.2g}, computing again by {spread.worst:.2g}"
+    for path in processes:
+        try:
+            ask(path, {"call": "distrust", "why": why})
+            say(f"storage has ended in the process behind {path}")
+        except ControlError as error:
+            say(f"STOP THIS SERVER: {error}")
+    server.flush_cache(timeout=600)
 
 
 # -- what is said of it ------------------------------------------------------------------------------------------------

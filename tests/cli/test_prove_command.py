@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,15 @@ class Server:
         self.restored: set[tuple[Any, ...]] = set()
         self.asked: list[dict[str, Any]] = []
         self.restarts = 0
+        self.url = "http://127.0.0.1:1"
+        self.waiting: list[int] = []
+        """Requests of others, at each look to come, the last one first."""
         self._chance = random.Random(1)
 
     def get(self, path: str, timeout: float = 30) -> str:
+        if path.startswith("/v1/loads"):
+            waiting = self.waiting.pop() if self.waiting else 0
+            return json.dumps({"loads": [{"num_running_reqs": 0, "num_waiting_reqs": waiting}]})
         return json.dumps(self.info if path == "/server_info" else {"architectures": ["LlamaForCausalLM"]})
 
     def request(self, method: str, path: str, body: Any = None, **_: Any) -> str:
@@ -177,6 +184,93 @@ def test_no_name_is_asked_before_or_shared_by_two_runs() -> None:
 def test_your_own_prompts(tmp_path: Path) -> None:
     proof = proven(Server(), ["a" * 100, "b" * 1200])
     assert [case.prompt_tokens for case in proof.cases[:2]] == [100, 1200]
+
+
+# -- the canary --------------------------------------------------------------------------------------------------------
+
+
+class Ended(Exception):
+    """The last pause of a canary."""
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[Proof | None, list[str]]]:
+    """``watched(server, turns)``: the canary over two prompts, the server being restarted after each turn of both; what
+    it found, and what it said. ``told`` of the server is what its processes were asked."""
+    monkeypatch.setattr(prove_command, "_CANARIES", 2)
+
+    def watch(server: Any, turns: int = 3) -> tuple[Proof | None, list[str]]:
+        pauses, said = itertools.count(1), []
+
+        def sleep(seconds: float) -> None:
+            number = next(pauses)
+            if number == 2 * turns:
+                raise Ended
+            if number % 2 == 0:
+                server.flush_cache()
+
+        server.told = []
+        monkeypatch.setattr(prove_command.time, "sleep", sleep)
+        monkeypatch.setattr(prove_command, "ask", lambda path, request: server.told.append((path, request)))
+        try:
+            return prove_command.watch(server, 0.5, [tmp_path / "rank"], say=said.append), said
+        except Ended:
+            return None, said
+
+    return watch
+
+
+@pytest.mark.parametrize(("noise", "wrong"), [(0.0, 0.0), (0.01, 0.008)])
+def test_a_canary_compares_what_comes_from_storage_and_raises_no_false_alarm(
+    noise: float, wrong: float, watched: Callable[..., Any]
+) -> None:
+    server = Server(noise=noise, wrong=wrong)
+    found, said = watched(server)
+    assert found is None and not server.told
+    verdict = WITHIN if noise else EQUAL
+    both = [f"600 tokens: 528 of 600 tokens from storage: {verdict}"]
+    both.append(f"2,000 tokens: 1,936 of 2,000 tokens from storage: {verdict}")
+    # The first turn computes and stores them.
+    assert said == 2 * both
+
+
+def test_a_canary_that_finds_a_difference_ends_storage_once_and_flushes(watched: Callable[..., Any]) -> None:
+    server = Server(wrong=0.05)
+    found, said = watched(server)
+    assert found is not None and found.verdict == DIFFERENT and len(found.cases) == 1
+    assert [request["call"] for _, request in server.told] == ["distrust"]
+    assert "differs by 0.05, computing again by 0" in server.told[0][1]["why"]
+    assert not server.device and said[-1].startswith("storage has ended")
+
+
+def test_a_canary_waits_while_others_ask(watched: Callable[..., Any]) -> None:
+    server = Server()
+    server.waiting = [1]
+    assert watched(server, turns=1) == (None, [])
+    # One pause for the others, one behind the first prompt: the second prompt was not asked.
+    assert len(server.asked) == 1
+
+
+def test_a_canary_that_could_not_end_storage_does_not_begin(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    server = Server()
+    facts = {tmp_path / "other": {"port": 2}, tmp_path / "older": {}}
+    monkeypatch.setattr(prove_command, "servers", lambda: iter(facts))
+    monkeypatch.setattr(prove_command, "ask", lambda path, request, seconds: facts[path])
+    assert command(server, monkeypatch, "--canary", "0.1%") == 2
+    assert "no process of http://127.0.0.1:1 can be told to end storage" in capsys.readouterr().err
+    assert not server.asked
+    facts[tmp_path / "rank"] = {"port": 1}
+    stand_in: Any = server
+    assert prove_command._processes(stand_in) == [tmp_path / "rank"]
+
+
+@pytest.mark.parametrize("share", ["0", "2", "-1%", "much"])
+def test_a_share_of_the_time_is_more_than_nothing_and_no_more_than_all(share: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["prove", "--url", "http://127.0.0.1:1", "--canary", share])
+    assert prove_command.share_of_time("0.1%") == 0.001 and prove_command.share_of_time("0.5") == 0.5
 
 
 def command(server: Server, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
