@@ -61,9 +61,10 @@ other sizes differ by about 1e-5."""
 _NO_NUMBER = 1e9
 """How far NaN lies from any log-probability, in nats."""
 EQUAL, WITHIN, DIFFERENT, NOT_SHOWN = "equal to the bit", "equal within the spread", "DIFFERENT", "not shown"
-_WORST, _MEAN = 2.0, 3.0
+_WORST, _MEAN = 4.0, 2.0
 """A restored answer lies within the spread when its largest and its mean difference are at most so many times those of
-computing twice: the spread is measured on few prompts."""
+computing twice. In 300 runs of the stand-in whose rounding has long tails the largest was up to 2.9 times that, and the
+mean up to 1.4."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -282,11 +283,15 @@ class Case:
     restored: Difference = Difference()
     restored_tokens: int = 0
     """From storage, least of all prompts."""
+    strange_tokens: int = 0
+    """Tokens of prompts that nobody had asked under these names, and that were not computed: names are mixed up."""
     computed_seconds: float = 0.0
     restored_seconds: float = 0.0
 
     @property
     def verdict(self) -> str:
+        if self.strange_tokens:
+            return DIFFERENT
         if not self.restored_tokens:
             return NOT_SHOWN
         if self.restored.none:
@@ -343,7 +348,7 @@ def prove(
     salt = f"hicache-ext-prove-{random.SystemRandom().getrandbits(64):x}"
     source = _Text(server, info, random.Random(salt))
     if texts is not None:
-        prompts = [source.tokens_of(text) for text in texts]
+        prompts = list(dict.fromkeys(source.tokens_of(text) for text in texts))
         short = [len(tokens) for tokens in prompts if len(tokens) < TAIL + page]
         if short:
             raise ConfigError("--prompts", f"one has {short[0]} tokens", f"{TAIL + page} tokens and more")
@@ -352,13 +357,15 @@ def prove(
         prompts = [source.prompt(n) for n in (QUICK_LENGTHS if quick else LENGTHS) if n <= longest]
         prompts = prompts or [source.prompt(longest)]
     middle = min(prompts, key=lambda tokens: abs(len(tokens) - 2000))
-    groups = [(f"{len(tokens):,} tokens", [Prompt(tokens)]) for tokens in prompts]
+    # Each prompt has a name of its own, so that they do not share what is restored; the adapter's is that of the same
+    # prompt without it.
+    names = {tokens: {"extra_key": f"{salt}-{at}"} for at, tokens in enumerate(prompts)}
+    groups = [(f"{len(tokens):,} tokens", [Prompt(tokens, names[tokens])]) for tokens in prompts]
     many = [source.prompt(len(middle)) for _ in range(AT_ONCE)] if texts is None else [middle] * AT_ONCE
     fit = max(1, min(AT_ONCE, source.longest(1) // (len(middle) + ANSWER)))
-    # Each with a name of its own, so that they do not share what is restored.
-    alone = [Prompt(tokens, {"extra_key": f"{salt}-{at}"}) for at, tokens in enumerate(many[:fit])]
+    alone = [Prompt(tokens, {"extra_key": f"{salt}-at-once-{at}"}) for at, tokens in enumerate(many[:fit])]
     groups.append((f"{fit} at once", alone))
-    groups += [(f"adapter {name}", [Prompt(middle, {"lora_path": name})]) for name in _adapters(info)[:1]]
+    groups += [(f"adapter {name}", [Prompt(middle, {**names[middle], "lora_path": name})]) for name in _adapters(info)[:1]]
     server.generate(source.prompt(min(len(tokens) for tokens in prompts)), 2, extra_key=f"{salt}-warm")
     asked = _Asked(server, salt, page)
     answers = []
@@ -402,7 +409,8 @@ def _facts(server: SglangClient, info: Mapping[str, Any]) -> dict[str, Any]:
     facts = {ours: info.get(theirs) for theirs, ours in names.items()}
     if not info.get("enable_unified_cache_external_linker"):
         facts["linker"] = None
-    return {**facts, "kind": " ".join(model.get("architectures") or ())}
+    seen = "prompts with images" if model.get("has_image_understanding") else None
+    return {**facts, "kind": " ".join(model.get("architectures") or ()), "not_tried": seen}
 
 
 def _adapters(info: Mapping[str, Any]) -> list[str]:
@@ -455,6 +463,7 @@ class _Asked:
         """Return what was computed, and what was answered from device memory: the latter in the shapes in which a
         restored prompt is computed."""
         computed, again, cached = (self.ask(prompts, suffix) for suffix in ("", "-again", ""))
+        case.strange_tokens += sum(answer.cached_tokens for answer in (*computed, *again))
         # Other batches round otherwise, and which ones form is a matter of moments: alone, or two at once.
         in_another_batch = [self.ask([prompt] * (1 + (len(prompts) == 1)), "")[0] for prompt in prompts]
         for others in (again, cached, in_another_batch):
@@ -628,7 +637,9 @@ def _words(document: Mapping[str, Any]) -> list[str]:
     }
     words = [f"Restored answers: {verdict}", means[verdict]]
     for case in document["cases"]:
-        if case["verdict"] == DIFFERENT:
+        if case["strange_tokens"]:
+            words.append(f"{case['name']}: {case['strange_tokens']:,} tokens of another prompt or adapter were taken.")
+        elif case["verdict"] == DIFFERENT:
             first = case["restored"]["first"]
             where = "no token, only log-probabilities"
             if first is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ class Server:
         wrong: the same of an answer made from pages that were restored.
         info: what ``/server_info`` says differently.
         stores: whether storage keeps anything.
+        mixed: whether adapters are left out of what pages are called.
     """
 
     def __init__(
@@ -45,9 +47,11 @@ class Server:
         wrong: float = 0.0,
         other_token: int | None = None,
         stores: bool = True,
+        mixed: bool = False,
         **info: Any,
     ) -> None:
         self.noise, self.wrong, self.other_token, self.stores = noise, wrong, other_token, stores
+        self.mixed = mixed
         self.info = {**INFO, **info}
         self.device: set[tuple[Any, ...]] = set()
         self.storage: set[tuple[Any, ...]] = set()
@@ -75,7 +79,7 @@ class Server:
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int = 16, **body: Any) -> Generation:
         self.asked.append(body)
-        name = (tuple(prompt), body.get("extra_key"), body.get("lora_path"))
+        name = (tuple(prompt), body.get("extra_key"), None if self.mixed else body.get("lora_path"))
         start = body.get("logprob_start_len", len(prompt) - 1)
         reusable = start // PAGE * PAGE
         from_device, from_storage = name in self.device, name not in self.device and name in self.storage
@@ -171,6 +175,36 @@ def test_an_adapter_is_asked_besides() -> None:
     server = Server(lora_paths=[{"lora_name": "style", "lora_path": "/adapters/style"}])
     assert proven(server).cases[-1].name == "adapter style"
     assert {"lora_path": "style"}.items() <= server.asked[-1].items()
+
+
+def test_adapters_that_are_mixed_up_are_found_although_computing_twice_differs_as_much() -> None:
+    style = [{"lora_name": "style", "lora_path": "/adapters/style"}]
+    proof = proven(Server(lora_paths=style, mixed=True))
+    assert [(case.verdict, case.strange_tokens) for case in proof.cases[2:]] == [(EQUAL, 0), (DIFFERENT, 2 * 1936)]
+    said = "adapter style: 3,872 tokens of another prompt or adapter were taken."
+    assert said in prove_command.as_lines(proof.document())
+    assert {case.verdict for case in proven(Server(lora_paths=style)).cases} == {EQUAL}
+
+
+class Rounding(Server):
+    """Every answer rounds otherwise, each token by itself and some of them by far (Student's t of 3 degrees)."""
+
+    def __init__(self, seed: int, wrong: float = 0.0) -> None:
+        super().__init__(wrong=wrong)
+        self.rounding = random.Random(seed)
+
+    def generate(self, prompt: Sequence[int], max_new_tokens: int = 16, **body: Any) -> Generation:
+        answer = super().generate(prompt, max_new_tokens, **body)
+        for part in ("input", "output"):
+            for score in answer.meta_info[f"{part}_token_logprobs"]:
+                spread = math.sqrt(sum(self.rounding.gauss(0, 1) ** 2 for _ in range(3)) / 3)
+                score[0] += 0.01 * self.rounding.gauss(0, 1) / spread
+        return answer
+
+
+def test_200_runs_without_a_false_alarm_and_200_in_which_the_fault_is_found() -> None:
+    assert {proven(Rounding(seed)).verdict for seed in range(200)} == {WITHIN}
+    assert {proven(Rounding(seed, wrong=0.2)).verdict for seed in range(200)} == {DIFFERENT}
 
 
 def test_no_name_is_asked_before_or_shared_by_two_runs() -> None:
