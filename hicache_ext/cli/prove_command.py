@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import html
 import http.client
 import itertools
 import json
@@ -34,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.cli.inputs import our_texts, read_input
-from hicache_ext.cli.output import describe, fitted, show
+from hicache_ext.cli.output import aligned, describe, fitted, show
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import ConfigError, ControlError, ServerError
 from hicache_ext.packages import need
@@ -89,12 +88,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "compare what is restored, and flush nothing; a difference ends storing and restoring there",
     )
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the key of a server with --api-key")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write one page: .html with a picture, or .md")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write one page of Markdown")
     describe(
         parser,
         run=run,
         examples=[
-            "hicache-ext prove --url http://127.0.0.1:30000 --report proof.html",
+            "hicache-ext prove --url http://127.0.0.1:30000 --report proof.md",
             "hicache-ext prove --launch '--model-path /models/llama --tp-size 2' --quick",
             "hicache-ext prove --url http://127.0.0.1:30000 --canary 0.1%",
         ],
@@ -118,8 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     document = proof.document()
     if arguments.report is not None:
-        text = as_html(document) if arguments.report.suffix == ".html" else "\n".join(as_markdown(document))
-        write_whole(arguments.report, text)
+        write_whole(arguments.report, "\n".join(as_markdown(document)))
     show(arguments, document, as_lines(document))
     return {EQUAL: 0, WITHIN: 0, DIFFERENT: 1}.get(proof.verdict, 2)
 
@@ -170,7 +168,7 @@ def _server(arguments: argparse.Namespace) -> Iterator[tuple[SglangClient, Calla
                 code = subprocess.run(arguments.restart, shell=True, check=False, stdout=2).returncode
                 if code != 0:
                     raise ServerError(f"--restart ended with {code}")
-                _wait_for(server)
+                server.wait_until_ready(_START_TIMEOUT)
 
         yield server, restart
         return
@@ -203,18 +201,6 @@ def _server(arguments: argparse.Namespace) -> Iterator[tuple[SglangClient, Calla
 
         with started:
             yield started, start_again
-
-
-def _wait_for(server: SglangClient) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT
-    while True:
-        try:
-            server.get("/server_info", timeout=20)
-            return
-        except (OSError, ServerError, http.client.HTTPException):
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(1)
 
 
 # -- what is compared --------------------------------------------------------------------------------------------------
@@ -365,7 +351,9 @@ def prove(
     fit = max(1, min(AT_ONCE, source.longest(1) // (len(middle) + ANSWER)))
     alone = [Prompt(tokens, {"extra_key": f"{salt}-at-once-{at}"}) for at, tokens in enumerate(many[:fit])]
     groups.append((f"{fit} at once", alone))
-    groups += [(f"adapter {name}", [Prompt(middle, {**names[middle], "lora_path": name})]) for name in _adapters(info)[:1]]
+    groups += [
+        (f"adapter {name}", [Prompt(middle, {**names[middle], "lora_path": name})]) for name in _adapters(info)[:1]
+    ]
     server.generate(source.prompt(min(len(tokens) for tokens in prompts)), 2, extra_key=f"{salt}-warm")
     asked = _Asked(server, salt, page)
     answers = []
@@ -658,31 +646,15 @@ def as_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def as_markdown(document: Mapping[str, Any]) -> list[str]:
-    """Return a report as lines of Markdown."""
+    """Return a report as lines of Markdown, with first tokens by prompt as a picture."""
     heading, *rows = _table(document)
     table = [f"| {' | '.join(row)} |" for row in (heading, ("---",) * len(heading), *rows)]
+    times = [(case["name"], name, case[f"{name}_seconds"]) for case in document["cases"] for name in _BARS]
+    longest = max((seconds for _, _, seconds in times), default=0) or 1.0
+    bars = [(name, what, f"{1e3 * spent:.0f} ms {'#' * round(50 * spent / longest)}") for name, what, spent in times]
+    picture = ["```text", *aligned([("prompt", "", "first token"), *bars], str.ljust), "```"]
     first, *words = _words(document)
-    return [f"# {first}", "", *table, "", *(line for word in words for line in (word, ""))]
+    return [f"# {first}", "", *table, "", *picture, "", *(line for word in words for line in (word, ""))]
 
 
-def as_html(document: Mapping[str, Any]) -> str:
-    """Return a report as one page, with first tokens by prompt as a picture."""
-    heading, *rows = ([html.escape(cell) for cell in row] for row in _table(document))
-    longest = max([1e-9, *(max(c["computed_seconds"], c["restored_seconds"]) for c in document["cases"])])
-    bars = []
-    for at, case in enumerate(document["cases"]):
-        bars.append(f'<text x="0" y="{44 * at + 24}">{html.escape(case["name"])}</text>')
-        for shift, name, colour in ((0, "computed_seconds", "#b0b0b0"), (18, "restored_seconds", "#2a7ab0")):
-            width, y = 480 * case[name] / longest, 44 * at + shift
-            bars.append(f'<rect x="200" y="{y}" width="{width:.1f}" height="16" fill="{colour}"/>')
-            bars.append(f'<text x="{205 + width:.1f}" y="{y + 13}">{1e3 * case[name]:.0f} ms</text>')
-    first, *words = map(html.escape, _words(document))
-    cells = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return (
-        f"<!doctype html><meta charset='utf-8'><title>{first}</title>"
-        "<style>body{font:15px sans-serif;margin:2em;max-width:60em}td,th{padding:.2em .8em;text-align:left}</style>"
-        f"<h1>{first}</h1>{''.join(f'<p>{word}</p>' for word in words)}"
-        f"<table><tr>{''.join(f'<th>{cell}</th>' for cell in heading)}</tr>{cells}</table>"
-        "<h2>Time to the first token: computed (grey), restored (blue)</h2>"
-        f'<svg width="800" height="{44 * len(document["cases"]) + 10}" font-size="13">{"".join(bars)}</svg>'
-    )
+_BARS = ("computed", "restored")

@@ -109,6 +109,9 @@ class Server:
             },
         )
 
+    def wait_until_ready(self, timeout: float) -> None:
+        pass
+
     def restart(self) -> None:
         self.restarts += 1
         self.flush_cache()
@@ -330,13 +333,13 @@ def test_the_exit_code_and_the_words(
 
 
 def test_json_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(Server(), monkeypatch, "--json", "--report", str(tmp_path / "proof.html")) == 0
+    assert command(Server(), monkeypatch, "--json", "--report", str(tmp_path / "proof.md")) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["verdict"] == EQUAL and document["server"]["sglang"] == "0.5.23"
     assert document["cases"][0]["restored_seconds"] == 0.1
     assert [field for field in fields_of(document) if not is_documented(field, documented()["prove"])] == []
-    page = (tmp_path / "proof.html").read_text()
-    assert page.count("<rect") == 2 * len(document["cases"]) and EQUAL in page
+    page = (tmp_path / "proof.md").read_text()
+    assert page.count(" ms #") == 2 * len(document["cases"]) and EQUAL in page
     assert command(Server(model_path="<b>|m"), monkeypatch, "--report", str(tmp_path / "proof.md")) == 0
     assert (tmp_path / "proof.md").read_text().startswith(f"# Restored answers: {EQUAL}\n")
 
