@@ -34,6 +34,8 @@ from typing import Any
 
 from hicache_ext.cli.inputs import our_texts, read_input
 from hicache_ext.cli.output import aligned, describe, fitted, show
+from hicache_ext.cli.stats_command import read_samples
+from hicache_ext.config import rounded_size
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import ConfigError, ControlError, ServerError
 from hicache_ext.packages import need
@@ -42,6 +44,7 @@ from hicache_ext.runtime.shown import shown_address
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.runtime.whole_file import json_in, write_whole
 from hicache_ext.storage.serving.control import ask, servers
+from hicache_ext.storage.serving.metrics_export import CALL_SECONDS, PREFIX
 from hicache_ext.testing.client import Generation, SglangClient
 
 LENGTHS = (600, 1500, 4000, 8000, 16000, 32000)
@@ -54,6 +57,8 @@ ANSWER = 32
 _WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds after which what was not yet stored is looked for again."""
 _START_TIMEOUT = 1800.0
+_EXPORTED_WITHIN = 2.0
+"""Seconds after which a server's metrics have what was counted before."""
 _ROUNDING = 1e-4
 """Nats that are rounding by any measure, where computing twice happened to make no difference: in float32, batches of
 other sizes differ by about 1e-5."""
@@ -291,6 +296,8 @@ class Proof:
 
     facts: dict[str, Any]
     cases: list[Case] = field(default_factory=list)
+    read_bytes_per_second: float | None = None
+    """That the tiers reached in their own calls."""
 
     @property
     def verdict(self) -> str:
@@ -310,7 +317,8 @@ class Proof:
 
     def document(self) -> dict[str, Any]:
         cases = [{**asdict(case), "verdict": case.verdict} for case in self.cases]
-        return {"verdict": self.verdict, "server": self.facts, "pays_from_tokens": self.pays_from(), "cases": cases}
+        speed = {"pays_from_tokens": self.pays_from(), "read_bytes_per_second": self.read_bytes_per_second}
+        return {"verdict": self.verdict, "server": self.facts, **speed, "cases": cases}
 
 
 # -- asking ------------------------------------------------------------------------------------------------------------
@@ -357,17 +365,20 @@ def prove(
     server.generate(source.prompt(min(len(tokens) for tokens in prompts)), 2, extra_key=f"{salt}-warm")
     asked = _Asked(server, salt, page)
     answers = []
+    before = _reads(server, info)
     for name, group in groups:
         case = Case(name, len(group[0].tokens))
         answers.append((case, group, asked.compute(case, group)))
         asked.restore(*answers[-1])
         proof.cases.append(case)
         say(_line(case))
+    read, seconds = (now - then for now, then in zip(_reads(server, info), before, strict=True))
+    proof.read_bytes_per_second = read / seconds if read > 0 and seconds > 0 else None
     if restart is not None:
         restart()
-        for before, group, known in answers:
-            case = Case(f"{before.name}, restarted", before.prompt_tokens, before.spread)
-            case.computed_seconds = before.computed_seconds
+        for before_it, group, known in answers:
+            case = Case(f"{before_it.name}, restarted", before_it.prompt_tokens, before_it.spread)
+            case.computed_seconds = before_it.computed_seconds
             asked.restore(case, group, known)
             proof.cases.append(case)
             say(_line(case))
@@ -399,6 +410,18 @@ def _facts(server: SglangClient, info: Mapping[str, Any]) -> dict[str, Any]:
         facts["linker"] = None
     seen = "prompts with images" if model.get("has_image_understanding") else None
     return {**facts, "kind": " ".join(model.get("architectures") or ()), "not_tried": seen}
+
+
+def _reads(server: SglangClient, info: Mapping[str, Any]) -> tuple[float, float]:
+    """Return bytes that all tiers have read, and seconds of their calls; 0 of a server without ``--enable-metrics``."""
+    if not info.get("enable_metrics"):
+        return 0.0, 0.0
+    time.sleep(_EXPORTED_WITHIN)
+    samples = read_samples(server.get("/metrics"))
+    of_all = [samples.by("tier", f"{PREFIX}bytes_total", reason="get")]
+    of_all.append(samples.by("tier", f"{CALL_SECONDS}_sum", operation="get"))
+    read, seconds = (sum(count for tier, count in counts.items() if tier != "all") for counts in of_all)
+    return read, seconds
 
 
 def _adapters(info: Mapping[str, Any]) -> list[str]:
@@ -635,6 +658,10 @@ def _words(document: Mapping[str, Any]) -> list[str]:
             words.append(f"{case['name']}: the first that differs is {where}.")
     if pays is not None:
         words.append(f"Restoring was faster from {pays:,} tokens on.")
+    if speed := document["read_bytes_per_second"]:
+        words.append(
+            f"Tiers were read at {rounded_size(int(speed))} a second; `hicache-ext bench` says what they can do."
+        )
     facts = ", ".join(f"{name} {value}" for name, value in document["server"].items() if value is not None)
     return [*words, f"Server: {facts}"]
 

@@ -64,6 +64,11 @@ class Server:
         self._chance = random.Random(1)
 
     def get(self, path: str, timeout: float = 30) -> str:
+        if path == "/metrics":
+            reads = 'tier="disk",reason="get"} 3e6', 'tier="all",reason="get"} 3e6'
+            values = [f"hicache_ext_bytes_total{{{value}" for value in reads if self.restored]
+            values.append(f'hicache_ext_call_seconds_sum{{tier="disk",operation="get"}} {len(self.restored)}')
+            return "\n".join(values)
         if path.startswith("/v1/loads"):
             waiting = self.waiting.pop() if self.waiting else 0
             return json.dumps({"loads": [{"num_running_reqs": 0, "num_waiting_reqs": waiting}]})
@@ -208,6 +213,25 @@ class Rounding(Server):
 def test_200_runs_without_a_false_alarm_and_200_in_which_the_fault_is_found() -> None:
     assert {proven(Rounding(seed)).verdict for seed in range(200)} == {WITHIN}
     assert {proven(Rounding(seed, wrong=0.2)).verdict for seed in range(200)} == {DIFFERENT}
+
+
+def test_the_speed_of_the_tiers_is_their_own_and_that_of_a_server_with_metrics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prove_command, "_EXPORTED_WITHIN", 0.0)
+    assert proven(Server()).read_bytes_per_second is None
+    proof = proven(Server(enable_metrics=True))
+    # Two prompts at once were restored last.
+    assert proof.read_bytes_per_second == 1.5e6
+    assert any(line.startswith("Tiers were read at 1.4") for line in prove_command.as_lines(proof.document()))
+
+
+def test_what_was_not_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server()
+    get = server.get
+    answers = {"/model_info": '{"architectures": ["Qwen"], "has_image_understanding": true}'}
+    monkeypatch.setattr(server, "get", lambda path, timeout=30: answers.get(path) or get(path))
+    assert proven(server).facts["not_tried"] == "prompts with images"
 
 
 def test_no_name_is_asked_before_or_shared_by_two_runs() -> None:
