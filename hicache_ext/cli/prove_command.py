@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.cli.inputs import our_texts, read_input
-from hicache_ext.cli.output import aligned, describe, fitted, show
+from hicache_ext.cli.output import aligned, describe, show
 from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.config import rounded_size
 from hicache_ext.config.model import ExtraConfig
@@ -42,7 +42,6 @@ from hicache_ext.packages import need
 from hicache_ext.runtime.commands import terminated_in_order
 from hicache_ext.runtime.shown import shown_address
 from hicache_ext.runtime.threads import ThreadPool
-from hicache_ext.runtime.whole_file import json_in, write_whole
 from hicache_ext.storage.serving.control import ask, servers
 from hicache_ext.storage.serving.metrics_export import CALL_SECONDS, PREFIX
 from hicache_ext.testing.client import Generation, SglangClient
@@ -80,7 +79,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--launch", metavar="FLAGS", help="start one with these flags, with a file tier if they name none"
     )
-    parser.add_argument("--prompts", metavar="FILE", help="your own: one a line, text or JSON strings ('-': input)")
+    parser.add_argument("--prompts", metavar="FILE", help="your own: one a line ('-': standard input)")
     parser.add_argument("--quick", action="store_true", help="two short prompts and no more than a minute on a GPU")
     parser.add_argument(
         "--restart", metavar="COMMAND", help="restarts the server; what it restores then is compared too"
@@ -93,12 +92,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "compare what is restored, and flush nothing; a difference ends storing and restoring there",
     )
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the key of a server with --api-key")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write one page of Markdown")
     describe(
         parser,
         run=run,
         examples=[
-            "hicache-ext prove --url http://127.0.0.1:30000 --report proof.md",
+            "hicache-ext prove --url http://127.0.0.1:30000 > proof.md",
             "hicache-ext prove --launch '--model-path /models/llama --tp-size 2' --quick",
             "hicache-ext prove --url http://127.0.0.1:30000 --canary 0.1%",
         ],
@@ -114,15 +112,13 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with terminated_in_order(), _server(arguments) as (server, restart):
             if arguments.canary is not None:
-                proof = watch(server, arguments.canary, _processes(server), say=_progress(arguments))
+                proof = watch(server, arguments.canary, _processes(server), say=_say)
             else:
-                proof = prove(server, texts, quick=arguments.quick, restart=restart, say=_progress(arguments))
+                proof = prove(server, texts, quick=arguments.quick, restart=restart, say=_say)
     except (ServerError, OSError, http.client.HTTPException) as error:
         print(shown_address(f"It could not be tried: {error}"), file=sys.stderr)
         return 2
     document = proof.document()
-    if arguments.report is not None:
-        write_whole(arguments.report, "\n".join(as_markdown(document)))
     show(arguments, document, as_lines(document))
     return {EQUAL: 0, WITHIN: 0, DIFFERENT: 1}.get(proof.verdict, 2)
 
@@ -134,22 +130,12 @@ def share_of_time(text: str) -> float:
     return share
 
 
-def _progress(arguments: argparse.Namespace) -> Callable[[str], None]:
-    return (lambda line: None) if arguments.json else (lambda line: print(line, flush=True))
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _prompts(file: str) -> list[str]:
-    texts = []
-    for number, line in enumerate(read_input(file, "--prompts").splitlines(), start=1):
-        if not line.strip():
-            continue
-        text: Any = line
-        if line.lstrip().startswith('"'):
-            try:
-                text = json_in(line)
-            except ValueError:
-                raise ConfigError("--prompts", f"line {number} is no JSON", "text, or a JSON string") from None
-        texts.append(text)
+    texts = [line for line in read_input(file, "--prompts").splitlines() if line.strip()]
     if not texts:
         raise ConfigError("--prompts", "the file is empty", "a prompt in each line")
     return texts
@@ -529,9 +515,7 @@ _CANARIES = 64
 _IDLE_EVERY = 2.0
 
 
-def watch(
-    server: SglangClient, share: float, processes: Sequence[Path], *, say: Callable[[str], None] = print
-) -> Proof:
+def watch(server: SglangClient, share: float, processes: Sequence[Path], *, say: Callable[[str], None]) -> Proof:
     """Ask in turn prompts that are the same on every server of a model, and compare each that comes from storage, until
     one is DIFFERENT, also from what is computed twice more: then storage ends. Return it. Raises ServerError, OSError.
     """
@@ -667,21 +651,16 @@ def _words(document: Mapping[str, Any]) -> list[str]:
 
 
 def as_lines(document: Mapping[str, Any]) -> list[str]:
-    """Return what a terminal shows."""
-    notes = ["Differences are the largest of a log-probability, in nats; times are to the first token."]
-    return ["", *fitted(_table(document)), "", *notes, "", *_words(document)]
-
-
-def as_markdown(document: Mapping[str, Any]) -> list[str]:
-    """Return a report as lines of Markdown, with first tokens by prompt as a picture."""
+    """Return a page of Markdown, with first tokens by prompt as a picture."""
     heading, *rows = _table(document)
-    table = [f"| {' | '.join(row)} |" for row in (heading, ("---",) * len(heading), *rows)]
+    table = [f"| {line} |" for line in aligned([heading, ("---",) * len(heading), *rows], str.ljust, " | ")]
     times = [(case["name"], name, case[f"{name}_seconds"]) for case in document["cases"] for name in _BARS]
     longest = max((seconds for _, _, seconds in times), default=0) or 1.0
     bars = [(name, what, f"{1e3 * spent:.0f} ms {'#' * round(50 * spent / longest)}") for name, what, spent in times]
     picture = ["```text", *aligned([("prompt", "", "first token"), *bars], str.ljust), "```"]
     first, *words = _words(document)
-    return [f"# {first}", "", *table, "", *picture, "", *(line for word in words for line in (word, ""))]
+    words.insert(1, "Differences are the largest of a log-probability, in nats; times are to the first token.")
+    return [f"# {first}", "", *table, "", *picture, "", *(line for word in words for line in (word, ""))][:-1]
 
 
 _BARS = ("computed", "restored")

@@ -356,16 +356,17 @@ def test_the_exit_code_and_the_words(
     assert words in capsys.readouterr().out
 
 
-def test_json_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(Server(), monkeypatch, "--json", "--report", str(tmp_path / "proof.md")) == 0
+def test_json_and_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(Server(), monkeypatch, "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert document["verdict"] == EQUAL and document["server"]["sglang"] == "0.5.23"
     assert document["cases"][0]["restored_seconds"] == 0.1
     assert [field for field in fields_of(document) if not is_documented(field, documented()["prove"])] == []
-    page = (tmp_path / "proof.md").read_text()
-    assert page.count(" ms #") == 2 * len(document["cases"]) and EQUAL in page
-    assert command(Server(model_path="<b>|m"), monkeypatch, "--report", str(tmp_path / "proof.md")) == 0
-    assert (tmp_path / "proof.md").read_text().startswith(f"# Restored answers: {EQUAL}\n")
+    assert command(Server(), monkeypatch) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"# Restored answers: {EQUAL}\n\n| prompt ")
+    assert printed.out.count(" ms #") == 2 * len(document["cases"])
+    assert "2 at once: 1,936 of 2,000 tokens from storage" in printed.err
 
 
 @pytest.mark.parametrize(
