@@ -24,6 +24,9 @@ _NUMBA = "nothing is compiled at run time, or kept: the native core is built wit
 FORMER = {
     "test_stats_has_a_line_of_it": "hicache-ext curve shows it, and stats --json has it",
     "test_prompts_of_json_lines_are_told_by_their_lines": _OPTION,
+    "test_every_combination_passes_config_check_and_says_why_for_each_tier": (
+        "-> test_every_combination_passes_config_check"
+    ),
     "test_a_tier_with_admission_has_a_line_of_what_it_stored_of_what_was_offered": "stats --json has the counts",
     "test_the_table_tells_of_what_counts_beside_the_tiers": "-> test_what_counts_beside_the_tiers_is_told_by_reason",
     "test_bash_offers_commands_values_and_files": _COMPLETION,

@@ -12,7 +12,6 @@ storage has restored meanwhile. Why it is a process of its own: docs/decisions/c
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import http.client
 import itertools
@@ -34,6 +33,7 @@ from typing import Any
 
 from hicache_ext.cli.inputs import our_texts, read_input
 from hicache_ext.cli.output import aligned, describe, show
+from hicache_ext.cli.reload_command import facts_of
 from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.config import rounded_size
 from hicache_ext.config.model import ExtraConfig
@@ -573,12 +573,9 @@ def _processes(server: SglangClient) -> list[Path]:
     """Return the sockets of the processes behind a server on this machine. Raises ConfigError where none can be told to
     end storage: a canary that can only die is not begun."""
     parts = urllib.parse.urlsplit(server.url)
-    found = []
+    found: list[Path] = []
     if parts.hostname in ("127.0.0.1", "localhost", "::1"):
-        for path in servers():
-            with contextlib.suppress(ControlError):
-                if ask(path, {"call": "facts"}, seconds=5).get("port") == parts.port:
-                    found.append(path)
+        found = [path for path in servers() if (facts_of(path) or {}).get("port") == parts.port]
     if not found:
         problem = f"no process of {shown_address(server.url)} can be told to end storage"
         where = "beside the server, as its user, with http://127.0.0.1:PORT and its configuration in a file (@FILE)"

@@ -31,7 +31,7 @@ def _reload(arguments: argparse.Namespace) -> int:
     file = os.path.abspath(arguments.file.removeprefix("@"))
     load_document(file)  # its mistakes are reported here, once, before any server is asked
     try:
-        found = [facts for path in servers() if (facts := _facts(path)) is not None]
+        found = [facts for path in servers() if (facts := facts_of(path)) is not None]
     except ControlError as error:
         raise HicacheExtError(str(error)) from error
     chosen = [facts for facts in found if "file" not in facts or _is_same(facts["file"], file)]
@@ -60,7 +60,7 @@ def _reload(arguments: argparse.Namespace) -> int:
     return 0 if willing == total else 1
 
 
-def _facts(path: Path) -> dict[str, Any] | None:
+def facts_of(path: Path) -> dict[str, Any] | None:
     """What one process of a server says of itself; without ``file`` where it did not answer: it may be a rank of the
     server that is to be reloaded. None for one that has ended meanwhile."""
     try:

@@ -231,12 +231,8 @@ class ServedPools:
                 problem = weights.problem
                 if problem is None:
                     # An update meanwhile has begun an epoch that no mark names.
-                    of_files = self.model.weights_epoch == before.weights_epoch
-                    self._with_model(
-                        fingerprint=fingerprint,
-                        draft=draft,
-                        weights_epoch=(model if of_files else self.model).weights_epoch,
-                    )
+                    epoch = (model if self.model is before else self.model).weights_epoch
+                    self._with_model(fingerprint=fingerprint, draft=draft, weights_epoch=epoch)
                     bounds = list(self.bound.values())
                 self.identified = problem is None
                 clear_first, self._clear_when_identified = self._clear_when_identified, False

@@ -318,7 +318,7 @@ def test_a_canary_that_could_not_end_storage_does_not_begin(
     server = Server()
     facts = {tmp_path / "other": {"port": 2}, tmp_path / "older": {}}
     monkeypatch.setattr(prove_command, "servers", lambda: iter(facts))
-    monkeypatch.setattr(prove_command, "ask", lambda path, request, seconds: facts[path])
+    monkeypatch.setattr(prove_command, "facts_of", facts.get)
     assert command(server, monkeypatch, "--canary", "0.1%") == 2
     assert "no process of http://127.0.0.1:1 can be told to end storage" in capsys.readouterr().err
     assert not server.asked
