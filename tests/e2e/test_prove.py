@@ -19,7 +19,6 @@ from tests.e2e.conftest import file_tier_config
 from tests.rigs import tier_faults
 from tests.rigs.server_hooks import rig_environment
 from tests.rigs.tiny_adapter import make_tiny_adapter
-from tests.rigs.tiny_hybrid import make_tiny_hybrid
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -79,18 +78,9 @@ def test_an_adapter_that_is_mixed_up_is_found(fault: str, tiny_model: Path, tmp_
     environment = rig_environment({tier_faults.VARIABLE: fault})
     with serve(tiny_model, tmp_path, environment=environment, arguments=arguments) as server:
         found = verdicts(server)
-    assert found.pop("adapter style") == (DIFFERENT if fault else EQUAL)
-    assert set(found.values()) == {EQUAL}
-
-
-@pytest.mark.parametrize("fault", ["", "late"])
-def test_a_state_of_a_hybrid_that_is_late_is_found(fault: str, tmp_path: Path) -> None:
-    model = make_tiny_hybrid(tmp_path / "qwen3_next", "qwen3_next")
-    modules = ["tests.rigs.hybrid_on_cpu", "tests.rigs.tier_faults"]
-    environment = rig_environment({tier_faults.VARIABLE: fault}, modules)
-    with serve(model, tmp_path, environment=environment, arguments=[]) as server:
-        found = set(verdicts(server).values())
-    assert found == {DIFFERENT} if fault else found <= {EQUAL, WITHIN}
+    of_adapter = found.pop("adapter style")
+    assert of_adapter == DIFFERENT if fault else of_adapter in (EQUAL, WITHIN)
+    assert set(found.values()) <= {EQUAL, WITHIN}
 
 
 # -- the canary --------------------------------------------------------------------------------------------------------

@@ -2,10 +2,9 @@
 
 ``HICACHE_EXT_RIG_TIER_FAULT=slow:0.5`` makes every call of every tier take half a second longer, ``dead`` makes
 every call fail; ``wrong:KIND:LAYERS:HEADS:DIMENSION`` damages the float32 KV (page_first) of what was read, where no
-check sees it (``damaged``). ``late`` gives the state before it in place of each state of a hybrid, and ``adapters``
-leaves adapters out of what pages are called. ``file:PATH`` does what the file says at the moment of each call: one of
-these, or nothing, so that one server is measured over a pool that slows, dies and comes back. For tests; without the
-variable nothing is hooked.
+check sees it (``damaged``); ``adapters`` leaves adapters out of what pages are called. ``file:PATH`` does what the file
+says at the moment of each call: one of these but the last, or nothing, so that one server is measured over a pool that
+slows, dies and comes back. For tests; without the variable nothing is hooked.
 """
 
 from __future__ import annotations
@@ -55,12 +54,10 @@ def faulty(store: PageStore, kind: str, amount: str) -> PageStore:
         return SlowStore(store, float(amount))
     if kind == "dead" and not amount:
         return FailingStore(store)
-    if kind == "late" and not amount:
-        return LateStates(store)
     if kind == "wrong":
         fault, *shape = amount.split(":")
         return WrongStore(store, fault, tuple(map(int, shape)))
-    raise ValueError(f"{VARIABLE}: slow:SECONDS, dead, late, wrong:KIND:SHAPE or file:PATH, not {kind!r}")
+    raise ValueError(f"{VARIABLE}: slow:SECONDS, dead, wrong:KIND:SHAPE or file:PATH, not {kind!r}")
 
 
 class WrongStore(DelegatingStore):
@@ -97,32 +94,6 @@ def damaged(fault: str, part: npt.NDArray[np.float32], neighbour: npt.NDArray[np
     else:
         raise ValueError(f"{VARIABLE}: wrong:head, layers, page or unscaled, not {fault!r}")
     return wrong
-
-
-class LateStates(DelegatingStore):
-    """Reads, for each state of a Mamba pool, the one that was written before it."""
-
-    def __init__(self, inner: PageStore) -> None:
-        super().__init__(inner)
-        self._states: set[bytes] = set()
-        self._before: dict[bytes, bytes] = {}
-        self._last: bytes | None = None
-
-    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        if document["pool"]["name"] == "mamba":
-            self._states.add(digest)
-        self.inner.register_identity(digest, document)
-
-    def set(self, batch: PageBatch) -> list[SetResult]:
-        for key in batch.keys:
-            if key[:16] in self._states:
-                if self._last is not None:
-                    self._before.setdefault(key, self._last)
-                self._last = key
-        return self.inner.set(batch)
-
-    def get(self, batch: PageBatch) -> list[GetResult]:
-        return self.inner.get(PageBatch([self._before.get(key, key) for key in batch.keys], batch.buffers))
 
 
 class DirectedStore(DelegatingStore):
