@@ -13,6 +13,8 @@ COVERAGE := --cov --cov-report=term:skip-covered
 MODEL ?=
 DEMO_ARGUMENTS ?=
 RELEASE ?=
+# Of make prove-runs.
+RUNS ?= 200
 # Of make trouble.
 ENGINES ?= redis mooncake object
 # The tests start hundreds of processes that import the same modules: each would compile them anew.
@@ -21,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo test test-all test-fast coverage test-release releases test-gpu test-radosgw lint docs clean
 .PHONY: setup setup-docs setup-test setup-test-all kills guards-campaign trouble soak
 .PHONY: conversations damages dying-devices power-loss sanitize wheels
-.PHONY: decode-throughput pull-or-recompute trouble-table
+.PHONY: decode-throughput pull-or-recompute trouble-table prove-runs
 
 help:
 	@echo "make demo       a real SGLang server restores a conversation from disk (MODEL=path for your own model)"
@@ -39,6 +41,7 @@ help:
 	@echo "make trouble    pools killed, frozen, full, slow and cut off under two real servers, 8 minutes each (ENGINES=redis); writes build/reports/"
 	@echo "make trouble-table  what each open storage backend does to a page in trouble, as root, half an hour; writes docs/trouble.md"
 	@echo "make conversations  50 at once on a real pair, cut off and retracted: no memory and no page is lost, 5 minutes"
+	@echo "make prove-runs  hicache-ext prove over and over without a fault, others asking meanwhile: no alarm (RUNS=200)"
 	@echo "make soak       the file tier under load with a failing disk, 20 minutes, in containers and stopped, 20 more, and on page files, 7"
 	@echo "make damages    files of a tier damaged at random 1,000 times, its index 20,000 times, 30 minutes; writes build/reports/damages.md"
 	@echo "make dying-devices  devices that die under a tier, ext4 and XFS, as root, 10 minutes; writes build/reports/dying-devices.md"
@@ -114,6 +117,9 @@ guards-campaign: setup-test
 
 conversations: setup-test
 	HICACHE_EXT_CONVERSATIONS=50 $(PYTEST) tests/e2e/test_pd_pair.py -k many_conversations
+
+prove-runs: setup-test
+	.venv/bin/python -m tests.campaigns.prove_runs --runs $(RUNS)
 
 trouble: setup-test
 	@for engine in $(ENGINES); do \

@@ -18,11 +18,19 @@ ROOT = Path(__file__).parents[1]
 _PAST = "slabs, manifests and accounts of formats before 0.3 are gone; nothing was ever released"
 _KEY = "its configuration key is gone"
 _OPTION = "its option of the command line is gone"
+_COMPLETION = "hicache-ext completion is gone"
 _NUMBA = "nothing is compiled at run time, or kept: the native core is built with the package"
 
 FORMER = {
     "test_stats_has_a_line_of_it": "hicache-ext curve shows it, and stats --json has it",
     "test_prompts_of_json_lines_are_told_by_their_lines": _OPTION,
+    "test_every_combination_passes_config_check_and_says_why_for_each_tier": (
+        "-> test_every_combination_passes_config_check"
+    ),
+    "test_a_tier_with_admission_has_a_line_of_what_it_stored_of_what_was_offered": "stats --json has the counts",
+    "test_the_table_tells_of_what_counts_beside_the_tiers": "-> test_what_counts_beside_the_tiers_is_told_by_reason",
+    "test_bash_offers_commands_values_and_files": _COMPLETION,
+    "test_a_script_for_each_shell_knows_every_command_and_is_sound": _COMPLETION,
     **dict.fromkeys(
         (
             "test_a_stretch_of_page_first_pages_is_one_rectangle",

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from hicache_ext.cli.inputs import FILE_HELP, read_configuration
@@ -198,7 +197,6 @@ def _configure_render(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", nargs="?", help=FILE_HELP)
     parser.add_argument("--path", action="append", metavar="PATH", help="a directory of a file tier; may be repeated")
     parser.add_argument("--capacity", metavar="SIZE", help="of the whole file tier, e.g. 512GiB, or unlimited")
-    parser.add_argument("--name", metavar="NAME", help="name of the file tier (default disk)")
     parser.add_argument("--mooncake", metavar="HOST:PORT", help="a pool: the master of a Mooncake Store")
     parser.add_argument(
         "--redis", action="append", metavar="URL", help="a pool: Redis or Valkey; repeated: nodes of one cluster"
@@ -237,7 +235,7 @@ def _configure_render(parser: argparse.ArgumentParser) -> None:
 
 
 def _render(arguments: argparse.Namespace) -> int:
-    given = {"--path": arguments.path, "--capacity": arguments.capacity, "--name": arguments.name}
+    given = {"--path": arguments.path, "--capacity": arguments.capacity}
     given |= {"--redis": arguments.redis, "--redis-password-env": arguments.redis_password_env}
     given |= {"--mooncake": arguments.mooncake, "--s3": arguments.object, "--pd": arguments.role}
     chosen = [option for option, value in given.items() if value is not None]
@@ -251,8 +249,8 @@ def _render(arguments: argparse.Namespace) -> int:
         if arguments.file != "-" and not arguments.file.lstrip().startswith("{"):
             file = arguments.file.removeprefix("@")
     elif chosen:
-        text = _from_options(arguments)
-        document = read_text(text, "the configuration")
+        document = _from_options(arguments)
+        text = as_yaml(document)
     else:
         text = example_config()
         document = read_text(text, "the example")
@@ -280,89 +278,36 @@ def _render(arguments: argparse.Namespace) -> int:
     return 0
 
 
-_COMMENTS_FROM = 44
-"""Column of the comments beside the lines."""
-_ROLES = {
-    "both": "not disaggregated",
-    "prefill": "reads and writes; --disaggregation-mode prefill",
-    "decode": "writes what it generates; --disaggregation-mode decode",
-}
-
-
-def _from_options(arguments: argparse.Namespace) -> str:
+def _from_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """A configuration. Raises ConfigError where an option lacks another one or holds a secret."""
     role = "both" if arguments.role is None else arguments.role
     pools = [option for option in _POOLS if getattr(arguments, option) is not None]
     _refuse_what_does_not_fit(arguments, role, pools)
-    disk = (arguments.name or "disk") if arguments.path else None
-    names = _flow([*([] if disk is None else [disk]), *pools])
-    lines: list[tuple[str, str]] = [
-        ("backend_name: hicache_ext", "these four: how SGLang finds the package"),
-        ("module_path: hicache_ext.storage.backend", ""),
-        ("class_name: HiCacheExtBackend", ""),
-        ("interface_v1: 1", ""),
-    ]
-    if role == "prefill":
-        why = "lower it for short conversations: shorter spans never ask storage"
-        lines.append(("# prefetch_threshold: 256", why))
-    lines += [("hicache_ext:", ""), (f"  role: {_flow(role)}", _ROLES.get(role, "")), ("  tiers:", "")]
-    if disk is not None:
+    tiers: dict[str, dict[str, Any]] = {}
+    if arguments.path:
         capacity = int(arguments.capacity) if arguments.capacity.isdecimal() else arguments.capacity
-        path = f"      path: {_flow(_paths(arguments.path))}"
-        lines += [
-            (f"    {_flow(disk)}:", ""),
-            ("      type: file", ""),
-            (path, "{hostname} and {env:NAME} are replaced on each node"),
-            (f"      capacity: {_flow(capacity)}", "the whole tier: all paths, ranks and processes"),
-            ("      # ttl: 7d", "pages written longer ago are misses"),
-            ("      # require_mount: true", "the tier stays out while its disk is not mounted"),
-        ]
+        tiers["disk"] = {"type": "file", "path": _paths(arguments.path), "capacity": capacity}
+    if arguments.mooncake is not None:
+        tiers["mooncake"] = {"type": "mooncake", "master": arguments.mooncake}
+    if arguments.redis is not None:
+        tiers["redis"] = {"type": "redis", "url": _one_or_all(arguments.redis)}
+        if arguments.redis_password_env is not None:
+            tiers["redis"]["password"] = {"env": arguments.redis_password_env}
+    if arguments.object is not None:
+        tiers["object"] = {"type": "object", "url": arguments.object}
     for pool in pools:
-        lines += [(f"    {pool}:", ""), (f"      type: {pool}", ""), *_of_pool(pool, arguments)]
-        lines.append(("      required: false", "servers start without it and attach it when it is there"))
-    if role == "decode":
-        lines.append(("  retrieve_locations: []", "a decode node reads nothing back; its prefill nodes do"))
-    else:
-        lines.append((f"  retrieve_locations: {names}", "the order in which tiers are read: nearest first"))
-    why = "the tiers that a page is written to; [] for a node that only reads"
-    lines.append((f"  store_locations: {names}", why))
-    if disk is not None and pools:
-        lines.append((f"  promote_to: {_flow(disk)}", "what was found further out is kept here, too"))
+        # Servers start without it, and attach it when it is there.
+        tiers[pool]["required"] = False
+    section: dict[str, Any] = {"role": role, "tiers": tiers}
+    # A decode node reads nothing back; its prefill nodes do.
+    section["retrieve_locations"] = [] if role == "decode" else list(tiers)
+    section["store_locations"] = list(tiers)
+    if arguments.path and pools:
+        section["promote_to"] = "disk"
     if role == "prefill":
-        why = "read a prefix only where that is measured to beat computing it"
-        lines += [("  pd:", ""), ("    pull: {mode: adaptive}", why)]
-    return "".join(f"{line:{_COMMENTS_FROM}} # {why}\n" if why else f"{line}\n" for line, why in lines)
-
-
-def _of_pool(pool: str, arguments: argparse.Namespace) -> list[tuple[str, str]]:
-    """The lines of one pool alone."""
-    if pool == "mooncake":
-        master = f"      master: {_flow(arguments.mooncake)}"
-        return [(master, ""), ("      # protocol: rdma", "tcp where nothing is said")]
-    if pool == "redis":
-        variable = arguments.redis_password_env
-        password = "# password: {env: NAME}" if variable is None else f"password: {_flow({'env': variable})}"
-        url = f"      url: {_flow(_one_or_all(arguments.redis))}"
-        return [
-            (url, "rediss:// is TLS; a list: some nodes of one cluster"),
-            (f"      {password}", "by reference: SGLang prints and serves this file"),
-            ("      # ttl: 24h", "left out: the server's own limits decide (maxmemory, allkeys-lru)"),
-        ]
-    url = f"      url: {_flow(arguments.object)}"
-    lines = [(url, "the bucket, and a prefix that belongs to this package alone")]
-    if arguments.object.startswith("s3:"):
-        lines += [
-            ("      # endpoint: https://minio:9000", "where it is not AWS itself"),
-            ("      # region: eu-central-1", "of the bucket"),
-            ("      # access_key: {env: NAME}", "and secret_key; left out: the standard chain (environment, role)"),
-        ]
-    return lines
-
-
-def _flow(value: object) -> str:
-    """Return a value as YAML has it within a line."""
-    written = yaml.safe_dump(value, default_flow_style=True, width=1 << 20, allow_unicode=True, sort_keys=False)
-    return str(written).removesuffix("\n").removesuffix("\n...")
+        # A prefix is read only where that is measured to beat computing it.
+        section["pd"] = {"pull": {"mode": "adaptive"}}
+    return ExtraConfig.around(section)
 
 
 def _one_or_all(values: list[str]) -> str | list[str]:
@@ -383,10 +328,6 @@ def _refuse_what_does_not_fit(arguments: argparse.Namespace, role: str, pools: S
     if (arguments.path is None) != (arguments.capacity is None) or not (arguments.path or pools):
         problem = "--path and --capacity are both needed to make a file tier"
         raise ConfigError("", problem, "--path PATH --capacity SIZE, or --redis, --mooncake or --s3")
-    if arguments.name is not None and not arguments.path:
-        raise ConfigError("--name", "names the file tier, and there is none", "--path PATH --capacity SIZE")
-    if arguments.name in pools:
-        raise ConfigError("--name", f"{arguments.name!r} is the name of a pool here", "another name")
     if arguments.redis_password_env is not None and not arguments.redis:
         raise ConfigError("--redis-password-env", "there is no Redis", "--redis URL")
     if role == "decode" and arguments.path and pools:

@@ -61,7 +61,6 @@ COMMANDS: tuple[Command, ...] = (
     Command("plan", "plan_command:configure", "what disks and a pool would do for your requests, before you buy"),
     Command("codec-check", "codec_check:configure", "what a codec does to the answers of your model"),
     Command("bench", "bench_command:configure", "measure the tiers on this machine against what else there is"),
-    Command("completion", "completion_command:configure", "print what completes these commands in a shell"),
 )
 _HELP_END = """\
 examples:

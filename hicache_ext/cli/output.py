@@ -73,11 +73,11 @@ def fitted(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str] =
     return [line for block in blocks for line in (*block, "")][:-1]
 
 
-def aligned(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str]) -> list[str]:
+def aligned(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str], between: str = "  ") -> list[str]:
     """Rows of equal length as lines, each cell by ``shown_text``; ``justify`` is ``str.ljust`` or ``str.rjust``."""
     rows = [tuple(shown_text(cell, _LONGEST_CELL) for cell in row) for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(map(justify, row, widths)).rstrip() for row in rows]
+    return [between.join(map(justify, row, widths)).rstrip() for row in rows]
 
 
 def rough_span(seconds: float) -> str:

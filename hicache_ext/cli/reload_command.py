@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +31,19 @@ def _reload(arguments: argparse.Namespace) -> int:
     file = os.path.abspath(arguments.file.removeprefix("@"))
     load_document(file)  # its mistakes are reported here, once, before any server is asked
     try:
-        found = [server for path in servers() if (server := _server(path)) is not None]
+        found = [facts for path in servers() if (facts := facts_of(path)) is not None]
     except ControlError as error:
         raise HicacheExtError(str(error)) from error
-    chosen = [server for server in found if server.file is None or _is_same(server.file, file)]
-    if not any(server.file for server in chosen):
+    chosen = [facts for facts in found if "file" not in facts or _is_same(facts["file"], file)]
+    if not any(facts.get("file") for facts in chosen):
         print(f"no running server of this user was started with @{file}", file=sys.stderr)
         print("(a server that was given its configuration inline has to be restarted)", file=sys.stderr)
         return 1
     # All ranks are asked before the first one changes, so that they stay equal.
-    answers = [_asked(server, only_check=True) for server in chosen]
+    answers = [_asked(facts, only_check=True) for facts in chosen]
     refused = sum(not answer["ok"] for answer in answers)
     if not refused and not arguments.check:
-        answers = [_asked(server, only_check=False) for server in chosen]
+        answers = [_asked(facts, only_check=False) for facts in chosen]
     willing, total = sum(answer["ok"] for answer in answers), len(answers)
     if refused:
         print(f"refused by {refused} of {total} processes; nothing was changed", file=sys.stderr)
@@ -60,40 +60,29 @@ def _reload(arguments: argparse.Namespace) -> int:
     return 0 if willing == total else 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Server:
-    """One process of a server."""
-
-    path: Path
-    process: str
-    """Its number, which two containers may both have."""
-    file: str | None
-    """None: it did not say. It may be a rank of the server that is to be reloaded."""
-
-
-def _server(path: Path) -> _Server | None:
-    """None for one that has ended meanwhile."""
+def facts_of(path: Path) -> dict[str, Any] | None:
+    """What one process of a server says of itself; without ``file`` where it did not answer: it may be a rank of the
+    server that is to be reloaded. None for one that has ended meanwhile."""
     try:
-        facts = ask(path, {"call": "facts"}, seconds=5)
+        return {"path": path, "pid": path.stem, "file": "", **ask(path, {"call": "facts"}, seconds=5)}
     except ControlError as error:
         if not has_listener(path):
             return None
         print(error, file=sys.stderr)
-        return _Server(path, path.stem, None)
-    return _Server(path, str(facts.get("pid", path.stem)), str(facts.get("file", "")))
+        return {"path": path, "pid": path.stem}
 
 
 def _is_same(file: str, other: str) -> bool:
     return file == other or os.path.realpath(file) == os.path.realpath(other)
 
 
-def _asked(server: _Server, *, only_check: bool) -> dict[str, Any]:
-    """What one process answered, as ``--json`` has it."""
-    process = server.process
+def _asked(facts: Mapping[str, Any], *, only_check: bool) -> dict[str, Any]:
+    """What one process answered, as ``--json`` has it. Two containers may both have its number."""
+    process = str(facts["pid"])
     try:
-        if server.file is None:
+        if "file" not in facts:
             raise ControlError("it does not answer; it may have been started with this file, too")
-        answer: Answer = ask(server.path, {"call": "reload", "only_check": only_check})
+        answer: Answer = ask(facts["path"], {"call": "reload", "only_check": only_check})
     except ControlError as error:
         answer = {"ok": False, "messages": [str(error)]}
     told = answer.get("messages", [])

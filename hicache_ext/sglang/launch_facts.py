@@ -61,6 +61,7 @@ class LaunchFacts:
     role_may_change: bool = False
     """Whether SGLang may turn a prefill into a decode server while it runs, or the other way round."""
     metrics: bool = False
+    port: int | None = None
     config_file: str | None = None
     """The file behind ``--hicache-storage-backend-extra-config @FILE``; None where it was given inline."""
     prefetch_policy: str | None = None
@@ -106,6 +107,7 @@ def _facts_of_server() -> LaunchFacts:
         parts_of_pages=bool(resolved("enable_kv_cache_sharding") or resolved("enable_dsa_cache_layer_split")),
         role_may_change=bool(resolved("enable_pd_role_switch")),
         metrics=bool(resolved("enable_metrics")),
+        port=resolved("port"),
         config_file=_config_file(),
         prefetch_policy=resolved("hicache_storage_prefetch_policy"),
     )

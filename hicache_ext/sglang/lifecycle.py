@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
@@ -54,6 +54,7 @@ from hicache_ext.storage.opening import open_tiers, server_view
 from hicache_ext.storage.tiering import observers
 
 if TYPE_CHECKING:
+    from hicache_ext.page.identity import ModelIdentity
     from hicache_ext.storage.serving.config_file import ConfigFile
     from hicache_ext.storage.serving.hints import HintSender
     from hicache_ext.storage.tiering.pulling import PullRule
@@ -92,7 +93,9 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             from hicache_ext.page.transforms.lossy import lossy_fact
 
             facts = replace(facts, compute=lossy_fact(facts.compute, configured.lossy_codecs))
-        self._pools = ServedPools(storage_config, self._config, facts, self._register_identity, self.clear)
+        self._pools = ServedPools(
+            storage_config, self._config, facts, self._register_identity, self.clear, self._distrusted_releases
+        )
         self._failures = TierMetrics("backend")
         self._failures.declare({"failure": [*guarded_calls(type(self)), "host_indices"]})
         self._reports = TierReports()
@@ -153,7 +156,9 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         if self._facts.config_file is not None or config.watch_config:
             from hicache_ext.storage.serving.config_file import config_file_of
 
-            self._config_file = config_file_of(self._facts.config_file, self._store, config, view)
+            self._config_file = config_file_of(
+                self._facts.config_file, self._store, config, view, distrust=self.distrust, port=self._facts.port
+            )
             if self._config_file is not None:
                 closing.callback(self._config_file.close)
         if config.pd.pull.mode != "off":
@@ -204,6 +209,25 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def _register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         with self._patience():
             self._store.register_identity(digest, document)
+
+    # -- pages that were found wrong -------------------------------------------------------------------------------
+
+    def distrust(self, why: str) -> None:
+        """Restored answers were not the computed ones: store and serve nothing until a restart, leave a mark in every
+        tier, and remove this rank's pages [control]."""
+        logger.error(
+            "hicache_ext: SGLANG %s STORES WRONG PAGES OF %r: %s. Nothing is stored or served, also after a restart "
+            "with this release, and the pages are removed (docs/runbook.md#hicachedistrusted)",
+            installed_release(),
+            self._pools.model.id,
+            why,
+        )
+        self._pools.distrust()
+
+    def _distrusted_releases(self, model: ModelIdentity) -> set[str]:
+        from hicache_ext.storage.serving.warming import distrusted_releases
+
+        return distrusted_releases(self._config, self._store.tiers, asdict(model))
 
     # -- weights updates -------------------------------------------------------------------------------------------
 
@@ -277,6 +301,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def _export_sources(self) -> list[TierMetrics]:
         for set_levels in self._level_setters:
             set_levels()
+        self._failures.set_level("distrusted", "", float(self._pools.distrusted))
         self._failures.set_level("serving", "", float(not self._pools.unavailable))
         in_force = self._config_file is None or self._config_file.in_force
         self._failures.set_level("config_in_force", "", float(in_force))

@@ -117,6 +117,25 @@ def pool_fact(pool: Any, name: str) -> Any:
     return value
 
 
+def left_out_of_host_memory(runner: Any, release: str | None = None) -> str | None:
+    """What a release's host pools lack of the state of a hybrid model, so that what they restore is answered wrongly;
+    None where they have all of it. ``runner``: the target's.
+
+    SGLang 0.5.21, seen in its source: MambaPoolHost copies ``conv`` and ``temporal`` only, and build_hybrid_mamba_stack
+    registers KV and MAMBA only. 0.5.22 and 0.5.23 have host pools for each of these.
+    """
+    if comes_with(installed_release() if release is None else release, "0.5.22"):
+        return None
+    tokens, requests = (getattr(runner, name, None) for name in ("token_to_kv_pool", "req_to_token_pool"))
+    if getattr(getattr(requests, "mamba_pool", None), "_slot_siblings", ()):
+        return "the states beside its Mamba slots (issue 39830 of SGLang)"
+    if any(kind.__name__ == "QSATokenToKVPool" for kind in type(tokens).__mro__):
+        return "the index keys of its sparse attention (QSA, issue 39830 of SGLang)"
+    if getattr(tokens, "full_attention_layer_id_mapping", None) and getattr(tokens, "use_dsa", False):
+        return "the index keys of its sparse attention (DSA, issue 38031 of SGLang)"
+    return None
+
+
 def format_facts(pool: Any, release: str | None = None) -> list[tuple[str, str]]:
     """What tells packed, scaled or reordered formats of a host pool's pages apart, beside its attributes.
 

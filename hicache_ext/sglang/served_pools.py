@@ -19,12 +19,18 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from hicache_ext.config import HicacheExtConfig
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
-from hicache_ext.sglang import model_weights
+from hicache_ext.sglang import model_weights, process
 from hicache_ext.sglang.host_pool import AnyPages, CopiedPages, is_logical_anchor, pages_of
 from hicache_ext.sglang.launch_facts import LaunchFacts, logical_dtype, unicode_text
 from hicache_ext.sglang.model_weights import ModelWeights, records_directory, weights_of_server
 from hicache_ext.sglang.plugin import not_in_force
-from hicache_ext.sglang.releases import dcp_shard, pool_fact, rank_replicated
+from hicache_ext.sglang.releases import (
+    dcp_shard,
+    installed_release,
+    left_out_of_host_memory,
+    pool_fact,
+    rank_replicated,
+)
 from hicache_ext.sglang.used_names import ADAPTERS, DRAFTS
 
 logger = logging.getLogger(__name__)
@@ -55,37 +61,45 @@ class ServedPools:
         facts: LaunchFacts,
         register: Callable[[bytes, dict[str, Any]], None],
         clear: Callable[[], bool],
+        distrusted_releases: Callable[[ModelIdentity], set[str]],
     ) -> None:
-        """``ranks`` is SGLang's HiCacheStorageConfig. Raises UnsupportedError where the weights cannot be read."""
+        """``ranks`` is SGLang's HiCacheStorageConfig; ``distrusted_releases`` reads the marks of a model in the tiers.
+        Raises UnsupportedError where the weights cannot be read."""
         self.bound: dict[str, BoundPool] = {}
         self.unserved: dict[str, str] = {}
         """Pools that SGLang registered and that cannot be served, with the reason."""
         self.flat: dict[int | None, BoundPool] = {}
         """By the bytes of a page; None: as many as SGLang's have."""
         self.suspended_because = None if model_weights.caches_are_flushed() else model_weights.NOT_FLUSHED
-        self.closed = False
+        self.closed = self.distrusted = False
         self._ranks = ranks
         self._config = config
         self._facts = facts
         self._tell_tiers = register
         self._clear = clear
+        self._distrusted_releases = distrusted_releases
         self._clear_when_identified = False
         self._own_digests: set[bytes] = set()
         self._lock = threading.Lock()
+        self._identifying = threading.Lock()
+        """Held for as long as tiers take; the other one never."""
         self.model = self._model_identity()
         self.weights = _weights_to_identify(facts, config)
         self.identified = self.weights is None
 
     def start(self) -> None:
         """Begin to identify the weights, where that is to be done."""
-        if self.weights is not None:
+        if self.weights is None:
+            self.model = self._beyond_marks(self.model)
+        else:
             self.weights.start(records_directory(self._config))
             self.weights.when_known(self._weights_known)
 
     @property
     def unavailable(self) -> bool:
         """Whether nothing may be stored or served."""
-        return self.closed or not self.identified or self.suspended_because is not None or bool(self.unserved)
+        stopped = self.closed or self.distrusted or self.suspended_because is not None
+        return stopped or not self.identified or bool(self.unserved)
 
     def usable(self, name: str) -> BoundPool | None:
         """A registered pool under the identity of now; None where nothing may be stored or served.
@@ -119,6 +133,10 @@ class ServedPools:
         if is_logical_anchor(pool):
             self.bound[name] = BoundPool(name, None, (), ())
             return
+        target = process.target()
+        if target is not None and (lost := left_out_of_host_memory(target.runner)) is not None:
+            reason = f"SGLang {installed_release()} does not keep {lost}, so that restored prompts get wrong answers"
+            raise UnsupportedError(f"host pool {name!r}", reason, "use SGLang 0.5.22 or newer, or no storage backend")
         parts = self._head_parts(name, pool)
         pages = pages_of(pool, name, parts)
         stored = str(getattr(pool, "dtype", torch.uint8)).removeprefix("torch.")
@@ -204,15 +222,20 @@ class ServedPools:
         weights = self.weights
         if weights is None or self.closed:
             return
-        with self._lock:
+        with self._identifying:
             # Read before the problem: one that comes up meanwhile comes with a call of its own, which waits here.
             fingerprint, draft = weights.fingerprint, weights.draft
-            problem = weights.problem
-            if problem is None:
-                self._with_model(fingerprint=fingerprint, draft=draft)
-                bounds = list(self.bound.values())
-            self.identified = problem is None
-            clear_first, self._clear_when_identified = self._clear_when_identified, False
+            before = self.model
+            model = self._beyond_marks(replace(before, fingerprint=fingerprint, draft=draft))
+            with self._lock:
+                problem = weights.problem
+                if problem is None:
+                    # An update meanwhile has begun an epoch that no mark names.
+                    epoch = (model if self.model is before else self.model).weights_epoch
+                    self._with_model(fingerprint=fingerprint, draft=draft, weights_epoch=epoch)
+                    bounds = list(self.bound.values())
+                self.identified = problem is None
+                clear_first, self._clear_when_identified = self._clear_when_identified, False
         if problem is not None:
             logger.error(
                 "hicache_ext: the weights cannot be identified, so nothing is stored or served until a restart: %s",
@@ -224,6 +247,33 @@ class ServedPools:
         if clear_first:
             self._clear()
         logger.info("hicache_ext: weights %s%s", fingerprint, f", draft {draft}" if draft else "")
+
+    def distrust(self) -> None:
+        """This release stores wrong pages of this model: nothing is stored or served any more; the tiers are told, and
+        lose the pages."""
+        from hicache_ext.storage.serving.warming import mark_of
+
+        self.distrusted = True
+        with self._lock:
+            known = list(self.bound.values()) if self.identified else []
+        for identity in (identity for bound in known for identity in bound.identities):
+            self._tell_tiers(*mark_of(identity.document(), installed_release()))
+        self._clear()
+
+    def _beyond_marks(self, model: ModelIdentity) -> ModelIdentity:
+        """Whose pages a server takes of this model: none that a release wrote which is marked in a tier."""
+        while marked := self._distrusted_releases(model):
+            if installed_release() in marked:
+                self.distrusted = True
+                logger.error(
+                    "hicache_ext: nothing is stored or served: SGLang %s was found to store wrong pages of %r; use "
+                    "another release, or another hicache_ext.model.weights_epoch if that was a mistake",
+                    installed_release(),
+                    model.id,
+                )
+            without = f"{model.weights_epoch}, without {', '.join(sorted(marked))}"
+            model = replace(model, weights_epoch=without)
+        return model
 
     def _with_model(self, **facts: str) -> list[BoundPool]:
         """The lock is held. Which pools' identities are to be registered when it is not any more."""

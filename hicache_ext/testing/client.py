@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
@@ -128,6 +129,21 @@ class SglangClient:
         """
         with self._open("POST", f"/flush_cache?timeout={timeout}", None, timeout + 30):
             pass
+
+    def wait_until_ready(self, timeout: float, look: Callable[[], None] = lambda: None) -> None:
+        """Wait until the server answers; ``look`` is called before each time it is asked, and may raise. Raises
+        ServerError."""
+        deadline = time.monotonic() + timeout
+        while True:
+            look()
+            try:
+                # /health stays 503 until a warm-up request has run, which the rig leaves out.
+                self.get("/server_info", timeout=20)
+                return
+            except (OSError, ServerError, http.client.HTTPException):
+                if time.monotonic() > deadline:
+                    raise ServerError(f"the server was not ready after {timeout:g} s:\n{self.log_tail()}") from None
+            time.sleep(0.1)
 
     def get(self, path: str, timeout: float = 30) -> str:
         """Body of a GET request, for instance of ``/server_info`` or ``/metrics``."""

@@ -161,7 +161,7 @@ class SglangServer(SglangClient):
                 start_new_session=True,
             )
         try:
-            self._wait_until_ready()
+            self.wait_until_ready(self._start_timeout, self._look_for_its_end)
         except BaseException:
             self.kill()
             raise
@@ -209,21 +209,10 @@ class SglangServer(SglangClient):
             raise ServerError("the server is not running")
         return self._process
 
-    def _wait_until_ready(self) -> None:
-        process = self._running()
-        deadline = time.monotonic() + self._start_timeout
-        while True:
-            if process.poll() is not None:
-                raise ServerError(f"the server exited with {process.returncode} at start:\n{self.log_tail()}")
-            try:
-                # /health stays 503 until a warm-up request has run, which the rig leaves out.
-                self.get("/server_info", timeout=20)
-                return
-            except (OSError, ServerError):
-                pass
-            if time.monotonic() > deadline:
-                raise ServerError(f"the server was not ready after {self._start_timeout:g} s:\n{self.log_tail()}")
-            time.sleep(0.1)
+    def _look_for_its_end(self) -> None:
+        code = self._running().poll()
+        if code is not None:
+            raise ServerError(f"the server exited with {code} at start:\n{self.log_tail()}")
 
 
 def _elsewhere(temporary: str) -> dict[str, str]:

@@ -34,6 +34,22 @@ def test_a_server_that_serves_nothing_for_long_is_told(open_backend: Callable[..
     timeline.play(tmp_path)
 
 
+def test_wrong_pages_are_told_at_once_and_not_as_a_pause(open_backend: Callable[..., Any], tmp_path: Path) -> None:
+    backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
+    recording = Recording(backend._export_sources)
+    serves = recording.look()
+    backend.distrust("a test")
+    ended = recording.look()
+    timeline = Timeline()
+    timeline.at_rest(30, serves)
+    timeline.firing()
+    timeline.at_rest(1, ended)
+    timeline.firing(("HicacheDistrusted", ""))
+    timeline.at_rest(30, ended)
+    timeline.firing(("HicacheDistrusted", ""))
+    timeline.play(tmp_path)
+
+
 def test_a_configuration_file_that_was_not_taken_over_is_told(
     open_backend: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,9 +30,7 @@ def _command(*words: str, **more: Any) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize(
-    "words", [["config", "schema"], ["completion", "bash"], ["ls", "pool"], ["ls", "pool", "--json"]]
-)
+@pytest.mark.parametrize("words", [["config", "schema"], ["ls", "pool"], ["ls", "pool", "--json"]])
 def test_a_reader_who_has_gone_ends_a_command_without_a_word(words: list[str], workplace: Path) -> None:
     reads, writes = os.pipe()
     os.close(reads)
@@ -104,7 +102,6 @@ CHEAP: Sequence[str] = (
     "unpin pool --name prompt",
     "config check hicache.yaml",
     "config render --path /a --capacity 1GiB",
-    "completion bash",
     "explain hicache.yaml --tokens tokens.json",
     "reload hicache.yaml",
     "bench compare a.json b.json",

@@ -112,7 +112,6 @@ RUNS: dict[str, list[tuple[str, int]]] = {
         ),
         ("--workload rate=1,span=10m --token-bytes 1KiB", 0),
     ],
-    "completion": [("bash", 0)],
     "bench compare": [("a.json b.json", 0), ("a.json b.json --fail-below 0.9", 1)],
 }
 """Arguments and exit codes. ``doctor`` may end with 1, as the machine is."""

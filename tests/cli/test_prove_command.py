@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ class Server:
         wrong: the same of an answer made from pages that were restored.
         info: what ``/server_info`` says differently.
         stores: whether storage keeps anything.
+        mixed: whether adapters are left out of what pages are called.
     """
 
     def __init__(
@@ -44,18 +47,31 @@ class Server:
         wrong: float = 0.0,
         other_token: int | None = None,
         stores: bool = True,
+        mixed: bool = False,
         **info: Any,
     ) -> None:
         self.noise, self.wrong, self.other_token, self.stores = noise, wrong, other_token, stores
+        self.mixed = mixed
         self.info = {**INFO, **info}
         self.device: set[tuple[Any, ...]] = set()
         self.storage: set[tuple[Any, ...]] = set()
         self.restored: set[tuple[Any, ...]] = set()
         self.asked: list[dict[str, Any]] = []
         self.restarts = 0
+        self.url = "http://127.0.0.1:1"
+        self.waiting: list[int] = []
+        """Requests of others, at each look to come, the last one first."""
         self._chance = random.Random(1)
 
     def get(self, path: str, timeout: float = 30) -> str:
+        if path == "/metrics":
+            reads = 'tier="disk",reason="get"} 3e6', 'tier="all",reason="get"} 3e6'
+            values = [f"hicache_ext_bytes_total{{{value}" for value in reads if self.restored]
+            values.append(f'hicache_ext_call_seconds_sum{{tier="disk",operation="get"}} {len(self.restored)}')
+            return "\n".join(values)
+        if path.startswith("/v1/loads"):
+            waiting = self.waiting.pop() if self.waiting else 0
+            return json.dumps({"loads": [{"num_running_reqs": 0, "num_waiting_reqs": waiting}]})
         return json.dumps(self.info if path == "/server_info" else {"architectures": ["LlamaForCausalLM"]})
 
     def request(self, method: str, path: str, body: Any = None, **_: Any) -> str:
@@ -68,7 +84,7 @@ class Server:
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int = 16, **body: Any) -> Generation:
         self.asked.append(body)
-        name = (tuple(prompt), body.get("extra_key"), body.get("lora_path"))
+        name = (tuple(prompt), body.get("extra_key"), None if self.mixed else body.get("lora_path"))
         start = body.get("logprob_start_len", len(prompt) - 1)
         reusable = start // PAGE * PAGE
         from_device, from_storage = name in self.device, name not in self.device and name in self.storage
@@ -97,6 +113,9 @@ class Server:
                 "output_token_logprobs": scores[-max_new_tokens:],
             },
         )
+
+    def wait_until_ready(self, timeout: float) -> None:
+        pass
 
     def restart(self) -> None:
         self.restarts += 1
@@ -166,6 +185,55 @@ def test_an_adapter_is_asked_besides() -> None:
     assert {"lora_path": "style"}.items() <= server.asked[-1].items()
 
 
+def test_adapters_that_are_mixed_up_are_found_although_computing_twice_differs_as_much() -> None:
+    style = [{"lora_name": "style", "lora_path": "/adapters/style"}]
+    proof = proven(Server(lora_paths=style, mixed=True))
+    assert [(case.verdict, case.strange_tokens) for case in proof.cases[2:]] == [(EQUAL, 0), (DIFFERENT, 2 * 1936)]
+    said = "adapter style: 3,872 tokens of another prompt or adapter were taken."
+    assert said in prove_command.as_lines(proof.document())
+    assert {case.verdict for case in proven(Server(lora_paths=style)).cases} == {EQUAL}
+
+
+class Rounding(Server):
+    """Every answer rounds otherwise, each token by itself and some of them by far (Student's t of 3 degrees)."""
+
+    def __init__(self, seed: int, wrong: float = 0.0) -> None:
+        super().__init__(wrong=wrong)
+        self.rounding = random.Random(seed)
+
+    def generate(self, prompt: Sequence[int], max_new_tokens: int = 16, **body: Any) -> Generation:
+        answer = super().generate(prompt, max_new_tokens, **body)
+        for part in ("input", "output"):
+            for score in answer.meta_info[f"{part}_token_logprobs"]:
+                spread = math.sqrt(sum(self.rounding.gauss(0, 1) ** 2 for _ in range(3)) / 3)
+                score[0] += 0.01 * self.rounding.gauss(0, 1) / spread
+        return answer
+
+
+def test_200_runs_without_a_false_alarm_and_200_in_which_the_fault_is_found() -> None:
+    assert {proven(Rounding(seed)).verdict for seed in range(200)} == {WITHIN}
+    assert {proven(Rounding(seed, wrong=0.2)).verdict for seed in range(200)} == {DIFFERENT}
+
+
+def test_the_speed_of_the_tiers_is_their_own_and_that_of_a_server_with_metrics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prove_command, "_EXPORTED_WITHIN", 0.0)
+    assert proven(Server()).read_bytes_per_second is None
+    proof = proven(Server(enable_metrics=True))
+    # Two prompts at once were restored last.
+    assert proof.read_bytes_per_second == 1.5e6
+    assert any(line.startswith("Tiers were read at 1.4") for line in prove_command.as_lines(proof.document()))
+
+
+def test_what_was_not_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server()
+    get = server.get
+    answers = {"/model_info": '{"architectures": ["Qwen"], "has_image_understanding": true}'}
+    monkeypatch.setattr(server, "get", lambda path, timeout=30: answers.get(path) or get(path))
+    assert proven(server).facts["not_tried"] == "prompts with images"
+
+
 def test_no_name_is_asked_before_or_shared_by_two_runs() -> None:
     servers = [Server(), Server()]
     for server in servers:
@@ -177,6 +245,93 @@ def test_no_name_is_asked_before_or_shared_by_two_runs() -> None:
 def test_your_own_prompts(tmp_path: Path) -> None:
     proof = proven(Server(), ["a" * 100, "b" * 1200])
     assert [case.prompt_tokens for case in proof.cases[:2]] == [100, 1200]
+
+
+# -- the canary --------------------------------------------------------------------------------------------------------
+
+
+class Ended(Exception):
+    """The last pause of a canary."""
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[Proof | None, list[str]]]:
+    """``watched(server, turns)``: the canary over two prompts, the server being restarted after each turn of both; what
+    it found, and what it said. ``told`` of the server is what its processes were asked."""
+    monkeypatch.setattr(prove_command, "_CANARIES", 2)
+
+    def watch(server: Any, turns: int = 3) -> tuple[Proof | None, list[str]]:
+        pauses, said = itertools.count(1), []
+
+        def sleep(seconds: float) -> None:
+            number = next(pauses)
+            if number == 2 * turns:
+                raise Ended
+            if number % 2 == 0:
+                server.flush_cache()
+
+        server.told = []
+        monkeypatch.setattr(prove_command.time, "sleep", sleep)
+        monkeypatch.setattr(prove_command, "ask", lambda path, request: server.told.append((path, request)))
+        try:
+            return prove_command.watch(server, 0.5, [tmp_path / "rank"], say=said.append), said
+        except Ended:
+            return None, said
+
+    return watch
+
+
+@pytest.mark.parametrize(("noise", "wrong"), [(0.0, 0.0), (0.01, 0.008)])
+def test_a_canary_compares_what_comes_from_storage_and_raises_no_false_alarm(
+    noise: float, wrong: float, watched: Callable[..., Any]
+) -> None:
+    server = Server(noise=noise, wrong=wrong)
+    found, said = watched(server)
+    assert found is None and not server.told
+    verdict = WITHIN if noise else EQUAL
+    both = [f"600 tokens: 528 of 600 tokens from storage: {verdict}"]
+    both.append(f"2,000 tokens: 1,936 of 2,000 tokens from storage: {verdict}")
+    # The first turn computes and stores them.
+    assert said == 2 * both
+
+
+def test_a_canary_that_finds_a_difference_ends_storage_once_and_flushes(watched: Callable[..., Any]) -> None:
+    server = Server(wrong=0.05)
+    found, said = watched(server)
+    assert found is not None and found.verdict == DIFFERENT and len(found.cases) == 1
+    assert [request["call"] for _, request in server.told] == ["distrust"]
+    assert "differs by 0.05, computing again by 0" in server.told[0][1]["why"]
+    assert not server.device and said[-1].startswith("storage has ended")
+
+
+def test_a_canary_waits_while_others_ask(watched: Callable[..., Any]) -> None:
+    server = Server()
+    server.waiting = [1]
+    assert watched(server, turns=1) == (None, [])
+    # One pause for the others, one behind the first prompt: the second prompt was not asked.
+    assert len(server.asked) == 1
+
+
+def test_a_canary_that_could_not_end_storage_does_not_begin(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    server = Server()
+    facts = {tmp_path / "other": {"port": 2}, tmp_path / "older": {}}
+    monkeypatch.setattr(prove_command, "servers", lambda: iter(facts))
+    monkeypatch.setattr(prove_command, "facts_of", facts.get)
+    assert command(server, monkeypatch, "--canary", "0.1%") == 2
+    assert "no process of http://127.0.0.1:1 can be told to end storage" in capsys.readouterr().err
+    assert not server.asked
+    facts[tmp_path / "rank"] = {"port": 1}
+    stand_in: Any = server
+    assert prove_command._processes(stand_in) == [tmp_path / "rank"]
+
+
+@pytest.mark.parametrize("share", ["0", "2", "-1%", "much"])
+def test_a_share_of_the_time_is_more_than_nothing_and_no_more_than_all(share: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["prove", "--url", "http://127.0.0.1:1", "--canary", share])
+    assert prove_command.share_of_time("0.1%") == 0.001 and prove_command.share_of_time("0.5") == 0.5
 
 
 def command(server: Server, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -201,16 +356,17 @@ def test_the_exit_code_and_the_words(
     assert words in capsys.readouterr().out
 
 
-def test_json_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(Server(), monkeypatch, "--json", "--report", str(tmp_path / "proof.html")) == 0
+def test_json_and_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(Server(), monkeypatch, "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert document["verdict"] == EQUAL and document["server"]["sglang"] == "0.5.23"
     assert document["cases"][0]["restored_seconds"] == 0.1
     assert [field for field in fields_of(document) if not is_documented(field, documented()["prove"])] == []
-    page = (tmp_path / "proof.html").read_text()
-    assert page.count("<rect") == 2 * len(document["cases"]) and EQUAL in page
-    assert command(Server(model_path="<b>|m"), monkeypatch, "--report", str(tmp_path / "proof.md")) == 0
-    assert (tmp_path / "proof.md").read_text().startswith(f"# Restored answers: {EQUAL}\n")
+    assert command(Server(), monkeypatch) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"# Restored answers: {EQUAL}\n\n| prompt ")
+    assert printed.out.count(" ms #") == 2 * len(document["cases"])
+    assert "2 at once: 1,936 of 2,000 tokens from storage" in printed.err
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 ``HICACHE_EXT_RIG_TIER_FAULT=slow:0.5`` makes every call of every tier take half a second longer, ``dead`` makes
 every call fail; ``wrong:KIND:LAYERS:HEADS:DIMENSION`` damages the float32 KV (page_first) of what was read, where no
-check sees it (``damaged``). ``file:PATH`` does what the file says at the moment of each call: one of these, or nothing,
-so that one server is measured over a pool that slows, dies and comes back. For tests; without the variable nothing is
-hooked.
+check sees it (``damaged``); ``adapters`` leaves adapters out of what pages are called. ``file:PATH`` does what the file
+says at the moment of each call: one of these but the last, or nothing, so that one server is measured over a pool that
+slows, dies and comes back. For tests; without the variable nothing is hooked.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ _TARGET = "hicache_ext.storage.tiering.reload.open_tier"
 def register() -> None:
     """Hook the opening of tiers in this process if the variable asks for it."""
     if not os.environ.get(VARIABLE):
+        return
+    if os.environ[VARIABLE] == "adapters":
+        from hicache_ext.sglang import model_weights
+
+        model_weights.namespaced_extra_key = lambda extra_key, adapter="": extra_key
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -299,8 +299,10 @@ class Server:
 
     def __init__(self, file: Path, *, watch: bool = False) -> None:
         self.file = file
+        self.distrusted: list[str] = []
         self.store: ReloadableStore = open_tiers(load_config(file))
-        self.config_file = ConfigFile(str(file), self.store, watch=watch, watch_interval=0.01)
+        of_server: dict[str, Any] = {"distrust": self.distrusted.append, "port": 30000}
+        self.config_file = ConfigFile(str(file), self.store, watch=watch, watch_interval=0.01, **of_server)
 
     def close(self) -> None:
         self.config_file.close()
@@ -363,6 +365,16 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         check=False,
         timeout=60,
     )
+
+
+def test_a_process_says_whose_it_is_and_is_told_that_its_pages_are_wrong(
+    file: Path, serve: Callable[..., Server]
+) -> None:
+    server = serve(file)
+    (path,) = control.servers()
+    assert control.ask(path, {"call": "facts"})["port"] == 30000
+    assert control.ask(path, {"call": "distrust", "why": "it differs"})["ok"]
+    assert server.distrusted == ["it differs"]
 
 
 def test_the_command_reaches_every_server_of_the_file_and_no_other(

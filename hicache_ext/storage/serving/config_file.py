@@ -45,12 +45,15 @@ class ConfigFile:
         watch: bool,
         watch_interval: float = WATCH_INTERVAL,
         view: View = _as_it_is,
+        distrust: Callable[[str], None] | None = None,
+        port: int | None = None,
     ) -> None:
-        """``view``: from the file's configuration to this server's, the same function as at the start.
+        """``view``: from the file's configuration to this server's, the same function as at the start. ``distrust``:
+        what a command calls with its reason when pages were found wrong. ``port``: of the server's API.
 
         Raises ConfigError when ``file`` does not hold the configuration of ``store``.
         """
-        self._view = view
+        self._view, self._distrust, self._port = view, distrust, port
         self._file = file
         self._store = store
         self._interval = watch_interval
@@ -105,7 +108,10 @@ class ConfigFile:
 
     def _handle(self, request: dict[str, Any]) -> dict[str, Any]:
         if request.get("call") == "facts":
-            return {"ok": True, "file": self._file, "pid": os.getpid()}
+            return {"ok": True, "file": self._file, "pid": os.getpid(), "port": self._port}
+        if request.get("call") == "distrust" and self._distrust is not None:
+            self._distrust(str(request.get("why"))[:1000])
+            return {"ok": True, "messages": []}
         if request.get("call") != "reload":
             return {"ok": False, "messages": [f"unknown call {str(request.get('call'))[:40]!r}"]}
         try:
@@ -152,9 +158,9 @@ def _is_mounted_alone(file: str) -> bool:
 
 
 def config_file_of(
-    file: str | None, store: ReloadableStore, config: HicacheExtConfig, view: View = _as_it_is
+    file: str | None, store: ReloadableStore, config: HicacheExtConfig, view: View = _as_it_is, **of_server: Any
 ) -> ConfigFile | None:
-    """The file of a backend; None where there is none to re-read. Never raises."""
+    """The file of a backend; None where there is none to re-read. ``of_server``: as ``ConfigFile``. Never raises."""
     if file is None:
         if config.watch_config:
             logger.warning("hicache_ext.watch_config: the configuration was given inline, so that no file is watched")
@@ -166,7 +172,7 @@ def config_file_of(
             file,
         )
     try:
-        return ConfigFile(file, store, watch=config.watch_config, view=view)
+        return ConfigFile(file, store, watch=config.watch_config, view=view, **of_server)
     except (HicacheExtError, RuntimeError) as error:
         logger.warning("hicache_ext: the configuration cannot be reloaded: %s", error)
         return None

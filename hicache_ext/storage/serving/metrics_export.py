@@ -58,6 +58,8 @@ HELP = {
     "cleared": "Pages removed by a clear in the background.",
     "rejected": "Pages not tried, by reason.",
     "error": "Failures of the medium.",
+    "distrusted": "1 once SGLang's release was found to store wrong pages of the model, so that nothing is stored or "
+    "served; else 0.",
     "serving": "1 while pages are stored and served; 0 until the weights are identified, and while L1 is of old ones.",
     "config_in_force": "0 after a configuration file that was not taken over; else 1.",
     "unserved_pool": "1 for a host pool that cannot be served, so that nothing is; 0 for the others.",

@@ -1,0 +1,143 @@
+"""A release that stores wrong pages of a model is stopped, stays stopped, and its pages are never met again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hicache_ext.errors import UnsupportedError
+from hicache_ext.sglang import process
+from hicache_ext.sglang.process import LoadedModel
+from hicache_ext.sglang.releases import left_out_of_host_memory
+from hicache_ext.storage.serving.warming import known_identities
+from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
+from hicache_ext.testing.host_pools import mha_pools, page_indices
+
+pytestmark = pytest.mark.sglang
+
+KEYS = page_keys(2)
+INDICES = page_indices(PAGE_SIZE, [0, 1])
+POOLS = "hicache_ext.sglang.served_pools"
+STORED, NOTHING = [True, True], [False, False]
+
+
+@pytest.fixture
+def start(open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """``start(release)``: a server over the one directory, which was closed before."""
+    running: list[Any] = []
+
+    def start_(release: str) -> Any:
+        if running:
+            running.pop().close()
+        monkeypatch.setattr(f"{POOLS}.installed_release", lambda: release)
+        running.append(open_backend(mha_pools(page_size=PAGE_SIZE).host))
+        return running[0]
+
+    return start_
+
+
+def serves(backend: Any) -> bool:
+    """Whether it stores and restores; its pages stay."""
+    stored = backend.batch_set_v1(KEYS, INDICES)
+    return bool(stored == backend.batch_get_v1(KEYS, INDICES) == STORED)
+
+
+def test_nothing_is_stored_or_served_any_more_and_the_pages_are_gone(start: Callable[[str], Any]) -> None:
+    backend = start("1.0")
+    assert serves(backend)
+    own = backend._pools.bound["kv"].digests
+    backend.distrust("a test")
+    assert backend.batch_exists(KEYS) == 0
+    assert backend.batch_get_v1(KEYS, INDICES) == backend.batch_set_v1(KEYS, INDICES) == NOTHING
+    assert backend._store.count_leading([own[0] + bytes.fromhex(KEYS[0])]) == 0
+
+
+def test_a_flush_and_new_weights_bring_nothing_back(start: Callable[[str], Any]) -> None:
+    backend = start("1.0")
+    backend.distrust("a test")
+    backend.suspend("the weights were updated")
+    backend.advance_weights_epoch("other")
+    backend.resume()
+    assert not serves(backend)
+
+
+def test_after_a_restart_the_release_is_known_and_others_never_meet_its_pages(
+    start: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = start("1.0")
+    assert serves(backend)
+    # As of a tier that could not be reached: its pages stay.
+    monkeypatch.setattr(backend._store, "clear", lambda digests: 0)
+    backend.distrust("a test")
+    assert not serves(start("1.0"))
+    assert "SGLang 1.0 was found to store wrong pages" in caplog.text
+    other = start("1.1")
+    assert other.batch_exists(KEYS) == 0
+    assert serves(other)
+    # Also not those of the next one that is found wrong.
+    monkeypatch.setattr(other._store, "clear", lambda digests: 0)
+    other.distrust("a test")
+    last = start("1.2")
+    assert last.batch_exists(KEYS) == 0
+    assert serves(last)
+    assert [serves(start(release)) for release in ("1.0", "1.1", "1.2")] == [False, False, True]
+
+
+def test_marks_are_of_one_model_and_no_tool_takes_them_for_identities(
+    start: Callable[[str], Any], open_backend: Callable[..., Any]
+) -> None:
+    backend = start("1.0")
+    before = known_identities(backend._config)
+    backend.distrust("a test")
+    assert known_identities(backend._config).keys() <= before.keys()
+    pool = mha_pools(page_size=PAGE_SIZE).host
+    assert serves(open_backend(pool, ours={"model": {"weights_epoch": "another"}}))
+
+
+def test_a_tier_that_cannot_be_asked_for_marks_stops_no_start(
+    start: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from hicache_ext.errors import StoreError
+    from hicache_ext.storage.serving import warming
+
+    def dead(store: Any) -> Any:
+        raise StoreError("the pool is down")
+
+    monkeypatch.setattr(warming, "_in_store", dead)
+    assert serves(start("1.0"))
+    assert "the pool is down" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("runner", "lost"),
+    [
+        ({"req_to_token_pool": {"mamba_pool": {"_slot_siblings": ["ngram"]}}}, "beside its Mamba slots"),
+        ({"token_to_kv_pool": {"use_dsa": True, "full_attention_layer_id_mapping": {3: 0}}}, "DSA"),
+    ],
+    ids=["side states", "DSA index"],
+)
+def test_what_an_old_release_loses_in_host_memory_is_not_stored(
+    runner: dict[str, Any], lost: str, open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(facts: Any) -> Any:
+        if not isinstance(facts, dict) or 3 in facts:
+            return facts
+        return SimpleNamespace(**{name: made(value) for name, value in facts.items()})
+
+    target = made(runner)
+    assert lost in str(left_out_of_host_memory(target, "0.5.21"))
+    assert [left_out_of_host_memory(target, release) for release in ("0.5.22", "0.5.23")] == [None, None]
+    fingerprint: Any = None
+    monkeypatch.setattr(process, "loaded", [LoadedModel(target, False, fingerprint)])
+    monkeypatch.setattr(f"{POOLS}.left_out_of_host_memory", lambda of: left_out_of_host_memory(of, "0.5.21"))
+    with pytest.raises(UnsupportedError, match="restored prompts get wrong answers"):
+        open_backend(mha_pools(page_size=PAGE_SIZE).host)
+
+
+def test_a_model_with_plain_attention_loses_nothing() -> None:
+    plain = SimpleNamespace(token_to_kv_pool=object(), req_to_token_pool=SimpleNamespace())
+    assert left_out_of_host_memory(plain, "0.5.21") is None
+    assert left_out_of_host_memory(SimpleNamespace(token_to_kv_pool=SimpleNamespace(use_dsa=True)), "0.5.21") is None
