@@ -331,6 +331,8 @@ def _built_extension() -> Path | None:
 
 # -- settings ----------------------------------------------------------------------------------------------------------
 
+_DEFAULT_THRESHOLD = 256
+"""Tokens; SGLang 0.5.23."""
 _CONNECT_TIMEOUT = 2.0
 
 
@@ -338,12 +340,26 @@ def setting_findings(checked: ExtraConfig, *, inline: bool) -> Iterator[Finding]
     """``inline``: the configuration is given as JSON on the command line, not as a file."""
     config = checked.hicache_ext
     yield Finding("configuration", Level.OK, f"valid; role {config.role}, {len(config.tiers)} tier(s)")
+    threshold = checked.prefetch_threshold
+    if threshold is None:
+        seen = f"SGLang asks storage for spans of {_DEFAULT_THRESHOLD} tokens or more only (its default)"
+        remedy = "set prefetch_threshold lower if prompts share less than that"
+        yield Finding("prefetch_threshold", Level.NOTE, seen, remedy)
+    else:
+        yield Finding("prefetch_threshold", Level.OK, f"{threshold} tokens; shorter spans never ask storage")
+    if config.role != "decode":
+        seen = "a prompt is stored and restored only as far as host memory (the linker: linker.staging) holds it"
+        remedy = "--hicache-ratio or --hicache-size beyond the longest prompt; the log at the start has both numbers"
+        yield Finding("host memory", Level.NOTE, seen, remedy)
     notes = list(notes_on(checked, inline))
     for subject, note in notes:
         # Of a secret that is missing the opening of its tier tells.
         if not subject.startswith("hicache_ext."):
             yield Finding(subject, Level.WARNING, note.removeprefix(f"{subject}: ").removeprefix(f"{subject} "))
-    if checked.allocator is not None and "allocator" not in dict(notes):
+    if checked.allocator is None:
+        seen = "host pages are not page-aligned"
+        yield Finding("allocator", Level.NOTE, seen, "allocator: shm in inline JSON aligns them, for direct I/O")
+    elif "allocator" not in dict(notes):
         yield Finding("allocator", Level.OK, checked.allocator)
     yield _events(config)
     yield _tracing(config)

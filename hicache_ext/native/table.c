@@ -35,7 +35,7 @@ enum { UNKNOWN, FREE, PENDING, PAGE, STATES = 3, NUMBER_SHIFT = 40 };
 #define GENERATIONS INT64_C(0xFFFFFFFF)
 
 /* Of the header, as far as they are used here. */
-enum { SETS = 3, REMEMBERED, LEVEL = 9, INSERTS = 12, DISTANCE_SUM, REUSES, POLICY, TO_RANK, EVENTS, LEARNED, SEEN };
+enum { SETS = 3, REMEMBERED, LEVEL = 9, INSERTS = 12, DISTANCE_SUM, REUSES, POLICY, TO_RANK, EVENTS, LEARNED, SEEN, TWICE_TTL = 22 };
 
 /* Of a slab; of an identity. */
 enum { SLAB_NUMBER, SLOTS = 2, FIRST, SLAB_STATE, FREE_SLOTS, CURSOR, OF, SLAB_WORDS, READY = 2 };
@@ -157,6 +157,14 @@ static int64_t row_of(const struct table *table, int64_t hash, int64_t number, i
     return -1;
 }
 
+/* Whether the page of this row was written before `oldest` (milliseconds; 0: none is expired), or is dated as far ahead
+ * of now as that is back, by a clock that was ahead. */
+static inline bool is_expired(const struct table *table, const int64_t *row, int64_t oldest)
+{
+    int64_t created = load(row + CREATED), most = load(table->header + TWICE_TTL);
+    return created < oldest || (oldest > 0 && most > 0 && created - oldest > most);
+}
+
 /* row_of, trying the row after `before` first (-1: none). Pages written together are neighbours, and the next row is
  * in the processor's cache, where the sets are not. One written before `oldest` may be what a kill has left of a page
  * that was written again since. */
@@ -166,7 +174,7 @@ static inline int64_t row_behind(const struct table *table, int64_t hash, int64_
     int64_t row = before + 1;
     if (row > 0 && row < table->row_count) {
         const int64_t *of = row_at(table, row);
-        if (state_of(of) == state && load(of + HASH) == hash && load(of + CREATED) >= oldest)
+        if (state_of(of) == state && load(of + HASH) == hash && !is_expired(table, of, oldest))
             return row;
     }
     return row_of(table, hash, number, state);
@@ -270,7 +278,7 @@ static inline int64_t look_up(const struct table *table, const int64_t *keys, in
 {
     int64_t state = state_for(table, number);
     *last = number < 0 ? -1 : row_behind(table, hash_of(keys, of), number, state, oldest, *last);
-    return *last >= 0 && load(row_at(table, *last) + CREATED) >= oldest ? *last : -1;
+    return *last >= 0 && !is_expired(table, row_at(table, *last), oldest) ? *last : -1;
 }
 
 static inline int64_t number_of(const int64_t *numbers, int64_t of_all, int64_t of)
@@ -575,7 +583,7 @@ static int64_t rank_of(const struct table *table, const int64_t *row, int64_t ol
     int64_t state = state_of(row);
     switch (state & STATES) {
     case PAGE:
-        if (!is_current(table, state) || load(row + CREATED) < oldest)
+        if (!is_current(table, state) || is_expired(table, row, oldest))
             return AT_ONCE;
         return most(0, least(load(row + PRIORITY), NO_PAGE - 1));
     case PENDING:
@@ -725,7 +733,7 @@ PUBLIC int64_t hicache_evict_beside(const struct evict_beside *call)
         const int64_t *beside = call->beside + number * call->beside_width;
         for (int64_t way = 0; way < call->beside_width && beside[way] >= 0 && count < call->freed_most; way++) {
             int64_t row = row_of(table, hash, beside[way], state_for(table, beside[way]));
-            if (row < 0 || load(row_at(table, row) + CREATED) < call->oldest || !is_lost(call, beside[way], hash))
+            if (row < 0 || is_expired(table, row_at(table, row), call->oldest) || !is_lost(call, beside[way], hash))
                 continue;
             remember(table, row_at(table, row));
             free_page(table, row);
@@ -837,7 +845,7 @@ PUBLIC int64_t hicache_publish(const struct publish *call)
             continue;
         int64_t hash = hash_of(call->keys, key), state = state_for(table, number);
         int64_t there = row_of(table, hash, number, state);
-        if (there >= 0 && load(row_at(table, there) + CREATED) >= call->oldest) {
+        if (there >= 0 && !is_expired(table, row_at(table, there), call->oldest)) {
             call->published[of] = 0;
             store(row + STATE, FREE);
             freed++;
@@ -938,7 +946,7 @@ PUBLIC int64_t hicache_count(const struct count *call)
         const int64_t *row = row_at(call->table, at);
         int64_t state = state_of(row);
         call->counts[state & STATES]++;
-        pages += is_page(state) && is_current(call->table, state) && load(row + CREATED) >= call->oldest;
+        pages += is_page(state) && is_current(call->table, state) && !is_expired(call->table, row, call->oldest);
     }
     return pages;
 }

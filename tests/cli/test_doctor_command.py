@@ -63,6 +63,9 @@ def test_a_sound_file_tier_has_a_round_trip_and_leaves_nothing_behind(
     assert layout in found["tier disk"]["layout"]["seen"]
     assert not list(tmp_path.rglob("*.page"))
     assert found["installation"]["sglang"]["level"] == "ok"
+    assert found["configuration"]["prefetch_threshold"]["level"] == "note"
+    assert found["configuration"]["host memory"]["level"] == "note"
+    assert "--hicache-ratio" in found["configuration"]["host memory"]["remedy"]
     assert found["page hashes"]["extension"]["level"] == "ok"
 
 
@@ -221,8 +224,9 @@ def test_a_wrong_configuration_is_two_and_its_sentence(tmp_path: Path, capsys: p
 
 def test_what_sglang_ignores_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiers = {"disk": {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB"}}
-    _, found = findings(capsys, [write(tmp_path, tiers, allocator="shm")])
+    _, found = findings(capsys, [write(tmp_path, tiers, allocator="shm", prefetch_threshold=64)])
     assert found["configuration"]["allocator"]["level"] == "warning"
+    assert found["configuration"]["prefetch_threshold"]["seen"].startswith("64 tokens")
     inline = json.dumps({**ExtraConfig.around({"tiers": tiers}), "allocator": "shm"})
     _, found = findings(capsys, [inline])
     assert found["configuration"]["allocator"]["level"] == "ok"

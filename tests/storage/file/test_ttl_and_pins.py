@@ -91,6 +91,31 @@ def test_use_does_not_make_a_page_younger(opened, clock):
     assert not any(hits(store, keys))
 
 
+def test_a_page_that_a_clock_far_ahead_has_dated_is_a_miss_and_is_written_anew(opened, clock):
+    store, keys = opened(ttl=HOUR), page_keys(8)
+    clock[0] = 24 * HOUR
+    store_pages(store, keys, SIZES)
+    assert_hits(store, keys, SIZES)
+    clock[0] = 0.0
+    assert hits(store, keys) == [False] * 8
+    assert store.contains(keys) == [False] * 8
+    store_pages(store, keys, SIZES)
+    assert_hits(store, keys, SIZES)
+    assert store.metrics.total("corrupt") == 0
+
+
+def test_a_clock_that_is_slow_by_less_than_the_ttl_loses_no_page_of_others(opened, clock):
+    store, keys = opened(ttl=HOUR), page_keys(8)
+    clock[0] = HOUR - 60
+    store_pages(store, keys, SIZES)
+    clock[0] = 0.0
+    assert_hits(store, keys, SIZES)
+    clock[0] = 2 * HOUR - 120
+    assert_hits(store, keys, SIZES)
+    clock[0] = 2 * HOUR
+    assert hits(store, keys) == [False] * 8
+
+
 def test_a_ttl_holds_for_pages_written_before_there_was_one(opened, clock):
     keys = page_keys(4)
     store_pages(opened(), keys, SIZES)
@@ -156,6 +181,19 @@ def test_an_expired_page_that_another_writer_replaces_meanwhile_exists(tmp_path,
     finally:
         first.close()
         second.close()
+
+
+def test_a_sweep_leaves_the_next_one_to_whoever_comes_first(clock, tmp_path):
+    stores = [PageFileStore("disk", tmp_path, capacity=64 * MIB, ttl=HOUR) for _ in range(2)]
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for number, store in enumerate([*stores, *stores]):
+        store_pages(store, page_keys(4, f"round {number}"), SIZES)
+        clock[0] += HOUR + 60
+        store._sweep_once()
+        assert not [*tmp_path.rglob("*.page"), *tmp_path.rglob("*.pack")]
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    for store in stores:
+        store.close()
 
 
 def test_a_sweep_of_a_directory_that_is_gone_ends_and_is_repeated(tmp_path):

@@ -42,6 +42,7 @@ from hicache_ext.storage.tiers.file.pages.tree import (
     file_name,
     header_at,
     is_alone,
+    is_expired,
     is_old_alone,
     keys_in,
     most_pages,
@@ -257,7 +258,7 @@ class Packs:
         except OSError as error:
             self._note_error(error)
             return None
-        is_pack = stat.S_ISREG(status.st_mode) and milliseconds_of(pack.id) >= oldest_valid_ms
+        is_pack = stat.S_ISREG(status.st_mode) and not is_expired(milliseconds_of(pack.id), oldest_valid_ms)
         return FoundPack(path, dead, status, pack.page_bytes, status.st_size // pack.page_bytes if is_pack else 0)
 
     def runs(self, batch: PageBatch) -> list[PackRun]:
@@ -325,7 +326,7 @@ class Packs:
                     reason = "truncated" if status.st_size < pack.page_bytes else "longer"
                     self._heal(batch.keys[pages.run.members[0]], pages.place(0), reason, status)
                     return [GetResult.CORRUPT]
-            elif milliseconds_of(pack.id) < oldest_valid_ms:
+            elif is_expired(milliseconds_of(pack.id), oldest_valid_ms):
                 self._remove_expired(identity, PackFile(pack, dead), path, status)
                 return [GetResult.MISS] * count
             results = self._read_run(fd, pages, batch, oldest_valid_ms)
@@ -399,7 +400,7 @@ class Packs:
         key, segments, pack = batch.keys[member], batch.buffers[member], place.pack
         reason = _reason(header, key, segments, filled, pack.page_bytes)
         if reason is None:
-            if is_alone(pack) and oldest_valid_ms and envelope.decode_header(header).created_ms < oldest_valid_ms:
+            if is_alone(pack) and is_expired(envelope.decode_header(header).created_ms, oldest_valid_ms):
                 path = self._directory.page_path(key)
                 self._remove_expired(identity, PackFile(pack), path, os.fstat(fd))
                 return GetResult.MISS
@@ -553,7 +554,7 @@ class Packs:
                     if place is not None and self._is_in_the_way(key, place, sizes[key], oldest_valid_ms)
                 ]
                 for key, place in in_the_way:
-                    expired = milliseconds_of(place.pack.id) < oldest_valid_ms
+                    expired = is_expired(milliseconds_of(place.pack.id), oldest_valid_ms)
                     self._heal(key, place, _EXPIRED if expired else "unreadable")
                 if not in_the_way:
                     break
@@ -659,7 +660,7 @@ class Packs:
                     if is_alone(found.pack):
                         is_old = is_old_alone(path, os.lstat(path), oldest_valid_ms)
                     else:
-                        is_old = milliseconds_of(found.pack.id) < oldest_valid_ms
+                        is_old = is_expired(milliseconds_of(found.pack.id), oldest_valid_ms)
                     if is_old:
                         removed += self._remove_expired(identity, found, path, os.lstat(path)) or 0
             if removed > before and BUCKET_NAME.fullmatch(name):

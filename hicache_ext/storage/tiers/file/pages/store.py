@@ -334,7 +334,10 @@ class PageFileStore(PathStore):
         try:
             with closing(FlockLock(self._path / "expiry.lock")) as lock:
                 if lock.try_acquire():
-                    removed = self.remove_expired(self._sweep)
+                    try:
+                        removed = self.remove_expired(self._sweep)
+                    finally:
+                        lock.release()
         except OSError as error:
             logger.warning("tier %s: removing expired pages of %s: %s", self.name, self._path, error)
         if removed:

@@ -22,6 +22,7 @@ import os
 import random
 import re
 import stat
+import time
 from base64 import urlsafe_b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -395,8 +396,14 @@ def header_at(path: str, offset: int) -> tuple[bytes | None, os.stat_result | No
         os.close(fd)
 
 
+def is_expired(created_ms: int, oldest_valid_ms: int) -> bool:
+    """Whether a page was written before ``oldest_valid_ms`` (0: none is expired), or is dated as far ahead of now as
+    that is back: a clock that was ahead gives a page its ttl once more, at most."""
+    return oldest_valid_ms > 0 and not 0 <= created_ms - oldest_valid_ms <= 2 * (time.time() * 1000 - oldest_valid_ms)
+
+
 def is_old_alone(path: str, status: os.stat_result, oldest_valid_ms: int) -> bool:
-    """Whether a page alone was written before. Never raises: False for an unreadable file."""
+    """Whether a page alone is expired. Never raises: False for an unreadable file."""
     if not oldest_valid_ms or not stat.S_ISREG(status.st_mode):
         return False
     if status.st_mtime * 1000 < oldest_valid_ms:
@@ -404,7 +411,7 @@ def is_old_alone(path: str, status: os.stat_result, oldest_valid_ms: int) -> boo
         return True
     header, _ = header_at(path, 0)
     with suppress(FormatError):
-        return header is not None and envelope.decode_header(header).created_ms < oldest_valid_ms
+        return header is not None and is_expired(envelope.decode_header(header).created_ms, oldest_valid_ms)
     return False
 
 

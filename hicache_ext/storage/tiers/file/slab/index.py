@@ -654,7 +654,8 @@ class SlabIndex:
             pages = self.memory.rows[victims[:found]]
             evicted += self.memory.table.evict(victims, spared, headroom, oldest, dead)
             # What had expired goes alone: under the same hashes there may be what was written since.
-            gone.append(pages[(pages[:, STATE] & STATES == index_words.PAGE) & (pages[:, CREATED] >= oldest)])
+            valid = index_words.are_valid(self.memory.header, pages[:, CREATED], oldest)
+            gone.append(pages[(pages[:, STATE] & STATES == index_words.PAGE) & valid])
             kept = int((victims < 0).argmax())
             if kept:
                 # Some may have been free, and counted, before.

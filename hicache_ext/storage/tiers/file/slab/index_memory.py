@@ -42,7 +42,7 @@ from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.tiers.file.slab import index_words, miniatures
 from hicache_ext.storage.tiers.file.slab.index_words import Table, Words
 
-INDEX_FORMAT = 0x68696361 << 8 | 11
+INDEX_FORMAT = 0x68696361 << 8 | 12
 """Processes of another format cannot share an index; they have a directory of their own then (manifest.py)."""
 
 _BLOCK = 4096

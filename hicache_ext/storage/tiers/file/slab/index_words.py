@@ -67,7 +67,8 @@ GENERATIONS = 0xFFFFFFFF
     SEEN,
     BAD_HEADERS,
     NO_SPACE_SINCE,
-) = range(22)
+    TWICE_TTL,
+) = range(23)
 """Words of the header. SETS: in use; LEVEL: the power of two of which there are so many and up to as many more.
 SLAB_CHANGES: counts changes of the slabs. REBUILT: 1 once all slabs were looked at; FOUND: pages found by that.
 ALL_CLEARED: what was written up to then (milliseconds) was cleared, of every identity. IDENTITIES: so many are
@@ -75,7 +76,7 @@ known. INSERTS, DISTANCE_SUM, REUSES: the clock of eviction.py. POLICY: the cand
 by now; TO_RANK: rows before this one may rank by another one yet. EVENTS: so many were noted for the miniatures
 (miniatures.py), LEARNED: and so many of them were looked at; SEEN: uses of all pages, in the sample or not, that found
 a place. BAD_HEADERS: damaged ones, met by the rebuild. NO_SPACE_SINCE: since when (seconds) no slab finds room on the
-disk; or 0."""
+disk; or 0. TWICE_TTL: milliseconds, 0 without one: a page is valid as long after the oldest one that is."""
 HEADER_WORDS = 64
 
 OF_SIZE, COLD, COOL, LEFT = range(4)
@@ -143,6 +144,12 @@ def is_current(identities: Words, states: Words) -> npt.NDArray[np.bool_]:
     numbers = (states >> NUMBER_SHIFT) & (len(identities) - 1)
     current: npt.NDArray[np.bool_] = (states >> 8) & GENERATIONS == identities[numbers, GENERATION] & GENERATIONS
     return current
+
+
+def are_valid(header: Words, created: Words, oldest: int) -> npt.NDArray[np.bool_]:
+    """Which pages with this CREATED are not expired, as ``is_expired`` in C."""
+    valid: npt.NDArray[np.bool_] = created >= oldest
+    return valid & (created - oldest <= header[TWICE_TTL]) if oldest > 0 and header[TWICE_TTL] > 0 else valid
 
 
 def are_remembered(identities: Words, ghosts: Words, keys: Words, numbers: Words) -> npt.NDArray[np.bool_]:

@@ -98,7 +98,8 @@ class SlabContents:
         pages = (states & index_words.STATES == index_words.PAGE) & (states >> index_words.NUMBER_SHIFT == identity)
         if not pages.any():
             return np.empty(0, np.int64)
-        pages &= index_words.is_current(memory.identities, states) & (rows[:, index_words.CREATED] >= oldest)
+        pages &= index_words.is_current(memory.identities, states)
+        pages &= index_words.are_valid(memory.header, rows[:, index_words.CREATED], oldest)
         seen = self._seen.get(slab.number)
         if seen is None or len(seen.hashes) != slab.slots:
             # The table may call another one by its number.
@@ -162,6 +163,8 @@ class SlabStore(PathStore):
         self._directory = directory = SlabDirectory(path, self.name, self._capacity)
         self._resources.callback(directory.close)
         self._index = directory.index
+        if self._ttl is not None:
+            self._index.memory.header[index_words.TWICE_TTL] = int(2000 * self._ttl)
         self._io = SlotIo(directory, self._plan, self.metrics)
         self._contents = SlabContents(directory)
         pins = PinnedPages(self.name, directory.path, self._capacity // 2, directory.index.occupied_by)
