@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hicache_ext.cli.output import describe, show
-from hicache_ext.config import check_document, parse_size, rounded_size
+from hicache_ext.config import check_document, parse_size
 from hicache_ext.config.render import as_yaml, launch_lines
 from hicache_ext.errors import ConfigError, RecordingError
 from hicache_ext.packages import need
 from hicache_ext.plan.fleet import ROUTERS, Fleet
 from hicache_ext.plan.model import PEAK_TFLOPS, ModelSize, PrefillRate, estimated, given_size, read_model
-from hicache_ext.plan.report import Asked, Hardware, configuration, page_of, pictures, plan_of
+from hicache_ext.plan.report import POOL_NODE, Asked, Hardware, configuration, page_of, pictures, plan_of, pool_nodes
 from hicache_ext.plan.traces import Trace, generate, parse_workload, read_trace
 
 _FILE = "hicache.yaml"
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = _asked(arguments)
     plan = plan_of(given)
     disk = arguments.disk if given.hardware.disk else None
-    document = configuration(disk, bool(given.hardware.pool))
+    document = configuration(disk, given.hardware.pool)
     launch: list[str] = []
     yaml = "# nothing to configure: neither --disk nor --pool\n"
     if given.hardware.disk or given.hardware.pool:
@@ -91,11 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
             flag = "--kv-cache-dtype" if arguments.dtype.startswith("fp8") else "--dtype"
             launch.insert(1, f"{flag} {arguments.dtype}")
         yaml = as_yaml(document)
-        if given.hardware.pool:
-            yaml = (
-                f"# the pool: {rounded_size(given.hardware.pool)} of memory, of one Redis or of nodes of a cluster\n"
-                + yaml
-            )
+        if pool := given.hardware.pool:
+            count = pool_nodes(pool)
+            kind = f"{count} servers of a cluster ({POOL_NODE // 10**9} GB each at most: assumed)"
+            kind = kind if count > 1 else "one server"
+            yaml = f"# the pool: {kind}, maxmemory {-(-pool // count)}, maxmemory-policy allkeys-lru\n{yaml}"
     plan |= {"configuration": document if launch else None, "launch": launch}
     if arguments.plot is not None:
         pictures(arguments.plot, plan)

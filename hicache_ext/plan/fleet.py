@@ -7,7 +7,6 @@ are not simulated.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import os
 from dataclasses import dataclass, field
@@ -118,15 +117,10 @@ def simulate(trace: Trace, fleet: Fleet, nodes: npt.NDArray[np.int32] | None = N
 
 
 def _cache(given: int | None, policy: str, trace: Trace) -> tuple[int, int, int]:
-    """Capacity, ghosts and policy of caches."""
-    capacity = _capacity(given, trace)
+    """Capacity, ghosts and policy of caches. Beyond all blocks of the trace there is nothing more to hold."""
+    capacity = trace.distinct if given is None else min(given, trace.distinct)
     ghosts = 0 if policy == "lru" or not capacity else eviction.ghost_limit(capacity)
     return capacity, ghosts, POLICIES.index(policy)
-
-
-def _capacity(given: int | None, trace: Trace) -> int:
-    """Beyond all blocks of the trace there is nothing more to hold."""
-    return trace.distinct if given is None else min(given, trace.distinct)
 
 
 def routed(trace: Trace, nodes: int, router: Router) -> npt.NDArray[np.int32]:
@@ -175,39 +169,18 @@ def sessions(trace: Trace) -> npt.NDArray[np.int64]:
 def _by_prefix(trace: Trace, nodes: int) -> npt.NDArray[np.int32]:
     """The node that had the longest prefix last, unless it has had too much; else the one that has had least."""
     last: dict[int, int] = {}
-    load = [0] * nodes
+    load = np.zeros(nodes, np.int64)
     total = 0
     found = np.zeros(len(trace), np.int32)
-    least = _Least(nodes)
     for number, chain in enumerate(trace.chains()):
         node = next((last[block] for block in reversed(chain) if block in last), -1)
         if node < 0 or load[node] > _BALANCE * (total / nodes) + len(chain):
-            node = least.pop()
+            node = int(load.argmin())
         load[node] += len(chain)
-        least.push(load[node], node)
         total += len(chain)
         found[number] = node
         last.update(dict.fromkeys(chain, node))
     return found
-
-
-class _Least:
-    """The node with the smallest load; what was pushed before for the same node counts no more."""
-
-    def __init__(self, nodes: int) -> None:
-        self._heap = [(0, node) for node in range(nodes)]
-        self._load = [0] * nodes
-
-    def push(self, load: int, node: int) -> None:
-        heapq.heappush(self._heap, (load, node))
-        self._load[node] = load
-
-    def pop(self) -> int:
-        while True:
-            load, node = self._heap[0]
-            if load == self._load[node]:
-                return node
-            heapq.heappop(self._heap)
 
 
 def _generated(trace: Trace) -> npt.NDArray[np.int64]:

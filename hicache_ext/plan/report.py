@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from hicache_ext.config import rounded_size
 from hicache_ext.plan.fleet import COMPUTED, NEAR, POOL, WRITTEN_NEAR, WRITTEN_POOL, Fleet, Outcome, simulate
 from hicache_ext.plan.model import ModelSize, PrefillRate
 from hicache_ext.plan.traces import Trace
@@ -19,6 +18,8 @@ CURVE_POINTS = 12
 _HOUR = 3600.0
 _WARRANTY_YEARS = 5.0
 """For which drive writes per day are promised."""
+POOL_NODE = 500 * 10**9
+"""Bytes of memory that a server of a pool has for pages at most: an assumption, and the plan says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ def plan_of(asked: Asked) -> dict[str, Any]:
             "nodes": hardware.nodes,
             "disk_bytes": hardware.disk,
             "pool_bytes": hardware.pool,
+            "pool_nodes": pool_nodes(hardware.pool) if hardware.pool else 0,
             "router": asked.fleet.router,
             "tokens": tokens,
             "disk_share": outcome.share(NEAR),
@@ -127,11 +129,11 @@ def _too_much(
         yield f"{computed:,.0f} s of prefill in an hour, and {hardware.nodes} nodes have {_HOUR * hardware.nodes:,.0f}"
     written = float(outcome.written_by_node.max()) * block_bytes / seconds if hardware.disk else 0.0
     if 0 < hardware.disk_speed < written:
-        yield f"{written / 1e9:.1f} GB/s of writes on one node, whose disks read {hardware.disk_speed / 1e9:.1f}"
+        yield f"{_size(written)}/s of writes on one node, whose disks read {_size(hardware.disk_speed)}/s"
     network = document["pool_network"]
     moved = network["read_bytes_per_second"] + network["written_bytes_per_second"]
     if 0 < hardware.pool_speed * hardware.nodes < moved:
-        yield f"{moved / 1e9:.1f} GB/s between nodes and pool, which is {hardware.pool_speed / 1e9:.1f} a node"
+        yield f"{_size(moved)}/s between nodes and pool, which has {_size(hardware.pool_speed)}/s for each node"
 
 
 _SOURCES = {"disk": NEAR, "pool": POOL, "computed": COMPUTED}
@@ -257,7 +259,7 @@ def page_of(plan: Mapping[str, Any], launch: Sequence[str], yaml: str) -> Iterat
     )
     yield (
         f"{model['name']}: {model['kind']}, {model['token_bytes']:,} bytes a token; "
-        f"a page of {model['page_size']} tokens is {rounded_size(model['page_bytes'])} on {where}"
+        f"a page of {model['page_size']} tokens is {_size(model['page_bytes'])} on {where}"
     )
     for remark in (*trace["remarks"], *model["remarks"]):
         yield f"  note: {remark}"
@@ -265,7 +267,7 @@ def page_of(plan: Mapping[str, Any], launch: Sequence[str], yaml: str) -> Iterat
     yield "Found in one cache, by its size"
     largest = max([point["hit_share"] for point in plan["curve"]] + [0.01])
     for point in plan["curve"]:
-        yield f"  {rounded_size(point['bytes']):>9} {_bar(point['hit_share'] / largest)} {point['hit_share']:6.1%}"
+        yield f"  {_size(point['bytes']):>9} {_bar(point['hit_share'] / largest)} {point['hit_share']:6.1%}"
     yield ""
     yield (
         f"The fleet: {fleet['nodes']} nodes, {_size(fleet['disk_bytes'])} of disk each, "
@@ -296,21 +298,23 @@ def _bar(share: float) -> str:
     return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()).ljust(_BAR)
 
 
-def _size(size: int) -> str:
-    return rounded_size(size) if size else "nothing"
+def _size(size: float) -> str:
+    """Bytes for people to read, in the decimal units in which disks, their endurance and their prices are given."""
+    power = max((power for power in range(1, 6) if size >= 1000**power), default=0)
+    return f"{size / 1000**power:.4g} {('bytes', 'kB', 'MB', 'GB', 'TB', 'PB')[power]}"
 
 
 def _wear(writes: Mapping[str, Any], fleet: Mapping[str, Any]) -> Iterator[str]:
     if not fleet["disk_bytes"]:
         return
     per_day, worst = writes["disk_bytes_per_day"], writes["disk_bytes_per_day_worst_node"]
-    yield (f"Written to the disks of a node: {per_day / 1e12:.2f} TB a day, {worst / 1e12:.2f} TB where it is most:")
+    yield f"Written to the disks of a node: {_size(per_day)} a day, {_size(worst)} where it is most:"
     times = f"  {writes['disk_writes_per_day']:.2f} times the disk a day"
     if writes["allowed_bytes_per_day"]:
         life = writes["years_until_worn_out"]
         told = f"{life:.1f} years" if life is not None and life >= 1 else f"{365.25 * (life or 0.0):.0f} days"
         told = "never" if life is None else "more than 100 years" if life >= 100 else told
-        times += f"; {writes['allowed_bytes_per_day'] / 1e12:.2f} TB a day are allowed for {_WARRANTY_YEARS:.0f} years:"
+        times += f"; {_size(writes['allowed_bytes_per_day'])} a day are allowed for {_WARRANTY_YEARS:.0f} years:"
         times += f" worn out after {told}"
     yield times
 
@@ -320,8 +324,8 @@ def _load(network: Mapping[str, float], fleet: Mapping[str, Any]) -> Iterator[st
         return
     read, written = network["read_bytes_per_second"], network["written_bytes_per_second"]
     peak = network["read_bytes_per_second_peak_minute"] + network["written_bytes_per_second_peak_minute"]
-    yield f"Network of the pool, mean: {read * 8 / 1e9:.2f} Gbit/s read and {written * 8 / 1e9:.2f} Gbit/s written,"
-    yield f"  up to {peak * 8 / 1e9:.2f} Gbit/s in the busiest minutes, all nodes together"
+    yield f"Network of the pool, mean: {_size(read)}/s read and {_size(written)}/s written,"
+    yield f"  up to {_size(peak)}/s in the busiest minutes, all nodes together"
 
 
 def _saved(prefill: Mapping[str, Any] | None) -> Iterator[str]:
@@ -333,7 +337,7 @@ def _saved(prefill: Mapping[str, Any] | None) -> Iterator[str]:
     less = f", less {reading:,.0f} s of reading" if reading else ""
     computed = prefill["computed_seconds_per_hour"]
     yield f"  {saved:,.0f} s of prefill saved in an hour{less}; {computed:,.0f} s are computed"
-    yield f"  reading pays above {prefill['break_even_bytes_per_second'] / 1e9:.2f} GB/s"
+    yield f"  reading pays above {_size(prefill['break_even_bytes_per_second'])}/s"
 
 
 def _prices(money: Mapping[str, float] | None) -> Iterator[str]:
@@ -343,8 +347,13 @@ def _prices(money: Mapping[str, float] | None) -> Iterator[str]:
     yield f"  GPU time saved {money['saved_per_year']:,.0f}: {money['net_per_year']:+,.0f}"
 
 
-def configuration(disk: str | None, pool: bool) -> dict[str, Any]:
-    """The document of one node. ``disk``: the capacity of its file tier, as the user wrote it.
+def pool_nodes(size: int) -> int:
+    """Servers of a pool: one, or a cluster, which has three at least."""
+    return 1 if size <= POOL_NODE else max(3, -(-size // POOL_NODE))
+
+
+def configuration(disk: str | None, pool: int) -> dict[str, Any]:
+    """The document of one node. ``disk``: the capacity of its file tier, as the user wrote it; ``pool``: bytes.
 
     Names of directories and hosts are the user's to replace.
     """
@@ -353,7 +362,10 @@ def configuration(disk: str | None, pool: bool) -> dict[str, Any]:
         capacity = int(disk) if disk.isdecimal() else disk
         tiers["nvme"] = {"type": "file", "path": "/mnt/nvme0/hicache", "capacity": capacity}
     if pool:
-        tiers["pool"] = {"type": "redis", "url": "redis://pool:6379", "required": False}
+        # Some nodes of a cluster name the others.
+        cluster = [f"redis://pool-{number}:6379" for number in range(3)]
+        url = cluster if pool_nodes(pool) > 1 else "redis://pool:6379"
+        tiers["pool"] = {"type": "redis", "url": url, "required": False}
     return {
         "backend_name": "hicache_ext",
         "module_path": "hicache_ext.storage.backend",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from hicache_ext.plan.traces import Chat, generate, parse_workload
 from tests.plan.test_models import LLAMA_8B
 
 TB = 10**12
+CLUSTER = ["redis://pool-0:6379", "redis://pool-1:6379", "redis://pool-2:6379"]
+"""Some of its nodes: the others are found."""
 
 
 @pytest.fixture
@@ -63,7 +66,7 @@ def test_figures_of_a_disk_are_those_of_a_calculation_by_hand(files: Path, capsy
     assert prefill["break_even_bytes_per_second"] == pytest.approx(1024 * 131_072)
     money = made["money"]
     assert money["saved_per_year"] == 0, "reading takes longer than computing"
-    assert money["disks_per_year"] == pytest.approx(8 * BLOCK / TB * 1_000_000 * 24 / 5), "4.8 disks wear out a year"
+    assert money["disks_per_year"] == pytest.approx(8 * BLOCK / TB * 1_000_000 * 24 / 5), "bought again when worn out"
 
 
 def test_a_pool_takes_what_nodes_write_and_its_network_is_counted(
@@ -83,6 +86,27 @@ def test_the_configuration_that_follows_is_one_that_loads(files: Path, capsys: p
     assert tiers["nvme"].capacity == 10**12 and set(tiers) == {"nvme", "pool"}  # type: ignore[attr-defined]
     assert any("@hicache.yaml" in line for line in made["launch"])
     assert plan(capsys, "trace.jsonl --model .")["configuration"] is None
+
+
+@pytest.mark.parametrize(
+    ("pool", "nodes", "urls", "maxmemory"),
+    [
+        ("400GB", 1, ["redis://pool:6379"], 400 * 10**9),
+        ("600GB", 3, CLUSTER, 200 * 10**9),
+        ("20TB", 40, CLUSTER, 500 * 10**9),
+        ("20TiB", 44, CLUSTER, -(-20 * 2**40 // 44)),
+    ],
+)
+def test_a_pool_that_one_server_cannot_hold_is_a_cluster_of_as_many_as_its_size_wants(
+    pool: str, nodes: int, urls: list[str], maxmemory: int, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"trace.jsonl --model . --pool {pool}"
+    made = plan(capsys, words)
+    assert made["fleet"]["pool_nodes"] == nodes and nodes * maxmemory >= made["fleet"]["pool_bytes"]
+    assert list(load_config(made["configuration"]).tiers["pool"].url) == urls  # type: ignore[attr-defined]
+    assert main(["plan", *words.split()]) == 0
+    told = next(line for line in capsys.readouterr().out.splitlines() if "# the pool:" in line)
+    assert f"maxmemory {maxmemory}," in told and (f"{nodes} servers of a cluster" in told) == (nodes > 1)
 
 
 def test_the_launch_line_has_the_page_size_that_was_planned_for(
@@ -137,9 +161,19 @@ def test_the_page_has_everything_and_fits(files: Path, capsys: pytest.CaptureFix
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 70 and max(map(len, lines)) <= 130
     text = "\n".join(lines)
-    for word in ("bytes a token", "Found in one cache", "█", "worn out after", "Gbit/s", "saved in an hour", "A year:"):
+    for word in (
+        "bytes a token",
+        "Found in one cache",
+        "█",
+        "worn out after",
+        "/s read",
+        "saved in an hour",
+        "A year:",
+    ):
         assert word in text
     assert "data sheet" in text and "capacity: 1TB" in text
+    # One kind of units: those in which disks are sold.
+    assert "TB" in text and not re.search(r"[KMGT]iB|bit/s", text)
 
 
 def test_the_picture_is_drawn_where_matplotlib_is(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,7 +57,7 @@ class Caches(NamedTuple):
 
 def simulated(trace: Trace, of: Fleet) -> tuple[Words, Words]:
     """``per_request`` and ``states`` of ``simulate``."""
-    near, pool = (fleet._capacity(given, trace) for given in (of.near, of.pool))
+    near, pool = (fleet._cache(given, "lru", trace)[0] for given in (of.near, of.pool))
     caches = new_caches(of.nodes if near else 1, max(1, near), ghosts=None if near else 0)
     shared = new_caches(1, max(1, pool), ghosts=None if pool else 0)
     policies = [fleet.POLICIES.index(policy) for policy in (of.near_policy, of.pool_policy)]
