@@ -1,0 +1,332 @@
+"""Our manager of a decode node's offload, which takes the place of SGLang's ``DecodeKVCacheOffloadManager``.
+
+One hook: where SGLang would construct its own manager it gets ours, or its own where the backend is not ours or
+``pd.write`` is off. Ours reads the configuration as a prefill node does, makes SGLang's host pools of the model and a
+DecodeWriter on them, and keeps the manager's promises to the scheduler: a finished request's memory on the device is
+released once, after the last copy out of it, and ``ongoing_offload`` names the copies under way.
+
+A decode node whose pages no prefill node could use is stopped at start with one sentence.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import pkgutil
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hicache_ext.config import load_config
+from hicache_ext.config.model import BACKEND_NAME
+from hicache_ext.config.sections import WriteConfig
+from hicache_ext.errors import UnsupportedError
+from hicache_ext.runtime.log_limit import LimitedLog
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.sglang.launch_facts import configuration_given_as
+from hicache_ext.sglang.process import attached_backends
+from hicache_ext.sglang.releases import release_request
+
+if TYPE_CHECKING:
+    from hicache_ext.pd.decode_writer import DecodeWriter, PageChain, Piece, RequestOptions
+    from hicache_ext.sglang.model_pools import ModelPools
+
+logger = logging.getLogger(__name__)
+
+MANAGER = "sglang.srt.disaggregation.decode_kvcache_offload_manager.DecodeKVCacheOffloadManager"
+_CONFIG_FIELD = "hicache_storage_backend_extra_config"
+_STOP_TIMEOUT = 20.0
+
+
+def replace_manager(*arguments: Any, **named: Any) -> Any:
+    """Make the manager [scheduler thread, before the first request]. Raises ConfigError or UnsupportedError."""
+    from sglang.srt.runtime_context import get_context, get_memory
+
+    make: Callable[..., Any] = inspect.unwrap(pkgutil.resolve_name(MANAGER))
+    written = getattr(get_memory(), _CONFIG_FIELD)
+    extra_config: dict[str, Any] = {}
+    if get_memory().hicache_storage_backend == "dynamic":
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+        extra_config = HybridCacheController.parse_storage_backend_extra_config(written)[0]
+    if extra_config.get("backend_name") != BACKEND_NAME:
+        return make(*arguments, **named)
+    config = load_config(extra_config)
+    if config.pd.write.enabled:
+        named |= {"config": config.pd.write, "extra_config": extra_config}
+        make = _our_manager
+    else:
+        logger.info("hicache_ext: pd.write is off, SGLang's own decode offload writes")
+    try:
+        # SGLang's own parses inline JSON alone, and some of it reads the flag again while it builds the pools
+        # (allocator: shm), so the flag itself is changed.
+        get_context().override("hicache_ext", **{_CONFIG_FIELD: json.dumps(extra_config)})
+        with configuration_given_as(written):
+            return make(*arguments, **named)
+    finally:
+        get_context().override("hicache_ext", **{_CONFIG_FIELD: written})
+
+
+class DecodeManager:
+    """See the module docstring. Scheduler thread only; nothing waits but ``wait``.
+
+    A request can be weakly referenced and hashed; what it is, only this class knows.
+    """
+
+    writer: DecodeWriter
+
+    def __init__(self, pools: ModelPools, req_to_token_pool: Any, tree_cache: Any, page_size: int) -> None:
+        """``writer`` is to be set before the first call of SGLang's."""
+        self.page_size = page_size
+        self.ongoing_offload: dict[int, tuple[Any, Piece]] = {}
+        """SGLang looks only whether there are any."""
+        self.tails: dict[str, int] = {}
+        """Pool -> how many of its last pages a prefill node needs at the boundary where it goes on."""
+        self.pools = pools
+        self._controller = pools.controller
+        self._req_to_token_pool = req_to_token_pool
+        self._tree_cache = tree_cache
+        self._copies_of: Counter[Any] = Counter()
+        self._copies_made = 0
+        self._log = LimitedLog(logger, 1.0)
+
+    # -- what SGLang calls -----------------------------------------------------------------------------------------
+
+    def offload_kv_cache(self, req: Any, *_: Any, **__: Any) -> bool:
+        """A request has advanced [per request and step]."""
+        try:
+            return self.writer.request_advanced(req, req.output_ids, req.finished())
+        except Exception:
+            # False: the scheduler releases a finished request immediately, as if it had nothing to write.
+            logger.exception("hicache_ext: a request's KV will not be written")
+            return False
+
+    def check_offload_progress(self, *_: Any, **__: Any) -> None:
+        """Once per step."""
+        try:
+            self.writer.step()
+        except Exception as error:  # noqa: BLE001 - it would end the scheduler
+            # This step's pages are lost to the cache; the next step goes on.
+            self._log.log(logging.ERROR, "step", "hicache_ext: a step of the decode writer failed", exc_info=error)
+
+    def drain_before_retraction(self, *_: Any, **__: Any) -> None:
+        self.writer.finish_copies()
+
+    def finalize_release_on_finish(self, req: Any, *_: Any, **__: Any) -> None:
+        """A request has finished, and no copy of it began now."""
+        if not self._copies_of[req]:
+            self._release(req)
+
+    def has_inflight_device_transfer(self) -> bool:
+        return bool(self.ongoing_offload)
+
+    def release_host_resources(self, *_: Any, **__: Any) -> None:
+        """At exit: host memory goes only after the last write out of it."""
+        self.writer.log_summary()
+        if not self.writer.stop(_STOP_TIMEOUT):
+            logger.warning("hicache_ext: a write is still under way after %g s; its memory is kept", _STOP_TIMEOUT)
+            return
+        close = getattr(self._controller.storage_backend, "close", None)
+        if close is not None:
+            close()
+        self.pools.group.destroy()
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def is_on_device(self, request: Any) -> bool:
+        return request.kv.req_pool_idx not in (None, -1)
+
+    def facts(self, request: Any) -> tuple[Sequence[int], PageChain, RequestOptions]:
+        """Return the prompt, an empty chain that hashes the request's pages as a prefill node does, and the options."""
+        from hicache_ext.pd.decode_writer import RequestOptions
+
+        chain = page_chain(self.page_size, extra_key=request.extra_key, cache_salt=request.cache_salt)
+        return request.origin_input_ids, chain, RequestOptions.of(request.sampling_params)
+
+    def boundary(self, request: Any, end_page: int, since: int) -> int:
+        """The last page boundary up to ``end_page`` at which all pools can be copied now, from page ``since`` on."""
+        return end_page
+
+    def _release(self, request: Any) -> None:
+        if self.is_on_device(request):
+            release_request(request, self._tree_cache)
+
+    # -- copies ----------------------------------------------------------------------------------------------------
+
+    def queue_copy(self, request: Any, piece: Piece) -> None:
+        """Copy the piece's pages with the next ``start_copies``."""
+        row = self._req_to_token_pool.req_to_token[request.kv.req_pool_idx]
+        tokens = row[piece.first_page * self.page_size : piece.end_page * self.page_size].to(torch.int64)
+        parts = [(name, indices, tokens) for name, indices in piece.host_indices.items()]
+        self._copies_made += 1
+        self._controller.write_queue.append(self.pools.operation(self._copies_made, parts))
+        self.ongoing_offload[self._copies_made] = (request, piece)
+        self._copies_of[request] += 1
+
+    def start_copies(self) -> Iterator[Piece]:
+        """Start all queued copies as one operation, which costs the scheduler once; nothing happens before the first
+        ``next``.
+
+        The pieces of refused copies: these have ended, and their bytes are nowhere. Releases finished requests.
+        """
+        queue = self._controller.write_queue
+        if not queue:
+            return
+        numbers = [number for operation in queue for number in operation.node_ids]
+        try:
+            self._controller.start_writing()
+        except Exception:
+            logger.exception("hicache_ext: copies to host memory were refused, their pages will not be written")
+            queue.clear()
+        else:
+            return
+        yield from self._take(numbers)
+
+    def copying(self) -> Iterable[Piece]:
+        """Return the pieces whose copies were queued and not yet taken."""
+        return (piece for _, piece in self.ongoing_offload.values())
+
+    def ended_copies(self) -> int:
+        """Count the leading operations whose bytes are in host memory."""
+        ended = 0
+        for ack in self._controller.ack_write_queue:
+            if not ack.finish_event.query():
+                break
+            ended += 1
+        return ended
+
+    def take_copies(self, operations: int) -> Iterator[Piece]:
+        """Return the pieces of the first ``operations`` operations, which have ended. Releases finished requests."""
+        for _ in range(operations):
+            yield from self._take(self._controller.ack_write_queue.pop(0).node_ids)
+
+    def wait(self) -> int:
+        """Wait for all operations under way; return their number."""
+        acks = self._controller.ack_write_queue
+        for ack in acks:
+            ack.finish_event.synchronize()
+        return len(acks)
+
+    def _take(self, numbers: Sequence[int]) -> Iterator[Piece]:
+        for number in numbers:
+            request, piece = self.ongoing_offload.pop(number)
+            self._copies_of[request] -= 1
+            if not self._copies_of[request]:
+                del self._copies_of[request]
+            # Before the release, which may raise: the piece holds host memory.
+            yield piece
+            if request.finished() and not self._copies_of[request]:
+                self._release(request)
+
+
+def page_chain(page_size: int, *, extra_key: str | None, cache_salt: str | None) -> PageChain:
+    """A chain hashed by SGLang itself."""
+    from hicache_ext.pd.decode_writer import PageChain
+
+    def hash_pages(tokens: Sequence[int], before: str | None) -> list[str]:
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+        from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+        ids = tokens if isinstance(tokens, array) else array("q", tokens)
+        key = RadixKey(ids, extra_key=extra_key, cache_salt=cache_salt)
+        hashes: list[str] = get_storage_hash_str(key, before, page_size=page_size)
+        return hashes
+
+    return PageChain(page_size, hash_pages)
+
+
+# -- construction ------------------------------------------------------------------------------------------------------
+
+
+def _our_manager(
+    req_to_token_pool: Any,
+    token_to_kv_pool_allocator: Any,
+    tp_group: Any,
+    tree_cache: Any,
+    *,
+    config: WriteConfig,
+    extra_config: dict[str, Any],
+) -> DecodeManager:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.runtime_context import get_memory, get_schedule, get_spec
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from hicache_ext.pd.decode_writer import DecodeWriter, PoolWriter
+    from hicache_ext.sglang.model_pools import ModelPools
+
+    # Whether prefill nodes of this launch key their tree by bigrams.
+    bigrams = bool(SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm).is_eagle())
+    _refuse_what_prefill_cannot_use(token_to_kv_pool_allocator.get_kvcache(), bigrams)
+    params = CacheInitParams(
+        disable=False,
+        req_to_token_pool=req_to_token_pool,
+        token_to_kv_pool_allocator=token_to_kv_pool_allocator,
+        page_size=get_schedule().page_size,
+        tp_cache_group=tp_group,
+    )
+    pools = ModelPools(
+        params,
+        _components(tree_cache),
+        storage_backend=get_memory().hicache_storage_backend,
+        storage_backend_extra_config=extra_config,
+    )
+    # Not through the controller: SGLang's fault injector may be wrapped around its reference.
+    backend = next(
+        backend
+        for backend in attached_backends()
+        if getattr(backend, "mem_pool_host", None) is pools.controller.storage_host_pool
+    )
+    metrics = TierMetrics("pd_write", prefix="pd_write_")
+    backend.export_also(metrics)
+
+    def minimum(numbers: list[int]) -> list[int]:
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MIN, group=tp_group)
+        return [int(number) for number in tensor.tolist()]
+
+    def written_here(name: str) -> bool:
+        return not pools.controller.backup_skip or bool(backend.writes_on_every_rank(name))
+
+    manager = DecodeManager(pools, req_to_token_pool, tree_cache, params.page_size)
+    manager.writer = DecodeWriter(
+        manager,
+        config,
+        PoolWriter(backend, metrics, {on: [*filter(written_here, names)] for on, names in pools.pools_on.items()}),
+        metrics,
+        minimum=minimum if torch.distributed.get_world_size(group=tp_group) > 1 else None,
+        hints=backend.hint_sender(metrics),
+    )
+    logger.info("hicache_ext: decode writer in force: %s", config)
+    return manager
+
+
+def _components(tree_cache: Any) -> set[Any]:
+    """Of the model; until 0.5.21 the tree of a decode node has none, and ours serve no more than one there."""
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import ComponentType
+
+    return set(getattr(tree_cache, "components", None) or {ComponentType.FULL})
+
+
+def _refuse_what_prefill_cannot_use(kv_cache: Any, bigrams: bool) -> None:
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
+
+    remedy = "set pd.write.enabled: false, or leave out --disaggregation-decode-enable-offload-kvcache"
+    subject, reason = f"decode-side writing of {type(kv_cache).__name__}", None
+    if isinstance(kv_cache, DSATokenToKVPool):
+        reason = (
+            "a decode node writes the latent without its indexer, and no prefill node can use one without the other"
+        )
+    elif not isinstance(kv_cache, MHATokenToKVPool | MLATokenToKVPool):
+        reason = "it has side pools that a decode node does not write"
+    elif bigrams:
+        subject = "decode-side writing with speculation"
+        reason = (
+            "with EAGLE or MTP a prefill node stores the draft model's KV beside the target's or packed in its pages,"
+            " and a decode node writes the target's only"
+        )
+    if reason is not None:
+        raise UnsupportedError(subject, reason, remedy)
