@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from hicache_ext.config import load_config
 from hicache_ext.config.model import BACKEND_NAME
@@ -29,7 +30,8 @@ from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.sglang.launch_facts import configuration_given_as
 from hicache_ext.sglang.process import attached_backends
-from hicache_ext.sglang.releases import release_request
+from hicache_ext.sglang.releases import comes_with, installed_release, release_request
+from hicache_ext.sglang.served_pools import KV
 
 if TYPE_CHECKING:
     from hicache_ext.pd.decode_writer import DecodeWriter, PageChain, Piece, RequestOptions
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SWA, MAMBA = PoolName.SWA.value, PoolName.MAMBA.value
 MANAGER = "sglang.srt.disaggregation.decode_kvcache_offload_manager.DecodeKVCacheOffloadManager"
 _CONFIG_FIELD = "hicache_storage_backend_extra_config"
 _STOP_TIMEOUT = 20.0
@@ -79,16 +82,25 @@ class DecodeManager:
 
     writer: DecodeWriter
 
-    def __init__(self, pools: ModelPools, req_to_token_pool: Any, tree_cache: Any, page_size: int) -> None:
-        """``writer`` is to be set before the first call of SGLang's."""
+    def __init__(
+        self, pools: ModelPools, req_to_token_pool: Any, tree_cache: Any, page_size: int, track_interval: int = 0
+    ) -> None:
+        """``writer`` is to be set before the first call of SGLang's. ``track_interval``: tokens from one recurrent
+        state that SGLang keeps to the next."""
         self.page_size = page_size
         self.ongoing_offload: dict[int, tuple[Any, Piece]] = {}
         """SGLang looks only whether there are any."""
         self.tails: dict[str, int] = {}
         """Pool -> how many of its last pages a prefill node needs at the boundary where it goes on."""
+        if SWA in pools.pools_on:
+            self.tails[SWA] = -(-tree_cache.swa_retain_window // page_size)
+        if MAMBA in pools.pools_on:
+            self.tails[MAMBA] = 1
         self.pools = pools
+        self._track_interval = track_interval
         self._controller = pools.controller
         self._req_to_token_pool = req_to_token_pool
+        self._allocator: Any = getattr(tree_cache, "token_to_kv_pool_allocator", None)
         self._tree_cache = tree_cache
         self._copies_of: Counter[Any] = Counter()
         self._copies_made = 0
@@ -148,8 +160,36 @@ class DecodeManager:
         return request.origin_input_ids, chain, RequestOptions.of(request.sampling_params)
 
     def boundary(self, request: Any, end_page: int, since: int) -> int:
-        """The last page boundary up to ``end_page`` at which all pools can be copied now, from page ``since`` on."""
-        return end_page
+        """The last page boundary up to ``end_page`` at which all pools can be copied now, a window's pages from page
+        ``since`` on; 0 where there is none."""
+        kv = request.kv
+        if MAMBA in self.tails:
+            # SGLang's forward itself has put the state at this length aside: nothing else is exact, since the next
+            # forward may be under way.
+            tracked = kv.mamba_last_track_seqlen or 0
+            if tracked % self.page_size or tracked > end_page * self.page_size:
+                return 0
+            end_page = tracked // self.page_size
+        window_begins = max(end_page - self.tails.get(SWA, 0), since)
+        return 0 if self._freed_of_window(kv) > window_begins * self.page_size else end_page
+
+    def _freed_of_window(self, kv: Any) -> int:
+        """Leading tokens of a request whose window's memory SGLang has freed."""
+        if SWA not in self.tails:
+            return 0
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import ComponentType
+
+        return int(kv.get_evicted_seqlen(ComponentType.SWA))
+
+    def _is_torn(self, request: Any, piece: Piece) -> bool:
+        """Whether memory of a tail may have been given to something else before its copy had ended, which is now."""
+        if MAMBA in self.tails:
+            # Two slots take turns, and one forward may be ahead of what is known here.
+            overwritten_at = piece.end_page * self.page_size + 2 * self._track_interval
+            if len(request.origin_input_ids) + len(request.output_ids) + 2 >= overwritten_at:
+                return True
+        window_begins = piece.end_page - piece.pages_of.get(SWA, 0)
+        return self._freed_of_window(request.kv) > window_begins * self.page_size
 
     def _release(self, request: Any) -> None:
         if self.is_on_device(request):
@@ -161,7 +201,14 @@ class DecodeManager:
         """Copy the piece's pages with the next ``start_copies``."""
         row = self._req_to_token_pool.req_to_token[request.kv.req_pool_idx]
         tokens = row[piece.first_page * self.page_size : piece.end_page * self.page_size].to(torch.int64)
-        parts = [(name, indices, tokens) for name, indices in piece.host_indices.items()]
+        parts = [(KV, piece.host_indices[KV], tokens)]
+        if SWA in self.tails:
+            tokens = row[(piece.end_page - piece.pages_of[SWA]) * self.page_size : piece.end_page * self.page_size]
+            slots = self._allocator.translate_loc_from_full_to_swa(tokens).to(torch.int64)
+            parts.append((SWA, piece.host_indices[SWA], slots))
+        if MAMBA in self.tails:
+            slot = request.kv.mamba_ping_pong_track_buffer[request.kv.mamba_last_track_idx]
+            parts.append((MAMBA, piece.host_indices[MAMBA], slot.reshape(1).to(torch.int64, copy=True)))
         self._copies_made += 1
         self._controller.write_queue.append(self.pools.operation(self._copies_made, parts))
         self.ongoing_offload[self._copies_made] = (request, piece)
@@ -217,6 +264,7 @@ class DecodeManager:
             self._copies_of[request] -= 1
             if not self._copies_of[request]:
                 del self._copies_of[request]
+            piece.torn = self._is_torn(request, piece)
             # Before the release, which may raise: the piece holds host memory.
             yield piece
             if request.finished() and not self._copies_of[request]:
@@ -252,15 +300,12 @@ def _our_manager(
     extra_config: dict[str, Any],
 ) -> DecodeManager:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from sglang.srt.runtime_context import get_memory, get_schedule, get_spec
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    from sglang.srt.runtime_context import get_memory, get_schedule
 
     from hicache_ext.pd.decode_writer import DecodeWriter, PoolWriter
     from hicache_ext.sglang.model_pools import ModelPools
 
-    # Whether prefill nodes of this launch key their tree by bigrams.
-    bigrams = bool(SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm).is_eagle())
-    _refuse_what_prefill_cannot_use(token_to_kv_pool_allocator.get_kvcache(), bigrams)
+    _refuse_what_prefill_cannot_use(token_to_kv_pool_allocator.get_kvcache())
     params = CacheInitParams(
         disable=False,
         req_to_token_pool=req_to_token_pool,
@@ -268,9 +313,11 @@ def _our_manager(
         page_size=get_schedule().page_size,
         tp_cache_group=tp_group,
     )
+    components = _components(tree_cache)
+    track_interval = _track_interval(params.page_size) if "MAMBA" in {one.name for one in components} else 0
     pools = ModelPools(
         params,
-        _components(tree_cache),
+        components,
         storage_backend=get_memory().hicache_storage_backend,
         storage_backend_extra_config=extra_config,
     )
@@ -291,7 +338,7 @@ def _our_manager(
     def written_here(name: str) -> bool:
         return not pools.controller.backup_skip or bool(backend.writes_on_every_rank(name))
 
-    manager = DecodeManager(pools, req_to_token_pool, tree_cache, params.page_size)
+    manager = DecodeManager(pools, req_to_token_pool, tree_cache, params.page_size, track_interval)
     manager.writer = DecodeWriter(
         manager,
         config,
@@ -311,22 +358,44 @@ def _components(tree_cache: Any) -> set[Any]:
     return set(getattr(tree_cache, "components", None) or {ComponentType.FULL})
 
 
-def _refuse_what_prefill_cannot_use(kv_cache: Any, bigrams: bool) -> None:
-    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
+def _track_interval(page_size: int) -> int:
+    """Raises UnsupportedError where SGLang keeps no recurrent states at page boundaries."""
+    from sglang.srt.runtime_context import get_exec, mamba_track_grid
 
-    remedy = "set pd.write.enabled: false, or leave out --disaggregation-decode-enable-offload-kvcache"
-    subject, reason = f"decode-side writing of {type(kv_cache).__name__}", None
-    if isinstance(kv_cache, DSATokenToKVPool):
-        reason = (
-            "a decode node writes the latent without its indexer, and no prefill node can use one without the other"
+    if not get_exec().mamba.enable_mamba_extra_buffer or get_exec().mamba.enable_mamba_extra_buffer_lazy:
+        raise UnsupportedError(
+            "decode-side writing of recurrent states",
+            "SGLang keeps them at page boundaries only beside its radix cache",
+            "add --disaggregation-decode-enable-radix-cache --mamba-radix-cache-strategy extra_buffer, or "
+            + _WITHOUT_WRITER,
         )
-    elif not isinstance(kv_cache, MHATokenToKVPool | MLATokenToKVPool):
+    return int(mamba_track_grid(page_size))
+
+
+_WITHOUT_WRITER = "set pd.write.enabled: false, or leave out --disaggregation-decode-enable-offload-kvcache"
+
+
+def _refuse_what_prefill_cannot_use(kv_cache: Any) -> None:
+    from sglang.srt.mem_cache import memory_pool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.runtime_context import get_parallel, get_spec
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    speculation = SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
+    subject, reason = f"decode-side writing of {type(kv_cache).__name__}", None
+    if type(kv_cache) in (memory_pool.DSATokenToKVPool, memory_pool.HybridLinearKVPool, SWAKVPool):
+        if not comes_with(installed_release(), "0.5.23"):
+            reason = f"SGLang {installed_release()} keeps too little of it on a decode node"
+        elif not speculation.is_none() or get_parallel().dcp_enabled:
+            reason = "with speculation or decode context parallelism its pools have another order"
+    elif not isinstance(kv_cache, memory_pool.MHATokenToKVPool | memory_pool.MLATokenToKVPool):
         reason = "it has side pools that a decode node does not write"
-    elif bigrams:
+    elif speculation.is_eagle():
+        # Whether prefill nodes of this launch key their tree by bigrams.
         subject = "decode-side writing with speculation"
         reason = (
             "with EAGLE or MTP a prefill node stores the draft model's KV beside the target's or packed in its pages,"
             " and a decode node writes the target's only"
         )
     if reason is not None:
-        raise UnsupportedError(subject, reason, remedy)
+        raise UnsupportedError(subject, reason, _WITHOUT_WRITER)

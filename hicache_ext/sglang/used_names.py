@@ -328,8 +328,8 @@ _MEMBER = re.compile(r"(?:since (\S+) )?(may go )?([^(<]+?)(?:\((.*)\))?(?: (<-)
 
 
 def _read(table: str) -> Iterator[Use]:
-    by_name = {feature.name: (feature,) for feature in FEATURES} | {"every hook": HOOKED}
-    by_name["host pools of a model"] = (DECODE_WRITER, LINKER)
+    groups: dict[str, tuple[Feature, ...]] = {"every hook": HOOKED, "host pools of a model": (DECODE_WRITER, LINKER)}
+    by_name = groups | {feature.name: (feature,) for feature in FEATURES}
     features: tuple[Feature, ...] = ()
     owner = ""
     for line in table.splitlines():

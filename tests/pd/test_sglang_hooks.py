@@ -19,7 +19,7 @@ from hicache_ext.errors import UnsupportedError  # noqa: E402
 from hicache_ext.sglang import decode_manager  # noqa: E402
 from hicache_ext.sglang.decode_manager import DecodeManager  # noqa: E402
 from hicache_ext.sglang.used_names import DECODE_WRITER, HOOKS  # noqa: E402
-from tests.releases.needs import needs  # noqa: E402
+from tests.releases.needs import needs, needs_release  # noqa: E402
 
 
 class BrokenWriter:
@@ -61,19 +61,75 @@ def test_sglang_replaces_its_class_by_what_makes_ours_and_keeps_its_own(monkeypa
     assert inspect.unwrap(replaced) is original and replaced is not original
 
 
-@pytest.mark.parametrize("pool", ["DSATokenToKVPool", "HybridLinearKVPool"])
-def test_pools_that_a_prefill_node_could_not_use_are_refused(pool: str) -> None:
-    cls = pkgutil.resolve_name(f"sglang.srt.mem_cache.memory_pool.{pool}")
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What of the launch decides, to be changed."""
+    from sglang.srt import runtime_context
+
+    mamba = SimpleNamespace(enable_mamba_extra_buffer=True, enable_mamba_extra_buffer_lazy=False)
+    facts = SimpleNamespace(speculative_algorithm=None, dcp_enabled=False, mamba=mamba)
+    for name in ("get_spec", "get_parallel", "get_exec"):
+        monkeypatch.setattr(runtime_context, name, lambda: facts)
+    return facts
+
+
+def refuse(pool: str) -> None:
+    kv_cache = object.__new__(pkgutil.resolve_name(f"sglang.srt.mem_cache.{pool}"))
+    decode_manager._refuse_what_prefill_cannot_use(kv_cache)
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        "deepseek_v4_memory_pool.DeepSeekV4TokenToKVPool",
+        "memory_pool.MiniMaxSparseKVPool",
+        "qsa_kv_pool.QSATokenToKVPool",
+        "unified_memory_pool.UnifiedSWAKVPool",
+    ],
+)
+def test_pools_that_a_prefill_node_could_not_use_are_refused(launched: SimpleNamespace, pool: str) -> None:
     with pytest.raises(UnsupportedError, match=r"pd\.write\.enabled: false"):
-        decode_manager._refuse_what_prefill_cannot_use(object.__new__(cls), bigrams=False)
+        refuse(pool)
 
 
-def test_speculation_is_refused() -> None:
-    cls = pkgutil.resolve_name("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool")
-    pool = object.__new__(cls)
-    decode_manager._refuse_what_prefill_cannot_use(pool, bigrams=False)
+SEVERAL = ["memory_pool.DSATokenToKVPool", "memory_pool.HybridLinearKVPool", "swa_memory_pool.SWAKVPool"]
+
+
+@needs_release("0.5.23", "older releases write one pool")
+@pytest.mark.parametrize("pool", SEVERAL)
+def test_models_of_several_pools_are_served_without_speculation(launched: SimpleNamespace, pool: str) -> None:
+    refuse(pool)
+    for launched.speculative_algorithm, launched.dcp_enabled in (("NGRAM", False), ("EAGLE", False), (None, True)):
+        with pytest.raises(UnsupportedError, match=r"pd\.write\.enabled: false"):
+            refuse(pool)
+
+
+@pytest.mark.parametrize("pool", SEVERAL)
+def test_an_older_release_writes_one_pool(
+    launched: SimpleNamespace, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_manager, "installed_release", lambda: "0.5.22")
+    with pytest.raises(UnsupportedError, match=r"0\.5\.22"):
+        refuse(pool)
+
+
+def test_speculation_is_refused(launched: SimpleNamespace) -> None:
+    refuse("memory_pool.MHATokenToKVPool")
+    launched.speculative_algorithm = "NGRAM"
+    refuse("memory_pool.MHATokenToKVPool")
+    launched.speculative_algorithm = "EAGLE"
     with pytest.raises(UnsupportedError, match="EAGLE or MTP"):
-        decode_manager._refuse_what_prefill_cannot_use(pool, bigrams=True)
+        refuse("memory_pool.MHATokenToKVPool")
+
+
+@needs_release("0.5.23", "older releases write one pool")
+@pytest.mark.parametrize("kept", [(False, False), (True, True)])
+def test_recurrent_states_that_sglang_does_not_keep_are_refused(
+    launched: SimpleNamespace, kept: tuple[bool, bool]
+) -> None:
+    launched.mamba.enable_mamba_extra_buffer, launched.mamba.enable_mamba_extra_buffer_lazy = kept
+    with pytest.raises(UnsupportedError, match="--disaggregation-decode-enable-radix-cache"):
+        decode_manager._track_interval(16)
 
 
 @pytest.fixture
@@ -131,7 +187,7 @@ def test_with_the_writer_off_sglangs_own_manager_reads_our_configuration_as_json
 def test_a_bug_of_ours_releases_the_request_and_does_not_reach_the_scheduler(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    broken = DecodeManager(SimpleNamespace(controller=None), None, None, 16)  # type: ignore[arg-type]
+    broken = DecodeManager(SimpleNamespace(controller=None, pools_on={}), None, None, 16)  # type: ignore[arg-type]
     broken.writer = BrokenWriter()  # type: ignore[assignment]
     request = SimpleNamespace(output_ids=[1], finished=lambda: False)
     assert broken.offload_kv_cache(request) is False
