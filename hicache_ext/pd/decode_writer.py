@@ -224,6 +224,88 @@ class WriteQueue:
         return (continuation for _, continuation in candidates)
 
 
+# -- copies to host memory ---------------------------------------------------------------------------------------------
+
+
+class Copies:
+    """Copies from the device through SGLang's controller. Scheduler thread only; nothing waits but ``wait``.
+
+    A request can be weakly referenced and hashed. A finished one is released once, after the last copy out of it.
+    """
+
+    def __init__(self, controller: Any, is_torn: Callable[[Any, Piece], bool], release: Callable[[Any], None]) -> None:
+        """``is_torn`` is asked of a piece whose copy has ended; ``release`` gives a request's device memory back."""
+        self.under_way: dict[int, tuple[Any, Piece]] = {}
+        self._controller = controller
+        self._is_torn = is_torn
+        self.release = release
+        self._of: Counter[Any] = Counter()
+        self._made = 0
+
+    def of(self, request: Any) -> int:
+        """Copies of a request that were queued and not yet taken."""
+        return self._of[request]
+
+    def pieces(self) -> Iterator[Piece]:
+        """Those whose copies were queued and not yet taken."""
+        return (piece for _, piece in self.under_way.values())
+
+    def queue(self, request: Any, piece: Piece, operation: Callable[[int], Any]) -> None:
+        """To be part of the next operation that is started; ``operation`` makes it SGLang's, of a number."""
+        self._made += 1
+        self._controller.write_queue.append(operation(self._made))
+        self.under_way[self._made] = (request, piece)
+        self._of[request] += 1
+
+    def start(self) -> Iterator[Piece]:
+        """Start all queued copies as one operation, which costs the scheduler once; nothing happens before the first
+        ``next``.
+
+        The pieces of refused copies: these have ended, and their bytes are nowhere. Releases finished requests.
+        """
+        queue = self._controller.write_queue
+        if not queue:
+            return
+        numbers = [number for operation in queue for number in operation.node_ids]
+        try:
+            self._controller.start_writing()
+        except Exception:
+            logger.exception("hicache_ext: copies to host memory were refused, their pages will not be written")
+            queue.clear()
+        else:
+            return
+        yield from self._taken(numbers)
+
+    def ended(self) -> int:
+        """Count the leading operations whose bytes are in host memory."""
+        waiting = [ack.finish_event.query() for ack in self._controller.ack_write_queue]
+        return waiting.index(False) if False in waiting else len(waiting)
+
+    def take(self, operations: int) -> Iterator[Piece]:
+        """Return the pieces of the first ``operations`` operations, which have ended. Releases finished requests."""
+        for _ in range(operations):
+            yield from self._taken(self._controller.ack_write_queue.pop(0).node_ids)
+
+    def wait(self) -> int:
+        """Wait for all operations under way; return their number."""
+        acks = self._controller.ack_write_queue
+        for ack in acks:
+            ack.finish_event.synchronize()
+        return len(acks)
+
+    def _taken(self, numbers: Sequence[int]) -> Iterator[Piece]:
+        for number in numbers:
+            request, piece = self.under_way.pop(number)
+            self._of[request] -= 1
+            if not self._of[request]:
+                del self._of[request]
+            piece.torn = self._is_torn(request, piece)
+            # Before the release, which may raise: the piece holds host memory.
+            yield piece
+            if request.finished() and not self._of[request]:
+                self.release(request)
+
+
 # -- the thread that writes to the pool --------------------------------------------------------------------------------
 # Hash, look up, write: no other thread waits on a store. Jobs are done and reported in the order of arrival: ranks
 # compare how many each has finished.
@@ -416,6 +498,7 @@ class DecodeWriter:
         request, at least a page. ``prefix_grace``: seconds that the prefill node may take to write the prompt before it
         counts as missing."""
         self._offload = offload
+        self._copies: Copies = offload.copies
         self._config = config
         self._writer = writer
         self.metrics = metrics
@@ -438,7 +521,7 @@ class DecodeWriter:
     @property
     def idle(self) -> bool:
         """Nothing is being copied, queued or written."""
-        return not (any(self._offload.copying()) or len(self._queue) or self._pages_in_flight)
+        return not (self._copies.under_way or len(self._queue) or self._pages_in_flight)
 
     # -- called by the scheduler for each request after each step -------------------------------------------------
 
@@ -534,7 +617,7 @@ class DecodeWriter:
         return taken
 
     def _start_copies(self) -> None:
-        for piece in self._offload.start_copies():
+        for piece in self._copies.start():
             self._close(piece.continuation, "copy_failed")
             self._copy_ended(piece)
 
@@ -566,7 +649,7 @@ class DecodeWriter:
         self._start_copies()
         # Copies ended, writes ended, milliseconds since the start: the minimum of all ranks.
         milliseconds = int((time.monotonic() - self._started) * 1000)
-        numbers = [self._offload.ended_copies(), self._writer.finished_jobs, milliseconds]
+        numbers = [self._copies.ended(), self._writer.finished_jobs, milliseconds]
         copied, written, self._now = numbers if self._minimum is None else self._minimum(numbers)
         if copied:
             self._copies_ended(copied)
@@ -579,10 +662,10 @@ class DecodeWriter:
     def finish_copies(self) -> None:
         """Wait for every copy under way: retraction is about to free the device memory they read [scheduler]."""
         self._start_copies()
-        self._copies_ended(self._offload.wait())
+        self._copies_ended(self._copies.wait())
 
     def _copies_ended(self, operations: int) -> None:
-        for piece in self._offload.take_copies(operations):
+        for piece in self._copies.take(operations):
             self._copy_ended(piece)
 
     def _copy_ended(self, piece: Piece) -> None:
@@ -666,7 +749,7 @@ class DecodeWriter:
         continuation.epoch += 1
         self._free(waiting)
         dropped_from = [piece.first_page for piece in waiting]
-        dropped_from += [piece.first_page for piece in self._offload.copying() if piece.continuation is continuation]
+        dropped_from += [piece.first_page for piece in self._copies.pieces() if piece.continuation is continuation]
         if dropped_from:
             continuation.copied_pages = min(dropped_from)
 

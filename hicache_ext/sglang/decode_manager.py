@@ -15,8 +15,7 @@ import json
 import logging
 import pkgutil
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,7 +74,7 @@ def replace_manager(*arguments: Any, **named: Any) -> Any:
 
 
 class DecodeManager:
-    """See the module docstring. Scheduler thread only; nothing waits but ``wait``.
+    """See the module docstring. Scheduler thread only.
 
     A request can be weakly referenced and hashed; what it is, only this class knows.
     """
@@ -87,8 +86,11 @@ class DecodeManager:
     ) -> None:
         """``writer`` is to be set before the first call of SGLang's. ``track_interval``: tokens from one recurrent
         state that SGLang keeps to the next."""
+        from hicache_ext.pd.decode_writer import Copies
+
         self.page_size = page_size
-        self.ongoing_offload: dict[int, tuple[Any, Piece]] = {}
+        self.copies = Copies(pools.controller, self._is_torn, self._release)
+        self.ongoing_offload = self.copies.under_way
         """SGLang looks only whether there are any."""
         self.tails: dict[str, int] = {}
         """Pool -> how many of its last pages a prefill node needs at the boundary where it goes on."""
@@ -98,12 +100,9 @@ class DecodeManager:
             self.tails[MAMBA] = 1
         self.pools = pools
         self._track_interval = track_interval
-        self._controller = pools.controller
         self._req_to_token_pool = req_to_token_pool
         self._allocator: Any = getattr(tree_cache, "token_to_kv_pool_allocator", None)
         self._tree_cache = tree_cache
-        self._copies_of: Counter[Any] = Counter()
-        self._copies_made = 0
         self._log = LimitedLog(logger, 1.0)
 
     # -- what SGLang calls -----------------------------------------------------------------------------------------
@@ -130,8 +129,8 @@ class DecodeManager:
 
     def finalize_release_on_finish(self, req: Any, *_: Any, **__: Any) -> None:
         """A request has finished, and no copy of it began now."""
-        if not self._copies_of[req]:
-            self._release(req)
+        if not self.copies.of(req):
+            self.copies.release(req)
 
     def has_inflight_device_transfer(self) -> bool:
         return bool(self.ongoing_offload)
@@ -142,7 +141,7 @@ class DecodeManager:
         if not self.writer.stop(_STOP_TIMEOUT):
             logger.warning("hicache_ext: a write is still under way after %g s; its memory is kept", _STOP_TIMEOUT)
             return
-        close = getattr(self._controller.storage_backend, "close", None)
+        close = getattr(self.pools.controller.storage_backend, "close", None)
         if close is not None:
             close()
         self.pools.group.destroy()
@@ -195,10 +194,8 @@ class DecodeManager:
         if self.is_on_device(request):
             release_request(request, self._tree_cache)
 
-    # -- copies ----------------------------------------------------------------------------------------------------
-
     def queue_copy(self, request: Any, piece: Piece) -> None:
-        """Copy the piece's pages with the next ``start_copies``."""
+        """Copy the piece's pages with the next operation."""
         row = self._req_to_token_pool.req_to_token[request.kv.req_pool_idx]
         tokens = row[piece.first_page * self.page_size : piece.end_page * self.page_size].to(torch.int64)
         parts = [(KV, piece.host_indices[KV], tokens)]
@@ -209,66 +206,7 @@ class DecodeManager:
         if MAMBA in self.tails:
             slot = request.kv.mamba_ping_pong_track_buffer[request.kv.mamba_last_track_idx]
             parts.append((MAMBA, piece.host_indices[MAMBA], slot.reshape(1).to(torch.int64, copy=True)))
-        self._copies_made += 1
-        self._controller.write_queue.append(self.pools.operation(self._copies_made, parts))
-        self.ongoing_offload[self._copies_made] = (request, piece)
-        self._copies_of[request] += 1
-
-    def start_copies(self) -> Iterator[Piece]:
-        """Start all queued copies as one operation, which costs the scheduler once; nothing happens before the first
-        ``next``.
-
-        The pieces of refused copies: these have ended, and their bytes are nowhere. Releases finished requests.
-        """
-        queue = self._controller.write_queue
-        if not queue:
-            return
-        numbers = [number for operation in queue for number in operation.node_ids]
-        try:
-            self._controller.start_writing()
-        except Exception:
-            logger.exception("hicache_ext: copies to host memory were refused, their pages will not be written")
-            queue.clear()
-        else:
-            return
-        yield from self._take(numbers)
-
-    def copying(self) -> Iterable[Piece]:
-        """Return the pieces whose copies were queued and not yet taken."""
-        return (piece for _, piece in self.ongoing_offload.values())
-
-    def ended_copies(self) -> int:
-        """Count the leading operations whose bytes are in host memory."""
-        ended = 0
-        for ack in self._controller.ack_write_queue:
-            if not ack.finish_event.query():
-                break
-            ended += 1
-        return ended
-
-    def take_copies(self, operations: int) -> Iterator[Piece]:
-        """Return the pieces of the first ``operations`` operations, which have ended. Releases finished requests."""
-        for _ in range(operations):
-            yield from self._take(self._controller.ack_write_queue.pop(0).node_ids)
-
-    def wait(self) -> int:
-        """Wait for all operations under way; return their number."""
-        acks = self._controller.ack_write_queue
-        for ack in acks:
-            ack.finish_event.synchronize()
-        return len(acks)
-
-    def _take(self, numbers: Sequence[int]) -> Iterator[Piece]:
-        for number in numbers:
-            request, piece = self.ongoing_offload.pop(number)
-            self._copies_of[request] -= 1
-            if not self._copies_of[request]:
-                del self._copies_of[request]
-            piece.torn = self._is_torn(request, piece)
-            # Before the release, which may raise: the piece holds host memory.
-            yield piece
-            if request.finished() and not self._copies_of[request]:
-                self._release(request)
+        self.copies.queue(request, piece, lambda number: self.pools.operation(number, parts))
 
 
 def page_chain(page_size: int, *, extra_key: str | None, cache_salt: str | None) -> PageChain:
@@ -305,7 +243,8 @@ def _our_manager(
     from hicache_ext.pd.decode_writer import DecodeWriter, PoolWriter
     from hicache_ext.sglang.model_pools import ModelPools
 
-    _refuse_what_prefill_cannot_use(token_to_kv_pool_allocator.get_kvcache())
+    components = _components(tree_cache)
+    _refuse_what_prefill_cannot_use(token_to_kv_pool_allocator.get_kvcache(), len(components))
     params = CacheInitParams(
         disable=False,
         req_to_token_pool=req_to_token_pool,
@@ -313,7 +252,6 @@ def _our_manager(
         page_size=get_schedule().page_size,
         tp_cache_group=tp_group,
     )
-    components = _components(tree_cache)
     track_interval = _track_interval(params.page_size) if "MAMBA" in {one.name for one in components} else 0
     pools = ModelPools(
         params,
@@ -375,7 +313,7 @@ def _track_interval(page_size: int) -> int:
 _WITHOUT_WRITER = "set pd.write.enabled: false, or leave out --disaggregation-decode-enable-offload-kvcache"
 
 
-def _refuse_what_prefill_cannot_use(kv_cache: Any) -> None:
+def _refuse_what_prefill_cannot_use(kv_cache: Any, components: int) -> None:
     from sglang.srt.mem_cache import memory_pool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.runtime_context import get_parallel, get_spec
@@ -383,12 +321,14 @@ def _refuse_what_prefill_cannot_use(kv_cache: Any) -> None:
 
     speculation = SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
     subject, reason = f"decode-side writing of {type(kv_cache).__name__}", None
-    if type(kv_cache) in (memory_pool.DSATokenToKVPool, memory_pool.HybridLinearKVPool, SWAKVPool):
+    if type(kv_cache) in (memory_pool.DSATokenToKVPool, memory_pool.HybridLinearKVPool, SWAKVPool) and components < 3:
         if not comes_with(installed_release(), "0.5.23"):
             reason = f"SGLang {installed_release()} keeps too little of it on a decode node"
         elif not speculation.is_none() or get_parallel().dcp_enabled:
             reason = "with speculation or decode context parallelism its pools have another order"
-    elif not isinstance(kv_cache, memory_pool.MHATokenToKVPool | memory_pool.MLATokenToKVPool):
+    elif isinstance(kv_cache, memory_pool.DSATokenToKVPool) or not isinstance(
+        kv_cache, memory_pool.MHATokenToKVPool | memory_pool.MLATokenToKVPool
+    ):
         reason = "it has side pools that a decode node does not write"
     elif speculation.is_eagle():
         # Whether prefill nodes of this launch key their tree by bigrams.

@@ -119,7 +119,7 @@ class DecodeNode:
         self.manager.writer._stride = 4 * self.page
         self.manager.writer._prefix_grace = 0.0
         self.released: list[Any] = []
-        self.manager._release = self.released.append  # type: ignore[method-assign]
+        self.manager.copies.release = self.released.append
         self.prompt = FIRST * self.page + 3
         self.request = Request(self.prompt)
         self.free_before = self.free_pages()
@@ -429,11 +429,11 @@ def test_memory_that_was_given_away_before_its_copy_ended_is_never_stored(
     node_of: Callable[..., DecodeNode], tmp_path: Path, kind: str
 ) -> None:
     node = node_of(kind)
-    start = node.manager.start_copies
-    node.manager.start_copies = lambda: iter(())  # type: ignore[method-assign]
+    start = node.manager.copies.start
+    node.manager.copies.start = lambda: iter(())  # type: ignore[method-assign]
     # The copy is queued at 9 pages (10, with states) and made when the window has left, or a third state been kept.
     node.generate(9 * node.page, settle=False)
-    node.manager.start_copies = start  # type: ignore[method-assign]
+    node.manager.copies.start = start  # type: ignore[method-assign]
     node.settle()
     prefill = PrefillNode(kind, tmp_path, "page_first")
     assert tails_found(node, prefill, kind) == []

@@ -337,7 +337,7 @@ def test_sglangs_own_controller_copies_the_requests_of_a_step_each_to_its_pages(
     controller = HiCacheController(allocator, pools.host, PAGE_SIZE, None, threading.Event(), io_backend="kernel")
     node = node_of()
     node.manager.pools = pools_around(pools.host, controller)
-    node.manager._controller = controller
+    node.manager.copies._controller = controller
     node.pool = BytesPool(pools.host)
     node._pool_writer._pool = node.pool
     rows = torch.arange(5)[:, None] * 48 + torch.arange(48)[None, :]
@@ -386,7 +386,7 @@ def test_a_release_that_raises_costs_no_host_memory(node_of: Callable[..., Node]
     def fail(req: Any) -> None:
         raise RuntimeError("a bug of the scheduler's")
 
-    node.manager._release = fail  # type: ignore[method-assign]
+    node.manager.copies.release = fail
     with pytest.raises(RuntimeError):
         node.writer.step()
     node.manager.check_offload_progress()  # the scheduler's call: it raises nothing

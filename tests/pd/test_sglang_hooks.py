@@ -73,9 +73,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return facts
 
 
-def refuse(pool: str) -> None:
+def refuse(pool: str, components: int = 2) -> None:
     kv_cache = object.__new__(pkgutil.resolve_name(f"sglang.srt.mem_cache.{pool}"))
-    decode_manager._refuse_what_prefill_cannot_use(kv_cache)
+    decode_manager._refuse_what_prefill_cannot_use(kv_cache, components)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,7 @@ def refuse(pool: str) -> None:
         "memory_pool.MiniMaxSparseKVPool",
         "qsa_kv_pool.QSATokenToKVPool",
         "unified_memory_pool.UnifiedSWAKVPool",
+        "page_interleave_pool.PageInterleaveDSATokenToKVPool",
     ],
 )
 def test_pools_that_a_prefill_node_could_not_use_are_refused(launched: SimpleNamespace, pool: str) -> None:
@@ -99,6 +100,8 @@ SEVERAL = ["memory_pool.DSATokenToKVPool", "memory_pool.HybridLinearKVPool", "sw
 @pytest.mark.parametrize("pool", SEVERAL)
 def test_models_of_several_pools_are_served_without_speculation(launched: SimpleNamespace, pool: str) -> None:
     refuse(pool)
+    with pytest.raises(UnsupportedError, match="side pools"):
+        refuse(pool, components=3)
     for launched.speculative_algorithm, launched.dcp_enabled in (("NGRAM", False), ("EAGLE", False), (None, True)):
         with pytest.raises(UnsupportedError, match=r"pd\.write\.enabled: false"):
             refuse(pool)
