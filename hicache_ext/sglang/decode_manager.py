@@ -265,6 +265,7 @@ def _our_manager(
         for backend in attached_backends()
         if getattr(backend, "mem_pool_host", None) is pools.controller.storage_host_pool
     )
+    backend.fed_by_decode_writer = True
     metrics = TierMetrics("pd_write", prefix="pd_write_")
     backend.export_also(metrics)
 

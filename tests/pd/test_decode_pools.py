@@ -455,6 +455,12 @@ def test_a_state_that_is_not_at_a_page_boundary_of_the_request_is_none(node_of: 
         assert node.manager.boundary(node.request, 8, 0) == boundary
 
 
+def test_after_a_weight_update_nothing_of_the_writer_is_stored(node_of: Callable[..., DecodeNode]) -> None:
+    """SGLang's flush, after which a backend serves again, does not empty the writer's queues."""
+    node = node_of("mha")
+    assert not node.pools.controller.storage_backend.flushes_with_cache
+
+
 def test_a_window_counts_only_whole(node_of: Callable[..., DecodeNode]) -> None:
     node = node_of("swa")
     kv = node.request.kv

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hicache_ext.testing.sglang_cpu import prepare_process
 
@@ -19,6 +20,7 @@ from hicache_ext.errors import UnsupportedError  # noqa: E402
 from hicache_ext.sglang import decode_manager  # noqa: E402
 from hicache_ext.sglang.decode_manager import DecodeManager  # noqa: E402
 from hicache_ext.sglang.used_names import DECODE_WRITER, HOOKS  # noqa: E402
+from hicache_ext.testing.host_pools import mha_device_pool  # noqa: E402
 from tests.releases.needs import needs, needs_release  # noqa: E402
 
 
@@ -198,3 +200,55 @@ def test_a_bug_of_ours_releases_the_request_and_does_not_reach_the_scheduler(
     broken.check_offload_progress()
     assert "a request's KV will not be written" in caplog.text
     assert "a step of the decode writer failed" in caplog.text
+
+
+class ServedRequest:
+    """SGLang's own request, its rows and its tree, which is off as on a decode node."""
+
+    def __init__(self) -> None:
+        from sglang.srt.managers.schedule_batch import Req
+        from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+        from sglang.srt.mem_cache.unified_cache.components import ComponentType
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        pool = mha_device_pool(16, 16, 1)
+        self.allocator = PagedTokenToKVPoolAllocator(256, 16, torch.bfloat16, "cpu", pool, need_sort=False)
+        self.rows = ReqToTokenPool(4, 256, "cpu", enable_memory_saver=False)
+        self.tree = UnifiedRadixCache(
+            CacheInitParams(
+                disable=True,
+                req_to_token_pool=self.rows,
+                token_to_kv_pool_allocator=self.allocator,
+                page_size=16,
+                tree_components=(ComponentType.FULL,),
+            )
+        )
+        self.free = self.allocator.available_size(), self.rows.available_size()
+        self.request = Req("r", "", list(range(40)), SamplingParams())
+        self.rows.alloc([self.request])
+        slots = self.allocator.alloc(48)
+        self.rows.req_to_token[self.request.kv.req_pool_idx, :48] = slots
+        self.request.kv.kv_allocated_len = self.request.kv.kv_committed_len = 43
+        self.request.output_ids.extend([1, 2, 3, 4])
+
+
+@needs_release("0.5.23", "older releases have other trees on a decode node")
+def test_a_released_request_gives_sglang_all_of_its_memory_back_once() -> None:
+    from tests.backend import linker_rig as rig
+
+    with rig.server_context():
+        served = ServedRequest()
+        assert served.allocator.available_size() < served.free[0]
+        manager = DecodeManager(
+            SimpleNamespace(controller=None, pools_on={}),
+            served.rows,
+            served.tree,
+            16,  # type: ignore[arg-type]
+        )
+        for _ in range(2):
+            manager.finalize_release_on_finish(served.request)
+            assert (served.allocator.available_size(), served.rows.available_size()) == served.free
+        assert not served.request.kv.holds_kv
