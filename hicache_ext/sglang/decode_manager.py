@@ -238,12 +238,14 @@ def _our_manager(
     extra_config: dict[str, Any],
 ) -> DecodeManager:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import ComponentType
     from sglang.srt.runtime_context import get_memory, get_schedule
 
     from hicache_ext.pd.decode_writer import DecodeWriter, PoolWriter
     from hicache_ext.sglang.model_pools import ModelPools
 
-    components = _components(tree_cache)
+    # Until 0.5.21 the tree of a decode node has none, and ours serve no more than one there.
+    components = set(getattr(tree_cache, "components", None) or {ComponentType.FULL})
     _refuse_what_prefill_cannot_use(token_to_kv_pool_allocator.get_kvcache(), len(components))
     params = CacheInitParams(
         disable=False,
@@ -288,13 +290,6 @@ def _our_manager(
     )
     logger.info("hicache_ext: decode writer in force: %s", config)
     return manager
-
-
-def _components(tree_cache: Any) -> set[Any]:
-    """Of the model; until 0.5.21 the tree of a decode node has none, and ours serve no more than one there."""
-    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import ComponentType
-
-    return set(getattr(tree_cache, "components", None) or {ComponentType.FULL})
 
 
 def _track_interval(page_size: int) -> int:

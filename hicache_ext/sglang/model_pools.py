@@ -12,6 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.managers.cache_controller import CacheOperation
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _select_strategy
+from sglang.srt.runtime_context import get_serving
 
 from hicache_ext.errors import HicacheExtError, UnsupportedError
 from hicache_ext.sglang.lifecycle import name_of
@@ -25,9 +29,6 @@ class ModelPools:
 
         Raises UnsupportedError for a model that HiCache does not serve either.
         """
-        from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _select_strategy
-        from sglang.srt.runtime_context import get_serving
-
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
         try:
             built = _select_strategy(kvcache, set(components)).build(
@@ -64,9 +65,6 @@ class ModelPools:
 
         ``parts``: component, host indices, device indices.
         """
-        from sglang.srt.managers.cache_controller import CacheOperation
-        from sglang.srt.mem_cache.hicache_storage import PoolTransfer
-
         host: dict[str, list[torch.Tensor]] = {}
         device: dict[str, list[torch.Tensor]] = {}
         for source, host_indices, device_indices in parts:
@@ -81,20 +79,18 @@ class ModelPools:
             _joined(device.pop(anchor, [on_device])),
             number,
             pool_transfers=[
-                PoolTransfer(
-                    self.pool_name(name), host_indices=_joined(host[name]), device_indices=_joined(device[name])
-                )
+                PoolTransfer(PoolName(name), host_indices=_joined(host[name]), device_indices=_joined(device[name]))
                 for name in host
             ],
         )
 
     def alloc(self, source: str, pages: int) -> torch.Tensor | None:
         """Indices of so many pages of a component; None where there are not so many."""
-        indices: torch.Tensor | None = self.group.alloc(pages * self.page_sizes[source], pool=self.pool_name(source))
+        indices: torch.Tensor | None = self.group.alloc(pages * self.page_sizes[source], pool=PoolName(source))
         return indices
 
     def free(self, source: str, indices: torch.Tensor) -> None:
-        self.group.free(indices, pool=self.pool_name(source))
+        self.group.free(indices, pool=PoolName(source))
 
     def free_pages(self, source: str) -> int:
         return int(self.host_pools[source].available_size()) // self.page_sizes[source]
@@ -103,11 +99,6 @@ class ModelPools:
         """Of the anchor."""
         anchor = self.group.anchor_entry.host_pool
         return int(anchor.size - anchor.available_size())
-
-    def pool_name(self, name: str) -> Any:
-        from sglang.srt.mem_cache.hicache_storage import PoolName
-
-        return PoolName(name)
 
 
 def _joined(indices: list[torch.Tensor]) -> torch.Tensor:

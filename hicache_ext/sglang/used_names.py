@@ -222,9 +222,13 @@ decode writer
   mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController: parse_storage_backend_extra_config
   mem_cache.cache_init_params.CacheInitParams
     __init__(disable req_to_token_pool token_to_kv_pool_allocator page_size tp_cache_group)
-  runtime_context: get_context get_schedule
+  runtime_context: get_context get_schedule get_exec mamba_track_grid
   speculative.spec_info.SpeculativeAlgorithm: from_string is_eagle
-  mem_cache.memory_pool: DSATokenToKVPool MHATokenToKVPool MLATokenToKVPool
+  mem_cache.memory_pool: DSATokenToKVPool HybridLinearKVPool MHATokenToKVPool MLATokenToKVPool
+  mem_cache.swa_memory_pool: SWAKVPool
+  managers.schedule_batch.ReqKvInfo
+    req_pool_idx get_evicted_seqlen mamba_last_track_seqlen mamba_last_track_idx mamba_ping_pong_track_buffer
+  mem_cache.base_prefix_cache.BasePrefixCache: since 0.5.23 swa_retain_window
   mem_cache.memory_pool.ReqToTokenPool: req_to_token
   mem_cache.radix_cache.RadixKey: __init__(token_ids extra_key cache_salt)
   mem_cache.utils: get_storage_hash_str(key prior_hash page_size)
