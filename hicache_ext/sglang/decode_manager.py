@@ -246,7 +246,8 @@ def _our_manager(
 
     # Until 0.5.21 the tree of a decode node has none, and ours serve no more than one there.
     components = set(getattr(tree_cache, "components", None) or {ComponentType.FULL})
-    _refuse_what_prefill_cannot_use(token_to_kv_pool_allocator.get_kvcache(), len(components))
+    kv_cache = token_to_kv_pool_allocator.get_kvcache()
+    _refuse_what_prefill_cannot_use(kv_cache, len(components), shares=not getattr(tree_cache, "disable", True))
     params = CacheInitParams(
         disable=False,
         req_to_token_pool=req_to_token_pool,
@@ -309,7 +310,8 @@ def _track_interval(page_size: int) -> int:
 _WITHOUT_WRITER = "set pd.write.enabled: false, or leave out --disaggregation-decode-enable-offload-kvcache"
 
 
-def _refuse_what_prefill_cannot_use(kv_cache: Any, components: int) -> None:
+def _refuse_what_prefill_cannot_use(kv_cache: Any, components: int, shares: bool) -> None:
+    """``shares``: whether requests have memory of SGLang's radix cache."""
     from sglang.srt.mem_cache import memory_pool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.runtime_context import get_parallel, get_spec
@@ -322,6 +324,8 @@ def _refuse_what_prefill_cannot_use(kv_cache: Any, components: int) -> None:
             reason = f"SGLang {installed_release()} keeps too little of it on a decode node"
         elif not speculation.is_none() or get_parallel().dcp_enabled:
             reason = "with speculation or decode context parallelism its pools have another order"
+        elif shares and isinstance(kv_cache, SWAKVPool):
+            reason = "with SGLang's radix cache a request does not tell which memory of its window is its own"
     elif isinstance(kv_cache, memory_pool.DSATokenToKVPool) or not isinstance(
         kv_cache, memory_pool.MHATokenToKVPool | memory_pool.MLATokenToKVPool
     ):

@@ -75,9 +75,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return facts
 
 
-def refuse(pool: str, components: int = 2) -> None:
+def refuse(pool: str, components: int = 2, shares: bool = False) -> None:
     kv_cache = object.__new__(pkgutil.resolve_name(f"sglang.srt.mem_cache.{pool}"))
-    decode_manager._refuse_what_prefill_cannot_use(kv_cache, components)
+    decode_manager._refuse_what_prefill_cannot_use(kv_cache, components, shares)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,13 @@ def test_models_of_several_pools_are_served_without_speculation(launched: Simple
     for launched.speculative_algorithm, launched.dcp_enabled in (("NGRAM", False), ("EAGLE", False), (None, True)):
         with pytest.raises(UnsupportedError, match=r"pd\.write\.enabled: false"):
             refuse(pool)
+
+
+@needs_release("0.5.23", "older releases write one pool")
+def test_windows_whose_memory_may_be_the_trees_are_refused(launched: SimpleNamespace) -> None:
+    refuse("memory_pool.HybridLinearKVPool", shares=True)
+    with pytest.raises(UnsupportedError, match="radix cache"):
+        refuse("swa_memory_pool.SWAKVPool", shares=True)
 
 
 @pytest.mark.parametrize("pool", SEVERAL)
