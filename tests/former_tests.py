@@ -41,7 +41,10 @@ FORMER = {
     "test_unequal_numbers_of_tokens_are_refused": "-> test_unequal_numbers_of_tokens_are_refused",
     "test_repeated_measurements_keep_the_best_time_of_each_engine": "a situation that is measured twice is kept twice",
     "test_without_our_writer_sglangs_own_methods_run_and_are_timed": (
-        "-> test_without_our_writer_sglangs_own_methods_run"
+        "-> test_with_the_writer_off_sglangs_own_manager_reads_our_configuration_as_json"
+    ),
+    "test_every_method_that_the_scheduler_calls_and_that_moves_pages_is_hooked": (
+        "-> test_our_manager_has_every_method_of_sglangs_that_the_scheduler_calls"
     ),
     "test_a_configured_engine_serves_what_it_can_and_the_fallback_the_rest": (
         "-> test_a_configured_engine_serves_what_it_can_and_sglangs_own_path_the_rest"

@@ -39,7 +39,7 @@ OFF = (
     *("storage.guards.late_open", "storage.serving", "storage.tiering.admission", "storage.tiering.reuse"),
     *("storage.tiering.prefetch", "storage.tiering.pulling", "storage.tiering.recording"),
     *("storage.tiering.tracing", "storage.tiers.memory", "storage.tiers.mooncake", "storage.tiers.object"),
-    *("storage.tiers.redis", "sglang.announcements", "sglang.linker", "sglang.linking", "sglang.offload"),
+    *("storage.tiers.redis", "sglang.announcements", "sglang.linker", "sglang.linking", "sglang.model_pools"),
 )
 """Rooms and modules of which such a server has no use."""
 

@@ -275,7 +275,7 @@ _MADE_NAMES = {
 }
 _PREFIXES = {
     "pd/": "pd_write_",
-    "sglang/pd_hooks": "pd_write_",
+    "sglang/decode_manager": "pd_write_",
     "kernels/": "copy_",
     "sglang/kernel_hooks": "copy_",
     "sglang/link": "linker_",

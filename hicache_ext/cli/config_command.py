@@ -133,7 +133,7 @@ def notes_on(checked: ExtraConfig, inline: bool) -> Iterator[tuple[str, str]]:
     """Yield what is allowed and hardly meant: what it is about, and a sentence."""
     config = checked.hicache_ext
     if not inline and checked.allocator and config.role != "decode":
-        # On a decode node this package's hook reads the file before SGLang builds its pools (sglang/pd_hooks.py).
+        # On a decode node this package's hook reads the file before SGLang builds its pools (sglang/decode_manager.py).
         yield "allocator", "SGLang ignores 'allocator' in a file; pass the configuration inline to use it"
     for name, tier in config.tiers.items():
         if name not in (*config.retrieve_locations, *config.store_locations):

@@ -1,10 +1,13 @@
 """The decode node's writer: copies generated pages to host memory and has them written to the pool.
 
-It replaces the working parts of SGLang's own decode offload (sglang/pd_hooks.py routes its methods here). Requests are
-known by identity alone; they, copies and host memory are behind ``offload``.
+Requests are known by identity alone; they, copies and host memory are behind ``offload`` (sglang/decode_manager.py).
 
 A page is generated, copied to host memory at the next stride or at the finish, queued in the WriteQueue, given to the
 PoolWriter, and written, tried again, or counted as lost. Its host memory is freed in every case.
+
+A prefill node goes on from a page boundary at which it finds all pools of the model: every page of the KV, and of the
+others the tail there, the last pages of a sliding window or one recurrent state. So a piece ends at a boundary at which
+all of them can be copied, and is copied, dropped and written with them, the KV last.
 
 Everything but the PoolWriter runs on the scheduler thread and never waits for a store or a copy; a request's ``chain``
 is the PoolWriter's while a write is under way. Ranks decide alike, because decisions depend only on numbers agreed on
@@ -19,7 +22,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -39,6 +42,9 @@ logger = logging.getLogger(__name__)
 # -- page hashes -------------------------------------------------------------------------------------------------------
 # As a prefill node computes them: sha256(hash before || token ids of the page), the first one seeded from extra_key and
 # cache_salt.
+
+KV = "kv"
+"""SGLang's name for the pool of which every page counts."""
 
 HashPages = Callable[[Sequence[int], str | None], list[str]]
 """Hashes of the whole pages of some tokens of a request; the second argument is the hash of the page before them."""
@@ -84,17 +90,25 @@ class PageChain:
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """A run of pages in host memory: being copied, waiting, or being written."""
+    """A run of pages in host memory, with the tails at its end: being copied, waiting, or being written."""
 
     continuation: Continuation
     first_page: int
-    pages: int
-    host_indices: Any
-    """CPU int64 tensor, one index per token."""
+    pages_of: dict[str, int]
+    """By pool, how many of its pages up to ``end_page``; the KV's come first, and begin at ``first_page``."""
+    host_indices: dict[str, torch.Tensor]
+    """By pool, likewise; one index per token, or per state."""
     tokens: Sequence[int]
     """The tokens ``PageChain.tokens_for`` of these pages."""
     epoch: int
     """The continuation's epoch when the copy began; a piece of an older epoch is dropped on arrival."""
+
+    torn: bool = False
+    """The device memory of a tail was given away before the copy had ended."""
+
+    @property
+    def pages(self) -> int:
+        return self.pages_of[KV]
 
     @property
     def end_page(self) -> int:
@@ -210,6 +224,88 @@ class WriteQueue:
         return (continuation for _, continuation in candidates)
 
 
+# -- copies to host memory ---------------------------------------------------------------------------------------------
+
+
+class Copies:
+    """Copies from the device through SGLang's controller. Scheduler thread only; nothing waits but ``wait``.
+
+    A request can be weakly referenced and hashed. A finished one is released once, after the last copy out of it.
+    """
+
+    def __init__(self, controller: Any, is_torn: Callable[[Any, Piece], bool], release: Callable[[Any], None]) -> None:
+        """``is_torn`` is asked of a piece whose copy has ended; ``release`` gives a request's device memory back."""
+        self.under_way: dict[int, tuple[Any, Piece]] = {}
+        self._controller = controller
+        self._is_torn = is_torn
+        self.release = release
+        self._of: Counter[Any] = Counter()
+        self._made = 0
+
+    def of(self, request: Any) -> int:
+        """Copies of a request that were queued and not yet taken."""
+        return self._of[request]
+
+    def pieces(self) -> Iterator[Piece]:
+        """Those whose copies were queued and not yet taken."""
+        return (piece for _, piece in self.under_way.values())
+
+    def queue(self, request: Any, piece: Piece, operation: Callable[[int], Any]) -> None:
+        """To be part of the next operation that is started; ``operation`` makes it SGLang's, of a number."""
+        self._made += 1
+        self._controller.write_queue.append(operation(self._made))
+        self.under_way[self._made] = (request, piece)
+        self._of[request] += 1
+
+    def start(self) -> Iterator[Piece]:
+        """Start all queued copies as one operation, which costs the scheduler once; nothing happens before the first
+        ``next``.
+
+        The pieces of refused copies: these have ended, and their bytes are nowhere. Releases finished requests.
+        """
+        queue = self._controller.write_queue
+        if not queue:
+            return
+        numbers = [number for operation in queue for number in operation.node_ids]
+        try:
+            self._controller.start_writing()
+        except Exception:
+            logger.exception("hicache_ext: copies to host memory were refused, their pages will not be written")
+            queue.clear()
+        else:
+            return
+        yield from self._taken(numbers)
+
+    def ended(self) -> int:
+        """Count the leading operations whose bytes are in host memory."""
+        waiting = [ack.finish_event.query() for ack in self._controller.ack_write_queue]
+        return waiting.index(False) if False in waiting else len(waiting)
+
+    def take(self, operations: int) -> Iterator[Piece]:
+        """Return the pieces of the first ``operations`` operations, which have ended. Releases finished requests."""
+        for _ in range(operations):
+            yield from self._taken(self._controller.ack_write_queue.pop(0).node_ids)
+
+    def wait(self) -> int:
+        """Wait for all operations under way; return their number."""
+        acks = self._controller.ack_write_queue
+        for ack in acks:
+            ack.finish_event.synchronize()
+        return len(acks)
+
+    def _taken(self, numbers: Sequence[int]) -> Iterator[Piece]:
+        for number in numbers:
+            request, piece = self.under_way.pop(number)
+            self._of[request] -= 1
+            if not self._of[request]:
+                del self._of[request]
+            piece.torn = self._is_torn(request, piece)
+            # Before the release, which may raise: the piece holds host memory.
+            yield piece
+            if request.finished() and not self._of[request]:
+                self.release(request)
+
+
 # -- the thread that writes to the pool --------------------------------------------------------------------------------
 # Hash, look up, write: no other thread waits on a store. Jobs are done and reported in the order of arrival: ranks
 # compare how many each has finished.
@@ -243,12 +339,12 @@ class PoolWriter:
     """``submit`` and ``finished`` run on the scheduler thread and never wait; everything else on a thread of its
     own."""
 
-    def __init__(self, pool: Any, metrics: TierMetrics, *, writes: bool = True) -> None:
-        """``pool``: the backend (sglang/backend.py). ``writes=False``: a rank whose pages another rank writes; its jobs
-        end at once."""
+    def __init__(self, pool: Any, metrics: TierMetrics, pools_on: Mapping[str, Sequence[str]]) -> None:
+        """``pool``: the backend (sglang/backend.py). ``pools_on``: by the pool that has host indices, those that lie on
+        them and are this rank's to write. Jobs of a rank that writes none end at once."""
         self._pool = pool
         self._metrics = metrics
-        self._writes = writes
+        self._pools_on = pools_on
         self._jobs: deque[WriteJob] = deque()
         self._finished: deque[tuple[WriteJob, Outcome]] = deque()
         self._log = LimitedLog(logger, 1.0)
@@ -285,7 +381,7 @@ class PoolWriter:
         return math.inf
 
     def _write(self, job: WriteJob) -> Outcome:
-        if not self._writes:
+        if not any(self._pools_on.values()):
             return Outcome.WRITTEN
         continuation, pieces = job.continuation, job.pieces
         chain = continuation.chain
@@ -295,28 +391,35 @@ class PoolWriter:
         prompt = chain.hashes(0, continuation.prompt_pages) if job.look_for_prefix else []
         if prompt and self._pool.stored_leading(prompt) < len(prompt):
             return Outcome.PREFIX_MISSING
-        keys: list[str] = []
         for piece in pieces:
             if len(chain) < piece.first_page:
                 raise RuntimeError(f"pages {len(chain)} to {piece.first_page} of a request were never copied")
             if len(chain) < piece.end_page:
                 chain.extend(piece.tokens[(len(chain) - piece.first_page) * chain.page_size :])
-            keys += chain.hashes(piece.first_page, piece.end_page)
-        host_indices = torch.cat([piece.host_indices for piece in pieces]).reshape(len(keys), chain.page_size)
-        for first in range(0, len(keys), _PAGES_PER_WRITE):
-            end = first + _PAGES_PER_WRITE
-            outcome = self._write_pages(keys[first:end], host_indices[first:end])
-            if outcome is not Outcome.WRITTEN:
-                return outcome
+        # The KV last: where it is found, what lies beside it was written before.
+        for source in reversed(pieces[0].host_indices):
+            keys = [key for piece in pieces for key in self._keys(chain, piece, source)]
+            host_indices = torch.cat([piece.host_indices[source] for piece in pieces]).reshape(len(keys), -1)
+            for first in range(0, len(keys), _PAGES_PER_WRITE):
+                some = slice(first, first + _PAGES_PER_WRITE)
+                for name in self._pools_on[source]:
+                    outcome = self._write_pages(name, keys[some], host_indices[some])
+                    if outcome is not Outcome.WRITTEN:
+                        return outcome
         return Outcome.WRITTEN
 
-    def _write_pages(self, keys: list[str], host_indices: torch.Tensor) -> Outcome:
+    @staticmethod
+    def _keys(chain: PageChain, piece: Piece, source: str) -> list[str]:
+        """Of the pages of one pool in a piece: its last ones, or all."""
+        return chain.hashes(piece.end_page - piece.pages_of[source], piece.end_page)
+
+    def _write_pages(self, name: str, keys: list[str], host_indices: torch.Tensor) -> Outcome:
         """Write the pages that the pool lacks: WRITTEN where it has all of them now."""
-        absent = [page for page, known in enumerate(self._pool.stored(keys)) if not known]
+        absent = [page for page, known in enumerate(self._pool.stored(keys, name)) if not known]
         self._metrics.add("page", "present", len(keys) - len(absent))
         if not absent:
             return Outcome.WRITTEN
-        results = self._pool.store_pages([keys[page] for page in absent], host_indices[absent].flatten())
+        results = self._pool.store_pages([keys[page] for page in absent], host_indices[absent].flatten(), name)
         self._metrics.add("write", "calls")
         ends = Counter("present" if result is SetResult.EXISTS else result.value for result in results)
         self._metrics.add_many("page", ends)
@@ -347,12 +450,32 @@ Minimum = Callable[[list[int]], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What a request says about its own KV."""
+    """What a request says about its own KV, in ``sampling_params.custom_params``::
+
+        {"sampling_params": {"custom_params": {"hicache_ext": {"store": false, "priority": 2}}}, ...}
+
+    This field is the only free mapping that SGLang carries from every entry point (/generate and the OpenAI calls,
+    which have it at the top level) to the scheduler's Req; otherwise only custom logit processors read it. extra_key
+    and cache_salt change the page hashes, and SGLang's ``priority`` changes the scheduling.
+    """
 
     store: bool = True
     """False: nothing this request generates is written."""
     priority: int = 0
     """When host memory is full, the lowest priority is dropped first."""
+
+    @classmethod
+    def of(cls, sampling_params: Any) -> RequestOptions:
+        """Absent or invalid ones have their defaults."""
+        parameters = getattr(sampling_params, "custom_params", None)
+        ours = parameters.get("hicache_ext") if isinstance(parameters, Mapping) else None
+        if not isinstance(ours, Mapping):
+            return cls()
+        priority = ours.get("priority", 0)
+        return cls(
+            store=ours.get("store") is not False,
+            priority=priority if isinstance(priority, int) and not isinstance(priority, bool) else 0,
+        )
 
 
 class DecodeWriter:
@@ -371,10 +494,11 @@ class DecodeWriter:
         prefix_grace: float = 5.0,
     ) -> None:
         """``offload``: what the writer needs of the server: requests, copies from device to host memory, host memory
-        (``ManagerOffload`` in sglang/pd_hooks.py). ``stride``: generated tokens between two copies of a running
+        (``DecodeManager`` in sglang/decode_manager.py). ``stride``: generated tokens between two copies of a running
         request, at least a page. ``prefix_grace``: seconds that the prefill node may take to write the prompt before it
         counts as missing."""
         self._offload = offload
+        self._copies: Copies = offload.copies
         self._config = config
         self._writer = writer
         self.metrics = metrics
@@ -397,7 +521,7 @@ class DecodeWriter:
     @property
     def idle(self) -> bool:
         """Nothing is being copied, queued or written."""
-        return not (any(self._offload.copying()) or len(self._queue) or self._pages_in_flight)
+        return not (self._copies.under_way or len(self._queue) or self._pages_in_flight)
 
     # -- called by the scheduler for each request after each step -------------------------------------------------
 
@@ -451,45 +575,63 @@ class DecodeWriter:
 
     def _copy(self, request: Any, output: Sequence[int], continuation: Continuation) -> bool:
         """Start copying the whole pages that are due; whether a copy began."""
-        page_size, finished = self._page_size, continuation.finished
-        prompt_length = len(continuation.prompt)
-        end_page = (prompt_length + len(output) - 1) // page_size  # the last token has no KV yet
+        prompt_length, finished = len(continuation.prompt), continuation.finished
+        whole_pages = (prompt_length + len(output) - 1) // self._page_size  # the last token has no KV yet
         first_page = continuation.copied_pages
-        pages = end_page - first_page
-        if pages <= 0:
+        # Of a window no page is copied twice: what lies before ``first_page`` was, unless a prefill node wrote it.
+        since = first_page if first_page > continuation.prompt_pages else 0
+        end_page = self._offload.boundary(request, whole_pages, since)
+        if finished and whole_pages > max(end_page, first_page):
+            self.metrics.add("lost", "boundary", whole_pages - max(end_page, first_page))
+        if end_page <= first_page:
             return False
         continuation.next_copy_at = len(output) + self._stride
         tokens = _tokens_between(continuation.prompt, output, continuation.chain.tokens_for(first_page, end_page))
-        host_pool = self._offload.host_pool
-        has_room = host_pool.available_size() >= pages * page_size or self._evict(pages * page_size, continuation)
-        host_indices = host_pool.alloc(pages * page_size) if has_room else None
+        pages_of = {KV: end_page - first_page}
+        pages_of |= {tail: min(pages, end_page - since) for tail, pages in self._offload.tails.items()}
+        host_indices = self._host_memory(pages_of, continuation)
         if host_indices is None:
             self.metrics.add("copy", "no_host_memory" if finished else "deferred")
             if finished:
-                self._close(continuation, "no_host_memory", lost_pages=pages)
+                self._close(continuation, "no_host_memory", lost_pages=pages_of[KV])
             return False
         self._copies_this_step += 1
-        piece = Piece(continuation, first_page, pages, host_indices, tokens, continuation.epoch)
+        piece = Piece(continuation, first_page, pages_of, host_indices, tokens, continuation.epoch)
         self._offload.queue_copy(request, piece)
         continuation.copied_pages = end_page
         continuation.next_copy_at = self._copy_due_at(prompt_length, end_page)
         return True
 
+    def _host_memory(self, pages_of: Mapping[str, int], spare: Continuation) -> dict[str, torch.Tensor] | None:
+        """Host memory of each pool, for which queued pages are dropped if need be; None where that is not enough."""
+        lacking = {name: pages - self._offload.pools.free_pages(name) for name, pages in pages_of.items()}
+        if any(pages > 0 for pages in lacking.values()) and not self._evict(lacking, spare):
+            return None
+        taken: dict[str, torch.Tensor] = {}
+        for name, pages in pages_of.items():
+            indices = self._offload.pools.alloc(name, pages)
+            if indices is None:
+                self._free_memory(taken)
+                return None
+            taken[name] = indices
+        return taken
+
     def _start_copies(self) -> None:
-        for piece in self._offload.start_copies():
+        for piece in self._copies.start():
             self._close(piece.continuation, "copy_failed")
             self._copy_ended(piece)
 
-    def _evict(self, tokens: int, spare: Continuation) -> bool:
-        """Drop queued pages until so much host memory is free; False where that cannot be."""
+    def _evict(self, lacking: dict[str, int], spare: Continuation) -> bool:
+        """Drop queued pages until so many more of each pool are free; False where that cannot be."""
         victims: list[Continuation] = []
-        gain = self._offload.host_pool.available_size()
         for victim in self._queue.victims(spare):
-            if gain >= tokens:
+            if all(pages <= 0 for pages in lacking.values()):
                 break
             victims.append(victim)
-            gain += victim.waiting_pages * self._page_size
-        if gain < tokens:
+            for piece in victim.waiting:
+                for name in lacking:
+                    lacking[name] -= piece.pages_of[name]
+        if any(pages > 0 for pages in lacking.values()):
             return False
         for victim in victims:
             pages = victim.waiting_pages
@@ -507,7 +649,7 @@ class DecodeWriter:
         self._start_copies()
         # Copies ended, writes ended, milliseconds since the start: the minimum of all ranks.
         milliseconds = int((time.monotonic() - self._started) * 1000)
-        numbers = [self._offload.ended_copies(), self._writer.finished_jobs, milliseconds]
+        numbers = [self._copies.ended(), self._writer.finished_jobs, milliseconds]
         copied, written, self._now = numbers if self._minimum is None else self._minimum(numbers)
         if copied:
             self._copies_ended(copied)
@@ -520,17 +662,26 @@ class DecodeWriter:
     def finish_copies(self) -> None:
         """Wait for every copy under way: retraction is about to free the device memory they read [scheduler]."""
         self._start_copies()
-        self._copies_ended(self._offload.wait())
+        self._copies_ended(self._copies.wait())
 
     def _copies_ended(self, operations: int) -> None:
-        for piece in self._offload.take_copies(operations):
+        for piece in self._copies.take(operations):
             self._copy_ended(piece)
 
     def _copy_ended(self, piece: Piece) -> None:
-        if piece.epoch == piece.continuation.epoch and not piece.continuation.closed:
+        continuation = piece.continuation
+        if piece.epoch != continuation.epoch or continuation.closed:
+            self._free([piece])
+        elif not piece.torn:
             self._queue.add(piece)
         else:
+            self.metrics.add("copy", "torn")
             self._free([piece])
+            # What follows it would be behind a gap; a running request copies from here again.
+            continuation.epoch += 1
+            continuation.copied_pages = piece.first_page
+            if continuation.finished:
+                self.metrics.add("lost", "torn", piece.pages)
 
     def _hand_out(self) -> None:
         while self._pages_in_flight < _PAGES_IN_FLIGHT:
@@ -598,7 +749,7 @@ class DecodeWriter:
         continuation.epoch += 1
         self._free(waiting)
         dropped_from = [piece.first_page for piece in waiting]
-        dropped_from += [piece.first_page for piece in self._offload.copying() if piece.continuation is continuation]
+        dropped_from += [piece.first_page for piece in self._copies.pieces() if piece.continuation is continuation]
         if dropped_from:
             continuation.copied_pages = min(dropped_from)
 
@@ -613,7 +764,11 @@ class DecodeWriter:
 
     def _free(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
-            self._offload.host_pool.free(piece.host_indices)
+            self._free_memory(piece.host_indices)
+
+    def _free_memory(self, host_indices: Mapping[str, torch.Tensor]) -> None:
+        for name, indices in host_indices.items():
+            self._offload.pools.free(name, indices)
 
     # -- reporting -------------------------------------------------------------------------------------------------
 
@@ -641,7 +796,7 @@ class DecodeWriter:
     def _levels(self) -> dict[str, int]:
         return {
             "waiting_pages": self._queue.pages + self._pages_in_flight,
-            "host_used_tokens": int(self._offload.host_pool.size - self._offload.host_pool.available_size()),
+            "host_used_tokens": self._offload.pools.used_tokens(),
         }
 
 

@@ -287,9 +287,9 @@ class HiCacheExtBackend(BackendLifecycle):
     # -- a decode node's own writer (pd/) --------------------------------------------------------------------------
 
     @answering(all_false)
-    def stored(self, keys: list[str]) -> list[bool]:
-        """Which pages need not be written again [pd writer]."""
-        pool = self._pools.usable(KV)
+    def stored(self, keys: list[str], name: str = KV) -> list[bool]:
+        """Which pages of a pool need not be written again [pd writer]."""
+        pool = self._pools.usable(name)
         return [False] * len(keys) if pool is None else self._every_part(pool, keys, self._store.stored)
 
     @answering(lambda *_, **__: 0)
@@ -302,9 +302,9 @@ class HiCacheExtBackend(BackendLifecycle):
         return min((self._store.count_leading_in_pool(of_first.under(d)) for d in pool.digests), default=0)
 
     @answering(lambda keys=(), *_, **__: [SetResult.ERROR] * length(keys))
-    def store_pages(self, keys: list[str], host_indices: torch.Tensor) -> list[SetResult]:
-        """Like ``batch_set_v1``, with each page's result [pd writer]."""
-        pool = self._pools.usable(KV)
+    def store_pages(self, keys: list[str], host_indices: torch.Tensor, name: str = KV) -> list[SetResult]:
+        """Store pages of a host pool, with each page's result [pd writer]."""
+        pool = self._pools.usable(name)
         if pool is None or pool.pages is None:
             return [SetResult.REJECTED] * len(keys)
         results, owners = self._timed(pool, pool.pages, keys, host_indices, write_pages, self._backed_up)

@@ -238,10 +238,13 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def resume(self) -> None:
         self._pools.suspended_because = None
 
+    fed_by_decode_writer = False
+    """Whether a decode node's manager of ours writes here."""
+
     @property
     def flushes_with_cache(self) -> bool:
         """Whether SGLang's flush empties the queues in front of this backend; not so on a decode node's offload."""
-        return hasattr(self, "registered_pools")
+        return hasattr(self, "registered_pools") and not self.fed_by_decode_writer
 
     def advance_weights_epoch(self, nonce: str) -> None:
         """The weights have changed: from now on every page belongs to another identity [scheduler].

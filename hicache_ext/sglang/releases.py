@@ -106,6 +106,17 @@ def dcp_shard(config: Any, pool: Any) -> tuple[int, int]:
     return getattr(pool, "dcp_rank", 0), getattr(pool, "dcp_size", 1)
 
 
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def release_request(request: Any, tree_cache: Any) -> None:
+    """Give back all that a finished request has on the device; its tree keeps nothing of it."""
+    from sglang.srt.mem_cache.common import release_kv_cache
+
+    until_0_5_21 = "is_insert" in release_kv_cache.__code__.co_varnames
+    release_kv_cache(request, tree_cache, **{"is_insert" if until_0_5_21 else "checkpoint": False})
+
+
 # -- host pools --------------------------------------------------------------------------------------------------------
 
 

@@ -83,7 +83,7 @@ class Use:
 
     @property
     def kind(self) -> str:
-        """SGLang's HookType: "before", "after" or "around"."""
+        """SGLang's HookType: "before", "after", "around" or "replace"."""
         return self.hook.partition(".")[2].partition("_")[0]
 
     @property
@@ -202,30 +202,53 @@ copy engines
     since 0.5.22 device_row_stride_bytes
     pin_memory
 decode writer
+  disaggregation.decode_kvcache_offload_manager
+    DecodeKVCacheOffloadManager <- decode_manager.replace_manager
   disaggregation.decode_kvcache_offload_manager.DecodeKVCacheOffloadManager
-    __init__ <- pd_hooks.around_init
-    offload_kv_cache(req) <- pd_hooks.around_offload
-    check_offload_progress() <- pd_hooks.around_check
+    __init__(req_to_token_pool token_to_kv_pool_allocator tp_group tree_cache) <-
+    offload_kv_cache(req) <-
+    check_offload_progress() <-
     # Without it memory that a copy still reads may be given to another request.
-    drain_before_retraction() <- pd_hooks.around_drain
-    release_host_resources() <- pd_hooks.around_release
-    kv_cache req_to_token_pool page_size cache_controller decode_host_mem_pool ongoing_offload tp_group tp_world_size
-    _mark_offload_started _mark_offload_finished _has_inflight_offload _release_finished_req
+    drain_before_retraction() <-
+    finalize_release_on_finish(req) <-
+    has_inflight_device_transfer() <-
+    release_host_resources() <-
+    ongoing_offload
+  mem_cache.common: release_kv_cache
   managers.cache_controller.HiCacheController
     write_queue ack_write_queue start_writing storage_backend storage_host_pool backup_skip
-  managers.cache_controller.CacheOperation
-    __init__(host_indices device_indices node_id)
-    node_ids
+  managers.cache_controller.CacheOperation: node_ids
   managers.cache_controller.HiCacheAck: finish_event node_ids
   mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController: parse_storage_backend_extra_config
-  runtime_context: get_context
+  mem_cache.cache_init_params.CacheInitParams
+    __init__(disable req_to_token_pool token_to_kv_pool_allocator page_size tp_cache_group)
+  runtime_context: get_context get_schedule get_exec mamba_track_grid
   speculative.spec_info.SpeculativeAlgorithm: from_string is_eagle
-  mem_cache.memory_pool: DSATokenToKVPool MHATokenToKVPool MLATokenToKVPool
+  mem_cache.memory_pool: DSATokenToKVPool HybridLinearKVPool MHATokenToKVPool MLATokenToKVPool
+  mem_cache.swa_memory_pool: SWAKVPool
+  managers.schedule_batch.ReqKvInfo
+    req_pool_idx get_evicted_seqlen mamba_last_track_seqlen mamba_last_track_idx mamba_ping_pong_track_buffer
+  mem_cache.base_prefix_cache.BasePrefixCache: since 0.5.23 swa_retain_window
   mem_cache.memory_pool.ReqToTokenPool: req_to_token
   mem_cache.radix_cache.RadixKey: __init__(token_ids extra_key cache_salt)
   mem_cache.utils: get_storage_hash_str(key prior_hash page_size)
   managers.schedule_batch.Req
     origin_input_ids output_ids finished kv sampling_params finished_reason extra_key cache_salt
+host pools of a model
+  mem_cache.hybrid_cache.hybrid_pool_assembler: _select_strategy ComponentType
+  mem_cache.hybrid_cache.hybrid_pool_assembler.StackStrategy
+    build(cache kvcache params server_args load_cache_event model_name storage_backend storage_backend_extra_config)
+  mem_cache.hybrid_cache.hybrid_pool_assembler.StackBuildResult
+    host_pool_group cache_controller sidecars register_req_to_token_counter
+  mem_cache.pool_host.group.HostPoolGroup
+    entry_map anchor_entry destroy
+    alloc(need_size pool)
+    free(indices pool)
+  mem_cache.pool_host.group.PoolEntry: name host_pool
+  mem_cache.pool_host.base.HostKVCache: available_size
+  mem_cache.hicache_storage.SidecarPoolSpec: pool_name indices_from_pool hit_policy
+  mem_cache.hicache_storage.PoolTransfer: __init__(name host_indices device_indices)
+  managers.cache_controller.CacheOperation: __init__(host_indices device_indices node_id pool_transfers)
 drafts of every rank
   mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController
     should_backup(transfer) <- scheduler_hooks.around_should_backup
@@ -280,26 +303,13 @@ external linker
   mem_cache.unified_cache.unified_cache_linker: UnifiedCacheLinker LayerWiseLoadCounter
   mem_cache.unified_cache.unified_cache_linker.LayerWiseLoadCounter
     num_layers update_producer complete fail finish reset
-  mem_cache.hicache_storage.PoolTransfer: __init__(name host_indices device_indices)
   mem_cache.hicache_storage.HiCacheStorageConfig: is_storage_writer
-  # SGLang's host pools, a small fraction of their size, are the memory through which pages pass.
-  mem_cache.hybrid_cache.hybrid_pool_assembler: _select_strategy
-  mem_cache.hybrid_cache.hybrid_pool_assembler.StackStrategy
-    build(cache kvcache params server_args load_cache_event model_name)
-  mem_cache.hybrid_cache.hybrid_pool_assembler.StackBuildResult
-    host_pool_group cache_controller sidecars register_req_to_token_counter
-  mem_cache.hicache_storage.SidecarPoolSpec: pool_name indices_from_pool hit_policy
   mem_cache.pool_host.base: host_memory_budget_scope
-  mem_cache.pool_host.base.HostKVCache: available_size size_per_token
-  mem_cache.pool_host.group.HostPoolGroup
-    entries entry_map anchor_entry destroy
-    alloc(need_size pool)
-    free(indices pool)
-  mem_cache.pool_host.group.PoolEntry: name host_pool
+  mem_cache.pool_host.base.HostKVCache: size_per_token
+  mem_cache.pool_host.group.HostPoolGroup: entries
   mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController
     device transfer_layer_id_max l2_transfer_engine move_hybrid_indices _move_write_operation _l2_transfers
     _l2_load_transfers _generate_storage_config
-  managers.cache_controller.CacheOperation: __init__(host_indices device_indices node_id pool_transfers)
   mem_cache.l2_transfer.L2TransferEngine
     submit_device_to_host(transfers)
     submit_host_to_device(transfers transfer_layer_id_max on_layer_done)
@@ -322,7 +332,8 @@ _MEMBER = re.compile(r"(?:since (\S+) )?(may go )?([^(<]+?)(?:\((.*)\))?(?: (<-)
 
 
 def _read(table: str) -> Iterator[Use]:
-    by_name = {feature.name: (feature,) for feature in FEATURES} | {"every hook": HOOKED}
+    groups: dict[str, tuple[Feature, ...]] = {"every hook": HOOKED, "host pools of a model": (DECODE_WRITER, LINKER)}
+    by_name = groups | {feature.name: (feature,) for feature in FEATURES}
     features: tuple[Feature, ...] = ()
     owner = ""
     for line in table.splitlines():

@@ -172,7 +172,32 @@ def mamba_device() -> Device:
     return Device(pool, components, buffers, _params(pool, requests), {"kv": PAGE, "mamba": 1})
 
 
+def dsa_device() -> Device:
+    """Latents and their index keys, whose pages have 64 tokens (``PAGE``); one layer has no keys of its own."""
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+    pool = DSATokenToKVPool(
+        size=PAGES * PAGE,
+        page_size=PAGE,
+        kv_lora_rank=64,
+        dtype=torch.bfloat16,
+        qk_rope_head_dim=16,
+        layer_num=LAYERS,
+        device="cpu",
+        index_head_dim=128,
+        enable_memory_saver=False,
+        kv_cache_dim=80,
+        index_buf_size=PAGES * PAGE,
+        skip_topk_layers=[False, True, False, False],
+    )
+    index = [buffer for buffer in pool.index_k_with_scale_buffer if buffer.numel()]
+    buffers = {"kv": list(pool.kv_buffer), "indexer": index}
+    return Device(pool, {ComponentType.FULL}, buffers, _params(pool), {"kv": PAGE, "indexer": 1})
+
+
 DEVICES: dict[str, Callable[[], Device]] = {
+    "dsa": dsa_device,
     "mha": mha_device,
     "mla": mla_device,
     "swa": swa_device,

@@ -1,4 +1,4 @@
-"""The decode writer against a stand-in for SGLang's manager and a pool in memory."""
+"""The decode writer and our manager, against stand-ins for SGLang's host pools and a pool in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from hicache_ext.config.sections import WriteConfig  # noqa: E402
 from hicache_ext.pd import decode_writer  # noqa: E402
 from hicache_ext.pd.decode_writer import DecodeWriter, PoolWriter  # noqa: E402
 from hicache_ext.runtime.metrics import TierMetrics  # noqa: E402
-from hicache_ext.sglang.offload import ManagerOffload, page_chain  # noqa: E402
+from hicache_ext.sglang.decode_manager import DecodeManager, page_chain  # noqa: E402
+from hicache_ext.sglang.model_pools import ModelPools  # noqa: E402
 from hicache_ext.storage.contract.store import SetResult  # noqa: E402
 from hicache_ext.testing.host_pools import mha_pools  # noqa: E402
 
@@ -39,7 +40,7 @@ class FakePool:
         self.raises = False
         self._host = host
 
-    def stored(self, keys: list[str]) -> list[bool]:
+    def stored(self, keys: list[str], name: str = "kv") -> list[bool]:
         if self.raises:
             raise RuntimeError("a bug")
         return [key in self.pages for key in keys]
@@ -48,7 +49,7 @@ class FakePool:
         known = self.stored(keys)
         return known.index(False) if False in known else len(known)
 
-    def store_pages(self, keys: list[str], host_indices: torch.Tensor) -> list[SetResult]:
+    def store_pages(self, keys: list[str], host_indices: torch.Tensor, name: str) -> list[SetResult]:
         self.calls.append(len(keys))
         if self.result.durable:
             for key, page in zip(keys, host_indices.reshape(len(keys), PAGE_SIZE).tolist(), strict=True):
@@ -82,6 +83,7 @@ class FakeController:
 
     def __init__(self, host: FakeHostPool) -> None:
         self._host = host
+        self.device = "cpu"
         self.write_queue: list[Any] = []
         self.ack_write_queue: list[Any] = []
         self.copies_end = True
@@ -117,33 +119,34 @@ class FakeRequest:
         return self.finished_reason is not None
 
 
-class FakeManager:
-    """SGLang's bookkeeping around the writer, as DecodeKVCacheOffloadManager does it."""
+class FakeManager(DecodeManager):
+    """Ours over pools that hold no bytes; what it releases is noted."""
 
     def __init__(self, host_slots: int) -> None:
-        self.page_size = PAGE_SIZE
         # Row r holds device slots 1000 r, 1000 r + 1, ...
         rows = torch.arange(100)[:, None] * 1000 + torch.arange(1000)[None, :]
-        self.req_to_token_pool = SimpleNamespace(req_to_token=rows.to(torch.int32))
-        self.decode_host_mem_pool = FakeHostPool(host_slots)
-        self.cache_controller = FakeController(self.decode_host_mem_pool)
-        self.ongoing_offload: dict[int, Any] = {}
-        self.inflight: dict[int, int] = {}
+        host = FakeHostPool(host_slots)
+        pools = pools_around(host, FakeController(host))
+        super().__init__(pools, SimpleNamespace(req_to_token=rows.to(torch.int32)), None, PAGE_SIZE)
         self.released: list[Any] = []
 
-    def _mark_offload_started(self, req: Any) -> None:
-        self.inflight[id(req)] = self.inflight.get(id(req), 0) + 1
+    def _release(self, request: Any) -> None:
+        if request.kv.req_pool_idx is not None:
+            self.released.append(request)
+            request.kv.req_pool_idx = None
 
-    def _mark_offload_finished(self, req: Any) -> None:
-        self.inflight[id(req)] -= 1
 
-    def _has_inflight_offload(self, req: Any) -> bool:
-        return self.inflight.get(id(req), 0) > 0
-
-    def _release_finished_req(self, req: Any) -> None:
-        if req.kv.req_pool_idx is not None:
-            self.released.append(req)
-            req.kv.req_pool_idx = None
+def pools_around(host: Any, controller: Any) -> ModelPools:
+    """Those of a model with KV alone."""
+    pools = object.__new__(ModelPools)
+    pools.host_pools, pools.page_sizes, pools.pools_on = {"kv": host}, {"kv": PAGE_SIZE}, {"kv": ["kv"]}
+    pools.controller = controller
+    pools.group = SimpleNamespace(
+        anchor_entry=SimpleNamespace(name="kv", host_pool=host),
+        alloc=lambda count, pool: host.alloc(count),
+        free=lambda indices, pool: host.free(indices),
+    )
+    return pools
 
 
 class Node:
@@ -159,12 +162,12 @@ class Node:
         **settings: Any,
     ) -> None:
         self.manager = FakeManager(host_slots)
-        self.host = self.manager.decode_host_mem_pool
+        self.host = self.manager.pools.host_pools["kv"]
         self.pool = FakePool(self.host)
         self.metrics = TierMetrics("pd_write")
-        self._pool_writer = PoolWriter(self.pool, self.metrics)
-        self.writer = DecodeWriter(
-            ManagerOffload(self.manager),
+        self._pool_writer = PoolWriter(self.pool, self.metrics, self.manager.pools.pools_on)
+        self.writer = self.manager.writer = DecodeWriter(
+            self.manager,
             WriteConfig(**settings),
             self._pool_writer,
             self.metrics,
@@ -197,14 +200,13 @@ class Node:
                 self.settle(lambda: not self.writer._pages_in_flight)
             if finish and number == tokens - 1:
                 request.finished_reason = FINISH_ABORT() if aborted else "length"
-                if not self.advanced(request) and not self.manager._has_inflight_offload(request):
-                    self.manager._release_finished_req(request)
+                if not self.advanced(request):
+                    self.manager.finalize_release_on_finish(request)
             else:
                 self.advanced(request)
 
     def advanced(self, request: FakeRequest) -> bool:
-        """As sglang/pd_hooks.py calls it."""
-        return self.writer.request_advanced(request, request.output_ids, request.finished())
+        return self.manager.offload_kv_cache(request)
 
     def settle(self, until: Callable[[], bool] | None = None) -> None:
         deadline = time.monotonic() + 60
@@ -307,7 +309,7 @@ def test_requests_that_are_due_together_are_copied_in_one_operation(node_of: Cal
             node.advanced(request)
         node.writer.step()
     node.settle()
-    assert set(node.manager.cache_controller.operations) == {4}
+    assert set(node.manager.pools.controller.operations) == {4}
     assert all(page in node.pool.pages for request in requests for page in node.generated_pages(request)[:4])
 
 
@@ -318,7 +320,7 @@ class BytesPool(FakePool):
         super().__init__(host)
         self.bytes: dict[str, torch.Tensor] = {}
 
-    def store_pages(self, keys: list[str], host_indices: torch.Tensor) -> list[SetResult]:
+    def store_pages(self, keys: list[str], host_indices: torch.Tensor, name: str) -> list[SetResult]:
         for key, slots in zip(keys, host_indices.reshape(len(keys), PAGE_SIZE), strict=True):
             self.bytes[key] = self._host.kv_buffer[:, slots].clone()  # type: ignore[attr-defined]
             self.pages[key] = []
@@ -334,11 +336,12 @@ def test_sglangs_own_controller_copies_the_requests_of_a_step_each_to_its_pages(
     allocator = SimpleNamespace(get_kvcache=lambda: pools.device, set_hicache_transfer_done_event=lambda *_: None)
     controller = HiCacheController(allocator, pools.host, PAGE_SIZE, None, threading.Event(), io_backend="kernel")
     node = node_of()
-    node.manager.cache_controller, node.manager.decode_host_mem_pool = controller, pools.host
+    node.manager.pools = pools_around(pools.host, controller)
+    node.manager.copies._controller = controller
     node.pool = BytesPool(pools.host)
     node._pool_writer._pool = node.pool
     rows = torch.arange(5)[:, None] * 48 + torch.arange(48)[None, :]
-    node.manager.req_to_token_pool.req_to_token = rows
+    node.manager._req_to_token_pool.req_to_token = rows
     free = pools.host.available_size()
     requests = [node.prefilled(FakeRequest([7 + slot] * 8, slot)) for slot in range(1, 5)]
     for number in range(30):
@@ -363,7 +366,7 @@ def test_sglangs_own_controller_copies_the_requests_of_a_step_each_to_its_pages(
 def test_a_copy_that_is_refused_leaks_nothing_and_keeps_no_request(node_of: Callable[..., Node]) -> None:
     node = node_of()
     request = node.prefilled(FakeRequest([7] * 8, 1))
-    node.manager.cache_controller.raises = True
+    node.manager.pools.controller.raises = True
     node.generate(request, 30, finish=True)
     node.settle()
     assert node.manager.released == [request]
@@ -374,18 +377,19 @@ def test_a_copy_that_is_refused_leaks_nothing_and_keeps_no_request(node_of: Call
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_release_that_raises_costs_no_host_memory(node_of: Callable[..., Node], refused: bool) -> None:
     node = node_of()
-    node.manager.cache_controller.copies_end = False
+    node.manager.pools.controller.copies_end = False
     request = node.prefilled(FakeRequest([7] * 8, 1))
     node.generate(request, 30, finish=True)
-    node.manager.cache_controller.copies_end = True
-    node.manager.cache_controller.raises = refused
+    node.manager.pools.controller.copies_end = True
+    node.manager.pools.controller.raises = refused
 
     def fail(req: Any) -> None:
         raise RuntimeError("a bug of the scheduler's")
 
-    node.manager._release_finished_req = fail  # type: ignore[method-assign]
+    node.manager.copies.release = fail
     with pytest.raises(RuntimeError):
         node.writer.step()
+    node.manager.check_offload_progress()  # the scheduler's call: it raises nothing
     node.settle()
     assert node.host.available_size() == node.host.size
 
@@ -553,7 +557,7 @@ def test_a_request_with_more_than_the_host_pool_is_released_and_counted(node_of:
 
 def test_device_memory_is_released_once_and_only_after_the_last_copy(node_of: Callable[..., Node]) -> None:
     node = node_of()
-    node.manager.cache_controller.copies_end = False
+    node.manager.pools.controller.copies_end = False
     request = node.prefilled(FakeRequest([1] * 8, 1))
     node.generate(request, 20, finish=True)
     node.writer.step()

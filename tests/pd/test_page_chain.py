@@ -15,7 +15,7 @@ from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem  # n
 from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 
-from hicache_ext.sglang.offload import page_chain  # noqa: E402
+from hicache_ext.sglang.decode_manager import page_chain  # noqa: E402
 from tests.releases.needs import needs_release  # noqa: E402
 
 PAGE_SIZE = 16

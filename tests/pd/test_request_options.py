@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from hicache_ext.pd.decode_writer import RequestOptions
-from hicache_ext.sglang.offload import options_of
 
 
 @pytest.mark.parametrize(
@@ -24,8 +23,8 @@ from hicache_ext.sglang.offload import options_of
     ],
 )
 def test_options_are_read_from_custom_params(custom: Any, expected: RequestOptions) -> None:
-    assert options_of(SimpleNamespace(sampling_params=SimpleNamespace(custom_params=custom))) == expected
+    assert RequestOptions.of(SimpleNamespace(custom_params=custom)) == expected
 
 
 def test_a_request_without_sampling_parameters_has_the_defaults() -> None:
-    assert options_of(object()) == RequestOptions()
+    assert RequestOptions.of(None) == RequestOptions()

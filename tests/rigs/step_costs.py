@@ -22,16 +22,28 @@ _requests = 0
 
 
 def register() -> None:
-    """Time our hooks, or SGLang's own offload under them, if the variable asks for it."""
+    """Time our manager, or SGLang's own, if the variable asks for it."""
     if os.environ.get(VARIABLE):
-        from hicache_ext.sglang import pd_hooks
+        from hicache_ext.sglang import decode_manager
 
-        pd_hooks.around_offload = timed(pd_hooks.around_offload, requests=1)
-        pd_hooks.around_check = timed(pd_hooks.around_check, then=step_ends)
+        decode_manager.replace_manager = with_timed_calls(decode_manager.replace_manager)
+
+
+def with_timed_calls(make: Callable[..., Any]) -> Callable[..., Any]:
+    """What makes a manager, ours or SGLang's, whose calls are timed."""
+
+    @functools.wraps(make)
+    def made(*arguments: Any, **named: Any) -> Any:
+        manager = make(*arguments, **named)
+        manager.offload_kv_cache = timed(manager.offload_kv_cache, requests=1)
+        manager.check_offload_progress = timed(manager.check_offload_progress, then=step_ends)
+        return manager
+
+    return made
 
 
 def timed(hook: Callable[..., Any], requests: int = 0, then: Callable[[], None] = lambda: None) -> Callable[..., Any]:
-    """A hook whose time counts for the step; ``requests`` advance with each call of it."""
+    """A call whose time counts for the step; ``requests`` advance with each call of it."""
 
     @functools.wraps(hook)
     def call(*arguments: Any, **named: Any) -> Any:

@@ -333,7 +333,7 @@ def test_hits_that_collapse_are_told(tmp_path: Path, opened: Callable[..., Reloa
 
 
 def test_pages_that_a_decode_node_drops_are_told(tmp_path: Path) -> None:
-    metrics = TierMetrics("pd_write", prefix="pd_write_")  # as sglang/pd_hooks.py has them
+    metrics = TierMetrics("pd_write", prefix="pd_write_")  # as sglang/decode_manager.py has them
     recording = Recording(lambda: [metrics])
     quiet = recording.look()
     metrics.add("dropped", "oldest", 5)  # as pd/decode_writer.py does

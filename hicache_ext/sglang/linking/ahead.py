@@ -158,7 +158,7 @@ class ReadAhead:
 
     def _beside(self, by_name: Mapping[str, Any]) -> list[Any] | None:
         """What is asked of the pools beside KV; None where SGLang asks for too few: nothing can be restored then."""
-        from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+        from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
         beside = []
         for source, names in self._staging.pools_on.items():
@@ -168,7 +168,7 @@ class ReadAhead:
             for name in names:
                 if name != KV:
                     policy = asked.hit_policy if name == source else self._staging.policies[name]
-                    beside.append(PoolTransfer(self._staging.pool_name(name), keys=asked.keys, hit_policy=policy))
+                    beside.append(PoolTransfer(PoolName(name), keys=asked.keys, hit_policy=policy))
         return beside
 
     def _known(self, rid: str, keys: Sequence[str]) -> list[int] | None:

@@ -14,16 +14,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 
-from hicache_ext.errors import HicacheExtError, UnsupportedError
+from hicache_ext.errors import UnsupportedError
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.sglang.backend import HiCacheExtBackend
 from hicache_ext.sglang.lifecycle import name_of
+from hicache_ext.sglang.model_pools import ModelPools
 from hicache_ext.sglang.served_pools import KV
 
 logger = logging.getLogger(__name__)
@@ -109,29 +109,15 @@ class Portion:
         return keys
 
 
-class Staging:
+class Staging(ModelPools):
     """See the module docstring. Threads: any; copies go one after the other."""
 
     def __init__(self, params: Any, components: set[Any], size: int) -> None:
         """``size`` in bytes, of all pools together. Raises UnsupportedError for a model that HiCache does not serve
         either, or where ``size`` is too small for it."""
-        kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-        built = _build(params, components, kvcache, size)
-        self.group = built.host_pool_group
-        self.controller = built.cache_controller
-        self.states_beside_the_pools = bool(built.register_req_to_token_counter)
-        """Whether the pool of requests has layers to wait for, too (Mamba)."""
+        with _small_pools(params, size):
+            super().__init__(params, components)
         self.layers: int = self.controller.transfer_layer_id_max
-        self.host_pools = {name_of(name): entry.host_pool for name, entry in self.group.entry_map.items()}
-        beside = {name_of(spec.pool_name): name_of(spec.indices_from_pool) for spec in built.sidecars}
-        self.policies = {name_of(spec.pool_name): spec.hit_policy for spec in built.sidecars}
-        self.pools_on = {
-            source: [*[name for name, of in beside.items() if of == source and name in self.host_pools], source]
-            for source in self.host_pools
-            if source not in beside
-        }
-        """Component -> the pools that lie on its pages; its own comes last."""
-        self.page_sizes = {source: int(self.host_pools[source].page_size) for source in self.pools_on}
         self._changed = threading.Condition()
         self._copying = threading.Lock()
         self._limits: dict[str, int] = {}
@@ -173,7 +159,7 @@ class Staging:
             place = (side, pages.source)
             if not self._changed.wait_for(lambda: self._used[place] + count <= self._limits[pages.source], seconds):
                 return None
-            indices = self.group.alloc(len(pages.keys) * pages.page_size, pool=self.pool_name(pages.source))
+            indices = self.alloc(pages.source, len(pages.keys))
             if indices is None:
                 return None
             self._used[place] += len(pages.keys)
@@ -185,7 +171,7 @@ class Staging:
                 return
             portion._held = False
             source = portion.pages.source
-            self.group.free(portion.memory, pool=self.pool_name(source))
+            self.free(source, portion.memory)
             self._used[portion.side, source] -= portion.memory.numel() // self.page_sizes[source]
             self._changed.notify_all()
 
@@ -249,36 +235,7 @@ class Staging:
             yield
 
     def _operation(self, portions: Sequence[Portion]) -> Any:
-        """What SGLang's controller moves: the pages of the anchor, and beside it those of the other pools."""
-        from sglang.srt.managers.cache_controller import CacheOperation
-        from sglang.srt.mem_cache.hicache_storage import PoolTransfer
-
-        host: dict[str, list[torch.Tensor]] = {}
-        device: dict[str, list[torch.Tensor]] = {}
-        for portion in portions:
-            for name in self.pools_on[portion.pages.source]:
-                host.setdefault(name, []).append(portion.host_indices)
-                device.setdefault(name, []).append(portion.pages.device_indices)
-        nothing = torch.empty(0, dtype=torch.int64)
-        anchor = name_of(self.group.anchor_entry.name)
-        on_device = nothing.to(self.controller.device)
-        return CacheOperation(
-            torch.cat(host.get(anchor, [nothing])),
-            torch.cat(device.get(anchor, [on_device])),
-            -1,
-            pool_transfers=[
-                PoolTransfer(
-                    self.pool_name(name), host_indices=torch.cat(host[name]), device_indices=torch.cat(device[name])
-                )
-                for name in host
-                if name != anchor
-            ],
-        )
-
-    def pool_name(self, name: str) -> Any:
-        from sglang.srt.mem_cache.hicache_storage import PoolName
-
-        return PoolName(name)
+        return self.operation(-1, [(p.pages.source, p.host_indices, p.pages.device_indices) for p in portions])
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,11 +249,11 @@ class Link:
     seconds: float
 
 
-def _build(params: Any, components: set[Any], kvcache: Any, size: int) -> Any:
-    """SGLang's host pools for this model and what moves them, as HiCache has them, ``size`` bytes together."""
-    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _select_strategy
+@contextmanager
+def _small_pools(params: Any, size: int) -> Iterator[None]:
+    """In which SGLang makes host pools of ``size`` bytes together, where a linker can use them at all."""
     from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
-    from sglang.srt.runtime_context import get_memory, get_parallel, get_serving
+    from sglang.srt.runtime_context import get_memory, get_parallel
 
     if params.pp_size > 1:
         raise UnsupportedError("--pp-size", "the stages of a pipeline do not agree on what a linker loads", "use --tp")
@@ -314,23 +271,9 @@ def _build(params: Any, components: set[Any], kvcache: Any, size: int) -> Any:
         "hicache_ratio": 1.0,
         "hicache_write_policy": "write_through",
     }
-    cache = SimpleNamespace(components=dict.fromkeys(components), page_size=params.page_size)
-    try:
-        # Twice: SGLang rounds each pool up by a page, and makes some as large as others.
-        with get_memory().override(**settings), host_memory_budget_scope(2 * size + (1 << 30)), _quiet():
-            return _select_strategy(kvcache, set(components)).build(
-                cache=cache,
-                kvcache=kvcache,
-                params=params,
-                server_args=None,
-                load_cache_event=threading.Event(),
-                model_name=get_serving().served_model_name,
-            )
-    except HicacheExtError:
-        raise
-    except Exception as error:
-        kind = type(kvcache).__name__
-        raise UnsupportedError(f"the KV pool {kind}", f"SGLang makes no host pools for it ({error})") from error
+    # Twice: SGLang rounds each pool up by a page, and makes some as large as others.
+    with get_memory().override(**settings), host_memory_budget_scope(2 * size + (1 << 30)), _quiet():
+        yield
 
 
 @contextmanager

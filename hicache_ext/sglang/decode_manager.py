@@ -1,0 +1,341 @@
+"""Our manager of a decode node's offload, which takes the place of SGLang's ``DecodeKVCacheOffloadManager``.
+
+One hook: where SGLang would construct its own manager it gets ours, or its own where the backend is not ours or
+``pd.write`` is off. Ours reads the configuration as a prefill node does, makes SGLang's host pools of the model and a
+DecodeWriter on them, and keeps the manager's promises to the scheduler: a finished request's memory on the device is
+released once, after the last copy out of it, and ``ongoing_offload`` names the copies under way.
+
+A decode node whose pages no prefill node could use is stopped at start with one sentence.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import pkgutil
+from array import array
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
+
+from hicache_ext.config import load_config
+from hicache_ext.config.model import BACKEND_NAME
+from hicache_ext.config.sections import WriteConfig
+from hicache_ext.errors import UnsupportedError
+from hicache_ext.runtime.log_limit import LimitedLog
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.sglang.launch_facts import configuration_given_as
+from hicache_ext.sglang.process import attached_backends
+from hicache_ext.sglang.releases import comes_with, installed_release, release_request
+from hicache_ext.sglang.served_pools import KV
+
+if TYPE_CHECKING:
+    from hicache_ext.pd.decode_writer import DecodeWriter, PageChain, Piece, RequestOptions
+    from hicache_ext.sglang.model_pools import ModelPools
+
+logger = logging.getLogger(__name__)
+
+SWA, MAMBA = PoolName.SWA.value, PoolName.MAMBA.value
+MANAGER = "sglang.srt.disaggregation.decode_kvcache_offload_manager.DecodeKVCacheOffloadManager"
+_CONFIG_FIELD = "hicache_storage_backend_extra_config"
+_STOP_TIMEOUT = 20.0
+
+
+def replace_manager(*arguments: Any, **named: Any) -> Any:
+    """Make the manager [scheduler thread, before the first request]. Raises ConfigError or UnsupportedError."""
+    from sglang.srt.runtime_context import get_context, get_memory
+
+    make: Callable[..., Any] = inspect.unwrap(pkgutil.resolve_name(MANAGER))
+    written = getattr(get_memory(), _CONFIG_FIELD)
+    extra_config: dict[str, Any] = {}
+    if get_memory().hicache_storage_backend == "dynamic":
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+        extra_config = HybridCacheController.parse_storage_backend_extra_config(written)[0]
+    if extra_config.get("backend_name") != BACKEND_NAME:
+        return make(*arguments, **named)
+    config = load_config(extra_config)
+    if config.pd.write.enabled:
+        named |= {"config": config.pd.write, "extra_config": extra_config}
+        make = _our_manager
+    else:
+        logger.info("hicache_ext: pd.write is off, SGLang's own decode offload writes")
+    try:
+        # SGLang's own parses inline JSON alone, and some of it reads the flag again while it builds the pools
+        # (allocator: shm), so the flag itself is changed.
+        get_context().override("hicache_ext", **{_CONFIG_FIELD: json.dumps(extra_config)})
+        with configuration_given_as(written):
+            return make(*arguments, **named)
+    finally:
+        get_context().override("hicache_ext", **{_CONFIG_FIELD: written})
+
+
+class DecodeManager:
+    """See the module docstring. Scheduler thread only.
+
+    A request can be weakly referenced and hashed; what it is, only this class knows.
+    """
+
+    writer: DecodeWriter
+
+    def __init__(
+        self, pools: ModelPools, req_to_token_pool: Any, tree_cache: Any, page_size: int, track_interval: int = 0
+    ) -> None:
+        """``writer`` is to be set before the first call of SGLang's. ``track_interval``: tokens from one recurrent
+        state that SGLang keeps to the next."""
+        from hicache_ext.pd.decode_writer import Copies
+
+        self.page_size = page_size
+        self.copies = Copies(pools.controller, self._is_torn, self._release)
+        self.ongoing_offload = self.copies.under_way
+        """SGLang looks only whether there are any."""
+        self.tails: dict[str, int] = {}
+        """Pool -> how many of its last pages a prefill node needs at the boundary where it goes on."""
+        if SWA in pools.pools_on:
+            self.tails[SWA] = -(-tree_cache.swa_retain_window // page_size)
+        if MAMBA in pools.pools_on:
+            self.tails[MAMBA] = 1
+        self.pools = pools
+        self._track_interval = track_interval
+        self._req_to_token_pool = req_to_token_pool
+        self._allocator: Any = getattr(tree_cache, "token_to_kv_pool_allocator", None)
+        self._tree_cache = tree_cache
+        self._log = LimitedLog(logger, 1.0)
+
+    # -- what SGLang calls -----------------------------------------------------------------------------------------
+
+    def offload_kv_cache(self, req: Any, *_: Any, **__: Any) -> bool:
+        """A request has advanced [per request and step]."""
+        try:
+            return self.writer.request_advanced(req, req.output_ids, req.finished())
+        except Exception:
+            # False: the scheduler releases a finished request immediately, as if it had nothing to write.
+            logger.exception("hicache_ext: a request's KV will not be written")
+            return False
+
+    def check_offload_progress(self, *_: Any, **__: Any) -> None:
+        """Once per step."""
+        try:
+            self.writer.step()
+        except Exception as error:  # noqa: BLE001 - it would end the scheduler
+            # This step's pages are lost to the cache; the next step goes on.
+            self._log.log(logging.ERROR, "step", "hicache_ext: a step of the decode writer failed", exc_info=error)
+
+    def drain_before_retraction(self, *_: Any, **__: Any) -> None:
+        self.writer.finish_copies()
+
+    def finalize_release_on_finish(self, req: Any, *_: Any, **__: Any) -> None:
+        """A request has finished, and no copy of it began now."""
+        if not self.copies.of(req):
+            self.copies.release(req)
+
+    def has_inflight_device_transfer(self) -> bool:
+        return bool(self.ongoing_offload)
+
+    def release_host_resources(self, *_: Any, **__: Any) -> None:
+        """At exit: host memory goes only after the last write out of it."""
+        self.writer.log_summary()
+        if not self.writer.stop(_STOP_TIMEOUT):
+            logger.warning("hicache_ext: a write is still under way after %g s; its memory is kept", _STOP_TIMEOUT)
+            return
+        close = getattr(self.pools.controller.storage_backend, "close", None)
+        if close is not None:
+            close()
+        self.pools.group.destroy()
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def is_on_device(self, request: Any) -> bool:
+        return request.kv.req_pool_idx not in (None, -1)
+
+    def facts(self, request: Any) -> tuple[Sequence[int], PageChain, RequestOptions]:
+        """Return the prompt, an empty chain that hashes the request's pages as a prefill node does, and the options."""
+        from hicache_ext.pd.decode_writer import RequestOptions
+
+        chain = page_chain(self.page_size, extra_key=request.extra_key, cache_salt=request.cache_salt)
+        return request.origin_input_ids, chain, RequestOptions.of(request.sampling_params)
+
+    def boundary(self, request: Any, end_page: int, since: int) -> int:
+        """The last page boundary up to ``end_page`` at which all pools can be copied now, a window's pages from page
+        ``since`` on; 0 where there is none."""
+        kv = request.kv
+        if MAMBA in self.tails:
+            # SGLang's forward itself has put the state at this length aside: nothing else is exact, since the next
+            # forward may be under way.
+            tracked = kv.mamba_last_track_seqlen or 0
+            if tracked % self.page_size or tracked > end_page * self.page_size:
+                return 0
+            end_page = tracked // self.page_size
+        window_begins = max(end_page - self.tails.get(SWA, 0), since)
+        return 0 if self._freed_of_window(kv) > window_begins * self.page_size else end_page
+
+    def _freed_of_window(self, kv: Any) -> int:
+        """Leading tokens of a request whose window's memory SGLang has freed."""
+        if SWA not in self.tails:
+            return 0
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import ComponentType
+
+        return int(kv.get_evicted_seqlen(ComponentType.SWA))
+
+    def _is_torn(self, request: Any, piece: Piece) -> bool:
+        """Whether memory of a tail may have been given to something else before its copy had ended, which is now."""
+        if MAMBA in self.tails:
+            # Two slots take turns, and one forward may be ahead of what is known here.
+            overwritten_at = piece.end_page * self.page_size + 2 * self._track_interval
+            if len(request.origin_input_ids) + len(request.output_ids) + 2 >= overwritten_at:
+                return True
+        window_begins = piece.end_page - piece.pages_of.get(SWA, 0)
+        return self._freed_of_window(request.kv) > window_begins * self.page_size
+
+    def _release(self, request: Any) -> None:
+        if self.is_on_device(request):
+            release_request(request, self._tree_cache)
+
+    def queue_copy(self, request: Any, piece: Piece) -> None:
+        """Copy the piece's pages with the next operation."""
+        row = self._req_to_token_pool.req_to_token[request.kv.req_pool_idx]
+        tokens = row[piece.first_page * self.page_size : piece.end_page * self.page_size].to(torch.int64)
+        parts = [(KV, piece.host_indices[KV], tokens)]
+        if SWA in self.tails:
+            tokens = row[(piece.end_page - piece.pages_of[SWA]) * self.page_size : piece.end_page * self.page_size]
+            slots = self._allocator.translate_loc_from_full_to_swa(tokens).to(torch.int64)
+            parts.append((SWA, piece.host_indices[SWA], slots))
+        if MAMBA in self.tails:
+            slot = request.kv.mamba_ping_pong_track_buffer[request.kv.mamba_last_track_idx]
+            parts.append((MAMBA, piece.host_indices[MAMBA], slot.reshape(1).to(torch.int64, copy=True)))
+        self.copies.queue(request, piece, lambda number: self.pools.operation(number, parts))
+
+
+def page_chain(page_size: int, *, extra_key: str | None, cache_salt: str | None) -> PageChain:
+    """A chain hashed by SGLang itself."""
+    from hicache_ext.pd.decode_writer import PageChain
+
+    def hash_pages(tokens: Sequence[int], before: str | None) -> list[str]:
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+        from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+        ids = tokens if isinstance(tokens, array) else array("q", tokens)
+        key = RadixKey(ids, extra_key=extra_key, cache_salt=cache_salt)
+        hashes: list[str] = get_storage_hash_str(key, before, page_size=page_size)
+        return hashes
+
+    return PageChain(page_size, hash_pages)
+
+
+# -- construction ------------------------------------------------------------------------------------------------------
+
+
+def _our_manager(
+    req_to_token_pool: Any,
+    token_to_kv_pool_allocator: Any,
+    tp_group: Any,
+    tree_cache: Any,
+    *,
+    config: WriteConfig,
+    extra_config: dict[str, Any],
+) -> DecodeManager:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import ComponentType
+    from sglang.srt.runtime_context import get_memory, get_schedule
+
+    from hicache_ext.pd.decode_writer import DecodeWriter, PoolWriter
+    from hicache_ext.sglang.model_pools import ModelPools
+
+    # Until 0.5.21 the tree of a decode node has none, and ours serve no more than one there.
+    components = set(getattr(tree_cache, "components", None) or {ComponentType.FULL})
+    kv_cache = token_to_kv_pool_allocator.get_kvcache()
+    _refuse_what_prefill_cannot_use(kv_cache, len(components), shares=not getattr(tree_cache, "disable", True))
+    params = CacheInitParams(
+        disable=False,
+        req_to_token_pool=req_to_token_pool,
+        token_to_kv_pool_allocator=token_to_kv_pool_allocator,
+        page_size=get_schedule().page_size,
+        tp_cache_group=tp_group,
+    )
+    track_interval = _track_interval(params.page_size) if "MAMBA" in {one.name for one in components} else 0
+    pools = ModelPools(
+        params,
+        components,
+        storage_backend=get_memory().hicache_storage_backend,
+        storage_backend_extra_config=extra_config,
+    )
+    # Not through the controller: SGLang's fault injector may be wrapped around its reference.
+    backend = next(
+        backend
+        for backend in attached_backends()
+        if getattr(backend, "mem_pool_host", None) is pools.controller.storage_host_pool
+    )
+    backend.fed_by_decode_writer = True
+    metrics = TierMetrics("pd_write", prefix="pd_write_")
+    backend.export_also(metrics)
+
+    def minimum(numbers: list[int]) -> list[int]:
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MIN, group=tp_group)
+        return [int(number) for number in tensor.tolist()]
+
+    def written_here(name: str) -> bool:
+        return not pools.controller.backup_skip or bool(backend.writes_on_every_rank(name))
+
+    manager = DecodeManager(pools, req_to_token_pool, tree_cache, params.page_size, track_interval)
+    manager.writer = DecodeWriter(
+        manager,
+        config,
+        PoolWriter(backend, metrics, {on: [*filter(written_here, names)] for on, names in pools.pools_on.items()}),
+        metrics,
+        minimum=minimum if torch.distributed.get_world_size(group=tp_group) > 1 else None,
+        hints=backend.hint_sender(metrics),
+    )
+    logger.info("hicache_ext: decode writer in force: %s", config)
+    return manager
+
+
+def _track_interval(page_size: int) -> int:
+    """Raises UnsupportedError where SGLang keeps no recurrent states at page boundaries."""
+    from sglang.srt.runtime_context import get_exec, mamba_track_grid
+
+    if not get_exec().mamba.enable_mamba_extra_buffer or get_exec().mamba.enable_mamba_extra_buffer_lazy:
+        raise UnsupportedError(
+            "decode-side writing of recurrent states",
+            "SGLang keeps them at page boundaries only beside its radix cache",
+            "add --disaggregation-decode-enable-radix-cache --mamba-radix-cache-strategy extra_buffer, or "
+            + _WITHOUT_WRITER,
+        )
+    return int(mamba_track_grid(page_size))
+
+
+_WITHOUT_WRITER = "set pd.write.enabled: false, or leave out --disaggregation-decode-enable-offload-kvcache"
+
+
+def _refuse_what_prefill_cannot_use(kv_cache: Any, components: int, shares: bool) -> None:
+    """``shares``: whether requests have memory of SGLang's radix cache."""
+    from sglang.srt.mem_cache import memory_pool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.runtime_context import get_parallel, get_spec
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    speculation = SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
+    subject, reason = f"decode-side writing of {type(kv_cache).__name__}", None
+    if type(kv_cache) in (memory_pool.DSATokenToKVPool, memory_pool.HybridLinearKVPool, SWAKVPool) and components < 3:
+        if not comes_with(installed_release(), "0.5.23"):
+            reason = f"SGLang {installed_release()} keeps too little of it on a decode node"
+        elif not speculation.is_none() or get_parallel().dcp_enabled:
+            reason = "with speculation or decode context parallelism its pools have another order"
+        elif shares and isinstance(kv_cache, SWAKVPool):
+            reason = "with SGLang's radix cache a request does not tell which memory of its window is its own"
+    elif isinstance(kv_cache, memory_pool.DSATokenToKVPool) or not isinstance(
+        kv_cache, memory_pool.MHATokenToKVPool | memory_pool.MLATokenToKVPool
+    ):
+        reason = "it has side pools that a decode node does not write"
+    elif speculation.is_eagle():
+        # Whether prefill nodes of this launch key their tree by bigrams.
+        subject = "decode-side writing with speculation"
+        reason = (
+            "with EAGLE or MTP a prefill node stores the draft model's KV beside the target's or packed in its pages,"
+            " and a decode node writes the target's only"
+        )
+    if reason is not None:
+        raise UnsupportedError(subject, reason, _WITHOUT_WRITER)

@@ -1,0 +1,507 @@
+"""What a decode node writes of every pool of a model: byte for byte, at its own boundary, on SGLang's own pools.
+
+A prefill node is a second set of SGLang's host pools over the same tier, which reads what the decode node wrote and
+moves it to other places of the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hicache_ext.config.model import ExtraConfig
+from hicache_ext.config.sections import WriteConfig
+from hicache_ext.page.hashes import page_hashes
+from hicache_ext.sglang.releases import comes_with, installed_release
+from hicache_ext.testing.sglang_cpu import prepare_process
+from tests.backend import linker_rig as rig
+from tests.rigs.host_pool_kinds import MHA_LAYOUTS, MLA_LAYOUTS
+
+prepare_process()
+
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.skipif(not comes_with(installed_release(), "0.5.23"), reason="older releases write one pool"),
+]
+
+WINDOW = 40
+"""Tokens: three pages, as SGLang counts windows."""
+INTERVAL = 32
+"""Tokens from one recurrent state that SGLang keeps to the next: two pages."""
+FIRST = 5
+"""Whole pages of the prompt."""
+
+
+class Evicted:
+    """The memory of a request, as SGLang's ReqKvInfo has it."""
+
+    def __init__(self) -> None:
+        self.req_pool_idx: int | None = 0
+        self.window_begins = 0
+        self.mamba_ping_pong_track_buffer = torch.tensor([60, 61])
+        self.mamba_last_track_idx = 0
+        self.mamba_last_track_seqlen: int | None = None
+
+    def get_evicted_seqlen(self, component: Any) -> int:
+        return self.window_begins
+
+
+class Request:
+    def __init__(self, prompt: int) -> None:
+        self.origin_input_ids = array("q", range(prompt))
+        self.output_ids: list[int] = []
+        self.extra_key = self.cache_salt = self.sampling_params = None
+        self.kv = Evicted()
+        self.done = False
+
+    def finished(self) -> bool:
+        return self.done
+
+
+class DecodeNode:
+    """Our manager over a model's device pools, with what SGLang's scheduler, forward and window do to them."""
+
+    windows: list[bytes]
+
+    def __init__(self, kind: str, directory: Path, layout: str) -> None:
+        import torch.distributed
+        from sglang.srt.runtime_context import get_memory
+
+        from hicache_ext.sglang import decode_manager
+
+        self.page = rig.PAGE
+        self.device = rig.DEVICES[kind]()
+        self.device.fill()
+        self.windows = self.device.content("swa", list(range(9, 40))) if kind == "swa" else []
+        # By page of the request: what is right.
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group(
+                "gloo", store=torch.distributed.FileStore(str(directory / "ranks"), 1), rank=0, world_size=1
+            )
+        # Token t of the request lies in slot t of page t // page + 7, and its window two pages further.
+        self.row = torch.arange(40 * self.page) + 7 * self.page
+        allocator = self.device.params.token_to_kv_pool_allocator
+        allocator.translate_loc_from_full_to_swa = lambda slots: slots + 2 * self.page
+        allocator.set_hicache_transfer_done_event = lambda *_: None
+        requests = self.device.params.req_to_token_pool or SimpleNamespace()
+        requests.req_to_token = self.row[None].to(torch.int32)
+        self.document = config(directory)
+        tree = SimpleNamespace(
+            components=dict.fromkeys(self.device.components),
+            swa_retain_window=WINDOW,
+            token_to_kv_pool_allocator=allocator,
+        )
+        settings = {
+            "hicache_mem_layout": layout,
+            "hicache_io_backend": "direct" if layout == "page_first_direct" else "kernel",
+            "hicache_ratio": 1.0,
+            "hicache_storage_backend": "dynamic",
+        }
+        with get_memory().override(**settings):
+            self.manager = decode_manager._our_manager(
+                requests,
+                allocator,
+                torch.distributed.group.WORLD,
+                tree,
+                config=WriteConfig(),
+                extra_config=self.document,
+            )
+        self.manager.writer._stride = 4 * self.page
+        self.manager.writer._prefix_grace = 0.0
+        self.released: list[Any] = []
+        self.manager.copies.release = self.released.append
+        self.prompt = FIRST * self.page + 3
+        self.request = Request(self.prompt)
+        self.free_before = self.free_pages()
+
+    @property
+    def pools(self) -> Any:
+        return self.manager.pools
+
+    def free_pages(self) -> dict[str, int]:
+        return {name: self.pools.free_pages(name) for name in self.pools.pools_on}
+
+    def store_prompt(self) -> None:
+        """What the prefill node does."""
+        keys = self.keys()[:FIRST]
+        indices = self.pools.alloc("kv", len(keys))
+        backend = self.pools.controller.storage_backend
+        for name in self.pools.pools_on["kv"]:
+            assert all(result.durable for result in backend.store_pages(keys, indices, name))
+        self.pools.free("kv", indices)
+
+    def keys(self) -> list[str]:
+        tokens = [*self.request.origin_input_ids, *self.request.output_ids]
+        return [key.hex() for key in page_hashes(tokens, self.page)]
+
+    def generate(self, tokens: int, *, finish: bool = False, settle: bool = True) -> None:
+        """As SGLang does: the window slides before a forward, which keeps the state of a boundary in the next slot."""
+        for number in range(tokens):
+            request, kv = self.request, self.request.kv
+            length = self.prompt + len(request.output_ids)  # tokens that have KV after this forward
+            self.slide_window((length - 1 - WINDOW) // self.page)
+            if length % INTERVAL == 0:
+                kv.mamba_last_track_idx = 1 - kv.mamba_last_track_idx
+                kv.mamba_last_track_seqlen = length
+                self.write_state(length)
+            request.output_ids.append(number % 90 + 5)
+            request.done = finish and number == tokens - 1
+            if not self.manager.offload_kv_cache(request) and request.done:
+                self.manager.finalize_release_on_finish(request)
+            self.manager.check_offload_progress()
+        if settle:
+            self.settle()
+
+    def slide_window(self, page: int) -> None:
+        """Free the window's memory before a page; what was there is another request's from then on."""
+        kv = self.request.kv
+        for freed in range(kv.window_begins // self.page, page):
+            for buffer in self.device.buffers.get("swa", ()):
+                buffer[rig.indices_of(self.page, [freed + 9])] = 0
+        kv.window_begins = max(kv.window_begins, page * self.page)
+
+    def write_state(self, length: int) -> None:
+        """The state after so many tokens: its bytes are a matter of the length alone."""
+        slot = int(self.request.kv.mamba_ping_pong_track_buffer[self.request.kv.mamba_last_track_idx])
+        for buffer in self.device.buffers.get("mamba", ()):
+            buffer[slot] = self.state(length, buffer[slot])
+
+    @staticmethod
+    def state(length: int, like: torch.Tensor) -> torch.Tensor:
+        return torch.randn(like.shape, generator=torch.Generator().manual_seed(length)).to(like.dtype)
+
+    def settle(self) -> None:
+        deadline = time.monotonic() + 60
+        while not self.manager.writer.idle:
+            assert time.monotonic() < deadline
+            self.manager.check_offload_progress()
+            time.sleep(0.002)
+
+    def close(self) -> None:
+        assert self.manager.writer.stop(60)
+        self.pools.controller.storage_backend.close()
+
+
+def config(directory: Path) -> dict[str, Any]:
+    tier = {"type": "file", "path": str(directory / "pool"), "capacity": "64MiB", "io": "buffered", "threads": 2}
+    return ExtraConfig.around({"tiers": {"pool": tier}, "model": {"id": rig.MODEL}})
+
+
+class PrefillNode:
+    """SGLang's host pools of another process, which finds pages and moves them to its own device."""
+
+    def __init__(self, kind: str, directory: Path, layout: str) -> None:
+        from sglang.srt.runtime_context import get_memory
+
+        from hicache_ext.sglang.model_pools import ModelPools
+
+        self.device = rig.DEVICES[kind]()
+        settings = {
+            "hicache_mem_layout": layout,
+            "hicache_io_backend": "direct" if layout == "page_first_direct" else "kernel",
+            "hicache_ratio": 1.0,
+            "hicache_storage_backend": "dynamic",
+        }
+        with get_memory().override(**settings):
+            self.pools = ModelPools(
+                self.device.params,
+                self.device.components,
+                storage_backend="dynamic",
+                storage_backend_extra_config=config(directory),
+            )
+        self.backend = self.pools.controller.storage_backend
+
+    def restorable(self, keys: list[str], tails: dict[str, int]) -> int:
+        """Pages that SGLang would restore: where all pools have what their policy asks for."""
+        from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+
+        transfers = [
+            PoolTransfer(PoolName(name), keys=["placeholder"] * tails.get(name, 1), hit_policy=policy(name))
+            for source in self.pools.pools_on
+            for name in self.pools.pools_on[source]
+            if name != "kv"
+            for policy in [lambda name: PoolHitPolicy.TRAILING_PAGES if name in tails else PoolHitPolicy.ALL_PAGES]
+        ]
+        return max(self.backend.batch_exists_v2(keys, transfers).restorable_prefix_pages, default=0)
+
+    def load(self, source: str, keys: list[str], places: list[int]) -> list[bool]:
+        """Read pages of one component and all that lies on them, and move them to ``places`` of the device."""
+        from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+
+        host = self.pools.alloc(source, len(keys))
+        found = [True] * len(keys)
+        for name in self.pools.pools_on[source]:
+            moved = self.backend.batch_get_v2([PoolTransfer(PoolName(name), host_indices=host, keys=keys)])
+            found = [was and now for was, now in zip(found, moved[PoolName(name)], strict=True)]
+        size = self.device.page_sizes[source]
+        operation = self.pools.operation(1, [(source, host, rig.indices_of(size, places))])
+        controller = self.pools.controller
+        controller.l2_transfer_engine.submit_host_to_device(
+            controller._l2_load_transfers(*controller.move_hybrid_indices(operation)),
+            transfer_layer_id_max=controller.transfer_layer_id_max,
+            on_layer_done=lambda *_, **__: None,
+        )
+        self.pools.free(source, host)
+        return found
+
+
+def states_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As servers of the rig have them (hybrid_on_cpu.py): host memory that is not pinned, copies in torch."""
+    from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
+    from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+
+    for kind in (MambaPoolHost, DSAIndexerPoolHost):
+        monkeypatch.setattr(kind, "__init__", functools.partialmethod(kind.__init__, pin_memory=False))
+    for name in ("_copy_tensor_pf_lf", "_copy_tensor_all_layers_lf_pf"):
+        copy = functools.partial(getattr(MambaPoolHost, name), io_backend="kernel_ascend")
+        monkeypatch.setattr(MambaPoolHost, name, staticmethod(_in_torch(copy)))
+
+
+def index_keys_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What SGLang's kernels for index keys do, in plain words."""
+    from sglang.srt.mem_cache.pool_host import dsa
+
+    def move(
+        to: int, source: int, size: int, dst_indices: Any, src_indices: Any, stride: int, from_stride: int
+    ) -> None:
+        for there, here in zip(dst_indices.tolist(), src_indices.tolist(), strict=True):
+            ctypes.memmove(to + there * stride, source + here * from_stride, size)
+
+    def all_layers(
+        *, src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, item_size: int, **_: Any
+    ) -> None:
+        for source, to in zip(src_layers.tolist(), dst_layers.tolist(), strict=True):
+            move(to, source, item_size, dst_indices, src_indices, item_size, item_size)
+
+    def all_layers_to_pages(
+        *, src_layers: Any, dst: Any, src_indices: Any, dst_indices: Any, item_size: int, dst_layout_dim: int, **_: Any
+    ) -> None:
+        for layer, source in enumerate(src_layers.tolist()):
+            to = dst.data_ptr() + layer * item_size
+            move(to, source, item_size, dst_indices, src_indices, dst_layout_dim, item_size)
+
+    def layer(*, src: Any, dst: Any, src_indices: Any, dst_indices: Any, item_size: int) -> None:
+        move(dst.data_ptr(), src.data_ptr(), item_size, dst_indices, src_indices, item_size, item_size)
+
+    def layer_of_pages(
+        *, src: Any, dst: Any, src_indices: Any, dst_indices: Any, layer_id: int, item_size: int, src_layout_dim: int
+    ) -> None:
+        source = src.data_ptr() + layer_id * item_size
+        move(dst.data_ptr(), source, item_size, dst_indices, src_indices, item_size, src_layout_dim)
+
+    def direct(*, src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, page_size: int) -> None:
+        for source, to in zip(src_layers, dst_layers, strict=True):
+            to[dst_indices] = source[src_indices]
+
+    def direct_to_pages(*, src_ptrs: Any, dst_ptrs: Any, src_indices: Any, dst_indices: Any, page_size: int) -> None:
+        for number, source in enumerate(src_ptrs):
+            dst_ptrs[0][dst_indices, number, 0] = source[src_indices]
+
+    def direct_layer_of_pages(
+        *, src_ptrs: Any, dst_ptrs: Any, src_indices: Any, dst_indices: Any, layer_id: int, page_size: int
+    ) -> None:
+        dst_ptrs[0][dst_indices] = src_ptrs[0][src_indices, layer_id, 0]
+
+    for name, function in {
+        "all_layer_mla": all_layers,
+        "all_layer_mla_lf_pf": all_layers_to_pages,
+        "per_layer_mla": layer,
+        "per_layer_mla_pf_lf": layer_of_pages,
+        "direct": direct,
+        "all_layer_direct_lf_pf": direct_to_pages,
+        "per_layer_direct_pf_lf": direct_layer_of_pages,
+    }.items():
+        monkeypatch.setattr(dsa, f"transfer_kv_{name}", function, raising=False)
+
+
+def _in_torch(copy: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments, io_backend=None, **named: copy(*arguments, **named)
+
+
+@pytest.fixture
+def node_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., DecodeNode]]:
+    from hicache_ext.sglang import decode_manager
+
+    nodes: list[DecodeNode] = []
+    monkeypatch.setattr(decode_manager, "_track_interval", lambda page_size: INTERVAL)
+    states_without_a_gpu(monkeypatch)
+    index_keys_without_a_gpu(monkeypatch)
+    with ExitStack() as stack:
+
+        def make(kind: str, layout: str = "page_first") -> DecodeNode:
+            # SGLang's index keys have no other pages.
+            monkeypatch.setattr(rig, "PAGE", 64 if kind == "dsa" else 16)
+            stack.enter_context(rig.server_context())
+            nodes.append(DecodeNode(kind, tmp_path, layout))
+            nodes[-1].store_prompt()
+            return nodes[-1]
+
+        yield make
+        for node in nodes:
+            node.close()
+
+
+LAYOUTS = {
+    "mha": MHA_LAYOUTS,
+    "mla": MLA_LAYOUTS,
+    "swa": MHA_LAYOUTS,
+    "dsa": MLA_LAYOUTS,
+    "mamba": ("page_first", "page_first_direct"),
+}
+"""All that SGLang has of each."""
+
+
+@pytest.mark.parametrize(("kind", "layout"), [(kind, layout) for kind in LAYOUTS for layout in LAYOUTS[kind]])
+def test_a_prefill_node_gets_the_bytes_of_every_pool(
+    node_of: Callable[..., DecodeNode], tmp_path: Path, kind: str, layout: str
+) -> None:
+    node = node_of(kind, layout)
+    node.generate(6 * node.page, finish=True)
+    keys = node.keys()
+    # 5 pages and 3 tokens of prompt, 6 pages generated, the last token without KV: 11 whole pages; a state at 10.
+    end = 10 if kind == "mamba" else 11
+    prefill = PrefillNode(kind, tmp_path, layout)
+    assert prefill.restorable(keys, node.manager.tails) == end
+    places = list(range(30, 30 + end - FIRST))
+    assert all(prefill.load("kv", keys[FIRST:end], places))
+    for name in ("kv", "indexer") if kind == "dsa" else ("kv",):
+        assert prefill.device.content(name, places) == node.device.content(
+            name, [7 + page for page in range(FIRST, end)]
+        )
+    if kind == "swa":
+        assert all(prefill.load("swa", keys[end - 3 : end], [1, 2, 3]))
+        assert prefill.device.content("swa", [1, 2, 3]) == node.device.content(
+            "swa", [9 + end - 3 + n for n in range(3)]
+        )
+    if kind == "mamba":
+        assert prefill.load("mamba", [keys[end - 1]], [3]) == [True]
+        for buffer in prefill.device.buffers["mamba"]:
+            assert torch.equal(buffer[3], DecodeNode.state(end * node.page, buffer[3]))
+    assert node.free_pages() == node.free_before
+    assert node.released == [node.request]
+
+
+def tails_found(node: DecodeNode, prefill: PrefillNode, kind: str) -> list[int]:
+    """At which pages of the request a prefill node finds a window's page, or a state. All that it finds is right."""
+    found = []
+    for page, key in enumerate(node.keys()):
+        if not prefill.load(kind, [key], [3])[0]:
+            continue
+        found.append(page)
+        if kind == "swa":
+            assert prefill.device.content("swa", [3]) == [node.windows[page]]
+        else:
+            for buffer in prefill.device.buffers["mamba"]:
+                assert torch.equal(buffer[3], DecodeNode.state((page + 1) * node.page, buffer[3]))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["swa", "mamba"])
+def test_every_window_and_state_that_is_stored_is_of_its_own_boundary(
+    node_of: Callable[..., DecodeNode], tmp_path: Path, kind: str
+) -> None:
+    node = node_of(kind)
+    node.generate(13 * node.page + 5, finish=True)  # 88 + 208 tokens: 18 whole pages
+    prefill = PrefillNode(kind, tmp_path, "page_first")
+    if kind == "swa":
+        # Copied at 9, 13, 17 and 18 pages, three pages of window at each.
+        assert tails_found(node, prefill, kind) == [6, 7, 8, 10, 11, 12, 14, 15, 16, 17]
+    else:
+        assert tails_found(node, prefill, kind) == [7, 11, 15, 17]
+    assert prefill.restorable(node.keys(), node.manager.tails) == 18
+    # A shorter prefix is restored where a boundary was, and nowhere else.
+    lengths = {prefill.restorable(node.keys()[:length], node.manager.tails) for length in range(FIRST, 18)}
+    assert lengths == ({0, 9, 13, 17} if kind == "swa" else {0, 8, 12, 16})
+
+
+@pytest.mark.parametrize("kind", ["swa", "mamba"])
+def test_memory_that_was_given_away_before_its_copy_ended_is_never_stored(
+    node_of: Callable[..., DecodeNode], tmp_path: Path, kind: str
+) -> None:
+    node = node_of(kind)
+    start = node.manager.copies.start
+    node.manager.copies.start = lambda: iter(())  # type: ignore[method-assign]
+    # The copy is queued at 9 pages (10, with states) and made when the window has left, or a third state been kept.
+    node.generate(9 * node.page, settle=False)
+    node.manager.copies.start = start  # type: ignore[method-assign]
+    node.settle()
+    prefill = PrefillNode(kind, tmp_path, "page_first")
+    assert tails_found(node, prefill, kind) == []
+    assert prefill.restorable(node.keys(), node.manager.tails) == 0
+    assert node.manager.writer.metrics.value("copy", "torn") == 1
+
+    # What the request has from then on is whole again.
+    node.generate(5 * node.page, finish=True)
+    assert prefill.restorable(node.keys(), node.manager.tails) >= 18
+    assert tails_found(node, prefill, kind)
+    assert node.free_pages() == node.free_before
+
+
+def test_a_state_that_is_not_at_a_page_boundary_of_the_request_is_none(node_of: Callable[..., DecodeNode]) -> None:
+    node = node_of("mamba")
+    kv = node.request.kv
+    for tracked, boundary in ((None, 0), (7 * 16 + 1, 0), (9 * 16, 0), (8 * 16, 8), (6 * 16, 6)):
+        kv.mamba_last_track_seqlen = tracked
+        assert node.manager.boundary(node.request, 8, 0) == boundary
+
+
+def test_after_a_weight_update_nothing_of_the_writer_is_stored(node_of: Callable[..., DecodeNode]) -> None:
+    """SGLang's flush, after which a backend serves again, does not empty the writer's queues."""
+    node = node_of("mha")
+    assert not node.pools.controller.storage_backend.flushes_with_cache
+
+
+def test_a_window_counts_only_whole(node_of: Callable[..., DecodeNode]) -> None:
+    node = node_of("swa")
+    kv = node.request.kv
+    for window_begins, since, boundary in ((5 * 16, 0, 8), (6 * 16, 0, 0), (6 * 16, 6, 8), (7 * 16, 6, 0)):
+        kv.window_begins = window_begins
+        assert node.manager.boundary(node.request, 8, since) == boundary
+
+
+@pytest.mark.parametrize("kind", ["swa", "mamba"])
+def test_where_host_memory_of_a_tail_is_full_the_run_is_dropped_and_counted(
+    node_of: Callable[..., DecodeNode], tmp_path: Path, kind: str
+) -> None:
+    node = node_of(kind)
+    held = node.pools.alloc(kind, node.pools.free_pages(kind))
+    node.generate(13 * node.page, finish=True)
+    prefill = PrefillNode(kind, tmp_path, "page_first")
+    assert prefill.restorable(node.keys(), node.manager.tails) == 0
+    assert node.manager.writer.metrics.value("lost", "no_host_memory") > 0
+    assert node.released == [node.request]
+    node.pools.free(kind, held)
+    assert node.free_pages() == node.free_before
+
+
+@pytest.mark.parametrize("kind", ["swa", "mamba", "dsa"])
+def test_a_boundary_whose_tail_could_not_be_stored_gets_no_kv_either(
+    node_of: Callable[..., DecodeNode], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hicache_ext.pd import decode_writer
+    from hicache_ext.storage.contract.store import SetResult
+
+    monkeypatch.setattr(decode_writer, "_RETRIES", 0)
+    node = node_of(kind)
+    beside = "indexer" if kind == "dsa" else kind
+    backend = node.pools.controller.storage_backend
+    store_pages = backend.store_pages
+
+    def fail(keys: list[str], indices: torch.Tensor, name: str) -> list[SetResult]:
+        return [SetResult.ERROR] * len(keys) if name == beside else store_pages(keys, indices, name)
+
+    monkeypatch.setattr(backend, "store_pages", fail)
+    node.generate(6 * node.page, finish=True)
+    assert backend.batch_exists(node.keys()) == FIRST
+    assert node.manager.writer.metrics.value("lost", "failed") > 0
+    assert node.free_pages() == node.free_before
