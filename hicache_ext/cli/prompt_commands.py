@@ -5,7 +5,6 @@ this node's disk, and how they stay there. All may be used while servers run.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import sys
 import time
@@ -13,8 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from hicache_ext.cli.directory_commands import documents_in
 from hicache_ext.cli.inputs import (
@@ -34,7 +31,7 @@ from hicache_ext.page.envelope import PAGE_HASH_LENGTH
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import KV_POOL
 from hicache_ext.page.transforms.forms import STORED_AS
-from hicache_ext.page.transforms.sealing import SealKey, SealMode
+from hicache_ext.page.transforms.sealing import SealMode
 from hicache_ext.runtime.shown import shown_text
 from hicache_ext.storage.serving.explaining import Chain, Explanation, Found, explain
 from hicache_ext.storage.serving.warming import warm_prompts
@@ -340,7 +337,6 @@ def _names(target: str) -> dict[Path, Callable[[Sequence[bytes]], list[bytes]]]:
     found: dict[Path, Callable[[Sequence[bytes]], list[bytes]]] = {}
     for one in targets(target, keys=True):
         seal = None if one.transforms is None else one.transforms.seal
-        hiding = [] if seal is None or seal.mode is not SealMode.ENCRYPT else seal.keys
         for directory in one.directories:
             if one.tier is None and any(
                 document.get(STORED_AS, {}).get("seal") == SealMode.ENCRYPT.name.lower()
@@ -348,13 +344,8 @@ def _names(target: str) -> dict[Path, Callable[[Sequence[bytes]], list[bytes]]]:
             ):
                 problem = "pages here are encrypted, and their names hidden"
                 raise ConfigError("CONFIG|DIRECTORY", problem, "the configuration file, which names the keys")
-            found[directory] = functools.partial(_hidden, hiding) if hiding else list
+            found[directory] = list if seal is None else seal.names_of
     return found
-
-
-def _hidden(keys: Sequence[SealKey], hashes: Sequence[bytes]) -> list[bytes]:
-    words = np.frombuffer(b"".join(hashes), np.int64).reshape(len(hashes), -1)
-    return [row.tobytes() for key in keys for row in key.hidden_hashes(words)]
 
 
 def _page_size(directories: Sequence[Path]) -> int:

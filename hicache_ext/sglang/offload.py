@@ -6,23 +6,23 @@ Options of a request for its own KV come in ``sampling_params.custom_params``::
 
 This field is the only free mapping that SGLang carries from every entry point (/generate and the OpenAI calls, which
 have it at the top level) to the scheduler's Req; otherwise only custom logit processors read it. extra_key and
-cache_salt change the page hashes, and ``priority`` changes the scheduling.
+cache_salt change the page hashes, and ``priority`` changes the scheduling. SGLang's ``kv_hints`` say the same, and more
+(storage/serving/kv_hints.py).
 """
 
 from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from hicache_ext.pd.decode_writer import PageChain, Piece, RequestOptions
+from hicache_ext.storage.serving.kv_hints import said_by
 
 logger = logging.getLogger(__name__)
-
-_OPTIONS = "hicache_ext"
 
 
 class ManagerOffload:
@@ -121,14 +121,8 @@ class ManagerOffload:
 def options_of(request: Any) -> RequestOptions:
     """The options of SGLang's ``Req``; absent or invalid ones have their defaults."""
     parameters = getattr(getattr(request, "sampling_params", None), "custom_params", None)
-    ours = parameters.get(_OPTIONS) if isinstance(parameters, Mapping) else None
-    if not isinstance(ours, Mapping):
-        return RequestOptions()
-    priority = ours.get("priority", 0)
-    return RequestOptions(
-        store=ours.get("store") is not False,
-        priority=priority if isinstance(priority, int) and not isinstance(priority, bool) else 0,
-    )
+    said = said_by(getattr(request, "kv_hints", None), parameters)
+    return RequestOptions() if said is None else RequestOptions(store=said.store, priority=said.priority)
 
 
 def page_chain(page_size: int, *, extra_key: str | None, cache_salt: str | None) -> PageChain:
