@@ -25,6 +25,7 @@ from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.sglang.launch_facts import configuration_given_as
 from hicache_ext.sglang.process import attached_backends
+from hicache_ext.sglang.scheduler_hooks import is_unstored
 
 if TYPE_CHECKING:
     from hicache_ext.pd.decode_writer import DecodeWriter
@@ -77,7 +78,7 @@ def around_offload(original: Callable[..., bool], manager: Any, req: Any, *later
     """``offload_kv_cache``: a request has advanced [scheduler thread, per request and step]."""
     writer = getattr(manager, _WRITER, None)
     if writer is None:
-        return original(manager, req, *later, **named)
+        return not is_unstored(req) and original(manager, req, *later, **named)
     try:
         return bool(writer.request_advanced(req, req.output_ids, req.finished()))
     except Exception:

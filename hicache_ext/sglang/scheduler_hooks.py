@@ -40,10 +40,10 @@ def before_queued(scheduler: Any, req: Any, is_retracted: bool = False, *_: Any,
             return
         if (said := said_by(req.kv_hints, custom)) is None or not (backends := attached_backends()):
             return
-        if not said.store and not comes_with(installed_release(), "0.5.22") and scheduler.tree_cache.supports_mamba():
+        if said.no_store and not comes_with(installed_release(), "0.5.22") and scheduler.tree_cache.supports_mamba():
             # 0.5.21 would not go on behind the first part of the prompt.
             said.ignored["unsupported"] += 1
-        elif not said.store:
+        elif said.no_store:
             # SGLang puts its KV into no tree, from which it would be written to host memory and to storage.
             req.skip_radix_cache_insert = True
             _unstored.add(req)
@@ -55,10 +55,15 @@ def before_queued(scheduler: Any, req: Any, is_retracted: bool = False, *_: Any,
         _log.log(logging.WARNING, "hints", "hicache_ext: hints of a request: %s", type(error).__name__)
 
 
+def is_unstored(request: Any) -> bool:
+    """Whether nothing of this request of SGLang's is to be written [any thread]."""
+    return request in _unstored
+
+
 def around_unfinished(original: Callable[..., Any], req: Any, tree_cache: Any, *more: Any, **named: Any) -> Any:
     """``maybe_cache_unfinished_req`` of 0.5.21 [scheduler thread]: a part of a prompt was computed. That release would
     compute the first part of a request that stays out of its tree again and again."""
-    if named.get("chunked") and req in _unstored:
+    if named.get("chunked") and is_unstored(req):
         return tree_cache.advance_unpublished_req(req, chunked=True)
     return original(req, tree_cache, *more, **named)
 
@@ -208,6 +213,8 @@ def _record(recorder: Any, operation: Any, answered: int, found: dict[str, int])
     if not isinstance(rid, str) or not all(isinstance(page, str) for page in pages):
         raise TypeError
     request = _requests.get(rid)
+    if is_unstored(request):
+        return
     matched = getattr(request, "storage_prefetch_last_match_len", None)
     matched = matched if isinstance(matched, int) else None
     before = before if isinstance(before, str) else None

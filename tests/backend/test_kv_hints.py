@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from hicache_ext.page.hashes import namespaced_extra_key
+from hicache_ext.sglang import pd_hooks, scheduler_hooks
 from hicache_ext.sglang.offload import options_of, page_chain
 from hicache_ext.sglang.process import attached_backends
-from hicache_ext.sglang.scheduler_hooks import before_queued
+from hicache_ext.sglang.scheduler_hooks import around_unfinished, before_queued
 from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.storage.tiers.file.pins import read_pins
@@ -42,7 +43,8 @@ def request(*actions: dict[str, Any], custom: Any = None, **more: Any) -> Any:
 
 
 def queue(made: Any, **scheduler: Any) -> None:
-    known = {"spec_algorithm": SimpleNamespace(is_eagle=lambda: False), "tree_cache": None} | scheduler
+    plain = SimpleNamespace(is_eagle=lambda: False), SimpleNamespace(supports_mamba=lambda: False)
+    known = dict(zip(("spec_algorithm", "tree_cache"), plain, strict=True)) | scheduler
     before_queued(SimpleNamespace(**known), made)
 
 
@@ -83,10 +85,9 @@ def test_a_lease_is_on_the_pages_as_sglang_names_them_and_is_made_on_another_thr
     "said",
     [
         {"actions": [NO_STORE]},
-        {"custom": {"hicache_ext": {"store": False}}},
         {"custom": {"hicache_ext": {"hints": [{"action_type": "no_store"}]}}},
     ],
-    ids=["envelope", "store", "hints"],
+    ids=["envelope", "custom_params"],
 )
 def test_no_store_keeps_a_request_out_of_the_tree_and_out_of_the_decode_writer(backend: Any, said: Any) -> None:
     made = request(*said.get("actions", ()), custom=said.get("custom"))
@@ -96,9 +97,11 @@ def test_no_store_keeps_a_request_out_of_the_tree_and_out_of_the_decode_writer(b
 
 
 def test_without_a_backend_of_ours_and_without_hints_a_request_stays_as_it_is(backend: Any) -> None:
-    quiet = request(custom={"other": 1})
-    queue(quiet)
-    assert quiet.skip_radix_cache_insert is False
+    # The last one is about what a decode node generates alone.
+    for custom in ({"other": 1}, {"hicache_ext": {"store": False}}):
+        quiet = request(custom=custom)
+        queue(quiet)
+        assert quiet.skip_radix_cache_insert is False
     backend.close()
     assert backend not in attached_backends()
     made = request(NO_STORE)
@@ -112,6 +115,32 @@ def test_a_rank_that_does_not_act_keeps_out_of_the_tree_all_the_same(open_backen
     made = request(RETAIN, NO_STORE)
     queue(made)
     assert made.skip_radix_cache_insert is True and second._kv_hints is None
+
+
+def test_sglangs_own_decode_offload_and_a_recording_leave_it_out(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    private, other = request(NO_STORE), request()
+    queue(private)
+    queue(other)
+    offloaded: list[Any] = []
+    for one in (private, other):
+        assert pd_hooks.around_offload(lambda _, req: offloaded.append(req) or True, object(), one) is (one is other)
+    assert offloaded == [other]
+    asked: list[str] = []
+    monkeypatch.setattr(scheduler_hooks, "_requests", {"private": private, "other": other})
+    for rid in ("private", "other"):
+        operation = SimpleNamespace(all_hash_values=["00"], request_id=rid, last_hash=None)
+        scheduler_hooks._record(SimpleNamespace(ask=lambda rid, *_, **__: asked.append(rid)), operation, 0, {})
+    assert asked == ["other"]
+
+
+def test_where_a_release_asks_for_it_a_part_of_a_prompt_goes_on_without_the_tree(backend: Any) -> None:
+    """Of 0.5.21; later releases do so themselves."""
+    private, other, calls = request(NO_STORE), request(), []
+    queue(private)
+    tree = SimpleNamespace(advance_unpublished_req=lambda req, chunked: calls.append((req, chunked)))
+    for one, how in ((private, {"chunked": True}), (private, {}), (other, {"chunked": True})):
+        around_unfinished(lambda req, _, **__: calls.append(req), one, tree, **how)
+    assert calls == [(private, True), private, other]
 
 
 def test_bigrams_of_a_draft_have_other_hashes_and_no_lease(backend: Any) -> None:

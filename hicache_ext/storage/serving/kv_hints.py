@@ -69,7 +69,9 @@ class Said:
     """All that one request says."""
 
     store: bool = True
-    """False: nothing of the request is written."""
+    """False: nothing that the request generates is written by a decode node."""
+    no_store: bool = False
+    """Nothing of the request is written anywhere, its prompt not either."""
     priority: int = 0
     message_id: str = ""
     actions: list[Action] = field(default_factory=list)
@@ -127,7 +129,7 @@ def _understood(said: Said, action: Mapping[Any, Any]) -> str | None:
     if kind not in TYPES or action.get("action_version", _VERSION) != _VERSION:
         return "unknown"
     if kind == "no_store":
-        said.store = False
+        said.store, said.no_store = False, True
     elif kind == "priority":
         if (priority := _priority(payload.get("priority"))) is None:
             return "malformed"
@@ -212,7 +214,7 @@ class KvHints:
         self._bring_inward = bring_inward
         self._tell_prefill = tell_prefill
         self.metrics = TierMetrics("kv_hints", prefix="kv_hints_")
-        pages = ("retained", "demoted", "present", "fetched", "absent", "dropped")
+        pages = ("retained", "released", "demoted", "present", "fetched", "absent", "dropped")
         self.metrics.declare({"action": TYPES, "ignored": IGNORED, "page": pages})
         self._waiting: deque[_Waiting] = deque()
         self._waiting_tokens = 0
@@ -255,25 +257,27 @@ class KvHints:
                 request = self._waiting.popleft()
                 self._waiting_tokens -= request.size
             try:
-                self._act(request)
+                self.follow(request.said, request.tokens, namespace_seed(request.extra_key, request.cache_salt))
             except Exception as error:  # noqa: BLE001 - whatever a store raises, the next hint may be followed
                 self.metrics.add("ignored", "failed")
                 # Its text may be a part of the request.
                 self._log.log(logging.WARNING, "act", "hicache_ext: a hint was not followed: %s", type(error).__name__)
         return math.inf
 
-    def _act(self, request: _Waiting) -> None:
+    def follow(self, said: Said, tokens: Sequence[int], seed: bytes) -> None:
+        """Do what was said with the prompt ``tokens``; ``seed``: see page/hashes.py. Waits for the tiers, and raises
+        what they do, HicacheExtError for tokens that are none."""
         size = self._page_size()
         if not size:
-            self.metrics.add("ignored", "unsupported", len(request.said.actions))
+            self.metrics.add("ignored", "unsupported", len(said.actions))
             return
-        seed = namespace_seed(request.extra_key, request.cache_salt)
-        hashes = page_hashes(request.tokens, size, seed)
-        for action in request.said.actions:
+        hashes = page_hashes(tokens, size, seed)
+        for action in said.actions:
             if action.type == "retain":
                 self._retain(hashes, action.ttl_seconds, seed)
             elif action.type == "release":
-                self._each(lambda tier, names: tier.end_leases(names), hashes)
+                if any(self._each(lambda tier, names: tier.end_leases(names), hashes)):
+                    self.metrics.add("page", "released", len(hashes))
             elif action.type == "demote":
                 self._demote(hashes[-(-action.from_token // size) :])
             elif action.type == "supersede":
@@ -282,8 +286,8 @@ class KvHints:
                 self._demote([page_hash for page_hash in before if page_hash not in now])
             else:
                 self._prefetch(action, hashes, size, seed)
-        if request.said.message_id:
-            self._remember((seed, request.said.message_id), hashes)
+        if said.message_id:
+            self._remember((seed, said.message_id), hashes)
 
     def _each(self, act: Callable[[TakesHints, Sequence[bytes]], int], hashes: Sequence[bytes]) -> list[int]:
         """The answers of all tiers that take hints, each asked with the names under which it has these pages."""

@@ -66,7 +66,8 @@ def test_both_ways_say_the_same(prefix: str) -> None:
     assert by_envelope == said_by(None, custom(*listed, message_id="message"))
     assert by_envelope is not None
     assert by_envelope.actions == [action for _, _, action in actions if action is not None]
-    assert (by_envelope.store, by_envelope.priority, by_envelope.message_id) == (False, -2, "message")
+    assert (by_envelope.store, by_envelope.no_store, by_envelope.priority) == (False, True, -2)
+    assert by_envelope.message_id == "message"
     assert by_envelope.understood == list(kv_hints.TYPES)
     assert not +by_envelope.ignored
 
@@ -166,7 +167,7 @@ def test_malformed_envelopes_raise_nothing_and_say_nothing_in_logs_and_labels(
             hints.offer(said, PROMPT, chance.choice((None, "secret-text")), None)
             hints._act_on_waiting()
     assert "secret-text" not in caplog.text and "xxxxx" not in caplog.text
-    known = {*kv_hints.TYPES, *kv_hints.IGNORED, "retained", "demoted", "present", "fetched", "absent"}
+    known = {*kv_hints.TYPES, *kv_hints.IGNORED, "retained", "released", "demoted", "present", "fetched", "absent"}
     assert {reason for _, reason in hints.metrics.snapshot()} <= known
     assert hints.metrics.value("ignored", "malformed") > MALFORMED / 10
 
