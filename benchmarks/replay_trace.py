@@ -52,6 +52,7 @@ Requests = Sequence[Sequence[int]]
 _SLOT_SIZE = 132 * 1024
 """A slot of a page of 128 KiB: fifteen in a group of neighbours that are evicted together."""
 _IDENTITY = bytes(16)
+_NONE = np.empty(0, np.int64)
 CAPACITIES = (1_000, 10_000, 50_000)
 SYNTHETIC_CAPACITIES = (300, 1_000, 3_000, 10_000, 30_000, 100_000)
 
@@ -134,9 +135,11 @@ def served_by_the_index(
     capacity: int,
     look: Callable[[SlabIndex], object] | None = None,
     policy: int | None = None,
+    spared: Callable[[SlabIndex], np.ndarray] = lambda _: _NONE,
 ) -> Iterator[int]:
     """Blocks served of each request by a tier with so many slots. ``look`` is called after each. With ``policy`` the
-    tier keeps to this candidate (``eviction.POLICIES``), whatever serves most."""
+    tier keeps to this candidate (``eviction.POLICIES``), whatever serves most. ``spared``: HASH of the leased pages,
+    sorted."""
     with tempfile.TemporaryDirectory() as directory, new_index_in(Path(directory), capacity * _SLOT_SIZE) as index:
         slab = index.begin_slab(_SLOT_SIZE, lambda _: capacity)
         assert slab is not None
@@ -156,7 +159,7 @@ def served_by_the_index(
             index.note_hits(found, keys, len(found))
             missing = [position for position in range(len(keys)) if position not in present]
             for first in range(0, len(missing), portion):
-                _store(index, keys, missing[first : first + portion])
+                _store(index, keys, missing[first : first + portion], spared(index))
             yield served
             if look is not None:
                 look(index)
@@ -168,10 +171,10 @@ def key_of(block: int) -> bytes:
     return _IDENTITY + hashlib.sha256(str(block).encode()).digest()
 
 
-def _store(index: SlabIndex, keys: Sequence[bytes], positions: Sequence[int]) -> None:
+def _store(index: SlabIndex, keys: Sequence[bytes], positions: Sequence[int], spared: np.ndarray) -> None:
     ticket, rows = index.next_ticket(), np.empty(0, np.int64)
     while len(rows) < len(positions):
-        some, _ = index.take(_SLOT_SIZE, len(positions) - len(rows), ticket, 0, rows[:0], evicting=True)
+        some, _ = index.take(_SLOT_SIZE, len(positions) - len(rows), ticket, 0, spared, evicting=True)
         rows = np.concatenate([rows, some])
     ones = np.ones(len(rows), np.int64)
     taken = SlotReferences(*index.places_of(rows), ones, np.array(positions), rows)

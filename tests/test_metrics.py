@@ -281,6 +281,7 @@ _PREFIXES = {
     "sglang/link": "linker_",
     "storage/tiering/pulling": "pull_",
     "storage/serving/hints": "hints_",
+    "storage/serving/kv_hints": "kv_hints_",
     "storage/serving/events": "events_",
     "storage/tiering/recording": "record_",
 }

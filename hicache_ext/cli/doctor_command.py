@@ -261,8 +261,9 @@ def _rows(one: Checked) -> Iterator[dict[str, str]]:
     kind = f"hook {use.hook}" if use.hook else "signature" if use.takes or use.answered else "name"
     parameters = f"({', '.join(use.takes)})" if use.takes or use.answered else ""
     parameters += f", ignored: {', '.join(one.new)}" if one.new else ""
+    not_there = f"not before {use.since}" if use.since else f"not from {use.before} on"
     for names, found in (
-        ([name for name in use.names if name in lost], "NO" if one.expected else f"not before {use.since}"),
+        ([name for name in use.names if name in lost], "NO" if one.expected else not_there),
         ([name for name in use.names if name not in lost], "yes"),
     ):
         if names:

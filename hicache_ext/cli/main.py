@@ -48,6 +48,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("verify", "directory_commands:configure_verify", "read and check every page of a directory"),
     Command("gc", "directory_commands:configure_gc", "remove what killed processes left in a directory"),
     Command("clear", "directory_commands:configure_clear", "remove the pages of a model, or all, from a directory"),
+    Command("hint", "prompt_commands:configure_hint", "lease, release or demote a prompt, as a request may ask for"),
     Command("pin", "prompt_commands:configure_pin", "keep the pages of a prompt from being evicted"),
     Command("unpin", "prompt_commands:configure_unpin", "let the pages of a pin go like all others"),
     Command("pins", "prompt_commands:configure_pins", "which pages are pinned, until when, and what they take"),

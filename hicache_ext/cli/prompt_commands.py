@@ -1,20 +1,18 @@
-"""``hicache-ext explain``, ``warm``, ``pin``, ``unpin``, ``pins``: where the pages of prompts are, how they come to
-this node's disk, and how they stay there. All may be used while servers run.
+"""``hicache-ext explain``, ``warm``, ``hint``, ``pin``, ``unpin``, ``pins``: where the pages of prompts are, how they
+come to this node's disk, and how they stay there. All may be used while servers run.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from hicache_ext.cli.directory_commands import documents_in
 from hicache_ext.cli.inputs import (
@@ -34,10 +32,13 @@ from hicache_ext.page.envelope import PAGE_HASH_LENGTH
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import KV_POOL
 from hicache_ext.page.transforms.forms import STORED_AS
-from hicache_ext.page.transforms.sealing import SealKey, SealMode
+from hicache_ext.page.transforms.sealing import SealMode
 from hicache_ext.runtime.shown import shown_text
+from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.serving.explaining import Chain, Explanation, Found, explain
+from hicache_ext.storage.serving.kv_hints import Action, KvHints, Said
 from hicache_ext.storage.serving.warming import warm_prompts
+from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.storage.tiers.file.manifest import layout_in
 from hicache_ext.storage.tiers.file.pins import Pin, add_pin, read_pins, remove_pin
@@ -212,6 +213,44 @@ def _warm(arguments: argparse.Namespace) -> int:
     return 1 if report.failed else 0
 
 
+# -- hint --------------------------------------------------------------------------------------------------------------
+
+
+def configure_hint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("retain", "release", "demote"), help="what a request would have asked for")
+    parser.add_argument("config", metavar="CONFIG", help="the configuration file that the server is given")
+    add_prompt_arguments(parser)
+    parser.add_argument("--page-size", type=int, help="tokens per page; left out: that of the pages in the directory")
+    add_namespace_arguments(parser)
+    parser.add_argument("--for", dest="duration", metavar="DURATION", help="retain: such as 10m; left out: 1h")
+    parser.add_argument("--from-token", type=int, default=0, help="demote: what stands before stays as it is")
+    describe(
+        parser,
+        run=_hint,
+        examples=["hicache-ext hint retain hicache.yaml --tokens prompt.json --for 10m"],
+        problem="it was not followed: too many leases, or nothing there that takes hints",
+    )
+
+
+def _hint(arguments: argparse.Namespace) -> int:
+    """Do at once what a request would have asked a server for (serving/kv_hints.py)."""
+    config = load_config(arguments.config)
+    size = arguments.page_size or _page_size(_directories(arguments.config))
+    seconds = 3600.0 if arguments.duration is None else parse_duration(arguments.duration, "--for")
+    action = Action(arguments.action, ttl_seconds=seconds, from_token=arguments.from_token)
+    with ExitStack() as opened:
+        of_files = [name for name, tier in config.tiers.items() if isinstance(tier, FileTierConfig)]
+        tiers = [opened.enter_context(closing(open_tier(name, config.tiers[name]))) for name in of_files]
+        hints = KvHints(math.inf, lambda: tiers, lambda: size, lambda _: {}, None)
+        for tokens in prompts_of(arguments):
+            hints.follow(Said(actions=[action]), tokens, seed_of(arguments))
+    counted = hints.metrics.snapshot()
+    pages, ignored = (sum(n for (event, _), n in counted.items() if event == name) for name in ("page", "ignored"))
+    line = f"{arguments.action}: {pages} pages" if not ignored else f"{arguments.action}: not followed"
+    show(arguments, {"action": arguments.action, "pages": pages, "ignored": ignored}, [line])
+    return 1 if ignored else 0
+
+
 # -- pin, unpin, pins --------------------------------------------------------------------------------------------------
 
 
@@ -340,7 +379,6 @@ def _names(target: str) -> dict[Path, Callable[[Sequence[bytes]], list[bytes]]]:
     found: dict[Path, Callable[[Sequence[bytes]], list[bytes]]] = {}
     for one in targets(target, keys=True):
         seal = None if one.transforms is None else one.transforms.seal
-        hiding = [] if seal is None or seal.mode is not SealMode.ENCRYPT else seal.keys
         for directory in one.directories:
             if one.tier is None and any(
                 document.get(STORED_AS, {}).get("seal") == SealMode.ENCRYPT.name.lower()
@@ -348,13 +386,8 @@ def _names(target: str) -> dict[Path, Callable[[Sequence[bytes]], list[bytes]]]:
             ):
                 problem = "pages here are encrypted, and their names hidden"
                 raise ConfigError("CONFIG|DIRECTORY", problem, "the configuration file, which names the keys")
-            found[directory] = functools.partial(_hidden, hiding) if hiding else list
+            found[directory] = list if seal is None else seal.names_of
     return found
-
-
-def _hidden(keys: Sequence[SealKey], hashes: Sequence[bytes]) -> list[bytes]:
-    words = np.frombuffer(b"".join(hashes), np.int64).reshape(len(hashes), -1)
-    return [row.tobytes() for key in keys for row in key.hidden_hashes(words)]
 
 
 def _page_size(directories: Sequence[Path]) -> int:

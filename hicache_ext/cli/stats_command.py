@@ -30,7 +30,7 @@ from hicache_ext.storage.serving.metrics_export import CALL_SECONDS, PREFIX
 
 # -- figures -----------------------------------------------------------------------------------------------------------
 
-_BESIDE = ("pull", "pd_write", "hints", "kernels", "record", "events", "linker")
+_BESIDE = ("pull", "pd_write", "hints", "kv_hints", "kernels", "record", "events", "linker")
 """Values of the label ``tier`` that are no tiers, unless a user has named one so."""
 _BREAKER_STATES = ("closed", "half open", "open")
 _PATH_EVENTS = ("out_of_service", "back_in_service")

@@ -34,7 +34,7 @@ from hicache_ext.config.sections import (
     parse_policies,
 )
 from hicache_ext.config.tier import AnyTier, TierConfig, tier_types
-from hicache_ext.config.values import LONGEST_DURATION, NO_LIMIT, directory_relation, number, whole_number
+from hicache_ext.config.values import LONGEST_DURATION, NO_LIMIT, directory_relation, duration, number, whole_number
 from hicache_ext.errors import ConfigError
 from hicache_ext.page.transforms.codec import LOSSY_CODECS
 
@@ -196,6 +196,11 @@ class HicacheExtConfig(ConfigModel):
     """prefill/decode disaggregation"""
     kv_dtype: Annotated[str | None, Allowed(_DTYPE_ALLOWED, _dtype)] = None
     """the logical dtype of the KV cache, where SGLang's is not the right one"""
+    longest_lease: Annotated[
+        float, Allowed("a duration up to 7d, such as 1h, or 0", duration(0, 7 * 86400), {"type": ["number", "string"]})
+    ] = 3600.0
+    """how long a request may keep its prompt in a file tier with a hint; 0: of what requests say, only no_store and
+    priority are followed"""
     watch_config: bool = False
     """true: take over changes of the configuration file as they are written"""
     kernels: KernelsConfig = KernelsConfig()

@@ -35,6 +35,7 @@ from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.serving.hints import HintSender
+from hicache_ext.storage.serving.kv_hints import said_by
 
 logger = logging.getLogger(__name__)
 
@@ -456,7 +457,8 @@ class RequestOptions:
 
     This field is the only free mapping that SGLang carries from every entry point (/generate and the OpenAI calls,
     which have it at the top level) to the scheduler's Req; otherwise only custom logit processors read it. extra_key
-    and cache_salt change the page hashes, and SGLang's ``priority`` changes the scheduling.
+    and cache_salt change the page hashes, and SGLang's ``priority`` changes the scheduling. ``kv_hints`` of SGLang say
+    the same, and more (storage/serving/kv_hints.py).
     """
 
     store: bool = True
@@ -465,17 +467,11 @@ class RequestOptions:
     """When host memory is full, the lowest priority is dropped first."""
 
     @classmethod
-    def of(cls, sampling_params: Any) -> RequestOptions:
-        """Absent or invalid ones have their defaults."""
-        parameters = getattr(sampling_params, "custom_params", None)
-        ours = parameters.get("hicache_ext") if isinstance(parameters, Mapping) else None
-        if not isinstance(ours, Mapping):
-            return cls()
-        priority = ours.get("priority", 0)
-        return cls(
-            store=ours.get("store") is not False,
-            priority=priority if isinstance(priority, int) and not isinstance(priority, bool) else 0,
-        )
+    def of(cls, request: Any) -> RequestOptions:
+        """Of SGLang's ``Req``; absent or invalid ones have their defaults."""
+        parameters = getattr(getattr(request, "sampling_params", None), "custom_params", None)
+        said = said_by(getattr(request, "kv_hints", None), parameters)
+        return cls() if said is None else cls(store=said.store, priority=said.priority)
 
 
 class DecodeWriter:

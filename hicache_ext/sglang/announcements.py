@@ -17,7 +17,7 @@ from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.sglang.launch_facts import unicode_text
 from hicache_ext.sglang.self_check import check_installed, features_off
-from hicache_ext.sglang.served_pools import KV, BoundPool, ServedPools
+from hicache_ext.sglang.served_pools import KV, ONE_FOR_ALL, BoundPool, ServedPools
 from hicache_ext.sglang.used_names import EVENTS
 from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard, board_among
 from hicache_ext.storage.serving.events import Blocks, Change, Encode, EventPublisher, Kind, Media, blocks_in
@@ -28,9 +28,6 @@ from hicache_ext.storage.tiering.recording import Recorder
 from hicache_ext.storage.tiering.reload import ReloadableStore
 
 logger = logging.getLogger(__name__)
-
-_RANKS = ("tp_rank", "pp_rank", "attn_cp_rank", "dcp_rank")
-"""One process speaks for all that differ in these alone."""
 
 
 # -- hints -------------------------------------------------------------------------------------------------------------
@@ -59,24 +56,28 @@ def hint_receiver(config: HicacheExtConfig, pools: ServedPools, store: Callable[
     ``store`` answers with the tiers as one.
     """
 
-    def bring_inward(page_hashes: Sequence[bytes]) -> Counter[str]:
-        """Pages that are likely to be asked for soon, to the tier ``promote_to`` [hints' thread]."""
-        pool = pools.usable(KV)
-        outcomes: Counter[str] = Counter()
-        if pool is None or pool.pages is None:
-            return outcomes
-        at_once = max(1, min(_MOST_KEYS, _MEMORY // pool.pages.page_bytes))
-        for first in range(0, len(page_hashes), at_once):
-            if pools.unavailable or outcomes["absent"] or outcomes["dropped"]:
-                outcomes["dropped"] += len(page_hashes) - first
-                break
-            for digest in pool.digests:
-                keys = [digest + page_hash for page_hash in page_hashes[first : first + at_once]]
-                outcomes.update(store().bring_inward(keys))
-        return outcomes
+    def fetch(page_hashes: Sequence[bytes]) -> Counter[str]:
+        return bring_inward(pools, store(), page_hashes)
 
     board = _board(config, config.retrieve_locations, store)
-    return HintReceiver(board, bring_inward, lambda: _scope(pools), _LIMITS, _MOST_PAGES, _INTERVAL)
+    return HintReceiver(board, fetch, lambda: _scope(pools), _LIMITS, _MOST_PAGES, _INTERVAL)
+
+
+def bring_inward(pools: ServedPools, store: ReloadableStore, page_hashes: Sequence[bytes]) -> Counter[str]:
+    """Bring pages that are likely to be asked for soon to the tier ``promote_to`` [threads of hints]."""
+    pool = pools.usable(KV)
+    outcomes: Counter[str] = Counter()
+    if pool is None or pool.pages is None:
+        return outcomes
+    at_once = max(1, min(_MOST_KEYS, _MEMORY // pool.pages.page_bytes))
+    for first in range(0, len(page_hashes), at_once):
+        if pools.unavailable or outcomes["absent"] or outcomes["dropped"]:
+            outcomes["dropped"] += len(page_hashes) - first
+            break
+        for digest in pool.digests:
+            keys = [digest + page_hash for page_hash in page_hashes[first : first + at_once]]
+            outcomes.update(store.bring_inward(keys))
+    return outcomes
 
 
 def hint_sender(
@@ -126,7 +127,7 @@ def kv_events(
 
     ``ranks`` is SGLang's HiCacheStorageConfig. Raises ConfigError, MissingPackageError.
     """
-    if config.events is None or any(getattr(ranks, rank, 0) for rank in _RANKS):
+    if config.events is None or any(getattr(ranks, rank, 0) for rank in ONE_FOR_ALL):
         return None
     if (lacking := features_off(check_installed()).get(EVENTS)) is not None:
         logger.warning("hicache_ext: SGLang lacks %s: %s", lacking, EVENTS.loss)
@@ -211,7 +212,7 @@ _SIZES = ("tp_size", "pp_size", "attn_cp_size", "dcp_size")
 def recording_of(config: HicacheExtConfig, ranks: Any, pools: ServedPools) -> Recorder | None:
     """The recorder of this process; None where nothing is recorded, or where another rank speaks for this one: all
     ranks of a replica are asked for the same pages. ``ranks`` is SGLang's HiCacheStorageConfig. Raises ConfigError."""
-    if any(getattr(ranks, rank, 0) for rank in _RANKS):
+    if any(getattr(ranks, rank, 0) for rank in ONE_FOR_ALL):
         return None
 
     def facts() -> dict[str, Any]:

@@ -30,6 +30,7 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.sglang.launch_facts import configuration_given_as
 from hicache_ext.sglang.process import attached_backends
 from hicache_ext.sglang.releases import comes_with, installed_release, release_request
+from hicache_ext.sglang.scheduler_hooks import is_unstored
 from hicache_ext.sglang.served_pools import KV
 
 if TYPE_CHECKING:
@@ -68,9 +69,18 @@ def replace_manager(*arguments: Any, **named: Any) -> Any:
         # (allocator: shm), so the flag itself is changed.
         get_context().override("hicache_ext", **{_CONFIG_FIELD: json.dumps(extra_config)})
         with configuration_given_as(written):
-            return make(*arguments, **named)
+            manager = make(*arguments, **named)
     finally:
         get_context().override("hicache_ext", **{_CONFIG_FIELD: written})
+    if not config.pd.write.enabled:
+        spare_unstored(manager)
+    return manager
+
+
+def spare_unstored(manager: Any) -> None:
+    """Have SGLang's own manager leave out requests of which nothing may be written."""
+    offload = manager.offload_kv_cache
+    manager.offload_kv_cache = lambda req, *later, **named: not is_unstored(req) and offload(req, *later, **named)
 
 
 class DecodeManager:
@@ -156,7 +166,7 @@ class DecodeManager:
         from hicache_ext.pd.decode_writer import RequestOptions
 
         chain = page_chain(self.page_size, extra_key=request.extra_key, cache_salt=request.cache_salt)
-        return request.origin_input_ids, chain, RequestOptions.of(request.sampling_params)
+        return request.origin_input_ids, chain, RequestOptions.of(request)
 
     def boundary(self, request: Any, end_page: int, since: int) -> int:
         """The last page boundary up to ``end_page`` at which all pools can be copied now, a window's pages from page

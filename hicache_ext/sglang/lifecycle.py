@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from hicache_ext.sglang.releases import (
     untested,
 )
 from hicache_ext.sglang.self_check import check_installed, ignored_parameters, lacking
-from hicache_ext.sglang.served_pools import KV, ServedPools
+from hicache_ext.sglang.served_pools import KV, ONE_FOR_ALL, ServedPools
 from hicache_ext.sglang.used_names import (
     ADAPTERS,
     DECODE_WRITER,
@@ -51,6 +51,7 @@ from hicache_ext.sglang.used_names import (
 )
 from hicache_ext.storage.contract.reports import TierReports
 from hicache_ext.storage.opening import open_tiers, server_view
+from hicache_ext.storage.serving.kv_hints import KvHints, Said
 from hicache_ext.storage.tiering import observers
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _UNHURRIED = nullcontext()
+_HINTS_AWAITED = 1.0
+"""Seconds that close() waits for a hint that is being followed."""
 _SMALL_PAGES = 16
 """Tokens; SGLang's default is pages of one."""
 
@@ -111,6 +114,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self._recorder: Recorder | None = None
         self._config_file: ConfigFile | None = None
         self._pull_rule: PullRule | None = None
+        self._kv_hints: KvHints | None = None
         self._spans = observers.begin_tracing(self._config.tracing)
         with ExitStack() as closing:
             closing.callback(lambda: observers.end(self._spans))
@@ -173,6 +177,8 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             hints = hint_receiver(config, self._pools, lambda: self._store)
             closing.callback(lambda: hints.close(CLOSE_TIMEOUT))
             self.export_also(hints.metrics)
+        if not any(getattr(ranks, rank, 0) for rank in ONE_FOR_ALL):
+            self._begin_kv_hints(ranks, closing)
         if config.events is not None:
             from hicache_ext.sglang.announcements import kv_events
 
@@ -186,6 +192,28 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             exporter = export_if_possible(self._export_sources, _process_labels(ranks))
             if exporter is not None:
                 exporting.callback(exporter.close)
+
+    def _begin_kv_hints(self, ranks: HiCacheStorageConfig, closing: ExitStack) -> None:
+        def page_size() -> int:
+            pool = self._pools.usable(KV)
+            of_pool = 0 if pool is None or pool.pages is None else pool.pages.page_size
+            return int(getattr(ranks, "logical_page_size", None) or of_pool) if of_pool else 0
+
+        def fetch(page_hashes: Sequence[bytes]) -> Mapping[str, int]:
+            from hicache_ext.sglang.announcements import bring_inward
+
+            return bring_inward(self._pools, self._store, page_hashes)
+
+        tell_prefill = None
+        metrics = TierMetrics("pd_write", prefix="pd_write_")  # with those of a decode node's writer
+        if (sender := self.hint_sender(metrics)) is not None:
+            tell_prefill = sender.announce
+            closing.callback(lambda: sender.close(_HINTS_AWAITED))
+            self.export_also(metrics)
+        longest = self._config.longest_lease
+        self._kv_hints = hints = KvHints(longest, lambda: self._store.tiers, page_size, fetch, tell_prefill)
+        closing.callback(lambda: hints.close(_HINTS_AWAITED))
+        self.export_also(hints.metrics)
 
     # -- registration ----------------------------------------------------------------------------------------------
 
@@ -256,6 +284,13 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def writes_on_every_rank(self, pool: str) -> bool:
         """Whether this rank's pages of a pool are no other rank's [backup thread]."""
         return self._pools.on_every_rank(pool)
+
+    def take_hints(self, said: Said, request: Any, ignore: str) -> None:
+        """Have what a request of SGLang's says about KV done soon, unless there is a reason to ``ignore`` it
+        [scheduler]. One rank acts for all."""
+        if self._kv_hints is not None:
+            tokens = request.origin_input_ids
+            self._kv_hints.offer(said, tokens, request.extra_key, request.cache_salt, ignore=ignore)
 
     def hint_sender(self, metrics: TierMetrics) -> HintSender | None:
         """What announces a decode node's pages; None unless hints are on [pd, scheduler]."""

@@ -1,19 +1,72 @@
-"""Hooks on SGLang's scheduler and its storage threads: requests whose stored pages are being read, what a prefill
-takes, whose traces storage calls belong to, and which rank writes a draft's pages."""
+"""Hooks on SGLang's scheduler and its storage threads: what requests say about KV, requests whose stored pages are
+being read, what a prefill takes, whose traces storage calls belong to, and which rank writes a draft's pages."""
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.sglang.process import attached_backends
+from hicache_ext.sglang.releases import comes_with, installed_release
+from hicache_ext.storage.serving.kv_hints import OPTIONS, said_by
 from hicache_ext.storage.tiering import observers
 
 if TYPE_CHECKING:
     from hicache_ext.storage.tiering.pulling import SizedCost
+
+logger = logging.getLogger(__name__)
+
+# -- what requests say about KV ----------------------------------------------------------------------------------------
+
+_log = LimitedLog(logger, 60.0)
+
+_unstored: weakref.WeakSet[Any] = weakref.WeakSet()
+"""SGLang's requests of which nothing is to be written."""
+
+
+def before_queued(scheduler: Any, req: Any, is_retracted: bool = False, *_: Any, **__: Any) -> None:
+    """BEFORE hook [scheduler thread]: a request comes to a queue, again where it was retracted.
+
+    A request that says nothing costs this look; what others say is copied, for another thread.
+    """
+    try:
+        custom = req.sampling_params.custom_params
+        if is_retracted or (req.kv_hints is None and not (custom and OPTIONS in custom)):
+            return
+        if (said := said_by(req.kv_hints, custom)) is None or not (backends := attached_backends()):
+            return
+        if said.no_store and not comes_with(installed_release(), "0.5.22") and scheduler.tree_cache.supports_mamba():
+            # 0.5.21 would not go on behind the first part of the prompt.
+            said.ignored["unsupported"] += 1
+        elif said.no_store:
+            # SGLang puts its KV into no tree, from which it would be written to host memory and to storage.
+            req.skip_radix_cache_insert = True
+            _unstored.add(req)
+        # The pages of a bigram are hashed in another way.
+        ignore = "unsupported" if scheduler.spec_algorithm.is_eagle() else ""
+        for backend in backends:
+            backend.take_hints(said, req, ignore)
+    except Exception as error:  # noqa: BLE001 - it would end the scheduler; its text may be a part of the request
+        _log.log(logging.WARNING, "hints", "hicache_ext: hints of a request: %s", type(error).__name__)
+
+
+def is_unstored(request: Any) -> bool:
+    """Whether nothing of this request of SGLang's is to be written [any thread]."""
+    return request in _unstored
+
+
+def around_unfinished(original: Callable[..., Any], req: Any, tree_cache: Any, *more: Any, **named: Any) -> Any:
+    """``maybe_cache_unfinished_req`` of 0.5.21 [scheduler thread]: a part of a prompt was computed. That release would
+    compute the first part of a request that stays out of its tree again and again."""
+    if named.get("chunked") and is_unstored(req):
+        return tree_cache.advance_unpublished_req(req, chunked=True)
+    return original(req, tree_cache, *more, **named)
+
 
 # -- requests whose stored pages are being read ------------------------------------------------------------------------
 # They stay out of SGLang's sight, where the external linker is used. SGLang asks its linker when it admits a request,
@@ -160,6 +213,8 @@ def _record(recorder: Any, operation: Any, answered: int, found: dict[str, int])
     if not isinstance(rid, str) or not all(isinstance(page, str) for page in pages):
         raise TypeError
     request = _requests.get(rid)
+    if is_unstored(request):
+        return
     matched = getattr(request, "storage_prefetch_last_match_len", None)
     matched = matched if isinstance(matched, int) else None
     before = before if isinstance(before, str) else None

@@ -53,13 +53,18 @@ def check_installed() -> tuple[Checked, ...]:
 def check(sources: Sources, release: str, used: Sequence[Use] = USED) -> Iterator[Checked]:
     """Each of ``used``, then what SGLang asks of a backend or a linker beyond that."""
     for use in used:
-        yield Checked(use, not use.since or comes_with(release, use.since), *_looked_up(sources, use))
+        expected = (not use.since or comes_with(release, use.since)) and not gone_by(use, release)
+        yield Checked(use, expected, *_looked_up(sources, use))
     for owner, feature in _DUTIES.items():
         ours = [use for use in used if use.owner == owner]
         answered = {name for use in ours for name in use.names}
         if ours and (duties := sorted(sources.abstract_methods(owner) - answered)):
             unanswered = tuple(f"{name}, which this package does not answer" for name in duties)
             yield Checked(Use(owner, tuple(duties), (feature,)), True, unanswered)
+
+
+def gone_by(use: Use, release: str) -> bool:
+    return bool(use.before) and comes_with(release, use.before)
 
 
 def lacking(checked: Collection[Checked], feature: Feature) -> str | None:

@@ -36,6 +36,8 @@ from hicache_ext.sglang.used_names import ADAPTERS, DRAFTS
 logger = logging.getLogger(__name__)
 
 KV: str = PoolName.KV.value
+ONE_FOR_ALL = ("tp_rank", "pp_rank", "attn_cp_rank", "dcp_rank")
+"""One process speaks and acts for all that differ in these ranks alone."""
 _MOST_FLAT_SIZES = 16
 
 

@@ -40,13 +40,14 @@ PREFILL_COST = Feature("cost of prefill", "pull or recompute does not know what 
 REQUEST_TRACES = Feature(
     "traces of requests", "spans of storage do not say which request they belong to, and nothing is recorded"
 )
+KV_HINTS = Feature("hints of requests", "no_store, retain and all else that requests say about KV is ignored")
 READ_AHEAD = Feature("reading ahead", "the scheduler waits while a prompt is read through the external linker")
 
 LINKER = Feature("external linker", "pages move through HiCache's host memory alone")
 
 HOOKED = (
     *(WEIGHTS_UPDATES, MODEL_WEIGHTS, ADAPTERS, COPIES, DECODE_WRITER, DRAFTS, PREFILL_COST, REQUEST_TRACES),
-    READ_AHEAD,
+    *(READ_AHEAD, KV_HINTS),
 )
 """Those that change functions of SGLang, through its plug-ins."""
 FEATURES = (STORAGE, *HOOKED, EVENTS, LINKER)
@@ -62,8 +63,8 @@ class Use:
     ``takes``: the parameters that are used of a function (``names`` is one then), without ``self``; "name?" need not be
     there. ``answered``: SGLang calls, and a function of ours answers, which ignores what comes behind these.
     ``class_as``: the function constructs a class of ours that it holds under this name; ``takes`` is of that call.
-    ``may_go``: nothing is lost without it. ``hook``: our function that is hooked on it, "module.name" of this package;
-    its first word is SGLang's HookType.
+    ``may_go``: nothing is lost without it. ``before``: the release from which on it is gone, or not needed. ``hook``:
+    our function that is hooked on it, "module.name" of this package; its first word is SGLang's HookType.
     """
 
     owner: str
@@ -75,6 +76,7 @@ class Use:
     hook: str = ""
     class_as: str = ""
     may_go: bool = False
+    before: str = ""
 
     @property
     def target(self) -> str:
@@ -267,6 +269,17 @@ reading ahead
     init_next_round_input(tree_cache cow_mamba)
     session priority
   session.session_controller.Session: streaming
+hints of requests
+  managers.scheduler.Scheduler
+    _add_request_to_queue(req is_retracted) <- scheduler_hooks.before_queued
+    spec_algorithm
+  managers.schedule_batch.Req: kv_hints skip_radix_cache_insert sampling_params origin_input_ids extra_key cache_salt
+  managers.kv_hints.KvHintsEnvelope: protocol_version message_id actions
+  managers.kv_hints.KvHintAction: action_type action_version payload
+  speculative.spec_info.SpeculativeAlgorithm: is_eagle
+  # Where a request that stays out of the tree goes on behind its first part; later releases see to it.
+  mem_cache.common: before 0.5.22 maybe_cache_unfinished_req(req tree_cache) <- scheduler_hooks.around_unfinished
+  mem_cache.unified_radix_cache.UnifiedRadixCache: before 0.5.22 advance_unpublished_req(req chunked)
 traces of requests
   managers.scheduler.Scheduler: _prefetch_kvcache <- scheduler_hooks.before_prefetch
   managers.cache_controller.HiCacheController
@@ -328,7 +341,9 @@ called, with its parameters; one that SGLang calls and ours answers (``<-``); on
 (``<- function``), with the parameters that ours knows, if any; one that constructs a class of ours (``<- class``, and
 the name under which it holds it)."""
 
-_MEMBER = re.compile(r"(?:since (\S+) )?(may go )?([^(<]+?)(?:\((.*)\))?(?: (<-)(?: (class )?(\S+))?)?")
+_MEMBER = re.compile(
+    r"(?:since (\S+) )?(?:before (\S+) )?(may go )?([^(<]+?)(?:\((.*)\))?(?: (<-)(?: (class )?(\S+))?)?"
+)
 
 
 def _read(table: str) -> Iterator[Use]:
@@ -349,10 +364,11 @@ def _read(table: str) -> Iterator[Use]:
                 continue  # its members are below it
         if (found := _MEMBER.fullmatch(text)) is None:
             raise ValueError(f"{owner}: {text}")
-        since, may_go, names, takes, arrow, is_class, ours = found.groups(default="")
-        answered = bool(arrow) and found[4] is not None
+        since, before, may_go, names, takes, arrow, is_class, ours = found.groups(default="")
+        answered = bool(arrow) and found[5] is not None
         use = Use(f"sglang.srt.{owner}", tuple(names.split()), features, tuple(takes.split()), answered, since)
-        yield replace(use, may_go=bool(may_go), class_as=ours if is_class else "", hook="" if is_class else ours)
+        use = replace(use, may_go=bool(may_go), before=before)
+        yield replace(use, class_as=ours if is_class else "", hook="" if is_class else ours)
 
 
 USED: tuple[Use, ...] = tuple(_read(_TABLE))

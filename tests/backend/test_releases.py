@@ -27,6 +27,7 @@ from hicache_ext.sglang.used_names import (  # noqa: E402  # noqa: E402
     COPIES,
     DECODE_WRITER,
     FEATURES,
+    KV_HINTS,
     LINKER,
     MODEL_WEIGHTS,
     STORAGE,
@@ -406,9 +407,9 @@ def test_an_untested_release_is_warned_about_once(
 @pytest.mark.parametrize(
     ("role", "off"),
     [
-        ("both", {WEIGHTS_UPDATES, MODEL_WEIGHTS, COPIES}),
-        ("prefill", {WEIGHTS_UPDATES, MODEL_WEIGHTS, COPIES}),
-        ("decode", {WEIGHTS_UPDATES, MODEL_WEIGHTS, COPIES, DECODE_WRITER}),
+        ("both", {WEIGHTS_UPDATES, MODEL_WEIGHTS, COPIES, KV_HINTS}),
+        ("prefill", {WEIGHTS_UPDATES, MODEL_WEIGHTS, COPIES, KV_HINTS}),
+        ("decode", {WEIGHTS_UPDATES, MODEL_WEIGHTS, COPIES, KV_HINTS, DECODE_WRITER}),
     ],
 )
 def test_without_plug_ins_pages_are_stored_and_what_is_off_is_said_once(

@@ -26,8 +26,8 @@ TIER_KEYS = (
     "io, threads, ttl, shared, mode, group, require_mount"
 )
 SECTION_KEYS = (
-    "role, tiers, retrieve_locations, store_locations, store_policies, promote_to, model, pd, kv_dtype, watch_config, "
-    "kernels, prefetch, background, linker, events, tracing, record, roles"
+    "role, tiers, retrieve_locations, store_locations, store_policies, promote_to, model, pd, kv_dtype, longest_lease, "
+    "watch_config, kernels, prefetch, background, linker, events, tracing, record, roles"
 )
 TOP_KEYS = (
     "backend_name, module_path, class_name, interface_v1, hicache_ext, prefetch_threshold, prefetch_timeout_base, "

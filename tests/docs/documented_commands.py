@@ -77,6 +77,7 @@ RULES = (
         why="at a terminal it asks; the tests have none, where it removes nothing without --yes",
     ),
     Rule("hicache-ext pins? "),
+    Rule("hicache-ext hint "),
     Rule("hicache-ext unpin "),
     Rule("hicache-ext prove ", How.PARSE, why="it asks a server with a model; tests/e2e/test_prove.py does"),
     Rule(r"hicache-ext stats \S+ --once"),

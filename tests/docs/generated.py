@@ -38,6 +38,7 @@ _GROUPS = {
     "linker_": "The external linker",
     "pd_write_": "The decode writer",
     "hints_": "Hints, on a prefill node",
+    "kv_hints_": "What requests say about KV",
     "pull_": "Pull or recompute",
     "copy_": "Copies between GPU and host",
     "events_": "Events for routers",

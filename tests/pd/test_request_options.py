@@ -23,8 +23,8 @@ from hicache_ext.pd.decode_writer import RequestOptions
     ],
 )
 def test_options_are_read_from_custom_params(custom: Any, expected: RequestOptions) -> None:
-    assert RequestOptions.of(SimpleNamespace(custom_params=custom)) == expected
+    assert RequestOptions.of(SimpleNamespace(sampling_params=SimpleNamespace(custom_params=custom))) == expected
 
 
 def test_a_request_without_sampling_parameters_has_the_defaults() -> None:
-    assert RequestOptions.of(None) == RequestOptions()
+    assert RequestOptions.of(object()) == RequestOptions()

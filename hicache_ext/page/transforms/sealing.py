@@ -161,6 +161,13 @@ class Seal:
     def writes(self) -> SealKey:
         return self.keys[0]
 
+    def names_of(self, hashes: Sequence[bytes]) -> list[bytes]:
+        """The page hashes under which pages with these may be stored: hidden by each of the keys, or as they are."""
+        if self.mode is not SealMode.ENCRYPT:
+            return list(hashes)
+        words = np.frombuffer(b"".join(hashes), np.int64).reshape(len(hashes), -1)
+        return [row.tobytes() for key in self.keys for row in key.hidden_hashes(words)]
+
 
 @functools.cache
 def fastest_cipher() -> CipherKind:

@@ -1,8 +1,8 @@
 """What some stores can do beside the contract, and how it is found behind wrappers.
 
-An ability is a small runtime-checkable protocol: ``Gauged``, ``Resizable``, ``IdentityKeeper``, ``PageLister`` here,
-``Diagnosable`` (diagnosis.py), ``HintBoard`` (hint_board.py). A wrapper forwards none of them: whoever needs one asks
-``ability(store, Protocol)``, which looks through the wrappers (``inner``).
+An ability is a small runtime-checkable protocol: ``Gauged``, ``Resizable``, ``IdentityKeeper``, ``PageLister``,
+``TakesHints`` here, ``Diagnosable`` (diagnosis.py), ``HintBoard`` (hint_board.py). A wrapper forwards none of them:
+whoever needs one asks ``ability(store, Protocol)``, which looks through the wrappers (``inner``).
 """
 
 from __future__ import annotations
@@ -107,6 +107,22 @@ class PageLister(Protocol):
 
         For one thread at a time. What nobody has changed since the last call must cost next to nothing. Raises OSError
         or StoreError where it cannot be told now."""
+
+
+@runtime_checkable
+class TakesHints(Protocol):
+    """A store whose eviction follows what requests say of pages (serving/kv_hints.py). Pages are named by their page
+    hashes, which hold for every identity, in the order of their chain. Raises StoreError or OSError."""
+
+    def lease_pages(self, hashes: Sequence[bytes], seconds: float, namespace: str) -> int:
+        """Keep these pages, now or later, from eviction for so long: how many are held, 0 where there is no room.
+        ``namespace``: those with the same share their part of it."""
+
+    def end_leases(self, hashes: Sequence[bytes]) -> int:
+        """End the leases whose last page is one of these; how many."""
+
+    def demote_pages(self, hashes: Sequence[bytes]) -> int:
+        """Have these pages go before all others, but for those that are pinned or leased; how many are here."""
 
 
 # -- identity documents ------------------------------------------------------------------------------------------------

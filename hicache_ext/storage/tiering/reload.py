@@ -50,7 +50,9 @@ _FIRST_WAIT = 10.0
 _CAPACITY = "capacity"
 """The live key of a tier that its store is told of (``Resizable``)."""
 
-_LATER = dict.fromkeys(("pd", "linker", "events", "tracing", "record"), ", in force from the next start on")
+_LATER = dict.fromkeys(
+    ("pd", "longest_lease", "linker", "events", "tracing", "record"), ", in force from the next start on"
+)
 """Keys that may change in the file and take effect at the next start."""
 
 

@@ -148,6 +148,11 @@ class TransformedStore(DelegatingStore):
             self._log.log(logging.WARNING, "identities", "tier %s: its identities: %r", self.name, error)
             return {}
 
+    def names_of(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """The page hashes under which ``inner`` may have these: other ones where the seal hides them."""
+        seal = self.seal
+        return hashes if seal is None else seal.names_of(hashes)
+
     # -- presence --------------------------------------------------------------------------------------------------
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:

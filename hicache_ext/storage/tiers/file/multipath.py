@@ -51,7 +51,7 @@ from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook, RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo
-from hicache_ext.storage.tiers.file import hints
+from hicache_ext.storage.tiers.file import hints, pins
 from hicache_ext.storage.tiers.file.devices import Trouble, is_device_error
 from hicache_ext.storage.tiers.file.manifest import check_manifest_is_there
 from hicache_ext.storage.tiers.file.path_store import PathStore, gauges_of_paths
@@ -301,6 +301,20 @@ class SpreadStore:
         with self._calls:
             found = [store.block_hashes(digest) for store in self.parts]
         return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    # Hints name page hashes; which path has the page of an identity, none of them says.
+
+    def lease_pages(self, hashes: Sequence[bytes], seconds: float, namespace: str) -> int:
+        paths = [self._parts[number].path for number in self._usable]
+        # The pages of a prompt are on all of them.
+        return len(hashes) * max([pins.add_lease(path, hashes, seconds, namespace) for path in paths], default=False)
+
+    def end_leases(self, hashes: Sequence[bytes]) -> int:
+        return max([pins.end_leases(self._parts[number].path, hashes) for number in self._usable], default=0)
+
+    def demote_pages(self, hashes: Sequence[bytes]) -> int:
+        with self._calls:
+            return sum([store.demote_pages(hashes) for store in self.parts])
 
     def diagnose(self) -> Sequence[Finding]:
         from hicache_ext.storage.tiers.file.diagnosis import diagnose

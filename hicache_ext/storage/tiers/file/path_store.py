@@ -40,6 +40,7 @@ from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.devices import IoPlan, Trouble, no_trouble
 from hicache_ext.storage.tiers.file.pages.tree import save_document
+from hicache_ext.storage.tiers.file.pins import PinnedPages
 
 logger = logging.getLogger(__name__)
 
@@ -114,13 +115,15 @@ class Served(NamedTuple):
 
 class PathStore(TierStore):
     """A layout writes the hooks of ``TierStore``, but for ``_write``: ``_write_absent``, ``_look_at``, ``_pages_in``,
-    ``_open``, ``fullness`` and ``_block_hashes``.
+    ``_open``, ``fullness``, ``_block_hashes`` and ``_demote``.
 
     Threads: any. The memory of a batch is touched only until the call returns.
     """
 
     type_name = "file"
     layout: ClassVar[str]
+    _pins: PinnedPages
+    """Set by ``_open``."""
     no_space_since: int
     """Since when writes have found no space (wall-clock seconds), for all processes together; 0 while they find some.
     Raises OSError."""
@@ -188,6 +191,16 @@ class PathStore(TierStore):
     @abc.abstractmethod
     def _block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
         """As ``block_hashes``. Raises OSError."""
+
+    def demote_pages(self, hashes: Sequence[bytes]) -> int:
+        """As ``TakesHints``. Raises OSError, IndexBusyError, StoreClosedError."""
+        with self._calls:
+            kept = self._pins.spared()
+            return self._demote([page_hash for page_hash in hashes if page_hash not in kept])
+
+    @abc.abstractmethod
+    def _demote(self, hashes: Sequence[bytes]) -> int:
+        """As ``demote_pages``, whatever is pinned."""
 
     def details(self) -> dict[str, Any]:
         return {

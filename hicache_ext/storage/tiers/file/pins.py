@@ -3,6 +3,7 @@
 ::
 
     PATH/pins/<name>.json      since when, until when, and the hashes of the pages in the order of their chain
+    PATH/pins/@<hash>.<until>.<pages>.json     a lease, which a request asked for: a pin that always ends
 
 A pin names page hashes, which follow from the tokens of a prompt alone: it holds for every model, rank and pool with a
 page under such a hash, now or later. All processes on the directory see it within seconds. Pins survive restarts and
@@ -10,20 +11,28 @@ rebuilds of the index.
 
 Pinned pages take at most half of a directory's capacity: the pins made first count, and of a pin the first pages of its
 chain. A page older than the tier's ``ttl`` goes although it is pinned. Reasons: docs/decisions/layout-and-io-auto.md.
+
+Leases take at most a fifth of the capacity within that half, what pins leave of it; each namespace (salt, extra key)
+gets its oldest lease, then each its next one. No ``pin`` has the name of a lease, which says what it is about (the last
+page's hash, an end in seconds since 1970, a number of pages): records need not be read to be counted or removed.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hicache_ext.errors import StoreError
 from hicache_ext.page.envelope import PAGE_HASH_LENGTH
@@ -36,6 +45,12 @@ logger = logging.getLogger(__name__)
 LARGEST_PIN = 1 << 20
 """Most pages of one pin."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_LEASE = re.compile(r"@([0-9a-f]{32})\.([0-9]{1,11})\.([0-9]{1,7})")
+_MOST_LEASES = 1024
+_MOST_LEASED = 1 << 17
+"""Pages of all leases of a directory: their hashes take 8 MiB as files."""
+_LEASED_PART = 2 / 5
+"""Of what pinned pages may take."""
 _LOOK_INTERVAL = 2.0
 """Seconds between two checks for new pins."""
 _COUNT_INTERVAL = 10.0
@@ -58,9 +73,19 @@ class Pin:
     created: float
     until: float | None
     hashes: tuple[bytes, ...]
+    namespace: str = ""
+    """Of a lease."""
+
+    @property
+    def is_lease(self) -> bool:
+        return self.name.startswith("@")
 
     def over(self, now: float) -> bool:
         return self.until is not None and now >= self.until
+
+
+Known = dict[Path, tuple[tuple[int, int, int], Pin]]
+"""Of files of pins: what told that they changed (time, size, inode), and what was read."""
 
 
 def add_pin(path: Path, name: str, hashes: Sequence[bytes], seconds: float | None) -> Pin:
@@ -74,16 +99,71 @@ def add_pin(path: Path, name: str, hashes: Sequence[bytes], seconds: float | Non
         raise ValueError(f"{len(hashes)} hashes: 1 to {LARGEST_PIN}, of {PAGE_HASH_LENGTH} bytes each")
     now = time.time()
     pin = Pin(name, now, None if seconds is None else now + seconds, tuple(hashes))
-    document = {"created": pin.created, "until": pin.until, "hashes": [page_hash.hex() for page_hash in pin.hashes]}
+    _record(path, pin)
+    return pin
+
+
+def _record(path: Path, pin: Pin) -> None:
+    document: dict[str, Any] = {"created": pin.created, "until": pin.until}
+    document |= {"namespace": pin.namespace} if pin.is_lease else {}
+    document["hashes"] = [page_hash.hex() for page_hash in pin.hashes]
     directory = path / "pins"
     make_directory(directory)
-    write_whole(directory / f"{name}.json", json.dumps(document) + "\n")
-    return pin
+    write_whole(directory / f"{pin.name}.json", json.dumps(document) + "\n")
+
+
+def add_lease(path: Path, hashes: Sequence[bytes], seconds: float, namespace: str) -> bool:
+    """Record a lease on the pages of a prompt; it takes the place of those on the beginnings of this prompt that end no
+    later. False where there are too many leases. Raises OSError."""
+    now = time.time()
+    own, leases = {_lease_hash(page_hash) for page_hash in hashes}, _leases(path)
+    until = now + seconds
+    replaced = {name: lease for name, lease in leases.items() if lease[0] in own and lease[1] <= until + 1}
+    left = [pages for name, (_, _, pages) in leases.items() if name not in replaced]
+    if len(left) >= _MOST_LEASES or sum(left) + len(hashes) > _MOST_LEASED:
+        return False
+    created = now
+    for name in replaced:
+        # Who was first stays first.
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            created = min(created, _read_pin(path / "pins" / f"{name}.json").created)
+    lease = f"@{_lease_hash(hashes[-1])}.{math.ceil(until)}.{len(hashes)}"
+    _record(path, Pin(lease, created, until, tuple(hashes), namespace))
+    _remove_leases(path, replaced.keys() - {lease})
+    return True
+
+
+def end_leases(path: Path, hashes: Sequence[bytes]) -> int:
+    """End the leases on prompts whose last page is one of these; how many. Raises OSError."""
+    own = {_lease_hash(page_hash) for page_hash in hashes}
+    return _remove_leases(path, {name for name, (last, _, _) in _leases(path).items() if last in own})
+
+
+def _lease_hash(page_hash: bytes) -> str:
+    return page_hash.hex()[:32]
+
+
+def _leases(path: Path) -> dict[str, tuple[str, int, int]]:
+    """Of each lease by name: its last page, its end and how many pages. Those that are over are removed."""
+    try:
+        names = [file.removesuffix(".json") for file in os.listdir(path / "pins")]
+    except FileNotFoundError:
+        return {}
+    found = {name: (lease[1], int(lease[2]), int(lease[3])) for name in names if (lease := _LEASE.fullmatch(name))}
+    over = {name for name, (_, until, _) in found.items() if time.time() >= until}
+    _remove_leases(path, over)
+    return {name: lease for name, lease in found.items() if name not in over}
+
+
+def _remove_leases(path: Path, names: Set[str]) -> int:
+    for name in names:
+        (path / "pins" / f"{name}.json").unlink(missing_ok=True)
+    return len(names)
 
 
 def remove_pin(path: Path, name: str) -> bool:
     """False when there was none. Raises StoreError where it cannot be removed."""
-    if not _NAME.fullmatch(name):
+    if not (_NAME.fullmatch(name) or _LEASE.fullmatch(name)):
         return False
     try:
         (path / "pins" / f"{name}.json").unlink()
@@ -94,10 +174,11 @@ def remove_pin(path: Path, name: str) -> bool:
     return True
 
 
-def read_pins(path: Path) -> list[Pin]:
-    """The pins of a directory that are in force, oldest first."""
+def read_pins(path: Path, known: Known | None = None) -> list[Pin]:
+    """The pins of a directory that are in force, oldest first, leases among them. ``known``: files that were read
+    before, which are read again where they changed, and forgotten where they are gone."""
     now = time.time()
-    pins = [pin for pin in _recorded(path) if not pin.over(now)]
+    pins = [pin for pin in _recorded(path, known) if not pin.over(now)]
     return sorted(pins, key=lambda pin: (pin.created, pin.name))
 
 
@@ -107,18 +188,31 @@ def pins_that_are_over(path: Path) -> list[str]:
     return [pin.name for pin in _recorded(path) if pin.over(now)]
 
 
-def honoured(pins: Iterable[Pin], resident: ResidentBytes, limit: int | None) -> tuple[frozenset[bytes], int, bool]:
-    """The page hashes that are pinned, the bytes of their pages, and whether some had to be left out.
+def honoured(
+    pins: Iterable[Pin], resident: ResidentBytes, limit: int | None, besides: Set[bytes] = frozenset()
+) -> tuple[frozenset[bytes], int, bool]:
+    """The page hashes that are pinned ``besides`` those, the bytes of their pages, and whether some had to be left out.
 
     ``limit`` is in bytes, None without one.
     """
-    ordered = list(dict.fromkeys(page_hash for pin in pins for page_hash in pin.hashes))
+    named = dict.fromkeys(page_hash for pin in pins for page_hash in pin.hashes)
+    ordered = [page_hash for page_hash in named if page_hash not in besides]
     taken = 0
     for position, size in enumerate(resident(ordered) if ordered else []):
         if limit is not None and taken + size > limit:
             return frozenset(ordered[:position]), taken, True
         taken += size
     return frozenset(ordered), taken, False
+
+
+def _in_turn(pins: Iterable[Pin]) -> list[Pin]:
+    """The leases in the order in which they count: the oldest of each namespace, then the next one of each."""
+    before: Counter[str] = Counter()
+    turns: list[tuple[int, int, Pin]] = []
+    for position, lease in enumerate(pin for pin in pins if pin.is_lease):
+        turns.append((before[lease.namespace], position, lease))
+        before[lease.namespace] += 1
+    return [lease for _, _, lease in sorted(turns, key=lambda turn: turn[:2])]
 
 
 class PinnedPages:
@@ -136,6 +230,7 @@ class PinnedPages:
         # When the records changed last and the limit, as of the last count.
         self._counted: tuple[int | None, int | None] = (None, limit)
         self._spared: frozenset[bytes] = frozenset()
+        self._known: Known = {}
         self._warned = False
 
     def set_limit(self, limit: int | None) -> None:
@@ -166,7 +261,10 @@ class PinnedPages:
         if counted == self._counted and (changed is None or now < self._count_at):
             return
         self._counted, self._count_at = counted, now + _COUNT_INTERVAL
-        self._spared, taken, left_out = honoured(read_pins(self._path), self._resident, counted[1])
+        limit, recorded = counted[1], read_pins(self._path, self._known)
+        pinned, taken, left_out = honoured([pin for pin in recorded if not pin.is_lease], self._resident, limit)
+        budget = None if limit is None else min(limit - taken, int(limit * _LEASED_PART))
+        self._spared = pinned | honoured(_in_turn(recorded), self._resident, budget, pinned)[0]
         if left_out and not self._warned:
             logger.warning(
                 "tier %s: pinned pages would take more than half of %s; those pinned last are not spared, %d bytes are",
@@ -177,15 +275,22 @@ class PinnedPages:
         self._warned = left_out
 
 
-def _recorded(path: Path) -> Iterator[Pin]:
+def _recorded(path: Path, known: Known | None = None) -> Iterator[Pin]:
     """Every pin, also of the past. Unreadable ones are left out, with one warning: pins are read every few seconds."""
     try:
         files = sorted((path / "pins").glob("*.json"))
     except OSError:
         return
+    known = {} if known is None else known
+    for gone in known.keys() - set(files):
+        del known[gone]
     for file in files:
         try:
-            yield _read_pin(file)
+            status = os.stat(file)
+            signature = status.st_mtime_ns, status.st_size, status.st_ino
+            if known.get(file, (None,))[0] != signature:
+                known[file] = signature, _read_pin(file)
+            yield known[file][1]
         except FileNotFoundError:
             continue
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -206,7 +311,13 @@ def _read_pin(file: Path) -> Pin:
     created = _moment(document["created"])
     if created >= _LATEST:
         raise ValueError("made at a time that no calendar has")
-    return Pin(file.stem, created, None if until is None else _moment(until), hashes)
+    if (lease := _LEASE.fullmatch(file.stem)) is None:
+        return Pin(file.stem, created, None if until is None else _moment(until), hashes)
+    # What the name says bounds it: it is what is counted.
+    hashes = hashes[: int(lease[3])]
+    return Pin(
+        file.stem, created, min(_moment(until), float(lease[2])), hashes, str(document.get("namespace", ""))[:16]
+    )
 
 
 def _moment(seconds: object) -> float:

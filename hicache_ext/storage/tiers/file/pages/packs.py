@@ -40,6 +40,7 @@ from hicache_ext.storage.tiers.file.pages.tree import (
     PackFile,
     alone,
     file_name,
+    hashes_in,
     header_at,
     is_alone,
     is_expired,
@@ -47,6 +48,7 @@ from hicache_ext.storage.tiers.file.pages.tree import (
     keys_in,
     most_pages,
     occupied,
+    short_hash_of,
 )
 from hicache_ext.storage.tiers.file.usage import Usage
 
@@ -441,6 +443,19 @@ class Packs:
                 return
             except OSError as error:
                 self._note_error(error)
+
+    def demote(self, keys: Sequence[bytes]) -> int:
+        """Make the files of these pages, of one identity, the ones that were used first; how many pages that are. A
+        pack goes whole: only one without other pages."""
+        named, demoted = {short_hash_of(key[IDENTITY_LENGTH:]) for key in keys}, 0
+        packs = {found.path for found in self.find(keys, 0) if found is not None}
+        for path in [*packs, *map(self._directory.page_path, keys)]:
+            found = PackFile.parse(os.path.basename(path))
+            if found is not None and named.issuperset(hashes_in(found)):
+                with suppress(*ABSENT):
+                    os.utime(path, (0, 0), follow_symlinks=False)
+                    demoted += len(found.living)
+        return demoted
 
     # -- writing ---------------------------------------------------------------------------------------------------
 

@@ -82,7 +82,8 @@ class Evictor:
                     found = PackFile.parse(os.path.basename(path))
                     if found is None or not is_alone(found.pack):
                         buckets.add(os.path.dirname(path))
-                    self._evicted_age.note(max(0.0, time.time() - used))
+                    if used:  # A page that was demoted (packs.py) was used nobody knows when.
+                        self._evicted_age.note(max(0.0, time.time() - used))
                     self._metrics.add("evicted", "capacity", 1 if found is None else len(found.living))
             freed += self._directory.remove_buckets_if_empty(buckets)
             if freed < need:

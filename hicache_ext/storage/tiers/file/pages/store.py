@@ -124,6 +124,10 @@ class PageFileStore(PathStore):
     def _block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
         return self._contents.block_hashes(digest)
 
+    def _demote(self, hashes: Sequence[bytes]) -> int:
+        identities = self._directory.known_identities()
+        return sum(self._packs.demote([digest + page_hash for page_hash in hashes]) for digest in identities)
+
     def resize(self, capacity: int | None) -> None:
         """Pages beyond the capacity are evicted by the next write."""
         super().resize(capacity)

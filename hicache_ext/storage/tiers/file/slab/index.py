@@ -597,6 +597,21 @@ class SlabIndex:
             self.memory.table.seize(rows, self._pending, ticket)
         return found.select(rows >= 0)
 
+    def demote(self, hashes: Sequence[bytes]) -> int:
+        """Rank the pages under these page hashes, of all identities, below all others until they are used; how many.
+        Raises IndexBusyError."""
+        count = 0
+        for digest in self.identities():
+            for begin in range(0, len(hashes), _STEP):
+                keys = PageKeys.of_joined(digest, b"".join(hashes[begin : begin + _STEP]))
+                with self._changing():
+                    rows = self.rows_of(keys)
+                    self.memory.rows[rows[rows >= 0], index_words.PRIORITY] = 0
+                    # How cold the coldest are is to be measured anew.
+                    self.memory.sizes[:, LEFT] = 0
+                count += int((rows >= 0).sum())
+        return count
+
     def free_dead(self) -> int:
         """Free the slots that processes were writing that have ended; how many. Looks at every slot. Raises
         IndexBusyError."""

@@ -167,7 +167,7 @@ class SlabStore(PathStore):
             self._index.memory.header[index_words.TWICE_TTL] = int(2000 * self._ttl)
         self._io = SlotIo(directory, self._plan, self.metrics)
         self._contents = SlabContents(directory)
-        pins = PinnedPages(self.name, directory.path, self._capacity // 2, directory.index.occupied_by)
+        pins = self._pins = PinnedPages(self.name, directory.path, self._capacity // 2, directory.index.occupied_by)
         self._allocator = SlotAllocator(
             self.name, directory, self._capacity, pins, self.metrics, self._count_error, self._note_space, evicted_age
         )
@@ -184,6 +184,9 @@ class SlabStore(PathStore):
 
     def _block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
         return self._contents.block_hashes(digest, self._oldest())
+
+    def _demote(self, hashes: Sequence[bytes]) -> int:
+        return self._index.demote(hashes)
 
     def wait_until_rebuilt(self, timeout: float) -> bool:
         """Wait until the index is complete; False when it is not in time."""

@@ -1,0 +1,334 @@
+"""What a request says about KV, and the thread that acts on it: leases, pages that go first, pages brought inward.
+
+A request says it in SGLang's envelope (``kv_hints`` of /generate and the engine, ``managers/kv_hints.py``), or, where a
+front end has none, in ``sampling_params.custom_params``::
+
+    {"hicache_ext": {"message_id": "turn-17", "hints": [{"action_type": "kv.retain", "payload": {"ttl_seconds": 600}}]}}
+
+Names are those of SGLang's RFC #36224 and Dynamo's ``kv.fetch@1.0``: types ``kv.retain``, ``kv.release``,
+``kv.prefetch``, ``kv.demote``, ``kv.supersede``, ``kv.no_store``, ``kv.priority``, with or without "kv.", of version
+"1.0". docs/agents.md says what each does.
+
+Requests are not trusted. Whatever they hold, nothing here raises; what is too many or too long is ignored and counted;
+no text of theirs is kept but ids of messages (in memory), and none reaches a log or a label.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hicache_ext.errors import HicacheExtError
+from hicache_ext.page.hashes import namespace_seed, page_hashes
+from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.log_limit import LimitedLog
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.abilities import TakesHints, ability, layers
+from hicache_ext.storage.contract.store import PageStore
+
+logger = logging.getLogger(__name__)
+
+OPTIONS = "hicache_ext"
+"""Key of ``custom_params``."""
+_PROTOCOL, _VERSION = "0.1", "1.0"
+TYPES = ("retain", "release", "prefetch", "demote", "supersede", "no_store", "priority")
+_MOST_ACTIONS = 16
+_MOST_TOKENS = 1 << 20
+"""Of a prompt, or of a payload."""
+_LONGEST_ID = 128
+_LARGEST_NUMBER = 1 << 31
+IGNORED = ("unknown", "malformed", "dropped", "unsupported", "refused", "failed")
+
+# -- what a request says -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One of ``TYPES`` but the last two, its payload understood."""
+
+    type: str
+    ttl_seconds: float = math.inf
+    """retain"""
+    from_token: int = 0
+    """demote: what stands before it stays as it is."""
+    message_id: str = ""
+    """supersede: of which message."""
+    to_prefill: bool = False
+    """prefetch: to the prefill nodes instead of this one."""
+    tokens: Sequence[Any] | None = None
+    """prefetch: of another prompt; what is in it is looked at later."""
+
+
+@dataclass(slots=True)
+class Said:
+    """All that one request says."""
+
+    store: bool = True
+    """False: nothing that the request generates is written by a decode node."""
+    no_store: bool = False
+    """Nothing of the request is written anywhere, its prompt not either."""
+    priority: int = 0
+    message_id: str = ""
+    actions: list[Action] = field(default_factory=list)
+    understood: list[str] = field(default_factory=list)
+    """The types, for the counters."""
+    ignored: Counter[str] = field(default_factory=Counter)
+
+
+def said_by(envelope: Any, custom_params: Any) -> Said | None:
+    """What SGLang's ``KvHintsEnvelope`` (or None) and ``custom_params`` say; None for nothing."""
+    ours = custom_params.get(OPTIONS) if isinstance(custom_params, Mapping) else None
+    if envelope is None and not isinstance(ours, Mapping):
+        return None
+    said = Said()
+    if isinstance(ours, Mapping):
+        said.store = ours.get("store") is not False
+        said.priority = _priority(ours.get("priority")) or 0
+        _take(said, ours.get("message_id"), ours.get("hints"))
+    if envelope is not None:
+        if getattr(envelope, "protocol_version", None) == _PROTOCOL:
+            actions = getattr(envelope, "actions", None)
+            of_struct = [
+                {name: getattr(one, name, None) for name in ("action_type", "action_version", "payload")}
+                for one in (actions[:_MOST_ACTIONS] if isinstance(actions, list) else ())
+            ]
+            more = [None] * (len(actions) - _MOST_ACTIONS) if isinstance(actions, list) else None
+            _take(said, getattr(envelope, "message_id", None), None if more is None else of_struct + more)
+        else:
+            said.ignored["unknown"] += 1
+    return said
+
+
+def _take(said: Said, message_id: object, actions: object) -> None:
+    if isinstance(message_id, str) and 0 < len(message_id) <= _LONGEST_ID:
+        said.message_id = message_id
+    elif message_id:
+        said.ignored["malformed"] += 1
+    if not isinstance(actions, list):
+        said.ignored["malformed"] += actions is not None
+        return
+    said.ignored["malformed"] += max(0, len(actions) - _MOST_ACTIONS)
+    for one in actions[:_MOST_ACTIONS]:
+        reason = _understood(said, one) if isinstance(one, Mapping) else "malformed"
+        if reason is not None:
+            said.ignored[reason] += 1
+
+
+def _understood(said: Said, action: Mapping[Any, Any]) -> str | None:
+    """Note one action; or why it is ignored."""
+    kind, payload = action.get("action_type"), action.get("payload")
+    payload = {} if payload is None else payload
+    if not isinstance(kind, str) or not isinstance(payload, Mapping):
+        return "malformed"
+    kind = kind.removeprefix("kv.")
+    if kind not in TYPES or action.get("action_version", _VERSION) != _VERSION:
+        return "unknown"
+    if kind == "no_store":
+        said.store, said.no_store = False, True
+    elif kind == "priority":
+        if (priority := _priority(payload.get("priority"))) is None:
+            return "malformed"
+        said.priority = priority
+    elif (understood := _action(kind, payload)) is not None:
+        said.actions.append(understood)
+    else:
+        return "malformed"
+    said.understood.append(kind)
+    return None
+
+
+def _action(kind: str, payload: Mapping[Any, Any]) -> Action | None:
+    if kind == "retain":
+        seconds = payload.get("ttl_seconds", _LARGEST_NUMBER)
+        return Action(kind, ttl_seconds=float(seconds)) if _is_number(seconds) and seconds > 0 else None
+    if kind == "demote":
+        token = payload.get("from_token", 0)
+        return Action(kind, from_token=token) if isinstance(token, int) and _is_number(token) and token >= 0 else None
+    if kind == "supersede":
+        of = payload.get("message_id")
+        return Action(kind, message_id=of) if isinstance(of, str) and 0 < len(of) <= _LONGEST_ID else None
+    if kind == "prefetch":
+        to, tokens = payload.get("to", "here"), payload.get("tokens")
+        sound = tokens is None or (isinstance(tokens, list) and len(tokens) <= _MOST_TOKENS)
+        known = isinstance(to, str) and to in ("here", "prefill")
+        return Action(kind, to_prefill=to == "prefill", tokens=tokens) if sound and known else None
+    return Action(kind)
+
+
+def _is_number(value: object) -> bool:
+    """Whether this is a finite number of bounded size; NaN is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST_NUMBER
+
+
+def _priority(value: object) -> int | None:
+    return value if isinstance(value, int) and _is_number(value) else None
+
+
+# -- what is done about it ---------------------------------------------------------------------------------------------
+
+_MOST_WAITING = 256
+_MOST_WAITING_TOKENS = 1 << 22
+"""Tokens of the requests that wait: 32 MiB."""
+_MOST_MESSAGES = 4096
+_MOST_REMEMBERED = 1 << 18
+"""Pages of the messages that are remembered: some 20 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    said: Said
+    tokens: Sequence[int]
+    extra_key: str | None
+    cache_salt: str | None
+
+    @property
+    def size(self) -> int:
+        return len(self.tokens) + sum(len(action.tokens or ()) for action in self.said.actions)
+
+
+class KvHints:
+    """Acts on what requests say, on a thread of its own. ``offer`` may be called from any thread and never waits.
+
+    Counted in ``metrics``: ``action`` by type; ``ignored`` with the reason; ``page`` retained, released, demoted, and
+    what became of those to be fetched.
+    """
+
+    def __init__(
+        self,
+        longest_lease: float,
+        tiers: Callable[[], Sequence[PageStore]],
+        page_size: Callable[[], int],
+        bring_inward: Callable[[Sequence[bytes]], Mapping[str, int]],
+        tell_prefill: Callable[[Sequence[str]], None] | None,
+    ) -> None:
+        """``longest_lease`` in seconds, 0: none of this is done; ``page_size`` in tokens, 0 while it is not known.
+        ``tell_prefill``: the hint to prefill nodes, None where there is none."""
+        self._longest_lease = longest_lease
+        self._tiers = tiers
+        self._page_size = page_size
+        self._bring_inward = bring_inward
+        self._tell_prefill = tell_prefill
+        self.metrics = TierMetrics("kv_hints", prefix="kv_hints_")
+        pages = ("retained", "released", "demoted", "present", "fetched", "absent", "dropped")
+        self.metrics.declare({"action": TYPES, "ignored": IGNORED, "page": pages})
+        self._waiting: deque[_Waiting] = deque()
+        self._waiting_tokens = 0
+        self._lock = threading.Lock()
+        self._messages: OrderedDict[tuple[bytes, str], list[bytes]] = OrderedDict()
+        """By namespace and id of a message: its pages, the ones said last at the end."""
+        self._remembered = 0
+        self._log = LimitedLog(logger, 60.0)
+        self._loop = BackgroundLoop("hicache-ext-kv-hints", self._act_on_waiting)
+
+    def offer(
+        self, said: Said, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None, *, ignore: str = ""
+    ) -> None:
+        """Count what a request says, and have it done soon, unless there is a reason to ``ignore`` it."""
+        self.metrics.add_many("action", Counter(said.understood))
+        self.metrics.add_many("ignored", said.ignored)
+        if not said.actions and not said.message_id:
+            return
+        if self._longest_lease <= 0:
+            ignore = "refused"
+        request = _Waiting(said, tokens[: 0 if ignore else _MOST_TOKENS], extra_key, cache_salt)
+        with self._lock:
+            if len(self._waiting) >= _MOST_WAITING or self._waiting_tokens + request.size > _MOST_WAITING_TOKENS:
+                ignore = ignore or "dropped"
+            if not ignore:
+                self._waiting_tokens += request.size
+                self._waiting.append(request)
+        if ignore:
+            self.metrics.add("ignored", ignore, len(said.actions))
+        else:
+            self._loop.wake()
+
+    def close(self, timeout: float) -> None:
+        """Drop what waits and end the thread, unless a store holds it for longer than ``timeout``."""
+        self._loop.stop(timeout)
+
+    def _act_on_waiting(self) -> float:
+        while self._waiting and not self._loop.stopping:
+            with self._lock:
+                request = self._waiting.popleft()
+                self._waiting_tokens -= request.size
+            try:
+                self.follow(request.said, request.tokens, namespace_seed(request.extra_key, request.cache_salt))
+            except Exception as error:  # noqa: BLE001 - whatever a store raises, the next hint may be followed
+                self.metrics.add("ignored", "failed")
+                # Its text may be a part of the request.
+                self._log.log(logging.WARNING, "act", "hicache_ext: a hint was not followed: %s", type(error).__name__)
+        return math.inf
+
+    def follow(self, said: Said, tokens: Sequence[int], seed: bytes) -> None:
+        """Do what was said with the prompt ``tokens``; ``seed``: see page/hashes.py. Waits for the tiers, and raises
+        what they do, HicacheExtError for tokens that are none."""
+        size = self._page_size()
+        if not size:
+            self.metrics.add("ignored", "unsupported", len(said.actions))
+            return
+        hashes = page_hashes(tokens, size, seed)
+        for action in said.actions:
+            if action.type == "retain":
+                self._retain(hashes, action.ttl_seconds, seed)
+            elif action.type == "release":
+                if any(self._each(lambda tier, names: tier.end_leases(names), hashes)):
+                    self.metrics.add("page", "released", len(hashes))
+            elif action.type == "demote":
+                self._demote(hashes[-(-action.from_token // size) :])
+            elif action.type == "supersede":
+                # An id is its namespace's alone: nobody demotes the pages of others by guessing one.
+                before, now = self._messages.get((seed, action.message_id), ()), set(hashes)
+                self._demote([page_hash for page_hash in before if page_hash not in now])
+            else:
+                self._prefetch(action, hashes, size, seed)
+        if said.message_id:
+            self._remember((seed, said.message_id), hashes)
+
+    def _each(self, act: Callable[[TakesHints, Sequence[bytes]], int], hashes: Sequence[bytes]) -> list[int]:
+        """The answers of all tiers that take hints, each asked with the names under which it has these pages."""
+        answers = []
+        for store in self._tiers() if hashes else ():
+            if (tier := ability(store, TakesHints)) is None:
+                continue
+            names = hashes
+            for layer in layers(store):
+                names = layer.names_of(names) if hasattr(layer, "names_of") else names
+            answers.append(act(tier, names))
+        return answers
+
+    def _retain(self, hashes: Sequence[bytes], seconds: float, seed: bytes) -> None:
+        seconds = min(seconds, self._longest_lease)
+        held = self._each(lambda tier, names: tier.lease_pages(names, seconds, seed.hex()[:16]), hashes)
+        self.metrics.add("page", "retained", max(held, default=0))
+        if hashes and not any(held):
+            self.metrics.add("ignored", "refused" if held else "unsupported")
+
+    def _demote(self, hashes: Sequence[bytes]) -> None:
+        """Have pages go first; leases on prompts that end with one of them end, too."""
+        self._each(lambda tier, names: tier.end_leases(names), hashes)
+        self.metrics.add("page", "demoted", sum(self._each(lambda tier, names: tier.demote_pages(names), hashes)))
+
+    def _prefetch(self, action: Action, hashes: Sequence[bytes], size: int, seed: bytes) -> None:
+        if action.tokens is not None:
+            try:
+                hashes = page_hashes(action.tokens, size, seed)
+            except HicacheExtError:
+                self.metrics.add("ignored", "malformed")
+                return
+        if not action.to_prefill:
+            self.metrics.add_many("page", self._bring_inward(hashes))
+        elif self._tell_prefill is None:
+            self.metrics.add("ignored", "unsupported")
+        elif hashes:
+            self._tell_prefill([page_hash.hex() for page_hash in hashes])
+
+    def _remember(self, message: tuple[bytes, str], hashes: list[bytes]) -> None:
+        self._remembered += len(hashes) - len(self._messages.pop(message, ()))
+        self._messages[message] = hashes
+        while len(self._messages) > _MOST_MESSAGES or self._remembered > _MOST_REMEMBERED:
+            self._remembered -= len(self._messages.popitem(last=False)[1])

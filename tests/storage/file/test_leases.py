@@ -1,0 +1,202 @@
+"""Leases and demotions, which requests ask for: honoured by every process, bounded, over at their time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.storage.contract.store import GetResult
+from hicache_ext.storage.tiers.file import pins
+from hicache_ext.storage.tiers.file.pages.store import PageFileStore
+from hicache_ext.storage.tiers.file.pins import PinnedPages, add_lease, add_pin, end_leases, read_pins, remove_pin
+from hicache_ext.storage.tiers.file.slab.store import SlabStore
+from hicache_ext.testing.conformance.pages import OTHER_IDENTITY, page_keys, read_pages, store_pages
+
+MIB = 1 << 20
+SIZES = (31 << 10,)
+"""Takes 32 KiB in either layout."""
+HASHES = [bytes([number]) * 32 for number in range(40)]
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(autouse=True)
+def _looks_each_time(monkeypatch):
+    monkeypatch.setattr(pins, "_LOOK_INTERVAL", 0.0)
+    monkeypatch.setattr(pins, "_COUNT_INTERVAL", 0.0)
+
+
+@pytest.fixture(params=[SlabStore, PageFileStore], ids=["slab", "pages"])
+def opened(request, tmp_path):
+    stores = []
+
+    def open_one(capacity=4 * MIB, **options):
+        stores.append(request.param("disk", tmp_path, capacity=capacity, **options))
+        return stores[-1]
+
+    yield open_one
+    for store in stores:
+        store.close()
+
+
+def hits(store, keys):
+    return [result is GetResult.HIT for result in read_pages(store, keys, SIZES)[0]]
+
+
+def hashes_of(keys):
+    return [key[IDENTITY_LENGTH:] for key in keys]
+
+
+def fill(store, count, name="filler"):
+    keys = page_keys(count, name)
+    for first in range(0, count, 16):
+        store_pages(store, keys[first : first + 16], SIZES)
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_on_a_longer_prompt_takes_the_place_of_those_on_its_beginnings(tmp_path):
+    assert add_lease(tmp_path, HASHES[:3], 60, "a")
+    first = read_pins(tmp_path)[0].created
+    assert add_lease(tmp_path, HASHES[:5], 120, "a")
+    (lease,) = read_pins(tmp_path)
+    assert (lease.hashes, lease.created, lease.namespace) == (tuple(HASHES[:5]), first, "a")
+    # One that would end sooner replaces none that holds longer.
+    assert add_lease(tmp_path, HASHES[:8], 10, "a")
+    assert sorted(len(lease.hashes) for lease in read_pins(tmp_path)) == [5, 8]
+    assert end_leases(tmp_path, HASHES[:9]) == 2
+    assert read_pins(tmp_path) == [] and end_leases(tmp_path, HASHES) == 0
+
+
+def test_hints_never_touch_pins_and_no_pin_can_look_like_a_lease(tmp_path):
+    add_pin(tmp_path, "operator", HASHES[:5], None)
+    add_lease(tmp_path, HASHES[:5], 60, "")
+    assert end_leases(tmp_path, HASHES) == 1
+    assert [pin.name for pin in read_pins(tmp_path)] == ["operator"]
+    add_lease(tmp_path, HASHES[:5], 60, "")
+    (name,) = [pin.name for pin in read_pins(tmp_path) if pin.is_lease]
+    with pytest.raises(pins.StoreError):
+        add_pin(tmp_path, name, HASHES, None)
+    assert remove_pin(tmp_path, name), "an operator may end one"
+
+
+def test_leases_end_without_anybody_and_their_records_go_with_the_next_one(tmp_path, monkeypatch):
+    pages = PinnedPages("disk", tmp_path, None, lambda hashes: [1] * len(hashes))
+    add_lease(tmp_path, HASHES[:5], 60, "")
+    assert pages.spared() == frozenset(HASHES[:5])
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 62)
+    assert pages.spared() == frozenset() and len(os.listdir(tmp_path / "pins")) == 1
+    add_lease(tmp_path, HASHES[5:6], 60, "")
+    assert pages.spared() == frozenset(HASHES[5:6]) and len(os.listdir(tmp_path / "pins")) == 1
+
+
+def test_there_are_at_most_so_many_leases_and_leased_pages(tmp_path, monkeypatch):
+    monkeypatch.setattr(pins, "_MOST_LEASES", 3)
+    monkeypatch.setattr(pins, "_MOST_LEASED", 12)
+    assert [add_lease(tmp_path, [page], 60, "") for page in HASHES[:4]] == [True, True, True, False]
+    assert add_lease(tmp_path, HASHES[2:3], 90, ""), "renewed"
+    assert add_lease(tmp_path, HASHES[:10], 90, ""), "three became one"
+    assert not add_lease(tmp_path, HASHES[20:23], 90, "")
+
+
+def test_leases_have_a_fifth_of_the_capacity_and_namespaces_take_turns(tmp_path):
+    # Half of the capacity is 50 pages of 10 bytes.
+    pages = PinnedPages("disk", tmp_path, 500, lambda hashes: [10] * len(hashes))
+    for number in range(10):
+        add_lease(tmp_path, HASHES[number * 3 : number * 3 + 3], 60, "crawler")
+    assert pages.spared() == frozenset(HASHES[:20]), "what the others do not want is lent"
+    add_lease(tmp_path, HASHES[30:40], 60, "tenant")
+    assert pages.spared() >= frozenset(HASHES[30:40]) and len(pages.spared()) == 20
+    add_pin(tmp_path, "operator", [bytes([200 + number]) * 32 for number in range(45)], None)
+    assert len(pages.spared()) == 50 and frozenset(HASHES[:3]) <= pages.spared()
+
+
+def test_only_records_that_changed_are_read_again(tmp_path, monkeypatch):
+    reads: list[str] = []
+    real = pins._read_pin
+    monkeypatch.setattr(pins, "_read_pin", lambda file: reads.append(file.name) or real(file))
+    pages = PinnedPages("disk", tmp_path, None, lambda hashes: [1] * len(hashes))
+    for number in range(10):
+        add_lease(tmp_path, HASHES[number : number + 1], 60, "")
+        pages.spared()
+    assert len(reads) == 10
+    end_leases(tmp_path, HASHES[:1])
+    assert pages.spared() == frozenset(HASHES[1:10]) and len(reads) == 10
+
+
+# -- eviction ----------------------------------------------------------------------------------------------------------
+
+
+def test_leased_pages_outlive_many_times_the_capacity_and_go_when_the_lease_is_over(opened, tmp_path, monkeypatch):
+    store = opened()
+    leased = page_keys(16, "leased", OTHER_IDENTITY)
+    add_lease(tmp_path, hashes_of(leased), 60, "")
+    store_pages(store, leased, SIZES)
+    fill(store, 600)
+    assert all(hits(store, leased))
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 62)
+    fill(store, 1000, "later")
+    assert not any(hits(store, leased))
+
+
+def test_demoted_pages_go_first_and_leased_ones_are_not_demoted(opened, tmp_path):
+    store = opened()
+    demoted, leased, others = page_keys(16, "demoted"), page_keys(16, "leased"), page_keys(64, "others")
+    for keys in (others[:32], leased, others[32:], demoted):
+        store_pages(store, keys, SIZES)
+    add_lease(tmp_path, hashes_of(leased), 60, "")
+    assert store.demote_pages(hashes_of([*demoted, *leased, *page_keys(3, "absent")])) == 16
+    written = 0
+    # Without a use, which would end it.
+    while any(store.contains(demoted)) and written < 400:
+        fill(store, 16, f"filler-{written}")
+        written += 16
+        assert not any(store.contains(demoted)) or all(store.contains(others)), "others went before them"
+    assert written < 100 and all(hits(store, leased))
+
+
+def test_a_demoted_page_that_is_used_again_is_like_any_other(tmp_path):
+    with_use = SlabStore("disk", tmp_path, capacity=4 * MIB)
+    keys = page_keys(16, "demoted")
+    fill(with_use, 32)
+    store_pages(with_use, keys, SIZES)
+    with_use.demote_pages(hashes_of(keys))
+    fill(with_use, 16, "between")
+    assert all(hits(with_use, keys))
+    fill(with_use, 48, "more")
+    assert all(hits(with_use, keys))
+    with_use.close()
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def _lease_and_wait(place: str, keys: list[bytes], seconds: float, held) -> None:
+    add_lease(Path(place), hashes_of(keys), seconds, "")
+    held.set()
+    time.sleep(600)
+
+
+def test_a_lease_of_a_process_that_was_killed_holds_until_its_time_and_no_longer(opened, tmp_path):
+    store, leased, seconds = opened(), page_keys(8, "leased"), 8.0
+    store_pages(store, leased, SIZES)
+    held = _SPAWN.Event()
+    process = _SPAWN.Process(target=_lease_and_wait, args=(str(tmp_path), leased, seconds, held))
+    process.start()
+    assert held.wait(60)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    (lease,) = read_pins(tmp_path)
+    fill(store, 300)
+    assert all(hits(store, leased))
+    time.sleep(max(0.0, lease.until - time.time()) + 0.1)
+    fill(store, 1000, "later")
+    assert not any(hits(store, leased))
