@@ -104,6 +104,20 @@ def test_a_page_that_a_clock_far_ahead_has_dated_is_a_miss_and_is_written_anew(o
     assert store.metrics.total("corrupt") == 0
 
 
+def test_what_a_clock_that_was_ahead_has_dated_stays_away_once_it_is_cleared(opened, clock):
+    store, keys, others = opened(), page_keys(8), page_keys(8, identity=OTHER_IDENTITY)
+    clock[0] = HOUR
+    store_pages(store, [*keys, *others], SIZES)
+    clock[0] = 0.0
+    store.clear([keys[0][: envelope.IDENTITY_LENGTH]])
+    young = page_keys(4, "young")
+    store_pages(store, young, SIZES)
+    store.close()
+    store = opened()
+    assert store.contains(keys) == [False] * 8
+    assert_hits(store, [*others, *young], SIZES)
+
+
 def test_a_clock_that_is_slow_by_less_than_the_ttl_loses_no_page_of_others(opened, clock):
     store, keys = opened(ttl=HOUR), page_keys(8)
     clock[0] = HOUR - 60

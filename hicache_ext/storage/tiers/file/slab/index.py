@@ -597,6 +597,24 @@ class SlabIndex:
             self.memory.table.seize(rows, self._pending, ticket)
         return found.select(rows >= 0)
 
+    def seize_dated_after(self, moment: int, ticket: int) -> Iterator[tuple[Slab, Words]]:
+        """Take the slots of cleared pages that are dated after ``moment`` (milliseconds), by a clock that was ahead of
+        the one of their clear; rows of each slab, until ``give_back``. Looks at every slot. Raises IndexBusyError."""
+        for slab in self.view().slabs.values():
+            for begin in range(slab.first_row, slab.first_row + slab.slots, _AT_ONCE):
+                rows = self.memory.rows[begin : min(begin + _AT_ONCE, slab.first_row + slab.slots)]
+                if not len(self._cleared_after(rows, moment)):
+                    continue
+                with self._changing():
+                    late = begin + self._cleared_after(rows, moment)
+                    self.memory.table.seize(late, self._pending, ticket)
+                yield slab, late[late >= 0]
+
+    def _cleared_after(self, rows: Words, moment: int) -> Words:
+        states = rows[:, STATE].copy()
+        late = (states & STATES == index_words.PAGE) & (rows[:, CREATED] > moment)
+        return np.flatnonzero(late & ~index_words.is_current(self.memory.identities, states))
+
     def demote(self, hashes: Sequence[bytes]) -> int:
         """Rank the pages under these page hashes, of all identities, below all others until they are used; how many.
         Raises IndexBusyError."""

@@ -475,7 +475,7 @@ class SlabStore(PathStore):
         cleared, had_pages = self._index.clear(digests)
         if cleared:
             self._clearing.clear(cleared, lambda _: self._note_cleared(cleared, moment), _NOTES_AWAITED)
-        self._clearing.clear([], lambda _: self._free_disk())
+        self._clearing.clear([], lambda _: self._free_disk(moment))
         for _ in range(_TICKS):
             if milliseconds() > moment:
                 break
@@ -483,12 +483,24 @@ class SlabStore(PathStore):
             time.sleep(0.0005)
         return had_pages
 
-    def _free_disk(self) -> None:
-        """Raises ClearLaterError."""
+    def _free_disk(self, moment: int) -> None:
+        """Drop slabs without a page; of the cleared pages in the others, erase the headers that a rebuild would take for
+        newer than the clear at ``moment``. Raises ClearLaterError."""
+        ticket = self._index.next_ticket()
         try:
             self._allocator.drop_empty_slabs()
+            for slab, rows in self._index.seize_dated_after(moment, ticket):
+                try:
+                    for row in rows.tolist():
+                        with suppress(FileNotFoundError):  # the slab was dropped meanwhile
+                            self._io.erase_header(slab, row - slab.first_row)
+                finally:
+                    self._give_back(rows, ticket)
         except IndexBusyError as error:
             raise ClearLaterError("another process holds the index") from error
+        except OSError as error:
+            self._count_error(error)
+            raise ClearLaterError(str(error)) from error
 
     def _note_cleared(self, cleared: Sequence[bytes], moment: int) -> None:
         """Raises ClearLaterError where the disk has not taken all of it."""
