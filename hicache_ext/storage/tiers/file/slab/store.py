@@ -484,7 +484,7 @@ class SlabStore(PathStore):
         return had_pages
 
     def _free_disk(self, moment: int) -> None:
-        """Drop slabs without a page; of cleared pages in the others, erase the headers that a rebuild would take for newer
+        """Drop slabs without a page; of cleared pages in others, erase the headers that a rebuild would take for newer
         than the clear at ``moment``. Raises ClearLaterError."""
         ticket = self._index.next_ticket()
         try:
