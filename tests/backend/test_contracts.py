@@ -346,9 +346,11 @@ SHAPES: dict[str, Callable[[Any, Any], bool]] = {
 }
 """What each call of pages answers, whatever it is given."""
 
-OURS = {"advance_weights_epoch", "declare_failures", "export_also", "hint_sender", "report_failure", "resume"} | {
+OURS = {"advance_weights_epoch", "declare_failures", "distrust", "export_also", "hint_sender", "report_failure"} | {
+    "resume",
     "served_pool",
     "suspend",
+    "take_hints",
     "warn_of_sizes",
     "writes_on_every_rank",
 }

@@ -10,19 +10,22 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.page.hashes import namespaced_extra_key
-from hicache_ext.pd.decode_writer import RequestOptions
-from hicache_ext.sglang import scheduler_hooks
-from hicache_ext.sglang.decode_manager import page_chain, spare_unstored
-from hicache_ext.sglang.process import attached_backends
-from hicache_ext.sglang.scheduler_hooks import around_unfinished, before_queued
-from hicache_ext.storage.contract.abilities import ability
-from hicache_ext.storage.tiers.file.multipath import SpreadStore
-from hicache_ext.storage.tiers.file.pins import read_pins
-from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE
-from hicache_ext.testing.host_pools import mha_pools
 from hicache_ext.testing.sglang_cpu import prepare_process
-from tests.waiting import wait_until
+
+prepare_process()
+
+from hicache_ext.page.hashes import namespaced_extra_key  # noqa: E402
+from hicache_ext.pd.decode_writer import RequestOptions  # noqa: E402
+from hicache_ext.sglang import scheduler_hooks  # noqa: E402
+from hicache_ext.sglang.decode_manager import page_chain, spare_unstored  # noqa: E402
+from hicache_ext.sglang.process import attached_backends  # noqa: E402
+from hicache_ext.sglang.scheduler_hooks import around_unfinished, before_queued  # noqa: E402
+from hicache_ext.storage.contract.abilities import ability  # noqa: E402
+from hicache_ext.storage.tiers.file.multipath import SpreadStore  # noqa: E402
+from hicache_ext.storage.tiers.file.pins import read_pins  # noqa: E402
+from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE  # noqa: E402
+from hicache_ext.testing.host_pools import mha_pools  # noqa: E402
+from tests.waiting import wait_until  # noqa: E402
 
 pytestmark = pytest.mark.sglang
 
@@ -97,7 +100,9 @@ def test_no_store_keeps_a_request_out_of_the_tree_and_out_of_the_decode_writer(b
     assert RequestOptions.of(made).store is False
 
 
-def test_without_a_backend_of_ours_and_without_hints_a_request_stays_as_it_is(backend: Any) -> None:
+def test_without_a_backend_of_ours_and_without_hints_a_request_stays_as_it_is(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The last one is about what a decode node generates alone.
     for custom in ({"other": 1}, {"hicache_ext": {"store": False}}):
         quiet = request(custom=custom)
@@ -105,6 +110,7 @@ def test_without_a_backend_of_ours_and_without_hints_a_request_stays_as_it_is(ba
         assert quiet.skip_radix_cache_insert is False
     backend.close()
     assert backend not in attached_backends()
+    monkeypatch.setattr(scheduler_hooks, "attached_backends", list)  # other tests may have left theirs
     made = request(NO_STORE)
     queue(made)
     assert made.skip_radix_cache_insert is False
@@ -156,3 +162,4 @@ def test_bigrams_of_a_draft_have_other_hashes_and_no_lease(backend: Any) -> None
 def test_the_hook_never_raises(backend: Any, broken: Any) -> None:
     queue(broken)
     before_queued(None, request(RETAIN, NO_STORE))
+    assert not leases(backend)

@@ -122,6 +122,11 @@ RULES = (
     Rule("python -m benchmarks.fleet_on_paper ", why="1,024 nodes take minutes", in_short=((" 64 1024", ""),)),
     Rule("python -m benchmarks.bench_kernels ", How.NOT_RUN, why="20 minutes; tests/bench has a quick run"),
     Rule("python -m benchmarks.bench_codec ", How.NOT_RUN, why="it needs the KV of a model in a file"),
+    Rule(
+        "python -m benchmarks.agent_hints",
+        How.NOT_RUN,
+        why="it needs recorded sessions, which are not in the repository",
+    ),
     Rule("python -m benchmarks.trouble ", How.NOT_RUN, why="it wants SGLang; tests/bench has a short run"),
     Rule("curl ", needs="curl", why="a stand-in answers"),
     Rule(

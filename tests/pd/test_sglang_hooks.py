@@ -191,7 +191,9 @@ def test_with_the_writer_off_sglangs_own_manager_reads_our_configuration_as_json
     told: list[Any] = []
     context = SimpleNamespace(override=lambda _, **named: told.append(named[decode_manager._CONFIG_FIELD]))
     monkeypatch.setattr(runtime_context, "get_context", lambda: context)
-    assert decode_manager.replace_manager(1, 2) == "SGLang's own"
+    own = SimpleNamespace(offload_kv_cache=lambda _: True)
+    monkeypatch.setattr(pkgutil, "resolve_name", lambda _: lambda *args: own)
+    assert decode_manager.replace_manager(1, 2) is own
     assert json.loads(told[0])["hicache_ext"]["pd"] == {"write": {"enabled": False}}
     assert told[1] == memory.hicache_storage_backend_extra_config
 
