@@ -573,27 +573,39 @@ def _processes(server: SglangClient) -> list[Path]:
     """Return the sockets of the processes behind a server on this machine. Raises ConfigError where none can be told to
     end storage: a canary that can only die is not begun."""
     parts = urllib.parse.urlsplit(server.url)
-    found: list[Path] = []
+    found: dict[Path, Any] = {}
     if parts.hostname in ("127.0.0.1", "localhost", "::1"):
-        found = [path for path in servers() if (facts_of(path) or {}).get("port") == parts.port]
-    if not found:
+        told = {path: facts_of(path) or {} for path in servers()}
+        found = {path: facts["file"] for path, facts in told.items() if facts.get("port") == parts.port}
+        if any(not facts.get("exact") for path, facts in told.items() if path in found):
+            raise ConfigError(
+                "--canary", "the server has tiers with a lossy codec: what they restore differs", "no codec"
+            )
+    if len(set(found.values())) != 1:
         problem = f"no process of {shown_address(server.url)} can be told to end storage"
+        if found:
+            problem = f"servers of several configurations have the port of {shown_address(server.url)}"
         where = "beside the server, as its user, with http://127.0.0.1:PORT and its configuration in a file (@FILE)"
         raise ConfigError("--canary", problem, where)
-    return found
+    return list(found)
 
 
 def _end_storage(server: SglangClient, processes: Sequence[Path], case: Case, say: Callable[[str], None]) -> None:
-    """Have every process end it, then drop from device and host memory what was restored before."""
+    """Have every process end it, then drop from device and host memory what was restored before. Raises nothing: what
+    was found is to be told."""
     apart, spread = case.restored, case.spread
     why = f"a log-probability restored differs by {apart.worst:.2g}, computing again by {spread.worst:.2g}"
     for path in processes:
         try:
-            ask(path, {"call": "distrust", "why": why})
-            say(f"storage has ended in the process behind {path}")
+            answer = ask(path, {"call": "distrust", "why": why})
+            failed = None if answer.get("ok") is True else f"it answered {str(answer.get('messages'))[:200]}"
         except ControlError as error:
-            say(f"STOP THIS SERVER: {error}")
-    server.flush_cache(timeout=600)
+            failed = str(error)
+        say(f"storage has ended in the process behind {path}" if failed is None else f"STOP THIS SERVER: {failed}")
+    try:
+        server.flush_cache(timeout=600)
+    except (ServerError, OSError) as error:
+        say(f"STOP THIS SERVER: its device and host memory may hold what was restored: {error}")
 
 
 # -- what is said of it ------------------------------------------------------------------------------------------------

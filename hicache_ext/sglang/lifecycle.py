@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
@@ -55,7 +55,6 @@ from hicache_ext.storage.serving.kv_hints import KvHints, Said
 from hicache_ext.storage.tiering import observers
 
 if TYPE_CHECKING:
-    from hicache_ext.page.identity import ModelIdentity
     from hicache_ext.storage.serving.config_file import ConfigFile
     from hicache_ext.storage.serving.hints import HintSender
     from hicache_ext.storage.tiering.pulling import PullRule
@@ -96,9 +95,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             from hicache_ext.page.transforms.lossy import lossy_fact
 
             facts = replace(facts, compute=lossy_fact(facts.compute, configured.lossy_codecs))
-        self._pools = ServedPools(
-            storage_config, self._config, facts, self._register_identity, self.clear, self._distrusted_releases
-        )
+        self._pools = ServedPools(storage_config, self._config, facts, self._register_identity, self.clear)
         self._failures = TierMetrics("backend")
         self._failures.declare({"failure": [*guarded_calls(type(self)), "host_indices"]})
         self._reports = TierReports()
@@ -161,7 +158,13 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             from hicache_ext.storage.serving.config_file import config_file_of
 
             self._config_file = config_file_of(
-                self._facts.config_file, self._store, config, view, distrust=self.distrust, port=self._facts.port
+                self._facts.config_file,
+                self._store,
+                config,
+                view,
+                # What lossy codecs restore differs from what is computed, and nothing is wrong.
+                distrust=None if config.lossy_codecs else self.distrust,
+                port=self._facts.port,
             )
             if self._config_file is not None:
                 closing.callback(self._config_file.close)
@@ -241,21 +244,18 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     # -- pages that were found wrong -------------------------------------------------------------------------------
 
     def distrust(self, why: str) -> None:
-        """Restored answers were not the computed ones: store and serve nothing until a restart, leave a mark in every
-        tier, and remove this rank's pages [control]."""
+        """Restored answers were not the computed ones: store and serve nothing until a restart, and remove this rank's
+        pages [control]."""
         logger.error(
-            "hicache_ext: SGLANG %s STORES WRONG PAGES OF %r: %s. Nothing is stored or served, also after a restart "
-            "with this release, and the pages are removed (docs/runbook.md#hicachedistrusted)",
+            "hicache_ext: SGLANG %s STORES WRONG PAGES OF %r: %s. Nothing is stored or served until a restart, and the "
+            "pages are removed. Before it, give every server of the model another hicache_ext.model.weights_epoch, so "
+            "that none meets the pages that others wrote (docs/runbook.md#hicachedistrusted)",
             installed_release(),
             self._pools.model.id,
             why,
         )
-        self._pools.distrust()
-
-    def _distrusted_releases(self, model: ModelIdentity) -> set[str]:
-        from hicache_ext.storage.serving.warming import distrusted_releases
-
-        return distrusted_releases(self._config, self._store.tiers, asdict(model))
+        if not self._pools.distrust():
+            logger.warning("hicache_ext: some of the pages are removed later")
 
     # -- weights updates -------------------------------------------------------------------------------------------
 

@@ -63,10 +63,8 @@ class ServedPools:
         facts: LaunchFacts,
         register: Callable[[bytes, dict[str, Any]], None],
         clear: Callable[[], bool],
-        distrusted_releases: Callable[[ModelIdentity], set[str]],
     ) -> None:
-        """``ranks`` is SGLang's HiCacheStorageConfig; ``distrusted_releases`` reads the marks of a model in the tiers.
-        Raises UnsupportedError where the weights cannot be read."""
+        """``ranks`` is SGLang's HiCacheStorageConfig. Raises UnsupportedError where the weights cannot be read."""
         self.bound: dict[str, BoundPool] = {}
         self.unserved: dict[str, str] = {}
         """Pools that SGLang registered and that cannot be served, with the reason."""
@@ -79,21 +77,16 @@ class ServedPools:
         self._facts = facts
         self._tell_tiers = register
         self._clear = clear
-        self._distrusted_releases = distrusted_releases
         self._clear_when_identified = False
         self._own_digests: set[bytes] = set()
         self._lock = threading.Lock()
-        self._identifying = threading.Lock()
-        """Held for as long as tiers take; the other one never."""
         self.model = self._model_identity()
         self.weights = _weights_to_identify(facts, config)
         self.identified = self.weights is None
 
     def start(self) -> None:
         """Begin to identify the weights, where that is to be done."""
-        if self.weights is None:
-            self.model = self._beyond_marks(self.model)
-        else:
+        if self.weights is not None:
             self.weights.start(records_directory(self._config))
             self.weights.when_known(self._weights_known)
 
@@ -224,20 +217,15 @@ class ServedPools:
         weights = self.weights
         if weights is None or self.closed:
             return
-        with self._identifying:
+        with self._lock:
             # Read before the problem: one that comes up meanwhile comes with a call of its own, which waits here.
             fingerprint, draft = weights.fingerprint, weights.draft
-            before = self.model
-            model = self._beyond_marks(replace(before, fingerprint=fingerprint, draft=draft))
-            with self._lock:
-                problem = weights.problem
-                if problem is None:
-                    # An update meanwhile has begun an epoch that no mark names.
-                    epoch = (model if self.model is before else self.model).weights_epoch
-                    self._with_model(fingerprint=fingerprint, draft=draft, weights_epoch=epoch)
-                    bounds = list(self.bound.values())
-                self.identified = problem is None
-                clear_first, self._clear_when_identified = self._clear_when_identified, False
+            problem = weights.problem
+            if problem is None:
+                self._with_model(fingerprint=fingerprint, draft=draft)
+                bounds = list(self.bound.values())
+            self.identified = problem is None
+            clear_first, self._clear_when_identified = self._clear_when_identified, False
         if problem is not None:
             logger.error(
                 "hicache_ext: the weights cannot be identified, so nothing is stored or served until a restart: %s",
@@ -250,32 +238,10 @@ class ServedPools:
             self._clear()
         logger.info("hicache_ext: weights %s%s", fingerprint, f", draft {draft}" if draft else "")
 
-    def distrust(self) -> None:
-        """This release stores wrong pages of this model: nothing is stored or served any more; the tiers are told, and
-        lose the pages."""
-        from hicache_ext.storage.serving.warming import mark_of
-
+    def distrust(self) -> bool:
+        """Store and serve nothing any more, and remove this rank's pages; False where some stay for now."""
         self.distrusted = True
-        with self._lock:
-            known = list(self.bound.values()) if self.identified else []
-        for identity in (identity for bound in known for identity in bound.identities):
-            self._tell_tiers(*mark_of(identity.document(), installed_release()))
-        self._clear()
-
-    def _beyond_marks(self, model: ModelIdentity) -> ModelIdentity:
-        """Whose pages a server takes of this model: none that a release wrote which is marked in a tier."""
-        while marked := self._distrusted_releases(model):
-            if installed_release() in marked:
-                self.distrusted = True
-                logger.error(
-                    "hicache_ext: nothing is stored or served: SGLang %s was found to store wrong pages of %r; use "
-                    "another release, or another hicache_ext.model.weights_epoch if that was a mistake",
-                    installed_release(),
-                    model.id,
-                )
-            without = f"{model.weights_epoch}, without {', '.join(sorted(marked))}"
-            model = replace(model, weights_epoch=without)
-        return model
+        return self._clear()
 
     def _with_model(self, **facts: str) -> list[BoundPool]:
         """The lock is held. Which pools' identities are to be registered when it is not any more."""

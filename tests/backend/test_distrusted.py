@@ -1,4 +1,4 @@
-"""A release that stores wrong pages of a model is stopped, stays stopped, and its pages are never met again."""
+"""A server that stores wrong pages is stopped, and its pages are gone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hicache_ext.errors import UnsupportedError
 from hicache_ext.sglang import process
 from hicache_ext.sglang.process import LoadedModel
 from hicache_ext.sglang.releases import left_out_of_host_memory
-from hicache_ext.storage.serving.warming import known_identities
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices
 
@@ -62,53 +61,6 @@ def test_a_flush_and_new_weights_bring_nothing_back(start: Callable[[str], Any])
     backend.advance_weights_epoch("other")
     backend.resume()
     assert not serves(backend)
-
-
-def test_after_a_restart_the_release_is_known_and_others_never_meet_its_pages(
-    start: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    backend = start("1.0")
-    assert serves(backend)
-    # As of a tier that could not be reached: its pages stay.
-    monkeypatch.setattr(backend._store, "clear", lambda digests: 0)
-    backend.distrust("a test")
-    assert not serves(start("1.0"))
-    assert "SGLang 1.0 was found to store wrong pages" in caplog.text
-    other = start("1.1")
-    assert other.batch_exists(KEYS) == 0
-    assert serves(other)
-    # Also not those of the next one that is found wrong.
-    monkeypatch.setattr(other._store, "clear", lambda digests: 0)
-    other.distrust("a test")
-    last = start("1.2")
-    assert last.batch_exists(KEYS) == 0
-    assert serves(last)
-    assert [serves(start(release)) for release in ("1.0", "1.1", "1.2")] == [False, False, True]
-
-
-def test_marks_are_of_one_model_and_no_tool_takes_them_for_identities(
-    start: Callable[[str], Any], open_backend: Callable[..., Any]
-) -> None:
-    backend = start("1.0")
-    before = known_identities(backend._config)
-    backend.distrust("a test")
-    assert known_identities(backend._config).keys() <= before.keys()
-    pool = mha_pools(page_size=PAGE_SIZE).host
-    assert serves(open_backend(pool, ours={"model": {"weights_epoch": "another"}}))
-
-
-def test_a_tier_that_cannot_be_asked_for_marks_stops_no_start(
-    start: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from hicache_ext.errors import StoreError
-    from hicache_ext.storage.serving import warming
-
-    def dead(store: Any) -> Any:
-        raise StoreError("the pool is down")
-
-    monkeypatch.setattr(warming, "_in_store", dead)
-    assert serves(start("1.0"))
-    assert "the pool is down" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from hicache_ext.cli import prove_command
 from hicache_ext.cli.main import main
 from hicache_ext.cli.prove_command import DIFFERENT, EQUAL, NOT_SHOWN, WITHIN, Proof, prove
-from hicache_ext.errors import ServerError
+from hicache_ext.errors import ConfigError, ServerError
 from hicache_ext.testing.client import CachedTokens, Generation
 from tests.cli.test_every_command import documented, fields_of, is_documented
 
@@ -271,8 +271,9 @@ def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tu
                 server.flush_cache()
 
         server.told = []
+        answer = getattr(server, "answer", {"ok": True})
         monkeypatch.setattr(prove_command.time, "sleep", sleep)
-        monkeypatch.setattr(prove_command, "ask", lambda path, request: server.told.append((path, request)))
+        monkeypatch.setattr(prove_command, "ask", lambda path, request: server.told.append((path, request)) or answer)
         try:
             return prove_command.watch(server, 0.5, [tmp_path / "rank"], say=said.append), said
         except Ended:
@@ -304,6 +305,22 @@ def test_a_canary_that_finds_a_difference_ends_storage_once_and_flushes(watched:
     assert not server.device and said[-1].startswith("storage has ended")
 
 
+def test_a_canary_whose_word_is_not_taken_says_so_and_tells_what_it_found(
+    watched: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server: Any = Server(wrong=0.05)
+    server.answer = {"ok": False, "messages": ["unknown call"]}
+
+    def busy(timeout: float) -> None:
+        raise ServerError("it is busy")
+
+    flush = server.flush_cache
+    monkeypatch.setattr(server, "flush_cache", lambda timeout=None: flush() if timeout is None else busy(timeout))
+    found, said = watched(server)
+    assert found is not None and found.verdict == DIFFERENT
+    assert [line.partition(":")[0] for line in said[-2:]] == ["STOP THIS SERVER"] * 2
+
+
 def test_a_canary_waits_while_others_ask(watched: Callable[..., Any]) -> None:
     server = Server()
     server.waiting = [1]
@@ -316,15 +333,21 @@ def test_a_canary_that_could_not_end_storage_does_not_begin(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     server = Server()
-    facts = {tmp_path / "other": {"port": 2}, tmp_path / "older": {}}
+    facts: dict[Path, dict[str, Any]] = {tmp_path / "other": {"port": 2}, tmp_path / "older": {}}
     monkeypatch.setattr(prove_command, "servers", lambda: iter(facts))
     monkeypatch.setattr(prove_command, "facts_of", facts.get)
     assert command(server, monkeypatch, "--canary", "0.1%") == 2
     assert "no process of http://127.0.0.1:1 can be told to end storage" in capsys.readouterr().err
     assert not server.asked
-    facts[tmp_path / "rank"] = {"port": 1}
+    facts[tmp_path / "rank"] = {"port": 1, "file": "/a.yaml", "exact": True}
     stand_in: Any = server
     assert prove_command._processes(stand_in) == [tmp_path / "rank"]
+    facts[tmp_path / "namespace"] = {"port": 1, "file": "/b.yaml", "exact": True}
+    with pytest.raises(ConfigError, match="several configurations"):
+        prove_command._processes(stand_in)
+    facts[tmp_path / "namespace"] = {"port": 1, "file": "/a.yaml", "exact": False}
+    with pytest.raises(ConfigError, match="lossy codec"):
+        prove_command._processes(stand_in)
 
 
 @pytest.mark.parametrize("share", ["0", "2", "-1%", "much"])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hicache_ext.cli import prove_command
-from hicache_ext.cli.prove_command import DIFFERENT, EQUAL, NOT_SHOWN, WITHIN, prove
+from hicache_ext.cli.prove_command import DIFFERENT, EQUAL, WITHIN, prove
 from hicache_ext.testing.server import SglangServer
 from hicache_ext.testing.small_model import arguments_to_serve
 from tests.e2e.conftest import file_tier_config
@@ -118,9 +118,7 @@ def canary(monkeypatch: pytest.MonkeyPatch) -> Callable[[SglangServer], tuple[An
     return watch
 
 
-def test_a_canary_ends_storage_for_good_and_only_where_pages_are_wrong(
-    tiny_model: Path, tmp_path: Path, canary: Any
-) -> None:
+def test_a_canary_ends_storage_only_where_pages_are_wrong(tiny_model: Path, tmp_path: Path, canary: Any) -> None:
     faults, file = tmp_path / "faults", tmp_path / "hicache.json"
     file.write_text(json.dumps(file_tier_config(tmp_path / "l3")))
     environment = rig_environment({tier_faults.VARIABLE: f"file:{faults}"})
@@ -145,9 +143,3 @@ def test_a_canary_ends_storage_for_good_and_only_where_pages_are_wrong(
             assert server.generate(prompt).cached.storage == 0
             server.flush_cache()
         assert server.log_file.read_text().count("STORES WRONG PAGES") == 1
-    with server:
-        for _ in range(2):
-            assert server.generate(prompt).cached.storage == 0
-            server.flush_cache()
-        assert "was found to store wrong pages" in server.log_file.read_text()
-        assert {case.verdict for case in prove(server, quick=True, say=lambda line: None).cases} == {NOT_SHOWN}

@@ -108,7 +108,13 @@ class ConfigFile:
 
     def _handle(self, request: dict[str, Any]) -> dict[str, Any]:
         if request.get("call") == "facts":
-            return {"ok": True, "file": self._file, "pid": os.getpid(), "port": self._port}
+            return {
+                "ok": True,
+                "file": self._file,
+                "pid": os.getpid(),
+                "port": self._port,
+                "exact": self._distrust is not None,
+            }
         if request.get("call") == "distrust" and self._distrust is not None:
             self._distrust(str(request.get("why"))[:1000])
             return {"ok": True, "messages": []}

@@ -6,14 +6,13 @@ keep beside their pages; a server writes those of its pools when it starts. A Mo
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hicache_ext.config import HicacheExtConfig
-from hicache_ext.errors import StoreError, WarmError
+from hicache_ext.errors import WarmError
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import KV_POOL, digest_of_document
 from hicache_ext.page.recording import MOST_TOKENS
@@ -26,12 +25,8 @@ from hicache_ext.storage.tiering.tier_use import tier_use
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.file.pages.tree import load_document
 
-logger = logging.getLogger(__name__)
-
 _PAGES_AT_ONCE = 64
 _BYTES_AT_ONCE = 256 << 20
-DISTRUSTED = "distrusted"
-"""The key that makes an identity's document a mark; its value is a release."""
 _LARGEST_PAGE = 512 << 20
 """Bytes; Redis' own limit of a value."""
 
@@ -164,40 +159,14 @@ def _warm_portion(
 def known_identities(config: HicacheExtConfig, opened: Sequence[PageStore] = ()) -> dict[bytes, dict[str, Any]]:
     """Digest -> document of every identity recorded in the directories of tiers and in the stores ``opened``.
 
-    Without flat tensors, marks, and documents that do not fit their digest. Raises StoreError.
+    Without flat tensors, and without documents that do not fit their digest. Raises StoreError.
     """
-    recorded = _in_directories(config)
-    for store in opened:
-        recorded |= _in_store(store)
-    return {digest: document for digest, document in recorded.items() if DISTRUSTED not in document}
-
-
-def distrusted_releases(config: HicacheExtConfig, opened: Sequence[PageStore], model: Mapping[str, Any]) -> set[str]:
-    """Return the releases of SGLang that store wrong pages of ``model`` (``mark_of``), as far as stores answer."""
-    documents = list(_in_directories(config).values())
-    for store in opened:
-        try:
-            documents += _in_store(store).values()
-        except StoreError as error:
-            logger.warning("hicache_ext: marks of releases that store wrong pages cannot be read: %s", error)
-    return {str(one[DISTRUSTED]) for one in documents if DISTRUSTED in one and one["model"] == model}
-
-
-def mark_of(document: Mapping[str, Any], release: str) -> tuple[bytes, dict[str, Any]]:
-    """Return digest and document to register so that no server uses what ``release`` wrote of an identity's model."""
-    mark = {**document, DISTRUSTED: release}
-    return digest_of_document(mark), mark
-
-
-def _in_store(store: PageStore) -> dict[bytes, dict[str, Any]]:
-    """Raises StoreError."""
-    keeper = ability(store, IdentityKeeper)
-    known = {} if keeper is None else keeper.identities()
-    return {digest: document for digest, document in known.items() if _describes(document, digest)}
-
-
-def _in_directories(config: HicacheExtConfig) -> dict[bytes, dict[str, Any]]:
     documents: dict[bytes, dict[str, Any]] = {}
+    for store in opened:
+        if (keeper := ability(store, IdentityKeeper)) is not None:
+            documents |= {
+                digest: document for digest, document in keeper.identities().items() if _describes(document, digest)
+            }
     for tier in config.tiers.values():
         for path in tier.directories() if tier.keeps_identities else ():
             for file in sorted(Path(path).glob("identities/*.json")):
