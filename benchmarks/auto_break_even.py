@@ -28,8 +28,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.bench_codec import DTYPES, pages_of
+from hicache_ext import native
 from hicache_ext.config import ExtraConfig, load_config
-from hicache_ext.page.transforms import planes
 from hicache_ext.page.transforms.lossless import LosslessCodec
 from hicache_ext.page.transforms.paying import PayingCodec
 from hicache_ext.storage.contract.abilities import ability
@@ -108,7 +108,7 @@ def main() -> None:
     given = parser.parse_args()
     # Before anything counts processors.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.threads])
-    assert planes.part.wait() is not None, planes.part.why_not()
+    native.needed()
     contents = pages_of(given.file, 64, "page_first", given.dtype)[: given.pages]
     program = redis_program()
     assert program is not None, "redis-server is not installed"

@@ -239,7 +239,7 @@ class Copies:
         self.under_way: dict[int, tuple[Any, Piece]] = {}
         self._controller = controller
         self._is_torn = is_torn
-        self.release = release
+        self._release = release
         self._of: Counter[Any] = Counter()
         self._made = 0
 
@@ -258,34 +258,32 @@ class Copies:
         self.under_way[self._made] = (request, piece)
         self._of[request] += 1
 
-    def start(self) -> Iterator[Piece]:
-        """Start all queued copies as one operation, which costs the scheduler once; nothing happens before the first
-        ``next``.
+    def start(self) -> list[Piece]:
+        """Start all queued copies as one operation, which costs the scheduler once.
 
         The pieces of refused copies: these have ended, and their bytes are nowhere. Releases finished requests.
         """
         queue = self._controller.write_queue
         if not queue:
-            return
+            return []
         numbers = [number for operation in queue for number in operation.node_ids]
         try:
             self._controller.start_writing()
         except Exception:
             logger.exception("hicache_ext: copies to host memory were refused, their pages will not be written")
             queue.clear()
-        else:
-            return
-        yield from self._taken(numbers)
+            return self._taken(numbers)
+        return []
 
     def ended(self) -> int:
         """Count the leading operations whose bytes are in host memory."""
         waiting = [ack.finish_event.query() for ack in self._controller.ack_write_queue]
         return waiting.index(False) if False in waiting else len(waiting)
 
-    def take(self, operations: int) -> Iterator[Piece]:
+    def take(self, operations: int) -> list[Piece]:
         """Return the pieces of the first ``operations`` operations, which have ended. Releases finished requests."""
-        for _ in range(operations):
-            yield from self._taken(self._controller.ack_write_queue.pop(0).node_ids)
+        acks = [self._controller.ack_write_queue.pop(0) for _ in range(operations)]
+        return self._taken([number for ack in acks for number in ack.node_ids])
 
     def wait(self) -> int:
         """Wait for all operations under way; return their number."""
@@ -294,17 +292,30 @@ class Copies:
             ack.finish_event.synchronize()
         return len(acks)
 
-    def _taken(self, numbers: Sequence[int]) -> Iterator[Piece]:
+    def _taken(self, numbers: Sequence[int]) -> list[Piece]:
+        """Every piece is taken and every finished request released, whatever SGLang makes of one of them."""
+        pieces = []
         for number in numbers:
             request, piece = self.under_way.pop(number)
             self._of[request] -= 1
             if not self._of[request]:
                 del self._of[request]
-            piece.torn = self._is_torn(request, piece)
-            # Before the release, which may raise: the piece holds host memory.
-            yield piece
+            try:
+                piece.torn = self._is_torn(request, piece)
+            except Exception:
+                logger.exception("hicache_ext: whether a copy is whole is not known, its pages will not be written")
+                piece.torn = True
+            pieces.append(piece)
             if request.finished() and not self._of[request]:
                 self.release(request)
+        return pieces
+
+    def release(self, request: Any) -> None:
+        """Give a request's device memory back. Never raises: others wait for theirs."""
+        try:
+            self._release(request)
+        except Exception:
+            logger.exception("hicache_ext: a finished request's memory on the device was not released")
 
 
 # -- the thread that writes to the pool --------------------------------------------------------------------------------
@@ -593,7 +604,11 @@ class DecodeWriter:
             return False
         self._copies_this_step += 1
         piece = Piece(continuation, first_page, pages_of, host_indices, tokens, continuation.epoch)
-        self._offload.queue_copy(request, piece)
+        try:
+            self._offload.queue_copy(request, piece)
+        except BaseException:
+            self._free_memory(host_indices)
+            raise
         continuation.copied_pages = end_page
         continuation.next_copy_at = self._copy_due_at(prompt_length, end_page)
         return True

@@ -193,8 +193,9 @@ class DecodeManager:
     def _is_torn(self, request: Any, piece: Piece) -> bool:
         """Whether memory of a tail may have been given to something else before its copy had ended, which is now."""
         if MAMBA in self.tails:
-            # Two slots take turns, and one forward may be ahead of what is known here.
-            overwritten_at = piece.end_page * self.page_size + 2 * self._track_interval
+            # Its slots take turns (one, where batches do not overlap); one forward may be ahead of what is known here.
+            slots = len(request.kv.mamba_ping_pong_track_buffer)
+            overwritten_at = piece.end_page * self.page_size + slots * self._track_interval
             if len(request.origin_input_ids) + len(request.output_ids) + 2 >= overwritten_at:
                 return True
         window_begins = piece.end_page - piece.pages_of.get(SWA, 0)
@@ -257,7 +258,7 @@ def _our_manager(
     # Until 0.5.21 the tree of a decode node has none, and ours serve no more than one there.
     components = set(getattr(tree_cache, "components", None) or {ComponentType.FULL})
     kv_cache = token_to_kv_pool_allocator.get_kvcache()
-    _refuse_what_prefill_cannot_use(kv_cache, len(components), shares=not getattr(tree_cache, "disable", True))
+    _refuse_what_prefill_cannot_use(kv_cache, len(components), shares=not getattr(tree_cache, "disable", False))
     params = CacheInitParams(
         disable=False,
         req_to_token_pool=req_to_token_pool,
@@ -317,7 +318,9 @@ def _track_interval(page_size: int) -> int:
     return int(mamba_track_grid(page_size))
 
 
-_WITHOUT_WRITER = "set pd.write.enabled: false, or leave out --disaggregation-decode-enable-offload-kvcache"
+_WITHOUT_WRITER = (
+    "leave out --disaggregation-decode-enable-offload-kvcache, or, for MHA and MLA, set pd.write.enabled: false"
+)
 
 
 def _refuse_what_prefill_cannot_use(kv_cache: Any, components: int, shares: bool) -> None:

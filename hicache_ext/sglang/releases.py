@@ -7,6 +7,7 @@ finds it in every release; its name says what comes back.
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import re
 from typing import Any, Literal
 
@@ -113,7 +114,7 @@ def release_request(request: Any, tree_cache: Any) -> None:
     """Give back all that a finished request has on the device; its tree keeps nothing of it."""
     from sglang.srt.mem_cache.common import release_kv_cache
 
-    until_0_5_21 = "is_insert" in release_kv_cache.__code__.co_varnames
+    until_0_5_21 = "is_insert" in inspect.signature(release_kv_cache).parameters
     release_kv_cache(request, tree_cache, **{"is_insert" if until_0_5_21 else "checkpoint": False})
 
 

@@ -99,6 +99,7 @@ class DecodeNode:
         tree = SimpleNamespace(
             components=dict.fromkeys(self.device.components),
             swa_retain_window=WINDOW,
+            disable=True,
             token_to_kv_pool_allocator=allocator,
         )
         settings = {
@@ -119,7 +120,7 @@ class DecodeNode:
         self.manager.writer._stride = 4 * self.page
         self.manager.writer._prefix_grace = 0.0
         self.released: list[Any] = []
-        self.manager.copies.release = self.released.append
+        self.manager.copies._release = self.released.append
         self.prompt = FIRST * self.page + 3
         self.request = Request(self.prompt)
         self.free_before = self.free_pages()
@@ -151,7 +152,7 @@ class DecodeNode:
             length = self.prompt + len(request.output_ids)  # tokens that have KV after this forward
             self.slide_window((length - 1 - WINDOW) // self.page)
             if length % INTERVAL == 0:
-                kv.mamba_last_track_idx = 1 - kv.mamba_last_track_idx
+                kv.mamba_last_track_idx = (kv.mamba_last_track_idx + 1) % len(kv.mamba_ping_pong_track_buffer)
                 kv.mamba_last_track_seqlen = length
                 self.write_state(length)
             request.output_ids.append(number % 90 + 5)
@@ -430,7 +431,7 @@ def test_memory_that_was_given_away_before_its_copy_ended_is_never_stored(
 ) -> None:
     node = node_of(kind)
     start = node.manager.copies.start
-    node.manager.copies.start = lambda: iter(())  # type: ignore[method-assign]
+    node.manager.copies.start = list  # type: ignore[method-assign]
     # The copy is queued at 9 pages (10, with states) and made when the window has left, or a third state been kept.
     node.generate(9 * node.page, settle=False)
     node.manager.copies.start = start  # type: ignore[method-assign]
@@ -444,6 +445,50 @@ def test_memory_that_was_given_away_before_its_copy_ended_is_never_stored(
     node.generate(5 * node.page, finish=True)
     assert prefill.restorable(node.keys(), node.manager.tails) >= 18
     assert tails_found(node, prefill, kind)
+    assert node.free_pages() == node.free_before
+
+
+def test_where_batches_do_not_overlap_the_next_boundary_takes_the_one_slot(
+    node_of: Callable[..., DecodeNode], tmp_path: Path
+) -> None:
+    node = node_of("mamba")
+    node.request.kv.mamba_ping_pong_track_buffer = node.request.kv.mamba_ping_pong_track_buffer[:1]
+    node.request.kv.mamba_last_track_idx = 0
+    start = node.manager.copies.start
+    node.manager.copies.start = list  # type: ignore[method-assign]
+    while not node.manager.ongoing_offload:
+        node.generate(1, settle=False)
+    node.generate(INTERVAL, settle=False)
+    node.manager.copies.start = start  # type: ignore[method-assign]
+    node.settle()
+    assert node.manager.writer.metrics.value("copy", "torn") == 1
+    assert tails_found(node, PrefillNode("mamba", tmp_path, "page_first"), "mamba") == []
+
+
+def test_what_sglang_makes_of_one_request_is_the_matter_of_that_one(node_of: Callable[..., DecodeNode]) -> None:
+    node = node_of("mha")
+    released = node.released
+
+    def fail(request: Any) -> None:
+        released.append(request)
+        raise AssertionError("start_p == end_p")
+
+    node.manager.copies._release = fail
+    node.generate(9 * node.page, finish=True)
+    assert released == [node.request] and not node.manager.ongoing_offload
+    node.manager.finalize_release_on_finish(node.request)
+    assert node.free_pages() == node.free_before
+
+
+def test_a_copy_that_cannot_be_queued_holds_no_host_memory(
+    node_of: Callable[..., DecodeNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    node = node_of("mha")
+    monkeypatch.setattr(node.manager, "queue_copy", fail)
+    node.generate(9 * node.page, settle=False)
     assert node.free_pages() == node.free_before
 
 

@@ -386,11 +386,10 @@ def test_a_release_that_raises_costs_no_host_memory(node_of: Callable[..., Node]
     def fail(req: Any) -> None:
         raise RuntimeError("a bug of the scheduler's")
 
-    node.manager.copies.release = fail
-    with pytest.raises(RuntimeError):
-        node.writer.step()
+    node.manager.copies._release = fail
     node.manager.check_offload_progress()  # the scheduler's call: it raises nothing
     node.settle()
+    assert not node.manager.ongoing_offload
     assert node.host.available_size() == node.host.size
 
 

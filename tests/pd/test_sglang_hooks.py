@@ -87,7 +87,9 @@ def refuse(pool: str, components: int = 2, shares: bool = False) -> None:
         "memory_pool.MiniMaxSparseKVPool",
         "qsa_kv_pool.QSATokenToKVPool",
         "unified_memory_pool.UnifiedSWAKVPool",
-        "page_interleave_pool.PageInterleaveDSATokenToKVPool",
+        pytest.param(
+            "page_interleave_pool.PageInterleaveDSATokenToKVPool", marks=needs_release("0.5.22", "interleaved pages")
+        ),
     ],
 )
 def test_pools_that_a_prefill_node_could_not_use_are_refused(launched: SimpleNamespace, pool: str) -> None:

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from hicache_ext.pd.decode_writer import DecodeWriter
-from hicache_ext.storage.tiering.pulling import rule
+from hicache_ext.storage.tiering import pulling
 
 
 def register() -> None:
     DecodeWriter.__init__.__kwdefaults__["stride"] = 32
-    rule.PROBE_INTERVAL = 2.0
+    pulling.PROBE_INTERVAL = 2.0
