@@ -44,7 +44,6 @@ CONFORMANCE = (
     "tests/storage/test_conformance.py::TestPageFileStore",
     "tests/storage/test_conformance.py::TestTieredStoreThatWritesTheFarTierInTheBackground",
     "tests/storage/test_slab_conformance.py::TestSlabStore",
-    "tests/storage/test_slab_conformance.py::TestSlabStoreWithoutCompiledCode",
     "tests/storage/test_slab_conformance.py::TestSlabStoreByAddress",
     "tests/storage/test_spread_conformance.py::TestSpreadSlabsDirect",
     "tests/storage/test_outside_tier.py::TestSqlitePageStore",
