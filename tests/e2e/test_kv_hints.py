@@ -79,7 +79,7 @@ def test_a_server_leaves_no_byte_of_a_request_that_says_so_and_leases_the_prompt
         assert server.generate(FIRST_PROMPT[:320]).cached_tokens == 0
         server.flush_cache()
         before = sorted(stored_keys(pool))
-        assert len(before) == 20
+        assert len(before) in (20, 21)  # with a page of the answer, in 0.5.21
         assert server.generate(FIRST_PROMPT, **NO_STORE).cached.storage == 320
         server.flush_cache()
         assert sorted(stored_keys(pool)) == before
