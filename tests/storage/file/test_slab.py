@@ -7,9 +7,13 @@ import os
 import random
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hicache_ext.errors import StoreSetupError
@@ -37,7 +41,11 @@ def open_store(directory: Path, capacity: int = 64 * MIB) -> SlabStore:
 
 
 def occupied(directory: Path) -> int:
-    return sum(file.stat().st_blocks * 512 for file in directory.rglob("*") if file.is_file())
+    taken = 0
+    for file in directory.rglob("*"):
+        with suppress(FileNotFoundError):
+            taken += file.stat().st_blocks * 512 if file.is_file() else 0
+    return taken
 
 
 def sound(store: SlabStore) -> bool:
@@ -504,6 +512,50 @@ def test_a_slab_that_cannot_be_deleted_counts_towards_the_capacity_until_it_can(
     assert store_pages(store, page_keys(10, "later"), (4096,)) == [SetResult.STORED] * 10
     assert occupied(tmp_path) <= 2 * MIB
     assert sound(store)
+    store.close()
+
+
+def test_a_lower_capacity_is_kept_soon_while_pages_are_written_all_the_time(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 32 * MIB)
+    keys, stop = page_keys(3000), threading.Event()
+
+    def use(seed: int) -> None:
+        choice = random.Random(seed)
+        while not stop.is_set():
+            store_pages(store, choice.sample(keys, 200), (12_000,))
+
+    with ThreadPoolExecutor(4) as threads:
+        users = [threads.submit(use, seed) for seed in range(4)]
+        try:
+            wait_until(lambda: occupied(slabs_of(tmp_path)) > 24 * MIB)
+            store.resize(8 * MIB)
+            wait_until(lambda: occupied(slabs_of(tmp_path)) <= 8 * MIB)
+        finally:
+            stop.set()
+        for user in users:
+            user.result()
+    assert sound(store)
+    assert store_pages(store, page_keys(3, "later"), (12_000,)) == [SetResult.STORED] * 3
+    assert occupied(slabs_of(tmp_path)) <= 8 * MIB
+    store.close()
+
+
+def test_a_slab_with_a_page_under_way_is_dropped_after_a_later_write(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    assert store_pages(store, page_keys(100), SIZES) == [SetResult.STORED] * 100
+    index = store._directory.index
+    assert len(index.all_slabs()) > 2
+    ticket = index.next_ticket()
+    rows, _ = index.take(SIZE, 1, ticket, 0, np.empty(0, np.int64), evicting=True)
+    (busy,) = index.places_of(rows)[0].tolist()
+    store.resize(2 * MIB)
+    assert [slab.number for slab in index.all_slabs()] == [busy]
+    assert store_pages(store, page_keys(3, "later"), SIZES) == [SetResult.REJECTED] * 3
+    index.give_back(rows, ticket)
+    store_pages(store, page_keys(3, "later"), SIZES)
+    assert index.all_slabs() == []
+    assert store_pages(store, page_keys(3, "later"), SIZES) == [SetResult.STORED] * 3
+    assert occupied(slabs_of(tmp_path)) <= 2 * MIB
     store.close()
 
 

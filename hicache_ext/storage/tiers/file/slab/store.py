@@ -196,7 +196,7 @@ class SlabStore(PathStore):
         return capacity is not None
 
     def resize(self, capacity: int | None) -> None:
-        """Slabs beyond the capacity are dropped at once. ``capacity`` is not None."""
+        """As ``SlotAllocator.resize``. ``capacity`` is not None."""
         assert capacity is not None
         with self._calls:
             super().resize(capacity)
@@ -484,8 +484,8 @@ class SlabStore(PathStore):
         return had_pages
 
     def _free_disk(self, moment: int) -> None:
-        """Drop slabs without a page; of cleared pages in the others, erase the headers that a rebuild would take for newer
-        than the clear at ``moment``. Raises ClearLaterError."""
+        """Drop slabs without a page; of cleared pages in the others, erase the headers that a rebuild would take for
+        newer than the clear at ``moment``. Raises ClearLaterError."""
         ticket = self._index.next_ticket()
         try:
             self._allocator.drop_empty_slabs()
