@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.page import envelope
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.slab import allocator
@@ -580,3 +582,36 @@ def test_a_directory_of_the_other_layout_is_refused_with_a_sentence(tmp_path: Pa
     with pytest.raises(StoreSetupError, match=r"holds format [23], layout 'slab'"):
         PageFileStore("disk", tmp_path / "b", capacity=None)
     assert json.loads((tmp_path / "b" / "v3" / "hicache_ext.json").read_text())["format"] == 3
+
+
+def test_an_opening_that_fails_for_want_of_descriptors_leaves_none_and_no_thread(tmp_path: Path) -> None:
+    with closing(open_store(tmp_path)) as beside:
+        store_pages(beside, page_keys(3), SIZES)
+    fds, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The one that listed them is closed by now.
+    limit, failed, opened = len(fds) - 1, 0, None
+    while opened is None:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            opened = open_store(tmp_path)
+        except StoreSetupError:
+            failed, limit = failed + 1, limit + 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if opened is None:
+            assert set(os.listdir("/proc/self/fd")) <= fds
+            assert set(threading.enumerate()) <= threads
+    opened.close()
+    assert failed > 8
+
+
+def test_an_index_that_cannot_be_shared_for_want_of_a_thread_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wake = BackgroundLoop.wake
+    with monkeypatch.context() as patched:
+        patched.setattr(BackgroundLoop, "wake", lambda loop: loop._name != "hicache-index-sharing" and wake(loop))
+        with pytest.raises(StoreSetupError, match="no thread to be had"):
+            open_store(tmp_path)
+    open_store(tmp_path).close()
