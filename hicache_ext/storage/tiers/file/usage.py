@@ -128,7 +128,7 @@ class Removal:
 class Usage:
     """The usage record of one directory. Thread-safe; each process opens its own. Calls raise OSError as the disk does.
 
-    No call waits longer than the bound of ``ChangeLock``.
+    No call waits longer than the bounds of ``ChangeLock``.
     """
 
     def __init__(self, path: Path, members: Members, members_path: Path, writers: Writers) -> None:
