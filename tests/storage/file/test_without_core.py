@@ -62,6 +62,20 @@ def test_a_directory_of_slabs_is_refused_in_one_sentence_and_stays_as_it_is(slab
     assert seen(slabs.parent) == before
 
 
+def test_a_path_that_is_refused_keeps_the_others_from_being_made(slabs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = slabs.parent / "new"
+    document = section(new, "auto")
+    document["hicache_ext"]["tiers"]["disk"]["path"] = [str(new), str(slabs)]
+    with pytest.raises(StoreSetupError) as refused:
+        open_tiers(load_config(document))
+    assert str(refused.value) == f"tier 'disk' cannot start: {sentence(slabs)}"
+    assert not new.exists()
+    monkeypatch.undo()
+    store = open_tiers(load_config(document))
+    assert store.tiers[0].describe().details["layout"] == "slab"
+    store.close()
+
+
 def test_slabs_that_are_named_for_a_new_directory_are_refused_and_none_is_made(slabs: Path) -> None:
     new = slabs.parent / "new"
     with pytest.raises(StoreSetupError) as refused:
