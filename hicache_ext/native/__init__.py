@@ -53,6 +53,7 @@ _OF_XXHASH = (
 )
 """Of ``struct functions``: the first name that the xxhash package's extension module has, and no other library's."""
 _ELF_HEADER = struct.Struct("<40xQ10xHH2x")
+"""Of it where the table of sections begins, which is last; the bytes of an entry, and how many there are."""
 _OF_SYSTEM = (("preadv2",), ("pwritev2",))
 
 
@@ -161,7 +162,6 @@ def _load(path: Path, inode: int, modified: int) -> Core | str:
     """What is wrong with one file stays so; another one may come in its place. Raises OSError as ``_loaded``."""
     try:
         with path.open("rb") as file:
-            # Where the table of sections begins, which is last; the bytes of an entry, and how many there are.
             begin, of_entry, entries = _ELF_HEADER.unpack(file.read(_ELF_HEADER.size).ljust(_ELF_HEADER.size, b"\xff"))
             if os.fstat(file.fileno()).st_size < begin + of_entry * entries:
                 # To load what pip has not written to its end would be a SIGBUS.
@@ -217,7 +217,7 @@ def lacking() -> str | None:
 def is_absent() -> bool:
     """Whether there is no core for good: no library at all, or one for other machines. Any other trouble may pass, or
     is to be repaired."""
-    return not _is_supported() or not os.path.exists(LIBRARY)
+    return LIBRARY not in _cores and not (_is_supported() and os.path.exists(LIBRARY))
 
 
 REMEDY = (

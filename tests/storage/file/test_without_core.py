@@ -155,7 +155,7 @@ def test_a_library_that_comes_in_the_place_of_a_missing_or_wrong_one_is_loaded(t
     loaded = native.core()
     assert loaded is not None and native.why_not() is None
     library.unlink()
-    assert native.core() is loaded and native.why_not() is None
+    assert native.core() is loaded and native.why_not() is None and not native.is_absent()
 
 
 def test_a_library_of_other_sources_makes_no_directory_one_of_page_files(
