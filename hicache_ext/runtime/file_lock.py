@@ -215,11 +215,15 @@ class ChangeLock:
     turns are logged once. Threads of this process go on, and are waited for. Thread-safe.
     """
 
-    def __init__(self, lock: FileLock, name: str, bound: float = CHANGE_LOCK_BOUND) -> None:
-        """``lock`` belongs to this object from now on. ``name``: what is locked, for the log."""
+    def __init__(
+        self, lock: FileLock, name: str, bound: float = CHANGE_LOCK_BOUND, threads: float = _OWN_THREADS_BOUND
+    ) -> None:
+        """``lock`` belongs to this object from now on. ``name``: what is locked, for the log. ``threads``: seconds that
+        threads of this process are waited for."""
         self._lock = lock
         self._name = name
         self._bound = bound
+        self._threads = threads
         self._state = threading.Lock()
         self._stuck = False
         ofd.close_in_forks(self)
@@ -236,7 +240,7 @@ class ChangeLock:
 
     def acquire(self) -> bool:
         """Raises OSError as the file system does."""
-        if not self._lock.enter(_OWN_THREADS_BOUND):
+        if not self._lock.enter(self._threads):
             return False
         was_stuck = self._stuck
         mine = self._lock.take(0.0 if was_stuck else self._bound)

@@ -243,9 +243,9 @@ def test_a_slow_thread_of_this_process_is_waited_for_and_is_no_stopped_process(
 
 
 def test_threads_of_this_process_wait_for_each_other_while_another_process_is_stopped(
-    lock: OfdLock, path: Path, monkeypatch: pytest.MonkeyPatch
+    lock: OfdLock, path: Path
 ) -> None:
-    change = ChangeLock(lock, "the index", 0.05)
+    change = ChangeLock(lock, "the index", 0.05, threads=5.0)
     other = OfdLock(path, 0)
     assert other.try_acquire() and not change.acquire() and change.stuck
     other.release()
@@ -255,7 +255,7 @@ def test_threads_of_this_process_wait_for_each_other_while_another_process_is_st
         assert mine
     assert not change.stuck
     # Nor without bound.
-    monkeypatch.setattr("hicache_ext.runtime.file_lock._OWN_THREADS_BOUND", 0.05)
+    change._threads = 0.05
     assert lock.acquire(LONG)
     assert not change.acquire() and not change.stuck
     assert not change.acquire_now()

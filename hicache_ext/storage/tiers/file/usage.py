@@ -147,7 +147,9 @@ class Usage:
         self._unsettled = 0
         self._doubt = False
         try:
-            self._lock = ChangeLock(free_lock(FlockLock(path), _held(path)), f"the account {str(path)!r}")
+            lock, name = free_lock(FlockLock(path), _held(path)), f"the account {str(path)!r}"
+            # clear() takes it on SGLang's scheduler thread.
+            self._lock = ChangeLock(lock, name, threads=CHANGE_LOCK_BOUND)
         except BaseException:
             self._evictions.close()
             raise
