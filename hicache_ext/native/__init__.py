@@ -22,6 +22,7 @@ import functools
 import hashlib
 import importlib
 import logging
+import os
 import platform
 import struct
 import sys
@@ -51,8 +52,9 @@ _OF_XXHASH = (
     ("XXH3_128bits_digest",),
 )
 """Of ``struct functions``: the first name that the xxhash package's extension module has, and no other library's."""
+_ELF_HEADER = struct.Struct("<40xQ10xHH2x")
+"""Of it where the table of sections begins, which is last; the bytes of an entry, and how many there are."""
 _OF_SYSTEM = (("preadv2",), ("pwritev2",))
-_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EIO)
 
 
 def words(names: str) -> list[tuple[str, Any]]:
@@ -130,29 +132,53 @@ with contextlib.suppress(OSError):
 """Of the sources beside this module when it was imported: an upgrade under a running process changes them."""
 
 
-@functools.cache
-def _loaded(path: Path) -> Core | str:
-    """The core, or why there is none. Raises OSError for want of memory or descriptors, which may pass."""
+def _is_supported() -> bool:
     # A checksum is returned in two registers, and fields of a header are little-endian.
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64") or sys.byteorder != "little":
-        return f"{sys.platform} on {platform.machine()} is not supported"
+    return sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") and sys.byteorder == "little"
+
+
+_cores: dict[Path, Core] = {}
+"""Each is kept, whatever becomes of its file."""
+
+
+def _loaded(path: Path) -> Core | str:
+    """The core, or why there is none. Raises OSError for what may pass."""
+    if path not in _cores:
+        if not _is_supported():
+            return f"{sys.platform} on {platform.machine()} is not supported"
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return f"{path.name} was not built with this package"
+        found = _load(path, status.st_ino, status.st_mtime_ns)
+        if isinstance(found, str):
+            return found
+        _cores[path] = found
+    return _cores[path]
+
+
+@functools.cache
+def _load(path: Path, inode: int, modified: int) -> Core | str:
+    """What is wrong with one file stays so; another one may come in its place. Raises OSError as ``_loaded``."""
     try:
-        # For its error: that of ctypes has no number.
-        path.open("rb").close()
+        with path.open("rb") as file:
+            begin, of_entry, entries = _ELF_HEADER.unpack(file.read(_ELF_HEADER.size).ljust(_ELF_HEADER.size, b"\xff"))
+            if os.fstat(file.fileno()).st_size < begin + of_entry * entries:
+                # To load what pip has not written to its end would be a SIGBUS.
+                raise OSError(f"{path}: file too short")
         library = ctypes.CDLL(str(path))
         if ctypes.c_uint64.in_dll(library, "hicache_version").value != _VERSION:
             return f"{path} was built of other sources"
         return Core(library)
-    except FileNotFoundError:
-        return f"{path.name} was not built with this package"
-    except (OSError, ValueError, AttributeError, ImportError) as error:
-        if isinstance(error, OSError) and error.errno in _SHORTAGES:
-            raise
+    except OSError as error:
+        # That of ctypes has no number, and names the library.
+        raise OSError(errno.EAGAIN, f"{path}: {error.strerror}" if error.errno else str(error)) from error
+    except (ValueError, AttributeError, ImportError) as error:
         return str(error)
 
 
 _found: tuple[Path | None, Core | None] = (None, None)
-"""The library that was asked for last, and what ``core`` said of it: every call of a tier asks."""
+"""The library that was found last, and its core: every call of a tier asks."""
 
 
 def core() -> Core | None:
@@ -162,9 +188,8 @@ def core() -> Core | None:
         why = why_not()
         if why is not None:
             _say_once(why)
-        with contextlib.suppress(OSError):
-            loaded = _loaded(LIBRARY)
-            _found = LIBRARY, loaded if isinstance(loaded, Core) else None
+            return None
+        _found = LIBRARY, _cores.get(LIBRARY)
     return _found[1]
 
 
@@ -178,17 +203,21 @@ def needed() -> Core:
 def why_not() -> str | None:
     """Why there is no core; None where there is one."""
     try:
-        found = _loaded(LIBRARY)
+        return lacking()
     except OSError as error:
-        return f"{LIBRARY}: {error.strerror}"
+        return error.strerror or str(error)
+
+
+def lacking() -> str | None:
+    """``why_not``. Raises OSError where there may be one the next time."""
+    found = _loaded(LIBRARY)
     return found if isinstance(found, str) else None
 
 
 def is_absent() -> bool:
-    """Whether there is no core for good: not for want of memory or descriptors, which may pass."""
-    with contextlib.suppress(OSError):
-        return isinstance(_loaded(LIBRARY), str)
-    return False
+    """Whether there is no core for good: no library at all, or one for other machines. Any other trouble may pass, or
+    is to be repaired."""
+    return LIBRARY not in _cores and not (_is_supported() and os.path.exists(LIBRARY))
 
 
 REMEDY = (

@@ -28,6 +28,8 @@ _Lock = TypeVar("_Lock", bound="FileLock")
 
 CHANGE_LOCK_BOUND = 1.0
 """Seconds that a call waits for the holder of a lock, who may be stopped."""
+_OWN_THREADS_BOUND = 10.0
+"""Seconds that a call waits for other threads of its process: they run, or the processor is short."""
 _ATTEMPTS_AT_ONCE = 3
 _SHORT_ATTEMPTS = Backoff(0.00005, 0.001)
 
@@ -65,8 +67,15 @@ class FileLock(ABC):
     def acquire(self, within: float) -> bool:
         """Take the lock; False where another thread or process still holds it after ``within`` seconds."""
         deadline = time.monotonic() + within
-        if not self._threads.acquire(timeout=max(0.0, within)):
-            return False
+        return self.enter(within) and self.take(deadline - time.monotonic())
+
+    def enter(self, within: float) -> bool:
+        """Keep the other threads of this process out; False where one is still in after ``within`` seconds."""
+        return self._threads.acquire(timeout=max(0.0, within))
+
+    def take(self, within: float) -> bool:
+        """After ``enter``: as ``acquire``. Without the lock the next thread may enter."""
+        deadline = time.monotonic() + within
         try:
             self._open()
             attempts = 0
@@ -200,17 +209,21 @@ def free_lock(lock: _Lock, problem: str) -> _Lock:
 
 
 class ChangeLock:
-    """A lock for changes of what processes share, waited for at most ``bound`` seconds, and once only.
+    """A lock for changes of what processes share. Another process is waited for at most ``bound`` seconds, once.
 
-    The holder may be stopped. So after a wait that was in vain nobody waits: each call tries once, until one succeeds.
-    Both turns are logged once. Thread-safe.
+    It may be stopped. So after a wait that was in vain nobody waits: each call tries once, until one succeeds. Both
+    turns are logged once. Threads of this process go on, and are waited for. Thread-safe.
     """
 
-    def __init__(self, lock: FileLock, name: str, bound: float = CHANGE_LOCK_BOUND) -> None:
-        """``lock`` belongs to this object from now on. ``name``: what is locked, for the log."""
+    def __init__(
+        self, lock: FileLock, name: str, bound: float = CHANGE_LOCK_BOUND, threads: float = _OWN_THREADS_BOUND
+    ) -> None:
+        """``lock`` belongs to this object from now on. ``name``: what is locked, for the log. ``threads``: seconds that
+        threads of this process are waited for."""
         self._lock = lock
         self._name = name
         self._bound = bound
+        self._threads = threads
         self._state = threading.Lock()
         self._stuck = False
         ofd.close_in_forks(self)
@@ -227,8 +240,10 @@ class ChangeLock:
 
     def acquire(self) -> bool:
         """Raises OSError as the file system does."""
+        if not self._lock.enter(self._threads):
+            return False
         was_stuck = self._stuck
-        mine = self._lock.acquire(0.0 if was_stuck else self._bound)
+        mine = self._lock.take(0.0 if was_stuck else self._bound)
         if mine == was_stuck:
             self._turn(not mine)
         return mine

@@ -222,6 +222,47 @@ def test_threads_that_wait_together_say_once_that_the_lock_is_stuck(
     other.close()
 
 
+def test_a_slow_thread_of_this_process_is_waited_for_and_is_no_stopped_process(
+    lock: OfdLock, caplog: pytest.LogCaptureFixture
+) -> None:
+    change = ChangeLock(lock, "the index", 0.05)
+    answers: list[bool] = []
+
+    def work() -> None:
+        with change.held() as mine:
+            answers.append(mine)
+            time.sleep(0.2)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [True] * 4
+    assert not change.stuck and not caplog.records
+
+
+def test_threads_of_this_process_wait_for_each_other_while_another_process_is_stopped(
+    lock: OfdLock, path: Path
+) -> None:
+    change = ChangeLock(lock, "the index", 0.05, threads=5.0)
+    other = OfdLock(path, 0)
+    assert other.try_acquire() and not change.acquire() and change.stuck
+    other.release()
+    assert lock.acquire(LONG)
+    threading.Timer(0.2, lock.release).start()
+    with change.held() as mine:
+        assert mine
+    assert not change.stuck
+    # Nor without bound.
+    change._threads = 0.05
+    assert lock.acquire(LONG)
+    assert not change.acquire() and not change.stuck
+    assert not change.acquire_now()
+    lock.release()
+    other.close()
+
+
 def test_held_gives_the_lock_back_when_the_body_raises(lock: OfdLock) -> None:
     change = ChangeLock(lock, "the index")
     with pytest.raises(ZeroDivisionError), change.held() as mine:

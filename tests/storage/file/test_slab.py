@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.page import envelope
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.slab import allocator
@@ -37,7 +43,11 @@ def open_store(directory: Path, capacity: int = 64 * MIB) -> SlabStore:
 
 
 def occupied(directory: Path) -> int:
-    return sum(file.stat().st_blocks * 512 for file in directory.rglob("*") if file.is_file())
+    taken = 0
+    for file in directory.rglob("*"):
+        with suppress(FileNotFoundError):
+            taken += file.stat().st_blocks * 512 if file.is_file() else 0
+    return taken
 
 
 def sound(store: SlabStore) -> bool:
@@ -507,6 +517,50 @@ def test_a_slab_that_cannot_be_deleted_counts_towards_the_capacity_until_it_can(
     store.close()
 
 
+def test_a_lower_capacity_is_kept_soon_while_pages_are_written_all_the_time(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 32 * MIB)
+    keys, stop = page_keys(3000), threading.Event()
+
+    def use(seed: int) -> None:
+        choice = random.Random(seed)
+        while not stop.is_set():
+            store_pages(store, choice.sample(keys, 200), (12_000,))
+
+    with ThreadPoolExecutor(4) as threads:
+        users = [threads.submit(use, seed) for seed in range(4)]
+        try:
+            wait_until(lambda: occupied(slabs_of(tmp_path)) > 24 * MIB)
+            store.resize(8 * MIB)
+            wait_until(lambda: occupied(slabs_of(tmp_path)) <= 8 * MIB)
+        finally:
+            stop.set()
+        for user in users:
+            user.result()
+    assert sound(store)
+    assert store_pages(store, page_keys(3, "later"), (12_000,)) == [SetResult.STORED] * 3
+    assert occupied(slabs_of(tmp_path)) <= 8 * MIB
+    store.close()
+
+
+def test_a_slab_with_a_page_under_way_is_dropped_after_a_later_write(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    assert store_pages(store, page_keys(100), SIZES) == [SetResult.STORED] * 100
+    index = store._directory.index
+    assert len(index.all_slabs()) > 2
+    ticket = index.next_ticket()
+    rows, _ = index.take(SIZE, 1, ticket, 0, np.empty(0, np.int64), evicting=True)
+    (busy,) = index.places_of(rows)[0].tolist()
+    store.resize(2 * MIB)
+    assert [slab.number for slab in index.all_slabs()] == [busy]
+    assert store_pages(store, page_keys(3, "later"), SIZES) == [SetResult.REJECTED] * 3
+    index.give_back(rows, ticket)
+    store_pages(store, page_keys(3, "later"), SIZES)
+    assert index.all_slabs() == []
+    assert store_pages(store, page_keys(3, "later"), SIZES) == [SetResult.STORED] * 3
+    assert occupied(slabs_of(tmp_path)) <= 2 * MIB
+    store.close()
+
+
 def test_a_process_that_cannot_have_the_memory_of_an_index_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -528,3 +582,36 @@ def test_a_directory_of_the_other_layout_is_refused_with_a_sentence(tmp_path: Pa
     with pytest.raises(StoreSetupError, match=r"holds format [23], layout 'slab'"):
         PageFileStore("disk", tmp_path / "b", capacity=None)
     assert json.loads((tmp_path / "b" / "v3" / "hicache_ext.json").read_text())["format"] == 3
+
+
+def test_an_opening_that_fails_for_want_of_descriptors_leaves_none_and_no_thread(tmp_path: Path) -> None:
+    with closing(open_store(tmp_path)) as beside:
+        store_pages(beside, page_keys(3), SIZES)
+    fds, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The one that listed them is closed by now.
+    limit, failed, opened = len(fds) - 1, 0, None
+    while opened is None:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            opened = open_store(tmp_path)
+        except StoreSetupError:
+            failed, limit = failed + 1, limit + 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if opened is None:
+            assert set(os.listdir("/proc/self/fd")) <= fds
+            assert set(threading.enumerate()) <= threads
+    opened.close()
+    assert failed > 8
+
+
+def test_an_index_that_cannot_be_shared_for_want_of_a_thread_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wake = BackgroundLoop.wake
+    with monkeypatch.context() as patched:
+        patched.setattr(BackgroundLoop, "wake", lambda loop: loop._name != "hicache-index-sharing" and wake(loop))
+        with pytest.raises(StoreSetupError, match="no thread to be had"):
+            open_store(tmp_path)
+    open_store(tmp_path).close()

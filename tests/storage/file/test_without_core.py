@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import errno
+import ctypes
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,20 @@ def test_a_directory_of_slabs_is_refused_in_one_sentence_and_stays_as_it_is(slab
     assert seen(slabs.parent) == before
 
 
+def test_a_path_that_is_refused_keeps_the_others_from_being_made(slabs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = slabs.parent / "new"
+    document = section(new, "auto")
+    document["hicache_ext"]["tiers"]["disk"]["path"] = [str(new), str(slabs)]
+    with pytest.raises(StoreSetupError) as refused:
+        open_tiers(load_config(document))
+    assert str(refused.value) == f"tier 'disk' cannot start: {sentence(slabs)}"
+    assert not new.exists()
+    monkeypatch.undo()
+    store = open_tiers(load_config(document))
+    assert store.tiers[0].describe().details["layout"] == "slab"
+    store.close()
+
+
 def test_slabs_that_are_named_for_a_new_directory_are_refused_and_none_is_made(slabs: Path) -> None:
     new = slabs.parent / "new"
     with pytest.raises(StoreSetupError) as refused:
@@ -95,18 +110,59 @@ def test_auto_takes_page_files_for_a_new_directory_says_why_and_keeps_them(
 
 
 @pytest.fixture
-def shortage(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: Path) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One that nobody has loaded yet."""
+    library = tmp_path / "core.so"
+    shutil.copy(native.LIBRARY, library)
+    monkeypatch.setattr(native, "LIBRARY", library)
+    return library
 
-    monkeypatch.setattr(native, "LIBRARY", Path("/somewhere/core.so"))
-    monkeypatch.setattr(native, "_loaded", fail)
 
+def test_a_shortage_makes_no_directory_one_of_page_files_and_passes(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = f"{library}: failed to map segment from shared object"
 
-@pytest.mark.usefixtures("shortage")
-def test_a_shortage_that_passes_makes_no_directory_one_of_page_files(tmp_path: Path) -> None:
+    load = ctypes.CDLL
+
+    def fail(name: str | None, **options: Any) -> ctypes.CDLL:
+        if name == str(library):
+            raise OSError(why)
+        return load(name, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ctypes, "CDLL", fail)
+        assert not native.is_absent() and native.core() is None and native.why_not() == why
+        assert choose_layout(tmp_path / "l3", 1 << 30).layout == "slab"
+        with pytest.raises(StoreSetupError) as refused:
+            opened(tmp_path / "l3", "auto")
+        assert str(refused.value) == f"tier 'disk' cannot start: directory {str(tmp_path / 'l3')!r}: {why}"
+        assert isinstance(refused.value.__cause__, OSError)
+        assert not (tmp_path / "l3").exists()
+    assert native.core() is not None
     assert choose_layout(tmp_path / "l3", 1 << 30).layout == "slab"
-    with pytest.raises(StoreSetupError, match=r"not there: /somewhere/core\.so: Too many open files; install"):
+    opened(tmp_path / "l3", "auto").close()
+
+
+def test_a_library_that_comes_in_the_place_of_a_missing_or_wrong_one_is_loaded(tmp_path: Path, library: Path) -> None:
+    whole = library.rename(tmp_path / "whole.so")
+    assert native.is_absent() and native.core() is None
+    # While it is being written.
+    library.write_bytes(whole.read_bytes()[:5000])
+    assert not native.is_absent() and native.core() is None
+    library.unlink()
+    whole.rename(library)
+    loaded = native.core()
+    assert loaded is not None and native.why_not() is None
+    library.unlink()
+    assert native.core() is loaded and native.why_not() is None and not native.is_absent()
+
+
+def test_a_library_of_other_sources_makes_no_directory_one_of_page_files(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_VERSION", 1)
+    with pytest.raises(StoreSetupError, match=r"core\.so was built of other sources; install a C compiler"):
         opened(tmp_path / "l3", "auto")
     assert not (tmp_path / "l3").exists()
 

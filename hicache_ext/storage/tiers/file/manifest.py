@@ -114,7 +114,7 @@ def check_before_start(path: Path, layout: str, tier: str) -> None:
     """Raises StoreSetupError with a sentence unless a tier of this layout may use ``path``: what is there is of this
     layout, or of nobody yet, and the native core is there for slabs.
 
-    Changes nothing. Raises OSError as the disk does.
+    Changes nothing. Raises OSError as the disk does, and for want of what the core needs to be loaded.
     """
     home = slab_home(path)
     # Looked at before they are read: one that another process makes in between is not one that cannot be read.
@@ -135,7 +135,7 @@ def check_before_start(path: Path, layout: str, tier: str) -> None:
         raise _mismatch(home, recorded, layout, tier)
     elif recorded is None and was_there[home] and not slabs and not holds_only_ours(home):
         raise _not_ours(home, tier)
-    if layout == "slab" and (why := native.why_not()) is not None:
+    if layout == "slab" and (why := native.lacking()) is not None:
         raise StoreSetupError(
             tier,
             f"layout of {str(path)!r} is slab, which needs the native core, and that is not there: {why}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import grp
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,10 @@ def open_paths(name: str, tier: FileTierConfig) -> SpreadStore:
     metrics, evicted_age = TierMetrics(name), RecentMean()
     open_path = functools.partial(_open_path, name, tier, access, metrics, evicted_age)
     paths, shared = [Path(path) for path in tier.path], tier.sharing().shared
+    for path in paths:
+        # Before one of them is made. A disk that does not answer is left to the store: another path may serve.
+        with suppress(OSError):
+            check_before_start(path, chosen_layout(name, tier, path).layout, name)
     return SpreadStore(name, paths, open_path, metrics, evicted_age=evicted_age, shared=shared)
 
 

@@ -171,8 +171,7 @@ class PathStore(TierStore):
             # The metrics may be older than this store: a path that was out of service comes back.
             self._bad_found = self.metrics.total("corrupt")
         except BaseException:
-            self._scrub.stop()
-            self._resources.close()
+            PathStore._close(self)
             raise
 
     @abc.abstractmethod

@@ -128,7 +128,7 @@ class Removal:
 class Usage:
     """The usage record of one directory. Thread-safe; each process opens its own. Calls raise OSError as the disk does.
 
-    No call waits longer than the bound of ``ChangeLock``.
+    No call waits longer than the bounds of ``ChangeLock``.
     """
 
     def __init__(self, path: Path, members: Members, members_path: Path, writers: Writers) -> None:
@@ -147,7 +147,9 @@ class Usage:
         self._unsettled = 0
         self._doubt = False
         try:
-            self._lock = ChangeLock(free_lock(FlockLock(path), _held(path)), f"the account {str(path)!r}")
+            lock, name = free_lock(FlockLock(path), _held(path)), f"the account {str(path)!r}"
+            # clear() takes it on SGLang's scheduler thread.
+            self._lock = ChangeLock(lock, name, threads=CHANGE_LOCK_BOUND)
         except BaseException:
             self._evictions.close()
             raise

@@ -143,6 +143,8 @@ _FULL_DISK_PAUSE = 1.0
 """Seconds for which a disk without room is not asked for more: pages take the slots of colder ones meanwhile. Twice as
 long each time that it has none again, so that others who take all room do not take slab after slab."""
 _LONGEST_FULL_DISK_PAUSE = 300.0
+_HELD_BACK = 10.0
+"""Seconds for which writes are rejected, at most, while slabs beyond a lower capacity have pages under way."""
 _CLOCK_INTERVAL = 1.0
 """Seconds between two values that ``ClockTimes`` keeps, at first."""
 _MOST_CLOCK_VALUES = 4096
@@ -200,6 +202,11 @@ class SlotAllocator:
         self._to_finish: deque[Slab] = deque()
         """Slabs whose files are there, and whose index was held by another process."""
         self._times_lock = threading.Lock()
+        self._shrinking = threading.Lock()
+        self._is_beyond = False
+        """Slabs beyond the capacity could not be dropped yet."""
+        self._held_back_until = 0.0
+        """time.monotonic(); no slots are taken before, while there are such slabs."""
         self._looked_at_files = time.monotonic()
 
     def fullness(self, oldest: int, no_space_since: int) -> Fullness:
@@ -209,12 +216,13 @@ class SlotAllocator:
         return Fullness(self._capacity, used, free + max(0, left), pages, no_space_since, self._index.served())
 
     def resize(self, capacity: int) -> None:
-        """Slabs beyond the capacity are dropped at once; pinned pages may take half of the new capacity."""
+        """Slabs beyond the capacity are dropped, see ``shrink``; pinned pages may take half of the new capacity."""
         self._capacity = capacity
         self._full.clear()
         # Of a lower one the disk may have enough.
         self._note_space(None)
         self._pins.set_limit(capacity // 2)
+        self._held_back_until = time.monotonic() + _HELD_BACK
         self.shrink()
 
     def slab(self, number: int) -> Slab | None:
@@ -233,6 +241,9 @@ class SlotAllocator:
         there are none, OSError where the directory was removed.
         """
         self._directory.check_is_there()
+        if self._is_beyond and time.monotonic() < self._held_back_until:
+            # Calls that never pause would keep a page under way in every slab.
+            return dict.fromkeys(wanted, np.empty(0, np.int64))
         while self._to_finish:
             with suppress(IndexError):
                 self._finish(self._to_finish.popleft())
@@ -313,6 +324,8 @@ class SlotAllocator:
                 if gone:
                     self._drop_slab(slab)
             self.forget_left_slabs()
+        if self._is_beyond and not self._shrinking.locked():
+            self.shrink()
 
     def _reclaim(self, slot_size: int, oldest: int, *, needed: bool) -> bool:
         """Take a slab away from another slot size, so that a model that is gone does not keep its share for ever.
@@ -420,18 +433,15 @@ class SlotAllocator:
                 self._forget(slab)
 
     def shrink(self) -> None:
-        """Drop slabs, those with the lowest priorities first, until the rest fits the capacity."""
-        try:
-            while True:
-                slabs = list(self._index.view().slabs.values())
-                if not slabs or _occupied(self._index.all_slabs()) <= self._capacity:
-                    return
-                slab, *_ = self._index.colder_slabs(0, 0) or slabs
-                if not self._drop_slab(slab):
-                    return
-        except IndexBusyError:
-            # The next write of anybody evicts nothing that it should keep; the next start shrinks it.
-            return
+        """Drop slabs, those with the lowest priorities first, until the rest fits the capacity. One in which a page is
+        being written is passed over; what is beyond the capacity then is dropped after later writes."""
+        with self._shrinking:
+            with suppress(IndexBusyError):
+                for slab in self._index.colder_slabs(0, 0, needed=True):
+                    if _occupied(self._index.all_slabs()) <= self._capacity:
+                        break
+                    self._drop_slab(slab)
+            self._is_beyond = _occupied(self._index.all_slabs()) > self._capacity
 
     def _look_at_slabs(self) -> None:
         """Learn of slabs added and dropped by any process."""

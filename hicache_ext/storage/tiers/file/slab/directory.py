@@ -148,11 +148,11 @@ class SlabDirectory:
             if fd is None:
                 found = self._found_slabs()
                 fd = new_index(max(capacity, sum(slot_size * slots for _, slot_size, slots in found)))
-            shared = os.dup(fd)
-            self._resources.callback(lambda: os.close(shared))
+            shared = fd
+            self._resources.callback(os.close, shared)
             members = Members(self.home / "members")
             self._resources.callback(members.close)
-            memory = IndexMemory(fd)
+            memory = IndexMemory(os.dup(shared))
             self._resources.callback(memory.close)
             changing = free_lock(OfdLock(self.home / "lock", CHANGING), _NO_CHANGE)
             lock = ChangeLock(changing, f"the index of {self.path}")

@@ -248,26 +248,25 @@ class IndexSharing:
 
     def __init__(self, home: Path, home_fd: int, member: int, fd: int) -> None:
         """``home_fd``: the open directory ``home``. ``fd``: the memory, which belongs to this object from now on.
-        Raises OSError where the file system has no sockets."""
+        Raises OSError where the file system has no sockets, or the machine no thread left."""
         self._fd = fd
         self._is_inherited = False
         self._home_fd = home_fd
         self._name = _name_of(member)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+        self._loop = BackgroundLoop("hicache-index-sharing", self._serve)
+        with contextlib.ExitStack() as unless_served:
+            unless_served.callback(os.close, fd)
+            self._socket = unless_served.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._name, dir_fd=home_fd)
             # Through the descriptor: a path may be longer than a socket's name.
             self._socket.bind(f"/proc/self/fd/{home_fd}/{self._name}")
             os.chmod(self._name, access_in(home).file_mode, dir_fd=home_fd)
             self._socket.listen(64)
-        except BaseException:
-            self._socket.close()
-            os.close(fd)
-            raise
-        self._loop = BackgroundLoop("hicache-index-sharing", self._serve)
+            if not self._loop.wake():
+                raise OSError(errno.EAGAIN, "no thread to be had")
+            unless_served.pop_all()
         ofd.close_in_forks(self)
-        self._loop.wake()
 
     def close(self) -> None:
         if not self._is_inherited:

@@ -196,7 +196,7 @@ class SlabStore(PathStore):
         return capacity is not None
 
     def resize(self, capacity: int | None) -> None:
-        """Slabs beyond the capacity are dropped at once. ``capacity`` is not None."""
+        """As ``SlotAllocator.resize``. ``capacity`` is not None."""
         assert capacity is not None
         with self._calls:
             super().resize(capacity)
