@@ -40,8 +40,7 @@ def before_queued(scheduler: Any, req: Any, is_retracted: bool = False, *_: Any,
             return
         if (said := said_by(req.kv_hints, custom)) is None or not (backends := attached_backends()):
             return
-        if said.no_store and not comes_with(installed_release(), "0.5.22") and scheduler.tree_cache.supports_mamba():
-            # 0.5.21 would not go on behind the first part of the prompt.
+        if said.no_store and not _can_stay_out_of(scheduler.tree_cache):
             said.ignored["unsupported"] += 1
         elif said.no_store:
             # SGLang puts its KV into no tree, from which it would be written to host memory and to storage.
@@ -55,6 +54,12 @@ def before_queued(scheduler: Any, req: Any, is_retracted: bool = False, *_: Any,
         _log.log(logging.WARNING, "hints", "hicache_ext: hints of a request: %s", type(error).__name__)
 
 
+def _can_stay_out_of(tree: Any) -> bool:
+    """Where states are recurrent, 0.5.21 would not go on behind the first part of a prompt, and no release frees what
+    is behind a sliding window beside them."""
+    return not tree.supports_mamba() or (comes_with(installed_release(), "0.5.22") and not tree.supports_swa())
+
+
 def is_unstored(request: Any) -> bool:
     """Whether nothing of this request of SGLang's is to be written [any thread]."""
     return request in _unstored
@@ -65,6 +70,15 @@ def around_unfinished(original: Callable[..., Any], req: Any, tree_cache: Any, *
     compute the first part of a request that stays out of its tree again and again."""
     if named.get("chunked") and is_unstored(req):
         return tree_cache.advance_unpublished_req(req, chunked=True)
+    return original(req, tree_cache, *more, **named)
+
+
+def around_checkpoint(original: Callable[..., Any], req: Any, tree_cache: Any, *more: Any, **named: Any) -> Any:
+    """``checkpoint_kv_cache`` from 0.5.22 on [scheduler thread]: it passes over a request that stays out of the tree,
+    and would keep what is behind its sliding window until its end: a long prompt then has no room for its next part."""
+    advance = getattr(tree_cache, "advance_unpublished_req", None)
+    if advance is not None and is_unstored(req) and not tree_cache.supports_mamba():
+        advance(req)
     return original(req, tree_cache, *more, **named)
 
 
