@@ -27,25 +27,34 @@ _log = LimitedLog(logger, 60.0)
 
 _unstored: weakref.WeakSet[Any] = weakref.WeakSet()
 """SGLang's requests of which nothing is to be written."""
+_unstored_ids: dict[int, None] = {}
+"""The hashes of their ids, the last ones: SGLang may have dropped a request before its look-up is recorded."""
+_MOST_UNSTORED_IDS = 1 << 16
+_heard: weakref.WeakSet[Any] = weakref.WeakSet()
+"""SGLang's requests whose hints were followed."""
 
 
-def before_queued(scheduler: Any, req: Any, is_retracted: bool = False, *_: Any, **__: Any) -> None:
-    """BEFORE hook [scheduler thread]: a request comes to a queue, again where it was retracted.
+def before_queued(scheduler: Any, req: Any, *_: Any, **__: Any) -> None:
+    """BEFORE hook [scheduler thread]: a request comes to a queue, perhaps again.
 
     A request that says nothing costs this look; what others say is copied, for another thread.
     """
     try:
         custom = req.sampling_params.custom_params
-        if is_retracted or (req.kv_hints is None and not (custom and OPTIONS in custom)):
+        if (req.kv_hints is None and not (custom and OPTIONS in custom)) or req in _heard:
             return
-        if (said := said_by(req.kv_hints, custom)) is None or not (backends := attached_backends()):
+        if not (backends := attached_backends()) or (said := said_by(req.kv_hints, custom)) is None:
             return
+        _heard.add(req)
         if said.no_store and not _can_stay_out_of(scheduler.tree_cache):
             said.ignored["unsupported"] += 1
         elif said.no_store:
             # SGLang puts its KV into no tree, from which it would be written to host memory and to storage.
             req.skip_radix_cache_insert = True
             _unstored.add(req)
+            _unstored_ids[hash(req.rid)] = None
+            if len(_unstored_ids) > _MOST_UNSTORED_IDS:
+                del _unstored_ids[next(iter(_unstored_ids))]
         # The pages of a bigram are hashed in another way.
         ignore = "unsupported" if scheduler.spec_algorithm.is_eagle() else ""
         for backend in backends:
@@ -227,7 +236,7 @@ def _record(recorder: Any, operation: Any, answered: int, found: dict[str, int])
     if not isinstance(rid, str) or not all(isinstance(page, str) for page in pages):
         raise TypeError
     request = _requests.get(rid)
-    if is_unstored(request):
+    if is_unstored(request) or hash(rid) in _unstored_ids:
         return
     matched = getattr(request, "storage_prefetch_last_match_len", None)
     matched = matched if isinstance(matched, int) else None

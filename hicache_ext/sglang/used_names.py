@@ -271,9 +271,10 @@ reading ahead
   session.session_controller.Session: streaming
 hints of requests
   managers.scheduler.Scheduler
-    _add_request_to_queue(req is_retracted) <- scheduler_hooks.before_queued
+    _add_request_to_queue(req) <- scheduler_hooks.before_queued
     spec_algorithm
-  managers.schedule_batch.Req: kv_hints skip_radix_cache_insert sampling_params origin_input_ids extra_key cache_salt
+  managers.schedule_batch.Req
+    kv_hints skip_radix_cache_insert sampling_params rid origin_input_ids extra_key cache_salt
   managers.kv_hints.KvHintsEnvelope: protocol_version message_id actions
   managers.kv_hints.KvHintAction: action_type action_version payload
   speculative.spec_info.SpeculativeAlgorithm: is_eagle

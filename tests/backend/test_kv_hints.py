@@ -137,9 +137,19 @@ def test_sglangs_own_decode_offload_and_a_recording_leave_it_out(backend: Any, m
     assert offloaded == [other]
     asked: list[str] = []
     monkeypatch.setattr(scheduler_hooks, "_requests", {"private": private, "other": other})
-    for rid in ("private", "other"):
+
+    def record(rid: str) -> None:
         operation = SimpleNamespace(all_hash_values=["00"], request_id=rid, last_hash=None)
         scheduler_hooks._record(SimpleNamespace(ask=lambda rid, *_, **__: asked.append(rid)), operation, 0, {})
+
+    record("private")
+    record("other")
+    # Aborted, and dropped by SGLang, before its look-up.
+    private.rid = "aborted"
+    scheduler_hooks._heard.discard(private)
+    queue(private)
+    del private, one
+    record("aborted")
     assert asked == ["other"]
 
 
@@ -157,6 +167,13 @@ def test_bigrams_of_a_draft_have_other_hashes_and_no_lease(backend: Any) -> None
     queue(request(RETAIN), spec_algorithm=SimpleNamespace(is_eagle=lambda: True))
     assert backend._kv_hints.metrics.value("ignored", "unsupported") == 1
     assert not backend._kv_hints._waiting
+
+
+def test_a_request_that_comes_to_the_queue_again_is_not_heard_again(backend: Any) -> None:
+    made = request(RETAIN)
+    queue(made)
+    queue(made)
+    assert backend._kv_hints.metrics.value("action", "retain") == 1
 
 
 @pytest.mark.parametrize("window", [False, True])
