@@ -145,10 +145,9 @@ def test_sglangs_own_decode_offload_and_a_recording_leave_it_out(backend: Any, m
     record("private")
     record("other")
     # Aborted, and dropped by SGLang, before its look-up.
-    private.rid = "aborted"
-    scheduler_hooks._heard.discard(private)
-    queue(private)
-    del private, one
+    (aborted := request(NO_STORE)).rid = "aborted"
+    queue(aborted)
+    del aborted
     record("aborted")
     assert asked == ["other"]
 
