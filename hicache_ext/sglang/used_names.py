@@ -271,7 +271,7 @@ reading ahead
   session.session_controller.Session: streaming
 hints of requests
   managers.scheduler.Scheduler
-    _add_request_to_queue(req) <- scheduler_hooks.before_queued
+    _add_request_to_queue(req is_retracted) <- scheduler_hooks.before_queued
     spec_algorithm
   managers.schedule_batch.Req
     kv_hints skip_radix_cache_insert sampling_params rid origin_input_ids extra_key cache_salt
@@ -284,7 +284,7 @@ hints of requests
     since 0.5.22 checkpoint_kv_cache(req tree_cache) <- scheduler_hooks.around_checkpoint
   mem_cache.unified_radix_cache.UnifiedRadixCache
     before 0.5.22 advance_unpublished_req(req chunked)
-    since 0.5.22 advance_unpublished_req(req)
+    advance_unpublished_req(req)
 traces of requests
   managers.scheduler.Scheduler: _prefetch_kvcache <- scheduler_hooks.before_prefetch
   managers.cache_controller.HiCacheController
