@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Collection
 
 from hicache_ext.sglang.releases import installed_release, refuse_old_release
-from hicache_ext.sglang.self_check import check_installed, features_off, gone_by
+from hicache_ext.sglang.self_check import belongs_to, check_installed, features_off
 from hicache_ext.sglang.used_names import COPIES, HOOKED, HOOKS, Feature, Use
 
 
@@ -64,7 +64,7 @@ def wants(feature: Feature) -> bool:
 def _wanted(features: Collection[Feature]) -> list[Use]:
     wanted = {feature for feature in features if wants(feature)}
     release = installed_release()
-    return [hook for hook in HOOKS if wanted.issuperset(hook.features) and not gone_by(hook, release)]
+    return [hook for hook in HOOKS if wanted.issuperset(hook.features) and belongs_to(release, hook)]
 
 
 def _is_hooked(target: str) -> bool:

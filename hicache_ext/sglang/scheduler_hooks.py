@@ -27,32 +27,46 @@ _log = LimitedLog(logger, 60.0)
 
 _unstored: weakref.WeakSet[Any] = weakref.WeakSet()
 """SGLang's requests of which nothing is to be written."""
+_unstored_ids: dict[int, None] = {}
+"""The hashes of their ids, the last ones: SGLang may have dropped a request before its look-up is recorded."""
+_MOST_UNSTORED_IDS = 1 << 16
+_heard: weakref.WeakSet[Any] = weakref.WeakSet()
+"""SGLang's requests whose hints were followed."""
 
 
-def before_queued(scheduler: Any, req: Any, is_retracted: bool = False, *_: Any, **__: Any) -> None:
-    """BEFORE hook [scheduler thread]: a request comes to a queue, again where it was retracted.
+def before_queued(scheduler: Any, req: Any, *_: Any, **__: Any) -> None:
+    """BEFORE hook [scheduler thread]: a request comes to a queue, perhaps again.
 
     A request that says nothing costs this look; what others say is copied, for another thread.
     """
     try:
         custom = req.sampling_params.custom_params
-        if is_retracted or (req.kv_hints is None and not (custom and OPTIONS in custom)):
+        if (req.kv_hints is None and not (custom and OPTIONS in custom)) or req in _heard:
             return
-        if (said := said_by(req.kv_hints, custom)) is None or not (backends := attached_backends()):
+        if not (backends := attached_backends()) or (said := said_by(req.kv_hints, custom)) is None:
             return
-        if said.no_store and not comes_with(installed_release(), "0.5.22") and scheduler.tree_cache.supports_mamba():
-            # 0.5.21 would not go on behind the first part of the prompt.
+        _heard.add(req)
+        if said.no_store and not _can_stay_out_of(scheduler.tree_cache):
             said.ignored["unsupported"] += 1
         elif said.no_store:
             # SGLang puts its KV into no tree, from which it would be written to host memory and to storage.
             req.skip_radix_cache_insert = True
             _unstored.add(req)
+            _unstored_ids[hash(req.rid)] = None
+            if len(_unstored_ids) > _MOST_UNSTORED_IDS:
+                del _unstored_ids[next(iter(_unstored_ids))]
         # The pages of a bigram are hashed in another way.
         ignore = "unsupported" if scheduler.spec_algorithm.is_eagle() else ""
         for backend in backends:
             backend.take_hints(said, req, ignore)
     except Exception as error:  # noqa: BLE001 - it would end the scheduler; its text may be a part of the request
         _log.log(logging.WARNING, "hints", "hicache_ext: hints of a request: %s", type(error).__name__)
+
+
+def _can_stay_out_of(tree: Any) -> bool:
+    """Where states are recurrent, 0.5.21 would not go on behind the first part of a prompt, and no release frees what
+    is behind a sliding window beside them."""
+    return not tree.supports_mamba() or (comes_with(installed_release(), "0.5.22") and not tree.supports_swa())
 
 
 def is_unstored(request: Any) -> bool:
@@ -65,6 +79,15 @@ def around_unfinished(original: Callable[..., Any], req: Any, tree_cache: Any, *
     compute the first part of a request that stays out of its tree again and again."""
     if named.get("chunked") and is_unstored(req):
         return tree_cache.advance_unpublished_req(req, chunked=True)
+    return original(req, tree_cache, *more, **named)
+
+
+def around_checkpoint(original: Callable[..., Any], req: Any, tree_cache: Any, *more: Any, **named: Any) -> Any:
+    """``checkpoint_kv_cache`` from 0.5.22 on [scheduler thread]: it passes over a request that stays out of the tree,
+    and would keep what is behind its sliding window until its end: a long prompt then has no room for its next part."""
+    advance = getattr(tree_cache, "advance_unpublished_req", None)
+    if advance is not None and is_unstored(req) and not tree_cache.supports_mamba():
+        advance(req)
     return original(req, tree_cache, *more, **named)
 
 
@@ -213,7 +236,7 @@ def _record(recorder: Any, operation: Any, answered: int, found: dict[str, int])
     if not isinstance(rid, str) or not all(isinstance(page, str) for page in pages):
         raise TypeError
     request = _requests.get(rid)
-    if is_unstored(request):
+    if is_unstored(request) or hash(rid) in _unstored_ids:
         return
     matched = getattr(request, "storage_prefetch_last_match_len", None)
     matched = matched if isinstance(matched, int) else None

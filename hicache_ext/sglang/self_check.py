@@ -53,8 +53,7 @@ def check_installed() -> tuple[Checked, ...]:
 def check(sources: Sources, release: str, used: Sequence[Use] = USED) -> Iterator[Checked]:
     """Each of ``used``, then what SGLang asks of a backend or a linker beyond that."""
     for use in used:
-        expected = (not use.since or comes_with(release, use.since)) and not gone_by(use, release)
-        yield Checked(use, expected, *_looked_up(sources, use))
+        yield Checked(use, belongs_to(release, use), *_looked_up(sources, use))
     for owner, feature in _DUTIES.items():
         ours = [use for use in used if use.owner == owner]
         answered = {name for use in ours for name in use.names}
@@ -63,8 +62,9 @@ def check(sources: Sources, release: str, used: Sequence[Use] = USED) -> Iterato
             yield Checked(Use(owner, tuple(duties), (feature,)), True, unanswered)
 
 
-def gone_by(use: Use, release: str) -> bool:
-    return bool(use.before) and comes_with(release, use.before)
+def belongs_to(release: str, use: Use) -> bool:
+    gone = bool(use.before) and comes_with(release, use.before)
+    return not gone and (not use.since or comes_with(release, use.since))
 
 
 def lacking(checked: Collection[Checked], feature: Feature) -> str | None:

@@ -273,13 +273,18 @@ hints of requests
   managers.scheduler.Scheduler
     _add_request_to_queue(req is_retracted) <- scheduler_hooks.before_queued
     spec_algorithm
-  managers.schedule_batch.Req: kv_hints skip_radix_cache_insert sampling_params origin_input_ids extra_key cache_salt
+  managers.schedule_batch.Req
+    kv_hints skip_radix_cache_insert sampling_params rid origin_input_ids extra_key cache_salt
   managers.kv_hints.KvHintsEnvelope: protocol_version message_id actions
   managers.kv_hints.KvHintAction: action_type action_version payload
   speculative.spec_info.SpeculativeAlgorithm: is_eagle
-  # Where a request that stays out of the tree goes on behind its first part; later releases see to it.
-  mem_cache.common: before 0.5.22 maybe_cache_unfinished_req(req tree_cache) <- scheduler_hooks.around_unfinished
-  mem_cache.unified_radix_cache.UnifiedRadixCache: before 0.5.22 advance_unpublished_req(req chunked)
+  # Where a request that stays out of the tree goes on behind its first part.
+  mem_cache.common
+    before 0.5.22 maybe_cache_unfinished_req(req tree_cache) <- scheduler_hooks.around_unfinished
+    since 0.5.22 checkpoint_kv_cache(req tree_cache) <- scheduler_hooks.around_checkpoint
+  mem_cache.unified_radix_cache.UnifiedRadixCache
+    before 0.5.22 advance_unpublished_req(req chunked)
+    advance_unpublished_req(req)
 traces of requests
   managers.scheduler.Scheduler: _prefetch_kvcache <- scheduler_hooks.before_prefetch
   managers.cache_controller.HiCacheController

@@ -19,6 +19,7 @@ from hicache_ext.pd.decode_writer import RequestOptions  # noqa: E402
 from hicache_ext.sglang import scheduler_hooks  # noqa: E402
 from hicache_ext.sglang.decode_manager import page_chain, spare_unstored  # noqa: E402
 from hicache_ext.sglang.process import attached_backends  # noqa: E402
+from hicache_ext.sglang.releases import comes_with, installed_release  # noqa: E402
 from hicache_ext.sglang.scheduler_hooks import around_unfinished, before_queued  # noqa: E402
 from hicache_ext.storage.contract.abilities import ability  # noqa: E402
 from hicache_ext.storage.tiers.file.multipath import SpreadStore  # noqa: E402
@@ -136,9 +137,18 @@ def test_sglangs_own_decode_offload_and_a_recording_leave_it_out(backend: Any, m
     assert offloaded == [other]
     asked: list[str] = []
     monkeypatch.setattr(scheduler_hooks, "_requests", {"private": private, "other": other})
-    for rid in ("private", "other"):
+
+    def record(rid: str) -> None:
         operation = SimpleNamespace(all_hash_values=["00"], request_id=rid, last_hash=None)
         scheduler_hooks._record(SimpleNamespace(ask=lambda rid, *_, **__: asked.append(rid)), operation, 0, {})
+
+    record("private")
+    record("other")
+    # Aborted, and dropped by SGLang, before its look-up.
+    (aborted := request(NO_STORE)).rid = "aborted"
+    queue(aborted)
+    del aborted
+    record("aborted")
     assert asked == ["other"]
 
 
@@ -156,6 +166,23 @@ def test_bigrams_of_a_draft_have_other_hashes_and_no_lease(backend: Any) -> None
     queue(request(RETAIN), spec_algorithm=SimpleNamespace(is_eagle=lambda: True))
     assert backend._kv_hints.metrics.value("ignored", "unsupported") == 1
     assert not backend._kv_hints._waiting
+
+
+def test_a_request_that_comes_to_the_queue_again_is_not_heard_again(backend: Any) -> None:
+    made = request(RETAIN)
+    queue(made)
+    queue(made)
+    assert backend._kv_hints.metrics.value("action", "retain") == 1
+
+
+@pytest.mark.parametrize("window", [False, True])
+def test_recurrent_states_beside_windows_are_stored_all_the_same(backend: Any, window: bool) -> None:
+    queue(
+        made := request(NO_STORE), tree_cache=SimpleNamespace(supports_mamba=lambda: True, supports_swa=lambda: window)
+    )
+    stored = window or not comes_with(installed_release(), "0.5.22")
+    assert made.skip_radix_cache_insert is not stored
+    assert backend._kv_hints.metrics.value("ignored", "unsupported") == stored
 
 
 @pytest.mark.parametrize("broken", [None, object(), SimpleNamespace(sampling_params=None), SimpleNamespace()])

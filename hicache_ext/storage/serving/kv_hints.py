@@ -18,12 +18,13 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from hicache_ext.errors import HicacheExtError
 from hicache_ext.page.hashes import namespace_seed, page_hashes
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
@@ -37,9 +38,13 @@ OPTIONS = "hicache_ext"
 """Key of ``custom_params``."""
 _PROTOCOL, _VERSION = "0.1", "1.0"
 TYPES = ("retain", "release", "prefetch", "demote", "supersede", "no_store", "priority")
+_ONCE = ("retain", "prefetch")
+"""Of these the last one of a request counts."""
 _MOST_ACTIONS = 16
 _MOST_TOKENS = 1 << 20
-"""Of a prompt, or of a payload."""
+"""Of a prompt."""
+_MOST_TOKENS_SAID = 1 << 17
+"""Of a payload: SGLang's scheduler takes 2 ms to copy them."""
 _LONGEST_ID = 128
 _LARGEST_NUMBER = 1 << 31
 IGNORED = ("unknown", "malformed", "dropped", "unsupported", "refused", "failed")
@@ -60,8 +65,8 @@ class Action:
     """supersede: of which message."""
     to_prefill: bool = False
     """prefetch: to the prefill nodes instead of this one."""
-    tokens: Sequence[Any] | None = None
-    """prefetch: of another prompt; what is in it is looked at later."""
+    tokens: array[int] | None = None
+    """prefetch: of another prompt."""
 
 
 @dataclass(slots=True)
@@ -101,6 +106,11 @@ def said_by(envelope: Any, custom_params: Any) -> Said | None:
             _take(said, getattr(envelope, "message_id", None), None if more is None else of_struct + more)
         else:
             said.ignored["unknown"] += 1
+    if said.no_store:
+        # Neither hashes of such a prompt nor an id are written, remembered or told to others.
+        kept = [one for one in said.actions if one.type == "release" or (one.type == "prefetch" and not one.to_prefill)]
+        said.ignored["refused"] += len(said.actions) - len(kept) + bool(said.message_id)
+        said.actions, said.message_id = kept, ""
     return said
 
 
@@ -135,7 +145,9 @@ def _understood(said: Said, action: Mapping[Any, Any]) -> str | None:
             return "malformed"
         said.priority = priority
     elif (understood := _action(kind, payload)) is not None:
-        said.actions.append(understood)
+        others = [one for one in said.actions if one.type != kind or kind not in _ONCE]
+        said.ignored["refused"] += len(said.actions) - len(others)
+        said.actions = [*others, understood]
     else:
         return "malformed"
     said.understood.append(kind)
@@ -154,9 +166,15 @@ def _action(kind: str, payload: Mapping[Any, Any]) -> Action | None:
         return Action(kind, message_id=of) if isinstance(of, str) and 0 < len(of) <= _LONGEST_ID else None
     if kind == "prefetch":
         to, tokens = payload.get("to", "here"), payload.get("tokens")
-        sound = tokens is None or (isinstance(tokens, list) and len(tokens) <= _MOST_TOKENS)
-        known = isinstance(to, str) and to in ("here", "prefill")
-        return Action(kind, to_prefill=to == "prefill", tokens=tokens) if sound and known else None
+        if not isinstance(to, str) or to not in ("here", "prefill"):
+            return None
+        if tokens is None:
+            return Action(kind, to_prefill=to == "prefill")
+        if not isinstance(tokens, list) or len(tokens) > _MOST_TOKENS_SAID:
+            return None
+        with suppress(TypeError, OverflowError):  # no numbers, or none of a token
+            return Action(kind, to_prefill=to == "prefill", tokens=array("I", tokens))
+        return None
     return Action(kind)
 
 
@@ -188,7 +206,8 @@ class _Waiting:
 
     @property
     def size(self) -> int:
-        return len(self.tokens) + sum(len(action.tokens or ()) for action in self.said.actions)
+        keys = len(self.extra_key or "") + len(self.cache_salt or "")
+        return keys + len(self.tokens) + sum(len(action.tokens or ()) for action in self.said.actions)
 
 
 class KvHints:
@@ -315,11 +334,7 @@ class KvHints:
 
     def _prefetch(self, action: Action, hashes: Sequence[bytes], size: int, seed: bytes) -> None:
         if action.tokens is not None:
-            try:
-                hashes = page_hashes(action.tokens, size, seed)
-            except HicacheExtError:
-                self.metrics.add("ignored", "malformed")
-                return
+            hashes = page_hashes(action.tokens, size, seed)
         if not action.to_prefill:
             self.metrics.add_many("page", self._bring_inward(hashes))
         elif self._tell_prefill is None:

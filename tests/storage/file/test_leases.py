@@ -64,9 +64,11 @@ def fill(store, count, name="filler"):
 def test_a_lease_on_a_longer_prompt_takes_the_place_of_those_on_its_beginnings(tmp_path):
     assert add_lease(tmp_path, HASHES[:3], 60, "a")
     first = read_pins(tmp_path)[0].created
+    time.sleep(0.01)
     assert add_lease(tmp_path, HASHES[:5], 120, "a")
     (lease,) = read_pins(tmp_path)
-    assert (lease.hashes, lease.created, lease.namespace) == (tuple(HASHES[:5]), first, "a")
+    assert (lease.hashes, lease.namespace) == (tuple(HASHES[:5]), "a")
+    assert lease.created > first, "or who renews would stay before all others"
     # One that would end sooner replaces none that holds longer.
     assert add_lease(tmp_path, HASHES[:8], 10, "a")
     assert sorted(len(lease.hashes) for lease in read_pins(tmp_path)) == [5, 8]
@@ -104,6 +106,71 @@ def test_there_are_at_most_so_many_leases_and_leased_pages(tmp_path, monkeypatch
     assert add_lease(tmp_path, HASHES[2:3], 90, ""), "renewed"
     assert add_lease(tmp_path, HASHES[:10], 90, ""), "three became one"
     assert not add_lease(tmp_path, HASHES[20:23], 90, "")
+
+
+def test_the_first_lease_of_a_namespace_has_room_at_the_cost_of_who_has_the_most(tmp_path, monkeypatch):
+    monkeypatch.setattr(pins, "_MOST_LEASES", 4)
+    monkeypatch.setattr(pins, "_MOST_LEASED", 12)
+    for number, whose in enumerate(("crowd", "crowd", "other", "crowd")):
+        assert add_lease(tmp_path, HASHES[number : number + 1], 60, whose)
+        time.sleep(0.01)
+    assert not add_lease(tmp_path, HASHES[10:11], 60, "crowd")
+    assert not add_lease(tmp_path, HASHES[10:22], 60, "large"), "more than the others have"
+    assert len(read_pins(tmp_path)) == 4, "a refused lease displaces none"
+    assert add_lease(tmp_path, HASHES[11:12], 60, "tenant")
+    assert [lease.hashes[0] for lease in read_pins(tmp_path)] == [HASHES[0], HASHES[1], HASHES[2], HASHES[11]]
+    assert add_lease(tmp_path, HASHES[12:13], 60, "guest")
+    assert not add_lease(tmp_path, HASHES[13:14], 60, "late"), "each has one"
+
+
+def test_one_namespace_cannot_keep_all_leased_pages(tmp_path, monkeypatch):
+    monkeypatch.setattr(pins, "_MOST_LEASED", 12)
+    assert add_lease(tmp_path, HASHES[:12], 60, "large")
+    assert add_lease(tmp_path, HASHES[12:15], 60, "tenant")
+    assert not add_lease(tmp_path, HASHES[:12], 60, "large")
+    assert [lease.namespace for lease in read_pins(tmp_path)] == ["tenant"]
+
+
+def test_who_renews_has_no_place_before_others(tmp_path):
+    pages = PinnedPages("disk", tmp_path, 50, lambda hashes: [10] * len(hashes))
+    for seconds in (60, 120):
+        for number in range(2):
+            add_lease(tmp_path, HASHES[number : number + 1], seconds, f"squatter{number}")
+        time.sleep(0.01)
+        add_lease(tmp_path, HASHES[9:10], 60, "tenant")
+    assert HASHES[9] in pages.spared()
+
+
+def test_a_lease_that_holds_is_not_written_again(tmp_path, monkeypatch):
+    written = []
+    real = pins.write_whole
+    monkeypatch.setattr(pins, "write_whole", lambda file, text: written.append(file) or real(file, text))
+    for seconds in (60, 60, 30, 70):
+        assert add_lease(tmp_path, HASHES[:5], seconds, "")
+    assert len(written) == 2 and len(read_pins(tmp_path)) == 1
+
+
+def test_leases_of_a_clock_that_was_wrong_are_over(tmp_path):
+    now = time.time()
+    for hashes, created, until in (
+        (HASHES[:1], now, now + 2 * 366 * 86400),
+        (HASHES[1:2], 0, 99999999999),
+        (HASHES[2:3], now + 7200, now + 9000),
+    ):
+        name = f"@{hashes[0].hex()[:32]}.{int(until)}.1."
+        pins._record(tmp_path, pins.Pin(name, created, until, tuple(hashes)))
+    assert read_pins(tmp_path) == []
+    assert add_lease(tmp_path, HASHES[3:4], 1e15, "")
+    (lease,) = read_pins(tmp_path)
+    assert lease.hashes == (HASHES[3],) and remove_pin(tmp_path, lease.name)
+
+
+def test_what_cannot_be_removed_ends_no_other_lease(tmp_path):
+    (tmp_path / "pins" / f"@{'0' * 32}.1.1..json").mkdir(parents=True)
+    (tmp_path / "pins" / f"@{HASHES[0].hex()[:32]}.{int(time.time()) + 60}.1..json").mkdir()
+    assert add_lease(tmp_path, HASHES[3:6], 60, "")
+    assert [lease.hashes for lease in read_pins(tmp_path)] == [tuple(HASHES[3:6])]
+    assert end_leases(tmp_path, HASHES) == 1 and read_pins(tmp_path) == []
 
 
 def test_leases_have_a_fifth_of_the_capacity_and_namespaces_take_turns(tmp_path):

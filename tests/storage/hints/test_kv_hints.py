@@ -58,7 +58,6 @@ def test_both_ways_say_the_same(prefix: str) -> None:
         ("prefetch", {"to": "prefill"}, Action("prefetch", to_prefill=True)),
         ("demote", {"from_token": 32}, Action("demote", from_token=32)),
         ("supersede", {"message_id": "before"}, Action("supersede", message_id="before")),
-        ("no_store", {}, None),
         ("priority", {"priority": -2}, None),
     ]
     by_envelope = said_by(envelope(*[(prefix + kind, payload) for kind, payload, _ in actions]), None)
@@ -66,10 +65,36 @@ def test_both_ways_say_the_same(prefix: str) -> None:
     assert by_envelope == said_by(None, custom(*listed, message_id="message"))
     assert by_envelope is not None
     assert by_envelope.actions == [action for _, _, action in actions if action is not None]
-    assert (by_envelope.store, by_envelope.no_store, by_envelope.priority) == (False, True, -2)
+    assert (by_envelope.store, by_envelope.no_store, by_envelope.priority) == (True, False, -2)
     assert by_envelope.message_id == "message"
-    assert by_envelope.understood == list(kv_hints.TYPES)
+    assert by_envelope.understood == [kind for kind in kv_hints.TYPES if kind != "no_store"]
     assert not +by_envelope.ignored
+    private = said_by(envelope((prefix + "no_store", {})), None), said_by(None, custom({"action_type": "no_store"}))
+    assert [(said.store, said.no_store, said.understood) for said in private if said] == [
+        (False, True, ["no_store"])
+    ] * 2
+
+
+def test_nothing_is_remembered_or_told_of_a_request_of_which_nothing_is_kept() -> None:
+    kinds = ("retain", "release", "demote", "supersede", "prefetch", "no_store")
+    for to in ("here", "prefill"):
+        payload = {"message_id": "before", "to": to}
+        said = said_by(None, custom(*[{"action_type": kind, "payload": payload} for kind in kinds], message_id="m"))
+        assert said is not None and said.no_store and said.message_id == ""
+        assert [action.type for action in said.actions] == ["release", "prefetch"][: 1 + (to == "here")]
+        assert said.ignored == Counter(refused=4 + (to == "prefill"))
+
+
+def test_of_leases_and_prefetches_the_last_one_of_a_request_counts() -> None:
+    retain = [{"action_type": "retain", "payload": {"ttl_seconds": seconds}} for seconds in (1, 2, 3)]
+    prefetch = [{"action_type": "prefetch", "payload": {"tokens": [number]}} for number in range(3)]
+    said = said_by(None, custom(*retain, {"action_type": "release"}, *prefetch))
+    assert said is not None and said.ignored == Counter(refused=4)
+    assert said.actions == [
+        Action("retain", ttl_seconds=3.0),
+        Action("release"),
+        Action("prefetch", tokens=array("I", [2])),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +113,11 @@ def test_both_ways_say_the_same(prefix: str) -> None:
         ({"action_type": "kv.supersede"}, "malformed"),
         ({"action_type": "kv.prefetch", "payload": {"to": ["prefill"]}}, "malformed"),
         ({"action_type": "kv.prefetch", "payload": {"tokens": "0, 1"}}, "malformed"),
+        ({"action_type": "kv.prefetch", "payload": {"tokens": [1.5] * 16}}, "malformed"),
+        ({"action_type": "kv.prefetch", "payload": {"tokens": [-1]}}, "malformed"),
+        ({"action_type": "kv.prefetch", "payload": {"tokens": [1 << 32]}}, "malformed"),
+        ({"action_type": "kv.prefetch", "payload": {"tokens": ["x" * 100_000]}}, "malformed"),
+        ({"action_type": "kv.prefetch", "payload": {"tokens": [0] * ((1 << 17) + 1)}}, "malformed"),
         ({"action_type": "kv.priority", "payload": {"priority": "high"}}, "malformed"),
         ({"action_type": "kv.release", "payload": [1]}, "malformed"),
         ({"action_type": ["kv.release"]}, "malformed"),
@@ -230,7 +260,8 @@ def test_retain_leases_all_whole_pages_of_the_prompt_and_release_ends_that(opene
 
 def test_with_a_lease_of_none_nothing_is_done_but_what_the_scheduler_does(opened: Any, disk: SpreadStore) -> None:
     hints = opened(lease=0.0)
-    tell(hints, ("kv.retain", {"ttl_seconds": 9}), ("kv.no_store", {}))
+    tell(hints, ("kv.retain", {"ttl_seconds": 9}))
+    tell(hints, ("kv.no_store", {}), message_id=None)
     assert not leases(disk) and hints._loop._thread is None
     assert hints.metrics.value("ignored", "refused") == 1 and hints.metrics.value("action", "no_store") == 1
 
@@ -258,7 +289,8 @@ def test_supersede_demotes_what_this_prompt_does_not_share_and_nobody_elses(open
 def test_prefetch_goes_inward_or_to_the_prefill_nodes_if_there_are_any(opened: Any) -> None:
     told: list[Any] = []
     hints = opened(tell_prefill=told.append)
-    tell(hints, ("kv.prefetch", {}), ("kv.prefetch", {"tokens": list(range(48))}))
+    tell(hints, ("kv.prefetch", {}))
+    tell(hints, ("kv.prefetch", {"tokens": list(range(48))}))
     assert hints.metrics.value("page", "fetched") == 10 + 3
     tell(hints, ("kv.prefetch", {"tokens": [1.5] * 16}))
     assert hints.metrics.value("ignored", "malformed") == 1
@@ -290,6 +322,14 @@ def test_a_slow_or_failing_store_holds_up_nobody_and_what_is_too_many_is_dropped
     wait_until(lambda: not hints._waiting, "all hints are tried")
     wait_until(lambda: hints.metrics.value("ignored", "failed") + hints.metrics.value("ignored", "dropped") == 400, "")
     assert "OSError" in caplog.text and "secret-text" not in caplog.text
+
+
+def test_long_keys_count_among_what_waits(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hints, said = opened(), said_by(envelope(("kv.retain", {})), None)
+    monkeypatch.setattr(hints._loop, "wake", lambda: None)
+    for _ in range(3):
+        hints.offer(said, PROMPT, "key" * 500_000, "salt" * 100_000)
+    assert len(hints._waiting) == 2 and hints.metrics.value("ignored", "dropped") == 1
 
 
 def test_a_tier_that_hides_its_names_is_told_the_hidden_ones(opened: Any, disk: SpreadStore) -> None:

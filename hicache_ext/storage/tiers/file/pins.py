@@ -3,7 +3,7 @@
 ::
 
     PATH/pins/<name>.json      since when, until when, and the hashes of the pages in the order of their chain
-    PATH/pins/@<hash>.<until>.<pages>.json     a lease, which a request asked for: a pin that always ends
+    PATH/pins/@<hash>.<until>.<pages>.<namespace>.json     a lease, which a request asked for: a pin that always ends
 
 A pin names page hashes, which follow from the tokens of a prompt alone: it holds for every model, rank and pool with a
 page under such a hash, now or later. All processes on the directory see it within seconds. Pins survive restarts and
@@ -14,7 +14,8 @@ chain. A page older than the tier's ``ttl`` goes although it is pinned. Reasons:
 
 Leases take at most a fifth of the capacity within that half, what pins leave of it; each namespace (salt, extra key)
 gets its oldest lease, then each its next one. No ``pin`` has the name of a lease, which says what it is about (the last
-page's hash, an end in seconds since 1970, a number of pages): records need not be read to be counted or removed.
+page's hash, an end in seconds since 1970, a number of pages, whose): records need not be read to be counted or removed.
+Where there are too many, the first lease of a namespace displaces the youngest of the one that has the most.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ import re
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,12 +46,15 @@ logger = logging.getLogger(__name__)
 LARGEST_PIN = 1 << 20
 """Most pages of one pin."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_LEASE = re.compile(r"@([0-9a-f]{32})\.([0-9]{1,11})\.([0-9]{1,7})")
+_LEASE = re.compile(r"@([0-9a-f]{32})\.([0-9]{1,11})\.([0-9]{1,7})\.([0-9a-z]{0,16})")
 _MOST_LEASES = 1024
 _MOST_LEASED = 1 << 17
 """Pages of all leases of a directory: their hashes take 8 MiB as files."""
 _LEASED_PART = 2 / 5
 """Of what pinned pages may take."""
+_LONGEST_LEASE = 366 * 86400.0
+_LARGEST_SKEW = 3600.0
+"""Seconds. A lease that would last longer, or is from later, was made by a clock that was wrong, and is over."""
 _LOOK_INTERVAL = 2.0
 """Seconds between two checks for new pins."""
 _COUNT_INTERVAL = 10.0
@@ -73,15 +77,25 @@ class Pin:
     created: float
     until: float | None
     hashes: tuple[bytes, ...]
-    namespace: str = ""
-    """Of a lease."""
+
+    @property
+    def namespace(self) -> str:
+        """Of a lease."""
+        return self.name.rpartition(".")[2]
 
     @property
     def is_lease(self) -> bool:
         return self.name.startswith("@")
 
     def over(self, now: float) -> bool:
+        if self.is_lease and (self.created > now + _LARGEST_SKEW or _is_over(self.until or 0.0, now)):
+            return True
         return self.until is not None and now >= self.until
+
+
+def _is_over(until: float, now: float) -> bool:
+    """Of a lease."""
+    return not now < until <= now + _LONGEST_LEASE + _LARGEST_SKEW
 
 
 Known = dict[Path, tuple[tuple[int, int, int], Pin]]
@@ -105,7 +119,6 @@ def add_pin(path: Path, name: str, hashes: Sequence[bytes], seconds: float | Non
 
 def _record(path: Path, pin: Pin) -> None:
     document: dict[str, Any] = {"created": pin.created, "until": pin.until}
-    document |= {"namespace": pin.namespace} if pin.is_lease else {}
     document["hashes"] = [page_hash.hex() for page_hash in pin.hashes]
     directory = path / "pins"
     make_directory(directory)
@@ -113,52 +126,92 @@ def _record(path: Path, pin: Pin) -> None:
 
 
 def add_lease(path: Path, hashes: Sequence[bytes], seconds: float, namespace: str) -> bool:
-    """Record a lease on the pages of a prompt; it takes the place of those on the beginnings of this prompt that end no
-    later. False where there are too many leases. Raises OSError."""
-    now = time.time()
+    """Record a lease on the pages of a prompt, unless there is one that ends no sooner; it takes the place of those on
+    the beginnings of this prompt that end no later. ``namespace``: up to 16 digits and small letters. False where there
+    are too many leases. Raises OSError."""
+    now, seconds = time.time(), min(seconds, _LONGEST_LEASE)
     own, leases = {_lease_hash(page_hash) for page_hash in hashes}, _leases(path)
-    until = now + seconds
+    until, last = now + seconds, _lease_hash(hashes[-1])
+    if any(lease[0] == last and lease[1] + 1 >= until and lease[2] == len(hashes) for lease in leases.values()):
+        return True
     replaced = {name: lease for name, lease in leases.items() if lease[0] in own and lease[1] <= until + 1}
-    left = [pages for name, (_, _, pages) in leases.items() if name not in replaced]
-    if len(left) >= _MOST_LEASES or sum(left) + len(hashes) > _MOST_LEASED:
+    left = {name: lease for name, lease in leases.items() if name not in replaced}
+    if (displaced := _displaced(path, left, len(hashes), namespace)) is None:
         return False
-    created = now
-    for name in replaced:
-        # Who was first stays first.
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            created = min(created, _read_pin(path / "pins" / f"{name}.json").created)
-    lease = f"@{_lease_hash(hashes[-1])}.{math.ceil(until)}.{len(hashes)}"
-    _record(path, Pin(lease, created, until, tuple(hashes), namespace))
-    _remove_leases(path, replaced.keys() - {lease})
+    name = f"@{last}.{math.ceil(until)}.{len(hashes)}.{namespace}"
+    _record(path, Pin(name, now, until, tuple(hashes)))
+    _remove_leases(path, (replaced.keys() | displaced) - {name})
     return True
+
+
+def _displaced(path: Path, leases: Mapping[str, _Lease], pages: int, namespace: str) -> set[str] | None:
+    """The names of leases that make room for one of so many pages; None where there is none for it."""
+
+    def fits() -> bool:
+        return len(left) < _MOST_LEASES and sum(lease[2] for lease in left.values()) + pages <= _MOST_LEASED
+
+    def share(count: int, pages: int) -> float:
+        return max(count / _MOST_LEASES, pages / _MOST_LEASED)
+
+    left = dict(leases)
+    if fits():
+        return set()
+    if any(lease[3] == namespace for lease in left.values()):
+        return None
+    written = {name: _written(path, name) for name in left}
+    while not fits():
+        of_each: dict[str, list[str]] = defaultdict(list)
+        for name, lease in left.items():
+            of_each[lease[3]].append(name)
+        shares = {whose: share(len(names), sum(left[name][2] for name in names)) for whose, names in of_each.items()}
+        most = max(shares, key=lambda whose: shares[whose], default=namespace)
+        if shares.get(most, 0.0) <= share(1, pages):
+            return None
+        del left[max(of_each[most], key=lambda name: written[name])]
+    return leases.keys() - left.keys()
+
+
+def _written(path: Path, name: str) -> float:
+    with suppress(OSError):
+        return os.stat(path / "pins" / f"{name}.json").st_mtime
+    return 0.0
 
 
 def end_leases(path: Path, hashes: Sequence[bytes]) -> int:
     """End the leases on prompts whose last page is one of these; how many. Raises OSError."""
     own = {_lease_hash(page_hash) for page_hash in hashes}
-    return _remove_leases(path, {name for name, (last, _, _) in _leases(path).items() if last in own})
+    return _remove_leases(path, {name for name, lease in _leases(path).items() if lease[0] in own})
 
 
 def _lease_hash(page_hash: bytes) -> str:
     return page_hash.hex()[:32]
 
 
-def _leases(path: Path) -> dict[str, tuple[str, int, int]]:
-    """Of each lease by name: its last page, its end and how many pages. Those that are over are removed."""
+_Lease = tuple[str, int, int, str]
+"""The last page, the end, how many pages, and the namespace."""
+
+
+def _leases(path: Path) -> dict[str, _Lease]:
+    """What the name of each says. Those that are over are removed."""
     try:
         names = [file.removesuffix(".json") for file in os.listdir(path / "pins")]
     except FileNotFoundError:
         return {}
-    found = {name: (lease[1], int(lease[2]), int(lease[3])) for name in names if (lease := _LEASE.fullmatch(name))}
-    over = {name for name, (_, until, _) in found.items() if time.time() >= until}
+    matches = {name: lease for name in names if (lease := _LEASE.fullmatch(name))}
+    found = {name: (lease[1], int(lease[2]), int(lease[3]), lease[4]) for name, lease in matches.items()}
+    now = time.time()
+    over = {name for name, lease in found.items() if _is_over(lease[1], now)}
     _remove_leases(path, over)
     return {name: lease for name, lease in found.items() if name not in over}
 
 
 def _remove_leases(path: Path, names: Set[str]) -> int:
+    removed = 0
     for name in names:
-        (path / "pins" / f"{name}.json").unlink(missing_ok=True)
-    return len(names)
+        with suppress(OSError):  # a directory under such a name, say
+            (path / "pins" / f"{name}.json").unlink(missing_ok=True)
+            removed += 1
+    return removed
 
 
 def remove_pin(path: Path, name: str) -> bool:
@@ -315,9 +368,7 @@ def _read_pin(file: Path) -> Pin:
         return Pin(file.stem, created, None if until is None else _moment(until), hashes)
     # What the name says bounds it: it is what is counted.
     hashes = hashes[: int(lease[3])]
-    return Pin(
-        file.stem, created, min(_moment(until), float(lease[2])), hashes, str(document.get("namespace", ""))[:16]
-    )
+    return Pin(file.stem, created, min(_moment(until), float(lease[2])), hashes)
 
 
 def _moment(seconds: object) -> float:
