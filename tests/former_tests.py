@@ -27,8 +27,6 @@ FORMER = {
     "test_every_combination_passes_config_check_and_says_why_for_each_tier": (
         "-> test_every_combination_passes_config_check"
     ),
-    "test_a_tier_with_admission_has_a_line_of_what_it_stored_of_what_was_offered": "stats --json has the counts",
-    "test_the_table_tells_of_what_counts_beside_the_tiers": "-> test_what_counts_beside_the_tiers_is_told_by_reason",
     "test_bash_offers_commands_values_and_files": _COMPLETION,
     "test_a_script_for_each_shell_knows_every_command_and_is_sound": _COMPLETION,
     **dict.fromkeys(

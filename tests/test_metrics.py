@@ -125,6 +125,15 @@ def test_a_table_of_two_looks_has_rates_and_survives_a_restart():
     assert row[:6] == ["pool", "-", "10", "0", "0", "0"]
 
 
+def test_a_tier_with_admission_has_a_line_of_what_it_stored_of_what_was_offered():
+    line = 'hicache_ext_admission_total{{tier="pool",reason="{}",tp_rank="0"}} {}\n'
+    counts = {"admitted_first": 10, "admitted_again": 20, "refused_first": 65, "refused_behind": 0, "refused_budget": 5}
+
+    lines = table(None, read_samples("".join(line.format(*count) for count in counts.items())))
+
+    assert lines[-2:] == ["stored of what was offered:", "pool: 30 %, 65 refused first, 5 refused budget"]
+
+
 TOKENS = """
 sglang:prompt_tokens_total{is_streaming="false",model_name="m"} %d
 sglang:prompt_tokens_total{is_streaming="true",model_name="m"} %d
@@ -545,7 +554,7 @@ def test_metrics_that_cannot_be_exported_do_not_end_the_start(caplog):
     assert "no metrics at the Prometheus endpoint: no room for metrics" in caplog.text
 
 
-def test_what_counts_beside_the_tiers_is_told_by_reason():
+def test_the_table_tells_of_what_counts_beside_the_tiers():
     text = """
 hicache_ext_get_total{tier="pool",reason="miss"} 1
 hicache_ext_breaker_state{tier="pool",reason="",tp_rank="0"} 0
@@ -557,9 +566,9 @@ hicache_ext_copy_load_total{tier="kernels",reason="triton: calibrated"} 5
 """
     lines = table(None, read_samples(text))
     assert [line.split()[0] for line in lines[3:4]] == ["pool"]
-    assert lines[-1] == "pool: breaker is open, 1 miss"
-    assert stats_command.figures(None, read_samples(text))["beside"] == {
-        "pull": {"pull_decision": {"cheaper": 12}},
-        "pd_write": {"pd_write_page": {"stored": 30}, "pd_write_waiting_pages": 7},
-        "kernels": {"copy_load": {"triton: calibrated": 5}},
-    }
+    assert "pool: breaker is open, 1 miss" in lines
+    assert lines[-3:] == [
+        "pull: 12 pull_decision cheaper",
+        "pd_write: 30 pd_write_page stored, 7 pd_write_waiting_pages now",
+        "kernels: 5 copy_load triton: calibrated",
+    ]

@@ -15,7 +15,7 @@ BUDGETS = {
     "storage.tiers.redis": (3_610, 2_500),
     "testing": (3_613, 2_800),
     "bench": (1_655, 1_600),
-    "cli, doctor": (4_467, 2_500),
+    "cli, doctor": (4_490, 2_500),
     "storage.contract": (3_380, 2_600),
     "page": (3_014, 2_300),
     "runtime": (2_691, 1_900),

@@ -339,12 +339,16 @@ def table(before: Samples | None, now: Samples) -> list[str]:
             told.insert(0, "cannot be reached")
         if told:
             reasons.append(f"{tier['tier']}: {', '.join(told)}")
+    admission = [_told_admission(tier, seconds, unit) for tier in found["tiers"] if tier["admission"]]
+    beside = [_told_beside(name, counted, seconds, unit) for name, counted in found["beside"].items()]
     return [
         _prompt_tokens(found["prompt_tokens"], since_start=before is None),
         *_not_serving(found),
         "",
         *fitted(rows, str.rjust),
         *(["", "not hit because:", *reasons] if reasons else []),
+        *(["", "stored of what was offered:", *admission] if admission else []),
+        *(["", "beside the tiers:", *beside] if beside else []),
     ]
 
 
@@ -370,6 +374,25 @@ def _not_serving(found: Mapping[str, Any]) -> Iterator[str]:
             since = rough_span(time.time() - tier["no_space_since"])
             yield f"{tier['tier']}: no space left for new pages, for {since}: the disk is full before the tier is"
         yield from (f"{tier['tier']}: path {path} is out of service" for path in tier["paths_out"])
+
+
+def _told_admission(tier: Mapping[str, Any], seconds: float, unit: str) -> str:
+    """One line of what admission did."""
+    counts = tier["admission"]
+    offered, refused = sum(counts.values()), {why: n for why, n in counts.items() if why.startswith("refused_")}
+    told = [f"{_number(count / seconds)}{unit} {why.replace('_', ' ')}" for why, count in refused.items()]
+    return f"{tier['tier']}: {', '.join([f'{_share(offered - sum(refused.values()), offered)} %', *told])}"
+
+
+def _told_beside(name: str, counted: Mapping[str, Any], seconds: float, unit: str) -> str:
+    """One line of what counts beside the tiers."""
+    told = []
+    for title, counts in counted.items():
+        if isinstance(counts, Mapping):
+            told += [f"{_number(count / seconds)}{unit} {title} {why}".rstrip() for why, count in counts.items()]
+        else:
+            told.append(f"{_number(counts)} {title} now")
+    return f"{name}: {', '.join(told)}"
 
 
 def metrics_url(text: str) -> str:
