@@ -79,7 +79,12 @@ RULES = (
     Rule("hicache-ext pins? "),
     Rule("hicache-ext hint "),
     Rule("hicache-ext unpin "),
-    Rule("hicache-ext prove ", How.PARSE, why="it asks a server with a model; tests/e2e/test_prove.py does"),
+    Rule(
+        "hicache-ext prove ",
+        How.PARSE,
+        why="it asks a server with a model; tests/e2e/test_prove.py does",
+        in_short=((" > proof.md", ""),),
+    ),
     Rule(r"hicache-ext stats \S+ --once"),
     Rule(
         "hicache-ext stats ",
