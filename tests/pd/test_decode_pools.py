@@ -68,6 +68,16 @@ class Request:
         return self.done
 
 
+def launched_with(layout: str) -> dict[str, Any]:
+    """The launch arguments of a node on memory."""
+    return {
+        "hicache_mem_layout": layout,
+        "hicache_io_backend": "direct" if layout == "page_first_direct" else "kernel",
+        "hicache_ratio": 1.0,
+        "hicache_storage_backend": "dynamic",
+    }
+
+
 class DecodeNode:
     """Our manager over a model's device pools, with what SGLang's scheduler, forward and window do to them."""
 
@@ -102,13 +112,7 @@ class DecodeNode:
             disable=True,
             token_to_kv_pool_allocator=allocator,
         )
-        settings = {
-            "hicache_mem_layout": layout,
-            "hicache_io_backend": "direct" if layout == "page_first_direct" else "kernel",
-            "hicache_ratio": 1.0,
-            "hicache_storage_backend": "dynamic",
-        }
-        with get_memory().override(**settings):
+        with get_memory().override(**launched_with(layout)):
             self.manager = decode_manager._our_manager(
                 requests,
                 allocator,
@@ -207,13 +211,7 @@ class PrefillNode:
         from hicache_ext.sglang.model_pools import ModelPools
 
         self.device = rig.DEVICES[kind]()
-        settings = {
-            "hicache_mem_layout": layout,
-            "hicache_io_backend": "direct" if layout == "page_first_direct" else "kernel",
-            "hicache_ratio": 1.0,
-            "hicache_storage_backend": "dynamic",
-        }
-        with get_memory().override(**settings):
+        with get_memory().override(**launched_with(layout)):
             self.pools = ModelPools(
                 self.device.params,
                 self.device.components,
