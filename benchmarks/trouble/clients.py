@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from benchmarks.trouble.contenders import CONTENDERS, Facts, Place
 from tests.rigs.s3_server import S3Server
+from tests.rigs.workers import go_into_namespaces
 
 LIMIT = 120.0
 """Seconds after which a caller is taken to wait for ever."""
@@ -55,11 +56,12 @@ class CannotRun(RuntimeError):
 
 
 class Client:
-    """One contender in one process. One thread at a time."""
+    """One contender in one process; ``container``: in namespaces of its own. One thread at a time."""
 
-    def __init__(self, contender: str, place: Place, facts: Facts | None = None) -> None:
+    def __init__(self, contender: str, place: Place, facts: Facts | None = None, *, container: bool = False) -> None:
         self._pipe, theirs = _context.Pipe()
-        self._process = _context.Process(target=_serve, args=(theirs, contender, place, facts or Facts()), daemon=True)
+        given = (theirs, contender, place, facts or Facts(), container)
+        self._process = _context.Process(target=_serve, args=given, daemon=True)
         self._process.start()
         self._hung = False
         theirs.close()
@@ -120,8 +122,10 @@ class Client:
         self.close()
 
 
-def _serve(pipe: Any, name: str, place: Place, facts: Facts) -> None:
+def _serve(pipe: Any, name: str, place: Place, facts: Facts, container: bool) -> None:
     logging.disable(logging.CRITICAL)
+    if container:
+        go_into_namespaces(f"pod-{os.getpid()}")
     # A backend may take the thread that opens it for SGLang's scheduler, which never calls it for pages.
     caller = ThreadPoolExecutor(1)
     lock = threading.Lock()

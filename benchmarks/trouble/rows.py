@@ -61,8 +61,8 @@ class Rig:
     place: Place
     cells: Cells = field(default_factory=lambda: Cells(wrong=0, raised=0))
 
-    def client(self, facts: Facts | None = None, place: Place | None = None) -> Client:
-        return Client(self.contender.name, place or self.place, facts)
+    def client(self, facts: Facts | None = None, place: Place | None = None, *, container: bool = False) -> Client:
+        return Client(self.contender.name, place or self.place, facts, container=container)
 
     def new_pages(self, count: int) -> dict[str, bytes]:
         return {self.random.randbytes(32).hex(): self.random.randbytes(PAGE_BYTES) for _ in range(count)}
@@ -205,6 +205,26 @@ def dead_device(rig: Rig) -> None:
             rig.read(client, stored, list(stored))
 
 
+def power_cut(rig: Rig) -> None:
+    """The file system loses what is not on the disk while a client writes; good pages are those that a sync of it had
+    brought there before."""
+    trials = 2 if rig.quick else 20
+    for _ in range(trials):
+        with _small_disk(rig) as (disk, place):
+            synced = rig.written(64, place)
+            disk.sync()
+            pages = rig.new_pages(256)
+            with rig.client(place=place) as writer:
+                writer.start_writing(list(pages), list(pages.values()), BATCH)
+                time.sleep(rig.random.uniform(0.005, 0.15))
+                disk.shut_down(Flush.NOTHING)
+                writer.kill()
+            disk.remount()
+            with rig.client(place=place) as reader:
+                rig.read(reader, synced | pages, list(synced))
+    rig.cells.note = f"{trials} cuts"
+
+
 def growth(rig: Rig) -> None:
     """32 MiB of pages under a bound of 8 MiB."""
     place = replace(rig.place, capacity=8 << 20)
@@ -231,6 +251,24 @@ def two_at_capacity(rig: Rig) -> None:
             thread.join()
         for client, mine in zip(clients, stored, strict=True):
             rig.read(client, mine)
+    rig.cells.beyond = max(0, _bytes_on(place) - place.capacity)
+    rig.cells.note = rig.cells.note or ("" if rig.contender.bounded else "has no bound in bytes")
+
+
+def second_container(rig: Rig) -> None:
+    """Two containers that see nothing of each other but the directory write 24 MiB each under the same bound of 8 MiB;
+    one of them is killed meanwhile, and a third one reads."""
+    place = replace(rig.place, capacity=8 << 20)
+    mine, others = rig.new_pages(384), rig.new_pages(384)
+    with rig.client(place=place, container=True) as first, rig.client(place=place, container=True) as second:
+        second.start_writing(list(others), list(others.values()), BATCH)
+        killed = threading.Timer(rig.random.uniform(0.02, 0.1), second.kill)
+        killed.start()
+        rig.write(first, mine)
+        killed.join()
+        with rig.client(place=place, container=True) as third:
+            rig.write(third, rig.new_pages(128))
+            rig.read(third, mine | others)
     rig.cells.beyond = max(0, _bytes_on(place) - place.capacity)
     rig.cells.note = rig.cells.note or ("" if rig.contender.bounded else "has no bound in bytes")
 
@@ -396,8 +434,10 @@ ROWS = {
         Row("kill -9 while writing", killed_while_writing),
         Row("disk full", disk_full, _of_directories),
         Row("device dies (EIO)", dead_device, _of_directories),
+        Row("power cut", power_cut, _of_directories),
         Row("growth beyond the bound", growth, _of_directories),
         Row("two processes at capacity", two_at_capacity, _of_directories),
+        Row("a second container", second_container, _of_directories),
         Row("clear while others read", clear_while_read, lambda one, _: None if one.clears else "has no clear"),
         Row(
             "a key that a stranger chose",

@@ -12,6 +12,7 @@ storage has restored meanwhile. Why it is a process of its own: docs/decisions/c
 from __future__ import annotations
 
 import argparse
+import base64
 import functools
 import http.client
 import itertools
@@ -20,11 +21,13 @@ import math
 import random
 import shlex
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.parse
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -53,6 +56,8 @@ AT_ONCE = 8
 TAIL = 64
 """So many tokens at the end of a prompt are computed in every run, with their log-probabilities."""
 ANSWER = 32
+_SIDE = 168
+"""Pixels of an image."""
 _WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds after which what was not yet stored is looked for again."""
 _START_TIMEOUT = 1800.0
@@ -244,7 +249,8 @@ def _scores(answer: Generation) -> list[tuple[int, float]]:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One that is asked, and what its request says besides."""
+    """One that is asked, and what its request says besides; one with ``messages`` has no tokens here: the chat route
+    makes them."""
 
     tokens: tuple[int, ...]
     body: Mapping[str, Any] = field(default_factory=dict)
@@ -348,6 +354,13 @@ def prove(
     groups += [
         (f"adapter {name}", [Prompt(middle, {**names[middle], "lora_path": name})]) for name in _adapters(info)[:1]
     ]
+    if json.loads(server.get("/model_info")).get("has_image_understanding"):
+        about = Prompt((), {"messages": source.about_an_image(), "extra_key": f"{salt}-image"})
+        try:
+            server.chat(source.about_an_image(), 2, extra_key=f"{salt}-warm")
+            groups.append(("an image", [about]))
+        except ServerError as error:
+            proof.facts["not_tried"] = f"prompts with images ({error})"[:200]
     server.generate(source.prompt(min(len(tokens) for tokens in prompts)), 2, extra_key=f"{salt}-warm")
     asked = _Asked(server, salt, page)
     answers = []
@@ -394,8 +407,7 @@ def _facts(server: SglangClient, info: Mapping[str, Any]) -> dict[str, Any]:
     facts = {ours: info.get(theirs) for theirs, ours in names.items()}
     if not info.get("enable_unified_cache_external_linker"):
         facts["linker"] = None
-    seen = "prompts with images" if model.get("has_image_understanding") else None
-    return {**facts, "kind": " ".join(model.get("architectures") or ()), "not_tried": seen}
+    return {**facts, "kind": " ".join(model.get("architectures") or ()), "not_tried": None}
 
 
 def _reads(server: SglangClient, info: Mapping[str, Any]) -> tuple[float, float]:
@@ -421,8 +433,9 @@ class _Text:
     def __init__(self, server: SglangClient, info: Mapping[str, Any], chance: random.Random) -> None:
         self._server, self._info, self._chance = server, info, chance
         lines = [line for text in our_texts().values() for line in text.splitlines() if line.strip()]
+        self._texts = chance.sample(lines, min(len(lines), 60))
         try:
-            self._lines = [self.tokens_of(line) for line in chance.sample(lines, min(len(lines), 60))]
+            self._lines = [self.tokens_of(line) for line in self._texts]
         except ServerError:
             # A server without a tokenizer; every model has these tokens.
             self._lines = [tuple(chance.randrange(250) for _ in range(20)) for _ in range(60)]
@@ -437,6 +450,21 @@ class _Text:
         while len(tokens) < length:
             tokens += self._chance.choice(self._lines)
         return tuple(tokens[:length])
+
+    def about_an_image(self) -> list[dict[str, Any]]:
+        """Return a message with noise for an image between two texts."""
+        rows = b"".join(b"\0" + self._chance.randbytes(3 * _SIDE) for _ in range(_SIDE))
+        header = struct.pack(">IIBBBBB", _SIDE, _SIDE, 8, 2, 0, 0, 0)
+        parts = [(b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+        chunks = [
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+            for kind, data in parts
+        ]
+        image = base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(chunks)).decode()
+        texts = ["\n".join(self._chance.sample(self._texts, 20)) for _ in range(2)]
+        first, last = ({"type": "text", "text": text} for text in texts)
+        url = {"url": f"data:image/png;base64,{image}"}
+        return [{"role": "user", "content": [first, {"type": "image_url", "image_url": url}, last]}]
 
     def longest(self, margin: int = ANSWER + 8) -> int:
         """Return how many tokens of prompts the server has room for."""
@@ -460,6 +488,7 @@ class _Asked:
         """Return what was computed, and what was answered from device memory: the latter in the shapes in which a
         restored prompt is computed."""
         computed, again, cached = (self.ask(prompts, suffix) for suffix in ("", "-again", ""))
+        case.prompt_tokens = computed[0].prompt_tokens
         case.strange_tokens += sum(answer.cached_tokens for answer in (*computed, *again))
         # Other batches round otherwise, and which ones form is a matter of moments: alone, or two at once.
         in_another_batch = [self.ask([prompt] * (1 + (len(prompts) == 1)), "")[0] for prompt in prompts]
@@ -489,14 +518,16 @@ class _Asked:
     def ask(self, prompts: Sequence[Prompt], suffix: str) -> list[Generation]:
         def ask(prompt: Prompt) -> Generation:
             body = dict(prompt.body)
-            key = body.pop("extra_key", self.salt)
+            key = f"{body.pop('extra_key', self.salt)}{suffix}"
+            if "messages" in body:
+                return self.server.chat(max_new_tokens=ANSWER, extra_key=key, timeout=900, **body)
             return self.server.generate(
                 prompt.tokens,
                 ANSWER,
                 sampling={"ignore_eos": True},
                 return_logprob=True,
                 logprob_start_len=len(prompt.tokens) - TAIL,
-                extra_key=f"{key}{suffix}",
+                extra_key=key,
                 timeout=900,
                 **body,
             )

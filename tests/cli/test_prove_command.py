@@ -226,12 +226,28 @@ def test_the_speed_of_the_tiers_is_their_own_and_that_of_a_server_with_metrics(
     assert any(line.startswith("Tiers were read at 1.4") for line in prove_command.as_lines(proof.document()))
 
 
-def test_what_was_not_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server()
+@pytest.mark.parametrize("takes", [True, False])
+def test_an_image_is_tried_where_the_model_sees_any(takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(wrong=0.1)
     get = server.get
     answers = {"/model_info": '{"architectures": ["Qwen"], "has_image_understanding": true}'}
     monkeypatch.setattr(server, "get", lambda path, timeout=30: answers.get(path) or get(path))
-    assert proven(server).facts["not_tried"] == "prompts with images"
+
+    def chat(messages: Any, max_new_tokens: int, **body: Any) -> Generation:
+        if not takes:
+            raise ServerError("no template")
+        text, image, _ = messages[0]["content"]
+        assert image["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
+        return server.generate([ord(letter) for letter in text["text"]][:600], max_new_tokens, **body)
+
+    monkeypatch.setattr(server, "chat", chat, raising=False)
+    proof = proven(server)
+    if takes:
+        assert proof.facts["not_tried"] is None
+        case = proof.cases[-1]
+        assert (case.name, case.prompt_tokens, case.verdict) == ("an image", 600, DIFFERENT)
+    else:
+        assert proof.facts["not_tried"] == "prompts with images (no template)"
 
 
 def test_no_name_is_asked_before_or_shared_by_two_runs() -> None:

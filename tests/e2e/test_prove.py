@@ -16,9 +16,11 @@ from hicache_ext.cli.prove_command import DIFFERENT, EQUAL, WITHIN, prove
 from hicache_ext.testing.server import SglangServer
 from hicache_ext.testing.small_model import arguments_to_serve
 from tests.e2e.conftest import file_tier_config
-from tests.rigs import tier_faults
+from tests.rigs import hybrid_on_cpu, tier_faults
 from tests.rigs.server_hooks import rig_environment
 from tests.rigs.tiny_adapter import make_tiny_adapter
+from tests.rigs.tiny_hybrid import make_tiny_hybrid
+from tests.rigs.tiny_vision import make_tiny_vision
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -82,6 +84,26 @@ def test_an_adapter_that_is_mixed_up_is_found(fault: str, tiny_model: Path, tmp_
     of_adapter = found.pop("adapter style")
     assert of_adapter == DIFFERENT if fault else of_adapter in (EQUAL, WITHIN)
     assert set(found.values()) <= {EQUAL, WITHIN}
+
+
+@pytest.mark.parametrize("fault", ["", f"wrong:page:{SHAPE}"])
+def test_a_prompt_with_an_image_is_compared(fault: str, tmp_path: Path) -> None:
+    arguments = [*arguments_to_serve(), "--mm-attention-backend", "sdpa"]
+    environment = rig_environment({tier_faults.VARIABLE: fault})
+    model = make_tiny_vision(tmp_path / "model")
+    with serve(model, tmp_path, environment=environment, arguments=arguments) as server:
+        found = verdicts(server)
+    of_image = found.pop("an image")
+    assert of_image == DIFFERENT if fault else of_image in (EQUAL, WITHIN)
+
+
+@pytest.mark.parametrize("fault", ["", "late"])
+def test_states_of_a_hybrid_that_are_one_boundary_late_are_found(fault: str, tmp_path: Path) -> None:
+    environment = rig_environment({tier_faults.VARIABLE: fault}, [tier_faults.__name__, hybrid_on_cpu.__name__])
+    model = make_tiny_hybrid(tmp_path / "model", "qwen3_next")
+    with serve(model, tmp_path, environment=environment, arguments=()) as server:
+        found = set(verdicts(server).values())
+    assert found == {DIFFERENT} if fault else found <= {EQUAL, WITHIN}
 
 
 # -- the canary --------------------------------------------------------------------------------------------------------

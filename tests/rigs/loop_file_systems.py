@@ -118,6 +118,10 @@ class LoopFileSystem:
             if said:
                 sys.stderr.write(said)
 
+    def sync(self) -> None:
+        """Return when all that was written is on the disk."""
+        _run(["sync", "--file-system", str(self.path)])
+
     def shut_down(self, flush: Flush = Flush.NOTHING) -> None:
         """The file system answers every call with EIO from now on."""
         fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

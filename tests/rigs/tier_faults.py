@@ -2,9 +2,10 @@
 
 ``HICACHE_EXT_RIG_TIER_FAULT=slow:0.5`` makes every call of every tier take half a second longer, ``dead`` makes
 every call fail; ``wrong:KIND:LAYERS:HEADS:DIMENSION`` damages the float32 KV (page_first) of what was read, where no
-check sees it (``damaged``); ``adapters`` leaves adapters out of what pages are called. ``file:PATH`` does what the file
-says at the moment of each call: one of these but the last, or nothing, so that one server is measured over a pool that
-slows, dies and comes back. For tests; without the variable nothing is hooked.
+check sees it (``damaged``); ``late`` gives states of recurrent layers that were written before those that are asked
+for; ``adapters`` leaves adapters out of what pages are called. ``file:PATH`` does what the file says at the moment of
+each call: one of the first three, or nothing, so that one server is measured over a pool that slows, dies and comes
+back. For tests; without the variable nothing is hooked.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 from tests.rigs.faults import FailingStore, SlowStore
@@ -43,6 +45,8 @@ def register() -> None:
 def after_open(store: Any, *_arguments: Any) -> Any:
     """AFTER ``open_tier``: the store with the fault around it. Raises ``ValueError`` for an unknown fault."""
     kind, _, amount = os.environ[VARIABLE].partition(":")
+    if kind == "late":
+        return LateStates(store)
     if kind == "file":
         return DirectedStore(store, Path(amount))
     return faulty(store, kind, amount)
@@ -77,6 +81,38 @@ class WrongStore(DelegatingStore):
         for page, read in zip(pages, [[part.copy() for part in page] for page in pages][-1:] + pages, strict=False):
             for part, of_neighbour in zip(page, read, strict=True):
                 part[:] = damaged(self._fault, part, of_neighbour)
+        return results
+
+
+class LateStates(DelegatingStore):
+    """Gives the state of a boundary before the one that is asked for, after all checks."""
+
+    def __init__(self, inner: PageStore) -> None:
+        super().__init__(inner)
+        self._digests: set[bytes] = set()
+        self._written: dict[bytes, bytes] = {}
+
+    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+        super().register_identity(digest, document)
+        if document["pool"]["name"] == "mamba":
+            self._digests.add(digest)
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        for key, segments in zip(batch.keys, batch.buffers, strict=True):
+            if key[:IDENTITY_LENGTH] in self._digests:
+                self._written.setdefault(key, b"".join(bytes(segment) for segment in segments))
+        return super().set(batch)
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        results = super().get(batch)
+        states = list(self._written)
+        for key, segments in zip(batch.keys, batch.buffers, strict=True):
+            at = states.index(key) if key in self._written else 0
+            begin = 0
+            for segment in segments if at else ():
+                view = memoryview(segment).cast("B")
+                view[:] = self._written[states[at - 1]][begin : begin + len(view)]
+                begin += len(view)
         return results
 
 

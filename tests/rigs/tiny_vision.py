@@ -21,7 +21,7 @@ IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _SPECIAL = {300: "<|vision_start|>", 301: "<|vision_end|>", 302: "<|image_pad|>", 303: "<|video_pad|>"}
 """In place of fillers of the tiny tokenizer."""
 # Raised when the files written for the same recipe change.
-_RECIPE_VERSION = 1
+_RECIPE_VERSION = 2
 
 
 def make_tiny_vision(path: str | os.PathLike[str], *, seed: int = 0) -> Path:
@@ -96,7 +96,10 @@ def _name_special_tokens(directory: Path) -> None:
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         tokenizer["added_tokens"].append({"id": number, "content": name, "special": True, **flags})
     file.write_text(json.dumps(tokenizer))
-    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    part = f"{{% if part['type'] == 'image' %}}{IMAGE}{{% else %}}{{{{ part['text'] }}}}{{% endif %}}"
+    parts = f"{{% for part in message['content'] %}}{part}{{% endfor %}}"
+    of_message = f"{{% if message['content'] is string %}}{{{{ message['content'] }}}}{{% else %}}{parts}{{% endif %}}"
+    template = f"{{% for message in messages %}}{of_message}{{% endfor %}}"
     _change(directory / "tokenizer_config.json", {"chat_template": template})
 
 

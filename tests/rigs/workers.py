@@ -144,7 +144,7 @@ def _run(
 ) -> None:
     _end_with_parent()
     if hostname is not None:
-        _go_into_namespaces(hostname, pids)
+        go_into_namespaces(hostname, pids.send)
     else:
         pids.send(os.getpid())
     pids.close()
@@ -155,8 +155,9 @@ def _run(
         channel.send(WorkerError(str(error)))
 
 
-def _go_into_namespaces(hostname: str, pids: Connection) -> None:
-    """Returns in a child that is pid 1 in new namespaces; this process waits for it and ends as it does."""
+def go_into_namespaces(hostname: str, told: Callable[[int], object] = lambda pid: None) -> None:
+    """Returns in a child that is pid 1 in new namespaces; this process hands its pid on, waits for it and ends as it
+    does."""
     flags = _CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWIPC | _CLONE_NEWPID | _CLONE_NEWNET
     _checked(_libc().unshare(flags))
     socket.sethostname(hostname)
@@ -165,7 +166,7 @@ def _go_into_namespaces(hostname: str, pids: Connection) -> None:
     child = os.fork()
     if child:
         # As the outside knows it: this process is still in the outer namespace.
-        pids.send(child)
+        told(child)
         _, status = os.waitpid(child, 0)
         os._exit(abs(os.waitstatus_to_exitcode(status)))
     _end_with_parent()
