@@ -158,7 +158,7 @@ def _start(stack: ExitStack, directory: Path, events: Path, tokens: int) -> dict
         "0.6",
         "--enable-metrics",
     )
-    servers = {}
+    servers: dict[str, RigServer] = {}
     identities: set[str] = set()
     for arm in ARMS:
         servers[arm] = stack.enter_context(

@@ -30,8 +30,8 @@ import xxhash
 from hicache_ext import native
 from hicache_ext.page import envelope
 from hicache_ext.storage.contract.store import PageKeys
-from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, SlabFile
-from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab, SlotReferences
+from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
+from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab, SlabFile, SlotReferences
 from tests.rigs.bare_index import counts
 
 IDENTITY = bytes(range(16))

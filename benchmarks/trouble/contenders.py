@@ -256,7 +256,7 @@ class Ours(OfSglang):
 
         # What it reads from the arguments of a running server.
         facts = LaunchFacts(model_path=self.facts.weights, kv_cache_dtype=self.facts.dtype)
-        lifecycle.read_launch_facts = lambda: facts if self.facts.weights else LaunchFacts()
+        setattr(lifecycle, "read_launch_facts", lambda: facts if self.facts.weights else LaunchFacts())  # noqa: B010
         return HiCacheExtBackend(config, {})
 
     def open(self) -> None:

@@ -34,7 +34,7 @@ def register() -> None:
     if os.environ[VARIABLE] == "adapters":
         from hicache_ext.sglang import model_weights
 
-        model_weights.namespaced_extra_key = lambda extra_key, adapter="": extra_key
+        setattr(model_weights, "namespaced_extra_key", lambda extra_key, adapter="": extra_key)  # noqa: B010
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
