@@ -89,7 +89,9 @@ def test_a_server_leaves_no_byte_of_a_request_that_says_so_and_leases_the_prompt
         (lease,) = read_pins(pool)
         assert len(lease.hashes) == 40
         server.flush_cache()
-        assert {key[-32:] for key in stored_keys(pool)} == set(lease.hashes)
+        stored = {key[-32:] for key in stored_keys(pool)}
+        assert stored >= set(lease.hashes)
+        assert len(stored) <= 42  # with a page of each of the two answers, in 0.5.21
         body = {"model": "tiny", "prompt": FIRST_PROMPT, "max_tokens": 4}
         release_it = {"hicache_ext": {"hints": [{"action_type": "release"}]}}
         server.request("POST", "/v1/completions", {**body, "custom_params": release_it})
