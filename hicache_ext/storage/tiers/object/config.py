@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, WithJsonSchema, model_validator
 
 from hicache_ext.config.problems import quoted, refuse, shown
-from hicache_ext.config.schema import Allowed, as_pydantic_error, checked, one_of, true_or_false
+from hicache_ext.config.schema import Allowed, checked, one_of, true_or_false
 from hicache_ext.config.secrets import SECRET_ALLOWED, Secret
 from hicache_ext.config.tier import RemoteTierConfig
 from hicache_ext.config.values import expand_templates, or_word, whole_number
@@ -193,7 +193,7 @@ class ObjectTierConfig(RemoteTierConfig):
     def _keys_fit_together(self) -> Self:
         for rule in _RULES:
             if error := rule(self):
-                raise as_pydantic_error(error)
+                raise error
         return self
 
 

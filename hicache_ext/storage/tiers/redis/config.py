@@ -12,7 +12,7 @@ from pydantic import Field, WithJsonSchema, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from hicache_ext.config.problems import quoted, refuse, shown
-from hicache_ext.config.schema import Allowed, as_pydantic_error, checked, one_of
+from hicache_ext.config.schema import Allowed, checked, one_of
 from hicache_ext.config.secrets import SECRET_ALLOWED, Secret
 from hicache_ext.config.tier import RemoteTierConfig
 from hicache_ext.config.values import absolute_path, duration, expand_templates, or_word, whole_number
@@ -280,9 +280,9 @@ class RedisTierConfig(RemoteTierConfig):
         urls = info.data.get("url", ())
         sentinels = bool(urls) and urlsplit(urls[0]).scheme.endswith(SENTINEL)
         if cluster is False and len(urls) > 1 and not sentinels:
-            raise as_pydantic_error(ConfigError("", "several addresses are nodes of a cluster", "auto, true"))
+            raise ConfigError("", "several addresses are nodes of a cluster", "auto, true")
         if cluster is True and sentinels:
-            raise as_pydantic_error(ConfigError("", "a cluster has no Sentinels", "auto, false"))
+            raise ConfigError("", "a cluster has no Sentinels", "auto, false")
         return cluster
 
     @field_validator("username", "sentinel_username", mode="after")
@@ -290,7 +290,7 @@ class RedisTierConfig(RemoteTierConfig):
     def _a_user_has_a_password(cls, username: str | None, info: ValidationInfo) -> str | None:
         password = (info.field_name or "").replace("username", "password")
         if username is not None and password in info.data and info.data[password] is None:
-            raise as_pydantic_error(ConfigError("", f"a user needs the key {password}", _NAME_ALLOWED))
+            raise ConfigError("", f"a user needs the key {password}", _NAME_ALLOWED)
         return username
 
     @field_validator("sentinel_password", mode="after")
@@ -298,16 +298,14 @@ class RedisTierConfig(RemoteTierConfig):
     def _only_with_sentinels(cls, password: Secret | None, info: ValidationInfo) -> Secret | None:
         urls = info.data.get("url", ())
         if password is not None and urls and not urlsplit(urls[0]).scheme.endswith(SENTINEL):
-            raise as_pydantic_error(
-                ConfigError("", "there are no Sentinels", "an address redis+sentinel:// or rediss+sentinel://")
-            )
+            raise ConfigError("", "there are no Sentinels", "an address redis+sentinel:// or rediss+sentinel://")
         return password
 
     @field_validator("database", mode="after")
     @classmethod
     def _a_cluster_has_one_database(cls, database: int, info: ValidationInfo) -> int:
         if database and info.data.get("cluster") is True:
-            raise as_pydantic_error(ConfigError("", "a cluster has only database 0", "0"))
+            raise ConfigError("", "a cluster has only database 0", "0")
         return database
 
     @field_validator(*_TLS_KEYS, mode="after")
@@ -315,12 +313,12 @@ class RedisTierConfig(RemoteTierConfig):
     def _only_with_tls(cls, value: str | None, info: ValidationInfo) -> str | None:
         urls = info.data.get("url", ())
         if urls and not urls[0].startswith("rediss"):
-            raise as_pydantic_error(ConfigError("", "TLS is used only with rediss://", "a rediss:// address"))
+            raise ConfigError("", "TLS is used only with rediss://", "a rediss:// address")
         return value
 
     @field_validator("tls_key", mode="after")
     @classmethod
     def _a_key_belongs_to_a_certificate(cls, key: str | None, info: ValidationInfo) -> str | None:
         if key is not None and info.data.get("tls_certificate") is None:
-            raise as_pydantic_error(ConfigError("", "a key needs the key tls_certificate", _FILE_ALLOWED))
+            raise ConfigError("", "a key needs the key tls_certificate", _FILE_ALLOWED)
         return key
