@@ -23,6 +23,8 @@ _NUMBA = "nothing is compiled at run time, or kept: the native core is built wit
 
 FORMER = {
     "test_the_picture_is_drawn_where_matplotlib_is": _OPTION,
+    "test_a_password_is_rendered_as_a_reference": _OPTION,
+    "test_a_descriptor_will_do_and_gets_a_description_of_its_own": "a lock is on a path: nothing locked a descriptor",
     **dict.fromkeys(
         (
             "test_the_environment_overrides_what_is_configured",

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.cli.inputs import our_texts, tokenizer_of
-from hicache_ext.cli.output import aligned, describe
+from hicache_ext.cli.output import describe
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.config.render import as_yaml, launch_lines
 from hicache_ext.errors import ConfigError, ServerError
 from hicache_ext.packages import need
-from hicache_ext.runtime.commands import print_json, terminated_in_order
+from hicache_ext.runtime.commands import aligned, print_json, terminated_in_order
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator, mo
 from pydantic_core.core_schema import ValidationInfo
 
 from hicache_ext.config.problems import did_you_mean, key_path, listed, quoted, refuse, shown
-from hicache_ext.config.schema import Allowed, ConfigModel, allowed_for, checked, true_or_false
+from hicache_ext.config.schema import Allowed, ConfigModel, allowed_for, true_or_false
 from hicache_ext.config.sections import (
     POLICIES_ALLOWED,
     BackgroundConfig,
@@ -144,8 +144,8 @@ _Seconds = Annotated[float | None, Allowed("a number of seconds", number(0, LONG
 class RoleConfig(ConfigModel):
     """What is different on the servers of one role; what is left out is as for all of them."""
 
-    retrieve_locations: Annotated[_Locations, checked(_names)] = ()
-    store_locations: Annotated[_Locations, checked(_names)] = ()
+    retrieve_locations: Annotated[tuple[str, ...], Allowed(_NAMES_ALLOWED, _names)] = ()
+    store_locations: Annotated[tuple[str, ...], Allowed(_NAMES_ALLOWED, _names)] = ()
     store_policies: Annotated[_Policies, Field(default_factory=dict)]
     promote_to: _PromoteTo = None
     kernels: KernelsConfig = KernelsConfig()

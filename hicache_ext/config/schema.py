@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
@@ -51,28 +50,11 @@ class Allowed:
         return handler(schema) if self.parse is None else {"description": self.text}
 
 
-checked = BeforeValidator
-"""A field's parser beside an ``Allowed`` that has none."""
-
-
-def one_of(*choices: str) -> BeforeValidator:
-    """A parser for a field that takes one of a few words; its error names the nearest."""
-
-    def parse(value: object) -> object:
-        if isinstance(value, str) and value in choices:
-            return value
-        if isinstance(value, str):
-            raise ConfigError("", f"{shown(value)} is not accepted{did_you_mean(value, choices)}", listed(choices))
-        raise refuse(value, listed(choices))
-
-    return checked(parse)
-
-
 def true_or_false(value: object) -> bool:
     """A parser for switches: only the two booleans, never words or numbers that look like them."""
     if isinstance(value, bool):
         return value
-    raise refuse(value, "")
+    raise refuse(value)
 
 
 class ConfigModel(BaseModel):

@@ -130,6 +130,10 @@ class Secret:
         return {"description": SECRET_ALLOWED}
 
 
+SecretOrNone = Annotated[Secret | None, Allowed(SECRET_ALLOWED)]
+"""The type of a key that holds a secret, or is left out."""
+
+
 # -- keys of seals -----------------------------------------------------------------------------------------------------
 
 

@@ -181,7 +181,7 @@ class RecordConfig(ConfigModel):
 
     required_because: ClassVar[Mapping[str, str]] = {"path": "required: the directory that recordings go to"}
 
-    path: Annotated[str, Allowed(_PATH_ALLOWED, absolute_path(_PATH_ALLOWED))]
+    path: Annotated[str, Allowed(_PATH_ALLOWED, absolute_path)]
     """a directory for recordings alone; several processes may share it"""
     size: _RecordingsSize = 256 << 20
     """of all files in it together; the oldest are removed"""
@@ -191,12 +191,6 @@ class RecordConfig(ConfigModel):
 
 
 PullMode = Literal["off", "fixed", "adaptive"]
-
-
-def _tier_name(value: object) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise refuse(value, "the name of a tier")
-    return value
 
 
 _Tokens = Annotated[int, Allowed("a whole number of tokens", whole_number(0, NO_LIMIT))]
@@ -252,7 +246,7 @@ class HintsConfig(ConfigModel):
 
     enabled: bool = False
     """true: decode nodes send hints, prefill nodes follow them into promote_to"""
-    over: Annotated[str | None, Allowed("the name of a tier", _tier_name)] = None
+    over: Annotated[str | None, Allowed("the name of a tier")] = None
     """the tier whose engine carries the hints, of type redis or file; left out: the last of store_locations on a decode
     node, of retrieve_locations on a prefill node"""
 

@@ -63,13 +63,11 @@ class SglangClient:
         *,
         sampling: Mapping[str, Any] | None = None,
         timeout: float = 240,
-        show: Callable[[str], None] | None = None,
         **body: Any,
     ) -> Generation:
         """One greedy completion of a text or of token ids, streamed to measure the time to the first token.
 
         ``sampling`` adds to the sampling parameters and ``body`` to the request (``bootstrap_room`` and the like).
-        ``show`` gets the text so far with each event.
         Raises ``ServerError`` when the server refuses or dies while it answers, ``OSError`` when it is gone.
         """
         request = {
@@ -86,8 +84,6 @@ class SglangClient:
                 raise ServerError(f"/generate failed: {last['error']}")
             if first_token is None and last.get("output_ids"):
                 first_token = time.monotonic() - start
-            if show is not None:
-                show(last.get("text", ""))
         total = time.monotonic() - start
         meta = last.get("meta_info", {})
         if "prompt_tokens" not in meta:

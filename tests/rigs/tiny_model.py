@@ -6,15 +6,20 @@ few hundred tokens takes a fraction of a second on one CPU core.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from hicache_ext.testing.small_model import make_directory, write_json
+from hicache_ext.testing.small_model import write_json
 
 VOCABULARY_SIZE = 512
+_RECIPE_FILE = "hicache_ext_tiny_model.json"
 # Raised when the files written for the same recipe change, so that an old directory is not taken for this one.
 _RECIPE_VERSION = 1
 
@@ -40,6 +45,37 @@ def make_tiny_model(path: str | os.PathLike[str], **sizes: int) -> Path:
     """
     recipe = TinyModelRecipe(**sizes)
     return make_directory(Path(path), asdict(recipe), lambda directory: _write(directory, recipe))
+
+
+def make_directory(target: Path, recipe: Mapping[str, object], write: Callable[[Path], None]) -> Path:
+    """``target``, holding what ``write`` makes of ``recipe`` in the empty directory that it gets.
+
+    ``recipe`` is written beside it, as JSON; a directory that holds it is left alone.
+    """
+    if _holds(target, recipe):
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        write(scratch)
+        write_json(scratch / _RECIPE_FILE, recipe)
+        scratch.chmod(0o755)
+        try:
+            scratch.rename(target)
+        except OSError:
+            # Somebody else's directory is in the way: theirs is as good as ours if it holds the same model.
+            if not _holds(target, recipe):
+                raise FileExistsError(f"{target} exists and is not the model {dict(recipe)}") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _holds(path: Path, recipe: Mapping[str, object]) -> bool:
+    try:
+        return bool(json.loads((path / _RECIPE_FILE).read_text()).items() >= recipe.items())
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _write(directory: Path, recipe: TinyModelRecipe) -> None:

@@ -49,4 +49,5 @@ class PageStoreCases:
         return sum(tier.metrics.total(event) if reason is None else tier.metrics.value(event, reason) for tier in tiers)
 
     def in_threads(self, *works: Callable[[], None]) -> None:
+        """Run each of ``works`` on a thread of its own, within ``patience``."""
         in_threads(*works, patience=self.patience)
