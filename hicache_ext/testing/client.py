@@ -16,15 +16,11 @@ from hicache_ext.errors import ServerError
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
-    """Where the cached tokens of a prompt came from, in tokens. SGLang reports it only when there were any.
-
-    ``storage_backend`` is the name of SGLang's backend, such as ``dynamic``.
-    """
+    """Where the cached tokens of a prompt came from, in tokens. SGLang reports it only when there were any."""
 
     device: int = 0
     host: int = 0
     storage: int = 0
-    storage_backend: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +90,7 @@ class SglangClient:
             output_ids=tuple(last["output_ids"]),
             prompt_tokens=meta["prompt_tokens"],
             cached_tokens=meta["cached_tokens"],
-            cached=CachedTokens(
-                device=details.get("device", 0),
-                host=details.get("host", 0),
-                storage=details.get("storage", 0),
-                storage_backend=details.get("storage_backend"),
-            ),
+            cached=CachedTokens(**{source: details.get(source, 0) for source in ("device", "host", "storage")}),
             time_to_first_token=total if first_token is None else first_token,
             total_time=total,
             meta_info=meta,

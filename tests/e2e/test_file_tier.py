@@ -94,7 +94,7 @@ def test_a_prompt_is_restored_after_a_flush_a_restart_and_damage(
         if layout == "slab":
             server.kill()
     assert after_flush.cached.storage == REUSABLE
-    assert after_flush.cached.storage_backend == "HiCacheExtBackend"
+    assert after_flush.meta_info["cached_tokens_details"]["storage_backend"] == "HiCacheExtBackend"
     assert after_flush.output_ids == cold.output_ids
 
     with serve("second") as server:

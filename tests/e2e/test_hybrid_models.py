@@ -81,7 +81,7 @@ def test_all_pools_of_a_hybrid_model_are_restored_after_a_flush_and_a_restart(
             server.flush_cache()
             forked = server.generate(prompt)
             assert forked.cached.storage == len(SHARED)
-            assert forked.cached.storage_backend == "HiCacheExtBackend"
+            assert forked.meta_info["cached_tokens_details"]["storage_backend"] == "HiCacheExtBackend"
             assert forked.output_ids == cold[name].output_ids
         server.flush_cache()
 
