@@ -79,6 +79,12 @@ def _word(value: object) -> str | None:
     return expand_templates(value)
 
 
+def _sse(value: object) -> object:
+    if value is None:  # who forgets the word wants them encrypted all the same
+        raise refuse(value)
+    return value
+
+
 def _ca_file(value: object) -> str | None:
     text = _word(value)
     if text is not None and not text.startswith("/"):
@@ -110,7 +116,7 @@ class ObjectTierConfig(RemoteTierConfig):
     """S3: secret access key"""
     session_token: SecretOrNone = None
     """S3: token of temporary credentials"""
-    sse: Literal["s3", "kms", "dsse", "customer"] | None = None
+    sse: Annotated[Literal["s3", "kms", "dsse", "customer"] | None, Allowed(_SSE_ALLOWED, _sse)] = None
     """S3: how objects are encrypted by the server; left out: as the bucket says"""
     sse_kms_key: _Word = None
     """S3: the key for sse: kms and dsse; left out: the account's own"""
