@@ -47,7 +47,7 @@ class Allowed:
         self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         # Any value: editors name the keys and say what they take, and the parser judges what was written.
-        return handler(schema) if self.parse is None else {"description": self.text}
+        return handler(schema) if self.parse is None else {"anyOf": [{"description": self.text}]}
 
 
 def true_or_false(value: object) -> bool:
