@@ -1,7 +1,7 @@
 """The error tree of hicache_ext: every exception class of the package, and nothing else.
 
     HicacheExtError
-    |-- ConfigError                 the user's configuration is wrong; raised at start only
+    |-- ConfigError                 the user's configuration is wrong; raised at start only; also a ValueError
     |   `-- ConfigErrors            several wrong places in it
     |-- UnsupportedError            a pool, layout or SGLang version that cannot be served; raised at start only
     |-- MissingPackageError         a command needs a package that is not installed (packages.py)
@@ -49,8 +49,8 @@ class HicacheExtError(Exception):
     """Base of every error this package raises on purpose."""
 
 
-class ConfigError(HicacheExtError):
-    """One wrong place in the configuration.
+class ConfigError(HicacheExtError, ValueError):
+    """One wrong place in the configuration; a ValueError, so that pydantic collects it.
 
     The message is one sentence built from the named facts: the full key path, what was wrong, and what is allowed.
     Values of secrets never appear in it.

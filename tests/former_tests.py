@@ -22,6 +22,17 @@ _COMPLETION = "hicache-ext completion is gone"
 _NUMBA = "nothing is compiled at run time, or kept: the native core is built with the package"
 
 FORMER = {
+    "test_the_picture_is_drawn_where_matplotlib_is": _OPTION,
+    "test_a_password_is_rendered_as_a_reference": _OPTION,
+    "test_a_descriptor_will_do_and_gets_a_description_of_its_own": "a lock is on a path: nothing locked a descriptor",
+    **dict.fromkeys(
+        (
+            "test_the_environment_overrides_what_is_configured",
+            "test_a_wrong_variable_is_named_with_what_is_allowed",
+            "test_a_wrong_environment_variable_is_one_sentence_in_the_log_and_sglang_goes_on",
+        ),
+        "no variable overrides kernels.engine any more: one place says it",
+    ),
     "test_stats_has_a_line_of_it": "hicache-ext curve shows it, and stats --json has it",
     "test_prompts_of_json_lines_are_told_by_their_lines": _OPTION,
     "test_every_combination_passes_config_check_and_says_why_for_each_tier": (

@@ -313,7 +313,7 @@ def _before_and_after(rig: Rig, before: Facts, after: Facts, change: Callable[[]
 
 
 def _model(rig: Rig, seed: int = 1) -> Path:
-    from hicache_ext.testing.tiny_model import make_tiny_model
+    from tests.rigs.tiny_model import make_tiny_model
 
     return make_tiny_model(rig.medium.root / f"model-{rig.number}-{seed}", seed=seed)
 

@@ -25,7 +25,7 @@ import numpy as np
 from hicache_ext.config.values import format_size, parse_size
 from hicache_ext.errors import ConfigError, HicacheExtError, MissingPackageError
 from hicache_ext.packages import installed_version
-from hicache_ext.runtime.commands import JSON_ON_STANDARD_OUTPUT, print_json
+from hicache_ext.runtime.commands import JSON_ON_STANDARD_OUTPUT, aligned, print_json
 from hicache_ext.runtime.file_systems import file_system_of
 from hicache_ext.runtime.shown import shown_words
 
@@ -297,15 +297,8 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
     def text(self) -> str:
-        widths = [max(len(row[column]) for row in (self.headers, *self.rows)) for column in range(len(self.headers))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column == 0 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in (self.headers, tuple("-" * width for width in widths), *self.rows)
-        ]
-        return "\n".join([self.title, *lines])
+        rule = tuple("-" * max(map(len, column)) for column in zip(self.headers, *self.rows, strict=True))
+        return "\n".join([self.title, *aligned([self.headers, rule, *self.rows], str.rjust)])
 
 
 def number(value: float) -> str:

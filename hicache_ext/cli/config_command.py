@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,12 +20,10 @@ from hicache_ext.config.render import (
     as_inline_json,
     as_yaml,
     chosen_flags,
-    chosen_linker_flags,
     example_config,
     json_schema,
     launch_lines,
     linker_config,
-    linker_lines,
 )
 from hicache_ext.config.schema import as_config_error
 from hicache_ext.errors import ConfigError, ConfigErrors
@@ -186,8 +184,14 @@ def notes_on(checked: ExtraConfig, inline: bool) -> Iterator[tuple[str, str]]:
 
 # -- render ------------------------------------------------------------------------------------------------------------
 
-_POOLS = ("mooncake", "redis", "object")
-"""Options for pools, in the order in which they are read: memory over RDMA first."""
+_POOLS = {"--mooncake": ("mooncake", "master"), "--redis": ("redis", "url"), "--s3": ("object", "url")}
+"""Option -> type of tier and the key of its address, in the order in which they are read: memory over RDMA first."""
+_POOL_HELP = {
+    "--mooncake": ("HOST:PORT", "the master of a Mooncake Store"),
+    "--redis": ("URL", "Redis or Valkey; repeated: nodes of one cluster"),
+    "--s3": ("URL", "s3://, gs:// or az://BUCKET/PREFIX"),
+}
+_WHERE_SECRETS_GO = "the address alone; secrets are named in the file: password: {env: VARIABLE}, and the like"
 
 
 def _configure_render(parser: argparse.ArgumentParser) -> None:
@@ -197,20 +201,10 @@ def _configure_render(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", nargs="?", help=FILE_HELP)
     parser.add_argument("--path", action="append", metavar="PATH", help="a directory of a file tier; may be repeated")
     parser.add_argument("--capacity", metavar="SIZE", help="of the whole file tier, e.g. 512GiB, or unlimited")
-    parser.add_argument("--mooncake", metavar="HOST:PORT", help="a pool: the master of a Mooncake Store")
-    parser.add_argument(
-        "--redis", action="append", metavar="URL", help="a pool: Redis or Valkey; repeated: nodes of one cluster"
-    )
-    parser.add_argument(
-        "--redis-password-env", metavar="VARIABLE", help="the environment variable that holds its password"
-    )
-    parser.add_argument(
-        "--s3", "--object", dest="object", metavar="URL", help="a pool: s3://, gs:// or az://BUCKET/PREFIX"
-    )
+    for option, (metavar, what) in _POOL_HELP.items():
+        parser.add_argument(option, action="append", metavar=metavar, help=f"a pool: {what}")
     parser.add_argument(
         "--pd",
-        "--role",
-        dest="role",
         metavar="ROLE",
         help="prefill or decode: a node of a disaggregated pair; both: not disaggregated (default both)",
     )
@@ -235,21 +229,19 @@ def _configure_render(parser: argparse.ArgumentParser) -> None:
 
 
 def _render(arguments: argparse.Namespace) -> int:
-    given = {"--path": arguments.path, "--capacity": arguments.capacity}
-    given |= {"--redis": arguments.redis, "--redis-password-env": arguments.redis_password_env}
-    given |= {"--mooncake": arguments.mooncake, "--s3": arguments.object, "--pd": arguments.role}
-    chosen = [option for option, value in given.items() if value is not None]
+    options = ("--path", "--capacity", *_POOLS, "--pd")
+    given = {name: value for name in options if (value := getattr(arguments, name[2:])) is not None}
     document: Mapping[str, Any]
     file = "hicache.yaml"  # to which the output goes, unless a file is given
     if arguments.file is not None:
-        if chosen:
-            raise ConfigError("", f"FILE cannot be combined with {', '.join(chosen)}", "one of them")
+        if given:
+            raise ConfigError("", f"FILE cannot be combined with {', '.join(given)}", "one of them")
         document = read_configuration(arguments.file)
         text = as_yaml(document)
         if arguments.file != "-" and not arguments.file.lstrip().startswith("{"):
             file = arguments.file.removeprefix("@")
-    elif chosen:
-        document = _from_options(arguments)
+    elif given:
+        document = _from_options(given)
         text = as_yaml(document)
     else:
         text = example_config()
@@ -260,16 +252,15 @@ def _render(arguments: argparse.Namespace) -> int:
     if arguments.linker and role == "decode":
         problem = "a decode node stores what it generates through HiCache, and its linker would read nothing back"
         raise ConfigError("--linker", problem, "the role prefill or both")
-    launch = linker_lines(file, role) if arguments.linker else launch_lines(file, role)
+    launch = launch_lines(file, role, linker=arguments.linker)
     for _, note in notes_on(checked, arguments.inline):
         print(f"note: {note}", file=sys.stderr)
     if arguments.linker or text != example_config():
-        flags = chosen_linker_flags() if arguments.linker else chosen_flags(role)
         heading = [
             f"# Check it on the node that reads it: hicache-ext config check {file}, hicache-ext doctor {file}",
             "# Launch SGLang with:",
             "#   " + " \\\n#     ".join(launch),
-            *(f"#   {flag}: {why}" for flag, why in flags.items()),
+            *(f"#   {flag}: {why}" for flag, why in chosen_flags(role, linker=arguments.linker).items()),
         ]
         text = "\n".join(heading) + "\n" + text
     whole = linker_config({SECTION: document[SECTION]}) if arguments.linker else document
@@ -278,40 +269,37 @@ def _render(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _from_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """A configuration. Raises ConfigError where an option lacks another one or holds a secret."""
-    role = "both" if arguments.role is None else arguments.role
-    pools = [option for option in _POOLS if getattr(arguments, option) is not None]
-    _refuse_what_does_not_fit(arguments, role, pools)
+def _from_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration of the options that are given. Raises ConfigError where one lacks another or holds a secret."""
+    role, pools = given.get("--pd", "both"), [option for option in _POOLS if option in given]
+    if ("--path" in given) != ("--capacity" in given) or not ("--path" in given or pools):
+        problem = "--path and --capacity are both needed to make a file tier"
+        raise ConfigError("", problem, "--path PATH --capacity SIZE, or --redis, --mooncake or --s3")
+    if role == "decode" and "--path" in given and pools:
+        problem = "a decode node reads nothing back: its own disk would serve nobody beside a pool"
+        raise ConfigError("--path", problem, "the pool alone")
     tiers: dict[str, dict[str, Any]] = {}
-    if arguments.path:
-        capacity = int(arguments.capacity) if arguments.capacity.isdecimal() else arguments.capacity
-        tiers["disk"] = {"type": "file", "path": _paths(arguments.path), "capacity": capacity}
-    if arguments.mooncake is not None:
-        tiers["mooncake"] = {"type": "mooncake", "master": arguments.mooncake}
-    if arguments.redis is not None:
-        tiers["redis"] = {"type": "redis", "url": _one_or_all(arguments.redis)}
-        if arguments.redis_password_env is not None:
-            tiers["redis"]["password"] = {"env": arguments.redis_password_env}
-    if arguments.object is not None:
-        tiers["object"] = {"type": "object", "url": arguments.object}
-    for pool in pools:
+    if "--path" in given:
+        written: str = given["--capacity"]
+        capacity = int(written) if written.isdecimal() else written
+        tiers["disk"] = {"type": "file", "path": _paths(given["--path"]), "capacity": capacity}
+    for option in pools:
+        kind, address = _POOLS[option]
+        # Looked at before anything may repeat it in a sentence.
+        if any(sign in written for written in given[option] for sign in "@?"):
+            raise ConfigError(option, "an address holds no password, login or options", _WHERE_SECRETS_GO)
         # Servers start without it, and attach it when it is there.
-        tiers[pool]["required"] = False
+        tiers[kind] = {"type": kind, address: _one_or_all(given[option]), "required": False}
     section: dict[str, Any] = {"role": role, "tiers": tiers}
     # A decode node reads nothing back; its prefill nodes do.
     section["retrieve_locations"] = [] if role == "decode" else list(tiers)
     section["store_locations"] = list(tiers)
-    if arguments.path and pools:
+    if "--path" in given and pools:
         section["promote_to"] = "disk"
     if role == "prefill":
         # A prefix is read only where that is measured to beat computing it.
         section["pd"] = {"pull": {"mode": "adaptive"}}
     return ExtraConfig.around(section)
-
-
-def _one_or_all(values: list[str]) -> str | list[str]:
-    return values if len(values) > 1 else values[0]
 
 
 def _paths(given: list[str]) -> str | list[str]:
@@ -323,27 +311,5 @@ def _paths(given: list[str]) -> str | list[str]:
     return _one_or_all([path if path.startswith("{") else os.path.abspath(path) for path in given])
 
 
-def _refuse_what_does_not_fit(arguments: argparse.Namespace, role: str, pools: Sequence[str]) -> None:
-    """Raises ConfigError."""
-    if (arguments.path is None) != (arguments.capacity is None) or not (arguments.path or pools):
-        problem = "--path and --capacity are both needed to make a file tier"
-        raise ConfigError("", problem, "--path PATH --capacity SIZE, or --redis, --mooncake or --s3")
-    if arguments.redis_password_env is not None and not arguments.redis:
-        raise ConfigError("--redis-password-env", "there is no Redis", "--redis URL")
-    if role == "decode" and arguments.path and pools:
-        problem = "a decode node reads nothing back: its own disk would serve nobody beside a pool"
-        raise ConfigError("--path", problem, "the pool alone")
-    for option in pools:
-        given = getattr(arguments, option)
-        for address in given if isinstance(given, list) else [given]:
-            # Looked at before anything may repeat it in a sentence.
-            if "@" in address or "?" in address:
-                name = "--s3" if option == "object" else f"--{option}"
-                raise ConfigError(name, "an address holds no password, login or options", _WHERE_SECRETS_GO[option])
-
-
-_WHERE_SECRETS_GO = {
-    "redis": "the address alone, and --redis-password-env VARIABLE: the file then says password: {env: VARIABLE}",
-    "mooncake": "HOST:PORT",
-    "object": "the address alone; in the file, access_key: {env: NAME} and secret_key: {env: NAME}",
-}
+def _one_or_all(values: list[str]) -> str | list[str]:
+    return values if len(values) > 1 else values[0]

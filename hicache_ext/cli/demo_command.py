@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.cli.inputs import our_texts, tokenizer_of
-from hicache_ext.cli.output import aligned, describe
+from hicache_ext.cli.output import describe
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.config.render import as_yaml, launch_lines
-from hicache_ext.errors import ConfigError, MissingPackageError, ServerError
+from hicache_ext.errors import ConfigError, ServerError
 from hicache_ext.packages import need
-from hicache_ext.runtime.commands import print_json, terminated_in_order
+from hicache_ext.runtime.commands import aligned, print_json, terminated_in_order
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer
@@ -161,14 +161,9 @@ def _model(given: str | None, directory: Path) -> tuple[str, tuple[str, ...]]:
     if given is not None:
         return given, ()
     from hicache_ext.testing.small_model import NAME, arguments_to_serve, make_small_model  # torch
-    from hicache_ext.testing.tiny_model import make_tiny_model
 
-    try:
-        made = make_small_model(directory / NAME)
-        print(f"      {NAME}")
-    except MissingPackageError as error:
-        print(f"      {error}\n      A tiny model with random weights takes its place: what it says means nothing.")
-        made = make_tiny_model(directory / "model-8x512", layers=8, hidden_size=512, heads=8, kv_heads=4, head_dim=64)
+    made = make_small_model(directory / NAME)
+    print(f"      {NAME}")
     # Less memory than the default is sooner allocated.
     return str(made), (*arguments_to_serve(), "--max-total-tokens", "8192")
 

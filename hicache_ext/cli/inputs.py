@@ -27,19 +27,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 def read_configuration(file: str) -> Mapping[str, Any]:
     """The raw document in a file, in inline JSON, or on standard input ('-'). Raises ConfigError."""
-    if file != "-":
-        return read_document(file)
-    try:
-        text = _standard_input()
-    except UnicodeDecodeError:
-        raise ConfigError("standard input", "is not UTF-8 text") from None
-    return read_text(text, "standard input")
-
-
-def _standard_input() -> str:
-    """All of it, as UTF-8 whatever the locale says."""
-    raw = getattr(sys.stdin, "buffer", None)
-    return sys.stdin.read() if raw is None else str(raw.read(), "utf-8")
+    return read_text(read_input(file, "standard input"), "standard input") if file == "-" else read_document(file)
 
 
 def add_namespace_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,13 +58,10 @@ def prompts_of(arguments: argparse.Namespace) -> list[list[int]]:
     """The token ids of each prompt. Raises ConfigError."""
     if arguments.tokens is not None:
         return parse_tokens(read_input(arguments.tokens, "--tokens"), "--tokens")
-    return [_tokenize(read_input(arguments.prompt, "--prompt"), arguments.model)]
-
-
-def _tokenize(text: str, model: str | None) -> list[int]:
-    if model is None:
+    text = read_input(arguments.prompt, "--prompt")
+    if arguments.model is None:
         raise ConfigError("--model", "--prompt needs a tokenizer", "the directory or name of the model, or --tokens")
-    return list(tokenizer_of(model).encode(text))
+    return [list(tokenizer_of(arguments.model).encode(text))]
 
 
 def tokenizer_of(model: str) -> Any:
@@ -165,7 +150,11 @@ def directories_of(named: str) -> list[Path]:
 def read_input(file: str, key: str) -> str:
     """The text of a file, or of standard input for "-". Raises ConfigError naming ``key``."""
     try:
-        return _standard_input() if file == "-" else Path(file).read_text("utf-8")
+        if file != "-":
+            return Path(file).read_text("utf-8")
+        # UTF-8 whatever the locale says.
+        raw = getattr(sys.stdin, "buffer", None)
+        return sys.stdin.read() if raw is None else str(raw.read(), "utf-8")
     except UnicodeDecodeError:
         raise ConfigError(key, f"{file!r} is not UTF-8 text") from None
     except OSError as error:

@@ -9,8 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from hicache_ext.runtime.commands import print_json
-from hicache_ext.runtime.shown import shown_text
+from hicache_ext.runtime.commands import aligned, print_json
 
 _WRONG_INPUT = "wrong usage, wrong configuration, or a package is missing"
 
@@ -53,7 +52,6 @@ def show(arguments: argparse.Namespace, document: object, lines: Iterable[str]) 
 
 
 _PROGRESS_INTERVAL = 0.1
-_LONGEST_CELL = 1000
 
 
 def fitted(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str] = str.ljust) -> list[str]:
@@ -71,13 +69,6 @@ def fitted(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str] =
         return turned
     blocks = [aligned(list(zip(rows[0], row, strict=True)), str.ljust) for row in rows[1:]]
     return [line for block in blocks for line in (*block, "")][:-1]
-
-
-def aligned(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str], between: str = "  ") -> list[str]:
-    """Rows of equal length as lines, each cell by ``shown_text``; ``justify`` is ``str.ljust`` or ``str.rjust``."""
-    rows = [tuple(shown_text(cell, _LONGEST_CELL) for cell in row) for row in rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [between.join(map(justify, row, widths)).rstrip() for row in rows]
 
 
 def rough_span(seconds: float) -> str:

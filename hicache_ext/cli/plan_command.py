@@ -11,10 +11,9 @@ from hicache_ext.cli.output import describe, show
 from hicache_ext.config import check_document, parse_size
 from hicache_ext.config.render import as_yaml, launch_lines
 from hicache_ext.errors import ConfigError, RecordingError
-from hicache_ext.packages import need
 from hicache_ext.plan.fleet import ROUTERS, Fleet
 from hicache_ext.plan.model import PEAK_TFLOPS, ModelSize, PrefillRate, estimated, given_size, read_model
-from hicache_ext.plan.report import POOL_NODE, Asked, Hardware, configuration, page_of, pictures, plan_of, pool_nodes
+from hicache_ext.plan.report import POOL_NODE, Asked, Hardware, configuration, page_of, plan_of, pool_nodes
 from hicache_ext.plan.traces import Trace, generate, parse_workload, read_trace
 
 _FILE = "hicache.yaml"
@@ -57,7 +56,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     worth.add_argument("--years", metavar="Y", default="3", help="after which hardware is written off (default 3)")
     for option, what in _PRICES.items():
         worth.add_argument(option, metavar="PRICE", help=what)
-    parser.add_argument("--plot", metavar="PNG", help="also draw the curve and the sources (needs matplotlib)")
     describe(
         parser,
         run=run,
@@ -72,10 +70,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan. Raises ConfigError, RecordingError."""
-    if arguments.plot is not None:
-        if not arguments.plot.endswith(".png"):
-            raise ConfigError("--plot", f"{arguments.plot!r} is not accepted", "a file that ends in .png")
-        need("matplotlib")
     given = _asked(arguments)
     plan = plan_of(given)
     disk = arguments.disk if given.hardware.disk else None
@@ -97,8 +91,6 @@ def run(arguments: argparse.Namespace) -> int:
             kind = kind if count > 1 else "one server"
             yaml = f"# the pool: {kind}, maxmemory {-(-pool // count)}, maxmemory-policy allkeys-lru\n{yaml}"
     plan |= {"configuration": document if launch else None, "launch": launch}
-    if arguments.plot is not None:
-        pictures(arguments.plot, plan)
     show(arguments, plan, page_of(plan, launch, yaml))
     return 0
 

@@ -35,14 +35,14 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.cli.inputs import our_texts, read_input
-from hicache_ext.cli.output import aligned, describe, show
+from hicache_ext.cli.output import describe, show
 from hicache_ext.cli.reload_command import facts_of
 from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.config import rounded_size
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import ConfigError, ControlError, ServerError
 from hicache_ext.packages import need
-from hicache_ext.runtime.commands import terminated_in_order
+from hicache_ext.runtime.commands import aligned, terminated_in_order
 from hicache_ext.runtime.shown import shown_address
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.serving.control import ask, servers

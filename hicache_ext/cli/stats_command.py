@@ -16,9 +16,8 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from hicache_ext.cli.output import describe, fitted, rough_span, show
@@ -101,29 +100,31 @@ def figures(before: Samples | None, now: Samples) -> dict[str, Any]:
 
     ``seconds`` is the time between the looks, None for totals. The keys are those of ``--json`` (docs/command-line.md).
     """
-    looks = [look for look in (before, now) if look is not None]
-    serving = now.each(f"{PREFIX}serving")
+    grown, serving = _grown(before, now), now.each(f"{PREFIX}serving")
     tiers, beside = _tiers_and_others(now)
-    tokens = _difference([look.total(PROMPT_TOKENS) for look in looks])
-    cached = {
-        source: _difference([look.total(CACHED_TOKENS, cache_source=source) for look in looks]) for source in _SOURCES
-    }
+    tokens = grown.total(PROMPT_TOKENS)
+    cached = {source: grown.total(CACHED_TOKENS, cache_source=source) for source in _SOURCES}
     return {
         "seconds": None if before is None else now.when - before.when,
         "prompt_tokens": {"all": tokens, **cached, "computed": max(0.0, tokens - sum(cached.values()))},
         "ranks": len(serving),
         "ranks_not_serving": serving.count(0.0),
-        "tiers": [_tier(before, now, tier) for tier in tiers],
-        "beside": {name: counted for name in beside if (counted := _beside(before, now, name))},
+        "tiers": [_tier(grown, now, tier) for tier in tiers],
+        "beside": {name: counted for name in beside if (counted := _beside(grown, now, name))},
     }
 
 
-def _tier(before: Samples | None, now: Samples, tier: str) -> dict[str, Any]:
-    grown = _Growth(before, now, tier)
-    pages, why = grown.by_reason("chain_pages"), grown.by_reason("get")
+def _tier(grown: Samples, now: Samples, tier: str) -> dict[str, Any]:
+    def by_reason(event: str) -> dict[str, float]:
+        return grown.by("reason", f"{PREFIX}{event}_total", tier=tier)
+
+    def of(event: str, reason: str) -> float:
+        return grown.total(f"{PREFIX}{event}_total", tier=tier, reason=reason)
+
+    pages, why = by_reason("chain_pages"), by_reason("get")
     why.pop("hit", None)
     for event in ("corrupt", "suspect", "rejected", "breaker"):
-        why |= {f"{event} {reason}": count for reason, count in grown.by_reason(event).items()}
+        why |= {f"{event} {reason}": count for reason, count in by_reason(event).items()}
     worst = max(now.each(f"{PREFIX}breaker_state", tier=tier), default=0.0)
     full_since = now.each(f"{PREFIX}no_space_since_seconds", tier=tier)
     return {
@@ -134,30 +135,29 @@ def _tier(before: Samples | None, now: Samples, tier: str) -> dict[str, Any]:
         "filled": _full(now, tier),
         "no_space_since": min((moment for moment in full_since if moment > 0), default=None),
         "paths_out": _paths_out(now, tier),
-        "read_bytes": grown.of("bytes", "get"),
-        "written_bytes": grown.of("bytes", "set"),
-        "get_seconds_p50": grown.quantile("get", 0.5),
-        "get_seconds_p99": grown.quantile("get", 0.99),
+        "read_bytes": of("bytes", "get"),
+        "written_bytes": of("bytes", "set"),
+        "get_seconds_p50": _quantile(grown, tier, "get", 0.5),
+        "get_seconds_p99": _quantile(grown, tier, "get", 0.99),
         "queued_bytes": now.total(f"{PREFIX}queue_bytes", tier=tier),
-        "admission": {reason: count for reason, count in grown.by_reason("admission").items() if count},
-        "dropped_pages": sum(grown.by_reason("dropped_pages").values()),
-        "promoted_pages": grown.of("promotion", "stored"),
-        "prefetched_pages": grown.of("prefetch", "fetched"),
-        "prefetched_useful_pages": grown.of("prefetch", "useful"),
-        "prefetched_wasted_pages": grown.of("prefetch", "wasted"),
+        "admission": {reason: count for reason, count in by_reason("admission").items() if count},
+        "dropped_pages": sum(by_reason("dropped_pages").values()),
+        "promoted_pages": of("promotion", "stored"),
+        "prefetched_pages": of("prefetch", "fetched"),
+        "prefetched_useful_pages": of("prefetch", "useful"),
+        "prefetched_wasted_pages": of("prefetch", "wasted"),
         "hit_share_at": _curve(now, tier),
         "not_hit": {reason: count for reason, count in why.items() if count},
     }
 
 
-def _beside(before: Samples | None, now: Samples, name: str) -> dict[str, Any]:
+def _beside(grown: Samples, now: Samples, name: str) -> dict[str, Any]:
     """What counts beside the tiers (the pull rule, a recording, the copy engines): by reason, or a gauge."""
-    grown = _Growth(before, now, name)
     told: dict[str, Any] = {}
     for metric in sorted({metric for metric, labels in now.values if dict(labels).get("tier") == name}):
         title = metric.removeprefix(PREFIX).removesuffix("_total")
         if metric.endswith("_total"):
-            if counts := {reason: count for reason, count in grown.by_reason(title).items() if count}:
+            if counts := {reason: count for reason, count in grown.by("reason", metric, tier=name).items() if count}:
                 told[title] = counts
         elif not metric.endswith("_created") and not metric.startswith(CALL_SECONDS):
             told[title] = now.total(metric, tier=name)
@@ -202,37 +202,21 @@ def _curve(now: Samples, tier: str) -> dict[str, float]:
     return shares
 
 
-def _difference(values: Sequence[float]) -> float:
-    # After a restart a server counts from 0 again.
-    return sum(max(0.0, later - earlier) for earlier, later in pairwise(values)) if len(values) > 1 else values[0]
+def _grown(before: Samples | None, now: Samples) -> Samples:
+    """What the counters have grown by between two looks, or from 0. After a restart a server counts from 0 again."""
+    if before is None:
+        return now
+    grown = {key: max(0.0, value - before.values.get(key, 0.0)) for key, value in now.values.items()}
+    return Samples(grown, now.when)
 
 
-class _Growth:
-    """The growth of one tier's counters between two samples, or from 0."""
-
-    def __init__(self, before: Samples | None, now: Samples, tier: str) -> None:
-        self._looks = [look for look in (before, now) if look is not None]
-        self._tier = tier
-
-    def of(self, event: str, reason: str) -> float:
-        return _difference(
-            [look.total(f"{PREFIX}{event}_total", tier=self._tier, reason=reason) for look in self._looks]
-        )
-
-    def by_reason(self, event: str) -> dict[str, float]:
-        return self._by("reason", f"{PREFIX}{event}_total")
-
-    def quantile(self, operation: str, share: float) -> float:
-        """The quantile ``share`` of the seconds of calls: the bound of a bucket. NaN without calls."""
-        buckets = self._by("le", f"{CALL_SECONDS}_bucket", operation=operation)
-        ordered = sorted((float(bound), count) for bound, count in buckets.items())
-        if not ordered or not ordered[-1][1]:
-            return math.nan
-        return next(bound for bound, count in ordered if count >= share * ordered[-1][1])
-
-    def _by(self, label: str, name: str, **labels: str) -> dict[str, float]:
-        looks = [look.by(label, name, tier=self._tier, **labels) for look in self._looks]
-        return {key: _difference([look.get(key, 0.0) for look in looks]) for key in looks[-1]}
+def _quantile(grown: Samples, tier: str, operation: str, share: float) -> float:
+    """The quantile ``share`` of the seconds of calls: the bound of a bucket. NaN without calls."""
+    buckets = grown.by("le", f"{CALL_SECONDS}_bucket", tier=tier, operation=operation)
+    ordered = sorted((float(bound), count) for bound, count in buckets.items())
+    if not ordered or not ordered[-1][1]:
+        return math.nan
+    return next(bound for bound, count in ordered if count >= share * ordered[-1][1])
 
 
 def _tiers_and_others(samples: Samples) -> tuple[list[str], list[str]]:

@@ -89,14 +89,6 @@ _TOML_PLACE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 def read_file(path: Path) -> dict[str, Any]:
     """The mapping in a .json, .yaml, .yml or .toml file."""
     name = str(path)
-    parse = _PARSERS.get(path.suffix.lower())
-    if parse is None:
-        if not path.exists():
-            raise ConfigError(name, "there is no such file")
-        if path.is_dir():
-            raise ConfigError(name, "is a directory, not a file")
-        found = f"unknown file extension {quoted(path.suffix)}" if path.suffix else "the file has no extension"
-        raise ConfigError(name, found, EXTENSIONS_ALLOWED)
     try:
         with path.open("rb") as file:
             raw = file.read(_LARGEST_FILE + 1)
@@ -106,6 +98,10 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(name, "is a directory, not a file") from None
     except OSError as error:
         raise ConfigError(name, f"cannot be read ({error.strerror or type(error).__name__})") from None
+    parse = _PARSERS.get(path.suffix.lower())
+    if parse is None:
+        found = f"unknown file extension {quoted(path.suffix)}" if path.suffix else "the file has no extension"
+        raise ConfigError(name, found, EXTENSIONS_ALLOWED)
     if len(raw) > _LARGEST_FILE:
         raise ConfigError(name, "is larger than 1MiB, which no configuration is")
     try:
@@ -169,6 +165,8 @@ def _parse_json(text: str, name: str) -> object:
         return json.loads(text, object_pairs_hook=mapping, parse_constant=constant)
     except json.JSONDecodeError as error:
         raise ConfigError(name, f"not valid JSON in line {error.lineno}: {error.msg}") from None
+    except ConfigError:
+        raise
     except ValueError:
         raise ConfigError(name, "not valid JSON: a number is too long") from None
 
@@ -202,6 +200,8 @@ def _parse_yaml(text: str, name: str) -> object:
         raise ConfigError(name, f"not valid YAML{where}: {_without_words(error.problem or '')}") from None
     except yaml.YAMLError:
         raise ConfigError(name, "not valid YAML: it holds characters that YAML does not allow") from None
+    except ConfigError:
+        raise
     except ValueError:
         raise ConfigError(name, "not valid YAML: a number or date is out of range") from None
 

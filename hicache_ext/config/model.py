@@ -7,18 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, Field, ValidationError, WithJsonSchema, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from hicache_ext.config.problems import did_you_mean, key_path, listed, quoted, refuse, shown
-from hicache_ext.config.schema import (
-    Allowed,
-    ConfigModel,
-    allowed_for,
-    as_pydantic_error,
-    checked,
-    true_or_false,
-)
+from hicache_ext.config.schema import Allowed, ConfigModel, allowed_for, true_or_false
 from hicache_ext.config.sections import (
     POLICIES_ALLOWED,
     BackgroundConfig,
@@ -114,9 +107,9 @@ def _tp_lcm_size(value: object) -> int | None:
 
 def _check_tier_name(name: str) -> str:
     if name == PROMOTE_NOTHING:
-        raise as_pydantic_error(ConfigError("", "this name has a meaning of its own in promote_to", "another name"))
+        raise ConfigError("", "this name has a meaning of its own in promote_to", "another name")
     if not _TIER_NAME.fullmatch(name):
-        raise as_pydantic_error(ConfigError("", "not a tier name", _TIER_NAME_ALLOWED))
+        raise ConfigError("", "not a tier name", _TIER_NAME_ALLOWED)
     return name
 
 
@@ -127,13 +120,9 @@ class ModelConfig(ConfigModel):
     """the model's name; None is the name under which SGLang serves it"""
     revision: Annotated[str | None, Allowed("text", _optional_text)] = None
     """of the weights, e.g. a commit"""
-    fingerprint: Annotated[
-        str, Allowed("auto, off, or text used as it is", _text, {"anyOf": [{"type": "string"}, {"const": False}]})
-    ] = "auto"
+    fingerprint: Annotated[str, Allowed("auto, off, or text used as it is", _text)] = "auto"
     """auto: a digest of the weight files; off: none; any other text is used as it is"""
-    weights_epoch: Annotated[
-        str, Allowed("text or a whole number", _weights_epoch, {"type": ["string", "integer"]})
-    ] = "0"
+    weights_epoch: Annotated[str, Allowed("text or a whole number", _weights_epoch)] = "0"
     """change it when the weights change under the same name"""
 
 
@@ -146,24 +135,17 @@ def _names(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
-_Locations = Annotated[
-    tuple[str, ...], Allowed(_NAMES_ALLOWED), WithJsonSchema({"type": "array", "items": {"type": "string"}})
-]
+_Locations = Annotated[tuple[str, ...], Allowed(_NAMES_ALLOWED)]
 _Policies = Annotated[dict[str, StorePolicy], Allowed(POLICIES_ALLOWED, parse_policies)]
-_PromoteTo = Annotated[
-    str | None,
-    Allowed(
-        "the name of a tier, or off", _promote_to, {"anyOf": [{"type": "string"}, {"const": False}, {"type": "null"}]}
-    ),
-]
+_PromoteTo = Annotated[str | None, Allowed("the name of a tier, or off", _promote_to)]
 _Seconds = Annotated[float | None, Allowed("a number of seconds", number(0, LONGEST_DURATION))]
 
 
 class RoleConfig(ConfigModel):
     """What is different on the servers of one role; what is left out is as for all of them."""
 
-    retrieve_locations: Annotated[_Locations, checked(_names)] = ()
-    store_locations: Annotated[_Locations, checked(_names)] = ()
+    retrieve_locations: Annotated[tuple[str, ...], Allowed(_NAMES_ALLOWED, _names)] = ()
+    store_locations: Annotated[tuple[str, ...], Allowed(_NAMES_ALLOWED, _names)] = ()
     store_policies: Annotated[_Policies, Field(default_factory=dict)]
     promote_to: _PromoteTo = None
     kernels: KernelsConfig = KernelsConfig()
@@ -196,9 +178,7 @@ class HicacheExtConfig(ConfigModel):
     """prefill/decode disaggregation"""
     kv_dtype: Annotated[str | None, Allowed(_DTYPE_ALLOWED, _dtype)] = None
     """the logical dtype of the KV cache, where SGLang's is not the right one"""
-    longest_lease: Annotated[
-        float, Allowed("a duration up to 7d, such as 1h, or 0", duration(0, 7 * 86400), {"type": ["number", "string"]})
-    ] = 3600.0
+    longest_lease: Annotated[float, Allowed("a duration up to 7d, such as 1h, or 0", duration(0, 7 * 86400))] = 3600.0
     """how long a request may keep its prompt in a file tier with a hint; 0: of what requests say, only no_store and
     priority are followed"""
     watch_config: bool = False
@@ -256,14 +236,14 @@ class HicacheExtConfig(ConfigModel):
     @classmethod
     def _at_least_one_tier_and_no_shared_directory(cls, tiers: dict[str, AnyTier]) -> dict[str, AnyTier]:
         if not tiers:
-            raise as_pydantic_error(ConfigError("", "at least one tier is needed", "a mapping of names to tiers"))
+            raise ConfigError("", "at least one tier is needed", "a mapping of names to tiers")
         owners: list[tuple[str, str]] = []
         for name, tier in tiers.items():
             for directory in tier.directories():
                 for owner, other in owners:
                     if relation := directory_relation(directory, other):
                         problem = f"a directory of this tier {relation} one of tier {owner!r}"
-                        raise as_pydantic_error(ConfigError(f".{name}.path", problem, "directories of one tier only"))
+                        raise ConfigError(f".{name}.path", problem, "directories of one tier only")
             owners.extend((name, directory) for directory in tier.directories())
         return tiers
 
@@ -276,29 +256,29 @@ class HicacheExtConfig(ConfigModel):
             for directory in tier.directories():
                 if relation := directory_relation(os.path.normpath(record.path), directory):
                     problem = f"{quoted(record.path)} {relation} a directory of tier {name!r}"
-                    raise as_pydantic_error(ConfigError(".path", problem, "a directory for recordings alone"))
+                    raise ConfigError(".path", problem, "a directory for recordings alone")
         return record
 
     @field_validator("retrieve_locations", "store_locations", mode="before")
     @classmethod
     def _known_and_distinct(cls, value: object, info: ValidationInfo) -> tuple[str, ...]:
         if not isinstance(value, list | tuple):
-            raise as_pydantic_error(refuse(value, _NAMES_ALLOWED))
+            raise refuse(value, _NAMES_ALLOWED)
         tiers = _tier_names(info)
         for position, name in enumerate(value):
             place = f"[{position}]"
             if not isinstance(name, str):
-                raise as_pydantic_error(refuse(name, listed(tiers) or _NAMES_ALLOWED, place))
+                raise refuse(name, listed(tiers) or _NAMES_ALLOWED, place)
             if tiers and name not in tiers:
-                raise as_pydantic_error(_no_such_tier(name, tiers, place))
+                raise _no_such_tier(name, tiers, place)
             if name in value[:position]:
-                raise as_pydantic_error(ConfigError(place, f"{quoted(name)} is listed twice", "each tier once"))
+                raise ConfigError(place, f"{quoted(name)} is listed twice", "each tier once")
         if not value and info.field_name == "retrieve_locations" and info.data.get("role", "decode") != "decode":
             problem = f"must not be empty with role {info.data['role']}: only a decode node may read from no tier"
-            raise as_pydantic_error(ConfigError("", problem, listed(tiers)))
+            raise ConfigError("", problem, listed(tiers))
         if not value and info.field_name == "store_locations" and info.data.get("retrieve_locations") == ():
             problem = "retrieve_locations and store_locations are both empty, so that no tier is ever used"
-            raise as_pydantic_error(ConfigError("", problem, listed(tiers)))
+            raise ConfigError("", problem, listed(tiers))
         return tuple(value)
 
     @field_validator("promote_to", mode="after")
@@ -308,17 +288,15 @@ class HicacheExtConfig(ConfigModel):
         if value is None or value == PROMOTE_NOTHING:
             return value
         if tiers and value not in tiers:
-            raise as_pydantic_error(_no_such_tier(value, tiers, ""))
+            raise _no_such_tier(value, tiers, "")
         if locations is None:
             return value
         if value not in locations:
             problem = f"{quoted(value)} is not in retrieve_locations, so that what is promoted would never be read"
-            raise as_pydantic_error(ConfigError("", problem, listed(locations[:-1]) or "leave it out"))
+            raise ConfigError("", problem, listed(locations[:-1]) or "leave it out")
         if value == locations[-1]:
             problem = f"{quoted(value)} is the last of retrieve_locations, so that nothing is ever promoted to it"
-            raise as_pydantic_error(
-                ConfigError("", problem, listed(locations[:-1]) or "leave it out with one location")
-            )
+            raise ConfigError("", problem, listed(locations[:-1]) or "leave it out with one location")
         return value
 
     @field_validator("store_policies", mode="after")
@@ -327,7 +305,7 @@ class HicacheExtConfig(ConfigModel):
         tiers = _tier_names(info)
         for name in value:
             if tiers and name not in tiers:
-                raise as_pydantic_error(_no_such_tier(name, tiers, ""))
+                raise _no_such_tier(name, tiers, "")
         return value
 
     @field_validator("pd", mode="after")
@@ -342,11 +320,11 @@ class HicacheExtConfig(ConfigModel):
     @classmethod
     def _known_roles(cls, value: object) -> object:
         if not isinstance(value, Mapping):
-            raise as_pydantic_error(refuse(value, allowed_for(cls, "roles")))
+            raise refuse(value, allowed_for(cls, "roles"))
         for name in value:
             if name not in get_args(ServerRole):
                 problem = f"unknown role {quoted(str(name))}{did_you_mean(str(name), get_args(ServerRole))}"
-                raise as_pydantic_error(ConfigError("", problem, listed(get_args(ServerRole))))
+                raise ConfigError("", problem, listed(get_args(ServerRole)))
         return value
 
     @field_validator("roles", mode="after")
@@ -360,10 +338,10 @@ class HicacheExtConfig(ConfigModel):
                 try:
                     _view(role, info.data, roles)
                 except ValidationError as error:
-                    first = error.errors(include_url=False)[0]
-                    facts = first.get("ctx", {})
-                    key = "." + key_path((role, *first["loc"])) + facts.get("below", "")
-                    raise as_pydantic_error(ConfigError(key, facts["problem"], facts["allowed"] or None)) from None
+                    details = error.errors(include_url=False)[0]
+                    first = details["ctx"]["error"]
+                    key = "." + key_path((role, *details["loc"])) + first.key
+                    raise ConfigError(key, first.problem, first.allowed) from None
         return roles
 
 
@@ -376,18 +354,16 @@ def _refuse_hints_that_go_nowhere(hints: HintsConfig, values: Mapping[str, Any])
     over = hints_over(hints, locations)
     if over is None or over not in locations:
         problem = f"{quoted(over or '')} is not in {place} of the role {role}, so that no hint passes there"
-        raise as_pydantic_error(ConfigError(".hints.over", problem, listed(locations) or f"a tier of {place}"))
+        raise ConfigError(".hints.over", problem, listed(locations) or f"a tier of {place}")
     if not tiers[over].carries_hints:
         problem = f"tier {quoted(over)} is of type {tiers[over].type}, which carries no hints"
         allowed = [name for name in locations if tiers[name].carries_hints]
         types = [name for name, model in tier_types().items() if model.carries_hints]
-        raise as_pydantic_error(
-            ConfigError(".hints.over", problem, listed(allowed) or f"a tier of type {listed(types)}")
-        )
+        raise ConfigError(".hints.over", problem, listed(allowed) or f"a tier of type {listed(types)}")
     nearer = [tiers[name] for name in locations[:-1] if name in values.get("store_locations", ())]
     if role == "prefill" and not _may_promote(values["promote_to"], nearer):
         problem = "a prefill node brings the pages to the tier promote_to, and there is none"
-        raise as_pydantic_error(ConfigError(".hints.enabled", problem, "promote_to: the nearest of retrieve_locations"))
+        raise ConfigError(".hints.enabled", problem, "promote_to: the nearest of retrieve_locations")
 
 
 def _may_promote(promote_to: str | None, nearer: Sequence[TierConfig]) -> bool:
@@ -434,7 +410,7 @@ class ExtraConfig(ConfigModel):
     backend_name: Literal["hicache_ext"]
     module_path: Literal["hicache_ext.storage.backend"]
     class_name: Literal["HiCacheExtBackend"]
-    interface_v1: Annotated[int, Allowed(_INTERFACE_ALLOWED, _interface_v1, {"enum": [1, True]})]
+    interface_v1: Annotated[int, Allowed(_INTERFACE_ALLOWED, _interface_v1)]
     hicache_ext: HicacheExtConfig
     prefetch_threshold: Annotated[int | None, Allowed("a whole number of tokens", whole_number(0, NO_LIMIT))] = None
     prefetch_timeout_base: _Seconds = None

@@ -119,6 +119,6 @@ def key_path(location: Iterable[str | int]) -> str:
     return path
 
 
-def refuse(value: object, allowed: str, key: str = "") -> ConfigError:
-    """The error for a value of the wrong kind."""
+def refuse(value: object, allowed: str = "", key: str = "") -> ConfigError:
+    """The error for a value of the wrong kind; "": what the field's ``Allowed`` says."""
     return ConfigError(key, f"{shown(value, key)} is not accepted", allowed)

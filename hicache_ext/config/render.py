@@ -97,20 +97,24 @@ _NOT_WITH_LINKER = {
 _DECODING = {"--hicache-ratio 1": "host memory for pages on their way to the pool"}
 
 
-def chosen_flags(role: str) -> dict[str, str]:
-    """SGLang's own flags for a server of this role, and why."""
+def chosen_flags(role: str, *, linker: bool = False) -> dict[str, str]:
+    """SGLang's own flags for a server of this role, and why; ``linker``: with the external linker."""
+    if linker:
+        return {"--page-size 64": _PAGES["--page-size 64"], **_WATCHING, **_NOT_WITH_LINKER}
     return {**_PAGES, **(_DECODING if role == "decode" else _SERVING), **_WATCHING}
 
 
-def launch_lines(file: str, role: str) -> list[str]:
-    """The whole launch of a server with the configuration in ``file``, in parts for one line each."""
+def launch_lines(file: str, role: str, *, linker: bool = False) -> list[str]:
+    """The whole launch of a server with the configuration in ``file``, in parts for one line each; ``linker``: with
+    SGLang's external linker in place of its host cache."""
     parts = ["python -m sglang.launch_server --model-path MODEL"]
     if role in ("prefill", "decode"):
         parts.append(f"--disaggregation-mode {role}")
-    parts.append(
-        "--disaggregation-decode-enable-offload-kvcache" if role == "decode" else "--enable-hierarchical-cache"
-    )
-    return [*parts, *chosen_flags(role), f"{_STORAGE_FLAGS} {shlex.quote('@' + file)}"]
+    if linker:
+        given = shlex.quote(as_inline_json(linker_config({"config_file": file})))
+        return [*parts, "--page-size 64", *_WATCHING, _LINKER_FLAGS, f"{_LINKER_CONFIG} {given}"]
+    door = "--disaggregation-decode-enable-offload-kvcache" if role == "decode" else "--enable-hierarchical-cache"
+    return [*parts, door, *chosen_flags(role), f"{_STORAGE_FLAGS} {shlex.quote('@' + file)}"]
 
 
 LINKER_MODULE, LINKER_CLASS = "hicache_ext.sglang.linker", "HiCacheExtLinker"
@@ -121,17 +125,3 @@ _LINKER_CONFIG = "--unified-cache-external-linker-config"
 def linker_config(extra: Mapping[str, Any]) -> dict[str, Any]:
     """What ``--unified-cache-external-linker-config`` is given, around our part."""
     return {"linker": LINKER_CLASS, "linker_module_path": LINKER_MODULE, "linker_extra_config": dict(extra)}
-
-
-def chosen_linker_flags() -> dict[str, str]:
-    """SGLang's own flags for a server with the external linker, and why."""
-    return {"--page-size 64": _PAGES["--page-size 64"], **_WATCHING, **_NOT_WITH_LINKER}
-
-
-def linker_lines(file: str, role: str) -> list[str]:
-    """Like ``launch_lines``, for SGLang's external linker in place of its host cache."""
-    parts = ["python -m sglang.launch_server --model-path MODEL"]
-    if role == "prefill":
-        parts.append(f"--disaggregation-mode {role}")
-    given = shlex.quote(as_inline_json(linker_config({"config_file": file})))
-    return [*parts, "--page-size 64", *_WATCHING, _LINKER_FLAGS, f"{_LINKER_CONFIG} {given}"]

@@ -13,84 +13,48 @@ from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ModelWrapValidatorHandler,
     ValidationError,
-    WithJsonSchema,
     model_validator,
 )
-from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError, core_schema
+from pydantic_core import ErrorDetails, InitErrorDetails, core_schema
 
 from hicache_ext.config.problems import config_error, did_you_mean, key_path, kind_of, listed, refuse, shown
 from hicache_ext.errors import ConfigError
 
-_OUR_ERROR = "hicache_ext"
-
-DURATION = {"anyOf": [{"type": "number"}, {"type": "string"}]}
-DURATION_SCHEMA = WithJsonSchema(DURATION)
-SIZE = {"type": ["integer", "string"]}
-
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What a field takes: in the words that end its error sentences; ``parse`` makes the value of what was written, as
-    for ``checked``; ``schema`` is of what may be written, for editors.
+    """What a field takes: in the words that end its error sentences; ``parse`` makes the value of what was written, and
+    raises ``ConfigError`` whose ``key`` is only the part below the field (``""`` or ``"[1]"``); these words take the
+    place of an ``allowed`` that is "".
 
     A field of type bool, ``Literal`` or a ``ConfigModel`` needs none: its type says it.
     """
 
     text: str
     parse: Callable[[object], object] | None = None
-    schema: Mapping[str, Any] | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         if self.parse is None:
             return handler(source)
-        return core_schema.no_info_before_validator_function(_for_pydantic(self.parse, self.text), handler(source))
+        return core_schema.no_info_before_validator_function(self.parse, handler(source))
 
     def __get_pydantic_json_schema__(
         self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return handler(schema) if self.schema is None else dict(self.schema)
-
-
-def checked(parser: Callable[[object], object]) -> BeforeValidator:
-    """A field's parser: raises ``ConfigError`` whose ``key`` is only the part below the field (``""`` or ``"[1]"``)."""
-    return BeforeValidator(_for_pydantic(parser))
-
-
-def _for_pydantic(parser: Callable[[object], object], allowed: str = "") -> Callable[[object], object]:
-    def parse(value: object) -> object:
-        try:
-            return parser(value)
-        except ConfigError as error:
-            said = allowed if error.allowed == "" else error.allowed
-            raise as_pydantic_error(ConfigError(error.key, error.problem, said)) from None
-
-    return parse
-
-
-def one_of(*choices: str) -> BeforeValidator:
-    """A parser for a field that takes one of a few words; its error names the nearest."""
-
-    def parse(value: object) -> object:
-        if isinstance(value, str) and value in choices:
-            return value
-        if isinstance(value, str):
-            raise ConfigError("", f"{shown(value)} is not accepted{did_you_mean(value, choices)}", listed(choices))
-        raise refuse(value, listed(choices))
-
-    return checked(parse)
+        # Any value: editors name the keys and say what they take, and the parser judges what was written.
+        return handler(schema) if self.parse is None else {"anyOf": [{"description": self.text}]}
 
 
 def true_or_false(value: object) -> bool:
     """A parser for switches: only the two booleans, never words or numbers that look like them."""
     if isinstance(value, bool):
         return value
-    raise refuse(value, "true or false")
+    raise refuse(value)
 
 
 class ConfigModel(BaseModel):
@@ -119,7 +83,7 @@ class ConfigModel(BaseModel):
             return handler(_with_words(cls, values))
         except ValidationError as error:
             lines: list[InitErrorDetails] = [
-                {"type": _translated(cls, details), "loc": details["loc"], "input": None}
+                {"type": "value_error", "loc": details["loc"], "input": None, "ctx": {"error": _of_ours(cls, details)}}
                 for details in error.errors(include_url=False)
             ]
             raise ValidationError.from_exception_data(cls.__name__, lines, hide_input=True) from None
@@ -141,18 +105,12 @@ def _with_words(model: type[ConfigModel], values: Any) -> Any:
 _OFF = re.compile(r"\boff\b")
 
 
-def as_pydantic_error(error: ConfigError) -> PydanticCustomError:
-    """``error`` in the form in which pydantic collects it; ``as_config_error`` turns it back."""
-    return _custom_error(error.problem, error.allowed, error.key)
-
-
 def as_config_error(error: ValidationError) -> ConfigError:
     """The sentences in ``error``, which a ``ConfigModel`` raised, with their full key paths."""
     found = []
     for details in error.errors(include_url=False):
-        facts = details.get("ctx", {})
-        key = key_path(details["loc"]) + facts.get("below", "")
-        found.append(ConfigError(key, facts["problem"], facts["allowed"] or None))
+        ours = details["ctx"]["error"]
+        found.append(ConfigError(key_path(details["loc"]) + ours.key, ours.problem, ours.allowed or None))
     return config_error(found)
 
 
@@ -170,31 +128,27 @@ def allowed_for(model: type[BaseModel], field: str) -> str:
     return listed(_words(model, field))
 
 
-def _custom_error(problem: str, allowed: str | None, below: str = "") -> PydanticCustomError:
-    sentence = str(ConfigError("", problem, allowed))
-    facts = {"sentence": sentence, "problem": problem, "allowed": allowed or "", "below": below}
-    return PydanticCustomError(_OUR_ERROR, "{sentence}", facts)
-
-
-def _translated(model: type[ConfigModel], details: ErrorDetails) -> PydanticCustomError:
+def _of_ours(model: type[ConfigModel], details: ErrorDetails) -> ConfigError:
+    """What pydantic found wrong, in our words; its key is what is below the location."""
     kind, location, value = details["type"], details["loc"], details["input"]
-    if kind == _OUR_ERROR:
-        facts = details["ctx"]
-        return _custom_error(facts["problem"], facts["allowed"], facts["below"])
+    ours = details.get("ctx", {}).get("error")
+    field = str(location[0]) if location else ""
+    if isinstance(ours, ConfigError):
+        allowed = allowed_for(model, field) if ours.allowed == "" and field in model.model_fields else ours.allowed
+        return ConfigError(ours.key, ours.problem, allowed)
     if not location:
-        return _custom_error(f"{kind_of(value)} is not accepted", "a mapping with " + listed(model.model_fields))
-    field = str(location[0])
+        return ConfigError("", f"{kind_of(value)} is not accepted", "a mapping with " + listed(model.model_fields))
     if kind == "missing":
-        return _custom_error(model.required_because.get(field, "required"), allowed_for(model, field))
+        return ConfigError("", model.required_because.get(field, "required"), allowed_for(model, field))
     if field not in model.model_fields:
         if instead := _removed(model).get(field):
-            return _custom_error(f"there is no such key any more: {instead}; remove it", None)
+            return ConfigError("", f"there is no such key any more: {instead}; remove it")
         problem = f"unknown key; {place}" if (place := model.misplaced_key(field)) else "unknown key"
         if not place:
             problem += did_you_mean(field, model.model_fields)
-        return _custom_error(problem, listed(model.model_fields))
+        return ConfigError("", problem, listed(model.model_fields))
     nearest = did_you_mean(value, _words(model, field)) if isinstance(value, str) else ""
-    return _custom_error(f"{shown(value, field)} is not accepted{nearest}", allowed_for(model, field))
+    return ConfigError("", f"{shown(value, field)} is not accepted{nearest}", allowed_for(model, field))
 
 
 def _removed(model: type[ConfigModel]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import core_schema
 
 from hicache_ext.config.problems import did_you_mean, kind_of, listed, quoted
-from hicache_ext.config.schema import Allowed, ConfigModel, as_pydantic_error
+from hicache_ext.config.schema import Allowed, ConfigModel
 from hicache_ext.config.values import expand_templates, is_environment_name
 from hicache_ext.errors import ConfigError, MissingPackageError
 from hicache_ext.packages import need
@@ -119,31 +119,19 @@ class Secret:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        def parse(value: object) -> Secret:
-            try:
-                return cls.parse(value)
-            except ConfigError as error:
-                raise as_pydantic_error(error) from None
-
         return core_schema.no_info_plain_validator_function(
-            parse, serialization=core_schema.plain_serializer_function_ser_schema(lambda secret: secret.reference())
+            cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(lambda secret: secret.reference())
         )
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        return {
-            "oneOf": [
-                {
-                    "type": "object",
-                    "properties": {kind: {"type": "string"}},
-                    "required": [kind],
-                    "additionalProperties": False,
-                }
-                for kind in _KINDS
-            ]
-        }
+        return {"description": SECRET_ALLOWED}
+
+
+SecretOrNone = Annotated[Secret | None, Allowed(SECRET_ALLOWED)]
+"""The type of a key that holds a secret, or is left out."""
 
 
 # -- keys of seals -----------------------------------------------------------------------------------------------------
@@ -247,20 +235,7 @@ class SealConfig(ConfigModel):
     """authenticate: nobody without a key makes a page; encrypt: nor reads one, nor its name"""
     keys: Annotated[
         tuple[SealKeyReference, ...],
-        Allowed(
-            _KEYS_ALLOWED,
-            _keys,
-            {
-                "type": "array",
-                "minItems": 1,
-                "items": {
-                    "type": "object",
-                    "properties": {"id": {"type": "string"}, "file": {"type": "string"}, "env": {"type": "string"}},
-                    "required": ["id"],
-                    "additionalProperties": False,
-                },
-            },
-        ),
+        Allowed(_KEYS_ALLOWED, _keys),
     ]
     """keys, by reference; pages of each are read"""
     write_with: Annotated[str | None, Allowed(_WRITE_WITH_ALLOWED, _write_with)] = None
@@ -272,17 +247,17 @@ class SealConfig(ConfigModel):
         """A name that is near to none of ours may be a key, and is not repeated."""
         for name in values if isinstance(values, Mapping) else ():
             if name not in cls.model_fields and not (isinstance(name, str) and did_you_mean(name, cls.model_fields)):
-                raise as_pydantic_error(ConfigError("", "unknown key", listed(cls.model_fields)))
+                raise ConfigError("", "unknown key", listed(cls.model_fields))
         return values
 
     @model_validator(mode="after")
     def _one_key_writes(self) -> SealConfig:
         ids = [key.id for key in self.keys]
         if self.write_with is None and len(ids) > 1:
-            raise as_pydantic_error(ConfigError(".write_with", "several keys: one of them has to write", listed(ids)))
+            raise ConfigError(".write_with", "several keys: one of them has to write", listed(ids))
         if self.write_with is not None and self.write_with not in ids:
             problem = f"{kind_of(self.write_with)} that is no id of a key{did_you_mean(self.write_with, ids)}"
-            raise as_pydantic_error(ConfigError(".write_with", problem, listed(ids)))
+            raise ConfigError(".write_with", problem, listed(ids))
         return self
 
     def opened(self, key: str) -> Seal:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import urllib.parse
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import ValidationError, model_validator
+from pydantic import model_validator
 
 from hicache_ext.config.problems import did_you_mean, refuse, shown
-from hicache_ext.config.schema import SIZE, Allowed, ConfigModel, as_config_error, as_pydantic_error
+from hicache_ext.config.schema import Allowed, ConfigModel
 from hicache_ext.config.values import NO_LIMIT, absolute_path, duration, size, whole_number
 from hicache_ext.errors import ConfigError
 
@@ -20,11 +19,9 @@ StorePolicy = Literal["sync", "async"]
 POLICIES_ALLOWED = "a mapping of tier names to sync or async, such as {pool: async}"
 
 _BufferSize = Annotated[
-    int, Allowed("a size such as 256MiB, at least 1MiB, or 0 for none", size(1 << 20, NO_LIMIT, or_none=True), SIZE)
+    int, Allowed("a size such as 256MiB, at least 1MiB, or 0 for none", size(1 << 20, NO_LIMIT, or_none=True))
 ]
-_Duration = Annotated[
-    float, Allowed("a duration from 10ms to 1h, such as 5s", duration(0.01, 3600), {"type": ["number", "string"]})
-]
+_Duration = Annotated[float, Allowed("a duration from 10ms to 1h, such as 5s", duration(0.01, 3600))]
 
 
 def parse_policies(value: object) -> dict[str, str]:
@@ -79,24 +76,11 @@ class KernelsConfig(ConfigModel):
     engine: EngineName = "auto"
     """what moves bytes between the GPU and host memory; auto: what the calibration found fastest"""
 
-    def with_environment(self, environment: Mapping[str, str] = os.environ) -> KernelsConfig:
-        """This section, with the engine that ``HICACHE_EXT_KERNEL_ENGINE`` names. Raises ``ConfigError`` naming it."""
-        if not (engine := environment.get(_ENGINE_VARIABLE)):
-            return self
-        try:
-            return self.model_copy(update={"engine": KernelsConfig.model_validate({"engine": engine}).engine})
-        except ValidationError as error:
-            wrong = as_config_error(error)
-            raise ConfigError(_ENGINE_VARIABLE, wrong.problem, wrong.allowed) from None
-
-
-_ENGINE_VARIABLE = "HICACHE_EXT_KERNEL_ENGINE"
-
 
 class LinkerConfig(ConfigModel):
     """``linker``: only where SGLang moves pages through its external linker, without a host cache; per rank."""
 
-    staging: Annotated[int, Allowed("a size such as 2GiB, at least 1MiB", size(1 << 20, NO_LIMIT), SIZE)] = (
+    staging: Annotated[int, Allowed("a size such as 2GiB, at least 1MiB", size(1 << 20, NO_LIMIT))] = (
         2 * 1024 * 1024 * 1024
     )
     """bytes of page-locked host memory through which pages pass, half of it for each direction"""
@@ -147,7 +131,7 @@ class EventsConfig(ConfigModel):
     def _two_ports(self) -> Self:
         if self.endpoint.rpartition(":")[2] == self.replay_endpoint.rpartition(":")[2]:
             problem = "has the port of endpoint"
-            raise as_pydantic_error(ConfigError(".replay_endpoint", problem, "another port"))
+            raise ConfigError(".replay_endpoint", problem, "another port")
         return self
 
 
@@ -189,7 +173,7 @@ class TracingConfig(ConfigModel):
 
 
 # Not in the class: its field has the name of the parser.
-_RecordingsSize = Annotated[int, Allowed("a size of 1MiB or more, such as 256MiB", size(1 << 20, NO_LIMIT), SIZE)]
+_RecordingsSize = Annotated[int, Allowed("a size of 1MiB or more, such as 256MiB", size(1 << 20, NO_LIMIT))]
 
 
 class RecordConfig(ConfigModel):
@@ -197,7 +181,7 @@ class RecordConfig(ConfigModel):
 
     required_because: ClassVar[Mapping[str, str]] = {"path": "required: the directory that recordings go to"}
 
-    path: Annotated[str, Allowed(_PATH_ALLOWED, absolute_path(_PATH_ALLOWED))]
+    path: Annotated[str, Allowed(_PATH_ALLOWED, absolute_path)]
     """a directory for recordings alone; several processes may share it"""
     size: _RecordingsSize = 256 << 20
     """of all files in it together; the oldest are removed"""
@@ -207,12 +191,6 @@ class RecordConfig(ConfigModel):
 
 
 PullMode = Literal["off", "fixed", "adaptive"]
-
-
-def _tier_name(value: object) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise refuse(value, "the name of a tier")
-    return value
 
 
 _Tokens = Annotated[int, Allowed("a whole number of tokens", whole_number(0, NO_LIMIT))]
@@ -268,7 +246,7 @@ class HintsConfig(ConfigModel):
 
     enabled: bool = False
     """true: decode nodes send hints, prefill nodes follow them into promote_to"""
-    over: Annotated[str | None, Allowed("the name of a tier", _tier_name)] = None
+    over: Annotated[str | None, Allowed("the name of a tier")] = None
     """the tier whose engine carries the hints, of type redis or file; left out: the last of store_locations on a decode
     node, of retrieve_locations on a prefill node"""
 

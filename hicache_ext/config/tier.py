@@ -9,17 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    Field,
-    PrivateAttr,
-    SerializeAsAny,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
+from pydantic import PrivateAttr, SerializeAsAny, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core.core_schema import ValidationInfo
 
 from hicache_ext.config.problems import did_you_mean, kind_of, listed, quoted, refuse, shown
-from hicache_ext.config.schema import DURATION, Allowed, ConfigModel, as_pydantic_error
+from hicache_ext.config.schema import Allowed, ConfigModel, true_or_false
 from hicache_ext.config.secrets import SealConfig
 from hicache_ext.config.values import SIZE_ALLOWED, duration, or_auto, or_word, parse_size, whole_number
 from hicache_ext.errors import ConfigError, MissingPackageError, TierTypeError
@@ -83,16 +77,10 @@ WRITE_TIMEOUT = 5.0
 """Seconds, where none are configured, for what no request waits for."""
 
 _TIMEOUTS = "a duration from 1ms to 1h, such as 2s"
+_LOOK_UP = "a duration from 1ms to 1s, such as 5ms"
 
 _MOST_RETRIES = 10
 _MOST_CALLS = 1024
-_SWITCH_ALLOWED = "true, false, or auto"
-
-
-def _switch(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise refuse(value, _SWITCH_ALLOWED)
 
 
 class GuardsConfig(ConfigModel):
@@ -107,39 +95,18 @@ class GuardsConfig(ConfigModel):
     }
 
     retries: Annotated[
-        int | None,
-        Field(json_schema_extra={"default": "auto"}),
-        Allowed(
-            f"0 to {_MOST_RETRIES}, or auto",
-            or_auto(whole_number(0, _MOST_RETRIES)),
-            {"anyOf": [{"type": "integer", "minimum": 0, "maximum": _MOST_RETRIES}, {"const": "auto"}]},
-        ),
+        int | None, Allowed(f"0 to {_MOST_RETRIES}, or auto", or_auto(whole_number(0, _MOST_RETRIES)))
     ] = None
     """how often a page whose transfer failed is tried again within the timeout"""
-    breaker: Annotated[
-        bool | None,
-        Field(json_schema_extra={"default": "auto"}),
-        Allowed(_SWITCH_ALLOWED, or_auto(_switch), {"anyOf": [{"type": "boolean"}, {"const": "auto"}]}),
-    ] = None
+    breaker: Annotated[bool | None, Allowed("true, false, or auto", or_auto(true_or_false))] = None
     """stop asking a tier that does not answer"""
     concurrency: Annotated[
-        int | None,
-        Field(json_schema_extra={"default": "auto"}),
-        Allowed(
-            f"1 to {_MOST_CALLS}, or auto",
-            or_auto(whole_number(1, _MOST_CALLS)),
-            {"anyOf": [{"type": "integer", "minimum": 1, "maximum": _MOST_CALLS}, {"const": "auto"}]},
-        ),
+        int | None, Allowed(f"1 to {_MOST_CALLS}, or auto", or_auto(whole_number(1, _MOST_CALLS)))
     ] = None
     """calls at once"""
     exists_budget: Annotated[
         float | None,
-        Field(json_schema_extra={"default": "auto"}),
-        Allowed(
-            "a duration from 1ms to 1s, such as 5ms, or off, or auto",
-            or_auto(or_word("off", math.inf, duration(0.001, 1))),
-            DURATION,
-        ),
+        Allowed(f"{_LOOK_UP}, or off, or auto", or_auto(or_word("off", math.inf, duration(0.001, 1)))),
     ] = None
     """the longest that SGLang's scheduler waits for a look-up"""
 
@@ -156,9 +123,7 @@ class TierConfig(ConfigModel):
     required: bool = True
     """false: the server starts even if this tier cannot"""
     timeout: Annotated[
-        float | None,
-        Field(json_schema_extra={"default": "auto"}),
-        Allowed(f"{_TIMEOUTS}, or off, or auto", or_auto(or_word("off", math.inf, duration(0.001, 3600))), DURATION),
+        float | None, Allowed(f"{_TIMEOUTS}, or off, or auto", or_auto(or_word("off", math.inf, duration(0.001, 3600))))
     ] = None
     """the longest one call may take; auto: off on local file systems, on others 1s, for writes 5s"""
     guards: GuardsConfig = GuardsConfig()
@@ -170,7 +135,7 @@ class TierConfig(ConfigModel):
 
     admission: Literal["all", "learned"] = "all"
     """learned: pages that will hardly return in time are stored at their second request"""
-    write_budget: Annotated[float | None, Allowed(BUDGET_ALLOWED, parse_budget, {"type": "string"})] = None
+    write_budget: Annotated[float | None, Allowed(BUDGET_ALLOWED, parse_budget)] = None
     """what all ranks of this server together may write to the tier; left out: no limit"""
     _writers: int = PrivateAttr(default=1)
     _only_read: bool = PrivateAttr(default=False)
@@ -291,11 +256,7 @@ class RemoteTierConfig(TierConfig):
 
     remote: ClassVar[bool] = True
 
-    timeout: Annotated[
-        float | None,
-        Field(json_schema_extra={"default": "auto"}),
-        Allowed(f"{_TIMEOUTS}, or auto", or_auto(duration(0.001, 3600)), DURATION),
-    ] = None
+    timeout: Annotated[float | None, Allowed(f"{_TIMEOUTS}, or auto", or_auto(duration(0.001, 3600)))] = None
     """the longest one call may take, pages not done by then are misses; auto: 1s, for writes 5s"""
 
     @property
@@ -328,21 +289,19 @@ def _by_type(value: Any, handler: ValidatorFunctionWrapHandler, info: Validation
         return value
     names = tier_type_names()
     if not isinstance(value, Mapping):
-        raise as_pydantic_error(
-            ConfigError("", f"{kind_of(value)} is not accepted", "a mapping with a type and its settings")
-        )
+        raise ConfigError("", f"{kind_of(value)} is not accepted", "a mapping with a type and its settings")
     if "type" not in value:
-        raise as_pydantic_error(ConfigError(".type", "required", listed(names)))
+        raise ConfigError(".type", "required", listed(names))
     name = value["type"]
     if not isinstance(name, str):
-        raise as_pydantic_error(refuse(name, listed(names), ".type"))
+        raise refuse(name, listed(names), ".type")
     if name not in names:
         problem = f"unknown tier type {quoted(name)}{did_you_mean(name, names)}"
-        raise as_pydantic_error(ConfigError(".type", problem, listed(names)))
+        raise ConfigError(".type", problem, listed(names))
     try:
         model = _class_of(name)
     except TierTypeError as error:
-        raise as_pydantic_error(ConfigError(".type", str(error))) from None
+        raise ConfigError(".type", str(error)) from None
     return model.model_validate(value, context=info.context)
 
 

@@ -5,8 +5,8 @@ one. Durations are seconds.
 
 Below them parsers for single values within limits, for the fields of every model: numbers, sizes, durations, paths.
 
-Each function makes a parser for ``schema.checked``: it takes what the file says and returns the value, or raises
-``ConfigError`` with an empty key. ``allowed`` ends the sentence; left out, the field's ``Allowed`` says it.
+Each is, or makes, a parser for ``schema.Allowed``: it takes what the file says and returns the value, or raises
+``ConfigError`` with an empty key; the field's ``Allowed`` ends the sentence.
 
 Paths and addresses may have templates, so that one file can be given to every node: ``{hostname}`` is this host's name
 and ``{env:NAME}`` an environment variable; ``{{`` and ``}}`` are plain braces. What differs between the ranks or the
@@ -20,7 +20,7 @@ import math
 import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from typing import TypeVar
@@ -56,7 +56,7 @@ def parse_size(value: object, key: str = "") -> int:
     A fraction of a byte is rounded down. Raises ``ConfigError`` naming ``key``.
     """
     if isinstance(value, str):
-        size = math.floor(_number_with_unit(value, key, SIZE_ALLOWED, _size_unit))
+        size = math.floor(_number_with_unit(value, key, SIZE_ALLOWED, _SIZE_UNITS))
     elif isinstance(value, int) and not isinstance(value, bool):
         size = value
         if size < 0:
@@ -93,7 +93,7 @@ def parse_duration(value: object, key: str = "") -> float:
     """
     seconds: Fraction | float
     if isinstance(value, str):
-        seconds = _number_with_unit(value, key, DURATION_ALLOWED, _duration_unit)
+        seconds = _number_with_unit(value, key, DURATION_ALLOWED, _DURATION_UNITS)
     elif isinstance(value, int | float) and not isinstance(value, bool) and value == value:  # NaN equals nothing
         seconds = value
         if seconds < 0:
@@ -115,9 +115,7 @@ def format_duration(seconds: float) -> str:
     return f"{Decimal(repr(seconds)):f}s"
 
 
-def _number_with_unit(
-    text: str, key: str, allowed: str, factor_of: Callable[[str, str, str], int | Fraction]
-) -> Fraction:
+def _number_with_unit(text: str, key: str, allowed: str, units: Mapping[str, int | Fraction]) -> Fraction:
     match = _NUMBER_AND_UNIT.fullmatch(text.strip())
     if match is None:
         raise refuse(text, allowed, key)
@@ -126,24 +124,14 @@ def _number_with_unit(
         raise ConfigError(key, f"{shown(text)} is negative", allowed)
     if not unit:
         raise ConfigError(key, f"{shown(text)} has no unit", allowed)
-    return Fraction(number) * factor_of(unit, key, allowed)
-
-
-def _size_unit(unit: str, key: str, allowed: str) -> int:
-    if unit in _SIZE_UNITS:
-        return _SIZE_UNITS[unit]
+    if unit in units:
+        return Fraction(number) * units[unit]
     letter = unit[0].upper()
-    if letter in _PREFIXES and unit[1:] in ("", "i", "b"):
+    if units is _SIZE_UNITS and letter in _PREFIXES and unit[1:] in ("", "i", "b"):
         raise ConfigError(key, f"the unit {unit!r} is ambiguous; write {letter}B or {letter}iB", allowed)
-    raise ConfigError(key, f"unknown unit {quoted(unit)}{did_you_mean(unit, _SIZE_UNITS)}", allowed)
-
-
-def _duration_unit(unit: str, key: str, allowed: str) -> Fraction:
-    if unit in _DURATION_UNITS:
-        return _DURATION_UNITS[unit]
-    if unit.lower() in ("w", "wk", "week", "weeks"):
-        raise ConfigError(key, f"unknown unit {quoted(unit)}; did you mean days? A week is 7d", allowed)
-    raise ConfigError(key, f"unknown unit {quoted(unit)}{did_you_mean(unit, _DURATION_UNITS)}", allowed)
+    is_week = units is _DURATION_UNITS and unit.lower() in ("w", "wk", "week", "weeks")
+    hint = "; did you mean days? A week is 7d" if is_week else ""
+    raise ConfigError(key, f"unknown unit {quoted(unit)}{hint or did_you_mean(unit, units)}", allowed)
 
 
 # -- parsers of fields -------------------------------------------------------------------------------------------------
@@ -198,29 +186,29 @@ Word = TypeVar("Word")
 Parser = Callable[[object], Value]
 
 
-def whole_number(least: int, most: float, allowed: str = "") -> Parser[int]:
+def whole_number(least: int, most: float) -> Parser[int]:
     """A whole number from ``least`` to ``most`` (``math.inf`` for no limit)."""
 
     def parse(value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise refuse(value, allowed)
+            raise refuse(value)
         return value
 
     return parse
 
 
-def number(least: float, most: float, allowed: str = "") -> Parser[float]:
+def number(least: float, most: float) -> Parser[float]:
     """A number from ``least`` to ``most``, with or without a fraction."""
 
     def parse(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            raise refuse(value, allowed)
+            raise refuse(value)
         return float(value)
 
     return parse
 
 
-def size(least: int, most: float, allowed: str = "", *, or_none: bool = False, units: str = "") -> Parser[int]:
+def size(least: int, most: float, *, or_none: bool = False, units: str = "") -> Parser[int]:
     """Bytes from ``least`` to ``most``, written as a whole number or with a unit; with ``or_none`` also 0.
 
     ``units`` takes the place of ``allowed`` where the unit is what is wrong.
@@ -228,34 +216,34 @@ def size(least: int, most: float, allowed: str = "", *, or_none: bool = False, u
 
     def parse(value: object) -> int:
         if value is None or isinstance(value, bool | float):
-            raise refuse(value, allowed)
+            raise refuse(value)
         try:
             number = parse_size(value)
         except ConfigError as error:
-            raise ConfigError("", error.problem, units if units and "unit" in error.problem else allowed) from None
+            raise ConfigError("", error.problem, units if units and "unit" in error.problem else "") from None
         if number < least and not (or_none and number == 0):
-            raise ConfigError("", f"{shown(value)} is less than {format_size(least)}", allowed)
+            raise ConfigError("", f"{shown(value)} is less than {format_size(least)}", "")
         if number > most:
-            raise ConfigError("", f"{shown(value)} is more than {format_size(int(most))}", allowed)
+            raise ConfigError("", f"{shown(value)} is more than {format_size(int(most))}", "")
         return number
 
     return parse
 
 
-def duration(least: float, most: float, allowed: str = "") -> Parser[float]:
+def duration(least: float, most: float) -> Parser[float]:
     """Seconds from ``least`` to ``most``, written as a number or with a unit."""
 
     def parse(value: object) -> float:
         if value is None or isinstance(value, bool):
-            raise refuse(value, allowed)
+            raise refuse(value)
         try:
             seconds = parse_duration(value)
         except ConfigError as error:
-            raise ConfigError("", error.problem, allowed) from None
+            raise ConfigError("", error.problem, "") from None
         if seconds < least:
-            raise ConfigError("", f"{shown(value)} is less than {format_duration(least)}", allowed)
+            raise ConfigError("", f"{shown(value)} is less than {format_duration(least)}", "")
         if seconds > most:
-            raise ConfigError("", f"{shown(value)} is more than {format_duration(most)}", allowed)
+            raise ConfigError("", f"{shown(value)} is more than {format_duration(most)}", "")
         return seconds
 
     return parse
@@ -271,18 +259,14 @@ def or_auto(parse: Parser[Value]) -> Parser[Value | None]:
     return lambda value: None if value is None or value == "auto" else parse(value)
 
 
-def absolute_path(allowed: str = "") -> Parser[str]:
+def absolute_path(value: object) -> str:
     """An absolute path, templates expanded. Errors show it as written: no environment variable is shown."""
-
-    def parse(value: object) -> str:
-        if not isinstance(value, str) or not value or "\0" in value:
-            raise refuse(value, allowed)
-        path = expand_templates(value)
-        if not os.path.isabs(path):
-            raise ConfigError("", f"{quoted(value)} is not an absolute path", allowed)
-        return path
-
-    return parse
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise refuse(value)
+    path = expand_templates(value)
+    if not os.path.isabs(path):
+        raise ConfigError("", f"{quoted(value)} is not an absolute path", "")
+    return path
 
 
 def directory_relation(path: str, other: str) -> str:

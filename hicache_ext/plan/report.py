@@ -219,25 +219,6 @@ def _money(hardware: Hardware, prefill: dict[str, Any] | None, life: float | Non
     return {"disks_per_year": disks, "pool_per_year": pool, "saved_per_year": saved, "net_per_year": net}
 
 
-def pictures(path: str, document: dict[str, Any]) -> None:
-    """The curve and where blocks came from as PNG. Raises OSError."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    points: Sequence[dict[str, Any]] = document["curve"]
-    left.plot([point["bytes"] / 1e12 for point in points], [point["hit_share"] for point in points], marker="o")
-    fleet = document["fleet"]
-    if fleet["disk_bytes"]:
-        left.axvline(fleet["disk_bytes"] / 1e12, linestyle="--", color="gray", label="disk of one node")
-        left.legend()
-    left.set(xscale="log", xlabel="capacity of one cache (TB)", ylabel="share of prompt blocks found", ylim=(0, None))
-    names = ["disk", "pool", "computed"]
-    right.bar(names, [fleet["tokens"][name] / 1e6 for name in names], color=["teal", "orange", "lightgray"])
-    right.set(ylabel="million tokens of the trace", title=f"{fleet['nodes']} nodes, router by {fleet['router']}")
-    figure.savefig(path)
-
-
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 _BAR = 40

@@ -1,5 +1,5 @@
-"""What commands have in common: their result, which is one JSON document under ``--json``; progress on standard error;
-signals that end them in order."""
+"""What commands have in common: their result, which is one JSON document under ``--json``; tables; progress on standard
+error; signals that end them in order."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import logging
 import math
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TextIO
+
+from hicache_ext.runtime.shown import shown_text
 
 JSON_ON_STANDARD_OUTPUT = Path("-")
 """What a ``--json [FILE]`` holds that was given no file."""
@@ -51,20 +53,25 @@ def _with_numbers_of_json(value: Any) -> Any:
     return value
 
 
+_LONGEST_CELL = 1000
+
+
+def aligned(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str], between: str = "  ") -> list[str]:
+    """Rows of equal length as lines, each cell by ``shown_text``, the first of a row at the left; ``justify``, for the
+    others: ``str.ljust`` or ``str.rjust``."""
+    rows = [tuple(shown_text(cell, _LONGEST_CELL) for cell in row) for row in rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [between.join([row[0].ljust(widths[0]), *map(justify, row[1:], widths[1:])]).rstrip() for row in rows]
+
+
 progress = logging.getLogger("hicache_ext.progress")
 """Lines of level INFO."""
 
 
-class _OnStandardError(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        # Standard output is the command's result, which may be JSON.
-        print(record.getMessage(), file=sys.stderr, flush=True)
-
-
 @contextmanager
 def progress_on_standard_error() -> Iterator[None]:
-    """For commands, which configure no logging."""
-    handler, before = _OnStandardError(), progress.level
+    """For commands, which configure no logging. Standard output is their result, which may be JSON."""
+    handler, before = logging.StreamHandler(), progress.level
     progress.addHandler(handler)
     progress.setLevel(logging.INFO)
     try:

@@ -1,7 +1,11 @@
-"""Locks between processes with a bound on the wait: the holder may be stopped (SIGSTOP, freezer) or hang on its disk.
+"""Locks between processes: on bytes of a file, of an open file description (OFD locks, fcntl(2)).
 
-``ChangeLock`` is for what calls need: held briefly, waited for briefly.
-Reasons: docs/decisions/liveness.md.
+The kernel takes them back when the last descriptor of the description is closed, however the process ended, and shows
+them to processes of any PID namespace. Two descriptions exclude each other within one process, too. A child made by
+``os.fork`` inherits the description and would keep the parent's locks: ``close_in_forks`` ends that.
+
+Waits are bounded: the holder may be stopped (SIGSTOP, freezer) or hang on its disk. ``ChangeLock`` is for what calls
+need: held briefly, waited for briefly. Reasons: docs/decisions/liveness.md.
 """
 
 from __future__ import annotations
@@ -10,21 +14,19 @@ import errno
 import fcntl
 import logging
 import os
+import struct
 import threading
 import time
-from abc import ABC, abstractmethod
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol
 
-from hicache_ext.runtime import ofd
 from hicache_ext.runtime.access import open_plain_file
 from hicache_ext.runtime.background import Backoff
 
 logger = logging.getLogger(__name__)
-
-_Lock = TypeVar("_Lock", bound="FileLock")
 
 CHANGE_LOCK_BOUND = 1.0
 """Seconds that a call waits for the holder of a lock, who may be stopped."""
@@ -45,22 +47,81 @@ def try_lock(fd: int, operation: int) -> bool:
     return True
 
 
-class FileLock(ABC):
-    """A lock on a file between processes, and between the threads of one process. Not reentrant.
+# struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid (0, or the kernel refuses). The same on x86-64
+# and aarch64.
+_FLOCK = struct.Struct("@hhqqi0q")
+
+
+class Inherited(Protocol):
+    def after_fork_in_child(self) -> None:
+        """Close descriptors that carry locks of the parent; replace locks of threads that the child does not have.
+
+        Must not wait, nor touch a disk: it runs inside fork.
+        """
+
+
+_inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
+
+
+def close_in_forks(holder: Inherited) -> None:
+    """Have ``holder.after_fork_in_child()`` called in every child that Python forks, as long as ``holder`` lives."""
+    _inherited.add(holder)
+
+
+def _in_child() -> None:
+    for holder in list(_inherited):
+        holder.after_fork_in_child()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def try_lock_bytes(fd: int, start: int, length: int = 1) -> bool:
+    """Take the write lock on these bytes, without waiting; False when another description holds one of them.
+
+    ``fd`` must be open for writing. Raises OSError for anything else.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        return False
+    return True
+
+
+def unlock_bytes(fd: int, start: int, length: int = 1) -> None:
+    """Raises OSError."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, start, length, 0))
+
+
+def lock_among(fd: int, start: int, length: int) -> tuple[int, int] | None:
+    """(start, length) of one lock that another description holds on some of these bytes; None where there is none.
+
+    Reading is enough for ``fd``. Length 0 reaches to the end of any file. Raises OSError.
+    """
+    question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    kind, _, found_start, found_length, _ = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, question))
+    return None if kind == fcntl.F_UNLCK else (found_start, found_length)
+
+
+class OfdLock:
+    """A lock on one byte of a file between processes, and between the threads of one process. Not reentrant.
 
     Each opens a description of its own, so two of one process on one file exclude each other. A process that ends
     gives it back, however it ends; one that is stopped keeps it. In a child that Python forked it begins anew: free,
     whatever the parent holds. Calls raise OSError as the file system does.
     """
 
-    def __init__(self, file: Path | int) -> None:
-        """``file``: a path, made where it is missing, or a descriptor, which must stay open as long as the lock."""
+    def __init__(self, file: Path, byte: int = 0) -> None:
+        """``file`` is made where it is missing. ``byte``: its offset; it need not exist."""
         self._file = file
+        self._byte = byte
         self._threads = threading.Lock()
         self._held = False
         self._closed = False
         self._fd = -1
-        ofd.close_in_forks(self)
+        close_in_forks(self)
         with self._threads:
             self._open()
 
@@ -103,7 +164,7 @@ class FileLock(ABC):
             return
         self._held = False
         try:
-            self._unlock(self._fd)
+            unlock_bytes(self._fd, self._byte)
         except OSError:
             # So the kernel takes it back. The next acquire opens the file anew.
             self._forget()
@@ -130,17 +191,10 @@ class FileLock(ABC):
         self._held = False
         self._forget()
 
-    @abstractmethod
-    def _try(self, fd: int) -> bool:
-        """Take the lock on ``fd`` without waiting."""
-
-    @abstractmethod
-    def _unlock(self, fd: int) -> None: ...
-
     def _try_file(self) -> bool:
-        if not self._try(self._fd):
+        if not try_lock_bytes(self._fd, self._byte):
             return False
-        if not isinstance(self._file, Path) or os.fstat(self._fd).st_nlink:
+        if os.fstat(self._fd).st_nlink:
             return True
         # The file was removed: others lock the one that has its name now.
         self._forget()
@@ -150,13 +204,8 @@ class FileLock(ABC):
     def _open(self) -> None:
         if self._closed:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF), str(self._file))
-        if self._fd >= 0:
-            return
-        if isinstance(self._file, Path):
+        if self._fd < 0:
             self._fd = open_plain_file(self._file, os.O_RDWR)
-        else:
-            # A description of its own for the same file.
-            self._fd = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_CLOEXEC)
 
     def _leave(self) -> None:
         """Let the next thread in."""
@@ -170,32 +219,7 @@ class FileLock(ABC):
             os.close(fd)
 
 
-class OfdLock(FileLock):
-    """The lock on one byte of a file."""
-
-    def __init__(self, file: Path | int, byte: int) -> None:
-        """``byte``: its offset; it need not exist."""
-        self._byte = byte
-        super().__init__(file)
-
-    def _try(self, fd: int) -> bool:
-        return ofd.try_lock_bytes(fd, self._byte)
-
-    def _unlock(self, fd: int) -> None:
-        ofd.unlock_bytes(fd, self._byte)
-
-
-class FlockLock(FileLock):
-    """flock on a whole file."""
-
-    def _try(self, fd: int) -> bool:
-        return try_lock(fd, fcntl.LOCK_EX)
-
-    def _unlock(self, fd: int) -> None:
-        fcntl.flock(fd, fcntl.LOCK_UN)
-
-
-def free_lock(lock: _Lock, problem: str) -> _Lock:
+def free_lock(lock: OfdLock, problem: str) -> OfdLock:
     """``lock``, once nobody holds it. Raises TimeoutError with ``problem`` where somebody does and goes on with nothing
     for the time that a ChangeLock waits, OSError; it is closed then."""
     try:
@@ -216,7 +240,7 @@ class ChangeLock:
     """
 
     def __init__(
-        self, lock: FileLock, name: str, bound: float = CHANGE_LOCK_BOUND, threads: float = _OWN_THREADS_BOUND
+        self, lock: OfdLock, name: str, bound: float = CHANGE_LOCK_BOUND, threads: float = _OWN_THREADS_BOUND
     ) -> None:
         """``lock`` belongs to this object from now on. ``name``: what is locked, for the log. ``threads``: seconds that
         threads of this process are waited for."""
@@ -226,7 +250,7 @@ class ChangeLock:
         self._threads = threads
         self._state = threading.Lock()
         self._stuck = False
-        ofd.close_in_forks(self)
+        close_in_forks(self)
 
     @property
     def fd(self) -> int:

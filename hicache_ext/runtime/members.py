@@ -14,8 +14,8 @@ import stat
 import threading
 from pathlib import Path
 
-from hicache_ext.runtime import ofd
 from hicache_ext.runtime.access import open_plain_file
+from hicache_ext.runtime.file_lock import close_in_forks, lock_among, try_lock_bytes
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -37,7 +37,7 @@ class Members:
         self._closed = False
         self._id = 0
         self._own = self._all = -1
-        ofd.close_in_forks(self)
+        close_in_forks(self)
         with self._lock:
             self._join()
 
@@ -58,7 +58,7 @@ class Members:
         try:
             with self._lock:
                 self._join()
-                return ofd.lock_among(self._all, member, 1) is not None
+                return lock_among(self._all, member, 1) is not None
         except OSError:
             return True
 
@@ -99,7 +99,7 @@ class Members:
         try:
             self._own = open_plain_file(self._path, os.O_RDWR)
             self._id = _new_id()
-            while not ofd.try_lock_bytes(self._own, self._id):
+            while not try_lock_bytes(self._own, self._id):
                 self._id = _new_id()
             # A second description, which sees the first one's lock, too. By the path it could be another file now.
             self._all = os.open(f"/proc/self/fd/{self._own}", os.O_RDONLY | os.O_CLOEXEC)
@@ -152,7 +152,7 @@ def _locked_bytes(fd: int) -> list[int]:
         if start >= end:
             continue
         # The kernel names one lock of perhaps many: look on both sides of it.
-        lock = ofd.lock_among(fd, start, end - start)
+        lock = lock_among(fd, start, end - start)
         if lock is None:
             continue
         first, length = lock

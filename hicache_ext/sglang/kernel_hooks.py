@@ -58,15 +58,12 @@ _broken = False
 
 
 def configure(settings: KernelsConfig) -> None:
-    """Take the operator's settings; the environment overrides them. Once per process, before the first copy.
-
-    Raises ``ConfigError`` with one sentence.
-    """
-    use(make_selector(settings.with_environment()))
+    """Take the operator's settings. Once per process, before the first copy. Raises ``ConfigError``, one sentence."""
+    use(make_selector(settings))
 
 
 def use(selector: Selector | None) -> None:
-    """Let ``selector`` choose from now on; None: the one of the environment, at the next copy."""
+    """Let ``selector`` choose from now on; None: that of the defaults, at the next copy."""
     global _selector, _broken
     _selector, _broken = selector, False
     _bindings.clear()
@@ -262,7 +259,7 @@ def _give_up(error: Exception) -> None:
 def _current_selector() -> Selector:
     global _selector
     if _selector is None:
-        _selector = make_selector(KernelsConfig().with_environment())
+        _selector = make_selector(KernelsConfig())
     return _selector
 
 

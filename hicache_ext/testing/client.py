@@ -16,15 +16,11 @@ from hicache_ext.errors import ServerError
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
-    """Where the cached tokens of a prompt came from, in tokens. SGLang reports it only when there were any.
-
-    ``storage_backend`` is the name of SGLang's backend, such as ``dynamic``.
-    """
+    """Where the cached tokens of a prompt came from, in tokens. SGLang reports it only when there were any."""
 
     device: int = 0
     host: int = 0
     storage: int = 0
-    storage_backend: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +59,11 @@ class SglangClient:
         *,
         sampling: Mapping[str, Any] | None = None,
         timeout: float = 240,
-        show: Callable[[str], None] | None = None,
         **body: Any,
     ) -> Generation:
         """One greedy completion of a text or of token ids, streamed to measure the time to the first token.
 
         ``sampling`` adds to the sampling parameters and ``body`` to the request (``bootstrap_room`` and the like).
-        ``show`` gets the text so far with each event.
         Raises ``ServerError`` when the server refuses or dies while it answers, ``OSError`` when it is gone.
         """
         request = {
@@ -86,8 +80,6 @@ class SglangClient:
                 raise ServerError(f"/generate failed: {last['error']}")
             if first_token is None and last.get("output_ids"):
                 first_token = time.monotonic() - start
-            if show is not None:
-                show(last.get("text", ""))
         total = time.monotonic() - start
         meta = last.get("meta_info", {})
         if "prompt_tokens" not in meta:
@@ -195,12 +187,7 @@ def _generation(
         output_ids=tuple(output_ids),
         prompt_tokens=meta["prompt_tokens"],
         cached_tokens=meta["cached_tokens"],
-        cached=CachedTokens(
-            device=details.get("device", 0),
-            host=details.get("host", 0),
-            storage=details.get("storage", 0),
-            storage_backend=details.get("storage_backend"),
-        ),
+        cached=CachedTokens(**{source: details.get(source, 0) for source in ("device", "host", "storage")}),
         time_to_first_token=first_token,
         total_time=total,
         meta_info=meta,

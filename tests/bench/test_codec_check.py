@@ -17,8 +17,8 @@ from hicache_ext.cli import codec_check
 from hicache_ext.cli.inputs import our_texts
 from hicache_ext.cli.main import main
 from hicache_ext.errors import UnsupportedError
-from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.cli.test_every_command import documented, fields_of, is_documented
+from tests.rigs.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 

@@ -25,10 +25,10 @@ from hicache_ext.bench.frame import machine_facts
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.runtime.commands import terminated_in_order
 from hicache_ext.testing.server import SglangServer
-from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.campaigns.reporting import where_and_when
 from tests.rigs.prometheus import Prometheus
 from tests.rigs.redis_servers import RedisServer
+from tests.rigs.tiny_model import make_tiny_model
 from tests.watching.queries import panels, with_everything_chosen
 from tests.watching.timeline import ALERTS
 

@@ -32,12 +32,12 @@ import numpy as np
 from hicache_ext.bench.frame import Quartiles, Table, interleaved, machine_facts, number, today, write_json
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.runtime.commands import terminated_in_order
-from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.campaigns.reporting import markdown
 from tests.rigs import step_costs, tier_faults
 from tests.rigs.pd_pair import PdGeneration, PdPair, decode_node
 from tests.rigs.rig_server import RigServer
 from tests.rigs.server_hooks import rig_environment
+from tests.rigs.tiny_model import make_tiny_model
 
 BATCH = 6
 PROMPT_TOKENS = 96

@@ -31,10 +31,10 @@ from hicache_ext.config.tier import READ_TIMEOUT
 from hicache_ext.runtime.commands import terminated_in_order
 from hicache_ext.testing.server import SglangServer
 from hicache_ext.testing.small_model import arguments_to_serve, make_small_model
-from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.campaigns.pool_trouble_report import write_report
 from tests.campaigns.trouble_engines import ENGINES, Engine, Happening, engine
 from tests.campaigns.trouble_load import ANSWER_TOKENS, WITH_POOL, WITHOUT, Conversations, Run, TimeLine
+from tests.rigs.tiny_model import make_tiny_model
 
 PAGE_SIZE = 16
 _THRESHOLD = 64

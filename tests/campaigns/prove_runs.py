@@ -18,7 +18,7 @@ from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import ServerError
 from hicache_ext.testing.server import SglangServer
 from hicache_ext.testing.small_model import NAME, make_small_model
-from hicache_ext.testing.tiny_model import make_tiny_model
+from tests.rigs.tiny_model import make_tiny_model
 
 
 def main() -> int:

@@ -27,11 +27,11 @@ from typing import Any
 from hicache_ext.bench.frame import Quartiles, Table, interleaved, machine_facts, today, write_json
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.runtime.commands import terminated_in_order
-from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.campaigns.reporting import markdown
 from tests.rigs import tier_faults
 from tests.rigs.rig_server import RigServer
 from tests.rigs.server_hooks import rig_environment
+from tests.rigs.tiny_model import make_tiny_model
 
 PROMPT_TOKENS = 4096
 PAGE_SIZE = 32

@@ -99,7 +99,6 @@ def test_a_command_that_needs_a_package_says_in_one_sentence_what_to_do(tmp_path
         ("demo",): WHERE_SGLANG_RUNS,
         ("bench", "file", "--quick"): WHERE_SGLANG_RUNS,
         ("bench", "kernels", "--quick"): WHERE_SGLANG_RUNS,
-        ("plan", "trace.jsonl", "--plot", "x.png"): "pip install matplotlib",
         ("warm", "hicache.yaml", "--prompt", "prompt.txt", "--model", "x"): WHERE_SGLANG_RUNS,
     }
     for (words, remedy), (code, _, err, _) in zip(

@@ -48,7 +48,7 @@ def test_a_model_without_a_tokenizer_is_one_sentence_that_names_what_is_missing(
 def test_a_prompt_is_tokenized_in_a_process_of_its_own_beside_a_torchvision_that_was_built_for_cuda(
     tmp_path: Path,
 ) -> None:
-    from hicache_ext.testing.tiny_model import make_tiny_model
+    from tests.rigs.tiny_model import make_tiny_model
 
     model = make_tiny_model(tmp_path / "model")
     (tmp_path / "prompt.txt").write_text("Once upon a time")

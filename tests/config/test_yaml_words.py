@@ -56,7 +56,7 @@ def wrong_with(model: type[BaseModel], name: str, value: object) -> list[str]:
     try:
         model.model_validate({name: value})
     except ValidationError as error:
-        return [one["msg"] for one in error.errors() if one["loc"][:1] == (name,)]
+        return [str(one["ctx"]["error"]) for one in error.errors() if one["loc"][:1] == (name,)]
     return []
 
 

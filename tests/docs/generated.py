@@ -104,6 +104,8 @@ def _default(model: type[BaseModel], name: str) -> str:
     """As one writes it; "" where there is none, and where leaving the key out means something else than any value."""
     field, takes = model.model_fields[name], allowed_for(model, name)
     value = _schema_of(model).get("properties", {}).get(name, {}).get("default", field.default)
+    if value is None and takes.endswith("or auto"):
+        value = "auto"
     if value is None or value is PydanticUndefined or value in ("", [], ()):
         return ""
     if isinstance(value, bool):

@@ -240,7 +240,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("models") / "tiny"
     if find_spec("torch") is None:
         return place
-    from hicache_ext.testing.tiny_model import make_tiny_model
+    from tests.rigs.tiny_model import make_tiny_model
 
     return make_tiny_model(place)
 

@@ -15,7 +15,7 @@ import pytest
 
 from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer
-from hicache_ext.testing.tiny_model import make_tiny_model
+from tests.rigs.tiny_model import make_tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,8 @@ import yaml
 from hicache_ext.cli.main import main
 from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.testing.client import Generation
-from hicache_ext.testing.server import SglangServer
 from tests.e2e.conftest import LENGTH, file_tier_config, random_prompt
+from tests.rigs.rig_server import RigServer
 from tests.rigs.server_hooks import rig_environment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -25,7 +25,7 @@ REUSABLE = LENGTH - PAGE_SIZE
 RANKS = 2
 
 
-def decisions(server: SglangServer) -> dict[str, float]:
+def decisions(server: RigServer) -> dict[str, float]:
     """Pages of all ranks by decision, once nothing is added any more: metrics are exported once a second."""
     before: dict[str, float] = {}
     while True:
@@ -47,7 +47,7 @@ def test_a_first_request_is_refused_a_second_one_written_and_a_third_one_restore
 
     with (
         tempfile.TemporaryDirectory(prefix="hce-") as runtime,
-        SglangServer(
+        RigServer(
             tiny_model,
             log_file=tmp_path / "server.log",
             tp=2,

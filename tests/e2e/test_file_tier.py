@@ -16,9 +16,9 @@ import yaml
 
 from hicache_ext.errors import ServerError
 from hicache_ext.testing.client import Generation
-from hicache_ext.testing.server import SglangServer
 from tests.e2e.conftest import FIRST_PROMPT, file_tier_config
 from tests.e2e.modes import saw
+from tests.rigs.rig_server import RigServer
 from tests.storage.raw_access import RawFiles, stored_keys
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -78,8 +78,8 @@ def test_a_prompt_is_restored_after_a_flush_a_restart_and_damage(
 ) -> None:
     """Of slabs the first server is killed; test_releases.py has one over slabs that ends in order."""
 
-    def serve(name: str) -> SglangServer:
-        return SglangServer(
+    def serve(name: str) -> RigServer:
+        return RigServer(
             tiny_model,
             log_file=tmp_path / f"{name}.log",
             page_size=PAGE_SIZE,
@@ -94,7 +94,7 @@ def test_a_prompt_is_restored_after_a_flush_a_restart_and_damage(
         if layout == "slab":
             server.kill()
     assert after_flush.cached.storage == REUSABLE
-    assert after_flush.cached.storage_backend == "HiCacheExtBackend"
+    assert after_flush.meta_info["cached_tokens_details"]["storage_backend"] == "HiCacheExtBackend"
     assert after_flush.output_ids == cold.output_ids
 
     with serve("second") as server:
@@ -122,7 +122,7 @@ def test_a_prompt_is_restored_where_host_memory_is_a_mere_buffer(
     tiny_model: Path, tmp_path: Path, config_file: Path, cold: Generation
 ) -> None:
     """docs/operations.md says so: SGLang keeps no L2, and whatever has left the GPU comes from the tier."""
-    with SglangServer(
+    with RigServer(
         tiny_model,
         log_file=tmp_path / "server.log",
         page_size=PAGE_SIZE,
@@ -144,8 +144,8 @@ def test_a_prompt_is_restored_where_host_memory_is_a_mere_buffer(
 def test_two_ranks_restore_together_and_never_meet_one_rank(
     tiny_model: Path, tmp_path: Path, config_file: Path, cold: Generation
 ) -> None:
-    def serve(name: str, tp: int) -> SglangServer:
-        return SglangServer(
+    def serve(name: str, tp: int) -> RigServer:
+        return RigServer(
             tiny_model,
             log_file=tmp_path / f"{name}.log",
             tp=tp,
@@ -181,7 +181,7 @@ def test_two_ranks_restore_together_and_never_meet_one_rank(
 def test_sglangs_fault_injector_costs_hits_and_nothing_else(
     tiny_model: Path, tmp_path: Path, config_file: Path, cold: Generation
 ) -> None:
-    with SglangServer(
+    with RigServer(
         tiny_model,
         log_file=tmp_path / "server.log",
         page_size=PAGE_SIZE,
@@ -203,7 +203,7 @@ def test_an_impossible_configuration_stops_the_server_at_start_with_its_sentence
 ) -> None:
     """A mistyped one is refused in the same place: see the storage that is attached below."""
     config = file_tier_config(Path("/proc/nowhere"))
-    server = SglangServer(
+    server = RigServer(
         tiny_model,
         log_file=tmp_path / "server.log",
         page_size=PAGE_SIZE,
@@ -228,7 +228,7 @@ def test_storage_can_be_attached_cleared_and_detached_while_the_server_runs(
             "hicache_storage_prefetch_policy": "wait_complete",
         }
 
-    with SglangServer(
+    with RigServer(
         tiny_model, log_file=tmp_path / "server.log", page_size=PAGE_SIZE, extra_arguments=("--admin-api-key", "key")
     ) as server:
         admin = {"Authorization": "Bearer key"}
@@ -263,8 +263,8 @@ def test_two_servers_share_a_directory_and_one_of_them_is_killed(
     config = file_tier_config(tmp_path / "l3", capacity="8MiB", layout="pages")
     prompts = {number: [(number * 37 + 11 * p * p + 5 * p) % 250 for p in range(640)] for number in range(12)}
 
-    def serve(name: str) -> SglangServer:
-        return SglangServer(
+    def serve(name: str) -> RigServer:
+        return RigServer(
             tiny_model,
             log_file=tmp_path / f"{name}.log",
             page_size=PAGE_SIZE,

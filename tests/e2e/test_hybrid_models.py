@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hicache_ext.testing.server import SglangServer
 from tests.e2e.conftest import file_tier_config
+from tests.rigs.rig_server import RigServer
 from tests.rigs.server_hooks import hybrid_environment
 from tests.rigs.tiny_hybrid import WINDOW, Kind, make_tiny_hybrid
 
@@ -51,8 +51,8 @@ def test_all_pools_of_a_hybrid_model_are_restored_after_a_flush_and_a_restart(
     config = file_tier_config(tmp_path / "l3")
     assert len(SHARED) > 4 * WINDOW
 
-    def serve(name: str) -> SglangServer:
-        return SglangServer(
+    def serve(name: str) -> RigServer:
+        return RigServer(
             model,
             log_file=tmp_path / f"{name}.log",
             tp=tp,
@@ -81,7 +81,7 @@ def test_all_pools_of_a_hybrid_model_are_restored_after_a_flush_and_a_restart(
             server.flush_cache()
             forked = server.generate(prompt)
             assert forked.cached.storage == len(SHARED)
-            assert forked.cached.storage_backend == "HiCacheExtBackend"
+            assert forked.meta_info["cached_tokens_details"]["storage_backend"] == "HiCacheExtBackend"
             assert forked.output_ids == cold[name].output_ids
         server.flush_cache()
 
@@ -127,7 +127,7 @@ def reference_logprobs(model: Path, prompts: Mapping[str, list[int]]) -> dict[st
     return found
 
 
-def logprobs_of(server: SglangServer, prompt: list[int]) -> torch.Tensor:
+def logprobs_of(server: RigServer, prompt: list[int]) -> torch.Tensor:
     """Those of a prompt's tokens from the second on, as the server computes them without any cache."""
     request = {
         "input_ids": prompt,

@@ -18,12 +18,12 @@ from hicache_ext.config.render import linker_config
 from hicache_ext.errors import ServerError
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.testing.client import Generation
-from hicache_ext.testing.server import SglangServer
 from tests.e2e.conftest import FIRST_PROMPT, SECOND_PROMPT, file_tier_config, prompt_of
 from tests.e2e.test_file_tier import damage
 from tests.e2e.test_hybrid_models import ARGUMENTS, restorable
 from tests.e2e.test_hybrid_models import PROMPTS as HYBRID_PROMPTS
 from tests.rigs.redis_servers import RedisServer, redis_program
+from tests.rigs.rig_server import RigServer
 from tests.rigs.server_hooks import hybrid_environment
 from tests.rigs.tiny_hybrid import KINDS, Kind, make_tiny_hybrid
 from tests.storage.raw_access import stored_keys
@@ -36,8 +36,8 @@ REUSABLE = len(FIRST_PROMPT) - PAGE_SIZE
 STAGED = "hicache_ext_linker_staging_pages"
 
 
-def linked(model: Path, log_file: Path, config: dict[str, Any], **settings: Any) -> SglangServer:
-    return SglangServer(
+def linked(model: Path, log_file: Path, config: dict[str, Any], **settings: Any) -> RigServer:
+    return RigServer(
         model,
         log_file=log_file,
         page_size=PAGE_SIZE,
@@ -50,8 +50,8 @@ def identities_in(pool: Path) -> set[bytes]:
     return {key[:IDENTITY_LENGTH] for key in stored_keys(pool)}
 
 
-def hierarchical(model: Path, log_file: Path, config: dict[str, Any], **settings: Any) -> SglangServer:
-    return SglangServer(
+def hierarchical(model: Path, log_file: Path, config: dict[str, Any], **settings: Any) -> RigServer:
+    return RigServer(
         model, log_file=log_file, page_size=PAGE_SIZE, storage_backend="dynamic", extra_config=config, **settings
     )
 
@@ -166,7 +166,7 @@ BUSY_PROMPTS = [prompt_of(17 + 2 * number, 3) for number in range(6)]
 class Busy(NamedTuple):
     """A server over Redis that is told to retract requests now and then."""
 
-    server: SglangServer
+    server: RigServer
     cold: list[Generation]
     """Its answers to each of BUSY_PROMPTS before anything was stored."""
 
@@ -283,11 +283,13 @@ def test_a_pool_that_does_not_answer_holds_up_nobody_else(tiny_model: Path, tmp_
             assert server.generate(FIRST_PROMPT).cached_tokens == REUSABLE
             server.flush_cache()
             tokens: list[float] = []
-            talk = threading.Thread(
-                target=lambda: server.generate(
-                    [7, 8, 9], 1500, sampling={"ignore_eos": True}, show=lambda _: tokens.append(time.monotonic())
-                )
-            )
+
+            def listen() -> None:
+                sampling = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
+                asked = {"input_ids": [7, 8, 9], "sampling_params": sampling, "stream": True}
+                tokens.extend(time.monotonic() for _ in server.events("/generate", asked, 240))
+
+            talk = threading.Thread(target=listen)
             talk.start()
             while len(tokens) < 5:
                 time.sleep(0.01)
@@ -305,6 +307,6 @@ def test_a_pool_that_does_not_answer_holds_up_nobody_else(tiny_model: Path, tmp_
             assert longest < took / 2, "the other request had to wait for the pool"
 
 
-def wait_until_nothing_is_staged(server: SglangServer) -> None:
+def wait_until_nothing_is_staged(server: RigServer) -> None:
     """The exporter looks once a second."""
     wait_until(lambda: read_samples(server.get("/metrics")).total(STAGED) == 0, "empty staging memory")

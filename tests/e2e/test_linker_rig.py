@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.testing.server import SglangServer
 from tests.e2e.conftest import FIRST_PROMPT
 from tests.e2e.test_hybrid_models import ARGUMENTS
+from tests.rigs.rig_server import RigServer
 from tests.rigs.server_hooks import hybrid_environment
 from tests.rigs.tiny_hybrid import make_tiny_hybrid
 
@@ -44,7 +44,7 @@ def test_a_forward_waits_for_each_layer_before_it_reads_it(
 ) -> None:
     model = tiny_model if kind == "llama" else make_tiny_hybrid(tmp_path / "gemma4", "gemma4")
     place = tmp_path / "linker"
-    with SglangServer(
+    with RigServer(
         model,
         log_file=tmp_path / "server.log",
         page_size=PAGE_SIZE,

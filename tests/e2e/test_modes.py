@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hicache_ext.testing.server import SglangServer
 from tests.e2e.conftest import file_tier_config
 from tests.e2e.modes import saw
 from tests.e2e.test_file_tier import PROMPT
 from tests.e2e.test_hybrid_models import PROMPTS, restorable
+from tests.rigs.rig_server import RigServer
 from tests.rigs.server_hooks import hybrid_environment
 from tests.rigs.tiny_hybrid import make_tiny_hybrid
 from tests.rigs.tiny_vision import IMAGE, make_tiny_vision
@@ -62,7 +62,7 @@ MODES = [
 ]
 
 
-def serve(model: Path, directory: Path, mode: Mode, **more: Any) -> SglangServer:
+def serve(model: Path, directory: Path, mode: Mode, **more: Any) -> RigServer:
     settings = {
         "tp": mode.tp,
         "dp": mode.dp,
@@ -73,7 +73,7 @@ def serve(model: Path, directory: Path, mode: Mode, **more: Any) -> SglangServer
         **mode.settings,
         **more,
     }
-    return SglangServer(model, log_file=directory / "server.log", **settings)
+    return RigServer(model, log_file=directory / "server.log", **settings)
 
 
 @pytest.mark.parametrize("mode", [argument(mode) for mode in MODES])

@@ -60,7 +60,7 @@ def test_what_one_server_computed_another_restores_and_a_dead_pool_costs_no_answ
     ):
         assert writer.generate(PROMPT).cached_tokens == 0
         restored = restored_by(reader, writer, PROMPT, cold, REUSABLE)
-        assert restored.cached.storage_backend == "HiCacheExtBackend"
+        assert restored.meta_info["cached_tokens_details"]["storage_backend"] == "HiCacheExtBackend"
 
         servers.kill_master()
         reader.flush_cache()

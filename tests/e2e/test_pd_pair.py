@@ -189,7 +189,7 @@ def test_the_second_turn_restores_what_the_decode_node_wrote(running: RunningPai
     pair.prefill.flush_cache()
     warm = pair.generate(next_turn, 16)
     assert warm.cached.storage == 704
-    assert warm.cached.storage_backend == "HiCacheExtBackend"
+    assert warm.prefill.meta_info["cached_tokens_details"]["storage_backend"] == "HiCacheExtBackend"
     wait_until(lambda: hits_from(pair, "near") == 44)
     assert hits_from(pair, "pool") == 0
 

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer
-from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.e2e.conftest import file_tier_config
 from tests.e2e.modes import saw
 from tests.rigs.tiny_adapter import make_tiny_adapter
+from tests.rigs.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -284,18 +284,6 @@ def test_trouble_in_the_hooks_themselves_leaves_everything_to_the_original(caplo
 
 
 @pytest.mark.usefixtures("own_selector")
-def test_a_wrong_environment_variable_is_one_sentence_in_the_log_and_sglang_goes_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("HICACHE_EXT_KERNEL_ENGINE", "tritn")
-    sglang_hooks.use(None)
-    with caplog.at_level(logging.ERROR):
-        assert calls_original(mha_pool("page_first", 16), "kernel")
-    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert "HICACHE_EXT_KERNEL_ENGINE: the text 'tritn'" in record.getMessage() and "'triton'" in record.getMessage()
-
-
-@pytest.mark.usefixtures("own_selector")
 def test_a_pool_that_got_new_buffers_is_looked_at_again() -> None:
     pool = mha_pool("page_first", 16)
     check_load(pool, sglang_hooks.around_load, "kernel", [(0, 0, 0, False)])

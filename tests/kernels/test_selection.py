@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hicache_ext.config import KernelsConfig
-from hicache_ext.errors import CalibrationError, ConfigError, CopyError
+from hicache_ext.errors import CalibrationError, CopyError
 from hicache_ext.kernels import selection
 from hicache_ext.kernels.calibration import (
     Calibration,
@@ -171,18 +170,3 @@ def test_a_configured_engine_serves_what_it_can_and_sglangs_own_path_the_rest() 
 
     choice = Selector({"triton": missing}, engine="triton").choose(operation())
     assert (choice.engine, choice.reason) == (None, "unavailable")
-
-
-# -- settings ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_environment_overrides_what_is_configured() -> None:
-    settings = KernelsConfig(engine="triton")
-    assert settings.with_environment({}) == settings
-    environment = {"HICACHE_EXT_KERNEL_ENGINE": "sglang"}
-    assert settings.with_environment(environment) == KernelsConfig(engine="sglang")
-
-
-def test_a_wrong_variable_is_named_with_what_is_allowed() -> None:
-    with pytest.raises(ConfigError, match=r"HICACHE_EXT_KERNEL_ENGINE: .*dma.*; allowed: "):
-        KernelsConfig().with_environment({"HICACHE_EXT_KERNEL_ENGINE": "dma"})

@@ -8,10 +8,8 @@ import threading
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
-
 from hicache_ext.config import TierConfig
-from hicache_ext.config.schema import Allowed, checked
+from hicache_ext.config.schema import Allowed
 from hicache_ext.config.values import absolute_path
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.page.page_object import decode_object, encode_object
@@ -26,7 +24,8 @@ class SqliteTierConfig(TierConfig):
     """Pages in one SQLite file."""
 
     type: Literal["sqlite"] = "sqlite"
-    file: Annotated[str, Field(description="the database"), Allowed(_FILE), checked(absolute_path(_FILE))]
+    file: Annotated[str, Allowed(_FILE, absolute_path)]
+    """the database"""
 
     def directories(self) -> tuple[str, ...]:
         return (os.path.dirname(self.file),)

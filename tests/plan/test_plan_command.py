@@ -176,12 +176,6 @@ def test_the_page_has_everything_and_fits(files: Path, capsys: pytest.CaptureFix
     assert "TB" in text and not re.search(r"[KMGT]iB|bit/s", text)
 
 
-def test_the_picture_is_drawn_where_matplotlib_is(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib", reason="missing: matplotlib")
-    plan(capsys, "trace.jsonl --model . --disk 1TB --plot plan.png")
-    assert (files / "plan.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -197,7 +191,6 @@ def test_the_picture_is_drawn_where_matplotlib_is(files: Path, capsys: pytest.Ca
         ("trace.jsonl --prefill-rate 0", "--prefill-rate: is 0; allowed: tokens per second"),
         ("trace.jsonl --gpu abacus", "--gpu: 'abacus' is not in the table; allowed: a100"),
         ("trace.jsonl --gpu h100 --prefill-rate 1", "--gpu: cannot be combined with --prefill-rate"),
-        ("trace.jsonl --plot plan.pdf", "--plot: 'plan.pdf' is not accepted; allowed: a file that ends in .png"),
         ("trace.jsonl --hints", "--hints: they tell of what decode nodes write; allowed: with --decode-writes"),
         ("trace.jsonl --decode-writes", "--decode-writes: decode nodes write to a pool, and there is none"),
         ("trace.jsonl --token-bytes 1KiB", "--model: one of --model and --token-bytes is needed"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import signal
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,40 @@ from tests.rigs.network_namespace import NetworkNamespace
 
 
 class RigServer(SglangServer):
-    """``namespace``: the network to run in; this machine's own if not given. The rest as for SglangServer."""
+    """``namespace``: the network to run in; this machine's own if not given. ``tp``, ``dp``: tensor- and data-parallel
+    size. ``linker_config``: ``--unified-cache-external-linker-config``, which names a class: SGLang's other door to
+    storage (docs/linker.md), with which HiCache is off. The rest as for SglangServer."""
 
     def __init__(
-        self, model: str | os.PathLike[str], *, namespace: NetworkNamespace | None = None, **settings: Any
+        self,
+        model: str | os.PathLike[str],
+        *,
+        namespace: NetworkNamespace | None = None,
+        tp: int = 1,
+        dp: int = 1,
+        linker_config: Mapping[str, Any] | None = None,
+        hierarchical_cache: bool = True,
+        extra_arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(model, **settings)
+        more = ["--tp-size", str(tp), "--dp-size", str(dp)]
+        if linker_config is not None:
+            more += ["--enable-unified-cache-external-linker", "--unified-cache-external-linker-backend", "dynamic"]
+            more += ["--unified-cache-external-linker-config", json.dumps(dict(linker_config))]
+        # Under DP attention the replicas are among the tensor-parallel ranks.
+        ranks = tp * (1 if "--enable-dp-attention" in extra_arguments else dp)
+        super().__init__(
+            model,
+            hierarchical_cache=hierarchical_cache and linker_config is None,
+            extra_arguments=[*more, *extra_arguments],
+            environment={**_a_core_for_each(ranks), **(environment or {})},
+            **settings,
+        )
+        if dp > 1:
+            # Each replica needs one of its own, which SGLang then chooses.
+            at = self.arguments.index("--nccl-port")
+            del self.arguments[at : at + 2]
         self._namespace = namespace
 
     def start(self) -> None:
@@ -77,3 +107,11 @@ class _NamespaceHandler(urllib.request.HTTPHandler):
                 self.sock = namespace.connect((self.host, self.port), self.timeout)
 
         return Connection(host, timeout=timeout)
+
+
+def _a_core_for_each(ranks: int) -> dict[str, str]:
+    """Without a GPU SGLang would give each rank a NUMA node, and refuses where there are fewer."""
+    if ranks == 1:
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hicache_ext.testing.tiny_model import TinyModelRecipe
+from tests.rigs.tiny_model import TinyModelRecipe
 
 
 def make_tiny_adapter(

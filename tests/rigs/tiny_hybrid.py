@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from hicache_ext.testing.sglang_cpu import declare_torchvision_operators
-from hicache_ext.testing.tiny_model import VOCABULARY_SIZE, make_directory, write_tokenizer
+from tests.rigs.tiny_model import VOCABULARY_SIZE, make_directory, write_tokenizer
 
 Kind = Literal["gemma4", "qwen3_next"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from hicache_ext.testing.sglang_cpu import declare_torchvision_operators
-from hicache_ext.testing.tiny_model import VOCABULARY_SIZE, make_directory, write_json, write_tokenizer
+from hicache_ext.testing.small_model import write_json
+from tests.rigs.tiny_model import VOCABULARY_SIZE, make_directory, write_tokenizer
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 """What stands in a prompt for an image."""

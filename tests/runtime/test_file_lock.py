@@ -58,19 +58,6 @@ def test_locks_on_other_bytes_do_not_meet(lock: OfdLock, path: Path) -> None:
     other.close()
 
 
-def test_a_descriptor_will_do_and_gets_a_description_of_its_own() -> None:
-    file = os.memfd_create("lock")
-    one, two = OfdLock(file, 7), OfdLock(file, 7)
-    assert one.try_acquire()
-    assert not two.try_acquire()
-    one.release()
-    assert two.try_acquire()
-    two.release()
-    for made in (one, two):
-        made.close()
-    os.close(file)
-
-
 def test_threads_of_one_process_exclude_each_other(lock: OfdLock) -> None:
     inside, most = 0, 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ext.runtime import ofd
+from hicache_ext.runtime import members as members_module
 from hicache_ext.runtime.members import Members, living_members
 from tests.rigs.container import Program, namespaces_missing
 
@@ -140,7 +140,7 @@ def test_a_lock_that_cannot_be_read_means_alive(members: Members, monkeypatch: p
     def broken(*_: int) -> None:
         raise OSError(errno.EIO, "broken")
 
-    monkeypatch.setattr(ofd, "lock_among", broken)
+    monkeypatch.setattr(members_module, "lock_among", broken)
     assert members.is_alive(12345)
 
 

@@ -210,7 +210,7 @@ def test_the_command_warms_and_says_what_it_did(config_file, pool, tmp_path, cap
 @pytest.mark.slow
 def test_the_command_tokenizes_a_prompt(config_file, pool, tmp_path, capsys):
     from hicache_ext.testing.sglang_cpu import prepare_process
-    from hicache_ext.testing.tiny_model import make_tiny_model
+    from tests.rigs.tiny_model import make_tiny_model
 
     prepare_process()  # transformers imports torchvision, whose extension a machine without a GPU lacks
     model = make_tiny_model(tmp_path / "model")

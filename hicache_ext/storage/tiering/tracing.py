@@ -116,12 +116,13 @@ class Spans:
 def spans_of(settings: TracingConfig) -> Spans:
     """Spans as configured. Raises ConfigError, MissingPackageError."""
     check_packages()
+    if settings.endpoint == SGLANG:
+        return Spans(_provider_of_sglang(), owned=False)
     try:
-        provider = _provider_of_sglang() if settings.endpoint == SGLANG else _provider_of(settings.endpoint)
+        return Spans(_provider_of(settings.endpoint), owned=True)
     except ValueError as error:
         # Its settings are in the environment, too.
         raise ConfigError("hicache_ext.tracing", f"OpenTelemetry refuses a variable OTEL_...: {error}") from None
-    return Spans(provider, owned=settings.endpoint != SGLANG)
 
 
 def check_packages() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -13,6 +11,7 @@ from hicache_ext.storage.contract import bad_pages
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.tiers.file import path_store
 from hicache_ext.testing.conformance.medium import Medium
+from hicache_ext.testing.conformance.pages import in_threads
 
 
 class PageStoreCases:
@@ -50,21 +49,5 @@ class PageStoreCases:
         return sum(tier.metrics.total(event) if reason is None else tier.metrics.value(event, reason) for tier in tiers)
 
     def in_threads(self, *works: Callable[[], None]) -> None:
-        """Run each of ``works`` on a thread of its own. Fails for what one of them raises, and when one hangs."""
-        problems: list[BaseException] = []
-
-        def run(work: Callable[[], None]) -> None:
-            try:
-                work()
-            except BaseException as error:  # noqa: BLE001 - reported by the test's own thread
-                problems.append(error)
-
-        threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + self.patience
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        for problem in problems:
-            raise problem
-        assert not any(thread.is_alive() for thread in threads), "calls of several threads hang"
+        """Run each of ``works`` on a thread of its own, within ``patience``."""
+        in_threads(*works, patience=self.patience)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from hicache_ext.testing.conformance.pages import (
     HostPages,
     assert_hits,
     assert_pages,
+    assert_whole,
     cut,
     filled,
     page_key,
@@ -342,21 +344,16 @@ class DamageCases(PageStoreCases):
             pytest.skip("declared: shared = False; another case shows that no other machine reads these pages")
         keys = page_keys(20)
         store_pages(store, keys, [5000])
-        reader, damaged = medium.open_over_a_damaging_path(), 0
-        try:
+        damaged = 0
+        with closing(medium.open_over_a_damaging_path()) as reader:
             for _ in range(20):
-                results, payloads = read_pages(reader, keys, [5000])
-                damaged += results.count(GetResult.CORRUPT)
-                for key, result, payload in zip(keys, results, payloads, strict=True):
-                    assert result is not GetResult.HIT or payload == payload_of(key, 5000)
+                damaged += assert_whole(reader, keys, [5000]).count(GetResult.CORRUPT)
                 if damaged > 10:
                     break
             settle(reader)
             assert damaged
             assert store.contains(keys) == [True] * 20
             assert_hits(store, keys, [5000])
-        finally:
-            reader.close()
 
     def test_a_page_asked_for_with_another_size_is_no_hit(self, store: PageStore) -> None:
         for number, sizes in enumerate([(_SIZE - 1,), (_SIZE + 1,), (1,)]):
@@ -370,10 +367,8 @@ class DamageCases(PageStoreCases):
         for number in (3, 11):
             medium.write(keys[number], (medium.read(keys[number]) or b"")[:-5])
         medium.write(keys[19], b"")
-        results, payloads = read_pages(store, keys, _SIZES)
-        for number, (key, result) in enumerate(zip(keys, results, strict=True)):
-            assert result is (GetResult.CORRUPT if number in (3, 11, 19) else GetResult.HIT)
-            assert result is GetResult.CORRUPT or payloads[number] == payload_of(key, _SIZE)
+        bad = [GetResult.CORRUPT if number in (3, 11, 19) else GetResult.HIT for number in range(20)]
+        assert assert_whole(store, keys, _SIZES) == bad
 
 
 # -- removal -----------------------------------------------------------------------------------------------------------
@@ -449,11 +444,8 @@ class RemovalCases(PageStoreCases):
                 settle(store)
         assert_pages(store, keys, [bytes([fill]) * 1000] * 60)
         store.close()
-        again = medium.open()
-        try:
+        with closing(medium.open()) as again:
             assert_pages(again, keys, [bytes([fill]) * 1000] * 60)
-        finally:
-            again.close()
 
     def test_a_page_from_before_clear_never_comes_back(self, store: PageStore, medium: Medium) -> None:
         keys, theirs = page_keys(60), page_keys(5, identity=OTHER_IDENTITY)
@@ -470,12 +462,9 @@ class RemovalCases(PageStoreCases):
         assert read_pages(store, keys[20:])[0] == [GetResult.MISS] * 40
         store.close()
         assert sorted(medium.keys()) == sorted(keys[:20] + theirs)
-        again = medium.open()
-        try:
+        with closing(medium.open()) as again:
             assert again.contains(keys + theirs) == [True] * 20 + [False] * 40 + [True] * 5
             assert_hits(again, keys[:20] + theirs)
-        finally:
-            again.close()
 
     def test_clear_of_an_identity_without_pages_is_zero_and_removes_nothing(self, store: PageStore) -> None:
         keys = page_keys(3)
@@ -531,12 +520,9 @@ class DeclaredCases(PageStoreCases):
         keys = page_keys(5)
         store_pages(store, keys)
         settle(store)
-        elsewhere = medium.open_elsewhere()
-        try:
-            expected = GetResult.HIT if store.describe().shared else GetResult.MISS
+        expected = GetResult.HIT if store.describe().shared else GetResult.MISS
+        with closing(medium.open_elsewhere()) as elsewhere:
             assert read_pages(elsewhere, keys)[0] == [expected] * 5
-        finally:
-            elsewhere.close()
 
     def test_stored_means_on_the_medium_unless_it_is_declared_to_write_later(
         self, store: PageStore, medium: Medium
@@ -578,12 +564,9 @@ class DeclaredCases(PageStoreCases):
         settle(store)
         if keeper is not None:
             assert keeper.identities() == _DOCUMENTS
-            other = medium.open()
-            try:
+            with closing(medium.open()) as other:
                 kept = ability(other, IdentityKeeper)
                 assert kept is not None and kept.identities() == _DOCUMENTS
-            finally:
-                other.close()
 
     def test_register_identity_takes_any_document_twice(self, store: PageStore) -> None:
         for _ in range(2):

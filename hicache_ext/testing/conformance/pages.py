@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 
@@ -102,6 +103,18 @@ def read_pages(
     return results, [pages.payload(number) for number in range(len(wanted))]
 
 
+def assert_whole(store: PageStore, keys: Sequence[bytes], sizes: Sequence[int] = (1000,)) -> list[GetResult]:
+    """Get the pages: results, of which each HIT has the page's own content."""
+    results, payloads = read_pages(store, keys, sizes)
+    wrong = [
+        number
+        for number, (key, result, payload) in enumerate(zip(keys, results, payloads, strict=True))
+        if result is GetResult.HIT and payload != payload_of(key, sum(sizes))
+    ]
+    assert not wrong, f"pages with other bytes: {wrong}"
+    return results
+
+
 def assert_hits(store: PageStore, keys: Iterable[bytes], sizes: Sequence[int] = (1000,)) -> None:
     """Every page is a HIT with its own content."""
     wanted = list(keys)
@@ -128,3 +141,24 @@ def settle(store: PageStore) -> None:
         while wait is not None and not wait(max(0.0, deadline - time.monotonic())):
             assert time.monotonic() < deadline, name
             time.sleep(0.05)
+
+
+def in_threads(*works: Callable[[], None], patience: float = 60.0) -> None:
+    """Run each of ``works`` on a thread of its own. Fails for what one of them raises, and when one hangs."""
+    problems: list[BaseException] = []
+
+    def run(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - reported by the test's own thread
+            problems.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + patience
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    for problem in problems:
+        raise problem
+    assert not any(thread.is_alive() for thread in threads), "calls of several threads hang"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import pytest
 import torch
 
 from hicache_ext.sglang.releases import end_registration
+from hicache_ext.testing.conformance.pages import in_threads
 from hicache_ext.testing.host_pools import Pools, make_storage_config, mha_pools, page_indices
 from hicache_ext.testing.sglang_cpu import prepare_process
 
@@ -301,24 +303,15 @@ class StorageBackendTests:
         assert strangers.read_text() == "keep me"
 
     def test_ranks_may_start_at_the_same_moment(self, drive: Callable[..., Driver], tmp_path: Path) -> None:
-        failures: list[Exception] = []
         barrier = threading.Barrier(4)
 
         def start(rank: int) -> None:
-            try:
-                barrier.wait()
-                backend = self.open_backend(tmp_path / "together", make_storage_config(tp_rank=rank, tp_size=4))
-                if hasattr(backend, "close"):
-                    backend.close()
-            except Exception as error:  # noqa: BLE001 - whatever it is, the test must show it
-                failures.append(error)
+            barrier.wait()
+            backend = self.open_backend(tmp_path / "together", make_storage_config(tp_rank=rank, tp_size=4))
+            if hasattr(backend, "close"):
+                backend.close()
 
-        threads = [threading.Thread(target=start, args=(rank,)) for rank in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert failures == []
+        in_threads(*[partial(start, rank) for rank in range(4)])
 
     # -- damage -----------------------------------------------------------------------------------------------------
 
@@ -368,23 +361,16 @@ class StorageBackendTests:
         driver = drive()
         expected = {page: driver.content(page) for page in range(8)}
         keys = {page: page_keys(1, chain=f"thread {page}") for page in range(8)}
-        wrong: list[str] = []
 
         def work(page: int) -> None:
             for _ in range(20):
-                if not driver.write(keys[page], (page,)):
-                    wrong.append(f"page {page} was not written")
-                if driver.read(keys[page], (8 + page,)) != 1 or driver.content(8 + page) != expected[page]:
-                    wrong.append(f"page {page} came back wrong")
+                assert driver.write(keys[page], (page,))
+                assert driver.read(keys[page], (8 + page,)) == 1
+                assert driver.content(8 + page) == expected[page]
                 driver.backend.batch_exists(keys[page])
                 driver.backend.get_stats()
 
-        threads = [threading.Thread(target=work, args=(page,)) for page in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert wrong == []
+        in_threads(*[partial(work, page) for page in range(8)])
 
 
 def _leading(flags: Sequence[bool]) -> int:

@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, WithJsonSchema, field_validator
+from pydantic import field_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from hicache_ext.config.problems import listed, quoted, refuse, shown
-from hicache_ext.config.schema import Allowed, as_pydantic_error, checked, one_of, true_or_false
+from hicache_ext.config.problems import quoted, refuse, shown
+from hicache_ext.config.schema import Allowed, true_or_false
 from hicache_ext.config.tier import Sharing, TierConfig
 from hicache_ext.config.values import (
     NO_LIMIT,
@@ -34,10 +34,6 @@ MOST_THREADS = 64
 _CAPACITY_ALLOWED = "a size such as 512GiB, or 'unlimited'"
 _SIZES_ALLOWED = f"{SIZE_ALLOWED}, or 'unlimited'"
 _PATH_ALLOWED = "an absolute path, or a list of them"
-_THREADS_ALLOWED = f"1 to {MOST_THREADS}, or auto"
-_SHARED_ALLOWED = "true, false, or auto"
-_TTL_ALLOWED = "a duration from 1s to 365d, such as 7d, or none"
-_MODES = ("private", "group")
 _GROUP_ALLOWED = "the name of a group or its number, with mode: group"
 _GROUP_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\-]{0,255}")
 
@@ -91,92 +87,45 @@ def parse_group(value: object) -> str | int:
     return value
 
 
-def _shared(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise refuse(value, _SHARED_ALLOWED)
-
-
 class FileTierConfig(TierConfig):
     """Local disks and shared file systems."""
 
-    type: Annotated[Literal["file"], Allowed("file")] = "file"
-    path: Annotated[
-        tuple[str, ...],
-        Field(description="directories of this tier alone; pages are spread over them"),
-        Allowed(_PATH_ALLOWED),
-        checked(parse_paths),
-        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}),
-    ]
+    type: Literal["file"] = "file"
+    path: Annotated[tuple[str, ...], Allowed(_PATH_ALLOWED, parse_paths)]
+    """directories of this tier alone; pages are spread over them"""
     capacity: Annotated[
         int | None,
-        Field(description="of the whole tier: all paths, ranks and processes together; or unlimited"),
-        Allowed(_CAPACITY_ALLOWED),
-        checked(or_word("unlimited", None, size(SMALLEST_CAPACITY, NO_LIMIT, _CAPACITY_ALLOWED, units=_SIZES_ALLOWED))),
-        WithJsonSchema({"anyOf": [{"type": "integer", "minimum": SMALLEST_CAPACITY}, {"type": "string"}]}),
+        Allowed(_CAPACITY_ALLOWED, or_word("unlimited", None, size(SMALLEST_CAPACITY, NO_LIMIT, units=_SIZES_ALLOWED))),
     ]
-    layout: Annotated[
-        Literal["auto", "pages", "slab"],
-        Field(description="files of pages, or preallocated slabs with an index; auto goes by the file system"),
-        Allowed("auto, pages, slab"),
-        one_of("auto", "pages", "slab"),
-    ] = "auto"
-    io: Annotated[
-        Literal["auto", "direct", "buffered"],
-        Field(description="O_DIRECT, or through the page cache; auto measures the device at start"),
-        Allowed("auto, direct, buffered"),
-        one_of("auto", "direct", "buffered"),
-    ] = "auto"
+    """of the whole tier: all paths, ranks and processes together; or unlimited"""
+    layout: Literal["auto", "pages", "slab"] = "auto"
+    """files of pages, or preallocated slabs with an index; auto goes by the file system"""
+    io: Literal["auto", "direct", "buffered"] = "auto"
+    """O_DIRECT, or through the page cache; auto measures the device at start"""
     threads: Annotated[
-        int | None,
-        Field(description="I/O threads per rank and path; auto measures", json_schema_extra={"default": "auto"}),
-        Allowed(_THREADS_ALLOWED),
-        checked(or_word("auto", None, whole_number(1, MOST_THREADS, _THREADS_ALLOWED))),
-        WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": MOST_THREADS}, {"const": "auto"}]}),
+        int | None, Allowed(f"1 to {MOST_THREADS}, or auto", or_word("auto", None, whole_number(1, MOST_THREADS)))
     ] = None
+    """I/O threads per rank and path; auto measures"""
     ttl: Annotated[
         float | None,
-        Field(description="pages written longer ago than this are misses, and their room is free"),
-        Allowed(_TTL_ALLOWED),
-        checked(or_word("none", None, duration(1.0, NO_LIMIT, _TTL_ALLOWED))),
-        WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]}),
+        Allowed("a duration from 1s to 365d, such as 7d, or none", or_word("none", None, duration(1.0, NO_LIMIT))),
     ] = None
+    """pages written longer ago than this are misses, and their room is free"""
 
-    shared: Annotated[
-        bool | None,
-        Field(
-            description="whether other machines have the same directory; auto goes by the file system",
-            json_schema_extra={"default": "auto"},
-        ),
-        Allowed(_SHARED_ALLOWED),
-        checked(or_auto(_shared)),
-        WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": "auto"}]}),
-    ] = None
-    mode: Annotated[
-        Literal["private", "group"],
-        Field(description="who may use the files: the server's account alone, or the members of a group"),
-        Allowed(listed(_MODES)),
-        one_of(*_MODES),
-    ] = "private"
-    group: Annotated[
-        str | int | None,
-        Field(description="of mode: group; left out: the group that the directory has"),
-        Allowed(_GROUP_ALLOWED),
-        checked(parse_group),
-        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 0}]}),
-    ] = None
-    require_mount: Annotated[
-        bool,
-        Field(description="true: no start while a path is on the root file system"),
-        Allowed("true or false"),
-        checked(true_or_false),
-    ] = False
+    shared: Annotated[bool | None, Allowed("true, false, or auto", or_auto(true_or_false))] = None
+    """whether other machines have the same directory; auto goes by the file system"""
+    mode: Literal["private", "group"] = "private"
+    """who may use the files: the server's account alone, or the members of a group"""
+    group: Annotated[str | int | None, Allowed(_GROUP_ALLOWED, parse_group)] = None
+    """of mode: group; left out: the group that the directory has"""
+    require_mount: bool = False
+    """true: no start while a path is on the root file system"""
 
     @field_validator("group", mode="after")
     @classmethod
     def _a_group_has_its_mode(cls, group: str | int | None, info: ValidationInfo) -> str | int | None:
         if group is not None and info.data.get("mode") == "private":
-            raise as_pydantic_error(ConfigError("", "files of mode private have no group", "with mode: group"))
+            raise ConfigError("", "files of mode private have no group", "with mode: group")
         return group
 
     removed: ClassVar[Mapping[str, str]] = {"open_files": "a process keeps at most 512 files of slabs open per path"}
@@ -190,7 +139,7 @@ class FileTierConfig(TierConfig):
     @classmethod
     def _slabs_belong_to_one_machine(cls, shared: bool | None, info: ValidationInfo) -> bool | None:
         if shared and info.data.get("layout") == "slab":
-            raise as_pydantic_error(ConfigError("", "slabs belong to one machine", "false, or layout: pages"))
+            raise ConfigError("", "slabs belong to one machine", "false, or layout: pages")
         return shared
 
     def directories(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hicache_ext.runtime import vectored
-from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, FlockLock
+from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, OfdLock
 from hicache_ext.runtime.members import boot_id
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.runtime.whole_file import read_document, write_whole
@@ -232,7 +232,7 @@ class _Probe:
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[bool]:
     """Whether this process got the lock of measurements; waits for it a little."""
-    lock = FlockLock(path / _LOCK_FILE)
+    lock = OfdLock(path / _LOCK_FILE)
     try:
         yield lock.acquire(_LOCK_SECONDS)
     finally:

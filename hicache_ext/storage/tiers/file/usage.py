@@ -1,7 +1,7 @@
 """How full one directory of page files is, shared by all processes that write to it.
 
 One small file holds the bytes stored and, per writer process, its operations under way and the bytes reserved for them.
-Every change is made under an flock, held for microseconds and waited for at most a second, so the capacity holds for
+Every change is made under a lock, held for microseconds and waited for at most a second, so the capacity holds for
 all ranks and processes together. An operation begins before its first file changes and ends when its last one is
 counted; in between its process keeps its part in memory, too, and settles what it could not write as soon as it can.
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, FlockLock, OfdLock, free_lock
+from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock, free_lock
 from hicache_ext.runtime.file_systems import file_system_of
 from hicache_ext.runtime.members import Members
 from hicache_ext.runtime.whole_file import json_in
@@ -147,7 +147,7 @@ class Usage:
         self._unsettled = 0
         self._doubt = False
         try:
-            lock, name = free_lock(FlockLock(path), _held(path)), f"the account {str(path)!r}"
+            lock, name = free_lock(OfdLock(path), _held(path)), f"the account {str(path)!r}"
             # clear() takes it on SGLang's scheduler thread.
             self._lock = ChangeLock(lock, name, threads=CHANGE_LOCK_BOUND)
         except BaseException:

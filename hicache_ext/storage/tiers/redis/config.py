@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import Field, WithJsonSchema, field_validator
+from pydantic import field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from hicache_ext.config.problems import quoted, refuse, shown
-from hicache_ext.config.schema import Allowed, as_pydantic_error, checked, one_of
-from hicache_ext.config.secrets import SECRET_ALLOWED, Secret
+from hicache_ext.config.schema import Allowed
+from hicache_ext.config.secrets import Secret, SecretOrNone
 from hicache_ext.config.tier import RemoteTierConfig
 from hicache_ext.config.values import absolute_path, duration, expand_templates, or_word, whole_number
 from hicache_ext.errors import ConfigError
@@ -30,9 +30,7 @@ _URL_ALLOWED = (
     "redis+sentinel://HOST:PORT/SERVICE, rediss+sentinel://HOST:PORT/SERVICE"
 )
 _CLUSTER_ALLOWED = "auto, true, false"
-_DATABASE_ALLOWED = "a whole number from 0 to 65535"
 _PREFIX_ALLOWED = f"1 to {LONGEST_PREFIX} of the characters A-Z a-z 0-9 _ . : / -"
-_CONNECTIONS_ALLOWED = f"1 to {MOST_CONNECTIONS}"
 _TTL_ALLOWED = "a duration of whole seconds from 1s to a year, such as 24h, or none"
 _FILE_ALLOWED = "an absolute path"
 _NAME_ALLOWED = "text"
@@ -142,7 +140,7 @@ def parse_prefix(value: object) -> str:
 
 
 def _ttl(value: object) -> int:
-    seconds = duration(1, LONGEST_TTL, _TTL_ALLOWED)(value)
+    seconds = duration(1, LONGEST_TTL)(value)
     if seconds != int(seconds):
         raise refuse(value, _TTL_ALLOWED)
     return int(seconds)
@@ -154,7 +152,7 @@ def parse_username(value: object) -> str:
     return value
 
 
-_file = absolute_path(_FILE_ALLOWED)
+_File = Annotated[str | None, Allowed(_FILE_ALLOWED, absolute_path)]
 _TLS_KEYS = ("tls_ca", "tls_certificate", "tls_key", "tls_verify")
 
 
@@ -169,92 +167,37 @@ class RedisTierConfig(RemoteTierConfig):
         "in_flight": "the round trip of a connection decides, up to 8MiB",
     }
 
-    type: Annotated[Literal["redis"], Allowed("redis")] = "redis"
-    url: Annotated[
-        tuple[str, ...],
-        Field(description="the server, or some nodes of the cluster; the others are found"),
-        Allowed(_URL_ALLOWED),
-        checked(parse_urls),
-        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}),
-    ]
-    cluster: Annotated[
-        bool | Literal["auto"],
-        Field(description="auto: as the server says"),
-        Allowed(_CLUSTER_ALLOWED),
-        checked(parse_cluster),
-    ] = "auto"
-    password: Annotated[Secret | None, Field(description="of the user, by reference"), Allowed(SECRET_ALLOWED)] = None
-    username: Annotated[
-        str | None,
-        Field(description="ACL user; left out: the default user"),
-        Allowed(_NAME_ALLOWED),
-        checked(parse_username),
-    ] = None
-    sentinel_password: Annotated[
-        Secret | None,
-        Field(description="of the Sentinels, by reference; the servers' is password"),
-        Allowed(SECRET_ALLOWED),
-    ] = None
-    sentinel_username: Annotated[
-        str | None,
-        Field(description="ACL user of the Sentinels"),
-        Allowed(_NAME_ALLOWED),
-        checked(parse_username),
-    ] = None
-    read_replicas: Annotated[
-        bool,
-        Field(description="pages are read from replicas, too; what one lacks is asked of its primary"),
-        Allowed("true, false"),
-    ] = False
-    database: Annotated[
-        int,
-        Field(description="a cluster has only 0"),
-        Allowed(_DATABASE_ALLOWED),
-        checked(whole_number(0, 65535, _DATABASE_ALLOWED)),
-        WithJsonSchema({"type": "integer", "minimum": 0, "maximum": 65535}),
-    ] = 0
-    prefix: Annotated[
-        str,
-        Field(description="what every key of this tier begins with"),
-        Allowed(_PREFIX_ALLOWED),
-        checked(parse_prefix),
-    ] = "hicache_ext:"
-    connections: Annotated[
-        int,
-        Field(description="connections that carry pages, per node and rank"),
-        Allowed(_CONNECTIONS_ALLOWED),
-        checked(whole_number(1, MOST_CONNECTIONS, _CONNECTIONS_ALLOWED)),
-        WithJsonSchema({"type": "integer", "minimum": 1, "maximum": MOST_CONNECTIONS}),
-    ] = 4
-    ttl: Annotated[
-        int | None,
-        Field(
-            description="how long a page is kept after it was written; none: the server decides",
-            json_schema_extra={"default": "none"},
-        ),
-        Allowed(_TTL_ALLOWED),
-        checked(or_word("none", None, _ttl)),
-        WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]}),
-    ] = None
-    tls_ca: Annotated[
-        str | None,
-        Field(description="certificates of the authorities to trust; left out: the system's"),
-        Allowed(_FILE_ALLOWED),
-        checked(_file),
-    ] = None
-    tls_certificate: Annotated[
-        str | None,
-        Field(description="this client's certificate"),
-        Allowed(_FILE_ALLOWED),
-        checked(_file),
-    ] = None
-    tls_key: Annotated[str | None, Field(description="its private key"), Allowed(_FILE_ALLOWED), checked(_file)] = None
-    tls_verify: Annotated[
-        Literal["full", "ca", "none"],
-        Field(description="the server's certificate: its authority and name, its authority, or nothing"),
-        Allowed("full, ca, none"),
-        one_of("full", "ca", "none"),
-    ] = "full"
+    type: Literal["redis"] = "redis"
+    url: Annotated[tuple[str, ...], Allowed(_URL_ALLOWED, parse_urls)]
+    """the server, or some nodes of the cluster; the others are found"""
+    cluster: Annotated[bool | Literal["auto"], Allowed(_CLUSTER_ALLOWED, parse_cluster)] = "auto"
+    """auto: as the server says"""
+    password: SecretOrNone = None
+    """of the user, by reference"""
+    username: Annotated[str | None, Allowed(_NAME_ALLOWED, parse_username)] = None
+    """ACL user; left out: the default user"""
+    sentinel_password: SecretOrNone = None
+    """of the Sentinels, by reference; the servers' is password"""
+    sentinel_username: Annotated[str | None, Allowed(_NAME_ALLOWED, parse_username)] = None
+    """ACL user of the Sentinels"""
+    read_replicas: bool = False
+    """pages are read from replicas, too; what one lacks is asked of its primary"""
+    database: Annotated[int, Allowed("a whole number from 0 to 65535", whole_number(0, 65535))] = 0
+    """a cluster has only 0"""
+    prefix: Annotated[str, Allowed(_PREFIX_ALLOWED, parse_prefix)] = "hicache_ext:"
+    """what every key of this tier begins with"""
+    connections: Annotated[int, Allowed(f"1 to {MOST_CONNECTIONS}", whole_number(1, MOST_CONNECTIONS))] = 4
+    """connections that carry pages, per node and rank"""
+    ttl: Annotated[int | None, Allowed(_TTL_ALLOWED, or_word("none", None, _ttl))] = None
+    """how long a page is kept after it was written; none: the server decides"""
+    tls_ca: _File = None
+    """certificates of the authorities to trust; left out: the system's"""
+    tls_certificate: _File = None
+    """this client's certificate"""
+    tls_key: _File = None
+    """its private key"""
+    tls_verify: Literal["full", "ca", "none"] = "full"
+    """the server's certificate: its authority and name, its authority, or nothing"""
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
@@ -280,9 +223,9 @@ class RedisTierConfig(RemoteTierConfig):
         urls = info.data.get("url", ())
         sentinels = bool(urls) and urlsplit(urls[0]).scheme.endswith(SENTINEL)
         if cluster is False and len(urls) > 1 and not sentinels:
-            raise as_pydantic_error(ConfigError("", "several addresses are nodes of a cluster", "auto, true"))
+            raise ConfigError("", "several addresses are nodes of a cluster", "auto, true")
         if cluster is True and sentinels:
-            raise as_pydantic_error(ConfigError("", "a cluster has no Sentinels", "auto, false"))
+            raise ConfigError("", "a cluster has no Sentinels", "auto, false")
         return cluster
 
     @field_validator("username", "sentinel_username", mode="after")
@@ -290,7 +233,7 @@ class RedisTierConfig(RemoteTierConfig):
     def _a_user_has_a_password(cls, username: str | None, info: ValidationInfo) -> str | None:
         password = (info.field_name or "").replace("username", "password")
         if username is not None and password in info.data and info.data[password] is None:
-            raise as_pydantic_error(ConfigError("", f"a user needs the key {password}", _NAME_ALLOWED))
+            raise ConfigError("", f"a user needs the key {password}", _NAME_ALLOWED)
         return username
 
     @field_validator("sentinel_password", mode="after")
@@ -298,16 +241,14 @@ class RedisTierConfig(RemoteTierConfig):
     def _only_with_sentinels(cls, password: Secret | None, info: ValidationInfo) -> Secret | None:
         urls = info.data.get("url", ())
         if password is not None and urls and not urlsplit(urls[0]).scheme.endswith(SENTINEL):
-            raise as_pydantic_error(
-                ConfigError("", "there are no Sentinels", "an address redis+sentinel:// or rediss+sentinel://")
-            )
+            raise ConfigError("", "there are no Sentinels", "an address redis+sentinel:// or rediss+sentinel://")
         return password
 
     @field_validator("database", mode="after")
     @classmethod
     def _a_cluster_has_one_database(cls, database: int, info: ValidationInfo) -> int:
         if database and info.data.get("cluster") is True:
-            raise as_pydantic_error(ConfigError("", "a cluster has only database 0", "0"))
+            raise ConfigError("", "a cluster has only database 0", "0")
         return database
 
     @field_validator(*_TLS_KEYS, mode="after")
@@ -315,12 +256,12 @@ class RedisTierConfig(RemoteTierConfig):
     def _only_with_tls(cls, value: str | None, info: ValidationInfo) -> str | None:
         urls = info.data.get("url", ())
         if urls and not urls[0].startswith("rediss"):
-            raise as_pydantic_error(ConfigError("", "TLS is used only with rediss://", "a rediss:// address"))
+            raise ConfigError("", "TLS is used only with rediss://", "a rediss:// address")
         return value
 
     @field_validator("tls_key", mode="after")
     @classmethod
     def _a_key_belongs_to_a_certificate(cls, key: str | None, info: ValidationInfo) -> str | None:
         if key is not None and info.data.get("tls_certificate") is None:
-            raise as_pydantic_error(ConfigError("", "a key needs the key tls_certificate", _FILE_ALLOWED))
+            raise ConfigError("", "a key needs the key tls_certificate", _FILE_ALLOWED)
         return key

@@ -2,7 +2,7 @@
 are written together are one file, a pack; every other page is alone in one.
 
 No mapped memory, and no index but that of the packs' names in memory: only what NFS, Lustre and 3FS keep their word on,
-create, link, rename, unlink, flock. Files of a batch are read and written in parallel by a few threads, straight into
+create, link, rename, unlink, locks. Files of a batch are read and written in parallel by a few threads, straight into
 and out of host memory (preadv and pwritev release the GIL). A file gets its name only when it is whole.
 """
 
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.page.pack import Pack
 from hicache_ext.runtime.background import BackgroundLoop
-from hicache_ext.runtime.file_lock import FlockLock
+from hicache_ext.runtime.file_lock import OfdLock
 from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
@@ -336,7 +336,7 @@ class PageFileStore(PathStore):
         """Remove expired pages, unless another process does [the thread of the sweep]."""
         removed = 0
         try:
-            with closing(FlockLock(self._path / "expiry.lock")) as lock:
+            with closing(OfdLock(self._path / "expiry.lock")) as lock:
                 if lock.try_acquire():
                     try:
                         removed = self.remove_expired(self._sweep)

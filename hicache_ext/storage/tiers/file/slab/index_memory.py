@@ -36,9 +36,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hicache_ext.runtime import ofd
 from hicache_ext.runtime.access import access_in, is_for_group
 from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.file_lock import close_in_forks
 from hicache_ext.storage.tiers.file.slab import index_words, miniatures
 from hicache_ext.storage.tiers.file.slab.index_words import Table, Words
 
@@ -266,7 +266,7 @@ class IndexSharing:
             if not self._loop.wake():
                 raise OSError(errno.EAGAIN, "no thread to be had")
             unless_served.pop_all()
-        ofd.close_in_forks(self)
+        close_in_forks(self)
 
     def close(self) -> None:
         if not self._is_inherited:

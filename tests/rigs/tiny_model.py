@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from hicache_ext.testing.small_model import write_json
+
 VOCABULARY_SIZE = 512
 _RECIPE_FILE = "hicache_ext_tiny_model.json"
 # Raised when the files written for the same recipe change, so that an old directory is not taken for this one.
@@ -46,7 +48,7 @@ def make_tiny_model(path: str | os.PathLike[str], **sizes: int) -> Path:
 
 
 def make_directory(target: Path, recipe: Mapping[str, object], write: Callable[[Path], None]) -> Path:
-    """``target``, holding what ``write`` makes of ``recipe`` in the empty directory that it gets; see make_tiny_model.
+    """``target``, holding what ``write`` makes of ``recipe`` in the empty directory that it gets.
 
     ``recipe`` is written beside it, as JSON; a directory that holds it is left alone.
     """
@@ -63,7 +65,7 @@ def make_directory(target: Path, recipe: Mapping[str, object], write: Callable[[
         except OSError:
             # Somebody else's directory is in the way: theirs is as good as ours if it holds the same model.
             if not _holds(target, recipe):
-                raise FileExistsError(f"{target} exists and is not the tiny model {dict(recipe)}") from None
+                raise FileExistsError(f"{target} exists and is not the model {dict(recipe)}") from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
@@ -161,7 +163,3 @@ def write_tokenizer(directory: Path) -> None:
             "model_max_length": 1 << 20,
         },
     )
-
-
-def write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
