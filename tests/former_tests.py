@@ -22,6 +22,10 @@ _COMPLETION = "hicache-ext completion is gone"
 _NUMBA = "nothing is compiled at run time, or kept: the native core is built with the package"
 
 FORMER = {
+    "test_a_store_that_refuses_a_condition_is_one_that_does_not_know_it": (
+        "nothing is written on a condition: pages of every size are in packs, whose names nobody else has"
+    ),
+    "test_it_creates_conditionally_and_the_doctor_finds_nothing_wrong": "-> test_the_doctor_finds_nothing_wrong",
     "test_stats_has_a_line_of_it": "hicache-ext curve shows it, and stats --json has it",
     "test_prompts_of_json_lines_are_told_by_their_lines": _OPTION,
     "test_every_combination_passes_config_check_and_says_why_for_each_tier": (

@@ -1,7 +1,7 @@
 """The object tier: pages in objects of S3-compatible stores, Google Cloud Storage, Azure, or a directory.
 
-Small pages that are written together are one object (page/pack.py), large ones an object each. Many requests run at
-once on threads of the store. Here is what a tier answers, and what holds the rest together: presence and reading are in
+Pages that are written together share an object, a pack (page/pack.py). Many requests run at once on threads of the
+store. Here is what a tier answers, and what holds the rest together: presence and reading are in
 reading.py, writing and removal in writing.py.
 Reasons: docs/decisions/object-stores.md.
 """
@@ -27,7 +27,7 @@ from hicache_ext.storage.tiers.object.catalog import IDENTITIES, PackCatalog, di
 from hicache_ext.storage.tiers.object.client import Failure, Requests, explain
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 from hicache_ext.storage.tiers.object.examination import ObjectMedium
-from hicache_ext.storage.tiers.object.reading import LIST_FROM, Pages, look_up, read
+from hicache_ext.storage.tiers.object.reading import Pages, look_up, read
 from hicache_ext.storage.tiers.object.writing import most_in_a_pack, remove, sweep, write
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ _PASSING = frozenset({"connection", "timeout", "no_bucket", "http_5xx", "slow_do
 """Failures that are not of one object."""
 _REQUESTS_AT_START = 8
 """At most, one after the other; each may take the tier's timeout."""
+_FIRST_LOOK = 1000
+"""Pages of a chain that are looked up first."""
 _CLOSE_TIMEOUT = 30.0
 """Seconds for the deletion of cleared pages at close(), while the store answers."""
 
@@ -101,7 +103,6 @@ class ObjectPageStore(TierStore):
             "url": self._tier.url,
             "concurrency": self._requests.at_once,
             "timeout": self._requests.timeout,
-            "conditional_create": self._requests.creates,
             "packed_pages": self._catalog.page_count(),
         }
 
@@ -174,11 +175,11 @@ class ObjectPageStore(TierStore):
     def _lead(self, keys: Sequence[bytes]) -> int:
         """Chains mostly end early: the first pages first."""
         has = partial(self._present, deadline=self._requests.deadline(), leading=True)
-        return leading_in_portions(keys, has, LIST_FROM, len(keys))
+        return leading_in_portions(keys, has, _FIRST_LOOK, len(keys))
 
     def _present(self, keys: Sequence[bytes], deadline: float, *, leading: bool = False) -> list[bool]:
         """Raises UnansweredError where a request failed: nobody knows of the pages that were not found."""
-        found = look_up(self._pages, keys, self._pages.hides, deadline, leading=leading and len(keys) <= LIST_FROM)
+        found = look_up(self._pages, keys, self._pages.hides, deadline, leading=leading)
         present = [key in found.places for key in keys]
         if found.failed and not all(present):
             raise UnansweredError(present, present.count(False), len(present))

@@ -1,5 +1,4 @@
-"""Writing a batch, small pages in packs and large ones as objects of their own; removal of pages by their keys, and of
-whole identities."""
+"""Writing a batch in packs; removal of pages by their keys, and of whole identities."""
 
 from __future__ import annotations
 
@@ -9,11 +8,10 @@ from functools import partial, reduce
 from operator import or_
 from typing import Any
 
-from hicache_ext.errors import ClearLaterError, FormatError
-from hicache_ext.page import envelope
+from hicache_ext.errors import ClearLaterError
 from hicache_ext.page.envelope import IDENTITY_LENGTH
-from hicache_ext.page.pack import MOST_PAGES, SMALL, Pack, gather_pages, portions, seal_pack
-from hicache_ext.page.page_object import HEADER_LENGTH, encode_object
+from hicache_ext.page.pack import LARGEST_PAGE, MOST_PAGES, SMALL, Pack, gather_pages, portions, seal_pack
+from hicache_ext.page.page_object import HEADER_LENGTH
 from hicache_ext.runtime.threads import Call
 from hicache_ext.storage.contract.bad_pages import Sighting, Verdict
 from hicache_ext.storage.contract.clearing import Cleared
@@ -23,16 +21,12 @@ from hicache_ext.storage.tiers.object.catalog import (
     LISTED_AT_ONCE,
     LONGEST_NAME,
     PACKS,
-    PAGES,
     packed,
     packed_name,
     packs_of,
-    page_key,
-    page_name,
-    pages_of,
 )
-from hicache_ext.storage.tiers.object.client import Piece, begins_behind_the_end, explain, is_md5_of
-from hicache_ext.storage.tiers.object.reading import Pages, Stored, look_up
+from hicache_ext.storage.tiers.object.client import Piece, begins_behind_the_end, is_md5_of
+from hicache_ext.storage.tiers.object.reading import Pages, look_up, shares_its_name
 
 _PACK_BYTES = 2 << 20
 """About so many of a pack: eight requests at once move 16 MiB in less time than four of twice the size."""
@@ -65,17 +59,15 @@ def write(pages: Pages, batch: PageBatch, deadline: float) -> list[SetResult]:
 def _write_pages(
     pages: Pages, batch: PageBatch, positions: Sequence[int], verdicts: Mapping[bytes, Verdict], deadline: float
 ) -> list[Any]:
-    sizes = [HEADER_LENGTH + size for size in batch.sizes]
     first: dict[bytes, int] = {}
     for position in positions:
         first.setdefault(batch.keys[position], position)
-    small = [position for position in first.values() if sizes[position] < SMALL]
     results: dict[int, Any] = {}
-    found = look_up(pages, [batch.keys[p] for p in small], pages.clearing.hides, deadline)
+    found = look_up(pages, list(first), pages.clearing.hides, deadline)
     new: dict[bytes, list[int]] = {}
-    for position in small:
-        key = batch.keys[position]
-        result = _answer(pages, key, sizes[position], found.places.get(key), verdicts.get(key))
+    for key, position in first.items():
+        size = HEADER_LENGTH + batch.sizes[position]
+        result = _answer(pages, key, size, found.places.get(key), verdicts.get(key))
         if result is None and found.failed and key not in found.places:
             # It may be there: a store that does not list would get one more copy of it from every server.
             results[position] = SetResult(found.failed)
@@ -83,23 +75,16 @@ def _write_pages(
             new.setdefault(key[:IDENTITY_LENGTH], []).append(position)
         else:
             results[position] = result
-    pieces: list[Piece] = []
-    written: list[list[int]] = []
-    for mine in new.values():
-        for portion in portions([sizes[p] for p in mine], pages.most_in_a_pack, _PACK_BYTES):
-            written.append([mine[number] for number in portion])
-            pieces.append(partial(_write_pack, pages, batch, written[-1], verdicts, deadline))
-    for position in first.values():
-        if sizes[position] >= SMALL:
-            written.append([position])
-            key = batch.keys[position]
-            pieces.append(
-                partial(_write_object, pages, key, batch.buffers[position], sizes[position], verdicts.get(key))
-            )
+    packs = [
+        [mine[number] for number in portion]
+        for mine in new.values()
+        for portion in portions([HEADER_LENGTH + batch.sizes[p] for p in mine], pages.most_in_a_pack, _PACK_BYTES)
+    ]
+    pieces: list[Piece] = [partial(_write_pack, pages, batch, pack, verdicts, deadline) for pack in packs]
     answers, in_time = pages.requests.share(pieces, deadline)
     missing = SetResult.ERROR if in_time else SetResult.TIMEOUT
-    for portion, answer in zip(written, answers, strict=True):
-        results.update((position, missing if answer is None else answer) for position in portion)
+    for pack, answer in zip(packs, answers, strict=True):
+        results.update((position, missing if answer is None else answer) for position in pack)
     # One that comes twice in a batch was there the second time.
     return [
         SetResult.EXISTS if first[key] != position and results[first[key]] is SetResult.STORED else results[first[key]]
@@ -107,21 +92,20 @@ def _write_pages(
     ]
 
 
-def _answer(pages: Pages, key: bytes, size: int, found: Stored | None, verdict: Verdict | None) -> Any:
+def _answer(pages: Pages, key: bytes, size: int, found: Place | None, verdict: Verdict | None) -> Any:
     """What a page is without being written, where ``found`` is there; None where it is to be written."""
     if verdict is Verdict.DENIED:
         return None
-    if verdict in (Verdict.WITHHELD, Verdict.UNCLEAR):
+    if size > LARGEST_PAGE or verdict in (Verdict.WITHHELD, Verdict.UNCLEAR):
         return SetResult.REJECTED
     if found is None:
         return None
-    length = found if isinstance(found, int) else found.pack.page_bytes
-    if length == size:
+    if found.pack.page_bytes == size:
         return SetResult.EXISTS
     if verdict is Verdict.GOOD:
         # A whole page of its own: whoever expects another length is wrong, or this process is.
         return SetResult.REJECTED
-    pages.suspect(key, size, Sighting(length), "length")
+    pages.suspect(key, size, Sighting(found.pack.page_bytes), "length")
     return _OF_ANOTHER_LENGTH
 
 
@@ -139,9 +123,8 @@ def _write_pack(
     """Write pages of one identity and of one size."""
     keys = [batch.keys[position] for position in positions]
     digest, requests = keys[0][:IDENTITY_LENGTH], pages.requests
-    known = pages.catalog.of(digest).index
     # Greater than the id of a pack whose pages these are to replace.
-    after = max((place.pack.id for place in known.find(keys) if place is not None), default=None)
+    after = max((place.pack.id for place in pages.catalog.find(keys) if place is not None), default=None)
     pack = Pack.of_keys(pages.catalog.new_id(after), HEADER_LENGTH + batch.sizes[positions[0]], keys)
     mark = _mark_of(digest, pack.id)
     try:
@@ -155,9 +138,10 @@ def _write_pack(
             put = requests.put(packed_name(digest, pack), body)
             # One of them arrived damaged here while the store said that it has others.
             denied = any(verdicts.get(key) is Verdict.DENIED for key in keys)
-            if denied and _is_not_as_sent(pages, body, put):
+            if denied and requests.etags_are_md5 and not is_md5_of(body, put["e_tag"]):
+                requests.metrics.add("error", "not_as_sent")
                 return SetResult.ERROR
-            known.add(pack)
+            pages.catalog.of(digest).index.add(pack)
             writing.stored.update(keys, [mark])
             pages.bad.clear(keys)
             return SetResult.STORED
@@ -168,89 +152,27 @@ def _write_pack(
         return result
 
 
-def _write_object(
-    pages: Pages, key: bytes, segments: Sequence[memoryview], size: int, verdict: Verdict | None, call: Call[Any]
-) -> Any:
-    """Write a page as an object of its own. ``verdict``: of one that arrived damaged here."""
-    requests = pages.requests
-    with pages.clearing.writing([key]) as writing:
-        replaces = key in writing.cleared or verdict is Verdict.DENIED
-        try:
-            if not replaces and verdict in (Verdict.WITHHELD, Verdict.UNCLEAR):
-                return SetResult.REJECTED
-            if not replaces and not requests.creates:
-                answer = _answer(pages, key, size, requests.size_of(page_name(key)), verdict)
-                if answer is not None:
-                    return answer
-            with call.memory() as mine:
-                if not mine:
-                    return None
-                body = encode_object(key, segments)
-            result = _put_object(pages, key, body, replaces)
-            if result.durable:
-                writing.stored.add(key)
-            return result
-        except Exception as error:  # noqa: BLE001 - as above
-            return requests.failed(error, call, SetResult)
-
-
-def _put_object(pages: Pages, key: bytes, body: memoryview, replaces: bool) -> SetResult:
-    requests = pages.requests
-    mode = {"mode": "create"} if requests.creates and not replaces else {}
-    try:
-        put = requests.put(page_name(key), body, **mode)
-    except Exception as error:
-        if explain(error).reason != "exists":
-            raise
-        requests.reached = True
-        return SetResult.EXISTS
-    if replaces and _is_not_as_sent(pages, body, put):
-        return SetResult.ERROR
-    pages.bad.clear([key])
-    return SetResult.STORED
-
-
-def _is_not_as_sent(pages: Pages, body: memoryview, put: Any) -> bool:
-    """Whether a store that could say what it received has other bytes."""
-    if not pages.requests.etags_are_md5 or is_md5_of(body, put["e_tag"]):
-        return False
-    pages.requests.metrics.add("error", "not_as_sent")
-    return True
-
-
 # -- removal of pages --------------------------------------------------------------------------------------------------
 
 
 def remove(pages: Pages, keys: Sequence[bytes], deadline: float) -> int:
     """Remove every copy of these pages, for everybody; how many pages there were."""
     requests, catalog = pages.requests, pages.catalog
-    looking: list[Piece] = []
-    for digest in identities_of(keys):
-        looking.append(requests.trying(partial(catalog.refresh, digest, deadline)))
-        looking.append(requests.trying(partial(catalog.look_for_objects, digest)))
-    requests.share(looking, deadline)
-    removed = _bury(pages, keys, deadline)
-    alone = [key for key in keys if catalog.of(key[:IDENTITY_LENGTH]).has_objects]
-    answers, _ = requests.share([partial(_remove_object, pages, key) for key in alone], deadline)
-    removed |= {key for key, was_there in zip(alone, answers, strict=True) if was_there}
-    return len(removed)
-
-
-def _bury(pages: Pages, keys: Sequence[bytes], deadline: float) -> set[bytes]:
-    """Take these pages out of packs; those that a pack had."""
-    places = [(key, place) for key in keys for place in pages.index(key).find_all([key])[0]]
-    are_pages, _ = pages.requests.share([partial(_is_page, pages, key, place) for key, place in places], deadline)
+    looks = [requests.trying(partial(catalog.refresh, digest, deadline)) for digest in identities_of(keys)]
+    requests.share(looks, deadline)
+    places = [(key, place) for key in keys for place in catalog.of(key[:IDENTITY_LENGTH]).index.find_all([key])[0]]
+    are_pages, _ = requests.share([partial(_is_page, pages, key, place) for key, place in places], deadline)
     of_packs: dict[tuple[bytes, Pack], dict[bytes, int]] = {}
     for (key, place), is_page in zip(places, are_pages, strict=True):
         if is_page:
             masks = of_packs.setdefault((key[:IDENTITY_LENGTH], place.pack), {})
             masks[key] = masks.get(key, 0) | place.mask
     burials = [
-        pages.requests.trying(partial(pages.catalog.bury, digest, pack, reduce(or_, masks.values())))
+        requests.trying(partial(catalog.bury, digest, pack, reduce(or_, masks.values())))
         for (digest, pack), masks in of_packs.items()
     ]
-    answers, _ = pages.requests.share(burials, deadline)
-    return {key for masks, done in zip(of_packs.values(), answers, strict=True) if done for key in masks}
+    answers, _ = requests.share(burials, deadline)
+    return len({key for masks, done in zip(of_packs.values(), answers, strict=True) if done for key in masks})
 
 
 def _is_page(pages: Pages, key: bytes, place: Place, call: Call[Any]) -> bool:
@@ -258,13 +180,10 @@ def _is_page(pages: Pages, key: bytes, place: Place, call: Call[Any]) -> bool:
     requests = pages.requests
     name = packed_name(key[:IDENTITY_LENGTH], place.pack)
     try:
-        header = requests.part(name, place.offset, place.offset + HEADER_LENGTH)
-        return envelope.decode_header(header).key == key
-    except FormatError:
-        return True
+        return not shares_its_name(requests.part(name, place.offset, place.offset + HEADER_LENGTH), key)
     except FileNotFoundError as error:
         if requests.is_absent(error):
-            pages.index(key).forget(place.pack.id)
+            pages.catalog.of(key[:IDENTITY_LENGTH]).index.forget(place.pack.id)
         return False
     except Exception as error:  # noqa: BLE001 - as above
         if begins_behind_the_end(error):
@@ -273,25 +192,13 @@ def _is_page(pages: Pages, key: bytes, place: Place, call: Call[Any]) -> bool:
         return False
 
 
-def _remove_object(pages: Pages, key: bytes, call: Call[Any]) -> bool:
-    """Remove whatever has the page's name, whole or not; whether there was something."""
-    try:
-        if pages.requests.size_of(page_name(key)) is None:
-            return False
-        pages.requests.delete([page_name(key)])
-    except Exception as error:  # noqa: BLE001 - as above
-        pages.requests.failed(error, call, SetResult)
-        return False
-    return True
-
-
 # -- removal of identities ---------------------------------------------------------------------------------------------
 
 
 def sweep(pages: Pages, cleared: Cleared) -> None:
     """Delete until a whole listing shows nothing but pages stored since. Raises ClearLaterError."""
     digests = None if cleared.digests is None else sorted(cleared.digests)
-    prefixes = [PAGES, PACKS] if digests is None else [of(digest) for digest in digests for of in (pages_of, packs_of)]
+    prefixes = [PACKS] if digests is None else [packs_of(digest) for digest in digests]
     try:
         for prefix in prefixes:
             while _delete_listed(pages, prefix, cleared):
@@ -321,13 +228,10 @@ def _delete_listed(pages: Pages, prefix: str, cleared: Cleared) -> int:
 
 
 def _marks(names: Iterable[str]) -> dict[str, tuple[bytes, int]]:
-    """Those names that are ours: the key of the page, or what stands for the pack that each belongs to; and how many
-    pages it has."""
+    """Those names that are ours: what stands for the pack that each belongs to, and how many pages it has."""
     marks: dict[str, tuple[bytes, int]] = {}
     for name in names:
-        if (key := page_key(name)) is not None:
-            marks[name] = key, 1
-        elif (found := packed(name)) is not None:
+        if (found := packed(name)) is not None:
             digest, item = found
             pack_id, count = (item.id, item.count) if isinstance(item, Pack) else (item.pack, 0)
             marks[name] = _mark_of(digest, pack_id), count
