@@ -22,6 +22,7 @@ _COMPLETION = "hicache-ext completion is gone"
 _NUMBA = "nothing is compiled at run time, or kept: the native core is built with the package"
 
 FORMER = {
+    "test_a_timer_that_the_native_core_set_is_not_taken_for_ones_own": "Python sets its timeout before each operation",
     "test_a_store_that_refuses_a_condition_is_one_that_does_not_know_it": (
         "nothing is written on a condition: pages of every size are in packs, whose names nobody else has"
     ),

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field
 
 from hicache_ext.config.problems import quoted, refuse, shown
-from hicache_ext.config.schema import Allowed, checked, one_of, true_or_false
+from hicache_ext.config.schema import Allowed
 from hicache_ext.config.tier import RemoteTierConfig
 from hicache_ext.config.values import SIZE_ALLOWED, expand_templates, format_size, parse_size, whole_number
 from hicache_ext.errors import ConfigError
@@ -20,8 +20,6 @@ _DEVICES_ALLOWED = (
     "device names in one text such as 'mlx5_0,mlx5_1', a list with one text per tp rank, or {'0': text, '1': text}"
 )
 _NAME_ALLOWED = "letters, digits, '_', '-' and '.'"
-_SEGMENTS_ALLOWED = "a list of segment names"
-_REPLICAS_ALLOWED = "1 to 16"
 ETCD = "etcd://"
 _HOST = re.compile(r"[^\s,;/:]+|\[[^\s,;/]+\]")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
@@ -87,15 +85,11 @@ def _segments(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list | tuple):
-        raise refuse(value, _SEGMENTS_ALLOWED)
+        raise refuse(value, "")
     for position, name in enumerate(value):
         if not isinstance(name, str) or not name.strip():
             raise refuse(name, "the name of a segment", f"[{position}]")
     return tuple(expand_templates(name) for name in value)
-
-
-_replicas = whole_number(1, 16, _REPLICAS_ALLOWED)
-_SIZE_SCHEMA = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]})
 
 
 class MooncakeTierConfig(RemoteTierConfig):
@@ -108,81 +102,58 @@ class MooncakeTierConfig(RemoteTierConfig):
         "soft_pin": "the master evicts what was used least lately",
     }
 
-    type: Annotated[Literal["mooncake"], Allowed("mooncake")] = "mooncake"
-    master: Annotated[
-        str,
-        Field(description="address of mooncake_master, or of the etcd that knows which one leads"),
-        Allowed(_MASTER_ALLOWED),
-        checked(_master),
-    ]
+    type: Literal["mooncake"] = "mooncake"
+    master: Annotated[str, Allowed(_MASTER_ALLOWED, _master)]
+    """address of mooncake_master, or of the etcd that knows which one leads"""
     metadata_server: Annotated[
-        str,
-        Field(description="of the transfer engine; P2PHANDSHAKE needs none"),
-        Allowed("P2PHANDSHAKE, or an address such as http://10.0.0.1:8080/metadata"),
-        checked(_text),
+        str, Allowed("P2PHANDSHAKE, or an address such as http://10.0.0.1:8080/metadata", _text)
     ] = "P2PHANDSHAKE"
-    protocol: Annotated[
-        Literal["tcp", "rdma"],
-        Field(description="how pages travel"),
-        Allowed("tcp, rdma"),
-        one_of("tcp", "rdma"),
-    ] = "tcp"
+    """of the transfer engine; P2PHANDSHAKE needs none"""
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    """how pages travel"""
     devices: Annotated[
         Devices,
-        Field(description="RDMA devices, for all ranks or per tp rank; empty: the library chooses"),
-        Allowed(_DEVICES_ALLOWED),
-        checked(parse_devices),
-        WithJsonSchema(
+        Allowed(
+            _DEVICES_ALLOWED,
+            parse_devices,
             {
                 "anyOf": [
                     {"type": "string"},
                     {"type": "array", "items": {"type": "string"}, "minItems": 1},
                     {"type": "object", "additionalProperties": {"type": "string"}},
                 ]
-            }
+            },
         ),
     ] = ""
-    local_hostname: Annotated[
-        str,
-        Field(description="under which the cluster reaches this node"),
-        Allowed("a host name or address; {hostname} and {env:NAME} are replaced"),
-        checked(_text),
-    ] = Field(default="{hostname}", validate_default=True)
+    """RDMA devices, for all ranks or per tp rank; empty: the library chooses"""
+    local_hostname: Annotated[str, Allowed("a host name or address; {hostname} and {env:NAME} are replaced", _text)] = (
+        Field(default="{hostname}", validate_default=True)
+    )
+    """under which the cluster reaches this node"""
     segment_size: Annotated[
         int,
-        Field(description="memory each rank of this server contributes; 0: none, a client of a standalone pool"),
-        Allowed(SIZE_ALLOWED),
-        checked(parse_size),
-        _SIZE_SCHEMA,
+        Allowed(SIZE_ALLOWED, parse_size, {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]}),
     ] = 0
-    replica_num: Annotated[
-        int,
-        Field(description="copies of each page"),
-        Allowed(_REPLICAS_ALLOWED),
-        checked(_replicas),
-    ] = 1
+    """memory each rank of this server contributes; 0: none, a client of a standalone pool"""
+    replica_num: Annotated[int, Allowed("1 to 16", whole_number(1, 16))] = 1
+    """copies of each page"""
     preferred_segments: Annotated[
         tuple[str, ...],
-        Field(description="segments to write to while they have room"),
-        Allowed(_SEGMENTS_ALLOWED),
-        checked(_segments),
-        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+        Allowed(
+            "a list of segment names",
+            _segments,
+            {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+        ),
     ] = ()
-    hard_pin: Annotated[
-        bool, Field(description="never evict these pages"), Allowed("true or false"), checked(true_or_false)
-    ] = False
-    prefix: Annotated[
-        str, Field(description="first part of every object's name"), Allowed(_NAME_ALLOWED), checked(_name)
-    ] = "hicache_ext"
-    tenant: Annotated[str, Field(description="of a master with tenants"), Allowed(_NAME_ALLOWED), checked(_name)] = (
-        "default"
-    )
-    metrics: Annotated[
-        str | None,
-        Field(description="address of the master's metrics, for hicache-ext doctor"),
-        Allowed(_ADDRESS_ALLOWED),
-        checked(_optional_address),
-    ] = None
+    """segments to write to while they have room"""
+    hard_pin: bool = False
+    """never evict these pages"""
+    prefix: Annotated[str, Allowed(_NAME_ALLOWED, _name)] = "hicache_ext"
+    """first part of every object's name"""
+    tenant: Annotated[str, Allowed(_NAME_ALLOWED, _name)] = "default"
+    """of a master with tenants"""
+    metrics: Annotated[str | None, Allowed(_ADDRESS_ALLOWED, _optional_address)] = None
+    """address of the master's metrics, for hicache-ext doctor"""
 
     def for_rank(self, tp_rank: int) -> Self:
         """This tier as the rank ``tp_rank`` uses it. Raises ConfigError when ``devices`` leaves the rank out."""

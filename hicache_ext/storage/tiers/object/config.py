@@ -7,23 +7,18 @@ from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, WithJsonSchema, model_validator
+from pydantic import Field, model_validator
 
 from hicache_ext.config.problems import quoted, refuse, shown
-from hicache_ext.config.schema import Allowed, as_pydantic_error, checked, one_of, true_or_false
+from hicache_ext.config.schema import Allowed, as_pydantic_error
 from hicache_ext.config.secrets import SECRET_ALLOWED, Secret
 from hicache_ext.config.tier import RemoteTierConfig
-from hicache_ext.config.values import expand_templates, or_word, whole_number
+from hicache_ext.config.values import expand_templates, or_auto, whole_number
 from hicache_ext.errors import ConfigError
 
 MOST_REQUESTS = 256
 
 _URL_ALLOWED = "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///directory"
-_ENDPOINT_ALLOWED = "http(s)://host[:port][/path]"
-_SSE_ALLOWED = "s3, kms, dsse, customer"
-_TEXT_ALLOWED = "text"
-_CA_FILE_ALLOWED = "an absolute path to a PEM file"
-_CONCURRENCY_ALLOWED = f"1 to {MOST_REQUESTS}, or auto"
 _SCHEMES = ("s3", "gs", "az", "file")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}", re.ASCII)
 _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()=/-]*", re.ASCII)
@@ -60,7 +55,7 @@ def parse_endpoint(value: object) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str):
-        raise refuse(value, _ENDPOINT_ALLOWED)
+        raise refuse(value, "")
     text = expand_templates(value).rstrip("/")
     try:
         parts = urlsplit(text)
@@ -68,7 +63,7 @@ def parse_endpoint(value: object) -> str | None:
     except ValueError:
         sound = False
     if not sound or "@" in text or parts.query or parts.fragment or not _ENDPOINT_PATH.fullmatch(parts.path):
-        raise ConfigError("", f"{quoted(value)} is not an endpoint", _ENDPOINT_ALLOWED)
+        raise ConfigError("", f"{quoted(value)} is not an endpoint", "")
     return text
 
 
@@ -76,15 +71,19 @@ def _word(value: object) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise refuse(value, _TEXT_ALLOWED)
+        raise refuse(value, "")
     return expand_templates(value)
 
 
 def _ca_file(value: object) -> str | None:
     text = _word(value)
     if text is not None and not text.startswith("/"):
-        raise ConfigError("", f"{shown(value)} is not an absolute path", _CA_FILE_ALLOWED)
+        raise ConfigError("", f"{shown(value)} is not an absolute path", "")
     return text
+
+
+_Word = Annotated[str | None, Allowed("text", _word)]
+_Secret = Annotated[Secret | None, Allowed(SECRET_ALLOWED)]
 
 
 class ObjectTierConfig(RemoteTierConfig):
@@ -93,81 +92,49 @@ class ObjectTierConfig(RemoteTierConfig):
     keeps_timeout: ClassVar[bool] = True
     keeps_identities: ClassVar[bool] = True
 
-    type: Annotated[Literal["object"], Allowed("object")] = "object"
-    url: Annotated[
-        str,
-        Field(description="the bucket or container, and the prefix that belongs to this package alone"),
-        Allowed(_URL_ALLOWED),
-        checked(parse_url),
-    ]
-    endpoint: Annotated[
-        str | None,
-        Field(description="the server's address where it is not the provider's own (MinIO, Ceph, R2, an emulator)"),
-        Allowed(_ENDPOINT_ALLOWED),
-        checked(parse_endpoint),
-    ] = None
-    region: Annotated[
-        str | None, Field(description="S3: the bucket's region"), Allowed(_TEXT_ALLOWED), checked(_word)
-    ] = None
-    addressing: Annotated[
-        Literal["auto", "path", "virtual"],
-        Field(description="S3: bucket in the path or in the host name; auto: path with an endpoint, else virtual"),
-        Allowed("auto, path, virtual"),
-        one_of("auto", "path", "virtual"),
-    ] = "auto"
-    access_key: Annotated[
-        Secret | None, Field(description="S3: access key id; left out: the standard chain"), Allowed(SECRET_ALLOWED)
-    ] = None
-    secret_key: Annotated[Secret | None, Field(description="S3: secret access key"), Allowed(SECRET_ALLOWED)] = None
-    session_token: Annotated[
-        Secret | None, Field(description="S3: token of temporary credentials"), Allowed(SECRET_ALLOWED)
-    ] = None
-    sse: Annotated[
-        Literal["s3", "kms", "dsse", "customer"] | None,
-        Field(description="S3: how objects are encrypted by the server; left out: as the bucket says"),
-        Allowed(_SSE_ALLOWED),
-        one_of("s3", "kms", "dsse", "customer"),
-    ] = None
-    sse_kms_key: Annotated[
-        str | None,
-        Field(description="S3: the key for sse: kms and dsse; left out: the account's own"),
-        Allowed(_TEXT_ALLOWED),
-        checked(_word),
-    ] = None
-    sse_key: Annotated[
-        Secret | None, Field(description="S3: the key for sse: customer, 32 bytes in base64"), Allowed(SECRET_ALLOWED)
-    ] = None
-    service_account: Annotated[
-        Secret | None, Field(description="Google: the service account's JSON key"), Allowed(SECRET_ALLOWED)
-    ] = None
-    account: Annotated[
-        str | None, Field(description="Azure: the storage account"), Allowed(_TEXT_ALLOWED), checked(_word)
-    ] = None
-    account_key: Annotated[Secret | None, Field(description="Azure: the account's key"), Allowed(SECRET_ALLOWED)] = None
-    sas_token: Annotated[
-        Secret | None,
-        Field(description="Azure: a shared access signature of the container, in place of account_key"),
-        Allowed(SECRET_ALLOWED),
-    ] = None
-    allow_http: Annotated[
-        bool,
-        Field(description="true: an endpoint without TLS is accepted; pages and names travel unencrypted"),
-        Allowed("true or false"),
-        checked(true_or_false),
-    ] = False
-    ca_file: Annotated[
-        str | None,
-        Field(description="certificates to trust besides the system's"),
-        Allowed(_CA_FILE_ALLOWED),
-        checked(_ca_file),
-    ] = None
+    type: Literal["object"] = "object"
+    url: Annotated[str, Allowed(_URL_ALLOWED, parse_url)]
+    """the bucket or container, and the prefix that belongs to this package alone"""
+    endpoint: Annotated[str | None, Allowed("http(s)://host[:port][/path]", parse_endpoint)] = None
+    """the server's address where it is not the provider's own (MinIO, Ceph, R2, an emulator)"""
+    region: _Word = None
+    """S3: the bucket's region"""
+    addressing: Literal["auto", "path", "virtual"] = "auto"
+    """S3: bucket in the path or in the host name; auto: path with an endpoint, else virtual"""
+    access_key: _Secret = None
+    """S3: access key id; left out: the standard chain"""
+    secret_key: _Secret = None
+    """S3: secret access key"""
+    session_token: _Secret = None
+    """S3: token of temporary credentials"""
+    sse: Literal["s3", "kms", "dsse", "customer"] | None = None
+    """S3: how objects are encrypted by the server; left out: as the bucket says"""
+    sse_kms_key: _Word = None
+    """S3: the key for sse: kms and dsse; left out: the account's own"""
+    sse_key: _Secret = None
+    """S3: the key for sse: customer, 32 bytes in base64"""
+    service_account: _Secret = None
+    """Google: the service account's JSON key"""
+    account: _Word = None
+    """Azure: the storage account"""
+    account_key: _Secret = None
+    """Azure: the account's key"""
+    sas_token: _Secret = None
+    """Azure: a shared access signature of the container, in place of account_key"""
+    allow_http: bool = False
+    """true: an endpoint without TLS is accepted; pages and names travel unencrypted"""
+    ca_file: Annotated[str | None, Allowed("an absolute path to a PEM file", _ca_file)] = None
+    """certificates to trust besides the system's"""
     concurrency: Annotated[
         int | None,
-        Field(description="requests at once per rank; auto: 32", json_schema_extra={"default": "auto"}),
-        Allowed(_CONCURRENCY_ALLOWED),
-        checked(or_word("auto", None, whole_number(1, MOST_REQUESTS, _CONCURRENCY_ALLOWED))),
-        WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": MOST_REQUESTS}, {"const": "auto"}]}),
+        Field(json_schema_extra={"default": "auto"}),
+        Allowed(
+            f"1 to {MOST_REQUESTS}, or auto",
+            or_auto(whole_number(1, MOST_REQUESTS)),
+            {"anyOf": [{"type": "integer", "minimum": 1, "maximum": MOST_REQUESTS}, {"const": "auto"}]},
+        ),
     ] = None
+    """requests at once per rank; auto: 32"""
 
     @property
     def scheme(self) -> str:

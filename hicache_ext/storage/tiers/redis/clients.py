@@ -1,4 +1,4 @@
-"""Addresses, logins and clients of the servers of a tier, as its configuration says."""
+"""Addresses, logins and certificates of the servers of a tier, as its configuration says, and the names of its keys."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ import socket
 import ssl
 from binascii import hexlify
 from collections.abc import Sequence
-from typing import Any
-
-import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH, KEY_LENGTH
 from hicache_ext.runtime.file_signature import FileSignature, file_signature
@@ -26,9 +21,6 @@ Address = tuple[int, tuple[str, int] | str]
 
 SHORT_CALL = 1.0
 """Seconds one administrative request may take (topology, probes of a node that is down), or the tier's timeout."""
-
-MOST_RECEIVED = 8 << 20
-"""Bytes of the answers to one request or pipeline: the map of 16,384 slots in pieces takes less."""
 
 
 def short_call(tier: RedisTierConfig) -> float:
@@ -87,95 +79,6 @@ def _tls_context(tier: RedisTierConfig) -> ssl.SSLContext:
     if tier.tls_certificate is not None:
         context.load_cert_chain(tier.tls_certificate, tier.tls_key)
     return context
-
-
-def sentinel_client(tier: RedisTierConfig, endpoint: Endpoint) -> redis.Redis:
-    """``admin_client`` of a Sentinel, which has a login of its own."""
-    login = tier.model_copy(
-        update={"username": tier.sentinel_username, "password": tier.sentinel_password, "database": 0}
-    )
-    return admin_client(login, endpoint)
-
-
-def admin_client(
-    tier: RedisTierConfig, endpoint: Endpoint, timeout: float | None = None, *, database: int | None = None
-) -> redis.Redis:
-    """redis-py's client of this one server: no retries, no cluster logic, at most ``timeout`` per operation.
-
-    Nothing is sent until it is used. Raises ConfigError when the secret cannot be read.
-    """
-    limit = short_call(tier) if timeout is None else timeout
-    options: dict[str, Any] = {
-        "db": tier.database if database is None else database,
-        "username": tier.username,
-        "password": None if tier.password is None else tier.password.reveal(),
-        "socket_timeout": limit,
-        "socket_connect_timeout": limit,
-        "retry": Retry(NoBackoff(), 0),
-    }
-    if endpoint.is_path:
-        return _bounded(redis.Redis(unix_socket_path=endpoint.host, **options))
-    if tier.tls:
-        options.update(
-            ssl=True,
-            ssl_ca_certs=tier.tls_ca,
-            ssl_certfile=tier.tls_certificate,
-            ssl_keyfile=tier.tls_key,
-            ssl_cert_reqs="none" if tier.tls_verify == "none" else "required",
-            ssl_check_hostname=tier.tls_verify == "full",
-        )
-    return _bounded(redis.Redis(host=endpoint.host, port=endpoint.port, **options))
-
-
-def _bounded(client: redis.Redis) -> redis.Redis:
-    """A client that takes ``MOST_RECEIVED`` bytes between two requests: redis-py reads whatever lengths it is told."""
-    pool = client.connection_pool
-    pool.connection_class = type("BoundedConnection", (_Bounded, pool.connection_class), {})
-    return client
-
-
-class _Bounded:
-    """Of redis-py's connections of each kind; its errors are redis-py's, whatever the server says."""
-
-    def _connect(self) -> Any:
-        return _BoundedSocket(super()._connect())  # type: ignore[misc]
-
-    def read_response(self, *arguments: Any, **options: Any) -> Any:
-        try:
-            return super().read_response(*arguments, **options)  # type: ignore[misc]
-        except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
-            raise redis.InvalidResponse(type(error).__name__) from None
-
-
-class _BoundedSocket:
-    """A socket that counts what it receives."""
-
-    def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
-        self._received = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._socket, name)
-
-    def sendall(self, request: bytes) -> None:
-        self._received = 0
-        self._socket.sendall(request)
-
-    def recv(self, most: int, flags: int = 0) -> bytes:
-        received = self._socket.recv(most, flags)
-        self._count(0 if flags & socket.MSG_PEEK else len(received))
-        return received
-
-    def recv_into(self, buffer: Any, most: int = 0, flags: int = 0) -> int:
-        """For the parser of hiredis."""
-        received = self._socket.recv_into(buffer, most, flags)
-        self._count(received)
-        return received
-
-    def _count(self, received: int) -> None:
-        self._received += received
-        if self._received > MOST_RECEIVED:
-            raise redis.ConnectionError("an answer without end")
 
 
 def resolve(endpoint: Endpoint) -> list[Address]:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import Field, WithJsonSchema, field_validator
+from pydantic import Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from hicache_ext.config.problems import quoted, refuse, shown
-from hicache_ext.config.schema import Allowed, as_pydantic_error, checked, one_of
+from hicache_ext.config.schema import DURATION, Allowed, as_pydantic_error
 from hicache_ext.config.secrets import SECRET_ALLOWED, Secret
 from hicache_ext.config.tier import RemoteTierConfig
 from hicache_ext.config.values import absolute_path, duration, expand_templates, or_word, whole_number
@@ -29,10 +29,6 @@ _URL_ALLOWED = (
     "redis://HOST:PORT, rediss://HOST:PORT (TLS), unix:///PATH, or a list of nodes of one cluster, or of Sentinels: "
     "redis+sentinel://HOST:PORT/SERVICE, rediss+sentinel://HOST:PORT/SERVICE"
 )
-_CLUSTER_ALLOWED = "auto, true, false"
-_DATABASE_ALLOWED = "a whole number from 0 to 65535"
-_PREFIX_ALLOWED = f"1 to {LONGEST_PREFIX} of the characters A-Z a-z 0-9 _ . : / -"
-_CONNECTIONS_ALLOWED = f"1 to {MOST_CONNECTIONS}"
 _TTL_ALLOWED = "a duration of whole seconds from 1s to a year, such as 24h, or none"
 _FILE_ALLOWED = "an absolute path"
 _NAME_ALLOWED = "text"
@@ -131,13 +127,13 @@ def _parse_unix(parts: SplitResult, written: str, wrong: Callable[[str], ConfigE
 def parse_cluster(value: object) -> bool | Literal["auto"]:
     if value == "auto" or isinstance(value, bool):
         return value
-    raise refuse(value, _CLUSTER_ALLOWED)
+    raise refuse(value, "")
 
 
 def parse_prefix(value: object) -> str:
     # Braces would be a hash tag: all pages on one node of a cluster. Blanks and wildcards serve nobody.
     if not isinstance(value, str) or not _PREFIX.fullmatch(value):
-        raise refuse(value, _PREFIX_ALLOWED)
+        raise refuse(value, "")
     return value
 
 
@@ -154,7 +150,7 @@ def parse_username(value: object) -> str:
     return value
 
 
-_file = absolute_path(_FILE_ALLOWED)
+_File = Annotated[str | None, Allowed(_FILE_ALLOWED, absolute_path())]
 _TLS_KEYS = ("tls_ca", "tls_certificate", "tls_key", "tls_verify")
 
 
@@ -169,92 +165,64 @@ class RedisTierConfig(RemoteTierConfig):
         "in_flight": "the round trip of a connection decides, up to 8MiB",
     }
 
-    type: Annotated[Literal["redis"], Allowed("redis")] = "redis"
+    type: Literal["redis"] = "redis"
     url: Annotated[
         tuple[str, ...],
-        Field(description="the server, or some nodes of the cluster; the others are found"),
-        Allowed(_URL_ALLOWED),
-        checked(parse_urls),
-        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}),
+        Allowed(
+            _URL_ALLOWED,
+            parse_urls,
+            {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]},
+        ),
     ]
-    cluster: Annotated[
-        bool | Literal["auto"],
-        Field(description="auto: as the server says"),
-        Allowed(_CLUSTER_ALLOWED),
-        checked(parse_cluster),
-    ] = "auto"
-    password: Annotated[Secret | None, Field(description="of the user, by reference"), Allowed(SECRET_ALLOWED)] = None
-    username: Annotated[
-        str | None,
-        Field(description="ACL user; left out: the default user"),
-        Allowed(_NAME_ALLOWED),
-        checked(parse_username),
-    ] = None
-    sentinel_password: Annotated[
-        Secret | None,
-        Field(description="of the Sentinels, by reference; the servers' is password"),
-        Allowed(SECRET_ALLOWED),
-    ] = None
-    sentinel_username: Annotated[
-        str | None,
-        Field(description="ACL user of the Sentinels"),
-        Allowed(_NAME_ALLOWED),
-        checked(parse_username),
-    ] = None
-    read_replicas: Annotated[
-        bool,
-        Field(description="pages are read from replicas, too; what one lacks is asked of its primary"),
-        Allowed("true, false"),
-    ] = False
+    """the server, or some nodes of the cluster; the others are found"""
+    cluster: Annotated[bool | Literal["auto"], Allowed("auto, true, false", parse_cluster)] = "auto"
+    """auto: as the server says"""
+    password: Annotated[Secret | None, Allowed(SECRET_ALLOWED)] = None
+    """of the user, by reference"""
+    username: Annotated[str | None, Allowed(_NAME_ALLOWED, parse_username)] = None
+    """ACL user; left out: the default user"""
+    sentinel_password: Annotated[Secret | None, Allowed(SECRET_ALLOWED)] = None
+    """of the Sentinels, by reference; the servers' is password"""
+    sentinel_username: Annotated[str | None, Allowed(_NAME_ALLOWED, parse_username)] = None
+    """ACL user of the Sentinels"""
+    read_replicas: bool = False
+    """pages are read from replicas, too; what one lacks is asked of its primary"""
     database: Annotated[
         int,
-        Field(description="a cluster has only 0"),
-        Allowed(_DATABASE_ALLOWED),
-        checked(whole_number(0, 65535, _DATABASE_ALLOWED)),
-        WithJsonSchema({"type": "integer", "minimum": 0, "maximum": 65535}),
+        Allowed(
+            "a whole number from 0 to 65535",
+            whole_number(0, 65535),
+            {"type": "integer", "minimum": 0, "maximum": 65535},
+        ),
     ] = 0
-    prefix: Annotated[
-        str,
-        Field(description="what every key of this tier begins with"),
-        Allowed(_PREFIX_ALLOWED),
-        checked(parse_prefix),
-    ] = "hicache_ext:"
+    """a cluster has only 0"""
+    prefix: Annotated[str, Allowed(f"1 to {LONGEST_PREFIX} of the characters A-Z a-z 0-9 _ . : / -", parse_prefix)] = (
+        "hicache_ext:"
+    )
+    """what every key of this tier begins with"""
     connections: Annotated[
         int,
-        Field(description="connections that carry pages, per node and rank"),
-        Allowed(_CONNECTIONS_ALLOWED),
-        checked(whole_number(1, MOST_CONNECTIONS, _CONNECTIONS_ALLOWED)),
-        WithJsonSchema({"type": "integer", "minimum": 1, "maximum": MOST_CONNECTIONS}),
+        Allowed(
+            f"1 to {MOST_CONNECTIONS}",
+            whole_number(1, MOST_CONNECTIONS),
+            {"type": "integer", "minimum": 1, "maximum": MOST_CONNECTIONS},
+        ),
     ] = 4
+    """connections that carry pages, per node and rank"""
     ttl: Annotated[
         int | None,
-        Field(
-            description="how long a page is kept after it was written; none: the server decides",
-            json_schema_extra={"default": "none"},
-        ),
-        Allowed(_TTL_ALLOWED),
-        checked(or_word("none", None, _ttl)),
-        WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]}),
+        Field(json_schema_extra={"default": "none"}),
+        Allowed(_TTL_ALLOWED, or_word("none", None, _ttl), DURATION),
     ] = None
-    tls_ca: Annotated[
-        str | None,
-        Field(description="certificates of the authorities to trust; left out: the system's"),
-        Allowed(_FILE_ALLOWED),
-        checked(_file),
-    ] = None
-    tls_certificate: Annotated[
-        str | None,
-        Field(description="this client's certificate"),
-        Allowed(_FILE_ALLOWED),
-        checked(_file),
-    ] = None
-    tls_key: Annotated[str | None, Field(description="its private key"), Allowed(_FILE_ALLOWED), checked(_file)] = None
-    tls_verify: Annotated[
-        Literal["full", "ca", "none"],
-        Field(description="the server's certificate: its authority and name, its authority, or nothing"),
-        Allowed("full, ca, none"),
-        one_of("full", "ca", "none"),
-    ] = "full"
+    """how long a page is kept after it was written; none: the server decides"""
+    tls_ca: _File = None
+    """certificates of the authorities to trust; left out: the system's"""
+    tls_certificate: _File = None
+    """this client's certificate"""
+    tls_key: _File = None
+    """its private key"""
+    tls_verify: Literal["full", "ca", "none"] = "full"
+    """the server's certificate: its authority and name, its authority, or nothing"""
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:

@@ -47,7 +47,6 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, 
 from hicache_ext.storage.contract.trial import try_store
 from hicache_ext.storage.tiers.redis.clients import (
     TlsSettings,
-    admin_client,
     identity_name,
     page_name,
     page_names_of,
@@ -215,14 +214,14 @@ class RedisPageStore(TierStore):
     def _look(self) -> dict[str, float]:
         """How full all nodes that are up are together, as they say; everything they hold counts, whoever wrote it.
 
-        Takes at most a short call per node. Raises redis.RedisError: also where the user may not use INFO.
+        Raises StoreError, OSError: also where the user may not use INFO.
         """
         used = capacity = 0.0
         for node in self._topology.nodes:
             if not node.up:
                 continue
-            with admin_client(self._tier, node.endpoint, database=0) as client:
-                facts: Any = client.info("memory")
+            with node.aside() as connection:
+                facts = connection.info(b"memory")
             used += int(facts["used_memory"])
             # 0 is no limit: then the whole has none.
             capacity += int(facts.get("maxmemory", 0)) or math.inf
@@ -533,7 +532,7 @@ class RedisPageStore(TierStore):
             _, node, positions, is_asked_again = shares[number]
             try:
                 with node.connection(node.pages, deadline) as connection:
-                    if connection.wire.descriptor is not None:
+                    if connection.descriptor is not None:
                         talk(connection, positions)
             except LaneBusyError:
                 return

@@ -508,8 +508,8 @@ def test_a_late_answer_is_no_clock_that_is_off(monkeypatch, there, level):
     class Late:
         """Was asked at 100 s and has answered at 103 s."""
 
-        def time(self):
-            return there, 0
+        def tell(self, *words):
+            return [b"%d" % there, b"0"]
 
     here = iter([100.0, 103.0])
     monkeypatch.setattr(diagnosis.time, "time", lambda: next(here))

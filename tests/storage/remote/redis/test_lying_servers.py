@@ -292,12 +292,12 @@ def test_a_reply_too_many_of_a_node_that_is_asked_during_a_move_makes_no_page_ex
 
     with FakeServer(answer) as server:
         tier = RedisTierConfig(url=f"redis://{server.endpoint}", cluster=False)
-        (address,) = resolve(server.endpoint)
-        connection = open_connection(tier, server.endpoint, address, None, time.monotonic() + PATIENCE)
+        addresses = resolve(server.endpoint)
+        connection = open_connection(tier, server.endpoint, addresses, None, time.monotonic() + PATIENCE)
         with pytest.raises(ProtocolError):
             write_pages(connection, [call], None)
         assert call.result is None
-        connection.wire.close()
+        connection.close()
 
 
 # -- numbers, lists and names without a bound --------------------------------------------------------------------------
