@@ -29,10 +29,8 @@ from hicache_ext.errors import FormatError
 from hicache_ext.page import envelope
 from hicache_ext.page.page_object import HEADER_LENGTH, gather
 
-SMALL = 4 << 20
-"""Stored pages with fewer bytes share a pack; a larger one is a pack of one."""
-LARGEST_PAGE = 512 << 20
-"""Bytes of a stored page."""
+SMALL, LARGEST_PAGE = 4 << 20, 512 << 20
+"""Bytes of a stored page: those below the first share a pack, others are alone in one; none has more than the second."""
 PACK_BYTES = 4 << 20
 """A pack has about so many bytes of pages."""
 MOST_PAGES = 64

@@ -22,8 +22,7 @@ from hicache_ext.errors import ProtocolError, RefusedError
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.redis import connection as connection_module
 from hicache_ext.storage.tiers.redis import page_calls
-from hicache_ext.storage.tiers.redis.clients import page_name
-from hicache_ext.storage.tiers.redis.connection import Connection
+from hicache_ext.storage.tiers.redis.connection import Connection, page_name
 from hicache_ext.testing.conformance.pages import HostPages
 
 NAMES = b"t:page:"

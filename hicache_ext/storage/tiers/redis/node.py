@@ -27,9 +27,17 @@ from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState, WritePause
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.tiers.redis.clients import Address, TlsSettings, resolve, short_call
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
-from hicache_ext.storage.tiers.redis.connection import Connection, ErrorReply, command, open_connection
+from hicache_ext.storage.tiers.redis.connection import (
+    Address,
+    Connection,
+    ErrorReply,
+    TlsSettings,
+    command,
+    open_connection,
+    resolve,
+    short_call,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,6 @@ from hicache_ext.page.memory import Addresses, addresses_of
 from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.bad_pages import Removal, Sighting, Stored
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, key_words
-from hicache_ext.storage.tiers.redis.clients import page_name
 from hicache_ext.storage.tiers.redis.config import Endpoint
 from hicache_ext.storage.tiers.redis.connection import (
     Connection,
@@ -35,12 +34,15 @@ from hicache_ext.storage.tiers.redis.connection import (
     Status,
     command,
     command_of_equals,
+    page_name,
 )
 
 HEADER_LENGTH = envelope.FIELDS_LENGTH
 
 _MOST_AT_ONCE = 256
 """Pages in one request for their presence."""
+_FEW = 16
+"""Pages that are asked for one by one."""
 _MOST_PIPELINED = 256
 """Pages whose requests are sent before their replies are received."""
 _ASKING = command(b"ASKING")
@@ -299,28 +301,30 @@ def ask_integers(connection: Connection, calls: Sequence[PageCall], word: bytes)
 
 def ask_presence(connection: Connection, calls: Sequence[PageCall], names: Sequence[bytes]) -> None:
     """EXISTS of many pages of one server, which is no node of a cluster; the one call's result is the ``bytearray`` of
-    ones and zeros, and ``NOT_ANSWERED``. Many of them in one request, and those are asked for one by one of which it
-    has some: chains are there to one page, and absent from it on."""
+    ones and zeros, and ``NOT_ANSWERED``. Groups of them in one request, and only those of which it has some are asked
+    for in smaller ones: chains are there to one page, and absent from it on."""
     (call,) = calls
     present = bytearray(len(names))
-    groups = [range(first, min(first + _MOST_AT_ONCE, len(names))) for first in range(0, len(names), _MOST_AT_ONCE)]
-    alone: list[int] = []
-    requests = [command_of_equals(b"EXISTS", names[group.start : group.stop]) for group in groups]
-    for group, reply in zip(groups, connection.ask(requests), strict=True):
-        if not isinstance(reply, ErrorReply) and _integer(reply) == len(group):
-            present[group.start : group.stop] = b"\1" * len(group)
-        elif reply != 0:
-            # Of errors: a cluster that is not known as one yet, or a proxy that takes one key at a time.
-            alone += group
     refusal = ""
-    for page, reply in zip(alone, connection.ask([command(b"EXISTS", names[page]) for page in alone]), strict=True):
-        if not isinstance(reply, ErrorReply):
-            # Also what no server says of one page.
-            present[page] = _integer(reply) == 1
-        elif _is_redirect(call, reply):
-            return
-        else:
-            present[page], refusal = NOT_ANSWERED, reply.code
+    groups = [range(first, min(first + _MOST_AT_ONCE, len(names))) for first in range(0, len(names), _MOST_AT_ONCE)]
+    while groups:
+        replies = connection.ask([command_of_equals(b"EXISTS", names[group.start : group.stop]) for group in groups])
+        asked, groups = groups, []
+        for group, reply in zip(asked, replies, strict=True):
+            if not isinstance(reply, ErrorReply):
+                count = _integer(reply)
+                if count == len(group):
+                    present[group.start : group.stop] = b"\1" * len(group)
+                elif count and len(group) > 1:
+                    part = 1 if len(group) <= _FEW else len(group) // 2
+                    groups += [group[at : at + part] for at in range(0, len(group), part)]
+            elif len(group) > 1:
+                # A cluster that is not known as one yet, or a proxy that takes one key at a time.
+                groups += [group[at : at + 1] for at in range(len(group))]
+            elif _is_redirect(call, reply):
+                return
+            else:
+                present[group.start], refusal = NOT_ANSWERED, reply.code
     if refusal and present.count(NOT_ANSWERED) == len(names):
         raise RefusedError(refusal, b"EXISTS")
     call.finish(present, refusal)

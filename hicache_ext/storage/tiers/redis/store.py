@@ -45,16 +45,17 @@ from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
 from hicache_ext.storage.contract.trial import try_store
-from hicache_ext.storage.tiers.redis.clients import (
+from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
+from hicache_ext.storage.tiers.redis.connection import (
+    LARGEST_VALUE,
     TlsSettings,
+    command,
     identity_name,
     page_name,
     page_names_of,
     page_prefix,
     short_call,
 )
-from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
-from hicache_ext.storage.tiers.redis.connection import LARGEST_VALUE, command
 from hicache_ext.storage.tiers.redis.node import Lane, Node
 from hicache_ext.storage.tiers.redis.page_calls import (
     NOT_ANSWERED,

@@ -33,18 +33,22 @@ from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.abilities import LARGEST_DOCUMENT, LARGEST_SUM, document_in
 from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.hint_board import AT_ONCE, BoardLimits
-from hicache_ext.storage.tiers.redis.clients import (
+from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
+from hicache_ext.storage.tiers.redis.connection import (
+    Connection,
+    ErrorReply,
+    Reply,
     TlsSettings,
+    command,
     identity_name,
     is_hex,
+    open_connection,
     page_key,
     page_name,
     page_prefix,
     resolve,
     short_call,
 )
-from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
-from hicache_ext.storage.tiers.redis.connection import Connection, ErrorReply, Reply, command, open_connection
 from hicache_ext.storage.tiers.redis.node import Node, error_words
 
 logger = logging.getLogger(__name__)

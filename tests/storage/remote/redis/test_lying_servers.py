@@ -15,9 +15,8 @@ from hicache_ext.errors import ProtocolError, StoreSetupError
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.redis import node
 from hicache_ext.storage.tiers.redis import store as store_module
-from hicache_ext.storage.tiers.redis.clients import resolve
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
-from hicache_ext.storage.tiers.redis.connection import open_connection
+from hicache_ext.storage.tiers.redis.connection import open_connection, resolve
 from hicache_ext.storage.tiers.redis.page_calls import PageCall, write_pages
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from hicache_ext.storage.tiers.redis.topology import MOST_STRANGERS
