@@ -30,7 +30,7 @@ from hicache_ext.page import envelope
 from hicache_ext.page.page_object import HEADER_LENGTH, gather
 
 SMALL, LARGEST_PAGE = 4 << 20, 512 << 20
-"""Bytes of a stored page: those below the first share a pack, others are alone in one; none has more than the second."""
+"""Bytes of a stored page: below the first they share a pack, others are alone in one, up to the second."""
 PACK_BYTES = 4 << 20
 """A pack has about so many bytes of pages."""
 MOST_PAGES = 64

@@ -200,7 +200,7 @@ class Node:
             if fresh:
                 self._connections.drop()
             connection = (self._connections.take(self._is_good) if lane.keeps else None) or self._open(deadline)
-            connection.deadline = deadline
+            connection.deadline, connection.asking = deadline, False
             try:
                 yield connection
             except BaseException:

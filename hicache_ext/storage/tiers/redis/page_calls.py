@@ -45,7 +45,6 @@ _FEW = 16
 """Pages that are asked for one by one."""
 _MOST_PIPELINED = 256
 """Pages whose requests are sent before their replies are received."""
-_ASKING = command(b"ASKING")
 _REDIRECT = re.compile(r"(MOVED|ASK) ([0-9]{1,5}) (.*):([0-9]{1,5})", re.ASCII)
 
 _REMOVE_IF_SAME = b"""
@@ -102,13 +101,13 @@ class PageCall:
         """Why it is CORRUPT, REJECTED or an ERROR: a word for the metrics."""
         self.redirect: tuple[str, int, Endpoint] | None = None
         self.asking = False
+        """The node it is asked of next has it while its slot is on its way there: see ``Connection.asking``."""
         self.seen: Sighting | None = None
         """Of a copy that is not this page."""
 
     def request(self, word: bytes) -> bytes:
-        """A command whose only argument is the page's name; ``_asked`` in haste, since it is made for every page."""
-        asked = b"*2\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(word), word, len(self.name), self.name)
-        return _ASKING + asked if self.asking else asked
+        """A command whose only argument is the page's name; ``command`` in haste, since it is made for every page."""
+        return b"*2\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(word), word, len(self.name), self.name)
 
     def finish(self, result: Any, reason: str = "") -> None:
         self.result = result
@@ -143,7 +142,6 @@ def _portions(calls: Sequence[PageCall], window: int) -> Iterator[Sequence[PageC
 
 def _read_page(connection: Connection, call: PageCall, header: memoryview) -> RefusedError | None:
     """That the server refused it is answered, if it did."""
-    _pass_asking(connection, call)
     try:
         length = connection.reader.page_into(header, call.segments)
     except OversizedValueError as error:
@@ -229,7 +227,7 @@ def _set_pages(connection: Connection, missing: Sequence[PageCall], ttl: int | N
                 *(3 + len(options), len(call.name)),
                 *(call.name, call.size),
             )
-            requests += [_ASKING if call.asking else b"", head, header, *call.segments, end]
+            requests += [head, header, *call.segments, end]
         connection.send(b"".join(requests))
         for call in portion:
             refusal = _written(connection, call, raced) or refusal
@@ -269,7 +267,6 @@ def _pages_missing(connection: Connection, calls: Sequence[PageCall]) -> list[Pa
 
 def _written(connection: Connection, call: PageCall, raced: list[PageCall]) -> str:
     """Why the server refused it, if it did."""
-    _pass_asking(connection, call)
     reply = connection.reader.reply()
     if isinstance(reply, Status) and reply == b"OK":
         call.finish(SetResult.STORED)
@@ -345,8 +342,7 @@ def read_again(connection: Connection, call: PageCall, most: int) -> None:
         return
     data = memoryview(bytearray(min(length, most)))
     beginning = b"GETRANGE", call.name, b"0", b"%d" % (most - 1)
-    connection.send(call.request(b"GET") if length <= most else _asked(call, *beginning))
-    _pass_asking(connection, call)
+    connection.send(call.request(b"GET") if length <= most else command(*beginning))
     if connection.reader.page_into(data, []) != len(data):
         raise ProtocolError("not as many bytes as the value has")
     call.finish(Stored(length, data))
@@ -356,7 +352,7 @@ def remove_bad(connection: Connection, call: PageCall, bad: Stored) -> None:
     """Remove the value if it still is ``bad``: the result is a ``Removal``."""
     digest = hashlib.sha1(bad.data, usedforsecurity=False).hexdigest().encode()
     numbers = (b"%d" % bad.length, b"%d" % len(bad.data))
-    (reply,) = _replies(connection, [call], [_asked(call, b"EVAL", _REMOVE_IF_SAME, b"1", call.name, *numbers, digest)])
+    (reply,) = connection.ask([command(b"EVAL", _REMOVE_IF_SAME, b"1", call.name, *numbers, digest)])
     if isinstance(reply, ErrorReply) and reply.code in _WITHOUT_SCRIPTS:
         # Two reads over two connections found the same; only the server's comparison is missing.
         (reply,) = _ask(connection, [call], b"UNLINK")
@@ -384,29 +380,8 @@ def refused_commands(connection: Connection, name: bytes, *, writes: bool) -> li
     return refused
 
 
-def _asked(call: PageCall, *words: bytes) -> bytes:
-    return _ASKING + command(*words) if call.asking else command(*words)
-
-
 def _ask(connection: Connection, calls: Sequence[PageCall], word: bytes) -> list[Reply]:
-    return _replies(connection, calls, [call.request(word) for call in calls])
-
-
-def _replies(connection: Connection, calls: Sequence[PageCall], requests: Sequence[bytes]) -> list[Reply]:
-    if not any(call.asking for call in calls):
-        return connection.ask(requests)
-    replies: list[Reply] = []
-    for call, request in zip(calls, requests, strict=True):
-        connection.send(request)
-        _pass_asking(connection, call)
-        replies.append(connection.reader.reply())
-    connection.confirm()
-    return replies
-
-
-def _pass_asking(connection: Connection, call: PageCall) -> None:
-    if call.asking and connection.reader.reply() != b"OK":
-        raise ProtocolError("ASKING was not answered as Redis does")
+    return connection.ask([call.request(word) for call in calls])
 
 
 def _integer(reply: Reply) -> int:

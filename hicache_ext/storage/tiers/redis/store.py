@@ -476,6 +476,7 @@ class RedisPageStore(TierStore):
                 shares = [(node, node.examinations, pages) for node, pages in waiting.items()]
             else:
                 shares = self._shares(waiting, short=results is None)
+            shares = [(node, lane, part) for node, lane, pages in shares for part in _apart(pages)]
             self._threads.run(
                 len(shares),
                 lambda n: self._talk(*shares[n], talk, deadline, timed_out, failed, looks=looks),  # noqa: B023
@@ -600,6 +601,7 @@ class RedisPageStore(TierStore):
             try:
                 now = partial(talk, pause=node.writes.reason) if writes else talk
                 with node.connection(lane, deadline, fresh=attempt > 0) as connection:
+                    connection.asking = calls[0].asking
                     refusal = now(connection, waiting) or ""
                 if refusal:
                     node.refused_write(refusal)
@@ -723,6 +725,11 @@ class _Medium:
         answer = self._ask(key, lambda connection, calls: remove_bad(connection, calls[0], bad))
         # A miss: it is being cleared.
         return answer if isinstance(answer, Removal) else Removal.CHANGED
+
+
+def _apart(calls: list[PageCall]) -> list[list[PageCall]]:
+    """Each page alone whose slot is on its way to the node that is asked, and all others."""
+    return [[call for call in calls if not call.asking], *[[call] for call in calls if call.asking]]
 
 
 def _reasons(calls: Sequence[PageCall], result: GetResult | SetResult) -> Counter[str]:

@@ -284,7 +284,6 @@ def test_a_server_that_cannot_be_reached_for_whatever_reason_stops_the_start(mon
 def test_a_reply_too_many_of_a_node_that_is_asked_during_a_move_makes_no_page_exist():
     """Seen: EXISTS, of a page that is not there."""
     call = PageCall(KEY, b"name", filled([KEY], [SIZES]).buffers[0], sum(SIZES))
-    call.asking = True
 
     def answer(words: list[bytes]) -> bytes:
         return b":%d\r\n:0\r\n" % call.size if words[0] == b"STRLEN" else b"+OK\r\n"
@@ -293,6 +292,7 @@ def test_a_reply_too_many_of_a_node_that_is_asked_during_a_move_makes_no_page_ex
         tier = RedisTierConfig(url=f"redis://{server.endpoint}", cluster=False)
         addresses = resolve(server.endpoint)
         connection = open_connection(tier, server.endpoint, addresses, None, time.monotonic() + PATIENCE)
+        connection.asking = True
         with pytest.raises(ProtocolError):
             write_pages(connection, [call], None)
         assert call.result is None
