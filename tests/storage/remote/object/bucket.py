@@ -48,6 +48,8 @@ class RawBucket:
         """``settle`` waits until what was cleared is deleted."""
         self._client = client
         self._settle = settle
+        self._cut: dict[str, list[bytes]] = {}
+        """Keys of packs that were written without the end that tells them."""
 
     def names(self, prefix: str) -> list[str]:
         return [entry["path"] for listed in obstore.list(self._client, prefix) for entry in listed]
@@ -132,6 +134,7 @@ class RawBucket:
         footer += struct.pack("<8sHHIQ16s8s", b"HICAPACK", 1, 0, len(pages), page_bytes, identity, b"")
         footer += xxhash.xxh3_128_digest(footer)
         stored = b"".join(stored for _, stored in pages)
+        self._cut[name] = [identity + page_hash for page_hash, _ in pages]
         self.put(name, stored + footer * (len(stored) == len(pages) * page_bytes))
 
     def keys(self) -> list[bytes]:
@@ -139,6 +142,9 @@ class RawBucket:
         keys = []
         for pack in self.packs():
             table = (self.get(pack.name) or b"")[len(pack.hashes) * pack.page_bytes :]
+            if not table:
+                keys += self._cut.get(pack.name, [])
+                continue
             identity = bytes.fromhex(pack.name.split("/")[1])
             alive = [position for position in range(len(pack.hashes)) if pack.alive(position)]
             keys += [identity + table[position * 32 : (position + 1) * 32] for position in alive]
