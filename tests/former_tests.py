@@ -33,6 +33,10 @@ FORMER = {
         ),
         "no variable overrides kernels.engine any more: one place says it",
     ),
+    "test_a_store_that_refuses_a_condition_is_one_that_does_not_know_it": (
+        "nothing is written on a condition: pages of every size are in packs, whose names nobody else has"
+    ),
+    "test_it_creates_conditionally_and_the_doctor_finds_nothing_wrong": "-> test_the_doctor_finds_nothing_wrong",
     "test_stats_has_a_line_of_it": "hicache-ext curve shows it, and stats --json has it",
     "test_prompts_of_json_lines_are_told_by_their_lines": _OPTION,
     "test_every_combination_passes_config_check_and_says_why_for_each_tier": (
@@ -164,9 +168,7 @@ FORMER = {
     "test_a_full_disk_refuses_writes_keeps_reads_and_recovers": (
         "-> test_a_quota_below_the_capacity_keeps_the_newest_page_files_and_packs"
     ),
-    "test_a_timer_that_compiled_code_set_is_not_taken_for_ones_own": (
-        "-> test_a_timer_that_the_native_core_set_is_not_taken_for_ones_own"
-    ),
+    "test_a_timer_that_compiled_code_set_is_not_taken_for_ones_own": "Python sets its timeout before each operation",
     "test_compiled_and_in_python_are_the_same": "-> test_the_core_does_what_python_does",
     "test_compiled_code_and_numpy_give_equal_bytes": "-> test_the_core_and_numpy_give_equal_bytes",
     "test_compiled_code_and_numpy_make_equal_planes": ("-> test_the_core_and_numpy_make_equal_planes_at_any_address"),

@@ -14,6 +14,7 @@ from hicache_ext.errors import FormatError
 from hicache_ext.page.pack import (
     FOOTER_END_LENGTH,
     HASH_BYTES,
+    LARGEST_PAGE,
     MOST_PAGES,
     PACK_BYTES,
     SMALL,
@@ -40,7 +41,7 @@ LONGEST_COMPONENT = 232
 
 _IDS = st.integers(0, 2**44 - 1).map(new_id)
 _HASHES = st.integers(1, MOST_PAGES).flatmap(lambda count: st.binary(min_size=6 * count, max_size=6 * count))
-_PACKS = st.builds(Pack, _IDS, st.integers(128, SMALL - 1), _HASHES)
+_PACKS = st.builds(Pack, _IDS, st.integers(128, LARGEST_PAGE), _HASHES)
 _TOMBSTONES = st.builds(Tombstone, _IDS, _IDS, st.integers(0, 2**64 - 1))
 
 
@@ -83,7 +84,7 @@ def test_a_foreign_name_is_none(name: str) -> None:
         ("-1x", "-2x"),
         ("-1x", "-0x"),
         ("x1128-", "x127-"),
-        ("x1128-", "x4194304-"),
+        ("x1128-", f"x{LARGEST_PAGE + 1}-"),
         (".pack", ".pack\n"),
         (".pack", ".part"),
         ("-AAAAAAAA", "-AAAA/AAAA"),

@@ -14,7 +14,6 @@ from typing import Any
 from benchmarks.rivals import ours
 from hicache_ext.bench.pool import Open, Pages
 from hicache_ext.errors import BenchmarkError
-from hicache_ext.storage.tiers.object.catalog import page_name
 from tests.rigs.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, missing_s3_server
 
 OBJECT_REQUESTS = 32
@@ -39,8 +38,13 @@ def object_stores(directory: Path) -> Iterator[tuple[dict[str, Open], Iterable[s
             os.environ.update(before)
 
 
+def page_name(key: bytes) -> str:
+    """In directories of few objects each, as ours are: servers over files pay for them."""
+    return f"{key[16:17].hex()}/{key.hex()}"
+
+
 class _Obstore:
-    """What both ways of using obstore share. Objects are named as ours are: servers over files pay for directories."""
+    """What both ways of using obstore share."""
 
     def __init__(self, server: Any) -> None:
         self.obstore: Any = importlib.import_module("obstore")

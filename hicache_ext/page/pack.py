@@ -1,4 +1,4 @@
-"""Packs: neighbouring small pages of one identity and one size, stored as one object or file.
+"""Packs: neighbouring pages of one identity and one size, stored as one object or file; a large page is alone in one.
 
 ``docs/page-format.md`` specifies the bytes. A pack is ``page || page || ... || footer``. Each page is a page object,
 header and payload, and verifies itself. Page ``i`` begins at ``i`` times the bytes of a page, so a reader needs no
@@ -29,8 +29,8 @@ from hicache_ext.errors import FormatError
 from hicache_ext.page import envelope
 from hicache_ext.page.page_object import HEADER_LENGTH, gather
 
-SMALL = 4 << 20
-"""Pages whose objects have fewer bytes are packed."""
+SMALL, LARGEST_PAGE = 4 << 20, 512 << 20
+"""Bytes of a stored page: below the first they share a pack, others are alone in one, up to the second."""
 PACK_BYTES = 4 << 20
 """A pack has about so many bytes of pages."""
 MOST_PAGES = 64
@@ -45,7 +45,7 @@ _HASH_LETTERS = HASH_BYTES * 4 // 3
 _COMPONENT = _HASH_LETTERS * HASHES_IN_A_COMPONENT
 _ID = r"[0-9a-f]{11}-[0-9a-f]{10}"
 ID_LENGTH = 22
-_PACK = re.compile(rf"({_ID})-([1-9][0-9]?)x([1-9][0-9]{{2,6}})-([A-Za-z0-9_/-]+)\.pack", re.ASCII)
+_PACK = re.compile(rf"({_ID})-([1-9][0-9]?)x([1-9][0-9]{{2,8}})-([A-Za-z0-9_/-]+)\.pack", re.ASCII)
 _TOMBSTONE = re.compile(rf"({_ID})-({_ID})-([0-9a-f]{{16}})\.dead", re.ASCII)
 
 MAGIC = b"HICAPACK"
@@ -128,7 +128,7 @@ def parse_pack(name: str) -> Pack | None:
     if found is None:
         return None
     count, page_bytes, letters = int(found[2]), int(found[3]), found[4].replace("/", "")
-    if len(letters) != count * _HASH_LETTERS or not HEADER_LENGTH <= page_bytes < SMALL or count > MOST_PAGES:
+    if len(letters) != count * _HASH_LETTERS or not HEADER_LENGTH <= page_bytes <= LARGEST_PAGE or count > MOST_PAGES:
         return None
     pack = Pack(found[1], page_bytes, urlsafe_b64decode(letters))
     return pack if pack.name == name else None

@@ -208,8 +208,8 @@ def test_one_tier_alone_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureF
     code, found = findings(capsys, [file, "--tier", "cold"])
     assert code == 0
     assert "tier nowhere" not in found
-    assert found["tier cold"]["first writer"]["level"] == "ok"
-    assert not list(tmp_path.rglob("*.page"))
+    assert found["tier cold"]["reachable"]["level"] == "ok"
+    assert not list(tmp_path.rglob("*.pack"))
     assert main(["doctor", file, "--tier", "warm"]) == 2
     assert "no tier is named 'warm'" in capsys.readouterr().err
 

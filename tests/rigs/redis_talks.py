@@ -22,8 +22,7 @@ from hicache_ext.errors import ProtocolError, RefusedError
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.redis import connection as connection_module
 from hicache_ext.storage.tiers.redis import page_calls
-from hicache_ext.storage.tiers.redis.clients import page_name
-from hicache_ext.storage.tiers.redis.connection import Connection, Wire
+from hicache_ext.storage.tiers.redis.connection import Connection, page_name
 from hicache_ext.testing.conformance.pages import HostPages
 
 NAMES = b"t:page:"
@@ -73,7 +72,7 @@ def connected(pieces: Sequence[bytes], *, ends: bool = True, patience: float = L
         os.close(nothing)
         if ends:
             there.shutdown(socket.SHUT_WR)
-        yield Connection(Wire(here), (socket.AF_UNIX, ""), time.monotonic() + patience), there
+        yield Connection(here, (socket.AF_UNIX, ""), time.monotonic() + patience), there
 
 
 def talk(way: str, keys: Sequence[bytes], pages: HostPages, pieces: Sequence[bytes], word: str, **how: Any) -> Talked:
@@ -87,7 +86,7 @@ def talk(way: str, keys: Sequence[bytes], pages: HostPages, pieces: Sequence[byt
         except (OSError, ProtocolError, RefusedError) as error:
             ending = type(error)
         is_empty = connection.reader.empty
-        connection.wire.close()
+        connection.close()
         sent = b""
         try:
             while part := there.recv(1 << 20):

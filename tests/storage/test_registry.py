@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
 
 import pytest
 
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.storage.contract.registry import examine_tier, open_tier
+from hicache_ext.storage.tiers.redis.tier_type import RedisTier
 
 
 @pytest.mark.parametrize("use", [open_tier, examine_tier])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(use, monkeypatch):
-    for module in [name for name in sys.modules if name.startswith("hicache_ext.storage.tiers.redis")]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "redis", None)
+    monkeypatch.setattr(RedisTier, "open", lambda *_: importlib.import_module("far_store"))
+    monkeypatch.setattr(RedisTier, "install", "pip install far-store")
     tier = load_config(ExtraConfig.around({"tiers": {"pool": {"type": "redis", "url": "redis://pool"}}})).tiers["pool"]
     with pytest.raises(StoreSetupError) as raised:
         use("pool", tier)
-    assert str(raised.value) == ("tier 'pool' cannot start: the package 'redis' is not installed; pip install redis")
+    assert str(raised.value) == (
+        "tier 'pool' cannot start: the package 'far_store' is not installed; pip install far-store"
+    )

@@ -231,21 +231,6 @@ def test_a_bucket_that_cannot_be_listed_does_not_grow_with_every_start_and_says_
     assert sum("every look-up fails" in line and "HTTP 403" in line for line in said) == 3
 
 
-@pytest.mark.parametrize("status", [400, 405, 501])
-def test_a_store_that_refuses_a_condition_is_one_that_does_not_know_it(
-    proxy: FaultProxy, client: Callable[[], Any], status: int
-) -> None:
-    proxy.refuses = lambda request: status if request.headers["If-None-Match"] else 0
-    store = ObjectPageStore("cold", object_tier(), client)
-    assert store.details()["conditional_create"] is False
-    assert set(store_pages(store, KEYS, [3 << 20])) == {SetResult.STORED}
-    assert set(store_pages(store, KEYS, [3 << 20])) == {SetResult.EXISTS}
-    assert_hits(store, KEYS, [3 << 20])
-    found = {finding.subject: finding for finding in store.diagnose()}
-    assert found["first writer"].level is Level.NOTE and "If-None-Match" in found["first writer"].seen
-    store.close()
-
-
 def test_the_doctor_names_a_proxy_of_the_environment_and_no_login_of_it(
     client: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,25 +184,20 @@ class MooncakeStore(TierStore):
         """Those of ``positions`` that can be read; of the others the results are set."""
         if self._holders.all_answer:
             return positions
-        names = {position: self._object_name(batch.keys[position]) for position in positions}
-        codes = self._attachment.call_bounded(lambda: client.batch_is_exist(list(names.values())), deadline)
-        if codes is None:
-            self.count_errors({"timeout": len(positions)})
-            for position in positions:
-                results[position] = GetResult.TIMEOUT
-            return []
-        for position, code in zip(positions, codes, strict=True):
-            results[position] = GetResult.MISS
-            if code < 0:
-                results[position] = _GET_RESULTS.get(code, GetResult.ERROR)
-                self.count_errors({engine.reason_of(code): 1})
-                self._attachment.report(code)
-        present = [position for position, code in zip(positions, codes, strict=True) if code == 1]
-        lost = self._holders.lost(client, [names[position] for position in present], deadline)
-        self.metrics.add("rejected", "holder", sum(names[position] in lost for position in present))
-        readable = [position for position in present if names[position] not in lost]
-        for position in readable:
-            results[position] = GetResult.REJECTED
+        keys = [batch.keys[position] for position in positions]
+        present, failed = self._ask(client, keys, deadline)
+        self.count_errors(failed)
+        lost = self._lost(client, keys, present, deadline)
+        self.metrics.add("rejected", "holder", sum(key in lost for key in keys))
+        # Nobody knows which of the pages that were not found could not be asked for.
+        absent = GetResult.TIMEOUT if "timeout" in failed else GetResult.ERROR if failed else GetResult.MISS
+        readable = []
+        for position, key, there in zip(positions, keys, present, strict=True):
+            if there and key not in lost:
+                results[position] = GetResult.REJECTED
+                readable.append(position)
+            else:
+                results[position] = GetResult.MISS if there else absent
         return readable
 
     def _get_portion(

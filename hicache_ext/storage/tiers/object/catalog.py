@@ -11,14 +11,14 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.pack import Pack, Tombstone, milliseconds_of, new_id, parse_pack, parse_tombstone
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Retry
 from hicache_ext.runtime.log_limit import LimitedLog
-from hicache_ext.storage.contract.pack_index import PackIndex
+from hicache_ext.storage.contract.pack_index import PackIndex, Place
+from hicache_ext.storage.contract.store import identities_of
 from hicache_ext.storage.tiers.object.client import Requests
 
 logger = logging.getLogger(__name__)
@@ -29,19 +29,15 @@ logger = logging.getLogger(__name__)
 #
 # ::
 #
-#     pages/<identity digest, 32 hex digits>/<first 2 of the page hash>/<page hash, 64 hex digits>.page
-#     packs/<identity digest>/<first 7 digits of the id>/<name of a pack or a tombstone, as in page/pack.py>
+#     packs/<identity digest, in hex>/<first 7 digits of the id>/<name of a pack or a tombstone, as in page/pack.py>
 #     identities/<identity digest>.json
 #
-# The two-digit level keeps directories small where the store is a file system (file://), and costs nothing elsewhere.
 # The first 7 digits of an id are its time in units of 65.5 seconds: what came lately is listed by them where a listing
 # cannot begin in the middle.
 
 
-PAGES = "pages"
 PACKS = "packs"
 IDENTITIES = "identities"
-_PAGE = re.compile(r"pages/([0-9a-f]{32})/([0-9a-f]{2})/(\2[0-9a-f]{62})\.page", re.ASCII)
 _PACKED = re.compile(r"packs/([0-9a-f]{32})/([0-9a-f]{7})/(\2.*)", re.ASCII | re.DOTALL)
 _UNIT_DIGITS = 7
 _UNIT = 1 << 16
@@ -49,23 +45,6 @@ _UNIT = 1 << 16
 LONGEST_NAME = 1024
 """Bytes, the tier's prefix included."""
 _IDENTITY = re.compile(r"identities/([0-9a-f]{32})\.json", re.ASCII)
-
-
-def page_name(key: bytes) -> str:
-    """The object of the page ``key``."""
-    page_hash = key[IDENTITY_LENGTH:].hex()
-    return f"{PAGES}/{key[:IDENTITY_LENGTH].hex()}/{page_hash[:2]}/{page_hash}.page"
-
-
-def page_key(name: str) -> bytes | None:
-    """The key of a page object; None for any other object, which is not ours and never touched."""
-    found = _PAGE.fullmatch(name)
-    return bytes.fromhex(found.group(1) + found.group(3)) if found else None
-
-
-def pages_of(digest: bytes) -> str:
-    """The prefix of all pages of an identity."""
-    return f"{PAGES}/{digest.hex()}"
 
 
 def packed_name(digest: bytes, item: Pack | Tombstone) -> str:
@@ -139,8 +118,6 @@ class KnownPacks:
     whole_at: float = 0.0
     """The same of the last whole one, by time.monotonic()."""
     used_at: float = 0.0
-    has_objects: bool = False
-    """There are, or were, pages that are objects of their own."""
     generation: int = 0
     """Changes when everything is forgotten: a listing from before is not believed any more."""
     listing: bool = False
@@ -179,6 +156,14 @@ class PackCatalog:
                 self._loop.wake()
             return known
 
+    def find(self, keys: Sequence[bytes]) -> list[Place | None]:
+        """Where each page would be: its names tell, and the store may have others by now."""
+        found: dict[bytes, Place | None] = {}
+        for digest in identities_of(keys):
+            mine = [key for key in keys if key.startswith(digest)]
+            found.update(zip(mine, self.of(digest).index.find(mine), strict=True))
+        return [found[key] for key in keys]
+
     def expect(self, digest: bytes) -> None:
         """Begin to list an identity whose pages will be asked for."""
         self.of(digest)
@@ -191,7 +176,7 @@ class PackCatalog:
                 known = self._known.get(digest)
                 if known is not None:
                     known.generation += 1
-                    known.whole = known.has_objects = False
+                    known.whole = False
                     known.index.clear()
 
     def page_count(self) -> int:
@@ -224,14 +209,6 @@ class PackCatalog:
             if known.generation == generation:
                 known.listed_at = max(known.listed_at, begun)
         return seen
-
-    def look_for_objects(self, digest: bytes) -> None:
-        """Find out whether the identity has pages that are objects of their own."""
-        known = self.of(digest)
-        for listed in self._requests.listed(pages_of(digest), chunk_size=1):
-            if listed:
-                known.has_objects = True
-                return
 
     def _list_whole(self, digest: bytes, known: KnownPacks) -> dict[str, int]:
         """``known.listing`` is set, and belongs to this call."""

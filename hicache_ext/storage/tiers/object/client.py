@@ -183,7 +183,7 @@ class Failure:
     """Why a request failed, in words for metrics and findings."""
 
     reason: str
-    """absent, no_bucket, exists, denied, slow_down, timeout, connection, http_5xx, http_4xx, other."""
+    """absent, no_bucket, denied, slow_down, timeout, connection, http_5xx, http_4xx, other."""
     status: int | None = None
     kind: str = ""
     """The library's class of error."""
@@ -196,7 +196,6 @@ class Failure:
 _SENTENCES = {
     "absent": "no such object",
     "no_bucket": "the bucket does not exist",
-    "exists": "the object exists already",
     "denied": "the store refuses these credentials",
     "slow_down": "the store asks for fewer requests",
     "timeout": "no answer in time",
@@ -222,8 +221,6 @@ def explain(error: BaseException) -> Failure:
     status = int(found.group(1)) if found else None
     if isinstance(error, FileNotFoundError):
         return Failure("no_bucket" if "NoSuchBucket" in text else "absent", status, kind)
-    if kind in ("AlreadyExistsError", "PreconditionError"):
-        return Failure("exists", status, kind)
     if kind in ("PermissionDeniedError", "UnauthenticatedError", "PermissionError"):
         return Failure("denied", status, kind)
     if "SlowDown" in text or status in (429, 503):
@@ -261,10 +258,6 @@ Piece = Callable[[Call[Any]], Any]
 class Requests:
     """The requests of one tier: on threads of its own, within a deadline, their failures counted by reason.
 
-    Some S3-compatible servers ignore ``If-None-Match: *``, or refuse it. There a page is looked up before it is
-    written, and two writers that look at the same moment both write. That is harmless: both copies are the same page,
-    whole, with a checksum.
-
     Threads: any. Methods raise what obstore raises, unless they say otherwise.
     """
 
@@ -296,9 +289,6 @@ class Requests:
         self.timeout = timeout
         self.reached = False
         """Whether the last request that ended was answered by the store."""
-        self.creates = False
-        """Whether the store creates an object only if there is none; else pages are looked up before they are
-        written."""
         self.etags_are_md5 = False
         """Whether ETags are MD5 digests of the stored bytes, as those of S3 are (without SSE-KMS)."""
         self.doing = ""
@@ -401,9 +391,9 @@ class Requests:
         """Bytes of an object."""
         return self.body(self.obstore.get(self.client, name, options={"range": (begin, end)}), end - begin)
 
-    def put(self, name: str, body: bytes | memoryview, **mode: str) -> Any:
-        """Write an object; the store's answer. ``mode="create"``: only if there is none."""
-        put = self.obstore.put(self.client, name, body, use_multipart=False, **mode)
+    def put(self, name: str, body: bytes | memoryview) -> Any:
+        """Write an object; the store's answer."""
+        put = self.obstore.put(self.client, name, body, use_multipart=False)
         self.reached = True
         return put
 
@@ -460,12 +450,9 @@ class Requests:
         self.doing = "remove objects (s3:DeleteObject)"
         self.delete([name])
         self.doing = "write objects (s3:PutObject)"
-        before, creates = time.time(), True
+        before = time.time()
         try:
-            try:
-                put = self.put(name, probe, mode="create")
-            except Exception:  # noqa: BLE001 - some do not know the condition; what is wrong besides, this meets, too
-                put, creates = self.put(name, probe), False
+            put = self.put(name, probe)
         except Exception as error:
             failure = explain(error)
             if failure.reason in ("denied", "no_bucket"):
@@ -481,20 +468,12 @@ class Requests:
             self.doing = "read objects (s3:GetObject)"
             if self.body(self.obstore.get(self._connect(), name), len(probe)) != probe:
                 raise OSError("what was written is read otherwise")
-            self.doing = "write objects on a condition"
-            if creates:
-                try:
-                    self.put(name, b"hicache_ext, again", mode="create")
-                    creates = False
-                except Exception as error:
-                    if explain(error).reason != "exists":
-                        raise
         finally:
             self.delete([name])
         # The store's stamp has whole seconds.
         self.clock_ahead = min(0.0, stamped + 1 - before) + max(0.0, stamped - after)
         self.etags_are_md5 = is_md5_of(probe, put["e_tag"])
-        self.creates, self.doing = creates, ""
+        self.doing = ""
 
     def _look_without_writing(self, name: str) -> None:
         """Look up, list and read, with an object that is not there."""

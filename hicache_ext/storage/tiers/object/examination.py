@@ -1,12 +1,8 @@
 """The examination of bad pages in an object store: one page at a time, with a client of its own.
 
-No client library deletes on a condition (obstore and the object_store crate have no If-Match for DELETE). Where ETags
-are the MD5 of the stored bytes, the ETag must be that of the bytes that arrived; and it must be the same right before
-the deletion. A copy written by somebody else within that last round trip is lost, which costs a miss.
-
-A bad page of a pack gets a tombstone, and nothing else in the pack is touched. There the ETag is of the whole pack:
-all of it is read, with the bad page in it as it arrived before, and compared. Nobody writes a pack twice, so no copy is
-lost.
+A bad page gets a tombstone, or takes its pack with it where nothing else lives there. Where ETags are the MD5 of the
+stored bytes, the whole pack is read, with the bad page in it as it arrived before, and compared with its ETag, which
+must be the same right before the removal. Nobody writes a pack twice, so no copy is lost.
 """
 
 from __future__ import annotations
@@ -21,13 +17,13 @@ from urllib.request import getproxies, proxy_bypass
 from hicache_ext.errors import FormatError, NotReadError
 from hicache_ext.page import envelope
 from hicache_ext.page.envelope import IDENTITY_LENGTH
-from hicache_ext.page.pack import PACK_BYTES, decode_footer
+from hicache_ext.page.pack import PACK_BYTES, decode_footer, pack_length
 from hicache_ext.storage.contract.bad_pages import Removal, Stored, cut, reason_to_refuse
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.pack_index import Place
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.trial import try_store
-from hicache_ext.storage.tiers.object.catalog import PackCatalog, packed_name, page_name
+from hicache_ext.storage.tiers.object.catalog import PackCatalog, packed_name
 from hicache_ext.storage.tiers.object.client import Requests, begins_behind_the_end, explain, is_md5_of
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 
@@ -55,21 +51,19 @@ class ObjectMedium:
     def read_again(self, key: bytes, most: int) -> Stored | None:
         if self._hides(key):
             return None
-        place = self._place(key)
+        (place,) = self._catalog.find([key])
+        if place is None:
+            return None
+        name = packed_name(key[:IDENTITY_LENGTH], place.pack)
         try:
-            client = self._reopen()
-            if place is None:
-                return self._read(client, page_name(key), 0, most)
-            name = packed_name(key[:IDENTITY_LENGTH], place.pack)
-            found = self._read(client, name, place.offset, place.pack.page_bytes)
+            found = self._read(self._reopen(), name, place.offset, min(place.pack.page_bytes, most))
         except NotReadError:
             raise
         except Exception as error:  # noqa: BLE001 - a client library's errors end here
             reason = explain(error).reason
             if reason != "absent":
                 raise NotReadError(reason) from None
-            if place is not None:
-                self._catalog.of(key[:IDENTITY_LENGTH]).index.forget(place.pack.id)
+            self._catalog.of(key[:IDENTITY_LENGTH]).index.forget(place.pack.id)
             return None
         return Stored(min(found.length, place.pack.page_bytes), found.data, (found.version, place))
 
@@ -104,20 +98,16 @@ class ObjectMedium:
             raise
 
     def remove(self, key: bytes, bad: Stored) -> Removal:
-        version, place = bad.version if isinstance(bad.version, tuple) else (bad.version, None)
-        name = page_name(key) if place is None else packed_name(key[:IDENTITY_LENGTH], place.pack)
+        version, place = bad.version
+        name = packed_name(key[:IDENTITY_LENGTH], place.pack)
         try:
             client = self._reopen()
-            if self._requests.etags_are_md5 and bad.length == len(bad.data):
-                whole = bad.data if place is None else self._whole_pack(client, name, place, bad)
-                if not is_md5_of(whole, version):
-                    return Removal.DENIED
+            is_compared = self._requests.etags_are_md5 and bad.length == len(bad.data)
+            if is_compared and not is_md5_of(self._whole_pack(client, name, place, bad), version):
+                return Removal.DENIED
             if self._hides(key) or self._obstore.head(client, name).get("e_tag") != version:
                 return Removal.CHANGED
-            if place is None:
-                self._requests.delete([name])
-            else:
-                self._catalog.bury(key[:IDENTITY_LENGTH], place.pack, place.mask)
+            self._catalog.bury(key[:IDENTITY_LENGTH], place.pack, place.mask)
         except NotReadError:
             raise
         except Exception as error:  # noqa: BLE001 - as above
@@ -134,7 +124,7 @@ class ObjectMedium:
         passes, a whole pack would never arrive as it is. Raises NotReadError, and what obstore raises.
         """
         size, pages = place.pack.page_bytes, place.pack.count
-        whole = self._read(client, name, 0, 2 * PACK_BYTES).data
+        whole = self._read(client, name, 0, max(2 * PACK_BYTES, pack_length(pages, size))).data
         edges = [*range(0, (pages + 1) * size, size), len(whole)]
         for number, (begin, end) in enumerate(pairwise(edge for edge in edges if edge <= len(whole))):
             if number == place.position:
@@ -157,9 +147,6 @@ class ObjectMedium:
                 return part
             seen.append(bytes(part))
         raise NotReadError("damaged")
-
-    def _place(self, key: bytes) -> Place | None:
-        return self._catalog.of(key[:IDENTITY_LENGTH]).index.find([key])[0]
 
 
 def _is_page(data: memoryview) -> bool:
@@ -187,7 +174,7 @@ _CLOCK_SKEW = 60.0
 
 
 def diagnose(store: PageStore, again: PageStore, tier: ObjectTierConfig, requests: Requests) -> list[Finding]:
-    """Versions, first writer, clock, eviction, round trip. Bounded by the store's timeout per step.
+    """Versions, clock, eviction, round trip. Bounded by the store's timeout per step.
 
     ``again``: another store of the tier, that remembers nothing, and was just opened; ``requests``: its own."""
     findings = [Finding("client", Level.OK, f"obstore {requests.obstore.__version__}"), *_proxies(tier)]
@@ -201,17 +188,6 @@ def diagnose(store: PageStore, again: PageStore, tier: ObjectTierConfig, request
         findings.append(Finding("clock", Level.WARNING, seen, remedy))
     else:
         findings.append(Finding("clock", Level.OK, "agrees with the store's"))
-    if requests.creates:
-        findings.append(Finding("first writer", Level.OK, "the store creates an object only if there is none"))
-    else:
-        findings.append(
-            Finding(
-                "first writer",
-                Level.NOTE,
-                "the store does not know If-None-Match: a page is looked for before it is written, one request more",
-                "harmless; two writers of one page may both write it, with equal content",
-            )
-        )
     findings.append(
         Finding(
             "eviction",

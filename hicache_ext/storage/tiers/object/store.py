@@ -1,34 +1,75 @@
 """The object tier: pages in objects of S3-compatible stores, Google Cloud Storage, Azure, or a directory.
 
-Small pages that are written together are one object (page/pack.py), large ones an object each. Many requests run at
-once on threads of the store. Here is what a tier answers, and what holds the rest together: presence and reading are in
-reading.py, writing and removal in writing.py.
-Reasons: docs/decisions/object-stores.md.
+Pages that are written together share an object, a pack (page/pack.py). Many requests run at once on threads of the
+store. Reasons: docs/decisions/object-stores.md.
+
+An index of names (catalog.py) says in which packs pages would be, and none is answered from memory alone: in one round
+of requests the store is asked for what came since, and whether those packs are there still, a request per pack and not
+per page.
+
+Neighbours in a pack are read by one request each run, all runs at once. A reply is checked in obstore's buffer and each
+good page copied into host memory once, without the GIL: host memory only gets good pages, and nothing after the call's
+deadline.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from functools import partial
+from dataclasses import dataclass
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
-from hicache_ext.errors import StoreError, StoreSetupError, UnansweredError
+from hicache_ext.errors import ClearLaterError, FormatError, StoreError, StoreSetupError, UnansweredError
+from hicache_ext.page import envelope
+from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.page.pack import (
+    LARGEST_PAGE,
+    MOST_PAGES,
+    PACK_BYTES,
+    SMALL,
+    Pack,
+    gather_pages,
+    portions,
+    seal_pack,
+    short_hash,
+)
+from hicache_ext.page.page_object import HEADER_LENGTH, scatter
 from hicache_ext.runtime.call_deadline import tell_connection_lost
+from hicache_ext.runtime.threads import Call
 from hicache_ext.storage.contract.abilities import LARGEST_DOCUMENT, LARGEST_SUM, document_in
-from hicache_ext.storage.contract.bad_pages import BadPages
+from hicache_ext.storage.contract.bad_pages import BadPages, Sighting, Verdict
 from hicache_ext.storage.contract.base import TierStore, leading_in_portions
-from hicache_ext.storage.contract.clearing import Clearing
+from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding, Level
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiers.object.catalog import IDENTITIES, PackCatalog, digest_of_identity, identity_name
-from hicache_ext.storage.tiers.object.client import Failure, Requests, explain
+from hicache_ext.storage.contract.pack_index import Place, Run, runs
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
+from hicache_ext.storage.tiers.object.catalog import (
+    IDENTITIES,
+    LISTED_AT_ONCE,
+    LONGEST_NAME,
+    PACKS,
+    PackCatalog,
+    digest_of_identity,
+    identity_name,
+    packed,
+    packed_name,
+    packs_of,
+)
+from hicache_ext.storage.tiers.object.client import (
+    Failure,
+    Piece,
+    Requests,
+    begins_behind_the_end,
+    explain,
+    is_md5_of,
+)
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 from hicache_ext.storage.tiers.object.examination import ObjectMedium
-from hicache_ext.storage.tiers.object.reading import LIST_FROM, Pages, look_up, read
-from hicache_ext.storage.tiers.object.writing import most_in_a_pack, remove, sweep, write
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +81,16 @@ _PASSING = frozenset({"connection", "timeout", "no_bucket", "http_5xx", "slow_do
 """Failures that are not of one object."""
 _REQUESTS_AT_START = 8
 """At most, one after the other; each may take the tier's timeout."""
+_FIRST_LOOK = 1000
+"""Pages of a chain that are looked up first."""
+_SHORTEST_RANGE = 1 << 20
+"""Bytes. Requests for less cost more than they save by being more."""
+_MOST_ROUNDS = 4
+"""Of requests. A second one is needed where something is gone, or has come; more where that happens again."""
+_PACK_BYTES = 2 << 20
+"""About so many of a pack: eight requests at once move 16 MiB in less time than four of twice the size."""
+_OF_ANOTHER_LENGTH = object()
+"""Not written, because an object of another length is there."""
 _CLOSE_TIMEOUT = 30.0
 """Seconds for the deletion of cleared pages at close(), while the store answers."""
 
@@ -78,8 +129,7 @@ class ObjectPageStore(TierStore):
         self._catalog = PackCatalog(self._requests, lists_from=tier.scheme in ("s3", "gs"))
         medium = ObjectMedium(self._requests, connect, self._clearing.hides, self._catalog)
         self._bad_pages = BadPages(name, self.metrics, medium)
-        room = most_in_a_pack(tier.prefix)
-        self._pages = Pages(self._requests, self._catalog, self._bad_pages, self._clearing, room)
+        self._most_in_a_pack = _most_in_a_pack(tier.prefix)
         try:
             self._look_at_the_store()
         except BaseException:
@@ -101,7 +151,6 @@ class ObjectPageStore(TierStore):
             "url": self._tier.url,
             "concurrency": self._requests.at_once,
             "timeout": self._requests.timeout,
-            "conditional_create": self._requests.creates,
             "packed_pages": self._catalog.page_count(),
         }
 
@@ -163,10 +212,16 @@ class ObjectPageStore(TierStore):
             raise StoreError(f"tier {self.name!r}: the identities that it has cannot be listed ({reason})")
         return documents
 
-    # -- calls -----------------------------------------------------------------------------------------------------
+    def _hides(self, key: bytes) -> bool:
+        return self._bad_pages.hides(key) or self._clearing.hides(key)
 
-    def _read(self, batch: PageBatch) -> list[GetResult]:
-        return read(self._pages, batch, self._requests.deadline())
+    def _suspect(self, key: bytes, size: int, seen: Sighting, reason: str) -> GetResult:
+        """What was seen under ``key`` is not the page of ``size`` bytes: count it, have it looked at; CORRUPT."""
+        self.metrics.add("corrupt", reason)
+        self._bad_pages.suspect(key, size, seen, reason)
+        return GetResult.CORRUPT
+
+    # -- presence --------------------------------------------------------------------------------------------------
 
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
         return self._present(keys, self._requests.deadline())
@@ -174,29 +229,328 @@ class ObjectPageStore(TierStore):
     def _lead(self, keys: Sequence[bytes]) -> int:
         """Chains mostly end early: the first pages first."""
         has = partial(self._present, deadline=self._requests.deadline(), leading=True)
-        return leading_in_portions(keys, has, LIST_FROM, len(keys))
+        return leading_in_portions(keys, has, _FIRST_LOOK, len(keys))
 
     def _present(self, keys: Sequence[bytes], deadline: float, *, leading: bool = False) -> list[bool]:
         """Raises UnansweredError where a request failed: nobody knows of the pages that were not found."""
-        found = look_up(self._pages, keys, self._pages.hides, deadline, leading=leading and len(keys) <= LIST_FROM)
+        found = self._look_up(keys, self._hides, deadline, leading=leading)
         present = [key in found.places for key in keys]
         if found.failed and not all(present):
             raise UnansweredError(present, present.count(False), len(present))
         return present
 
+    def _look_up(
+        self, keys: Sequence[bytes], hides: Callable[[bytes], bool], deadline: float, *, leading: bool = False
+    ) -> _Found:
+        """Where the pages are that are there, but those that are hidden. ``leading``: pages behind the first one that
+        is absent do not matter."""
+        requests, catalog = self._requests, self._catalog
+        wanted = [key for key in dict.fromkeys(keys) if not hides(key)]
+        digests = identities_of(wanted)
+        confirmed: dict[str, int] = {}
+        """Packs that were there during this call: id and bytes."""
+        failed = ""
+
+        def note(result: GetResult) -> None:
+            nonlocal failed
+            failed = result.value
+
+        def refresh(digest: bytes) -> None:
+            confirmed.update(catalog.refresh(digest, deadline))
+
+        def confirm(digest: bytes, place: Place) -> None:
+            size = requests.size_of(packed_name(digest, place.pack))
+            if size is None:
+                catalog.of(digest).index.forget(place.pack.id)
+            else:
+                confirmed[place.pack.id] = size
+
+        for number in range(_MOST_ROUNDS):
+            pieces: dict[object, Piece] = {}
+            if number == 0:
+                pieces.update((digest, requests.trying(partial(refresh, digest), note)) for digest in digests)
+            for key, place in zip(wanted, catalog.find(wanted), strict=True):
+                if place is None:
+                    if leading and number > 0:
+                        break
+                elif place.pack.id not in confirmed and place.pack.id not in pieces:
+                    pieces[place.pack.id] = requests.trying(partial(confirm, key[:IDENTITY_LENGTH], place), note)
+            if not pieces:
+                break
+            if not requests.share(list(pieces.values()), deadline)[1]:
+                requests.count(Failure("timeout"))
+                note(GetResult.TIMEOUT)
+                break
+        found = {
+            key: place
+            for key, place in zip(wanted, catalog.find(wanted), strict=True)
+            if place is not None and place.offset + place.pack.page_bytes <= confirmed.get(place.pack.id, 0)
+        }
+        return _Found(found, failed)
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def _read(self, batch: PageBatch) -> list[GetResult]:
+        deadline = self._requests.deadline()
+        requests, catalog, hides = self._requests, self._catalog, self._clearing.hides
+        results: list[GetResult | None] = [GetResult.MISS if hides(key) else None for key in batch.keys]
+        listed: dict[bytes, GetResult] = {}
+        """What pages are that no pack has, of each identity that was listed: MISS, if that did not fail."""
+        missing = GetResult.ERROR
+        for _ in range(_MOST_ROUNDS):
+            left = [position for position, result in enumerate(results) if result is None]
+            wanted: list[Place | None] = [None] * len(batch)
+            lacking: set[bytes] = set()
+            pieces: list[Piece] = []
+            for position, place in zip(left, catalog.find([batch.keys[position] for position in left]), strict=True):
+                key, size = batch.keys[position], HEADER_LENGTH + batch.sizes[position]
+                if place is None:
+                    results[position] = listed.get(key[:IDENTITY_LENGTH])
+                    if results[position] is None:
+                        lacking.add(key[:IDENTITY_LENGTH])
+                elif place.pack.page_bytes != size:
+                    pieces.append(partial(self._refuse_length, key, size, position, place))
+                else:
+                    wanted[position] = place
+            listed |= dict.fromkeys(lacking, GetResult.MISS)
+            pieces += [
+                requests.trying(partial(catalog.refresh, digest, deadline), partial(listed.__setitem__, digest))
+                for digest in lacking
+            ]
+            length = sum(place.pack.page_bytes for place in wanted if place is not None)
+            longest = min(PACK_BYTES, max(_SHORTEST_RANGE, length // requests.at_once))
+            pieces += [partial(self._read_run, batch, run) for run in runs(wanted, longest)]
+            if not pieces:
+                break
+            answers, in_time = requests.share(pieces, deadline)
+            for answer in answers:
+                # What is no list says of a look whether it ended well.
+                for position, result in answer if isinstance(answer, list) else ():
+                    results[position] = result
+            if not in_time:
+                missing = GetResult.TIMEOUT
+                break
+        return [missing if result is None else result for result in results]
+
+    def _refuse_length(
+        self, key: bytes, size: int, position: int, place: Place, call: Call[Any]
+    ) -> list[tuple[int, GetResult]]:
+        """A name says another length than ``size``. Nothing is said where the pack is gone: its page may be
+        elsewhere."""
+        digest, found = key[:IDENTITY_LENGTH], place.pack.page_bytes
+        try:
+            if self._requests.size_of(packed_name(digest, place.pack)) is None:
+                self._catalog.of(digest).index.forget(place.pack.id)
+                return []
+        except Exception as error:  # noqa: BLE001 - a client library's errors end here
+            return [(position, self._requests.failed(error, call, GetResult))]
+        reason = "truncated" if found < size else "longer"
+        return [(position, self._suspect(key, size, Sighting(found), reason))]
+
+    def _read_run(self, batch: PageBatch, run: Run, call: Call[Any]) -> list[tuple[int, GetResult | None]]:
+        """Read neighbours. Nothing is said of pages whose pack is gone: they may be in one that came since."""
+        requests = self._requests
+        digest = batch.keys[run.members[0]][:IDENTITY_LENGTH]
+        try:
+            options = {"range": (run.offset, run.end)}
+            reply = requests.obstore.get(requests.client, packed_name(digest, run.pack), options=options)
+            requests.reached = True
+            length = int(reply.meta["size"])
+            body = requests.body(reply, run.end - run.offset)
+        except FileNotFoundError as error:
+            if requests.is_absent(error):
+                self._catalog.of(digest).index.forget(run.pack.id)
+                return []
+            return [(position, GetResult.ERROR) for position in run.members]
+        except Exception as error:  # noqa: BLE001 - as above
+            if not begins_behind_the_end(error):
+                result = requests.failed(error, call, GetResult)
+                return [(position, result) for position in run.members]
+            body, length = memoryview(b""), run.offset
+        if body.nbytes != max(0, min(run.end, length) - run.offset):
+            # The store contradicts itself; the pages may be good.
+            self.metrics.add("error", "cut")
+            return [(position, GetResult.ERROR) for position in run.members]
+        size, results = run.pack.page_bytes, []
+        for number, position in enumerate(run.members):
+            page, key = body[number * size : (number + 1) * size], batch.keys[position]
+            place = Place(run.pack, run.first + number)
+            result = (
+                self._suspect(key, size, Sighting(page.nbytes), "truncated")
+                if page.nbytes < size
+                else self._checked(page, key, batch.buffers[position], place, call)
+            )
+            results.append((position, result))
+        return results
+
+    def _checked(
+        self, body: memoryview, key: bytes, segments: Sequence[memoryview], place: Place, call: Call[Any]
+    ) -> GetResult | None:
+        """Copy a page that arrived from its ``place`` if it is the right one.
+
+        Checked where it was received: host memory never holds half a page or another one."""
+        reason = envelope.reason_to_refuse(body[:HEADER_LENGTH], key, [body[HEADER_LENGTH:]])
+        if reason == "page_hash" and _shares_its_name(body, key):
+            self._catalog.of(key[:IDENTITY_LENGTH]).index.forget_page(place)
+            return GetResult.MISS
+        if reason is not None:
+            return self._suspect(key, body.nbytes, Sighting.of(body.nbytes, [body]), reason)
+        self._bad_pages.clear([key])
+        with call.memory() as mine:
+            if not mine:
+                return None
+            scatter(body[HEADER_LENGTH:], segments)
+        return GetResult.HIT
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
     def _write(self, batch: PageBatch) -> list[SetResult]:
         deadline = self._requests.deadline()
-        results = write(self._pages, batch, deadline)
+        # On the caller's thread: those of the requests are for everybody. Half of the time is left for writing.
+        verdicts = self._bad_pages.settle(batch.keys, (time.monotonic() + deadline) / 2)
+        results = self._write_pages(batch, range(len(batch)), verdicts, deadline)
+        wrong = [position for position, result in enumerate(results) if result is _OF_ANOTHER_LENGTH]
+        if wrong:
+            verdicts = self._bad_pages.settle([batch.keys[position] for position in wrong], deadline)
+            again = self._write_pages(batch, wrong, verdicts, deadline)
+            for position, result in zip(wrong, again, strict=True):
+                results[position] = SetResult.REJECTED if result is _OF_ANOTHER_LENGTH else result
+        self.metrics.add("rejected", "suspect", results.count(SetResult.REJECTED))
         if not self._requests.reached:
             tell_connection_lost()
         return results
 
+    def _write_pages(
+        self, batch: PageBatch, positions: Sequence[int], verdicts: Mapping[bytes, Verdict], deadline: float
+    ) -> list[Any]:
+        first: dict[bytes, int] = {}
+        for position in positions:
+            first.setdefault(batch.keys[position], position)
+        results: dict[int, Any] = {}
+        found = self._look_up(list(first), self._clearing.hides, deadline)
+        new: dict[bytes, list[int]] = {}
+        for key, position in first.items():
+            size = HEADER_LENGTH + batch.sizes[position]
+            result = self._unwritten(key, size, found.places.get(key), verdicts.get(key))
+            if result is None and found.failed and key not in found.places:
+                # It may be there: a store that does not list would get one more copy of it from every server.
+                results[position] = SetResult(found.failed)
+            elif result is None:
+                new.setdefault(key[:IDENTITY_LENGTH], []).append(position)
+            else:
+                results[position] = result
+        packs = [
+            [mine[number] for number in portion]
+            for mine in new.values()
+            for portion in portions([HEADER_LENGTH + batch.sizes[p] for p in mine], self._most_in_a_pack, _PACK_BYTES)
+        ]
+        pieces: list[Piece] = [partial(self._write_pack, batch, pack, verdicts, deadline) for pack in packs]
+        answers, in_time = self._requests.share(pieces, deadline)
+        missing = SetResult.ERROR if in_time else SetResult.TIMEOUT
+        for pack, answer in zip(packs, answers, strict=True):
+            results.update((position, missing if answer is None else answer) for position in pack)
+        # One that comes twice in a batch was there the second time.
+        return [
+            SetResult.EXISTS
+            if first[key] != position and results[first[key]] is SetResult.STORED
+            else results[first[key]]
+            for position, key in ((position, batch.keys[position]) for position in positions)
+        ]
+
+    def _unwritten(self, key: bytes, size: int, found: Place | None, verdict: Verdict | None) -> Any:
+        """What a page is without being written, where ``found`` is there; None where it is to be written."""
+        if verdict is Verdict.DENIED:
+            return None
+        if size > LARGEST_PAGE or verdict in (Verdict.WITHHELD, Verdict.UNCLEAR):
+            return SetResult.REJECTED
+        if found is None:
+            return None
+        if found.pack.page_bytes == size:
+            return SetResult.EXISTS
+        if verdict is Verdict.GOOD:
+            # A whole page of its own: whoever expects another length is wrong, or this process is.
+            return SetResult.REJECTED
+        self._suspect(key, size, Sighting(found.pack.page_bytes), "length")
+        return _OF_ANOTHER_LENGTH
+
+    def _write_pack(
+        self,
+        batch: PageBatch,
+        positions: Sequence[int],
+        verdicts: Mapping[bytes, Verdict],
+        deadline: float,
+        call: Call[Any],
+    ) -> SetResult | None:
+        """Write pages of one identity and of one size."""
+        keys = [batch.keys[position] for position in positions]
+        digest, requests = keys[0][:IDENTITY_LENGTH], self._requests
+        # Greater than the id of a pack whose pages these are to replace.
+        after = max((place.pack.id for place in self._catalog.find(keys) if place is not None), default=None)
+        pack = Pack.of_keys(self._catalog.new_id(after), HEADER_LENGTH + batch.sizes[positions[0]], keys)
+        mark = _mark_of(digest, pack.id)
+        try:
+            with self._clearing.writing([*keys, mark], deadline) as writing:
+                with call.memory() as mine:
+                    if not mine:
+                        return None
+                    body = gather_pages([batch.buffers[position] for position in positions])
+                # The checksums are of the copy: should a page change meanwhile, its copy can be trusted.
+                body = seal_pack(body, keys)
+                put = requests.put(packed_name(digest, pack), body)
+                # One of them arrived damaged here while the store said that it has others.
+                denied = any(verdicts.get(key) is Verdict.DENIED for key in keys)
+                if denied and requests.etags_are_md5 and not is_md5_of(body, put["e_tag"]):
+                    self.metrics.add("error", "not_as_sent")
+                    return SetResult.ERROR
+                self._catalog.of(digest).index.add(pack)
+                writing.stored.update(keys, [mark])
+                self._bad_pages.clear(keys)
+                return SetResult.STORED
+        except TimeoutError:
+            return SetResult.TIMEOUT
+        except Exception as error:  # noqa: BLE001 - a client library's errors end here
+            result: SetResult = requests.failed(error, call, SetResult)
+            return result
+
     # -- removal ---------------------------------------------------------------------------------------------------
 
     def _remove(self, keys: Sequence[bytes]) -> int:
+        """Remove every copy of these pages, for everybody."""
         deadline = self._requests.deadline()
         self._bad_pages.clear(keys)
-        return remove(self._pages, [key for key in keys if not self._clearing.hides(key)], deadline)
+        keys = [key for key in keys if not self._clearing.hides(key)]
+        requests, catalog = self._requests, self._catalog
+        looks = [requests.trying(partial(catalog.refresh, digest, deadline)) for digest in identities_of(keys)]
+        requests.share(looks, deadline)
+        places = [(key, place) for key in keys for place in catalog.of(key[:IDENTITY_LENGTH]).index.find_all([key])[0]]
+        are_pages, _ = requests.share([partial(self._is_page, key, place) for key, place in places], deadline)
+        of_packs: dict[tuple[bytes, Pack], dict[bytes, int]] = {}
+        for (key, place), is_page in zip(places, are_pages, strict=True):
+            if is_page:
+                masks = of_packs.setdefault((key[:IDENTITY_LENGTH], place.pack), {})
+                masks[key] = masks.get(key, 0) | place.mask
+        burials = [
+            requests.trying(partial(catalog.bury, digest, pack, reduce(or_, masks.values())))
+            for (digest, pack), masks in of_packs.items()
+        ]
+        answers, _ = requests.share(burials, deadline)
+        return len({key for masks, done in zip(of_packs.values(), answers, strict=True) if done for key in masks})
+
+    def _is_page(self, key: bytes, place: Place, call: Call[Any]) -> bool:
+        """Whether a place has this page, or what was to be one; not another one with the same short hash."""
+        requests = self._requests
+        name = packed_name(key[:IDENTITY_LENGTH], place.pack)
+        try:
+            return not _shares_its_name(requests.part(name, place.offset, place.offset + HEADER_LENGTH), key)
+        except FileNotFoundError as error:
+            if requests.is_absent(error):
+                self._catalog.of(key[:IDENTITY_LENGTH]).index.forget(place.pack.id)
+            return False
+        except Exception as error:  # noqa: BLE001 - as above
+            if begins_behind_the_end(error):
+                return True
+            requests.failed(error, call, SetResult)
+            return False
 
     def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
         return self._bad_pages.remove_copies(copies)
@@ -204,8 +558,37 @@ class ObjectPageStore(TierStore):
     def _clear(self, digests: Sequence[bytes] | None) -> int:
         """A store has no rename of a prefix: see ``Clearing``. An identity whose pages are not met within a second is
         cleared and not counted."""
-        seconds = min(_ADMIN_TIMEOUT, self._requests.timeout)
-        return self._clearing.clear(digests, partial(sweep, self._pages), seconds)
+        return self._clearing.clear(digests, self._sweep, min(_ADMIN_TIMEOUT, self._requests.timeout))
+
+    def _sweep(self, cleared: Cleared) -> None:
+        """Delete until a whole listing shows nothing but pages stored since. Raises ClearLaterError."""
+        digests = None if cleared.digests is None else sorted(cleared.digests)
+        prefixes = [PACKS] if digests is None else [packs_of(digest) for digest in digests]
+        try:
+            for prefix in prefixes:
+                while self._delete_listed(prefix, cleared):
+                    pass
+        except Exception as error:  # noqa: BLE001 - as above
+            failure = self._requests.explained(error)
+            self._requests.count(failure)
+            raise ClearLaterError(str(failure)) from None
+        # What a listing under way has seen of what is deleted now is not to be believed.
+        self._catalog.reset(digests)
+
+    def _delete_listed(self, prefix: str, cleared: Cleared) -> int:
+        """How many objects there were to delete."""
+        deleted = 0
+        for listed in self._requests.listed(prefix, chunk_size=LISTED_AT_ONCE):
+            if cleared.closing:
+                return 0
+            marks = _marks(entry["path"] for entry in listed)
+            with cleared.old_pages(mark for mark, _ in marks.values()) as old:
+                names = [name for name, (mark, _) in marks.items() if mark in old]
+                if names:
+                    self._requests.delete(names)
+            self.metrics.add("cleared", "", sum(marks[name][1] for name in names))
+            deleted += len(names)
+        return deleted
 
     def wait_until_cleared(self, timeout: float) -> bool:
         """Wait for the deletion of what was cleared; for tools and tests."""
@@ -221,3 +604,44 @@ class ObjectPageStore(TierStore):
         self._catalog.close()
         self._clearing.close(_CLOSE_TIMEOUT)
         self._requests.threads.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The answer of a look-up."""
+
+    places: dict[bytes, Place]
+    failed: str = ""
+    """How a request failed, "timeout" or "error": of pages that are not found nobody knows whether they are there."""
+
+
+def _shares_its_name(body: memoryview, key: bytes) -> bool:
+    """Whether a page is another one of the identity with the same short hash."""
+    try:
+        found = envelope.decode_header(body[:HEADER_LENGTH])
+    except FormatError:
+        return False
+    return found.identity == key[:IDENTITY_LENGTH] and found.key != key and short_hash(found.key) == short_hash(key)
+
+
+def _most_in_a_pack(prefix: str) -> int:
+    """How many pages the name of a pack has room for behind what stands before every name."""
+    longest = packed_name(bytes(16), Pack("0" * 11 + "-" + "0" * 10, SMALL - 1, bytes(6 * MOST_PAGES)))
+    room = LONGEST_NAME - len(prefix.encode()) - 1 - len(longest)
+    return MOST_PAGES if room >= 0 else max(1, MOST_PAGES + room // 9)
+
+
+def _marks(names: Iterable[str]) -> dict[str, tuple[bytes, int]]:
+    """Those names that are ours: what stands for the pack that each belongs to, and how many pages it has."""
+    marks: dict[str, tuple[bytes, int]] = {}
+    for name in names:
+        if (found := packed(name)) is not None:
+            digest, item = found
+            pack_id, count = (item.id, item.count) if isinstance(item, Pack) else (item.pack, 0)
+            marks[name] = _mark_of(digest, pack_id), count
+    return marks
+
+
+def _mark_of(digest: bytes, pack_id: str) -> bytes:
+    """What stands for a pack where pages are cleared: a key that no page has."""
+    return digest + pack_id.encode().ljust(32, b"\0")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hicache_ext.storage.contract.store import PageStore
 
 _REQUEST_ERRORS = (
-    *("absent", "no_bucket", "exists", "denied", "slow_down", "timeout", "connection", "http_5xx", "http_4xx"),
+    *("absent", "no_bucket", "denied", "slow_down", "timeout", "connection", "http_5xx", "http_4xx"),
     *("cut", "other"),
 )
 

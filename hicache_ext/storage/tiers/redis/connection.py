@@ -1,8 +1,10 @@
-"""One logged-in connection to one server, used by one thread at a time."""
+"""One logged-in connection to one server, used by one thread at a time; and the names of a tier's keys there."""
 
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
 import os
 import re
 import select
@@ -10,13 +12,26 @@ import socket
 import ssl
 import struct
 import time
+from binascii import hexlify
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hicache_ext.errors import LoginError, MaxClientsError, OversizedValueError, ProtocolError, ServerClosedError
-from hicache_ext.runtime.vectored import IOV_MAX, after
-from hicache_ext.storage.tiers.redis.clients import Address, TlsSettings, login_arguments
+from hicache_ext.errors import (
+    LoginError,
+    MaxClientsError,
+    NodeDownError,
+    OversizedValueError,
+    ProtocolError,
+    RefusedError,
+    ServerClosedError,
+)
+from hicache_ext.page.envelope import IDENTITY_LENGTH, KEY_LENGTH
+from hicache_ext.runtime.file_signature import FileSignature, file_signature
+from hicache_ext.runtime.log_limit import LimitedLog
+from hicache_ext.storage.contract.store import key_words
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
+
+logger = logging.getLogger(__name__)
 
 # -- resp --------------------------------------------------------------------------------------------------------------
 #
@@ -34,11 +49,11 @@ LONGEST_DRAINED = 1 << 20
 """A value of another length than the page's is read and thrown away up to here; a longer one costs the connection."""
 LARGEST_VALUE = 512 << 20
 """Redis' own limit (proto-max-bulk-len)."""
+MOST_RECEIVED = 8 << 20
+"""Bytes of an answer that may be a list: the map of 16,384 slots in pieces takes less."""
+_DEEPEST_LIST = 6
 
-_CRLF = b"\r\n"
 _BUFFER_SIZE = 16 * 1024
-_TAIL = 256
-"""Bytes received behind a page: its line end and the head of the next reply, in the same system call."""
 _INTEGER = re.compile(rb"[+-]?[0-9]{1,19}")
 _LENGTH = re.compile(rb"[0-9]{1,10}")
 _ERROR_CODE = re.compile(r"[A-Z]{2,20}")
@@ -60,9 +75,8 @@ class Status(bytes):
     """A simple string (+OK): what says that a command was done, where a bulk string of the same text would not."""
 
 
-_OK = Status(b"OK")
-
 Reply = int | bytes | ErrorReply | None
+Answer = Reply | list["Answer"]
 
 
 def new_nonce() -> bytes:
@@ -82,29 +96,57 @@ def command_of_equals(word: bytes, arguments: Sequence[bytes]) -> bytes:
     return b"*%d\r\n$%d\r\n%b%b%b\r\n" % (len(arguments) + 1, len(word), word, between, between.join(arguments))
 
 
+class _Received(io.RawIOBase):
+    """What arrives, for a BufferedReader."""
+
+    def __init__(self, receive_into: Callable[[memoryview], int]) -> None:
+        self.receive_into = receive_into
+        self.count = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        received = self.receive_into(memoryview(buffer))
+        self.count += received
+        return received
+
+
 class ReplyReader:
     """Takes replies off a connection, one call per reply, in the order of the requests.
 
-    ``receive_into`` fills buffers with at least one byte and says how many, or raises; its errors come out as they are.
+    ``receive_into`` fills a buffer with at least one byte and says how many, or raises; its errors come out as they
+    are.
     """
 
-    def __init__(self, receive_into: Callable[[Sequence[memoryview]], int]) -> None:
-        self._receive_into = receive_into
-        self._buffer = bytearray(_BUFFER_SIZE)
-        self._memory = memoryview(self._buffer)
-        self._begin = 0
-        self._end = 0
+    def __init__(self, receive_into: Callable[[memoryview], int]) -> None:
+        self._received = _Received(receive_into)
+        self._buffered = io.BufferedReader(self._received, _BUFFER_SIZE)
+        self._used = 0
 
     @property
     def empty(self) -> bool:
         """No byte has arrived that no reply has used: so it must be whenever nothing is awaited."""
-        return self._begin == self._end
+        return self._used == self._received.count
 
-    def reply(self) -> Reply:
-        """A reply that is no page and no array."""
+    def reply(self, longest: int = LONGEST_TEXT) -> Reply:
+        """A reply that is no page and no array. ``longest``: bytes of a bulk string."""
+        return self._reply(self._line(), longest)
+
+    def answer(self) -> Answer:
+        """A reply that may be an array, of ``MOST_RECEIVED`` bytes at most."""
+        return self._answer(self._used + MOST_RECEIVED, 0)
+
+    def _answer(self, end: int, depth: int) -> Answer:
         line = self._line()
-        if line == b"+OK":
-            return _OK
+        if self._used > end or depth > _DEEPEST_LIST:
+            raise ProtocolError("an answer without end")
+        if line[:1] != b"*":
+            return self._reply(line, end - self._used)
+        # A list of no length is nothing.
+        return [self._answer(end, depth + 1) for _ in range(_length(line[1:]) or 0)]
+
+    def _reply(self, line: bytes, longest: int) -> Reply:
         kind, rest = line[:1], line[1:]
         if kind == b":":
             if not _INTEGER.fullmatch(rest):
@@ -118,10 +160,10 @@ class ReplyReader:
             length = _length(rest)
             if length is None:
                 return None
-            if length > LONGEST_TEXT:
+            if length > longest:
                 raise OversizedValueError(length)
             text = bytearray(length)
-            self._fill([memoryview(text)])
+            self._fill(memoryview(text))
             self._end_of_value()
             return bytes(text)
         raise ProtocolError("a reply of an unexpected type")
@@ -141,76 +183,32 @@ class ReplyReader:
         if length is None:
             return None
         if length == header.nbytes + sum([segment.nbytes for segment in segments]):
-            self._fill([header, *segments])
+            for part in (header, *segments):
+                self._fill(part)
         elif length > LONGEST_DRAINED:
             raise OversizedValueError(length)
         else:
             seen = min(length, header.nbytes)
-            self._fill([header[:seen]])
-            self._drain(length - seen)
+            self._fill(header[:seen])
+            self._fill(memoryview(bytearray(length - seen)))
         self._end_of_value()
         return length
 
     def _line(self) -> bytes:
-        searched = self._begin
-        while True:
-            end = self._buffer.find(_CRLF, searched, self._end)
-            if end >= 0:
-                line = bytes(self._memory[self._begin : end])
-                if len(line) > LONGEST_LINE or b"\r" in line or b"\n" in line:
-                    raise ProtocolError("a line that is none")
-                self._begin = end + 2
-                return line
-            if self._end - self._begin > LONGEST_LINE:
-                raise ProtocolError("a line without end")
-            # A line end may be cut in two.
-            searched = max(self._begin, self._end - 1) - self._begin
-            self._receive_more()
-            searched += self._begin
+        line = self._buffered.readline(LONGEST_LINE + 2)
+        self._used += len(line)
+        if line[-2:] != b"\r\n" or b"\r" in line[:-2]:
+            raise ProtocolError("a line that is none")
+        return line[:-2]
 
-    def _receive_more(self) -> None:
-        """Add at least one byte to the buffer; what is in it moves to its beginning when there is no room behind."""
-        if self._begin == self._end:
-            self._begin = self._end = 0
-        elif self._end == _BUFFER_SIZE or self._begin > _BUFFER_SIZE // 2:
-            kept = bytes(self._memory[self._begin : self._end])
-            self._memory[: len(kept)] = kept
-            self._begin, self._end = 0, len(kept)
-        self._end += self._receive_into([self._memory[self._end :]])
-
-    def _fill(self, targets: Sequence[memoryview]) -> None:
-        pending = [target for target in targets if target.nbytes]
-        while pending and self._begin < self._end:
-            taken = min(pending[0].nbytes, self._end - self._begin)
-            pending[0][:taken] = self._memory[self._begin : self._begin + taken]
-            self._begin += taken
-            pending = after(pending, taken)
-        left = sum([target.nbytes for target in pending])
-        while pending:
-            if len(pending) < IOV_MAX:
-                received = self._receive_into([*pending, self._memory[:_TAIL]])
-            else:
-                received = self._receive_into(pending[:IOV_MAX])
-            if received >= left:
-                self._begin, self._end = 0, received - left
-                return
-            left -= received
-            pending = after(pending, received)
-
-    def _drain(self, length: int) -> None:
-        while length:
-            if self._begin == self._end:
-                self._receive_more()
-            taken = min(length, self._end - self._begin)
-            self._begin += taken
-            length -= taken
+    def _fill(self, target: memoryview) -> None:
+        self._used += self._buffered.readinto(target)
 
     def _end_of_value(self) -> None:
-        while self._end - self._begin < 2:
-            self._receive_more()
-        if self._memory[self._begin : self._begin + 2] != _CRLF:
+        end = bytearray(2)
+        self._fill(memoryview(end))
+        if end != b"\r\n":
             raise ProtocolError("a value that does not end where it should")
-        self._begin += 2
 
 
 def _error(rest: bytes) -> ErrorReply:
@@ -224,25 +222,106 @@ def _length(rest: bytes) -> int | None:
         raise ProtocolError("a length that is none")
     length = int(rest)
     if length > LARGEST_VALUE:
-        raise ProtocolError("a length beyond the protocol's limit")
+        raise ProtocolError("a length that no value has")
     return length
 
 
-# -- wire --------------------------------------------------------------------------------------------------------------
-#
-# A socket whose every operation ends by a deadline: gathered sends, scattered receives, plain or TLS.
-#
-# Deadlines are points of ``time.monotonic()``. Waiting happens in the kernel without the GIL. One thread at a time.
+# -- addresses and logins ---------------------------------------------------------------------------------------------
 
 
-_TIMER_SLACK = 0.05
-"""Seconds by which a socket's timer may be off: to set it for every operation costs a system call each."""
-_SHORTEST_TIMER = 0.001
+Address = tuple[int, tuple[str, int] | str]
+"""Address family, and host and port or the path of a Unix socket."""
+
+SHORT_CALL = 1.0
+"""Seconds one administrative request may take (topology, probes of a node that is down), or the tier's timeout."""
+
+
+def short_call(tier: RedisTierConfig) -> float:
+    return min(SHORT_CALL, tier.longest_call)
+
+
+def login_arguments(tier: RedisTierConfig) -> list[bytes]:
+    """AUTH and its arguments; empty without a password. The secret is revealed for each login, so that a changed one is
+    found. Raises ConfigError when it cannot be read."""
+    if tier.password is None:
+        return []
+    user = [] if tier.username is None else [tier.username.encode()]
+    return [b"AUTH", *user, tier.password.reveal().encode()]
+
+
+_UNUSABLE_SAID = 60.0
+"""Seconds between two lines of the log about TLS files that cannot be used."""
+
+
+class TlsSettings:
+    """Certificates and key of a tier for its next connection: made anew when one of their files was exchanged.
+
+    Threads: any.
+    """
+
+    def __init__(self, tier: RedisTierConfig) -> None:
+        """Raises OSError (ssl.SSLError is one) for files that cannot be used."""
+        self._tier = tier
+        self._log = LimitedLog(logger, _UNUSABLE_SAID)
+        self._made = self._signature(), _tls_context(tier)
+
+    def context(self) -> ssl.SSLContext:
+        """What the files say; what they said before where they cannot be used, as amid an exchange."""
+        signature = self._signature()
+        before, context = self._made
+        if signature == before:
+            return context
+        try:
+            made = _tls_context(self._tier)
+        except OSError as error:
+            words = "tier redis: the exchanged TLS files cannot be used (%s); going on with those that were there"
+            self._log.log(logging.WARNING, "tls", words, error.strerror or error)
+            return context
+        self._made = signature, made
+        return made
+
+    def _signature(self) -> tuple[FileSignature | None, ...]:
+        files = (self._tier.tls_ca, self._tier.tls_certificate, self._tier.tls_key)
+        return tuple(None if file is None else file_signature(file) for file in files)
+
+
+def _tls_context(tier: RedisTierConfig) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=tier.tls_ca)
+    context.check_hostname = tier.tls_verify == "full"
+    context.verify_mode = ssl.CERT_NONE if tier.tls_verify == "none" else ssl.CERT_REQUIRED
+    if tier.tls_certificate is not None:
+        context.load_cert_chain(tier.tls_certificate, tier.tls_key)
+    return context
+
+
+def resolve(endpoint: Endpoint) -> list[Address]:
+    """The addresses of an endpoint, IPv6 and IPv4, in the order of the resolver. Raises OSError.
+
+    Name servers keep no deadline: never called on a thread that a store's caller waits for.
+    """
+    if endpoint.is_path:
+        return [(socket.AF_UNIX, endpoint.host)]
+    try:
+        found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+    except (UnicodeError, OverflowError):
+        raise OSError(f"{endpoint.host!r} is not the name of a host") from None
+    return list(dict.fromkeys((int(family), (str(host), int(port))) for family, _, _, _, (host, port, *_) in found))
+
+
+# -- connection --------------------------------------------------------------------------------------------------------
+
+
 _LEAST_WINDOW = 512 * 1024
 _BYTES_A_MICROSECOND = 5000
 """More than a connection carries on the networks of today, in bytes per microsecond of round trip."""
 _MIN_RTT = 148
 """Offset of tcpi_min_rtt (microseconds) in struct tcp_info (linux/tcp.h)."""
+_MOST_CLIENTS = "max number of clients reached"
+"""What Redis and Valkey say to a connection beyond maxclients, before they end it."""
+MOST_IN_FLIGHT = 8 << 20
+"""Bytes under way on one connection; as a rule fewer are, by its round trip."""
+_SHORT_REQUESTS = 1024
+"""Requests without payload that are under way at once: their bytes and replies fit into any socket's buffers."""
 
 
 def remaining(deadline: float) -> float:
@@ -253,35 +332,38 @@ def remaining(deadline: float) -> float:
     return left
 
 
-class Wire:
-    """TCP or a Unix socket. Raises TimeoutError at the deadline, and OSError for all else that ends a connection.
+class Connection:
+    """TCP, a Unix socket, or TLS. After any exception but a reply's own error it is of no use and must be closed.
 
-    The socket blocks, with the kernel's own timers (SO_RCVTIMEO): Python's timeouts poll before every operation.
+    ``deadline`` (time.monotonic()) bounds every operation; whoever takes the connection sets it. Raises TimeoutError
+    at the deadline, and OSError for all else that ends a connection.
     """
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, address: Address, deadline: float) -> None:
         self._socket = connected
-        self._socket.settimeout(None)
-        self._timers = {socket.SO_RCVTIMEO: (0.0, 0.0), socket.SO_SNDTIMEO: (0.0, 0.0)}
+        self.address = address
+        self.opened = time.monotonic()
+        self.deadline = deadline
+        self.asking = False
+        """Each request is about one page, whose slot is on its way to this node, which answers only who says so."""
+        self.reader = ReplyReader(self._receive_into)
+        self._questions = [b"PING", b"ECHO"]
+        """What ``confirm`` may ask: a server may refuse either, and answer everything else."""
 
-    def send(self, buffers: Sequence[memoryview | bytes], deadline: float) -> None:
-        """Send all of ``buffers``, in order, without joining them."""
-        pending = [memoryview(buffer) for buffer in buffers if len(buffer)]
-        while pending:
-            self._set_timer(socket.SO_SNDTIMEO, deadline)
-            try:
-                sent = self._socket.sendmsg(pending[:IOV_MAX])
-            except BlockingIOError:
-                raise TimeoutError("the server takes no more requests") from None
-            pending = after(pending, sent)
+    def send(self, requests: bytes) -> None:
+        if self.asking:
+            self._send(command(b"ASKING"))
+            if self.reader.reply() != b"OK":
+                raise ProtocolError("ASKING was not answered as Redis does")
+        self._send(requests)
 
-    def receive_into(self, buffers: Sequence[memoryview], deadline: float) -> int:
-        """Fill ``buffers`` with what has arrived, at least one byte; the number of bytes."""
-        self._set_timer(socket.SO_RCVTIMEO, deadline)
-        try:
-            received = self._socket.recvmsg_into(buffers[:IOV_MAX])[0]
-        except BlockingIOError:
-            raise TimeoutError("the server does not answer") from None
+    def _send(self, requests: bytes) -> None:
+        self._socket.settimeout(remaining(self.deadline))
+        self._socket.sendall(requests)
+
+    def _receive_into(self, buffer: memoryview) -> int:
+        self._socket.settimeout(remaining(self.deadline))
+        received = self._socket.recv_into(buffer)
         if received == 0:
             raise ServerClosedError
         return received
@@ -292,23 +374,26 @@ class Wire:
     @property
     def descriptor(self) -> int | None:
         """Of a socket whose bytes are the protocol's own: the native core can use it. None under TLS."""
-        # Whoever uses it sets timers of its own.
-        self._timers = dict.fromkeys(self._timers, (0.0, 0.0))
+        if isinstance(self._socket, ssl.SSLSocket):
+            return None
+        # The core has the kernel keep its deadline.
+        self._socket.settimeout(None)
         return self._socket.fileno()
 
     def has_something(self) -> bool:
         """Whether anything has come, the end of the connection included. Does not wait."""
-        try:
-            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
+        if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
             return True
-        return True
+        # Under TLS also where a record without content has come, such as a new session ticket: that is read with the
+        # next reply, and a connection more is no harm.
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
 
     def window(self) -> int:
-        """Bytes to have under way, so that the connection is never idle and what arrives is still in the processor's
-        cache when it is received: as many as arrive during a round trip, with some for the server's pauses."""
+        """Bytes of values to have under way, so that the connection is never idle and what arrives is still in the
+        processor's cache when it is received: as many as arrive during a round trip, with some for the server's
+        pauses."""
         if self._socket.family == socket.AF_UNIX:
             return _LEAST_WINDOW
         try:
@@ -319,109 +404,26 @@ class Wire:
             return _LEAST_WINDOW
         (microseconds,) = struct.unpack_from("I", facts, _MIN_RTT)
         # All ones: no packet was answered yet.
-        return _LEAST_WINDOW + (microseconds * _BYTES_A_MICROSECOND if microseconds != 0xFFFFFFFF else 0)
+        round_trip = microseconds * _BYTES_A_MICROSECOND if microseconds != 0xFFFFFFFF else 0
+        return min(MOST_IN_FLIGHT, _LEAST_WINDOW + round_trip)
 
-    def _set_timer(self, option: int, deadline: float) -> None:
-        now = time.monotonic()
-        left = deadline - now
-        if left <= 0:
-            raise TimeoutError("the deadline has passed")
-        for_deadline, set_at = self._timers[option]
-        if for_deadline == deadline and now - set_at < _TIMER_SLACK:
-            return
-        seconds = max(left, _SHORTEST_TIMER)
-        timer = struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
-        self._socket.setsockopt(socket.SOL_SOCKET, option, timer)
-        self._timers[option] = (deadline, now)
+    def tell(self, *words: bytes, within: float | None = None) -> Answer:
+        """The answer to one command, which may be a list; ``within`` seconds from now. Raises RefusedError."""
+        if within is not None:
+            self.deadline = time.monotonic() + within
+        self.send(command(*words))
+        answer = self.reader.answer()
+        if isinstance(answer, ErrorReply):
+            raise RefusedError(answer.code, words[0])
+        return answer
 
-
-class TlsWire(Wire):
-    """TLS over TCP: OpenSSL decrypts straight into the buffers, a record (16 KiB) at a time."""
-
-    def __init__(self, connected: ssl.SSLSocket) -> None:
-        self._socket: ssl.SSLSocket = connected
-
-    def send(self, buffers: Sequence[memoryview | bytes], deadline: float) -> None:
-        for buffer in buffers:
-            if len(buffer):
-                self._socket.settimeout(remaining(deadline))
-                self._socket.sendall(buffer)
-
-    def receive_into(self, buffers: Sequence[memoryview], deadline: float) -> int:
-        target = next(buffer for buffer in buffers if buffer.nbytes)
-        self._socket.settimeout(remaining(deadline))
-        received = self._socket.recv_into(target)
-        if received == 0:
-            raise ServerClosedError
-        return received
-
-    @property
-    def descriptor(self) -> int | None:
-        return None
-
-    def has_something(self) -> bool:
-        if self._socket.pending():
-            return True
-        # Also where a record without content has come, such as a new session ticket: that is read with the next reply,
-        # and a connection more is no harm.
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(0))
-
-
-def connect(
-    family: int,
-    address: tuple[str, int] | str,
-    deadline: float,
-    *,
-    tls: ssl.SSLContext | None = None,
-    server_name: str = "",
-) -> Wire:
-    """A connection to a resolved address. Raises as ``Wire`` does."""
-    raw = socket.socket(family, socket.SOCK_STREAM)
-    with contextlib.ExitStack() as on_failure:
-        on_failure.callback(raw.close)
-        raw.settimeout(remaining(deadline))
-        raw.connect(address)
-        if family != socket.AF_UNIX:
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if tls is None:
-            wire = Wire(raw)
-        else:
-            raw.settimeout(remaining(deadline))
-            wrapped = tls.wrap_socket(raw, server_hostname=server_name or None)
-            on_failure.callback(wrapped.close)
-            wire = TlsWire(wrapped)
-        on_failure.pop_all()
-        return wire
-
-
-_MOST_CLIENTS = "max number of clients reached"
-"""What Redis and Valkey say to a connection beyond maxclients, before they end it."""
-MOST_IN_FLIGHT = 8 << 20
-"""Bytes under way on one connection; as a rule fewer are, by its round trip."""
-_SHORT_REQUESTS = 1024
-"""Requests without payload that are under way at once: their bytes and replies fit into any socket's buffers."""
-
-
-class Connection:
-    """After any exception but a reply's own error the connection is of no use and must be closed.
-
-    ``deadline`` (time.monotonic()) bounds every operation; whoever takes the connection sets it.
-    """
-
-    def __init__(self, wire: Wire, address: Address, deadline: float) -> None:
-        self.wire = wire
-        self.address = address
-        self.opened = time.monotonic()
-        self.deadline = deadline
-        self.reader = ReplyReader(lambda buffers: wire.receive_into(buffers, self.deadline))
-        self._questions = [b"PING", b"ECHO"]
-        """What ``confirm`` may ask: a server may refuse either, and answer everything else."""
-
-    def send(self, buffers: Sequence[memoryview | bytes]) -> None:
-        self.wire.send(buffers, self.deadline)
+    def info(self, *sections: bytes) -> dict[str, str]:
+        """What INFO says; otherwise as ``tell``."""
+        text = self.tell(b"INFO", *sections)
+        if not isinstance(text, bytes):
+            raise ProtocolError("no text")
+        lines = text.decode("utf-8", "replace").splitlines()
+        return dict(line.split(":", 1) for line in lines if ":" in line)
 
     def ask(self, requests: Sequence[bytes]) -> list[Reply]:
         """The replies to short ``requests``, pipelined. Raises ProtocolError where they may belong to others."""
@@ -432,20 +434,16 @@ class Connection:
         for first in range(0, len(requests), _SHORT_REQUESTS):
             portion = requests[first : first + _SHORT_REQUESTS]
             last = first + len(portion) == len(requests)
-            self.send([b"".join([*portion, question] if last else portion)])
+            self.send(b"".join([*portion, question] if last else portion))
             replies.extend([self.reader.reply() for _ in portion])
         self._confirm(nonce)
         return replies
-
-    def window(self) -> int:
-        """Bytes of values to have under way (``Wire.window``)."""
-        return min(MOST_IN_FLIGHT, self.wire.window())
 
     def confirm(self) -> None:
         """Ask something that only now has this answer. Whatever was answered before counts from here on: had one reply
         too many come, as of an earlier request, each would have been taken for the next one's. Raises ProtocolError."""
         question, nonce = self.question()
-        self.send([question])
+        self.send(question)
         self._confirm(nonce)
 
     def question(self) -> tuple[bytes, bytes]:
@@ -474,30 +472,59 @@ class Connection:
 def open_connection(
     tier: RedisTierConfig,
     endpoint: Endpoint,
-    address: Address,
+    addresses: Sequence[Address],
     tls: TlsSettings | None,
     deadline: float,
     *,
     of_replica: bool = False,
 ) -> Connection:
-    """Connect, log in, choose the database. ``of_replica``: of a cluster's, which has to be asked to answer.
+    """Connect to the first address that answers, log in, choose the database. ``of_replica``: of a cluster's, which has
+    to be asked to answer.
 
-    Raises TimeoutError, OSError (as LoginError, MaxClientsError and ssl.SSLError are), ProtocolError, and ConfigError
-    where the secret cannot be read.
+    Raises what the last address did: TimeoutError, OSError (as LoginError, MaxClientsError and ssl.SSLError are),
+    ProtocolError; and ConfigError where the secret cannot be read.
     """
-    login = login_arguments(tier)
-    wire = connect(*address, deadline, tls=None if tls is None else tls.context(), server_name=endpoint.host)
-    try:
-        connection = Connection(wire, address, deadline)
-        steps = [login] if login else []
-        if tier.database:
-            steps.append([b"SELECT", b"%d" % tier.database])
-        if of_replica:
-            steps.append([b"READONLY"])
+    for position, address in enumerate(addresses):
+        # What is left is shared by the addresses that are left.
+        now = time.monotonic()
+        until = now + max(0.0, deadline - now) / (len(addresses) - position)
+        try:
+            return _open(tier, endpoint, address, tls, until, of_replica)
+        except (LoginError, MaxClientsError):
+            raise
+        except OSError:
+            if position + 1 == len(addresses):
+                raise
+    raise NodeDownError(f"{endpoint} is down")
+
+
+def _open(
+    tier: RedisTierConfig, endpoint: Endpoint, address: Address, tls: TlsSettings | None, until: float, of_replica: bool
+) -> Connection:
+    steps = [login] if (login := login_arguments(tier)) else []
+    if tier.database:
+        steps.append([b"SELECT", b"%d" % tier.database])
+    if of_replica:
+        steps.append([b"READONLY"])
+    family, place = address
+    with contextlib.ExitStack() as on_failure:
+        plain = socket.socket(family, socket.SOCK_STREAM)
+        on_failure.callback(plain.close)
+        plain.settimeout(remaining(until))
+        plain.connect(place)
+        if family != socket.AF_UNIX:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connected = plain
+        if tls is not None:
+            plain.settimeout(remaining(until))
+            connected = tls.context().wrap_socket(plain, server_hostname=endpoint.host or None)
+            on_failure.callback(connected.close)
+        connection = Connection(connected, address, until)
         # One by one: a server that takes no more connections says so once, whatever it is asked.
         for step in [*steps, [b"PING"]]:
             name = step[0].decode()
-            connection.send([command(*step)])
+            connection.send(command(*step))
             reply = connection.reader.reply()
             if isinstance(reply, ErrorReply):
                 if _MOST_CLIENTS in reply.line:
@@ -509,9 +536,50 @@ def open_connection(
             if reply not in (b"OK", b"PONG"):
                 raise ProtocolError(f"{name} was not answered as Redis does")
         # For people who look at CLIENT LIST. A user need not be allowed to.
-        connection.send([command(b"CLIENT", b"SETNAME", b"hicache_ext")])
+        connection.send(command(b"CLIENT", b"SETNAME", b"hicache_ext"))
         connection.reader.reply()
-    except BaseException:
-        wire.close()
-        raise
-    return connection
+        on_failure.pop_all()
+        return connection
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+#
+# The Redis keys of a tier, below its prefix: ``page:<identity>:<page hash>`` and ``identity:<identity>``, in hex.
+
+
+def page_prefix(prefix: str) -> bytes:
+    return prefix.encode() + b"page:"
+
+
+def page_name(page_names: bytes, key: bytes) -> bytes:
+    """The Redis key of a page; ``page_names`` is its ``page_prefix``. No hash tag, so that a cluster spreads the pages
+    of one conversation over all nodes."""
+    (name,) = page_names_of(page_names, [key])
+    return name
+
+
+def page_names_of(page_names: bytes, keys: Sequence[bytes]) -> list[bytes]:
+    """``page_name`` of each key."""
+    text = hexlify(key_words(keys).tobytes())
+    length, split = 2 * KEY_LENGTH, 2 * IDENTITY_LENGTH
+    return [
+        page_names + text[first : first + split] + b":" + text[first + split : first + length]
+        for first in range(0, len(text), length)
+    ]
+
+
+def page_key(page_names: bytes, name: bytes) -> bytes | None:
+    """The key of a page of ours; None for any other Redis key."""
+    rest = name.removeprefix(page_names)
+    if rest == name or rest[32:33] != b":" or not is_hex(rest[:32], 32) or not is_hex(rest[33:], 64):
+        return None
+    return bytes.fromhex((rest[:32] + rest[33:]).decode())
+
+
+def identity_name(prefix: str, digest: bytes) -> bytes:
+    return b"%bidentity:%b" % (prefix.encode(), digest.hex().encode())
+
+
+def is_hex(text: bytes, length: int) -> bool:
+    """Whether ``text`` is that many lower-case hex digits."""
+    return len(text) == length and not text.strip(b"0123456789abcdef")

@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import redis
-
 from hicache_ext.config.values import format_size, rounded_size
-from hicache_ext.errors import ConfigError
+from hicache_ext.errors import ConfigError, RefusedError, StoreError
 from hicache_ext.storage.contract.diagnosis import Finding, Level, moves_of
-from hicache_ext.storage.tiers.redis.clients import admin_client
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
+from hicache_ext.storage.tiers.redis.connection import Connection
 from hicache_ext.storage.tiers.redis.node import Node
 from hicache_ext.storage.tiers.redis.topology import SLOTS, Topology
 
@@ -54,29 +52,29 @@ def _node_findings(tier: RedisTierConfig, node: Node) -> Iterator[Finding]:
     if not node.up:
         yield Finding(subject, Level.ERROR, "cannot be reached", "start it; the tier attaches by itself")
         return
-    looks: dict[str, Callable[[str, Any], Iterator[Finding]]] = {
+    looks: dict[str, Callable[[str, Connection], Iterator[Finding]]] = {
         "TIME": _clock,
         "INFO": partial(_server_facts, tier),
         "CONFIG GET": _cluster_settings,
     }
     try:
-        with admin_client(tier, node.endpoint, tier.longest_call) as client:
+        with node.aside() as connection:
             for words, look in looks.items():
                 try:
-                    yield from look(subject, client)
-                except redis.ResponseError:
+                    yield from look(subject, connection)
+                except RefusedError:
                     # No permission, or renamed: the tier needs none of these.
                     remedy = f"nothing has to be done; what {words} tells is not examined"
                     yield Finding(subject, Level.NOTE, f"{words} is refused", remedy)
-    except (redis.RedisError, OSError, ConfigError) as error:
+    except (StoreError, OSError, ConfigError, TypeError, ValueError) as error:
         yield Finding(subject, Level.ERROR, f"does not answer ({type(error).__name__})", "look at the server's log")
 
 
-def _clock(subject: str, client: Any) -> Iterator[Finding]:
+def _clock(subject: str, connection: Connection) -> Iterator[Finding]:
     before = time.time()
-    seconds, microseconds = client.time()
+    now: Any = connection.tell(b"TIME")
     after = time.time()
-    skew = seconds + microseconds / 1e6 - (before + after) / 2
+    skew = int(now[0]) + int(now[1]) / 1e6 - (before + after) / 2
     # An answer that took long may have been given at any moment of that time.
     if abs(skew) - (after - before) / 2 > LARGEST_SKEW:
         yield Finding(subject, Level.WARNING, f"its clock is off by {skew:+.1f} s", "synchronise both with NTP")
@@ -84,21 +82,21 @@ def _clock(subject: str, client: Any) -> Iterator[Finding]:
         yield Finding(subject, Level.OK, f"its clock agrees within {abs(skew) * 1000:.0f} ms")
 
 
-def _server_facts(tier: RedisTierConfig, subject: str, client: Any) -> Iterator[Finding]:
-    facts: dict[str, Any] = client.info()
+def _server_facts(tier: RedisTierConfig, subject: str, connection: Connection) -> Iterator[Finding]:
+    facts = connection.info()
     engine = "valkey" if "valkey_version" in facts else "redis"
     yield Finding(subject, Level.OK, f"{engine} {facts.get('valkey_version') or facts.get('redis_version', 'unknown')}")
     if facts.get("role") == "slave":
         yield Finding(subject, Level.ERROR, "is a replica and takes no writes", "name the master in url")
     yield _memory(subject, tier, facts)
-    if facts.get("aof_enabled"):
+    if int(facts.get("aof_enabled", 0)):
         yield Finding(subject, Level.WARNING, "each write goes to its append-only file, too", "appendonly no")
-    if facts.get("evicted_keys"):
+    if int(facts.get("evicted_keys", 0)):
         yield Finding(subject, Level.NOTE, f"{facts['evicted_keys']} keys evicted since it started")
 
 
-def _memory(subject: str, tier: RedisTierConfig, facts: dict[str, Any]) -> Finding:
-    limit, policy = int(facts.get("maxmemory", 0)), str(facts.get("maxmemory_policy", "unknown"))
+def _memory(subject: str, tier: RedisTierConfig, facts: dict[str, str]) -> Finding:
+    limit, policy = int(facts.get("maxmemory", 0)), facts.get("maxmemory_policy", "unknown")
     used = rounded_size(int(facts.get("used_memory", 0)))
     if limit == 0:
         seen, remedy = f"maxmemory is not set, {used} used", "set maxmemory, and maxmemory-policy allkeys-lru"
@@ -113,12 +111,15 @@ def _memory(subject: str, tier: RedisTierConfig, facts: dict[str, Any]) -> Findi
     return Finding(subject, Level.NOTE, seen, "allkeys-lru keeps the pages that are used")
 
 
-def _cluster_settings(subject: str, client: Any) -> Iterator[Finding]:
-    settings = client.config_get("cluster-require-full-coverage", "save")
-    if settings.get("save"):
-        seen = f"it saves snapshots ({settings['save']}): each copies its memory"
+def _cluster_settings(subject: str, connection: Connection) -> Iterator[Finding]:
+    answer: Any = connection.tell(b"CONFIG", b"GET", b"save") + connection.tell(  # type: ignore[operator]
+        b"CONFIG", b"GET", b"cluster-require-full-coverage"
+    )
+    settings = dict(zip(answer[::2], answer[1::2], strict=True))
+    if saves := settings.get(b"save"):
+        seen = f"it saves snapshots ({saves.decode(errors='replace')}): each copies its memory"
         yield Finding(subject, Level.WARNING, seen, 'save ""')
-    enabled = client.info("cluster").get("cluster_enabled")
-    if enabled and settings.get("cluster-require-full-coverage") == "yes":
+    enabled = int(connection.info(b"cluster").get("cluster_enabled", 0))
+    if enabled and settings.get(b"cluster-require-full-coverage") == b"yes":
         seen = "one lost node stops the whole cluster"
         yield Finding(subject, Level.WARNING, seen, "cluster-require-full-coverage no")

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from hicache_ext.errors import (
     ConfigError,
     LaneBusyError,
-    LoginError,
     MaxClientsError,
     NodeDownError,
     ProtocolError,
@@ -28,9 +27,17 @@ from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState, WritePause
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.tiers.redis.clients import Address, TlsSettings, resolve, short_call
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
-from hicache_ext.storage.tiers.redis.connection import Connection, ErrorReply, command, open_connection
+from hicache_ext.storage.tiers.redis.connection import (
+    Address,
+    Connection,
+    ErrorReply,
+    TlsSettings,
+    command,
+    open_connection,
+    resolve,
+    short_call,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -75,71 +82,58 @@ class Lane:
                 self._changed.notify()
 
 
-class _IdleConnections:
-    """Those that nobody uses, of all lanes of a node. Threads: any."""
+class _Connections:
+    """Those to a node, of all lanes. Threads: any."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._of: dict[Lane, list[Connection]] = {}
+        self._idle: list[Connection] = []
         self._in_use = 0
 
-    def take(self, lane: Lane, is_good: Callable[[Connection], bool]) -> Connection | None:
-        """One of this lane; those that are not good are closed."""
+    def take(self, is_good: Callable[[Connection], bool], until: float = 0.0) -> Connection | None:
+        """An idle one, also one that is given back ``until`` then; those that are not good are closed. None where no
+        connection is open, and none becomes idle without waiting. Raises LaneBusyError."""
         while True:
             with self._changed:
-                idle = self._of.get(lane)
-                if not idle:
+                self._changed.wait_for(lambda: self._idle or not self._in_use, max(0.0, until - time.monotonic()))
+                if not self._idle:
+                    if until and self._in_use:
+                        raise LaneBusyError
                     return None
-                connection = idle.pop()
+                connection = self._idle.pop()
                 self._in_use += 1
             if is_good(connection):
                 return connection
             self.closed(connection)
 
-    def take_any(self, is_good: Callable[[Connection], bool], deadline: float) -> Connection | None:
-        """One of any lane, as soon as there is one. None where no connection is open at all. Raises LaneBusyError."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: any(self._of.values()) or not self._in_use, max(0.0, deadline - time.monotonic())
-                )
-                lanes = [lane for lane, idle in self._of.items() if idle]
-                if not lanes:
-                    if self._in_use:
-                        raise LaneBusyError
-                    return None
-            if (connection := self.take(lanes[0], is_good)) is not None:
-                return connection
-
     @property
     def none_open(self) -> bool:
-        """Neither idle nor in use."""
         with self._changed:
-            return not self._in_use and not any(self._of.values())
+            return not self._in_use and not self._idle
 
     def opened(self) -> None:
         with self._changed:
             self._in_use += 1
 
-    def put(self, lane: Lane, connection: Connection) -> None:
+    def put(self, connection: Connection) -> None:
         with self._changed:
             self._in_use -= 1
-            self._of.setdefault(lane, []).append(connection)
+            self._idle.append(connection)
             self._changed.notify()
 
     def closed(self, connection: Connection) -> None:
         """Close one in use."""
-        connection.wire.close()
+        connection.close()
         with self._changed:
             self._in_use -= 1
             self._changed.notify_all()
 
-    def drop(self, lane: Lane | None = None) -> None:
-        """Close those of a lane, or of all."""
+    def drop(self) -> None:
+        """Close those that are idle."""
         with self._changed:
-            dropped = [self._of.pop(one, []) for one in ([lane] if lane is not None else list(self._of))]
-        for connection in (connection for idle in dropped for connection in idle):
-            connection.wire.close()
+            dropped, self._idle = self._idle, []
+        for connection in dropped:
+            connection.close()
 
 
 class Node:
@@ -174,7 +168,7 @@ class Node:
         """The read or look-up that took it down."""
         self._asked_for: Sequence[bytes] = ()
         """Names for which that is asked again."""
-        self._idle = _IdleConnections()
+        self._connections = _Connections()
         self._addresses: list[Address] = []
         """Those of the name, the one that answered first."""
         self._no_more_until = 0.0
@@ -204,28 +198,40 @@ class Node:
             raise NodeDownError(f"{self.endpoint} is down")
         with lane.place(deadline):
             if fresh:
-                self._idle.drop(lane)
-            connection = self._idle.take(lane, self._is_good) or self._open(deadline)
-            connection.deadline = deadline
+                self._connections.drop()
+            connection = (self._connections.take(self._is_good) if lane.keeps else None) or self._open(deadline)
+            connection.deadline, connection.asking = deadline, False
             try:
                 yield connection
             except BaseException:
-                self._idle.closed(connection)
+                self._connections.closed(connection)
                 raise
             if lane.keeps and self.up and connection.reader.empty and connection.address in self._addresses:
-                self._idle.put(lane, connection)
+                self._connections.put(connection)
             else:
-                self._idle.closed(connection)
+                self._connections.closed(connection)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[Connection]:
+        """A connection beside the lanes, for administrative commands, each of which has the tier's timeout. Raises as
+        ``connection``, and ConfigError."""
+        if not self.up:
+            raise NodeDownError(f"{self.endpoint} is down")
+        connection = self._opened(time.monotonic() + self._tier.longest_call)
+        try:
+            yield connection
+        finally:
+            connection.close()
 
     def _is_good(self, connection: Connection) -> bool:
         """Of an idle one."""
         old = time.monotonic() - connection.opened > _OLDEST
-        return not old and connection.address in self._addresses and not connection.wire.has_something()
+        return not old and connection.address in self._addresses and not connection.has_something()
 
     def _open(self, deadline: float) -> Connection:
         """One connection more, or an idle one of another lane where the server takes no more of them."""
         # Where none is open any more, those that ended have made room.
-        if time.monotonic() >= self._no_more_until or self._idle.none_open:
+        if time.monotonic() >= self._no_more_until or self._connections.none_open:
             try:
                 opened = self._opened(deadline)
             except MaxClientsError:
@@ -237,41 +243,24 @@ class Node:
                 self.mark_down(error)
                 raise NodeDownError("the password cannot be read") from None
             else:
-                self._idle.opened()
+                self._connections.opened()
                 self._metrics.add("connection", "opened")
                 return opened
             self._metrics.add("connection", "refused")
             words = "redis node %s takes no more connections (its maxclients): going on with those that are open"
             self._log.log(logging.WARNING, "maxclients", words, self.endpoint)
-        connection = self._idle.take_any(self._is_good, deadline)
+        connection = self._connections.take(self._is_good, deadline)
         if connection is None:
             self.mark_down(MaxClientsError())
             raise MaxClientsError
         return connection
 
     def _opened(self, deadline: float) -> Connection:
-        """A new connection, to the first address that answers. Raises what the last one did."""
         addresses = self._addresses
-        if not addresses:
-            raise NodeDownError(f"{self.endpoint} is down")
-        for position, address in enumerate(addresses):
-            # What is left is shared by the addresses that are left.
-            now = time.monotonic()
-            until = now + max(0.0, deadline - now) / (len(addresses) - position)
-            try:
-                opened = open_connection(
-                    self._tier, self.endpoint, address, self._tls, until, of_replica=self.of_replica
-                )
-            except (LoginError, MaxClientsError, ProtocolError):
-                raise
-            except OSError:
-                if position + 1 == len(addresses):
-                    raise
-                continue
-            if position:
-                self._addresses = [address, *(other for other in addresses if other != address)]
-            return opened
-        raise NodeDownError(f"{self.endpoint} is down")
+        opened = open_connection(self._tier, self.endpoint, addresses, self._tls, deadline, of_replica=self.of_replica)
+        if opened.address != addresses[0]:
+            self._addresses = [opened.address, *(other for other in addresses if other != opened.address)]
+        return opened
 
     def follow_name(self) -> None:
         """Look the name up again: connections to addresses that are no longer its own are not used any more, although
@@ -341,7 +330,7 @@ class Node:
     def close(self, seconds: float) -> None:
         """Waits so long for an attempt under way."""
         self._breaker.close(seconds)
-        self._drop_idle()
+        self._connections.drop()
 
     def _reach(self) -> bool:
         try:
@@ -351,7 +340,7 @@ class Node:
                 if (refused := self._refused) is not None and _refuses_all(connection, refused.word, self._asked_for):
                     raise refused
             except BaseException:
-                connection.wire.close()
+                connection.close()
                 raise
         except Exception as error:
             # Kept whatever it is: without a problem the node would pass for one that was reached.
@@ -360,26 +349,23 @@ class Node:
             if isinstance(error, (OSError, ProtocolError, ConfigError, RefusedError)):
                 return False
             raise
-        self._idle.opened()
+        self._connections.opened()
         if self._breaker.closing:
-            self._idle.closed(connection)
+            self._connections.closed(connection)
         else:
-            self._idle.put(self.pages, connection)
+            self._connections.put(connection)
         return True
 
     def _changed(self, state: BreakerState, reason: str) -> None:
         self._tried.set()
         if state is BreakerState.OPEN:
-            self._drop_idle()
+            self._connections.drop()
             self._metrics.add("node", "down")
             self._log.log(logging.WARNING, "down", "redis node %s is down: %s", self.endpoint, reason)
             self._when_down()
         else:
             self._metrics.add("node", "up")
             self._log.log(logging.INFO, "up", "redis node %s is up", self.endpoint)
-
-    def _drop_idle(self) -> None:
-        self._idle.drop()
 
 
 def _refuses_all(connection: Connection, word: bytes, names: Sequence[bytes]) -> bool:

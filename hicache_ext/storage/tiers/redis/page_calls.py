@@ -13,8 +13,7 @@ import hashlib
 import os
 import re
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -27,7 +26,6 @@ from hicache_ext.page.memory import Addresses, addresses_of
 from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.bad_pages import Removal, Sighting, Stored
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, key_words
-from hicache_ext.storage.tiers.redis.clients import page_name
 from hicache_ext.storage.tiers.redis.config import Endpoint
 from hicache_ext.storage.tiers.redis.connection import (
     Connection,
@@ -36,6 +34,7 @@ from hicache_ext.storage.tiers.redis.connection import (
     Status,
     command,
     command_of_equals,
+    page_name,
 )
 
 HEADER_LENGTH = envelope.FIELDS_LENGTH
@@ -45,9 +44,7 @@ _MOST_AT_ONCE = 256
 _FEW = 16
 """Pages that are asked for one by one."""
 _MOST_PIPELINED = 256
-_SENT_AT_ONCE = 256 * 1024
-"""Bytes of small pages gathered for one system call."""
-_ASKING = command(b"ASKING")
+"""Pages whose requests are sent before their replies are received."""
 _REDIRECT = re.compile(r"(MOVED|ASK) ([0-9]{1,5}) (.*):([0-9]{1,5})", re.ASCII)
 
 _REMOVE_IF_SAME = b"""
@@ -104,13 +101,13 @@ class PageCall:
         """Why it is CORRUPT, REJECTED or an ERROR: a word for the metrics."""
         self.redirect: tuple[str, int, Endpoint] | None = None
         self.asking = False
+        """The node it is asked of next has it while its slot is on its way there: see ``Connection.asking``."""
         self.seen: Sighting | None = None
         """Of a copy that is not this page."""
 
     def request(self, word: bytes) -> bytes:
-        """A command whose only argument is the page's name; ``_asked`` in haste, since it is made for every page."""
-        asked = b"*2\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(word), word, len(self.name), self.name)
-        return _ASKING + asked if self.asking else asked
+        """A command whose only argument is the page's name; ``command`` in haste, since it is made for every page."""
+        return b"*2\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(word), word, len(self.name), self.name)
 
     def finish(self, result: Any, reason: str = "") -> None:
         self.result = result
@@ -118,33 +115,33 @@ class PageCall:
 
 
 def read_pages(connection: Connection, calls: Sequence[PageCall]) -> None:
-    """GET into the pages' memory, with at most so many bytes of replies as ``window`` says asked for (or one page)."""
+    """GET into the pages' memory."""
     header = memoryview(bytearray(HEADER_LENGTH))
-    in_flight = connection.window()
-    sent = flying = 0
     refused: RefusedError | None = None
-    for number, call in enumerate(calls):
-        if sent < len(calls) and (sent == number or flying <= in_flight // 2):
-            requests = []
-            while sent < len(calls) and sent - number < _MOST_PIPELINED:
-                if flying and flying + calls[sent].size > in_flight:
-                    break
-                requests.append(calls[sent].request(b"GET"))
-                flying += calls[sent].size
-                sent += 1
-            if requests:
-                connection.send([b"".join(requests)])
-        refused = _read_page(connection, call, header) or refused
-        flying -= call.size
+    for portion in _portions(calls, connection.window()):
+        connection.send(b"".join([call.request(b"GET") for call in portion]))
+        for call in portion:
+            refused = _read_page(connection, call, header) or refused
     if refused is not None and all(call.result is GetResult.ERROR for call in calls):
         for call in calls:
             call.finish(None)
         raise refused
 
 
+def _portions(calls: Sequence[PageCall], window: int) -> Iterator[Sequence[PageCall]]:
+    """Pages that are asked for, or sent, together: at most so many bytes as ``window`` says, or one page."""
+    begin = size = 0
+    for end, call in enumerate(calls):
+        if end > begin and (size + call.size > window or end - begin == _MOST_PIPELINED):
+            yield calls[begin:end]
+            begin, size = end, 0
+        size += call.size
+    if begin < len(calls):
+        yield calls[begin:]
+
+
 def _read_page(connection: Connection, call: PageCall, header: memoryview) -> RefusedError | None:
     """That the server refused it is answered, if it did."""
-    _pass_asking(connection, call)
     try:
         length = connection.reader.page_into(header, call.segments)
     except OversizedValueError as error:
@@ -217,49 +214,25 @@ def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | No
 
 def _set_pages(connection: Connection, missing: Sequence[PageCall], ttl: int | None) -> tuple[str, list[PageCall]]:
     """Why the server takes no writes, and the pages that were there when they came."""
-    options = (
-        b"\r\n$2\r\nNX\r\n" if ttl is None else b"\r\n$2\r\nNX\r\n$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(ttl)), ttl)
-    )
-    words = 4 if ttl is None else 6
-    unanswered: deque[PageCall] = deque()
-    raced: list[PageCall] = []
-    gathered: list[memoryview | bytes] = []
-    flying = gathered_bytes = 0
-
-    def send() -> None:
-        nonlocal gathered_bytes
-        if gathered:
-            connection.send(gathered)
-            gathered.clear()
-            gathered_bytes = 0
-
-    def take_reply() -> str:
-        nonlocal flying
-        call = unanswered.popleft()
-        flying -= call.size
-        return _written(connection, call, raced)
-
-    refusal = ""
-    in_flight = connection.window()
+    options = [b"NX"] if ttl is None else [b"NX", b"EX", b"%d" % ttl]
+    end = b"\r\n" + b"".join([b"$%d\r\n%b\r\n" % (len(option), option) for option in options])
     created_ms = int(time.time() * 1000)
-    for call in missing:
-        while refusal not in _OF_THE_SERVER and unanswered and flying + call.size > in_flight:
-            send()
-            refusal = take_reply() or refusal
+    raced: list[PageCall] = []
+    refusal = ""
+    for portion in _portions(missing, connection.window()):
+        requests: list[bytes | memoryview] = []
+        for call in portion:
+            header = envelope.encode_header(call.key, call.segments, created_ms=created_ms)
+            head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (
+                *(3 + len(options), len(call.name)),
+                *(call.name, call.size),
+            )
+            requests += [head, header, *call.segments, end]
+        connection.send(b"".join(requests))
+        for call in portion:
+            refusal = _written(connection, call, raced) or refusal
         if refusal in _OF_THE_SERVER:
             break
-        header = envelope.encode_header(call.key, call.segments, created_ms=created_ms)
-        asking = _ASKING if call.asking else b""
-        head = b"%b*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (asking, words, len(call.name), call.name, call.size)
-        gathered += [head + header, *call.segments, options]
-        gathered_bytes += call.size
-        flying += call.size
-        unanswered.append(call)
-        if gathered_bytes >= _SENT_AT_ONCE:
-            send()
-    send()
-    while unanswered:
-        refusal = take_reply() or refusal
     if refusal:
         for call in missing:
             if call.result is None and call.redirect is None and call not in raced:
@@ -294,7 +267,6 @@ def _pages_missing(connection: Connection, calls: Sequence[PageCall]) -> list[Pa
 
 def _written(connection: Connection, call: PageCall, raced: list[PageCall]) -> str:
     """Why the server refused it, if it did."""
-    _pass_asking(connection, call)
     reply = connection.reader.reply()
     if isinstance(reply, Status) and reply == b"OK":
         call.finish(SetResult.STORED)
@@ -331,29 +303,25 @@ def ask_presence(connection: Connection, calls: Sequence[PageCall], names: Seque
     (call,) = calls
     present = bytearray(len(names))
     refusal = ""
-    groups = [(first, names[first : first + _MOST_AT_ONCE]) for first in range(0, len(names), _MOST_AT_ONCE)]
+    groups = [range(first, min(first + _MOST_AT_ONCE, len(names))) for first in range(0, len(names), _MOST_AT_ONCE)]
     while groups:
-        replies = connection.ask([command_of_equals(b"EXISTS", group) for _, group in groups])
+        replies = connection.ask([command_of_equals(b"EXISTS", names[group.start : group.stop]) for group in groups])
         asked, groups = groups, []
-        for (first, group), reply in zip(asked, replies, strict=True):
-            length = len(group)
-            if isinstance(reply, ErrorReply):
-                if length == 1:
-                    if _is_redirect(call, reply):
-                        return
-                    present[first], refusal = NOT_ANSWERED, reply.code
-                    continue
+        for group, reply in zip(asked, replies, strict=True):
+            if not isinstance(reply, ErrorReply):
+                count = _integer(reply)
+                if count == len(group):
+                    present[group.start : group.stop] = b"\1" * len(group)
+                elif count and len(group) > 1:
+                    part = 1 if len(group) <= _FEW else len(group) // 2
+                    groups += [group[at : at + part] for at in range(0, len(group), part)]
+            elif len(group) > 1:
                 # A cluster that is not known as one yet, or a proxy that takes one key at a time.
-                part = 1
-            elif (count := _integer(reply)) == length:
-                present[first : first + length] = b"\1" * length
-                continue
-            elif count and length > 1:
-                part = 1 if length <= _FEW else length // 2
+                groups += [group[at : at + 1] for at in range(len(group))]
+            elif _is_redirect(call, reply):
+                return
             else:
-                # Also what no server says of one page.
-                continue
-            groups += [(first + at, group[at : at + part]) for at in range(0, length, part)]
+                present[group.start], refusal = NOT_ANSWERED, reply.code
     if refusal and present.count(NOT_ANSWERED) == len(names):
         raise RefusedError(refusal, b"EXISTS")
     call.finish(present, refusal)
@@ -374,8 +342,7 @@ def read_again(connection: Connection, call: PageCall, most: int) -> None:
         return
     data = memoryview(bytearray(min(length, most)))
     beginning = b"GETRANGE", call.name, b"0", b"%d" % (most - 1)
-    connection.send([call.request(b"GET") if length <= most else _asked(call, *beginning)])
-    _pass_asking(connection, call)
+    connection.send(call.request(b"GET") if length <= most else command(*beginning))
     if connection.reader.page_into(data, []) != len(data):
         raise ProtocolError("not as many bytes as the value has")
     call.finish(Stored(length, data))
@@ -385,7 +352,7 @@ def remove_bad(connection: Connection, call: PageCall, bad: Stored) -> None:
     """Remove the value if it still is ``bad``: the result is a ``Removal``."""
     digest = hashlib.sha1(bad.data, usedforsecurity=False).hexdigest().encode()
     numbers = (b"%d" % bad.length, b"%d" % len(bad.data))
-    (reply,) = _replies(connection, [call], [_asked(call, b"EVAL", _REMOVE_IF_SAME, b"1", call.name, *numbers, digest)])
+    (reply,) = connection.ask([command(b"EVAL", _REMOVE_IF_SAME, b"1", call.name, *numbers, digest)])
     if isinstance(reply, ErrorReply) and reply.code in _WITHOUT_SCRIPTS:
         # Two reads over two connections found the same; only the server's comparison is missing.
         (reply,) = _ask(connection, [call], b"UNLINK")
@@ -397,8 +364,7 @@ def remove_bad(connection: Connection, call: PageCall, bad: Stored) -> None:
 
 
 def refused_commands(connection: Connection, name: bytes, *, writes: bool) -> list[RefusedError]:
-    """Which commands that serving uses the server refuses; tried with ``name``, a page that nobody has. The connection
-    cannot be used afterwards."""
+    """Which commands that serving uses the server refuses; tried with ``name``, a page that nobody has."""
     wanted = [[b"EXISTS", name], [b"GET", name]]
     if writes:
         # Removed and listed by clear().
@@ -406,41 +372,16 @@ def refused_commands(connection: Connection, name: bytes, *, writes: bool) -> li
         wanted.append([b"SCAN", b"0", b"MATCH", name, b"COUNT", b"1"])
     refused = []
     for words in wanted:
-        connection.send([command(*words)])
-        try:
-            reply = connection.reader.reply()
-        except ProtocolError:
-            # An array, of SCAN: it is answered.
-            break
+        connection.send(command(*words))
+        reply = connection.reader.answer()
         if isinstance(reply, ErrorReply) and reply.code != "CLUSTERDOWN" and not _REDIRECT.fullmatch(reply.line):
             code = "unknown command" if reply.line.lower().startswith("err unknown command") else reply.code
             refused.append(RefusedError(code, words[0]))
     return refused
 
 
-def _asked(call: PageCall, *words: bytes) -> bytes:
-    return _ASKING + command(*words) if call.asking else command(*words)
-
-
 def _ask(connection: Connection, calls: Sequence[PageCall], word: bytes) -> list[Reply]:
-    return _replies(connection, calls, [call.request(word) for call in calls])
-
-
-def _replies(connection: Connection, calls: Sequence[PageCall], requests: Sequence[bytes]) -> list[Reply]:
-    if not any(call.asking for call in calls):
-        return connection.ask(requests)
-    replies: list[Reply] = []
-    for call, request in zip(calls, requests, strict=True):
-        connection.send([request])
-        _pass_asking(connection, call)
-        replies.append(connection.reader.reply())
-    connection.confirm()
-    return replies
-
-
-def _pass_asking(connection: Connection, call: PageCall) -> None:
-    if call.asking and connection.reader.reply() != b"OK":
-        raise ProtocolError("ASKING was not answered as Redis does")
+    return connection.ask([call.request(word) for call in calls])
 
 
 def _integer(reply: Reply) -> int:
@@ -577,7 +518,7 @@ class NativeCall:
             native.address(self._results),
             native.address(positions),
             len(positions),
-            connection.wire.descriptor,
+            connection.descriptor,
             int(connection.deadline * 1e9),
             connection.window(),
         )

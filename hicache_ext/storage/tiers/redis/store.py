@@ -45,17 +45,17 @@ from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
 from hicache_ext.storage.contract.trial import try_store
-from hicache_ext.storage.tiers.redis.clients import (
+from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
+from hicache_ext.storage.tiers.redis.connection import (
+    LARGEST_VALUE,
     TlsSettings,
-    admin_client,
+    command,
     identity_name,
     page_name,
     page_names_of,
     page_prefix,
     short_call,
 )
-from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
-from hicache_ext.storage.tiers.redis.connection import LARGEST_VALUE, command
 from hicache_ext.storage.tiers.redis.node import Lane, Node
 from hicache_ext.storage.tiers.redis.page_calls import (
     NOT_ANSWERED,
@@ -215,14 +215,14 @@ class RedisPageStore(TierStore):
     def _look(self) -> dict[str, float]:
         """How full all nodes that are up are together, as they say; everything they hold counts, whoever wrote it.
 
-        Takes at most a short call per node. Raises redis.RedisError: also where the user may not use INFO.
+        Raises StoreError, OSError: also where the user may not use INFO.
         """
         used = capacity = 0.0
         for node in self._topology.nodes:
             if not node.up:
                 continue
-            with admin_client(self._tier, node.endpoint, database=0) as client:
-                facts: Any = client.info("memory")
+            with node.aside() as connection:
+                facts = connection.info(b"memory")
             used += int(facts["used_memory"])
             # 0 is no limit: then the whole has none.
             capacity += int(facts.get("maxmemory", 0)) or math.inf
@@ -476,6 +476,7 @@ class RedisPageStore(TierStore):
                 shares = [(node, node.examinations, pages) for node, pages in waiting.items()]
             else:
                 shares = self._shares(waiting, short=results is None)
+            shares = [(node, lane, part) for node, lane, pages in shares for part in _apart(pages)]
             self._threads.run(
                 len(shares),
                 lambda n: self._talk(*shares[n], talk, deadline, timed_out, failed, looks=looks),  # noqa: B023
@@ -533,7 +534,7 @@ class RedisPageStore(TierStore):
             _, node, positions, is_asked_again = shares[number]
             try:
                 with node.connection(node.pages, deadline) as connection:
-                    if connection.wire.descriptor is not None:
+                    if connection.descriptor is not None:
                         talk(connection, positions)
             except LaneBusyError:
                 return
@@ -600,6 +601,7 @@ class RedisPageStore(TierStore):
             try:
                 now = partial(talk, pause=node.writes.reason) if writes else talk
                 with node.connection(lane, deadline, fresh=attempt > 0) as connection:
+                    connection.asking = calls[0].asking
                     refusal = now(connection, waiting) or ""
                 if refusal:
                     node.refused_write(refusal)
@@ -723,6 +725,11 @@ class _Medium:
         answer = self._ask(key, lambda connection, calls: remove_bad(connection, calls[0], bad))
         # A miss: it is being cleared.
         return answer if isinstance(answer, Removal) else Removal.CHANGED
+
+
+def _apart(calls: list[PageCall]) -> list[list[PageCall]]:
+    """Each page alone whose slot is on its way to the node that is asked, and all others."""
+    return [[call for call in calls if not call.asking], *[[call] for call in calls if call.asking]]
 
 
 def _reasons(calls: Sequence[PageCall], result: GetResult | SetResult) -> Counter[str]:

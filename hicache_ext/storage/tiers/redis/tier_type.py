@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hicache_ext.packages import how_to_install
 from hicache_ext.storage.contract.registry import TierType
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 
@@ -17,7 +16,6 @@ class RedisTier(TierType):
     """A Redis or Valkey server, or a cluster of them."""
 
     config = RedisTierConfig
-    install = how_to_install("redis")
 
     def open(self, name: str, tier: RedisTierConfig) -> PageStore:
         """With ``required: false`` a server that cannot be reached yet is attached when it can."""

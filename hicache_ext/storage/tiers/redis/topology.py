@@ -1,45 +1,54 @@
 """Which node holds which key, and the loop that keeps this true.
 
 A cluster's slot is CRC16-XMODEM of the key modulo 16384 (redis.io/docs/latest/operate/oss_and_stack/reference/
-cluster-spec). The map comes from CLUSTER SLOTS, asked by redis-py of one node at a time: its cluster client answers
-every call with an error while one slot has no node. Sentinels are asked who the primary is. Replicas are read only
-where ``read_replicas`` says so: they may lack what was just written.
+cluster-spec). The map comes from CLUSTER SLOTS, asked of one node at a time. Sentinels are asked who the primary is.
+Replicas are read only where ``read_replicas`` says so: they may lack what was just written.
 """
 
 from __future__ import annotations
 
 import binascii
+import contextlib
 import logging
 import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
-import redis
-
-from hicache_ext.errors import ClearLaterError, ConfigError, StoreError, StoreSetupError
+from hicache_ext.errors import (
+    ClearLaterError,
+    ConfigError,
+    LoginError,
+    ProtocolError,
+    RefusedError,
+    StoreError,
+    StoreSetupError,
+)
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.threads import Call, ThreadPool
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.abilities import LARGEST_DOCUMENT, LARGEST_SUM, document_in
 from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.hint_board import AT_ONCE, BoardLimits
-from hicache_ext.storage.tiers.redis.clients import (
+from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
+from hicache_ext.storage.tiers.redis.connection import (
+    Connection,
+    ErrorReply,
+    Reply,
     TlsSettings,
-    admin_client,
+    command,
     identity_name,
     is_hex,
+    open_connection,
     page_key,
     page_name,
     page_prefix,
-    sentinel_client,
+    resolve,
     short_call,
 )
-from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.node import Node, error_words
 
 logger = logging.getLogger(__name__)
@@ -63,8 +72,6 @@ _REPLICAS_REST = 60.0
 """Seconds for which replicas are not read after a removal."""
 _AT_ONCE = 16
 """Nodes asked side by side."""
-_ROUND = 3
-"""Short calls that those who are asked side by side may take together: to connect, to log in, to answer."""
 _SAID_AGAIN = 60.0
 """Seconds between two lines of the log about the same trouble."""
 _LONGEST_FAREWELL = 5.0
@@ -106,8 +113,6 @@ class Topology:
         self._interval = _REFRESH_INTERVAL if tier.service is None else _SENTINEL_INTERVAL
         self._names_at = time.monotonic() + _NAMES_INTERVAL
         self._log = LimitedLog(logger, _SAID_AGAIN)
-        self._under_way: set[object] = set()
-        """Whoever is being asked."""
         self._threads = ThreadPool(f"hicache-{name}-nodes")
         self._keeper = BackgroundLoop(f"hicache-{name}-keeper", self._keep)
         if not self._keeper.wake():
@@ -269,7 +274,7 @@ class Topology:
                 if isinstance(answer, StoreSetupError):
                     raise answer
                 if isinstance(answer, BaseException):
-                    problem = problem or _without_redis(answer)
+                    problem = problem or _in_words(answer)
                 elif answer is None:
                     return self._use_single(endpoint)
                 # A node that came back without its memory of the cluster knows nothing, and must not empty the map.
@@ -282,11 +287,13 @@ class Topology:
     def _learn_from_sentinels(self, service: str) -> BaseException | None:
         """The primary that most Sentinels name. Until it can be reached the one of before stays."""
 
-        answers = self._side_by_side(lambda sentinel: primary_of(self._tier, sentinel, service), self._tier.endpoints)
+        answers = self._side_by_side(
+            lambda sentinel: primary_of(self._tier, sentinel, service, self._tls), self._tier.endpoints
+        )
         named = [answer for answer in answers if not isinstance(answer, BaseException)]
         if not named:
             problems = [answer for answer in answers if isinstance(answer, BaseException)]
-            return _without_redis(problems[0])
+            return _in_words(problems[0])
         ((primary, _),) = Counter(primary for primary, _ in named).most_common(1)
         replicas = next(replicas for one, replicas in named if one == primary)
         if (problem := self._use_single(primary)) is not None:
@@ -312,52 +319,36 @@ class Topology:
             node.close(0)
 
     def _side_by_side(self, ask: Callable[[_Asked], _Answer], asked: Sequence[_Asked]) -> list[_Answer | BaseException]:
-        """What each answers, or why it does not. One that takes long (a name server, a byte now and then) is left to
-        itself, and not asked again before that has ended."""
-        until = time.monotonic() + _ROUND * short_call(self._tier)
-        begun: list[Call[_Answer] | None] = []
-        for one in asked:
-            call = None
-            if one not in self._under_way:
-                self._under_way.add(one)
-                try:
-                    call = self._threads.start(partial(ask, one), partial(self._under_way.discard, one))
-                except RuntimeError:
-                    # Closed, or no thread to be had.
-                    self._under_way.discard(one)
-            begun.append(call)
-        answers: list[_Answer | BaseException] = []
-        for one, call in zip(asked, begun, strict=True):
-            if call is None or not call.ended_within(until - time.monotonic()):
-                answers.append(TimeoutError("no answer in time"))
-                continue
-            self._under_way.discard(one)
-            answers.append(call.result() if call.error is None else self._usable(one, call.error))
-        return answers
+        """What each answers, or why it does not; each ends by itself."""
 
-    def _usable(self, asked: object, error: BaseException) -> BaseException:
-        if isinstance(error, (redis.RedisError, OSError, ConfigError, StoreSetupError)):
-            return error
-        # redis-py's handshake fails in many ways.
-        asked, error_type = asked.endpoint if isinstance(asked, Node) else asked, type(error).__name__
-        words = "tier %s: %s answers what no Redis does (%s)"
-        self._log.log(logging.WARNING, f"answer {asked}", words, self._name, asked, error_type)
-        return ConnectionError(f"an answer that no Redis gives ({error_type})")
+        def answer(number: int) -> _Answer | BaseException:
+            try:
+                return ask(asked[number])
+            except (StoreError, OSError, ConfigError, StoreSetupError) as error:
+                return error
+            except Exception as error:  # noqa: BLE001 - whatever a stranger's words make of the code that reads them
+                one: Any = asked[number]
+                who = one.endpoint if isinstance(one, Node) else one
+                words = "tier %s: %s answers what no Redis does (%s)"
+                self._log.log(logging.WARNING, f"answer {who}", words, self._name, who, type(error).__name__)
+                return ConnectionError(f"an answer that no Redis gives ({type(error).__name__})")
+
+        return self._threads.run(len(asked), answer, _AT_ONCE)
 
     def _slot_ranges(self, endpoint: Endpoint) -> _Ranges | None:
         """None when the server is no cluster."""
         if self._tier.cluster is False:
             return None
-        try:
-            with admin_client(self._tier, endpoint, database=0) as client:
-                answer: Any = client.execute_command("CLUSTER SLOTS")
-        except redis.ResponseError as error:
-            if "cluster support disabled" in str(error):
-                if self._tier.cluster == "auto":
-                    return None
-                problem = f"redis at {endpoint} is not a cluster, and cluster is true"
-                raise StoreSetupError(self._name, problem, ["leave cluster out, or set it to false"]) from None
-            raise
+        with _connected(self._tier, endpoint, self._tls) as connection:
+            connection.send(command(b"CLUSTER", b"SLOTS"))
+            answer = connection.reader.answer()
+        if isinstance(answer, ErrorReply):
+            if "cluster support disabled" not in answer.line:
+                raise RefusedError(answer.code, b"CLUSTER SLOTS")
+            if self._tier.cluster == "auto":
+                return None
+            problem = f"redis at {endpoint} is not a cluster, and cluster is true"
+            raise StoreSetupError(self._name, problem, ["leave cluster out, or set it to false"])
         return _slot_ranges(answer, endpoint)
 
     def _use_single(self, endpoint: Endpoint) -> BaseException | None:
@@ -422,21 +413,31 @@ def _named(host: object, port: Any, asked: Endpoint) -> Endpoint | None:
         return None
 
 
-def primary_of(tier: RedisTierConfig, sentinel: Endpoint, service: str) -> tuple[Endpoint, tuple[Endpoint, ...]]:
+def _connected(tier: RedisTierConfig, endpoint: Endpoint, tls: TlsSettings | None) -> contextlib.closing[Connection]:
+    """A connection to a server that may be no node, for a short call. Asks a name server, which may take long."""
+    # A cluster has no other database, and a Sentinel none.
+    login = tier.model_copy(update={"database": 0})
+    until = time.monotonic() + short_call(tier)
+    return contextlib.closing(open_connection(login, endpoint, resolve(endpoint), tls, until))
+
+
+def primary_of(
+    tier: RedisTierConfig, sentinel: Endpoint, service: str, tls: TlsSettings | None
+) -> tuple[Endpoint, tuple[Endpoint, ...]]:
     """The primary that a Sentinel names for a service, and its replicas that are in order.
 
-    Raises redis.RedisError, OSError, ConfigError.
+    Raises StoreError, OSError, ConfigError, and ValueError or TypeError for what no Sentinel says.
     """
-    with sentinel_client(tier, sentinel) as client:
-        address: Any = client.execute_command("SENTINEL GET-MASTER-ADDR-BY-NAME", service)
+    login = tier.model_copy(update={"username": tier.sentinel_username, "password": tier.sentinel_password})
+    with _connected(login, sentinel, tls) as connection:
+        address: Any = connection.tell(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", service.encode())
         if not address:
             raise ConnectionError(f"the Sentinel knows no service {service}")
         replicas: list[Endpoint] = []
         if tier.read_replicas:
-            listed: Any = client.execute_command("SENTINEL REPLICAS", service)
-            for entry in listed:
-                facts = entry if isinstance(entry, dict) else dict(zip(entry[::2], entry[1::2], strict=True))
-                named = {_text(name): _text(value) for name, value in facts.items()}
+            listed: Any = connection.tell(b"SENTINEL", b"REPLICAS", service.encode())
+            for facts in listed:
+                named = {_text(name): _text(value) for name, value in zip(facts[::2], facts[1::2], strict=True)}
                 replica = _named(named.get("ip") or "?", named.get("port"), sentinel)
                 if replica is not None and not _OUT_OF_ORDER & set(named.get("flags", "").split(",")):
                     replicas.append(replica)
@@ -450,19 +451,12 @@ def _text(word: object) -> str:
     return word.decode() if isinstance(word, bytes) else str(word)
 
 
-def _without_redis(error: BaseException) -> BaseException:
-    """The error without redis-py's wording, which may repeat what was sent."""
-    if isinstance(error, redis.AuthenticationError):
+def _in_words(error: BaseException) -> BaseException:
+    """The error as whoever configures the tier understands it."""
+    if isinstance(error, LoginError) and not str(error).startswith("SELECT"):
         return ConnectionError("the login is refused; check username and password")
-    if isinstance(error, redis.exceptions.NoPermissionError):
-        return ConnectionError("the user may not use CLUSTER SLOTS")
-    if isinstance(error, redis.TimeoutError):
-        return TimeoutError("no answer in time")
-    if isinstance(error, redis.ConnectionError):
-        cause = error.__cause__ or error.__context__
-        return cause if isinstance(cause, OSError) else ConnectionError("the connection failed")
-    if isinstance(error, redis.RedisError):
-        return ConnectionError(type(error).__name__)
+    if isinstance(error, RefusedError) and error.code == "NOPERM":
+        return ConnectionError(f"the user may not use {error.word.decode()}")
     return error
 
 
@@ -476,29 +470,22 @@ _BEFORE_ALL = b"0-0"
 
 
 def post_hint(tier: RedisTierConfig, topology: Topology, hint: bytes, limits: BoardLimits) -> None:
-    name = stream_name(tier)
-    try:
-        with _client(tier, topology, name) as client, client.pipeline(transaction=False) as pipeline:
-            pipeline.xadd(name, {_FIELD: hint}, maxlen=limits.keep, approximate=False)
-            pipeline.pexpire(name, int(2000 * limits.lifetime))
-            pipeline.execute()
-    except redis.RedisError as error:
-        raise StoreError(f"no hint was left: {type(error).__name__}") from error
+    name, keep, lifetime = stream_name(tier), b"%d" % limits.keep, b"%d" % int(2000 * limits.lifetime)
+    with _board(tier, topology, name, "no hint was left") as connection:
+        requests = [command(b"XADD", name, b"MAXLEN", keep, b"*", _FIELD, hint), command(b"PEXPIRE", name, lifetime)]
+        _without_errors(connection.ask(requests), b"XADD")
 
 
 def read_hints(
     tier: RedisTierConfig, topology: Topology, since: bytes | None, limits: BoardLimits
 ) -> tuple[bytes, list[bytes]]:
     name = stream_name(tier)
-    try:
-        with _client(tier, topology, name) as client:
-            if since is None:
-                newest: Any = client.xrevrange(name, count=1)
-                return (newest[0][0] if newest else _BEFORE_ALL), []
-            entries: Any = client.xrange(name, min=b"(" + since, count=AT_ONCE)
-    except redis.RedisError as error:
-        raise StoreError(f"hints cannot be read: {type(error).__name__}") from error
-    hints = [fields.get(_FIELD, b"") for _, fields in entries]
+    with _board(tier, topology, name, "hints cannot be read") as connection:
+        if since is None:
+            newest: Any = connection.tell(b"XREVRANGE", name, b"+", b"-", b"COUNT", b"1")
+            return (newest[0][0] if newest else _BEFORE_ALL), []
+        entries: Any = connection.tell(b"XRANGE", name, b"(" + since, b"+", b"COUNT", b"%d" % AT_ONCE)
+        hints = [dict(zip(fields[::2], fields[1::2], strict=False)).get(_FIELD, b"") for _, fields in entries]
     return (entries[-1][0] if entries else since), [hint for hint in hints if len(hint) <= limits.longest]
 
 
@@ -506,15 +493,17 @@ def stream_name(tier: RedisTierConfig) -> bytes:
     return tier.prefix.encode() + b"hints"
 
 
-def _client(tier: RedisTierConfig, topology: Topology, name: bytes) -> Any:
-    """redis-py's client of the node that has the stream. Raises StoreError."""
+@contextlib.contextmanager
+def _board(tier: RedisTierConfig, topology: Topology, name: bytes, failure: str) -> Iterator[Connection]:
+    """A connection to the node that has the stream. Raises StoreError, ``failure`` with its reason."""
     node = topology.node_of(name)
     if node is None or not node.up:
         raise StoreError("the node that holds the hints is down")
     try:
-        return admin_client(tier, node.endpoint)
-    except ConfigError as error:
-        raise StoreError(str(error)) from error
+        with node.connection(node.requests, time.monotonic() + short_call(tier)) as connection:
+            yield connection
+    except (OSError, ProtocolError, RefusedError, TypeError, ValueError, IndexError) as error:
+        raise StoreError(f"{failure}: {type(error).__name__}") from error
 
 
 # -- scanning ----------------------------------------------------------------------------------------------------------
@@ -525,7 +514,7 @@ def _client(tier: RedisTierConfig, topology: Topology, name: bytes) -> Any:
 # docs/decisions/what-waits-for-a-tier.md.
 
 
-_SCAN_COUNT = 2000
+_SCAN_COUNT = b"2000"
 _MOST_SCANS = 1_000_000
 """Requests of one walk, for two billion keys: a server may never say that it has come to an end."""
 _DIGEST_DIGITS = 32
@@ -545,9 +534,9 @@ def sweep_nodes(cleared: Cleared, nodes: Sequence[Node], tier: RedisTierConfig, 
             left.append(f"{node.endpoint} is down")
             continue
         try:
-            with admin_client(tier, node.endpoint, tier.longest_call) as client:
-                _sweep_node(cleared, client, tier.prefix, metrics)
-        except (redis.RedisError, OSError, ConfigError) as error:
+            with node.aside() as connection:
+                _sweep_node(cleared, connection, tier, metrics)
+        except (StoreError, OSError, ConfigError) as error:
             metrics.add("error", "clear")
             left.append(f"{node.endpoint}: {type(error).__name__}")
         else:
@@ -556,21 +545,21 @@ def sweep_nodes(cleared: Cleared, nodes: Sequence[Node], tier: RedisTierConfig, 
         raise ClearLaterError(", ".join(left))
 
 
-def _sweep_node(cleared: Cleared, client: redis.Redis, prefix: str, metrics: TierMetrics) -> None:
-    pages = page_prefix(prefix)
+def _sweep_node(cleared: Cleared, connection: Connection, tier: RedisTierConfig, metrics: TierMetrics) -> None:
+    pages = page_prefix(tier.prefix)
     # One walk whatever the number of identities: each walk looks at every key of the server.
     digests = cleared.digests or ()
     only = next(iter(digests)).hex().encode() if len(digests) == 1 else b""
-    for names in scan(client, pages, only):
+    for names in scan(connection, pages, only, tier.longest_call):
         keys = [key for name in names if (key := page_key(pages, name)) is not None and cleared.has(key[:16])]
         with cleared.old_pages(keys) as old:
-            metrics.add("cleared", "", _unlink(client, [page_name(pages, key) for key in old]))
+            metrics.add("cleared", "", _unlink(connection, [page_name(pages, key) for key in old]))
         if cleared.closing:
             return
     if cleared.digests is None:
-        identities = identity_name(prefix, b"")
-        for names in scan(client, identities, b""):
-            _unlink(client, [name for name in names if is_hex(name.removeprefix(identities), _DIGEST_DIGITS)])
+        identities = identity_name(tier.prefix, b"")
+        for names in scan(connection, identities, b"", tier.longest_call):
+            _unlink(connection, [name for name in names if is_hex(name.removeprefix(identities), _DIGEST_DIGITS)])
 
 
 def stored_identities(name: str, tier: RedisTierConfig, nodes: Sequence[Node]) -> dict[bytes, dict[str, Any]]:
@@ -580,54 +569,65 @@ def stored_identities(name: str, tier: RedisTierConfig, nodes: Sequence[Node]) -
     documents: dict[bytes, dict[str, Any]] = {}
     for node in nodes:
         try:
-            with admin_client(tier, node.endpoint, tier.longest_call) as client:
+            with node.aside() as connection:
                 room = LARGEST_SUM
-                for names in scan(client, prefix, b""):
+                for names in scan(connection, prefix, b"", tier.longest_call):
                     for digest in [name.removeprefix(prefix) for name in names]:
                         if not is_hex(digest, _DIGEST_DIGITS):
                             continue
-                        stored = _document(client, prefix + digest)
+                        stored = _document(connection, prefix + digest)
                         if (room := room - len(stored)) < 0:
                             break
                         if (document := document_in(stored)) is not None:
                             documents[bytes.fromhex(digest.decode())] = document
                     if room < 0:
                         break
-        except (redis.RedisError, OSError, ConfigError) as error:
+        except (StoreError, OSError, ConfigError) as error:
             raise StoreError(
                 f"tier {name!r}: {node.endpoint} cannot be asked which identities it has ({type(error).__name__})"
             ) from None
     return documents
 
 
-def _document(client: Any, name: bytes) -> bytes:
+def _document(connection: Connection, name: bytes) -> bytes:
     """Empty where there is none, or something else: whoever may write may leave anything there."""
-    try:
-        return client.get(name) or b"" if client.strlen(name) <= LARGEST_DOCUMENT else b""
-    except redis.ResponseError as error:
-        if "WRONGTYPE" in str(error):
-            return b""
-        raise
+    (length,) = connection.ask([command(b"STRLEN", name)])
+    if isinstance(length, ErrorReply) and length.code == "WRONGTYPE":
+        return b""
+    _without_errors([length], b"STRLEN")
+    if not isinstance(length, int) or length > LARGEST_DOCUMENT:
+        return b""
+    connection.send(command(b"GET", name))
+    stored = connection.reader.reply(LARGEST_DOCUMENT)
+    return stored if isinstance(stored, bytes) else b""
 
 
-def _unlink(client: redis.Redis, names: Sequence[bytes]) -> int:
-    if not names:
-        return 0
+def _unlink(connection: Connection, names: Sequence[bytes]) -> int:
     # One key per request: in a cluster the keys of one request must share a slot.
-    pipeline = client.pipeline(transaction=False)
-    for name in names:
-        pipeline.unlink(name)
-    return sum(pipeline.execute())
+    replies = _without_errors(connection.ask([command(b"UNLINK", name) for name in names]), b"UNLINK")
+    return sum(reply for reply in replies if isinstance(reply, int))
 
 
-def scan(client: redis.Redis, prefix: bytes, more: bytes) -> Iterator[list[bytes]]:
-    """The names of one node that begin with ``prefix`` and ``more``, portion by portion."""
+def _without_errors(replies: Sequence[Reply], word: bytes) -> Sequence[Reply]:
+    """The replies to ``word``. Raises RefusedError for the first error among them."""
+    for reply in replies:
+        if isinstance(reply, ErrorReply):
+            raise RefusedError(reply.code, word)
+    return replies
+
+
+def scan(connection: Connection, prefix: bytes, more: bytes, seconds: float) -> Iterator[list[bytes]]:
+    """The names of one node that begin with ``prefix`` and ``more``, portion by portion, each within ``seconds``, with
+    what the caller asks of it."""
     pattern = _GLOB_SPECIAL.sub(rb"\\\g<0>", prefix) + more + b"*"
-    scan: Callable[..., Any] = client.scan
-    cursor = 0
+    cursor: Any = b"0"
     for _ in range(_MOST_SCANS):
-        cursor, names = scan(cursor, match=pattern, count=_SCAN_COUNT)
-        yield list(names)
-        if cursor == 0:
+        answer = connection.tell(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN_COUNT, within=seconds)
+        match answer:
+            case [bytes(cursor), list(names)]:
+                yield [name for name in names if isinstance(name, bytes)]
+            case _:
+                raise ProtocolError("SCAN was not answered as Redis does")
+        if cursor == b"0":
             return
-    raise redis.InvalidResponse("a scan without end")
+    raise ProtocolError("a scan without end")

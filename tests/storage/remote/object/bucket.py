@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 import struct
+import time
 import weakref
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -47,11 +48,8 @@ class RawBucket:
         """``settle`` waits until what was cleared is deleted."""
         self._client = client
         self._settle = settle
-
-    def name(self, key: bytes) -> str:
-        """Of a page that is an object of its own."""
-        page_hash = key[16:].hex()
-        return f"pages/{key[:16].hex()}/{page_hash[:2]}/{page_hash}.page"
+        self._cut: dict[str, list[bytes]] = {}
+        """Keys of packs that were written without the end that tells them."""
 
     def names(self, prefix: str) -> list[str]:
         return [entry["path"] for listed in obstore.list(self._client, prefix) for entry in listed]
@@ -97,44 +95,56 @@ class RawBucket:
     def read(self, key: bytes) -> bytes | None:
         place = self.place(key)
         if place is None:
-            return self.get(self.name(key))
+            return None
         pack, position = place
         return (self.get(pack.name) or b"")[position * pack.page_bytes : (position + 1) * pack.page_bytes]
 
     def write(self, key: bytes, stored: bytes) -> None:
-        """In the page's place in its pack where it has that length; otherwise alone, and the rest of its pack in
-        another one."""
+        """In the page's place in its pack where it has that length; otherwise in a pack of its own, and the rest of its
+        pack in another one."""
         place = self.place(key)
         if place is None:
-            self.put(self.name(key), stored)
+            now = f"{time.time_ns() // 10**6:011x}"
+            self._put_pack(f"packs/{key[:16].hex()}/{now[:7]}", now, key[:16], [(key[16:], stored)], len(stored))
             return
         pack, position = place
-        whole = self.get(pack.name) or b""
-        begin, end = position * pack.page_bytes, (position + 1) * pack.page_bytes
-        if len(stored) == pack.page_bytes:
-            self.put(pack.name, whole[:begin] + stored + whole[end:])
+        whole, size = self.get(pack.name) or b"", pack.page_bytes
+        if len(stored) == size:
+            self.put(pack.name, whole[: position * size] + stored + whole[(position + 1) * size :])
             return
         self.delete(pack.name)
-        self.put(self.name(key), stored)
+        folder, _, _ = pack.name.partition(f"/{pack.id}")
+        # A name says no length that no page has: such an object is one that was cut.
+        named = len(stored) if len(stored) >= 128 else size
+        self._put_pack(folder, pack.id[:11], key[:16], [(key[16:], stored)], named)
+        table = whole[len(pack.hashes) * size :]
         others = [other for other in range(len(pack.hashes)) if other != position and pack.alive(other)]
-        if others:
-            folder, _, _ = pack.name.partition(f"/{pack.id}")
-            letters = urlsafe_b64encode(b"".join(pack.hashes[other] for other in others)).decode()
-            parts = "/".join(letters[at : at + 192] for at in range(0, len(letters), 192))
-            size = pack.page_bytes
-            name = f"{folder}/{pack.id[:-10]}{secrets.token_hex(5)}-{len(others)}x{size}-{parts}.pack"
-            table = whole[len(pack.hashes) * size :]
-            footer = b"".join(table[other * 32 : (other + 1) * 32] for other in others)
-            footer += struct.pack("<8sHHIQ16s8s", b"HICAPACK", 1, 0, len(others), size, key[:16], b"")
-            footer += xxhash.xxh3_128_digest(footer)
-            self.put(name, b"".join(whole[other * size : (other + 1) * size] for other in others) + footer)
+        pages = [(table[at * 32 : (at + 1) * 32], whole[at * size : (at + 1) * size]) for at in others]
+        if pages:
+            self._put_pack(folder, pack.id[:11], key[:16], pages, size)
+
+    def _put_pack(
+        self, folder: str, time_of_id: str, identity: bytes, pages: Sequence[tuple[bytes, bytes]], page_bytes: int
+    ) -> None:
+        """``pages``: hash and stored bytes of each. One that is cut has no footer."""
+        letters = urlsafe_b64encode(b"".join(xxhash.xxh3_64_digest(page_hash)[:6] for page_hash, _ in pages)).decode()
+        parts = "/".join(letters[at : at + 192] for at in range(0, len(letters), 192))
+        name = f"{folder}/{time_of_id}-{secrets.token_hex(5)}-{len(pages)}x{page_bytes}-{parts}.pack"
+        footer = b"".join(page_hash for page_hash, _ in pages)
+        footer += struct.pack("<8sHHIQ16s8s", b"HICAPACK", 1, 0, len(pages), page_bytes, identity, b"")
+        footer += xxhash.xxh3_128_digest(footer)
+        stored = b"".join(stored for _, stored in pages)
+        self._cut[name] = [identity + page_hash for page_hash, _ in pages]
+        self.put(name, stored + footer * (len(stored) == len(pages) * page_bytes))
 
     def keys(self) -> list[bytes]:
         self._settle()
-        parts = [name.split("/") for name in self.names("pages")]
-        keys = [bytes.fromhex(identity) + bytes.fromhex(page.removesuffix(".page")) for _, identity, _, page in parts]
+        keys = []
         for pack in self.packs():
             table = (self.get(pack.name) or b"")[len(pack.hashes) * pack.page_bytes :]
+            if not table:
+                keys += self._cut.get(pack.name, [])
+                continue
             identity = bytes.fromhex(pack.name.split("/")[1])
             alive = [position for position in range(len(pack.hashes)) if pack.alive(position)]
             keys += [identity + table[position * 32 : (position + 1) * 32] for position in alive]

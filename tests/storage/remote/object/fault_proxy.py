@@ -26,8 +26,8 @@ class FaultProxy:
     ``fault``: "" | "500" | "slow down" | "hang" | "cut" (half the body, then the connection is closed) | "half" (half
     the body, with that length) | "other" (the body of ``other``) | "empty" | "flip" (a byte of the share ``flipped`` of
     all pieces of 32 KiB of bodies, another one each time) | "same flip" (always the byte in the middle of the object) |
-    "same place" (always byte 500 of the body). Faults but 500, slow down and hang touch GET of pages and packs alone.
-    "no bulk delete" answers 501 to POST, "no size" says 0 bytes to HEAD of pages and packs. ``times`` counts down; at 0
+    "same place" (always byte 500 of the body). Faults but 500, slow down and hang touch GET of packs alone.
+    "no bulk delete" answers 501 to POST, "no size" says 0 bytes to HEAD of packs. ``times`` counts down; at 0
     the fault is over.
     """
 
@@ -125,7 +125,7 @@ class FaultProxy:
                     self.close_connection = True
                     return
                 length = int(reply.headers["Content-Length"] or len(data)) if self.command == "HEAD" else len(data)
-                has_pages = self.path.split("?")[0].endswith((".page", ".pack"))
+                has_pages = self.path.split("?")[0].endswith(".pack")
                 if fault == "no size" and self.command == "HEAD" and has_pages:
                     length = 0
                 if self.command == "GET" and has_pages and reply.status in (200, 206):

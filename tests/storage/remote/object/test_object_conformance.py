@@ -19,8 +19,6 @@ from tests.storage.transforms.rig import Transformed
 
 @pytest.mark.slow
 class TestObjectStoreOnS3(PageStoreTests):
-    """Without conditional create, which s3rver lacks."""
-
     @pytest.fixture
     def medium(self, s3_server: S3Server) -> Objects:
         return objects_on(s3_server)

@@ -13,7 +13,6 @@ import obstore.store
 import pytest
 
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiers.object import reading, writing
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 from hicache_ext.storage.tiers.object.store import ObjectPageStore
 from hicache_ext.testing.conformance.pages import (
@@ -115,6 +114,21 @@ def test_a_failing_server_is_an_error_counted_by_reason_and_forgotten(
     assert_hits(store, keys)
 
 
+def test_a_page_of_any_size_is_in_a_pack(store: ObjectPageStore, raw: RawBucket) -> None:
+    keys = page_keys(2)
+    assert store_pages(store, keys, [5 << 20]) == [SetResult.STORED] * 2
+    assert [(pack.page_bytes, len(pack.hashes)) for pack in raw.packs()] == [((5 << 20) + 128, 1)] * 2
+    assert store.count_leading(keys) == 2
+    assert_hits(store, keys, [5 << 20])
+    raw.write(keys[0], (raw.read(keys[0]) or b"")[:-1] + b"\0")
+    assert read_pages(store, keys, [5 << 20])[0] == [GetResult.CORRUPT, GetResult.HIT]
+    assert store.wait_until_examined(PATIENCE)
+    assert store.metrics.value("suspect", "removed") == 1
+    assert store_pages(store, keys, [5 << 20]) == [SetResult.STORED, SetResult.EXISTS]
+    assert store.remove(keys) == 2
+    assert raw.names("packs") == []
+
+
 def test_a_server_that_fails_once_costs_a_retry_and_no_page(store: ObjectPageStore, proxy: FaultProxy) -> None:
     keys = page_keys(4)
     store_pages(store, keys)
@@ -202,21 +216,15 @@ def test_a_late_reply_is_dropped(s3_server: S3Server, prefix: str) -> None:
     assert pages.snapshot() == before
 
 
-@pytest.mark.parametrize("pages", ["packed", "alone"])
 @pytest.mark.parametrize("fault", ["half", "other", "empty"])
-def test_a_lie_is_never_a_hit(
-    store: ObjectPageStore, proxy: FaultProxy, raw: RawBucket, fault: str, pages: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if pages == "alone":
-        for module in (reading, writing):
-            monkeypatch.setattr(module, "SMALL", 0)
+def test_a_lie_is_never_a_hit(store: ObjectPageStore, proxy: FaultProxy, raw: RawBucket, fault: str) -> None:
     keys = page_keys(3)
     store_pages(store, keys)
     proxy.other = raw.read(keys[2]) or b""
     proxy.break_with(fault)
     results, payloads = read_pages(store, keys[:2])
     # Of a range whose length is another one than that of its head, nobody knows which pages it has.
-    assert results == [GetResult.CORRUPT if pages == "alone" else GetResult.ERROR] * 2
+    assert results == [GetResult.ERROR] * 2
     # Checked where it was received: not a byte of it has reached host memory.
     assert payloads == [b"\x77" * 1000] * 2
     assert store.wait_until_examined(PATIENCE)

@@ -70,18 +70,19 @@ class DamagedPath:
         def open_connection(tier: RedisTierConfig, *others: Any, **options: Any) -> Any:
             connection = real(tier, *others, **options)
             if tier is self.tier:
-                connection.reader._receive_into = self._damaging(connection.reader._receive_into)
+                received = connection.reader._received
+                received.receive_into = self._damaging(received.receive_into)
                 # The native core would receive past the damage.
-                monkeypatch.setattr(type(connection.wire), "descriptor", None)
+                monkeypatch.setattr(type(connection), "descriptor", None)
             return connection
 
         monkeypatch.setattr(node, "open_connection", open_connection)
 
     def _damaging(self, receive_into: Callable[..., int]) -> Callable[..., int]:
-        def damage(buffers: Any) -> int:
-            count = receive_into(buffers)
+        def damage(buffer: memoryview) -> int:
+            count = receive_into(buffer)
             if count > 2000 and self._random.random() < self.share:
-                buffers[0][self._random.randrange(min(count, buffers[0].nbytes))] ^= 0x10
+                buffer[self._random.randrange(count)] ^= 0x10
             return count
 
         return damage

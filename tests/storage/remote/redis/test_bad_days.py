@@ -121,9 +121,8 @@ def test_a_server_that_takes_no_more_connections_is_served_by_those_that_are_ope
     store_pages(store, keys, (300_000,))
     server.command("CONFIG", "SET", "maxclients", "2")
     # Two are left to the store: one of the others asks for itself.
-    for one in store._topology.nodes[0]._idle._of.values():
-        for connection in one[1:]:
-            connection.wire.close()
+    for connection in store._topology.nodes[0]._connections._idle[2:]:
+        connection.close()
     results: list[GetResult] = []
 
     def read() -> None:
@@ -147,7 +146,7 @@ def test_a_server_that_takes_no_more_connections_is_served_by_those_that_are_ope
 
 
 def _lifts_the_limit(store: RedisPageStore, server: RedisServer) -> bool:
-    store._topology.nodes[0]._idle.drop()
+    store._topology.nodes[0]._connections.drop()
     return "OK" in server.command("CONFIG", "SET", "maxclients", "1000")
 
 

@@ -335,7 +335,7 @@ def test_a_frozen_server_does_not_hold_up_the_opening(server, open_store):
 
 
 def test_a_required_server_that_is_slow_at_the_start_is_waited_for(server, open_store, monkeypatch):
-    monkeypatch.setattr("hicache_ext.storage.tiers.redis.clients.SHORT_CALL", 0.2)
+    monkeypatch.setattr("hicache_ext.storage.tiers.redis.connection.SHORT_CALL", 0.2)
     server.freeze()
     thaw = threading.Timer(0.5, server.thaw)
     thaw.start()
@@ -508,8 +508,8 @@ def test_a_late_answer_is_no_clock_that_is_off(monkeypatch, there, level):
     class Late:
         """Was asked at 100 s and has answered at 103 s."""
 
-        def time(self):
-            return there, 0
+        def tell(self, *words):
+            return [b"%d" % there, b"0"]
 
     here = iter([100.0, 103.0])
     monkeypatch.setattr(diagnosis.time, "time", lambda: next(here))

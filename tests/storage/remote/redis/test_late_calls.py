@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -14,7 +13,6 @@ from hicache_ext.config import Secret
 from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.storage.tiers.redis import page_calls
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
-from hicache_ext.storage.tiers.redis.connection import Wire
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_key, page_keys, read_pages, store_pages
 from tests.rigs.redis_servers import SentinelPair
@@ -33,7 +31,7 @@ def test_a_call_without_time_takes_no_node_down(server, open_store) -> None:
     talk = partial(page_calls.ask_integers, word=b"EXISTS")
     for idle in (True, False):
         if not idle:
-            node._drop_idle()
+            node._connections.drop()
         call.finish(None)
         store._run([call], talk, time.monotonic() - 0.01, GetResult)
         assert call.result is GetResult.TIMEOUT and call.reason == "timeout"
@@ -103,23 +101,3 @@ def test_a_page_that_was_removed_does_not_come_back_from_a_replica_that_lags(
         assert reader.remove(keys) == 16
     for _ in range(6):
         assert read_pages(reader, keys)[0] == [GetResult.MISS] * 16
-
-
-# -- one operation ---------------------------------------------------------------------------------------------------
-
-
-def test_a_timer_that_the_native_core_set_is_not_taken_for_ones_own() -> None:
-    ours, other = socket.socketpair()
-    with other:
-        wire = Wire(ours)
-        other.sendall(b"a")
-        deadline = time.monotonic() + 0.2
-        wire.receive_into([memoryview(bytearray(1))], deadline)
-        descriptor = wire.descriptor
-        assert descriptor is not None
-        # What the core does for a call of another caller's.
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, (3).to_bytes(8, "little") + bytes(8))
-        with pytest.raises(TimeoutError):
-            wire.receive_into([memoryview(bytearray(1))], deadline)
-        assert time.monotonic() < deadline + 0.25
-        wire.close()

@@ -15,9 +15,8 @@ from hicache_ext.errors import ProtocolError, StoreSetupError
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.redis import node
 from hicache_ext.storage.tiers.redis import store as store_module
-from hicache_ext.storage.tiers.redis.clients import resolve
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
-from hicache_ext.storage.tiers.redis.connection import open_connection
+from hicache_ext.storage.tiers.redis.connection import open_connection, resolve
 from hicache_ext.storage.tiers.redis.page_calls import PageCall, write_pages
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from hicache_ext.storage.tiers.redis.topology import MOST_STRANGERS
@@ -285,19 +284,19 @@ def test_a_server_that_cannot_be_reached_for_whatever_reason_stops_the_start(mon
 def test_a_reply_too_many_of_a_node_that_is_asked_during_a_move_makes_no_page_exist():
     """Seen: EXISTS, of a page that is not there."""
     call = PageCall(KEY, b"name", filled([KEY], [SIZES]).buffers[0], sum(SIZES))
-    call.asking = True
 
     def answer(words: list[bytes]) -> bytes:
         return b":%d\r\n:0\r\n" % call.size if words[0] == b"STRLEN" else b"+OK\r\n"
 
     with FakeServer(answer) as server:
         tier = RedisTierConfig(url=f"redis://{server.endpoint}", cluster=False)
-        (address,) = resolve(server.endpoint)
-        connection = open_connection(tier, server.endpoint, address, None, time.monotonic() + PATIENCE)
+        addresses = resolve(server.endpoint)
+        connection = open_connection(tier, server.endpoint, addresses, None, time.monotonic() + PATIENCE)
+        connection.asking = True
         with pytest.raises(ProtocolError):
             write_pages(connection, [call], None)
         assert call.result is None
-        connection.wire.close()
+        connection.close()
 
 
 # -- numbers, lists and names without a bound --------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def both(
 def test_pieces_of_the_rig_are_received_one_by_one() -> None:
     with connected([b"ab", b"c", b"def"]) as (connection, _):
         memory = memoryview(bytearray(9))
-        lengths = [connection.wire.receive_into([memory], connection.deadline) for _ in range(3)]
+        lengths = [connection._receive_into(memory) for _ in range(3)]
         assert lengths == [2, 1, 3]
 
 
@@ -259,7 +259,7 @@ def test_an_error_of_the_system_comes_out_as_it_is() -> None:
     assert call is not None
     with connected([]) as (connection, _):
         nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, connection.wire._socket.fileno())
+        os.dup2(nothing, connection._socket.fileno())
         os.close(nothing)
         with pytest.raises(OSError, match=os.strerror(errno.ENOTSOCK)):
             call.get(connection, np.arange(3))

@@ -29,17 +29,13 @@ class Feed:
         self._pieces = pieces or [1 << 30]
         self._turn = 0
 
-    def receive_into(self, buffers) -> int:
+    def receive_into(self, buffer: memoryview) -> int:
         if not self._left.nbytes:
             raise ServerClosedError
-        limit = self._pieces[self._turn % len(self._pieces)]
+        received = min(buffer.nbytes, self._left.nbytes, self._pieces[self._turn % len(self._pieces)])
         self._turn += 1
-        received = 0
-        for buffer in buffers:
-            taken = min(buffer.nbytes, self._left.nbytes, limit - received)
-            buffer[:taken] = self._left[:taken]
-            self._left = self._left[taken:]
-            received += taken
+        buffer[:received] = self._left[:received]
+        self._left = self._left[received:]
         assert received > 0
         return received
 
