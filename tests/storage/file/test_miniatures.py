@@ -14,6 +14,7 @@ from hicache_ext.storage.tiers.file.path_store import Fullness, Served, gauges_o
 from hicache_ext.storage.tiers.file.slab import index_words, miniatures
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.index_words import CLOCK_SHIFT, DISTANCE_SUM, PRIORITY, REUSES, USED
+from tests.rigs import ranks
 from tests.rigs.bare_index import new_index_in
 from tests.rigs.miniatures import is_sampled
 from tests.storage.file.indexes import CAPACITY, SMALL, add_slab, keys_of, store
@@ -78,9 +79,9 @@ def test_a_policy_that_is_followed_from_now_on_ranks_the_pages_that_are_there(tm
         rows = index.memory.rows[index.rows_of(keys)]
         clocks = (rows[:, USED] >> CLOCK_SHIFT).tolist()
         assert (rows[:, USED] & 7 == 1).all()
-        distance = eviction.reuse_distance(200, *index.memory.header[[DISTANCE_SUM, REUSES]].tolist())
+        distance = ranks.reuse_distance(200, *index.memory.header[[DISTANCE_SUM, REUSES]].tolist())
         learned = eviction.LEARNED_DISTANCE, 200
-        expected = [eviction.priority_of(*learned, clocks[n], distance, 1, False, n) for n in range(100)]
+        expected = [ranks.priority_of(*learned, clocks[n], distance, 1, False, n) for n in range(100)]
         assert rows[:, PRIORITY].tolist() == expected
 
 
