@@ -22,6 +22,9 @@ _COMPLETION = "hicache-ext completion is gone"
 _NUMBA = "nothing is compiled at run time, or kept: the native core is built with the package"
 
 FORMER = {
+    "test_a_lead_of_less_than_a_hundredth_is_not_worth_a_change": (
+        "-> test_a_lead_of_less_than_a_sixteenth_is_not_worth_a_change"
+    ),
     "test_stats_has_a_line_of_it": "hicache-ext curve shows it, and stats --json has it",
     "test_prompts_of_json_lines_are_told_by_their_lines": _OPTION,
     "test_every_combination_passes_config_check_and_says_why_for_each_tier": (

@@ -75,8 +75,8 @@ _LEAST_LAST = 4
 """where they are more: so many."""
 _HALF = 45426
 """65,536ths of log(2)."""
-_LEAST_LEAD_SHIFT = 6
-"""Another candidate has to be better by 1/64 and two hits,"""
+_LEAST_LEAD_SHIFT = 4
+"""Another candidate has to be better by 1/16 of the hits of the long run and two hits,"""
 _LEAST_SIGNIFICANCE, _LEAST_LAST_SIGNIFICANCE = 5, 8
 """and by the square root of this many times what chance alone makes of two that are equal: by all scores; by the last
 ones alone, which are fewer and are asked as often."""
@@ -222,7 +222,7 @@ def _leader(small: Words, scores: int, noise: int, least_significance: int, now:
         chance = least_significance * small[noise + CANDIDATES * candidate + now]
         if lead > small[scores + now] // _ONE // 2:
             chance //= 2
-        least_lead = (small[scores + now] // _ONE >> _LEAST_LEAD_SHIFT) + 1
+        least_lead = (small[SCORES + now] // _ONE >> _LEAST_LEAD_SHIFT) + 1
         if candidate == eviction.LAST_USE:
             chance, least_lead = chance // _BACK, 1
         if (
