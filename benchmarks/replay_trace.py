@@ -171,7 +171,7 @@ def key_of(block: int) -> bytes:
     return _IDENTITY + hashlib.sha256(str(block).encode()).digest()
 
 
-def _store(index: SlabIndex, keys: Sequence[bytes], positions: Sequence[int], spared: np.ndarray) -> None:
+def _store(index: SlabIndex, keys: Sequence[bytes], positions: Sequence[int], spared: np.ndarray = _NONE) -> None:
     ticket, rows = index.next_ticket(), np.empty(0, np.int64)
     while len(rows) < len(positions):
         some, _ = index.take(_SLOT_SIZE, len(positions) - len(rows), ticket, 0, spared, evicting=True)

@@ -17,8 +17,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 Requests = Sequence[Sequence[int]]
-TUNED_ON = (1, 2, 3)
-REPORTED = (22, 23)
+TUNED_ON = (1, 2, 3, 22, 23)
+REPORTED = (31, 32)
 
 
 class _Source:

@@ -37,6 +37,9 @@ FORMER = {
         "nothing is written on a condition: pages of every size are in packs, whose names nobody else has"
     ),
     "test_it_creates_conditionally_and_the_doctor_finds_nothing_wrong": "-> test_the_doctor_finds_nothing_wrong",
+    "test_a_lead_of_less_than_a_hundredth_is_not_worth_a_change": (
+        "-> test_a_lead_of_less_than_a_sixteenth_is_not_worth_a_change"
+    ),
     "test_stats_has_a_line_of_it": "hicache-ext curve shows it, and stats --json has it",
     "test_prompts_of_json_lines_are_told_by_their_lines": _OPTION,
     "test_every_combination_passes_config_check_and_says_why_for_each_tier": (

@@ -1,12 +1,14 @@
-/* The functions of storage/tiers/file/eviction.py, which documents them; the results are the same. Words that another
- * process may have damaged give some rank; they never overflow into a trap (-fwrapv, and no divisor below 1). */
+/* The ranks that storage/tiers/file/eviction.py tells of; tests/rigs/ranks.py has them in Python, and says why each
+ * number. Words that another process may have damaged give some rank; they never overflow into a trap (-fwrapv, and no
+ * divisor below 1). */
 #ifndef HICACHE_RANKS_H
 #define HICACHE_RANKS_H
 
 #include <stdbool.h>
 #include <stdint.h>
 
-enum { MAX_HITS = 7, RENEWAL_SHIFT = 4, KEPT_FOR = 2 };
+enum { MAX_HITS = 7, KEPT_FOR = 2 };
+enum { RENEWAL_SHIFT = 4 }; /* A use within 1/16 of min(D, capacity) after the last counted one is no hit and no reuse. */
 enum { LAST_USE, LEARNED_DISTANCE, KEEP_FIRST, POLICIES };
 #define ORIGIN (INT64_C(1) << 50)
 #define TICK INT64_C(1024)

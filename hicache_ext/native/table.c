@@ -971,9 +971,10 @@ enum { MOST_USES = 1 << 19 };               /* Then they are halved: what was lo
 enum { HORIZON = 4, MOST_CAPACITIES = 8 };  /* Capacities, or reuse distances, after which a hit counts half. */
 enum { COMPARISONS = 16, LEAST_INSERTS = 256, MOST_BETWEEN = 1 << 20 }; /* In a capacity; inserts, hits between two. */
 enum { LAST = 8, LEAST_LAST = 4 };          /* Comparisons after which a hit counts half among the last ones. */
-/* Another candidate has to lead by 1/64, and by the square root of so many times what chance makes of equal ones; for
- * LAST_USE any lead is enough, and an eighth of that: no tier shall serve less than plain LRU for long. */
-enum { LEAST_LEAD_SHIFT = 6, LEAST_SIGNIFICANCE = 5, LEAST_LAST_SIGNIFICANCE = 8, BACK = 8 };
+/* Another candidate has to lead by 1/16 of what is served in the long run, also among the last comparisons, for a change
+ * costs about that much, and by the square root of so many times what chance makes of equal ones; for LAST_USE any lead
+ * is enough, and an eighth of that: no tier shall serve less than plain LRU for long. */
+enum { LEAST_LEAD_SHIFT = 4, LEAST_SIGNIFICANCE = 5, LEAST_LAST_SIGNIFICANCE = 8, BACK = 8 };
 enum { LEAST_SLOTS = 96, STOCK = 4 }; /* A smaller tier keeps its policy; capacities between two calls of keep_all. */
 
 /* A miniature holds up to so many more than its slots, and is then cut to so many less: on average it is full. */
@@ -1108,12 +1109,13 @@ static void cut(const struct table *table, int64_t sets, int miniature, int64_t 
 static int64_t leader_of(const int64_t *small, int scores, int noise, int64_t least_significance, int64_t now)
 {
     int64_t best = now, of_now = load(small + scores + now), late = load(small + LAST_SCORES + now);
+    int64_t long_run = load(small + SCORES + now) >> ONE_SHIFT;
     for (int64_t candidate = 0; candidate < CANDIDATES; candidate++) {
         int64_t score = load(small + scores + candidate), lead = (score - of_now) >> ONE_SHIFT;
         int64_t chance = load(small + noise + CANDIDATES * candidate + now) * least_significance;
         if (lead > of_now >> ONE_SHIFT >> 1)
             chance /= 2; /* Of a loop plain LRU serves nothing: each pass that is waited for is lost. */
-        int64_t least_lead = candidate == LAST_USE ? 1 : (of_now >> ONE_SHIFT >> LEAST_LEAD_SHIFT) + 1;
+        int64_t least_lead = candidate == LAST_USE ? 1 : (long_run >> LEAST_LEAD_SHIFT) + 1;
         if (score > load(small + scores + best) && load(small + LAST_SCORES + candidate) >= late &&
             lead > least_lead && lead * lead > (candidate == LAST_USE ? chance / BACK : chance))
             best = candidate;

@@ -56,6 +56,7 @@ from hicache_ext.storage.tiers.file.slab.miniatures import (
     USES,
     USES_SHIFT,
 )
+from tests.rigs.ranks import RENEWAL_SHIFT, priority_of, reuse_distance
 
 _ONE = 1 << 16
 _MOST_USES = 1 << 19
@@ -74,8 +75,8 @@ _LEAST_LAST = 4
 """where they are more: so many."""
 _HALF = 45426
 """65,536ths of log(2)."""
-_LEAST_LEAD_SHIFT = 6
-"""Another candidate has to be better by 1/64 and two hits,"""
+_LEAST_LEAD_SHIFT = 4
+"""Another candidate has to be better by 1/16 of the hits of the long run and two hits,"""
 _LEAST_SIGNIFICANCE, _LEAST_LAST_SIGNIFICANCE = 5, 8
 """and by the square root of this many times what chance alone makes of two that are equal: by all scores; by the last
 ones alone, which are fewer and are asked as often."""
@@ -188,7 +189,7 @@ def _cut(header: Words, small: Words, entries: Words, sets: int, miniature: int,
     """Have a miniature hold a little less than it has slots for: those with the lowest priorities go."""
     bit, policy = 2 * miniature, _policy_of(miniature, header)
     of_tier = max(1, capacity * _halves(miniature) // 2)
-    distance = eviction.reuse_distance(of_tier, header[DISTANCE_SUM], header[REUSES])
+    distance = reuse_distance(of_tier, header[DISTANCE_SUM], header[REUSES])
     ranks, places, count = np.empty(sets * WAYS, np.int64), np.empty(sets * WAYS, np.int64), 0
     for of_set in range(sets):
         for way in range(WAYS):
@@ -196,7 +197,7 @@ def _cut(header: Words, small: Words, entries: Words, sets: int, miniature: int,
             if _bits(held, miniature) != ABSENT:
                 moment, hits = entries[MOMENT, of_set, way], (held >> USES_SHIFT) & MOST_HITS
                 clock, is_new = moment >> DEPTH_BITS, _bits(held, miniature) == NEW
-                rank = eviction.priority_of(policy, of_tier, clock, distance, hits, is_new, moment & MOST_DEPTH)
+                rank = priority_of(policy, of_tier, clock, distance, hits, is_new, moment & MOST_DEPTH)
                 ranks[count] = rank
                 places[count] = of_set * WAYS + way
                 count += 1
@@ -221,7 +222,7 @@ def _leader(small: Words, scores: int, noise: int, least_significance: int, now:
         chance = least_significance * small[noise + CANDIDATES * candidate + now]
         if lead > small[scores + now] // _ONE // 2:
             chance //= 2
-        least_lead = (small[scores + now] // _ONE >> _LEAST_LEAD_SHIFT) + 1
+        least_lead = (small[SCORES + now] // _ONE >> _LEAST_LEAD_SHIFT) + 1
         if candidate == eviction.LAST_USE:
             chance, least_lead = chance // _BACK, 1
         if (
@@ -284,8 +285,8 @@ def learn(memory: IndexMemory, capacity: int, sampled: int, rows: int, most: int
     small[EXPECTED] += max(0, header[SEEN] - small[COUNTED]) * sampled
     small[COUNTED] = header[SEEN]
     done = min(most, header[EVENTS] - header[LEARNED])
-    distance = eviction.reuse_distance(capacity, header[DISTANCE_SUM], header[REUSES])
-    window = min(capacity, distance) >> eviction.RENEWAL_SHIFT
+    distance = reuse_distance(capacity, header[DISTANCE_SUM], header[REUSES])
+    window = min(capacity, distance) >> RENEWAL_SHIFT
     for _ in range(done):
         at = header[LEARNED] % len(events)
         header[LEARNED] += 1

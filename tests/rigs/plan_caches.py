@@ -1,6 +1,6 @@
 """What ``hicache_replay`` (native/plan.c) does, in Python: caches of many nodes and a pool, page by page.
 
-The policy is the tiers' own: the priorities come from ``tiers/file/eviction.py``, by any of its candidates. A cache
+The policy is the tiers' own: the priorities are those of ranks.py, by any of its candidates. A cache
 keeps to one of them.
 
 A cache is column ``n`` of the arrays of ``Caches``. Its pages are in slots; a binary heap orders them by (priority,
@@ -18,7 +18,7 @@ from hicache_ext.plan import fleet
 from hicache_ext.plan.fleet import Fleet
 from hicache_ext.plan.traces import Trace
 from hicache_ext.storage.tiers.file import eviction
-from hicache_ext.storage.tiers.file.eviction import learned, priority_of, reuse_distance
+from tests.rigs.ranks import MAX_HITS, RENEWAL_SHIFT, learned, priority_of, reuse_distance
 
 Words = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.int32]
@@ -29,8 +29,6 @@ COUNT, INSERTS, DISTANCE_SUM, REUSES, WRITTEN, EVICTED, RING_FIRST, RING_LAST, G
 """Words of a cache: pages in it; the clock; pages ever written and evicted; its ring of ghosts."""
 STATE_WORDS = 9
 
-_MAX_HITS = eviction.MAX_HITS
-_RENEWAL_SHIFT = eviction.RENEWAL_SHIFT
 _MULTIPLIER = 0x9E3779B1
 
 
@@ -271,7 +269,7 @@ def insert(caches: Caches, n: int, policy: int, block: int, depth: int, before: 
         ghost = _ghost_of(caches, n, block)
         if ghost >= 0:
             _learn(caches, n, state[INSERTS] - caches.ghost_used[n, ghost])
-            hits = min(caches.ghost_hits[n, ghost] + 1, _MAX_HITS)
+            hits = min(caches.ghost_hits[n, ghost] + 1, MAX_HITS)
             _forget(caches, n, ghost)
         priority = _rank(caches, n, policy, hits, True, depth, before)
     else:
@@ -294,9 +292,9 @@ def use(caches: Caches, n: int, policy: int, slot: int, depth: int, before: int)
         new = state[INSERTS]
     else:
         distance = reuse_distance(capacity, state[DISTANCE_SUM], state[REUSES])
-        if caches.used[n, slot] < state[INSERTS] - (min(capacity, distance) >> _RENEWAL_SHIFT):
+        if caches.used[n, slot] < state[INSERTS] - (min(capacity, distance) >> RENEWAL_SHIFT):
             _learn(caches, n, state[INSERTS] - caches.used[n, slot])
-            caches.hits[n, slot] = min(caches.hits[n, slot] + 1, _MAX_HITS)
+            caches.hits[n, slot] = min(caches.hits[n, slot] + 1, MAX_HITS)
             caches.used[n, slot] = state[INSERTS]
         new = _bounded(max(priority, _rank(caches, n, policy, caches.hits[n, slot], False, depth, -1)), before)
     if new != priority:

@@ -37,6 +37,7 @@ from hicache_ext.storage.tiers.file.slab.index_words import (
 )
 from tests.rigs import miniatures as reference
 from tests.rigs.bare_index import new_index_in
+from tests.rigs.ranks import ORIGIN, TICK
 from tests.storage.file.indexes import (
     CAPACITY,
     LARGE,
@@ -391,8 +392,8 @@ def test_a_pinned_victim_stays_and_is_out_of_the_way_for_as_long_as_a_tier_lasts
     victims, spared = np.append(rows, -1), index_words.hashes_of(keys[1:2])
     assert world.table.evict(victims, spared, 170, 0, NONE) == 2
     assert victims.tolist() == [rows[0], rows[2], -1, -1]
-    now = eviction.ORIGIN + eviction.TICK * int(world.header[index_words.INSERTS])
-    assert world.rows[rows[1], PRIORITY] == now + eviction.TICK * 170
+    now = ORIGIN + TICK * int(world.header[index_words.INSERTS])
+    assert world.rows[rows[1], PRIORITY] == now + TICK * 170
     assert index_words.hashes_of(keys[1:2]) == world.rows[rows[1], index_words.HASH]
 
 
@@ -405,7 +406,7 @@ def test_a_use_never_makes_a_page_colder_and_counts_only_as_long_as_the_chain_is
     used[1] = -1
     assert world.table.touch(170, used, index_words.SAMPLE + 1) == 3
     assert world.rows[rows[0], PRIORITY] == pinned
-    now = eviction.ORIGIN + eviction.TICK * int(world.header[index_words.INSERTS])
+    now = ORIGIN + TICK * int(world.header[index_words.INSERTS])
     assert world.rows[rows[2:], PRIORITY].tolist() == [now - 2, now - 3]
     assert world.header[[index_words.EVENTS, index_words.SEEN]].tolist() == [1, 1]
 

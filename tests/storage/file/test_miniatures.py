@@ -14,6 +14,7 @@ from hicache_ext.storage.tiers.file.path_store import Fullness, Served, gauges_o
 from hicache_ext.storage.tiers.file.slab import index_words, miniatures
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.index_words import CLOCK_SHIFT, DISTANCE_SUM, PRIORITY, REUSES, USED
+from tests.rigs import ranks
 from tests.rigs.bare_index import new_index_in
 from tests.rigs.miniatures import is_sampled
 from tests.storage.file.indexes import CAPACITY, SMALL, add_slab, keys_of, store
@@ -78,9 +79,9 @@ def test_a_policy_that_is_followed_from_now_on_ranks_the_pages_that_are_there(tm
         rows = index.memory.rows[index.rows_of(keys)]
         clocks = (rows[:, USED] >> CLOCK_SHIFT).tolist()
         assert (rows[:, USED] & 7 == 1).all()
-        distance = eviction.reuse_distance(200, *index.memory.header[[DISTANCE_SUM, REUSES]].tolist())
+        distance = ranks.reuse_distance(200, *index.memory.header[[DISTANCE_SUM, REUSES]].tolist())
         learned = eviction.LEARNED_DISTANCE, 200
-        expected = [eviction.priority_of(*learned, clocks[n], distance, 1, False, n) for n in range(100)]
+        expected = [ranks.priority_of(*learned, clocks[n], distance, 1, False, n) for n in range(100)]
         assert rows[:, PRIORITY].tolist() == expected
 
 
@@ -115,13 +116,13 @@ def test_the_curve_is_right_in_a_tier_that_is_a_tenth_full_and_read_more_than_wr
     assert [hits / served.uses for hits in served[1:]] == pytest.approx(shares(requests, 12_000), abs=0.02)
 
 
-def after_comparisons(leads: list[int], capacity: int = 4096) -> int:
+def after_comparisons(leads: list[int], capacity: int = 4096, between: list[int] | None = None) -> int:
     """The policy followed when the last candidate had so many hits more than the others between two comparisons each,
-    of about a thousand."""
+    who had about a thousand, or as many as ``between`` says."""
     world = World()
     header, small = world.header, world.small
-    for lead in leads:
-        small[miniatures.LATELY : miniatures.LATELY + miniatures.CANDIDATES] = 1000
+    for lead, hits in zip(leads, between or [1000] * len(leads), strict=True):
+        small[miniatures.LATELY : miniatures.LATELY + miniatures.CANDIDATES] = hits
         small[miniatures.LATELY + miniatures.CANDIDATES - 1] += lead
         header[index_words.INSERTS] = small[miniatures.NEXT]
         world.entries[:] = 0
@@ -131,16 +132,16 @@ def after_comparisons(leads: list[int], capacity: int = 4096) -> int:
 
 def test_a_lead_that_chance_explains_is_not_followed_and_one_of_the_same_size_that_is_steady_is() -> None:
     last = miniatures.CANDIDATES - 1
-    assert after_comparisons([20] * 20) == last
+    assert after_comparisons([80] * 20) == last
     assert after_comparisons([400, -360] * 10) == eviction.LAST_USE
     assert after_comparisons([400] + [0] * 19) == eviction.LAST_USE
 
 
 def test_a_lead_of_late_is_followed_within_a_capacity_whatever_was_true_for_long() -> None:
     last = miniatures.CANDIDATES - 1
-    assert after_comparisons([20] * 200) == last
-    assert after_comparisons([20] * 200 + [-100] * 12) != last
-    assert after_comparisons([20] * 200 + [400, -440] * 6) == last
+    assert after_comparisons([80] * 200) == last
+    assert after_comparisons([80] * 200 + [-100] * 12) != last
+    assert after_comparisons([80] * 200 + [400, -440] * 6) == last
 
 
 def test_the_long_run_takes_nobody_back_who_is_behind_of_late() -> None:
@@ -149,8 +150,15 @@ def test_the_long_run_takes_nobody_back_who_is_behind_of_late() -> None:
     assert after_comparisons([100] * 200 + [-100] * 20 + [-1] * 20) != last
 
 
-def test_a_lead_of_less_than_a_hundredth_is_not_worth_a_change() -> None:
-    assert after_comparisons([5] * 200) == eviction.LAST_USE
+def test_a_lead_of_less_than_a_sixteenth_is_not_worth_a_change() -> None:
+    assert after_comparisons([60] * 200) == eviction.LAST_USE
+    assert after_comparisons([65] * 200) != eviction.LAST_USE
+
+
+def test_a_large_lead_while_little_is_served_is_not_worth_what_a_change_costs() -> None:
+    """A scan that only just fits again: half as much more of hardly anything, and then all that was served before is
+    served no more."""
+    assert after_comparisons([0] * 50 + [10] * 20, between=[1000] * 50 + [20] * 20) == eviction.LAST_USE
 
 
 def test_a_tier_that_hardly_holds_a_chain_keeps_to_its_policy() -> None:
