@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from benchmarks import workloads
-from benchmarks.replay_trace import _IDENTITY, _SLOT_SIZE, CAPACITIES, NONE, Requests, _store, leading_run, read_trace
+from benchmarks.replay_trace import _IDENTITY, _SLOT_SIZE, CAPACITIES, Requests, _store, leading_run, read_trace
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.storage.contract.store import PageKeys
 from hicache_ext.storage.tiering.admission import AdmissionPolicy
@@ -64,7 +64,7 @@ def replay(requests: Requests, capacity: int, policy: AdmissionPolicy | None) ->
             missing = [position for position in wanted if position not in present]
             written += len(missing)
             for first in range(0, len(missing), portion):
-                _store(index, keys, missing[first : first + portion], NONE)
+                _store(index, keys, missing[first : first + portion])
     return Outcome(served, written)
 
 

@@ -52,7 +52,7 @@ Requests = Sequence[Sequence[int]]
 _SLOT_SIZE = 132 * 1024
 """A slot of a page of 128 KiB: fifteen in a group of neighbours that are evicted together."""
 _IDENTITY = bytes(16)
-NONE = np.empty(0, np.int64)
+_NONE = np.empty(0, np.int64)
 CAPACITIES = (1_000, 10_000, 50_000)
 SYNTHETIC_CAPACITIES = (300, 1_000, 3_000, 10_000, 30_000, 100_000)
 
@@ -135,7 +135,7 @@ def served_by_the_index(
     capacity: int,
     look: Callable[[SlabIndex], object] | None = None,
     policy: int | None = None,
-    spared: Callable[[SlabIndex], np.ndarray] = lambda _: NONE,
+    spared: Callable[[SlabIndex], np.ndarray] = lambda _: _NONE,
 ) -> Iterator[int]:
     """Blocks served of each request by a tier with so many slots. ``look`` is called after each. With ``policy`` the
     tier keeps to this candidate (``eviction.POLICIES``), whatever serves most. ``spared``: HASH of the leased pages,
