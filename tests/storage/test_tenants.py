@@ -11,12 +11,15 @@ from unittest import mock
 
 import pytest
 
+from hicache_ext.config import load_config
+from hicache_ext.config.model import ExtraConfig
 from hicache_ext.page.hashes import namespace_seed, page_hashes
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.contract.tenants import DEFAULT, Tenant, Tenants
 from hicache_ext.storage.serving.kv_hints import KvHints, said_by
+from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
@@ -226,3 +229,22 @@ def test_a_tenant_s_leases_end_after_its_longest_and_refused_ones_are_counted_by
     assert hints.metrics.value("tenant_refused", "b") == 1
     assert hints.metrics.value("page", "retained") == 20
     hints.close(1.0)
+
+
+def test_a_reload_changes_shares_and_names(tmp_path: Path) -> None:
+    def config(configured: Any) -> Any:
+        disk = {"type": "file", "path": str(tmp_path / "disk"), "capacity": "8MiB"}
+        return load_config(ExtraConfig.around({"tiers": {"disk": disk}, "tenants": configured}))
+
+    store = ReloadableStore(config({"a": {"share": "20%"}}))
+    try:
+        known = tenants.in_force()
+        assert known is not None and known.limits["a"].share == 0.2
+        assert store.reload(config({"a": {"share": "30%"}, "b": {}})) == ["new tenants"]
+        assert tenants.in_force() is known
+        assert (known.limits["a"].share, set(known.limits)) == (0.3, {"a", "b", DEFAULT})
+        store.reload(config(None))
+        assert tenants.in_force() is None
+    finally:
+        store.close()
+        tenants.put_in_force(None)
