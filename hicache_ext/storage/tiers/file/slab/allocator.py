@@ -260,13 +260,7 @@ class SlotAllocator:
         return taken
 
     def _take(
-        self,
-        slot_size: int,
-        wanted: int,
-        ticket: int,
-        oldest: int,
-        taken: dict[int, Words],
-        tenancy: Words | None,
+        self, slot_size: int, wanted: int, ticket: int, oldest: int, taken: dict[int, Words], tenancy: Words | None
     ) -> None:
         spared = self._spared()
         self._index.go_together(self._companions.of(self._index.numbers))

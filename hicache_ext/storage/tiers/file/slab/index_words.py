@@ -395,14 +395,7 @@ class Table(Arguments):
     # ``tenancy``: for whom, TENANCY_WORDS of them; None where there are no tenants.
 
     def sample(
-        self,
-        slabs: Words,
-        first: int,
-        step: int,
-        oldest: int,
-        dead: Words,
-        ranks: Words,
-        tenancy: Words | None = None,
+        self, slabs: Words, first: int, step: int, oldest: int, dead: Words, ranks: Words, tenancy: Words | None = None
     ) -> int:
         """The ranks of every ``step``-th slot of these slabs, from number ``first`` on. Returns how many there are."""
         parts = address(slabs), address(dead), address(ranks)
@@ -428,13 +421,7 @@ class Table(Arguments):
         return self._run(Coldest, *parts, *numbers, _address_or_none(tenancy))
 
     def evict(
-        self,
-        victims: Words,
-        spared: Words,
-        headroom: int,
-        oldest: int,
-        dead: Words,
-        tenancy: Words | None = None,
+        self, victims: Words, spared: Words, headroom: int, oldest: int, dead: Words, tenancy: Words | None = None
     ) -> int:
         """Free the slots ``victims``, up to a -1, whatever is in them by now that may be taken; ``victims`` keeps those
         that are free then, up to a -1. Pages with a hash in ``spared`` (sorted) get a rank ``headroom`` beyond now
