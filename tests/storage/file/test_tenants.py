@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from benchmarks import tenants as fairness
-from hicache_ext.runtime.file_lock import ChangeLock
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.index_words import Words
@@ -171,4 +170,3 @@ def test_damaged_numbers_and_counts_cost_no_more_than_slots(index: SlabIndex) ->
     index.occupied()
     assert index.tenant_pages.tolist() == walked(index)
     assert_no_slot_lost(index)
-    assert isinstance(index._lock, ChangeLock)
