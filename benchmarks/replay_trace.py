@@ -27,6 +27,7 @@ import argparse
 import functools
 import hashlib
 import heapq
+import itertools
 import json
 import random
 import sys
@@ -136,10 +137,11 @@ def served_by_the_index(
     look: Callable[[SlabIndex], object] | None = None,
     policy: int | None = None,
     spared: Callable[[SlabIndex], np.ndarray] = lambda _: _NONE,
+    tenancies: Callable[[SlabIndex], Iterator[np.ndarray | None]] = lambda _: itertools.repeat(None),
 ) -> Iterator[int]:
     """Blocks served of each request by a tier with so many slots. ``look`` is called after each. With ``policy`` the
     tier keeps to this candidate (``eviction.POLICIES``), whatever serves most. ``spared``: HASH of the leased pages,
-    sorted."""
+    sorted; ``tenancies``: for whom each request is."""
     with tempfile.TemporaryDirectory() as directory, new_index_in(Path(directory), capacity * _SLOT_SIZE) as index:
         slab = index.begin_slab(_SLOT_SIZE, lambda _: capacity)
         assert slab is not None
@@ -151,7 +153,7 @@ def served_by_the_index(
             index.memory.small[miniatures.NEXT] = eviction.MAX_PRIORITY
         # A batch of SGLang's is a small part of a real tier.
         portion = max(1, min(128, capacity // 16))
-        for request in requests:
+        for request, tenancy in zip(requests, tenancies(index), strict=False):
             keys = [key_of(block) for block in request]
             found = index.locate(keys)
             present = set(found.positions.tolist())
@@ -159,7 +161,7 @@ def served_by_the_index(
             index.note_hits(found, keys, len(found))
             missing = [position for position in range(len(keys)) if position not in present]
             for first in range(0, len(missing), portion):
-                _store(index, keys, missing[first : first + portion], spared(index))
+                _store(index, keys, missing[first : first + portion], spared(index), tenancy)
             yield served
             if look is not None:
                 look(index)
@@ -171,14 +173,22 @@ def key_of(block: int) -> bytes:
     return _IDENTITY + hashlib.sha256(str(block).encode()).digest()
 
 
-def _store(index: SlabIndex, keys: Sequence[bytes], positions: Sequence[int], spared: np.ndarray = _NONE) -> None:
-    ticket, rows = index.next_ticket(), np.empty(0, np.int64)
-    while len(rows) < len(positions):
-        some, _ = index.take(_SLOT_SIZE, len(positions) - len(rows), ticket, 0, spared, evicting=True)
+def _store(
+    index: SlabIndex,
+    keys: Sequence[bytes],
+    positions: Sequence[int],
+    spared: np.ndarray = _NONE,
+    tenancy: np.ndarray | None = None,
+) -> None:
+    ticket, rows, some = index.next_ticket(), np.empty(0, np.int64), np.ones(1)
+    while len(rows) < len(positions) and (len(some) or tenancy is None):
+        left = len(positions) - len(rows)
+        some, _ = index.take(_SLOT_SIZE, left, ticket, 0, spared, evicting=True, tenancy=tenancy)
         rows = np.concatenate([rows, some])
     ones = np.ones(len(rows), np.int64)
-    taken = SlotReferences(*index.places_of(rows), ones, np.array(positions), rows)
-    index.publish(ticket, keys, taken, taken, 0, 1)
+    taken = SlotReferences(*index.places_of(rows), ones, np.array(positions[: len(rows)], np.int64), rows)
+    tenant = 0 if tenancy is None else int(tenancy[index_words.WRITER])
+    index.publish(ticket, keys, taken, taken, 0, 1, tenant)
 
 
 def ours_without_ghosts(requests: Requests, capacity: int) -> int:

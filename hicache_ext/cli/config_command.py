@@ -133,7 +133,12 @@ def notes_on(checked: ExtraConfig, inline: bool) -> Iterator[tuple[str, str]]:
     if not inline and checked.allocator and config.role != "decode":
         # On a decode node this package's hook reads the file before SGLang builds its pools (sglang/decode_manager.py).
         yield "allocator", "SGLang ignores 'allocator' in a file; pass the configuration inline to use it"
+    if config.tenants is not None and not checked.hicache_storage_pass_prefix_keys:
+        words = "what is generated for a tenant is default's, but for what a later prompt brings first"
+        yield "tenants", f"tenants: {words}; set 'hicache_storage_pass_prefix_keys: true' beside hicache_ext"
     for name, tier in config.tiers.items():
+        if config.tenants is not None and getattr(tier, "layout", "slab") == "pages":
+            yield f"tier {name}", f"tier {name}: tenants have no shares in page files; use 'layout: slab'"
         if name not in (*config.retrieve_locations, *config.store_locations):
             yield f"tier {name}", f"tier {name} is neither read nor written; name it in a location list"
         if tier.timeout is not None and math.inf > tier.timeout >= _LONG_TIMEOUT:

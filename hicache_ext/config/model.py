@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -27,9 +28,18 @@ from hicache_ext.config.sections import (
     parse_policies,
 )
 from hicache_ext.config.tier import AnyTier, TierConfig, tier_types
-from hicache_ext.config.values import LONGEST_DURATION, NO_LIMIT, directory_relation, duration, number, whole_number
+from hicache_ext.config.values import (
+    LONGEST_DURATION,
+    NO_LIMIT,
+    directory_relation,
+    duration,
+    format_duration,
+    number,
+    whole_number,
+)
 from hicache_ext.errors import ConfigError
 from hicache_ext.page.transforms.codec import LOSSY_CODECS
+from hicache_ext.storage.contract.tenants import DEFAULT, LONGEST_NAME, MOST_TENANTS, Tenant
 
 BACKEND_NAME = "hicache_ext"
 MODULE_PATH = "hicache_ext.storage.backend"
@@ -139,6 +149,34 @@ _Locations = Annotated[tuple[str, ...], Allowed(_NAMES_ALLOWED)]
 _Policies = Annotated[dict[str, StorePolicy], Allowed(POLICIES_ALLOWED, parse_policies)]
 _PromoteTo = Annotated[str | None, Allowed("the name of a tier, or off", _promote_to)]
 _Seconds = Annotated[float | None, Allowed("a number of seconds", number(0, LONGEST_DURATION))]
+_TENANT = re.compile(rf"[A-Za-z0-9._-]{{1,{LONGEST_NAME}}}", re.ASCII)
+_SHARE_ALLOWED = "a percentage, such as 20%"
+
+
+def _check_tenant(name: str) -> str:
+    if not _TENANT.fullmatch(name):
+        allowed = f"up to {LONGEST_NAME} letters, digits, '.', '_' and '-'"
+        raise ConfigError("", "not a name of a tenant", allowed)
+    return name
+
+
+def _share(value: object) -> float:
+    found = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,6})?)\s*%", value, re.ASCII) if isinstance(value, str) else None
+    if found is None or float(found[1]) > 100:
+        raise refuse(value, _SHARE_ALLOWED)
+    return float(found[1]) / 100
+
+
+class TenantConfig(ConfigModel):
+    """What one tenant may have."""
+
+    share: Annotated[float, Allowed(_SHARE_ALLOWED, _share)] = 0.0
+    """of the slots of each file tier: so many of its pages no other tenant evicts"""
+    lease: Annotated[
+        float | None,
+        Allowed("a duration up to longest_lease, or 0", duration(0, 7 * 86400)),
+    ] = None
+    """how long its requests may keep their prompts with a hint; left out: longest_lease"""
 
 
 class RoleConfig(ConfigModel):
@@ -181,6 +219,11 @@ class HicacheExtConfig(ConfigModel):
     longest_lease: Annotated[float, Allowed("a duration up to 7d, such as 1h, or 0", duration(0, 7 * 86400))] = 3600.0
     """how long a request may keep its prompt in a file tier with a hint; 0: of what requests say, only no_store and
     priority are followed"""
+    tenants: Annotated[
+        dict[Annotated[str, AfterValidator(_check_tenant)], TenantConfig] | None,
+        Allowed("a mapping of up to 62 names and default, such as {team-a: {share: 20%}}"),
+    ] = None
+    """name -> what this tenant may have in file tiers with slabs; left out: none (docs/agents.md)"""
     watch_config: bool = False
     """true: take over changes of the configuration file as they are written"""
     kernels: KernelsConfig = KernelsConfig()
@@ -209,6 +252,17 @@ class HicacheExtConfig(ConfigModel):
     @classmethod
     def misplaced_key(cls, key: str) -> str | None:
         return "it belongs at the top level of the file" if key in ExtraConfig.model_fields else None
+
+    @property
+    def tenant_limits(self) -> dict[str, Tenant] | None:
+        """What is in force for each tenant; None without tenants."""
+        if self.tenants is None:
+            return None
+        longest = self.longest_lease
+        return {
+            name: Tenant(limits.share, longest if limits.lease is None else limits.lease)
+            for name, limits in self.tenants.items()
+        }
 
     @property
     def lossy_codecs(self) -> frozenset[str]:
@@ -246,6 +300,24 @@ class HicacheExtConfig(ConfigModel):
                         raise ConfigError(f".{name}.path", problem, "directories of one tier only")
             owners.extend((name, directory) for directory in tier.directories())
         return tiers
+
+    @field_validator("tenants", mode="after")
+    @classmethod
+    def _shares_and_leases_fit(
+        cls, configured: dict[str, TenantConfig] | None, info: ValidationInfo
+    ) -> dict[str, TenantConfig] | None:
+        longest = info.data.get("longest_lease", math.inf)
+        for name, tenant in (configured or {}).items():
+            if tenant.lease is not None and tenant.lease > longest:
+                problem = f"is more than longest_lease, {format_duration(longest)}"
+                raise ConfigError(f".{name}.lease", problem, "at most longest_lease")
+        names = [name for name in configured or () if name != DEFAULT]
+        if len(names) > MOST_TENANTS:
+            problem = f"{len(names)} tenants are more than an index has numbers for"
+            raise ConfigError("", problem, f"up to {MOST_TENANTS}, and default")
+        if (shares := round(sum(tenant.share for tenant in (configured or {}).values()), 9)) > 1:
+            raise ConfigError("", f"the shares are {100 * shares:g}% together", "at most 100%")
+        return configured
 
     @field_validator("record", mode="after")
     @classmethod

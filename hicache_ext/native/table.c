@@ -8,6 +8,7 @@
  *   ghosts      facts about pages that were evicted
  *   events      uses that the miniatures have yet to look at: a ring
  *   small, entries: what the miniatures know
+ *   tenants     a row for each tenant: 64 bits of its name, and how many pages it has, about
  *
  * Who may call: find, locate, touch, sample and count need no lock, and may see a page that has just gone or come; what
  * is read from a slot is checked by its seal. Everything else is called under the change lock of the directory, which
@@ -30,6 +31,9 @@
 
 /* Of a row. USED: the clock at the last counted use << CLOCK_SHIFT | place in the chain << HITS_BITS | uses. */
 enum { HASH, STATE, LENGTH, CREATED, SEAL, PRIORITY = SEAL + 2, USED, ROW_WORDS };
+/* LENGTH: payload bytes, and above them the number of the page's tenant, 0 for the default one. */
+enum { TENANT_SHIFT = 32, TENANTS = 64, TENANT_PAGES = 1, TENANT_WORDS };
+#define LENGTHS INT64_C(0xFFFFFFFF)
 /* Low bits of STATE. A page: its generation << 8 | its identity << NUMBER_SHIFT; a pending slot: its writer << 8. */
 enum { UNKNOWN, FREE, PENDING, PAGE, STATES = 3, NUMBER_SHIFT = 40 };
 #define GENERATIONS INT64_C(0xFFFFFFFF)
@@ -45,6 +49,7 @@ enum { SAMPLE_SHIFT = 24, SAMPLE = (1 << 20) - 1 };
 #define ROW_MASK ((INT64_C(1) << ROW_BITS) - 1)
 #define TAG_MASK ((INT64_C(1) << 23) - 1)
 #define NO_PAGE INT64_MAX /* The rank of a slot that cannot be taken now. */
+#define OWN (INT64_C(1) << 62) /* The ranks of pages that only their own tenant may take. */
 enum { AT_ONCE = -1 };    /* The rank of one that is free, or whose content can no longer be asked for. */
 
 struct table {
@@ -52,6 +57,7 @@ struct table {
     int64_t *ghosts; /* Three planes: fingerprints, numbers, USED. */
     int64_t *events, *small;
     int64_t *entries; /* Three planes: HASH, moment, held. */
+    int64_t *tenants;
     int64_t row_count, set_count, identity_count, ghost_sets, event_count, entry_sets;
 };
 
@@ -85,9 +91,19 @@ static inline bool is_current(const struct table *table, int64_t state)
     return (state >> 8 & GENERATIONS) == (generation & GENERATIONS);
 }
 
-/* Decrement the page count of this STATE's identity. */
-static inline void uncount(const struct table *table, int64_t state)
+static inline int64_t tenant_of(const int64_t *row) { return load(row + LENGTH) >> TENANT_SHIFT & (TENANTS - 1); }
+
+/* The page count of this row's tenant. Cleared pages count until their slots are free. */
+static inline int64_t *tenant_pages(const struct table *table, const int64_t *row)
 {
+    return table->tenants + tenant_of(row) * TENANT_WORDS + TENANT_PAGES;
+}
+
+/* Decrement the page counts of this row's tenant and identity. */
+static inline void uncount(const struct table *table, const int64_t *row)
+{
+    int64_t state = load(row + STATE);
+    add(tenant_pages(table, row), -1);
     if (is_current(table, state))
         add(identity_at(table, state >> NUMBER_SHIFT) + PAGES, -1);
 }
@@ -193,7 +209,7 @@ static void leave(const struct table *table, int64_t row)
 static void free_page(const struct table *table, int64_t row)
 {
     leave(table, row);
-    uncount(table, load(row_at(table, row) + STATE));
+    uncount(table, row_at(table, row));
     store(row_at(table, row) + STATE, FREE);
 }
 
@@ -218,7 +234,7 @@ static int64_t enter(const struct table *table, uint64_t word, int64_t row)
     store(set + chosen, entry_for(word, row));
     if (lost < 0)
         return 0;
-    uncount(table, load(row_at(table, lost) + STATE));
+    uncount(table, row_at(table, lost));
     store(row_at(table, lost) + STATE, FREE);
     return 1;
 }
@@ -355,7 +371,7 @@ PUBLIC int64_t hicache_locate(const struct locate *call)
             begin = slab[FIRST];
             end = begin + slab[SLOTS];
         }
-        int64_t size = load(row_at(call->table, row) + LENGTH), slab_number = slab[SLAB_NUMBER];
+        int64_t size = load(row_at(call->table, row) + LENGTH) & LENGTHS, slab_number = slab[SLAB_NUMBER];
         int64_t place = slab_number << 32 | (row - begin);
         located[count] = slab_number;
         located[many + count] = row - begin;
@@ -576,16 +592,34 @@ PUBLIC int64_t hicache_take_free(const struct take_free *call)
     return done;
 }
 
-/* `dead`: the members that have ended. */
-static int64_t rank_of(const struct table *table, const int64_t *row, int64_t oldest, const int64_t *dead,
-                       int64_t dead_count)
+/* Of a caller that writes for a tenant. A tenant keeps so many pages whoever else writes. */
+struct tenancy {
+    int64_t shares[TENANTS];
+    int64_t evicted[TENANTS]; /* So many more pages of each were evicted. */
+    int64_t writer;           /* Its number, -1: nobody's. */
+};
+
+/* A tenant's pages up to its share are NO_PAGE for others, and for itself the last to go. */
+static int64_t rank_for(const struct table *table, const int64_t *row, const struct tenancy *tenancy, int64_t rank)
 {
+    rank = least(rank, OWN - 1);
+    if (load(tenant_pages(table, row)) > tenancy->shares[tenant_of(row)])
+        return rank;
+    return tenant_of(row) == tenancy->writer ? least(OWN + rank, NO_PAGE - 1) : NO_PAGE;
+}
+
+/* `dead`: the members that have ended. `tenancy`: NULL where there are no tenants. */
+static int64_t rank_of(const struct table *table, const int64_t *row, int64_t oldest, const int64_t *dead,
+                       int64_t dead_count, const struct tenancy *tenancy)
+{
+    int64_t rank;
     int64_t state = state_of(row);
     switch (state & STATES) {
     case PAGE:
         if (!is_current(table, state) || is_expired(table, row, oldest))
             return AT_ONCE;
-        return most(0, least(load(row + PRIORITY), NO_PAGE - 1));
+        rank = most(0, least(load(row + PRIORITY), NO_PAGE - 1));
+        return tenancy == NULL ? rank : rank_for(table, row, tenancy, rank);
     case PENDING:
         for (int64_t one = 0; one < dead_count; one++)
             if (state >> 8 == dead[one])
@@ -602,6 +636,7 @@ struct sample {
     int64_t *ranks;              /* Receives them. */
     int64_t slab_count, dead_count, rank_count, oldest;
     int64_t first, step; /* Start at this slot, counted across all slabs; advance by `step`. */
+    const struct tenancy *tenancy;
 };
 
 /* The ranks of some slots. No lock. Returns how many there are. */
@@ -612,7 +647,7 @@ PUBLIC int64_t hicache_sample(const struct sample *call)
         const int64_t *slab = call->slabs + which * SLAB_WORDS;
         for (; skipped < slab[SLOTS] && count < call->rank_count; skipped += call->step) {
             const int64_t *row = row_at(call->table, slab[FIRST] + skipped);
-            call->ranks[count++] = rank_of(call->table, row, call->oldest, call->dead, call->dead_count);
+            call->ranks[count++] = rank_of(call->table, row, call->oldest, call->dead, call->dead_count, call->tenancy);
         }
         skipped -= slab[SLOTS];
     }
@@ -626,6 +661,7 @@ struct coldest {
     int64_t dead_count, oldest;
     int64_t begin, end, together; /* Rows of one slab, in groups of so many. */
     int64_t cold, cool;
+    const struct tenancy *tenancy;
 };
 
 /* The rows with a rank up to `cool` in groups that have one up to `cold`, so that slots become free side by side.
@@ -637,13 +673,13 @@ PUBLIC int64_t hicache_coldest(const struct coldest *call)
         int64_t behind = least(group + call->together, call->end), lowest = NO_PAGE;
         for (int64_t at = group; at < behind; at++) {
             const int64_t *row = row_at(call->table, at);
-            lowest = least(lowest, rank_of(call->table, row, call->oldest, call->dead, call->dead_count));
+            lowest = least(lowest, rank_of(call->table, row, call->oldest, call->dead, call->dead_count, call->tenancy));
         }
         if (lowest > call->cold || lowest == NO_PAGE)
             continue;
         for (int64_t at = group; at < behind; at++) {
             const int64_t *row = row_at(call->table, at);
-            int64_t rank = rank_of(call->table, row, call->oldest, call->dead, call->dead_count);
+            int64_t rank = rank_of(call->table, row, call->oldest, call->dead, call->dead_count, call->tenancy);
             if (rank <= call->cool && rank != NO_PAGE)
                 call->victims[count++] = at;
         }
@@ -664,6 +700,7 @@ struct evict {
     int64_t *victims;             /* Up to a -1. Keeps those that are free then, up to a -1. */
     const int64_t *spared, *dead; /* Pages with these hashes, sorted, get a rank `headroom` inserts beyond now instead. */
     int64_t victim_count, spared_count, dead_count, headroom, oldest;
+    struct tenancy *tenancy;
 };
 
 /* Free each victim that may still be taken, whatever it holds by now. Under the lock. Returns the number of pages
@@ -674,7 +711,7 @@ PUBLIC int64_t hicache_evict(const struct evict *call)
     int64_t pages = 0, kept = 0;
     for (int64_t position = 0; position < call->victim_count && has_row(table, call->victims[position]); position++) {
         int64_t at = call->victims[position], *row = row_at(table, at);
-        int64_t rank = rank_of(table, row, call->oldest, call->dead, call->dead_count);
+        int64_t rank = rank_of(table, row, call->oldest, call->dead, call->dead_count, call->tenancy);
         if (rank == NO_PAGE)
             continue;
         if (rank != AT_ONCE) {
@@ -684,6 +721,8 @@ PUBLIC int64_t hicache_evict(const struct evict *call)
                 continue;
             }
             remember(table, row);
+            if (call->tenancy != NULL)
+                call->tenancy->evicted[tenant_of(row)]++;
             pages++;
         }
         if (is_page(load(row + STATE)))
@@ -802,6 +841,7 @@ static int64_t make_page(const struct table *table, int64_t at, int64_t state, i
     int64_t lost = enter(table, mixed(hash, number), at);
     store(identity_at(table, number) + WRITTEN, 1);
     add(identity_at(table, number) + PAGES, 1);
+    add(tenant_pages(table, row_at(table, at)), 1);
     return lost;
 }
 
@@ -814,6 +854,7 @@ struct publish {
     int64_t key_count, number, taken_count, pending, ticket;
     int64_t created, oldest; /* When they were written (milliseconds); as for find. */
     int64_t capacity, ghost_limit, sampled; /* Slots, of all sizes; ghosts worth remembering; as for touch. */
+    int64_t tenant;                         /* Whose pages they are. */
 };
 
 /* The highest rank that the page behind this one of the chain may have. */
@@ -867,7 +908,7 @@ PUBLIC int64_t hicache_publish(const struct publish *call)
         int64_t priority = priority_of(policy, capacity, inserts, distance, hits, true, key);
         priority = most(0, least(highest, priority));
         store(row + HASH, hash);
-        store(row + LENGTH, call->lengths[of]);
+        store(row + LENGTH, (call->lengths[of] & LENGTHS) | (call->tenant & (TENANTS - 1)) << TENANT_SHIFT);
         store(row + CREATED, call->created);
         store(row + PRIORITY, priority);
         store(row + USED, used_word(inserts, key, hits));
@@ -934,7 +975,7 @@ PUBLIC int64_t hicache_adopt(const struct adopt *call)
 
 struct count {
     const struct table *table;
-    int64_t *counts; /* So many more rows are UNKNOWN, FREE, PENDING, PAGE. */
+    int64_t *counts; /* So many more rows are UNKNOWN, FREE, PENDING, PAGE; and those of each tenant. */
     int64_t begin, end, oldest;
 };
 
@@ -946,6 +987,7 @@ PUBLIC int64_t hicache_count(const struct count *call)
         const int64_t *row = row_at(call->table, at);
         int64_t state = state_of(row);
         call->counts[state & STATES]++;
+        call->counts[STATES + 1 + tenant_of(row)] += is_page(state);
         pages += is_page(state) && is_current(call->table, state) && !is_expired(call->table, row, call->oldest);
     }
     return pages;

@@ -33,6 +33,7 @@ from hicache_ext.config.sections import WriteConfig
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.serving.hints import HintSender
 from hicache_ext.storage.serving.kv_hints import said_by
@@ -408,6 +409,8 @@ class PoolWriter:
                 raise RuntimeError(f"pages {len(chain)} to {piece.first_page} of a request were never copied")
             if len(chain) < piece.end_page:
                 chain.extend(piece.tokens[(len(chain) - piece.first_page) * chain.page_size :])
+        if (owners := tenants.in_force()) is not None:
+            owners.follow(None, chain.hashes(0, pieces[-1].end_page))
         # The KV last: where it is found, what lies beside it was written before.
         for source in reversed(pieces[0].host_indices):
             keys = [key for piece in pieces for key in self._keys(chain, piece, source)]

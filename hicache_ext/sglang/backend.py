@@ -43,6 +43,7 @@ from hicache_ext.sglang.never_raise import (
 )
 from hicache_ext.sglang.releases import hit_policy
 from hicache_ext.sglang.served_pools import KV, BoundPool
+from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, PageStore, SetResult
 
 _FIRST_LOOK_UP = 8
@@ -190,7 +191,14 @@ class HiCacheExtBackend(BackendLifecycle):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
+        self._follow_owners(extra_info, keys)
         return self._moved(self._pools.usable(KV), keys, host_indices, write_pages, self._backed_up)
+
+    @staticmethod
+    def _follow_owners(extra_info: HiCacheStorageExtraInfo | None, keys: Sequence[str]) -> None:
+        """Pages that are written behind a tenant's are its."""
+        if (owners := tenants.in_force()) is not None:
+            owners.follow(getattr(extra_info, "prefix_keys", None), keys)
 
     @answering(transfers_false)
     def batch_get_v2(
@@ -202,6 +210,8 @@ class HiCacheExtBackend(BackendLifecycle):
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[Any, list[bool]]:
+        for transfer in transfers:
+            self._follow_owners(extra_info, getattr(transfer, "keys", None) or ())
         return self._move_transfers(transfers, write_pages, self._backed_up)
 
     def _move_transfers(
@@ -282,6 +292,7 @@ class HiCacheExtBackend(BackendLifecycle):
     @answering(lambda *_, **__: False)
     def write_whole(self, pool: BoundPool, keys: Sequence[str], host_indices: torch.Tensor) -> bool:
         """Store pages of a host pool; whether all of them can be read from now on, or are not worth it."""
+        self._follow_owners(None, keys)
         return all(self._moved(pool, keys, host_indices, write_pages, self._backed_up))
 
     # -- a decode node's own writer (pd/) --------------------------------------------------------------------------

@@ -49,6 +49,7 @@ from hicache_ext.sglang.used_names import (
     STORAGE,
     Feature,
 )
+from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.reports import TierReports
 from hicache_ext.storage.opening import open_tiers, server_view
 from hicache_ext.storage.serving.kv_hints import KvHints, Said
@@ -82,6 +83,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         if self._facts.role_may_change:
             reason = "tiers are those of the role at the start, and with each switch SGLang clears the whole storage"
             raise UnsupportedError("--enable-pd-role-switch", reason, "leave it out, or the storage backend")
+        self._logical_page_size = getattr(storage_config, "logical_page_size", None)
         self._ranks_before_this = int(storage_config.tp_rank or 0) + int(storage_config.pp_rank or 0)
         view = server_view(self._facts.role, int(storage_config.tp_rank or 0), _writers(storage_config))
         if self._facts.config_file is not None and os.path.isfile(self._facts.config_file):
@@ -196,12 +198,13 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             if exporter is not None:
                 exporting.callback(exporter.close)
 
-    def _begin_kv_hints(self, ranks: HiCacheStorageConfig, closing: ExitStack) -> None:
-        def page_size() -> int:
-            pool = self._pools.usable(KV)
-            of_pool = 0 if pool is None or pool.pages is None else pool.pages.page_size
-            return int(getattr(ranks, "logical_page_size", None) or of_pool) if of_pool else 0
+    def _page_size(self) -> int:
+        """Tokens of a page; 0 while it is not known."""
+        pool = self._pools.usable(KV)
+        of_pool = 0 if pool is None or pool.pages is None else pool.pages.page_size
+        return int(self._logical_page_size or of_pool) if of_pool else 0
 
+    def _begin_kv_hints(self, ranks: HiCacheStorageConfig, closing: ExitStack) -> None:
         def fetch(page_hashes: Sequence[bytes]) -> Mapping[str, int]:
             from hicache_ext.sglang.announcements import bring_inward
 
@@ -214,7 +217,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             closing.callback(lambda: sender.close(_HINTS_AWAITED))
             self.export_also(metrics)
         longest = self._config.longest_lease
-        self._kv_hints = hints = KvHints(longest, lambda: self._store.tiers, page_size, fetch, tell_prefill)
+        self._kv_hints = hints = KvHints(longest, lambda: self._store.tiers, self._page_size, fetch, tell_prefill)
         closing.callback(lambda: hints.close(_HINTS_AWAITED))
         self.export_also(hints.metrics)
 
@@ -291,6 +294,12 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         if self._kv_hints is not None:
             tokens = request.origin_input_ids
             self._kv_hints.offer(said, tokens, request.extra_key, request.cache_salt, ignore=ignore)
+
+    def note_tenant(self, said: object, request: Any) -> None:
+        """Whose the pages of a request of SGLang's are [scheduler]. Each rank writes its own."""
+        if (owners := tenants.in_force()) is not None:
+            keys = request.extra_key, request.cache_salt
+            owners.offer(owners.tenant_of(said, *keys), request.origin_input_ids, *keys, self._page_size())
 
     def hint_sender(self, metrics: TierMetrics) -> HintSender | None:
         """What announces a decode node's pages; None unless hints are on [pd, scheduler]."""

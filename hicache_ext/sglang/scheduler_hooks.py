@@ -6,13 +6,14 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.sglang.process import attached_backends
 from hicache_ext.sglang.releases import comes_with, installed_release
+from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.serving.kv_hints import OPTIONS, said_by
 from hicache_ext.storage.tiering import observers
 
@@ -30,6 +31,8 @@ _unstored: weakref.WeakSet[Any] = weakref.WeakSet()
 _unstored_ids: dict[int, None] = {}
 """The hashes of their ids, the last ones: SGLang may have dropped a request before its look-up is recorded."""
 _MOST_UNSTORED_IDS = 1 << 16
+_owned: weakref.WeakSet[Any] = weakref.WeakSet()
+"""SGLang's requests whose tenants were looked for."""
 _heard: weakref.WeakSet[Any] = weakref.WeakSet()
 """SGLang's requests whose hints were followed."""
 
@@ -41,6 +44,11 @@ def before_queued(scheduler: Any, req: Any, *_: Any, **__: Any) -> None:
     """
     try:
         custom = req.sampling_params.custom_params
+        if tenants.in_force() is not None and not scheduler.spec_algorithm.is_eagle() and req not in _owned:
+            _owned.add(req)
+            ours = custom.get(OPTIONS) if isinstance(custom, Mapping) else None
+            for backend in attached_backends():
+                backend.note_tenant(ours.get("tenant") if isinstance(ours, Mapping) else None, req)
         if (req.kv_hints is None and not (custom and OPTIONS in custom)) or req in _heard:
             return
         if not (backends := attached_backends()) or (said := said_by(req.kv_hints, custom)) is None:

@@ -347,6 +347,7 @@ SHAPES: dict[str, Callable[[Any, Any], bool]] = {
 """What each call of pages answers, whatever it is given."""
 
 OURS = {"advance_weights_epoch", "declare_failures", "distrust", "export_also", "hint_sender", "report_failure"} | {
+    "note_tenant",
     "resume",
     "served_pool",
     "suspend",

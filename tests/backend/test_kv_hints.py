@@ -21,6 +21,7 @@ from hicache_ext.sglang.decode_manager import page_chain, spare_unstored  # noqa
 from hicache_ext.sglang.process import attached_backends  # noqa: E402
 from hicache_ext.sglang.releases import comes_with, installed_release  # noqa: E402
 from hicache_ext.sglang.scheduler_hooks import around_unfinished, before_queued  # noqa: E402
+from hicache_ext.storage.contract import tenants  # noqa: E402
 from hicache_ext.storage.contract.abilities import ability  # noqa: E402
 from hicache_ext.storage.tiers.file.multipath import SpreadStore  # noqa: E402
 from hicache_ext.storage.tiers.file.pins import read_pins  # noqa: E402
@@ -84,6 +85,24 @@ def test_a_lease_is_on_the_pages_as_sglang_names_them_and_is_made_on_another_thr
     assert threads and threading.get_ident() not in threads
     counted = backend._kv_hints.metrics
     assert (counted.value("action", "retain"), counted.value("ignored", "unknown")) == (1, 1)
+
+
+def test_the_pages_of_a_request_are_its_tenant_s_and_so_is_what_is_written_behind_them(backend: Any) -> None:
+    tenants.put_in_force({"team-a": tenants.Tenant(), "b": tenants.Tenant()})
+    try:
+        owners = tenants.in_force()
+        assert owners is not None
+        for key, custom, expected in (("team-a/x", None, "team-a"), ("y", {"hicache_ext": {"tenant": "b"}}, "b")):
+            queue(request(extra_key=key, custom=custom))
+            chain = page_chain(PAGE_SIZE, extra_key=key, cache_salt=None)
+            chain.extend(PROMPT)
+            first, _, third, *_ = map(bytes.fromhex, chain.hashes(0, 5))
+            wait_until(lambda page=first, expected=expected: owners.owner(page) == expected, "it is noted")
+            new = "ab" * 32 if expected == "b" else "cd" * 32
+            backend.batch_set_v1([new], None, SimpleNamespace(prefix_keys=[third.hex()]))
+            assert owners.owner(bytes.fromhex(new)) == expected
+    finally:
+        tenants.put_in_force(None)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ TIER_KEYS = (
 )
 SECTION_KEYS = (
     "role, tiers, retrieve_locations, store_locations, store_policies, promote_to, model, pd, kv_dtype, longest_lease, "
-    "watch_config, kernels, prefetch, background, linker, events, tracing, record, roles"
+    "tenants, watch_config, kernels, prefetch, background, linker, events, tracing, record, roles"
 )
 TOP_KEYS = (
     "backend_name, module_path, class_name, interface_v1, hicache_ext, prefetch_threshold, prefetch_timeout_base, "

@@ -29,6 +29,7 @@ from hicache_ext.page.hashes import namespace_seed, page_hashes
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.abilities import TakesHints, ability, layers
 from hicache_ext.storage.contract.store import PageStore
 
@@ -79,6 +80,8 @@ class Said:
     """Nothing of the request is written anywhere, its prompt not either."""
     priority: int = 0
     message_id: str = ""
+    tenant: str = ""
+    """As the front end says it; any text."""
     actions: list[Action] = field(default_factory=list)
     understood: list[str] = field(default_factory=list)
     """The types, for the counters."""
@@ -94,6 +97,7 @@ def said_by(envelope: Any, custom_params: Any) -> Said | None:
     if isinstance(ours, Mapping):
         said.store = ours.get("store") is not False
         said.priority = _priority(ours.get("priority")) or 0
+        said.tenant = tenant if isinstance(tenant := ours.get("tenant"), str) and len(tenant) <= _LONGEST_ID else ""
         _take(said, ours.get("message_id"), ours.get("hints"))
     if envelope is not None:
         if getattr(envelope, "protocol_version", None) == _PROTOCOL:
@@ -276,16 +280,21 @@ class KvHints:
                 request = self._waiting.popleft()
                 self._waiting_tokens -= request.size
             try:
-                self.follow(request.said, request.tokens, namespace_seed(request.extra_key, request.cache_salt))
+                seed, owners = namespace_seed(request.extra_key, request.cache_salt), tenants.in_force()
+                if owners is None:
+                    self.follow(request.said, request.tokens, seed)
+                else:
+                    tenant = owners.tenant_of(request.said.tenant, request.extra_key, request.cache_salt)
+                    self.follow(request.said, request.tokens, seed, tenant)
             except Exception as error:  # noqa: BLE001 - whatever a store raises, the next hint may be followed
                 self.metrics.add("ignored", "failed")
                 # Its text may be a part of the request.
                 self._log.log(logging.WARNING, "act", "hicache_ext: a hint was not followed: %s", type(error).__name__)
         return math.inf
 
-    def follow(self, said: Said, tokens: Sequence[int], seed: bytes) -> None:
-        """Do what was said with the prompt ``tokens``; ``seed``: see page/hashes.py. Waits for the tiers, and raises
-        what they do, HicacheExtError for tokens that are none."""
+    def follow(self, said: Said, tokens: Sequence[int], seed: bytes, tenant: str = "") -> None:
+        """Do what was said with the prompt ``tokens``; ``seed``: see page/hashes.py; ``tenant``: a configured one, ""
+        without. Waits for the tiers, and raises what they do, HicacheExtError for tokens that are none."""
         size = self._page_size()
         if not size:
             self.metrics.add("ignored", "unsupported", len(said.actions))
@@ -293,7 +302,7 @@ class KvHints:
         hashes = page_hashes(tokens, size, seed)
         for action in said.actions:
             if action.type == "retain":
-                self._retain(hashes, action.ttl_seconds, seed)
+                self._retain(hashes, action.ttl_seconds, seed, tenant)
             elif action.type == "release":
                 if any(self._each(lambda tier, names: tier.end_leases(names), hashes)):
                     self.metrics.add("page", "released", len(hashes))
@@ -320,12 +329,17 @@ class KvHints:
             answers.append(act(tier, names))
         return answers
 
-    def _retain(self, hashes: Sequence[bytes], seconds: float, seed: bytes) -> None:
-        seconds = min(seconds, self._longest_lease)
-        held = self._each(lambda tier, names: tier.lease_pages(names, seconds, seed.hex()[:16]), hashes)
+    def _retain(self, hashes: Sequence[bytes], seconds: float, seed: bytes, tenant: str) -> None:
+        limit = owners.limits.get(tenant) if (owners := tenants.in_force()) is not None else None
+        seconds = min(seconds, self._longest_lease, math.inf if limit is None else limit.lease)
+        held = [0]
+        if seconds > 0:
+            held = self._each(lambda tier, names: tier.lease_pages(names, seconds, seed.hex()[:16]), hashes)
         self.metrics.add("page", "retained", max(held, default=0))
         if hashes and not any(held):
             self.metrics.add("ignored", "refused" if held else "unsupported")
+            if held and tenant:
+                self.metrics.add("tenant_refused", tenant)
 
     def _demote(self, hashes: Sequence[bytes]) -> None:
         """Have pages go first; leases on prompts that end with one of them end, too."""

@@ -20,6 +20,7 @@ from hicache_ext.config.problems import config_error, listed
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page.transforms.codec import LOSSY_CODECS
 from hicache_ext.runtime.file_systems import is_on_network
+from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.abilities import Resizable, ability
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import PageStore
@@ -62,6 +63,7 @@ class ReloadableStore(TieredStore):
     def __init__(self, config: HicacheExtConfig) -> None:
         """Opens the tiers. Raises StoreSetupError or ConfigError."""
         tier_use(config)  # before anything is opened: it may raise
+        tenants.put_in_force(config.tenant_limits)
         self._config = config
         # Of the start: the identities of pages keep them, also when the last such tier is gone.
         self._lossy_codecs = config.lossy_codecs
@@ -97,6 +99,7 @@ class ReloadableStore(TieredStore):
                 self._config = config
                 return []
             self._put_in_force(config)
+            tenants.put_in_force(config.tenant_limits)
             self._config = config
         for change in changes:
             logger.warning("hicache_ext: reloaded: %s", change)

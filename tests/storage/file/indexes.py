@@ -47,10 +47,11 @@ def take(
     spared: Words = NOTHING,
     oldest: int = 0,
     evict: bool = True,
+    tenancy: Words | None = None,
 ) -> tuple[int, Words, int]:
     """The ticket, the rows and the number of pages evicted."""
     ticket = index.next_ticket()
-    rows, evicted = index.take(slot_size, count, ticket, oldest, spared, evicting=evict)
+    rows, evicted = index.take(slot_size, count, ticket, oldest, spared, evicting=evict, tenancy=tenancy)
     return ticket, rows, evicted.pages
 
 
@@ -60,11 +61,18 @@ def references(rows: Words, positions: Words, lengths: Words | int = 1000) -> Sl
 
 
 def publish(
-    index: SlabIndex, ticket: int, keys: Sequence[bytes], rows: Words, *, now: int = 1000, oldest: int = 0
+    index: SlabIndex,
+    ticket: int,
+    keys: Sequence[bytes],
+    rows: Words,
+    *,
+    now: int = 1000,
+    oldest: int = 0,
+    tenant: int = 0,
 ) -> list[int]:
     """The first of these pages into these rows."""
     written = references(rows, np.arange(len(rows)))
-    return index.publish(ticket, keys, written, written, oldest, now)
+    return index.publish(ticket, keys, written, written, oldest, now, tenant)
 
 
 def store(
@@ -76,10 +84,12 @@ def store(
     oldest: int = 0,
     spared: Words = NOTHING,
     evict: bool = True,
+    tenancy: Words | None = None,
 ) -> list[int]:
     index.register([key[:16] for key in keys])
-    ticket, rows, _ = take(index, len(keys), slot_size, spared=spared, oldest=oldest, evict=evict)
-    return publish(index, ticket, keys, rows, now=now, oldest=oldest)
+    ticket, rows, _ = take(index, len(keys), slot_size, spared=spared, oldest=oldest, evict=evict, tenancy=tenancy)
+    tenant = 0 if tenancy is None else int(tenancy[index_words.WRITER])
+    return publish(index, ticket, keys, rows, now=now, oldest=oldest, tenant=tenant)
 
 
 def remove(index: SlabIndex, keys: Sequence[bytes]) -> int:

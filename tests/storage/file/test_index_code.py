@@ -76,6 +76,7 @@ class World:
     events: Words = field(default_factory=lambda: np.zeros((32, 2), np.int64))
     small: Words = field(default_factory=lambda: np.zeros(miniatures.SMALL_WORDS, np.int64))
     entries: Words = field(default_factory=lambda: np.zeros((miniatures.ENTRY_WORDS, 8, WAYS), np.int64))
+    tenants: Words = field(default_factory=lambda: np.zeros((index_words.TENANTS, index_words.TENANT_WORDS), np.int64))
     known: Words | None = None
     """A copy of the slabs, which is believed; else they are."""
 
@@ -90,12 +91,12 @@ class World:
     @property
     def table(self) -> Table:
         of_tables = self.rows, self.sets, self.header, self.identities, self.ghosts
-        return Table(*of_tables, self.events, self.small, self.entries)
+        return Table(*of_tables, self.events, self.small, self.entries, self.tenants)
 
     @property
     def words(self) -> list[Words]:
         of_tables = self.rows, self.sets, self.header, self.identities
-        return [*of_tables, self.slabs, self.ghosts, self.events, self.small, self.entries]
+        return [*of_tables, self.slabs, self.ghosts, self.events, self.small, self.entries, self.tenants]
 
     @property
     def believed(self) -> Words:
@@ -128,6 +129,8 @@ def random_step(rng: random.Random, now: int) -> Step:
     member, ticket, count = rng.choice([55, 77]), rng.randrange(3), rng.randint(1, 40)
     pending, dead = PENDING | member << 8, np.array(rng.choice([[], [77], [3, 77]]), np.int64)
     seed = rng.randrange(1 << 30)
+    tenant = (0, 0, 1, 63)[seed % 4]
+    tenancy = (None, None, *(np.full(index_words.TENANCY_WORDS, share) for share in (0, 5, 63)))[seed % 5]
 
     def write(world: Any) -> None:
         taken = np.full(count, -1)
@@ -135,7 +138,7 @@ def random_step(rng: random.Random, now: int) -> Step:
         some = np.random.default_rng(seed).random(done) < 0.9
         rows, at = taken[:done][some].copy(), np.sort(np.random.default_rng(seed).permutation(40)[:done])[some].copy()
         of_keys = keys, one, at, rows, at + 1000, pending, ticket, now, oldest
-        world.table.publish(*of_keys, slots, 100, np.zeros(len(rows), np.int64), half)
+        world.table.publish(*of_keys, slots, 100, np.zeros(len(rows), np.int64), half, tenant)
         world.table.give_back(taken, pending, ticket)
 
     def leave_pending(world: Any) -> None:
@@ -144,15 +147,15 @@ def random_step(rng: random.Random, now: int) -> Step:
     def evict(world: Any) -> None:
         ranks = np.zeros(500, np.int64)
         slabs = np.ascontiguousarray(world.believed[of_size])
-        done = world.table.sample(slabs, seed % 3, 3, oldest, dead, ranks)
+        done = world.table.sample(slabs, seed % 3, 3, oldest, dead, ranks, tenancy)
         cold, cool = (int(np.sort(ranks[:done])[min(done - 1, at)]) for at in (4, 12))
         spared = np.unique(index_words.hashes_of(keys[: seed % 3]))
         for slab in slabs:
             begin = int(slab[index_words.FIRST])
             end = begin + int(slab[index_words.SLOTS])
             victims = np.zeros(end - begin + 1, np.int64)
-            world.table.coldest(begin, end, 8, cold, cool, oldest, dead, victims)
-            world.table.evict(victims, spared, slots, oldest, dead)
+            world.table.coldest(begin, end, 8, cold, cool, oldest, dead, victims, tenancy)
+            world.table.evict(victims, spared, slots, oldest, dead, tenancy)
             slab_of = world.slabs[of_size]
             slab_of[:, index_words.FREE_SLOTS] += 3
             world.slabs[of_size] = slab_of
@@ -199,6 +202,10 @@ def random_step(rng: random.Random, now: int) -> Step:
 
     def find_again(world: Any) -> None:
         first, size, many = 480, SIZES[0], 30
+        # As if slabs were dropped: their pages are counted off.
+        begun = world.rows[first : first + many]
+        of_tenants = begun[begun[:, STATE] & STATES == PAGE, index_words.LENGTH] >> 32 & 63
+        np.subtract.at(world.tenants[:, index_words.TENANT_PAGES], of_tenants, 1)
         world.rows[first : first + many, STATE] = index_words.UNKNOWN
         random_words = np.random.default_rng(seed)
         created = random_words.integers(0, now + 5, many)
@@ -206,7 +213,7 @@ def random_step(rng: random.Random, now: int) -> Step:
         world.table.adopt(*of_keys, random_words.integers(0, 99, (many, 2)), first, size, now)
 
     def count_all(world: Any) -> None:
-        world.table.count(0, ROWS, oldest, np.zeros(4, np.int64))
+        world.table.count(0, ROWS, oldest, np.zeros(index_words.COUNTS, np.int64))
 
     half, rng_capacity = 1 << 19, rng.choice([12, 40, 40, 40])
     rng_most = rng.choice([3, 50, 4096])
@@ -264,7 +271,7 @@ def row_of(world: World, key: Words, number: int, oldest: int) -> int:
 def assert_located(world: World, keys: Words, numbers: Words, oldest: int, by_row: list[int]) -> None:
     located, facts = world.table.locate(keys, numbers, oldest, world.by_first)  # type: ignore[arg-type]
     expected = [
-        (slab, row - first, int(world.rows[row, index_words.LENGTH]), position, row)
+        (slab, row - first, int(world.rows[row, index_words.LENGTH]) & 0xFFFFFFFF, position, row)
         for position, row in enumerate(by_row)
         for slab, _, slots, first in SLABS
         if first <= row < first + slots
@@ -296,10 +303,13 @@ def assert_ranked(world: Any, rng: random.Random, oldest: int) -> None:
     many = world.table.sample(world.by_first, first, step, oldest, of_dead, ranks)
     in_slabs = [of_row[slab[index_words.FIRST] + slot] for slab in world.by_first for slot in range(slab[2])]
     assert ranks[:many].tolist() == in_slabs[first::step][: len(ranks)]
-    counts = np.zeros(4, np.int64)
+    counts = np.zeros(index_words.COUNTS, np.int64)
     pages = world.table.count(0, ROWS, oldest, counts)
     kinds = world.rows[:, STATE] & STATES
-    assert counts.tolist() == np.bincount(kinds, minlength=4).tolist()
+    assert counts[:4].tolist() == np.bincount(kinds, minlength=4).tolist()
+    tenants = world.rows[kinds == PAGE, index_words.LENGTH] >> 32 & 63
+    assert counts[4:].tolist() == np.bincount(tenants, minlength=index_words.TENANTS).tolist()
+    assert world.tenants[:, index_words.TENANT_PAGES].tolist() == counts[4:].tolist()
     assert pages == sum(kind == PAGE and rank >= 0 for kind, rank in zip(kinds, of_row, strict=True))
 
 
@@ -475,7 +485,7 @@ def test_a_thread_in_a_call_keeps_the_words_of_an_index_that_is_closed(tmp_path:
     """One that a timeout left behind: an address alone would be that of nothing, or of something else."""
     memory = IndexMemory(new_index(CAPACITY))
     memory.rows[:100, STATE] = FREE
-    table, core, counts = memory.table, native.core(), np.zeros(4, np.int64)
+    table, core, counts = memory.table, native.core(), np.zeros(index_words.COUNTS, np.int64)
     memory.close()
     assert core is not None
     core(index_words.Count(table.address, native.address(counts), 0, 65_536, 0))
@@ -602,7 +612,7 @@ class Fused(np.ndarray):
 
 def fuse_words(index: SlabIndex, fuse: Fuse) -> None:
     memory = index.memory
-    for name in ("rows", "sets", "header", "identities", "sizes", "slabs", "ghosts"):
+    for name in ("rows", "sets", "header", "identities", "sizes", "slabs", "ghosts", "tenants"):
         words = getattr(memory, name).view(Fused)
         words.fuse = fuse
         setattr(memory, name, words)
@@ -610,7 +620,7 @@ def fuse_words(index: SlabIndex, fuse: Fuse) -> None:
 
 def _publish(index: SlabIndex) -> None:
     ticket, rows, _ = take(index, 12, evict=False)
-    publish(index, ticket, keys_of(range(15, 27)), rows, now=3000, oldest=2000)
+    publish(index, ticket, keys_of(range(15, 27)), rows, now=3000, oldest=2000, tenant=2)
 
 
 def _evict(index: SlabIndex) -> None:
@@ -655,6 +665,20 @@ def prepared(index: SlabIndex) -> None:
     index.go_together({A: [B]})
 
 
+def assert_counts_are_put_right(index: SlabIndex, most: int) -> None:
+    """A kill costs two pages at most, or those of a slab that was being dropped, and the next look mends it."""
+    index.memory.header[index_words.REBUILT] = 1
+    walked = np.zeros(index_words.TENANTS, np.int64)
+    for slab in index.view().slabs.values():
+        rows = index.memory.rows[slab.first_row : slab.first_row + slab.slots]
+        lengths = rows[rows[:, STATE] & STATES == PAGE, index_words.LENGTH]
+        walked += np.bincount(lengths >> 32 & 63, minlength=index_words.TENANTS)
+    off = int(np.abs(index.tenant_pages - walked).sum())
+    assert off <= most
+    index.occupied()
+    assert index.tenant_pages.tolist() == walked.tolist()
+
+
 @pytest.mark.parametrize("action", [_publish, _evict, _remove, _grow, _drop, _adopt])
 def test_a_process_that_dies_at_any_store_leaves_nothing_to_repair(
     tmp_path: Path, fused_core: Path, monkeypatch: pytest.MonkeyPatch, action: Callable[[SlabIndex], None]
@@ -680,6 +704,7 @@ def test_a_process_that_dies_at_any_store_leaves_nothing_to_repair(
             members.dead.add(2)
             index._dead(anew=True)
             assert_sound(index)
+            assert_counts_are_put_right(index, 24 if action is _drop else 2)
             if action is _adopt and index.unknown_slabs():
                 _adopt(index)
                 assert index.unknown_slabs() == []
@@ -711,7 +736,7 @@ def assert_sound(index: SlabIndex) -> None:
     hashes = index_words.hashes_of(np.frombuffer(bytearray(b"".join(keys)), np.int64).reshape(-1, 6))
     rows = index.memory.rows[found.rows]
     assert (rows[:, index_words.HASH] == hashes[found.positions]).all()
-    assert (rows[:, index_words.LENGTH] == 1000).all()
+    assert (rows[:, index_words.LENGTH] & 0xFFFFFFFF == 1000).all()
     assert set(rows[:, index_words.CREATED].tolist()) <= {1000, 3000, *range(990, 1010)}
     assert len(set(found.rows.tolist())) == len(found)
     assert_no_slot_lost(index)

@@ -19,6 +19,7 @@ from hicache_ext.page.transforms.forms import Form, Forms, Transforms
 from hicache_ext.page.transforms.paying import PayingCodec
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
+from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.abilities import RemovesCopies, ability
 from hicache_ext.storage.contract.bad_pages import RemovalBudget
 from hicache_ext.storage.contract.base import one_for_each
@@ -82,7 +83,10 @@ def stored_keys(form: Form, keys: PageKeys) -> PageKeys:
     assert form.key is not None
     words = stored.words.copy()
     words[:, _IDENTITY_WORDS:] = form.key.hidden_hashes(keys.words[:, _IDENTITY_WORDS:])
-    return PageKeys(form.identity, words)
+    hidden = PageKeys(form.identity, words)
+    if (owners := tenants.in_force()) is not None:
+        owners.rename([key[IDENTITY_LENGTH:] for key in keys], [key[IDENTITY_LENGTH:] for key in hidden])
+    return hidden
 
 
 def stored_keys_of(keys: PageKeys, forms: Sequence[Form]) -> list[bytes]:

@@ -288,7 +288,11 @@ class SpreadStore:
         }
 
     def _look(self) -> dict[str, float]:
-        return gauges_of_paths([store.fullness() for store in self.parts])
+        paths = [store.fullness() for store in self.parts]
+        tenants = sum((Counter(path.tenants) for path in paths if path.tenants is not None), Counter[str]())
+        for name in {name for path in paths for name in path.tenants or ()}:
+            self.metrics.set_level("tenant_pages", name, tenants[name])
+        return gauges_of_paths(paths)
 
     def post_hint(self, hint: bytes, limits: BoardLimits) -> None:
         hints.post_hint(self._parts[0].path, hint, limits)

@@ -20,7 +20,7 @@ import mmap
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +100,8 @@ class Fullness:
     """Wall-clock seconds; 0 while writes find space."""
     served: Served | None = None
     """None where nobody looks."""
+    tenants: Mapping[str, int] | None = None
+    """Pages by tenant; None without tenants."""
 
 
 class Served(NamedTuple):

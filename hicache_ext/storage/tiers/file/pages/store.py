@@ -24,6 +24,7 @@ from hicache_ext.errors import StoreSetupError
 from hicache_ext.page.pack import Pack
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.file_lock import OfdLock
+from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
@@ -83,6 +84,8 @@ class PageFileStore(PathStore):
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
         # Headers of 128 bytes exclude O_DIRECT.
         flags = flags_of(self._plan.read), flags_of(self._plan.write)
+        if tenants.in_force() is not None:
+            logger.warning("tier %s: %s is of page files, where tenants share nothing out", self.name, path)
         self._directory = PageDirectory(path, self.name)
         self._resources.callback(self._directory.close)
         self._open_account()

@@ -235,10 +235,12 @@ class SlotAllocator:
 
     # -- slots -----------------------------------------------------------------------------------------------------
 
-    def take(self, wanted: Mapping[int, Numbers], ticket: int, oldest: int) -> dict[int, Words]:
+    def take(
+        self, wanted: Mapping[int, Numbers], ticket: int, oldest: int, tenancy: Words | None = None
+    ) -> dict[int, Words]:
         """Allocate slots for as many of the pages as possible, the first ones first: rows, by slot size. ``ticket``:
-        the number with which they are published. ``wanted``: the pages for each slot size. Raises IndexBusyError where
-        there are none, OSError where the directory was removed.
+        the number with which they are published. ``wanted``: the pages for each slot size; ``tenancy``: as for
+        ``SlabIndex.take``. Raises IndexBusyError where there are none, OSError where the directory was removed.
         """
         self._directory.check_is_there()
         if self._is_beyond and time.monotonic() < self._held_back_until:
@@ -251,13 +253,15 @@ class SlotAllocator:
         try:
             for slot_size, pages in wanted.items():
                 taken[slot_size] = np.empty(0, np.int64)
-                self._take(slot_size, len(pages), ticket, oldest, taken)
+                self._take(slot_size, len(pages), ticket, oldest, taken, tenancy)
         except IndexBusyError:
             if not any(map(len, taken.values())):
                 raise
         return taken
 
-    def _take(self, slot_size: int, wanted: int, ticket: int, oldest: int, taken: dict[int, Words]) -> None:
+    def _take(
+        self, slot_size: int, wanted: int, ticket: int, oldest: int, taken: dict[int, Words], tenancy: Words | None
+    ) -> None:
         spared = self._spared()
         self._index.go_together(self._companions.of(self._index.numbers))
         with self._times_lock:
@@ -267,7 +271,9 @@ class SlotAllocator:
             slabs = self._index.view().changes
             left, disk_full = wanted - len(taken[slot_size]), time.monotonic() < self._disk_full_until
             evicting = disk_full or self._full.get(slot_size) == slabs
-            rows, evicted = self._index.take(slot_size, left, ticket, oldest, spared, evicting=evicting)
+            rows, evicted = self._index.take(
+                slot_size, left, ticket, oldest, spared, evicting=evicting, tenancy=tenancy
+            )
             if len(rows):
                 taken[slot_size] = np.concatenate([taken[slot_size], rows]) if len(taken[slot_size]) else rows
             if evicted.pages:
@@ -284,7 +290,7 @@ class SlotAllocator:
                 found_full = found_full or growth is _Growth.DISK_FULL
             elif not len(rows) and not evicted.slots:
                 # Of a full disk one slab in a while: others may take the room of each that is given up.
-                if (disk_full and not found_full) or not self._reclaim(slot_size, oldest, needed=True):
+                if (disk_full and not found_full) or not self._reclaim(slot_size, oldest, tenancy, needed=True):
                     # Nothing is left to evict.
                     return
                 self._disk_full_until = 0.0
@@ -307,12 +313,12 @@ class SlotAllocator:
 
     # -- slabs -----------------------------------------------------------------------------------------------------
 
-    def look_after(self, slot_sizes: Sequence[int], oldest: int) -> None:
+    def look_after(self, slot_sizes: Sequence[int], oldest: int, tenancy: Words | None = None) -> None:
         """What is due now and then, after a write of pages with slots of these sizes. Raises IndexBusyError."""
         if len(self._index.view().slots) > 1:
             for slot_size in slot_sizes:
                 if self._evicted_since_reclaim[slot_size]:
-                    self._reclaim(slot_size, oldest, needed=False)
+                    self._reclaim(slot_size, oldest, tenancy, needed=False)
         if time.monotonic() - self._looked_at_files >= _FILES_INTERVAL:
             self._looked_at_files = time.monotonic()
             for slab in list(self._index.view().slabs.values()):
@@ -327,7 +333,7 @@ class SlotAllocator:
         if self._is_beyond and not self._shrinking.locked():
             self.shrink()
 
-    def _reclaim(self, slot_size: int, oldest: int, *, needed: bool) -> bool:
+    def _reclaim(self, slot_size: int, oldest: int, tenancy: Words | None, *, needed: bool) -> bool:
         """Take a slab away from another slot size, so that a model that is gone does not keep its share for ever.
 
         ``needed``: pages wait for it. Otherwise one slab is taken per as many evictions as it has slots, and only while
@@ -341,7 +347,7 @@ class SlotAllocator:
         if not slots or not (needed or evicted >= min(slots)):
             return False
         spared = self._spared()
-        for slab in self._index.colder_slabs(slot_size, oldest, needed=needed):
+        for slab in self._index.colder_slabs(slot_size, oldest, needed=needed, tenancy=tenancy):
             if needed or (evicted >= slab.slots and not (len(spared) and self._index.holds_any(slab, spared))):
                 self._evicted_since_reclaim[slot_size] = 0
                 return self._drop_slab(slab)

@@ -8,6 +8,7 @@ raises its generation, and its pages are out of reach at once. Reasons: docs/dec
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
 import random
 import time
@@ -103,6 +104,8 @@ _MOST_COMPANIONS = 64
 """Of one identity: more than ranks and pools of a server on one machine."""
 _AT_ONCE_BESIDE = 1 << 11
 """Pages looked for beside those that went, under the lock at once."""
+_COMING_AND_GOING = 4
+"""Pages that may come or go while rows are counted, for each insert of that time."""
 _NO_NUMBERS = np.array([-1])
 _NONE: Words = np.empty(0, np.int64)
 _NO_TABLE: Words = np.empty((0, 0), np.int64)
@@ -182,8 +185,10 @@ class SlabIndex:
         self._view: View | None = None
         self._known: tuple[int, dict[bytes, int]] = (0, {})
         """How many identities were looked at, and their numbers."""
-        self._windows: dict[int, list[int]] = {}
-        """By slot size: see ``_measure``."""
+        self._windows: dict[tuple[int, int], list[int]] = {}
+        """By slot size and the tenant that writes: see ``_measure``."""
+        self._known_for: dict[tuple[int, int], Words] = {}
+        """What ``sizes`` of the memory says, for each tenant that writes."""
         self._numbers: dict[bytes, Words] = {}
         self._companions: Mapping[bytes, Sequence[bytes]] = {}
         self._beside: Words = _NO_TABLE
@@ -292,12 +297,30 @@ class SlabIndex:
     def occupied(self, oldest: int = 0) -> tuple[int, int, int]:
         """Pages, the bytes of their slots and headers, and the bytes of free slots. Looks at every row."""
         pages = used = free = 0
+        clock, tenants = self.inserts, self.tenant_pages
+        of_tenants = np.zeros_like(tenants)
         for slab in self.view().slabs.values():
             found, counts = self._count(slab, oldest)
             pages += found
             used += found * (slab.slot_size + HEADER)
             free += int(slab.slots - found - counts[PENDING]) * slab.slot_size
+            of_tenants += counts[index_words.STATES + 1 :]
+        # While pages come and go the counts differ a little.
+        if self.rebuilt and np.abs(of_tenants - tenants).max() > _COMING_AND_GOING * (self.inserts - clock):
+            self._count_tenants()
         return pages, used, free
+
+    def _count_tenants(self) -> None:
+        """Put the page counts of tenants right after a kill: rows are counted under the lock, a million in some ten
+        milliseconds."""
+        with suppress(OSError):
+            if self._lock.acquire_now():
+                try:
+                    counts = [self._count(slab, 0)[1] for slab in self.view().slabs.values()]
+                    of_tenants = sum(counts, np.zeros(index_words.COUNTS, np.int64))[index_words.STATES + 1 :]
+                    self.memory.tenants[:, index_words.TENANT_PAGES] = of_tenants
+                finally:
+                    self._lock.release()
 
     def served(self) -> Served | None:
         """What the miniatures say; None before they saw a use.
@@ -313,8 +336,8 @@ class SlabIndex:
         return Served(uses, *hits) if uses else None
 
     def _count(self, slab: Slab, oldest: int) -> tuple[int, Words]:
-        """Pages of a slab that can be found, and how many slots are UNKNOWN, FREE, PENDING, PAGE."""
-        counts, pages = np.zeros(4, np.int64), 0
+        """Pages of a slab that can be found, and how many slots are UNKNOWN, FREE, PENDING, PAGE, and each tenant's."""
+        counts, pages = np.zeros(index_words.COUNTS, np.int64), 0
         for begin in range(0, slab.slots, _AT_ONCE):
             end = min(begin + _AT_ONCE, slab.slots)
             pages += self.memory.table.count(slab.first_row + begin, slab.first_row + end, oldest, counts)
@@ -445,6 +468,41 @@ class SlabIndex:
             known = self._numbers[digest] = np.array([number])
         return known
 
+    # -- tenants ---------------------------------------------------------------------------------------------------
+
+    def number_tenants(self, names: Sequence[str]) -> dict[str, int]:
+        """The numbers that these tenants have for all processes, whoever named them first; 0, that of the default one,
+        where there is no place left. Raises IndexBusyError."""
+        known, numbers = self.memory.tenants[:, index_words.TENANT_NAME], dict[str, int]()
+        with self._changing():
+            for name in names:
+                word = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True) | 1
+                places = [*np.flatnonzero(known[1:] == word), *np.flatnonzero(known[1:] == 0)]
+                numbers[name] = int(places[0]) + 1 if places else 0
+                if places:
+                    known[numbers[name]] = word
+        return numbers
+
+    @property
+    def tenant_pages(self) -> Words:
+        """How many pages each tenant has, by number, about."""
+        pages: Words = self.memory.tenants[:, index_words.TENANT_PAGES].copy()
+        return pages
+
+    def tenancy(self, shares: Mapping[int, float], writer: int) -> Words:
+        """For ``take``: the tenant that writes, -1 for nobody, and the parts of all slots that the tenants have."""
+        words = np.zeros(index_words.TENANCY_WORDS, np.int64)
+        capacity = self.view().capacity
+        for number, share in shares.items():
+            words[number] = int(share * capacity)
+        words[index_words.WRITER] = writer
+        return words
+
+    def tenants_of(self, rows: Words) -> Words:
+        """How many of the pages in these rows are each tenant's."""
+        numbers = self.memory.rows[rows, index_words.LENGTH] >> index_words.TENANT_SHIFT & (index_words.TENANTS - 1)
+        return np.bincount(numbers, minlength=index_words.TENANTS)
+
     # -- slots -----------------------------------------------------------------------------------------------------
 
     def next_ticket(self) -> int:
@@ -452,22 +510,31 @@ class SlabIndex:
         return next(self._tickets) & ((1 << 62) - 1)
 
     def take(
-        self, slot_size: int, wanted: int, ticket: int, oldest: int, spared: Words, *, evicting: bool
+        self,
+        slot_size: int,
+        wanted: int,
+        ticket: int,
+        oldest: int,
+        spared: Words,
+        *,
+        evicting: bool,
+        tenancy: Words | None = None,
     ) -> tuple[Words, Evicted]:
         """Take slots to write: the rows of as many as there are, in order of place as far as possible; and what was
-        evicted for them, where ``evicting``. Pages with a hash in ``spared`` (sorted) stay if they can. Raises
-        IndexBusyError."""
+        evicted for them, where ``evicting``. Pages with a hash in ``spared`` (sorted) stay if they can, those of other
+        tenants up to their shares in any case (``tenancy``; None: there are none). Raises IndexBusyError."""
         rows, done, evicted = np.empty(wanted, np.int64), 0, NOTHING_EVICTED
         dead, of_size = self._dead(), self._taken_from(slot_size)
         wants_victims = evicting and len(of_size) and int(self.memory.slabs[of_size, FREE_SLOTS].sum()) < wanted
-        if wants_victims and (self._known_of(slot_size)[LEFT] <= 0 or not self._windows.get(slot_size)):
+        of = _of_writer(slot_size, tenancy)
+        if wants_victims and (self._known_of(*of)[LEFT] <= 0 or not self._windows.get(of)):
             # Now, and not while others wait for the lock.
-            self._measure(of_size, slot_size, wanted, oldest, dead)
+            self._measure(of_size, slot_size, wanted, oldest, dead, tenancy)
         more, gone = True, list[Words]()
         try:
             while more and done < wanted:
                 got, evicted, more = self._take(
-                    slot_size, rows[done:], ticket, oldest, spared, dead, gone, evicting=evicting
+                    slot_size, rows[done:], ticket, oldest, spared, dead, gone, tenancy, evicting=evicting
                 )
                 done += got
         except IndexBusyError:
@@ -488,6 +555,7 @@ class SlabIndex:
         spared: Words,
         dead: Words,
         gone: list[Words],
+        tenancy: Words | None,
         *,
         evicting: bool,
     ) -> tuple[int, Evicted, bool]:
@@ -506,7 +574,7 @@ class SlabIndex:
             while evicting and done < len(rows) and in_vain < _LOOKS_IN_VAIN and len(of_size):
                 # Pages that stay may be the coldest: then look at more and more.
                 need = (len(rows) - done) << 3 * in_vain
-                more = self._evict(of_size, slot_size, need, oldest, spared, dead, gone)
+                more = self._evict(of_size, slot_size, need, oldest, spared, dead, gone, tenancy)
                 evicted = more._replace(slots=evicted.slots + more.slots, pages=evicted.pages + more.pages)
                 got = take_free()
                 in_vain = 0 if got else in_vain + 1
@@ -527,14 +595,21 @@ class SlabIndex:
                 self._may_be_free(rows)
 
     def publish(
-        self, ticket: int, keys: Sequence[bytes], taken: SlotReferences, written: SlotReferences, oldest: int, now: int
+        self,
+        ticket: int,
+        keys: Sequence[bytes],
+        taken: SlotReferences,
+        written: SlotReferences,
+        oldest: int,
+        now: int,
+        tenant: int = 0,
     ) -> list[int]:
         """Publish pages in slots taken under ``ticket``; the other slots taken become free.
 
         ``keys`` is a chain. By position: ``taken``, its pages for which slots were taken, and ``written``, those whose
-        bytes are in their slots, with the headers' ``now``. For each of ``written``: 1; 0 for a page that another
-        writer published first; -1 where the slot is no longer this writer's. Raises IndexBusyError: then all slots stay
-        pending, for ``give_back``.
+        bytes are in their slots, with the headers' ``now``; all are one ``tenant``'s. For each of ``written``: 1; 0 for
+        a page that another writer published first; -1 where the slot is no longer this writer's. Raises IndexBusyError:
+        then all slots stay pending, for ``give_back``.
         """
         words, numbers = key_words(keys), self._numbers_of(keys)
         published = np.empty(len(written), np.int64)
@@ -554,6 +629,7 @@ class SlabIndex:
                 view.ghosts,
                 published,
                 view.sampled,
+                tenant,
             )
             self._learn(view)
             self.memory.table.give_back(np.ascontiguousarray(taken.rows), pending, ticket)
@@ -570,6 +646,7 @@ class SlabIndex:
             memory.table.rank_again(view.capacity, _MOST_RANKED)
             # How cold the coldest are is to be measured anew.
             memory.sizes[:, LEFT] = 0
+            self._known_for.clear()
 
     def seize(
         self,
@@ -660,13 +737,14 @@ class SlabIndex:
         spared: Words,
         dead: Words,
         gone: list[Words],
+        tenancy: Words | None,
     ) -> Evicted:
         """Free the coldest slots of a size, all where there are few slots, else those in one window of them. Under the
         lock."""
-        known = self._known_of(slot_size)
-        windows = self._windows.get(slot_size)
+        of = _of_writer(slot_size, tenancy)
+        known, windows = self._known_of(*of), self._windows.get(of)
         if known[LEFT] <= 0 or not windows:
-            windows = self._measure(of_size, slot_size, need, oldest, dead)
+            windows = self._measure(of_size, slot_size, need, oldest, dead, tenancy)
         total = int(self.view().table[of_size, SLOTS].sum())
         together = slots_in_group(slot_size, total)
         freed, evicted, first_page, headroom = 0, 0, (0, 0), self.view().capacity
@@ -675,7 +753,7 @@ class SlabIndex:
             victims = np.empty(end - first + 1, np.int64)
             cold, cool = int(known[COLD]), int(known[COOL])
             rows = base + first, base + end
-            found = self.memory.table.coldest(*rows, together, cold, cool, oldest, dead, victims)
+            found = self.memory.table.coldest(*rows, together, cold, cool, oldest, dead, victims, tenancy)
             if not found:
                 continue
             # Where very many are equally cold, the rest goes another time.
@@ -685,7 +763,7 @@ class SlabIndex:
                 first_page if evicted else tuple(self.memory.rows[victims[0], [index_words.USED, CREATED]].tolist())
             )
             pages = self.memory.rows[victims[:found]]
-            evicted += self.memory.table.evict(victims, spared, headroom, oldest, dead)
+            evicted += self.memory.table.evict(victims, spared, headroom, oldest, dead, tenancy)
             # What had expired goes alone: under the same hashes there may be what was written since.
             valid = index_words.are_valid(self.memory.header, pages[:, CREATED], oldest)
             gone.append(pages[(pages[:, STATE] & STATES == index_words.PAGE) & valid])
@@ -735,15 +813,18 @@ class SlabIndex:
             count -= end - slot
             which, slot = (which + 1) % len(of_size), 0
 
-    def _measure(self, of_size: Words, slot_size: int, need: int, oldest: int, dead: Words) -> list[int]:
+    def _measure(
+        self, of_size: Words, slot_size: int, need: int, oldest: int, dead: Words, tenancy: Words | None
+    ) -> list[int]:
         """Measure how cold the coldest slots of a size are, and where most of them are: where the windows with the most
         of them begin, the best one last. Needs no lock."""
         slabs = self.view().table[of_size]
         total = int(slabs[:, SLOTS].sum())
         step = max(1, total // _SAMPLED)
         first, ranks = random.randrange(step), np.empty(total // step + 1, np.int64)
-        ranks = ranks[: self.memory.table.sample(slabs, first, step, oldest, dead, ranks)]
-        known, windows = self._known_of(slot_size), [0]
+        ranks = ranks[: self.memory.table.sample(slabs, first, step, oldest, dead, ranks, tenancy)]
+        of = _of_writer(slot_size, tenancy)
+        known, windows = self._known_of(*of), [0]
         there = int((ranks != NO_PAGE).sum())
         if there:
             wanted = -(-min(need, total) * len(ranks) // total)
@@ -757,7 +838,7 @@ class SlabIndex:
                 best = counts.argsort()[-_MOST_WINDOWS:]
                 windows = (best[counts[best] > 0] * _MOST_LOOKED_AT).tolist()
         known[LEFT] = max(total // _COLD_PART, min(need, total))
-        self._windows[slot_size] = windows
+        self._windows[of] = windows
         return windows
 
     def _may_be_free(self, rows: Words) -> None:
@@ -772,8 +853,11 @@ class SlabIndex:
             slab[FREE_SLOTS] += len(some)
             slab[OF] = 0
 
-    def _known_of(self, slot_size: int) -> Words:
-        """What is known of the slots of this size. With too many sizes the last ones share it."""
+    def _known_of(self, slot_size: int, writer: int = -1) -> Words:
+        """What is known of the slots of this size. With too many sizes the last ones share it. Of a tenant that writes,
+        this process alone knows it."""
+        if writer >= 0:
+            return self._known_for.setdefault((slot_size, writer), np.zeros(index_words.SIZE_WORDS, np.int64))
         sizes = self.memory.sizes[:, index_words.OF_SIZE].tolist()
         of = next((number for number, size in enumerate(sizes) if size in (0, slot_size)), len(sizes) - 1)
         known: Words = self.memory.sizes[of]
@@ -883,25 +967,29 @@ class SlabIndex:
         rows = self.memory.rows[slab.first_row : slab.first_row + slab.slots]
         pages = np.flatnonzero(rows[:, STATE] & STATES == index_words.PAGE)
         hashes, states = rows[pages, index_words.HASH], rows[pages, STATE]
+        of_tenants = self.tenants_of(slab.first_row + pages)
         self.memory.forget_rows(slab.first_row, slab.slots)
         identities = self.memory.identities
         numbers = states[index_words.is_current(identities, states)] >> index_words.NUMBER_SHIFT
         np.subtract.at(identities[:, index_words.PAGES], numbers & (len(identities) - 1), 1)
+        self.memory.tenants[:, index_words.TENANT_PAGES] -= of_tenants
         return hashes, states
 
     def has_left_slabs(self) -> bool:
         return bool(np.isin(self.memory.slabs[:, SLAB_STATE], (MAKING, DROPPING)).any())
 
-    def colder_slabs(self, slot_size: int, oldest: int, *, needed: bool = False) -> list[Slab]:
+    def colder_slabs(
+        self, slot_size: int, oldest: int, *, needed: bool = False, tenancy: Words | None = None
+    ) -> list[Slab]:
         """Slabs of other slot sizes, most of whose slots are worth less than any page in slots of this size: free, or
         with pages of lower priorities; the least worthy first. All of them, where there are no slots of this size or a
-        slab is ``needed`` whatever it is worth."""
+        slab is ``needed`` whatever it is worth; but none of which more than a quarter stays for a tenant's share."""
         dead = self._dead()
 
         def ranks_of(slab: Words) -> Words:
             step = max(1, int(slab[SLOTS]) // _MOST_TOGETHER)
             ranks = np.empty(int(slab[SLOTS]) // step + 1, np.int64)
-            some: Words = ranks[: self.memory.table.sample(slab[None, :], 0, step, oldest, dead, ranks)]
+            some: Words = ranks[: self.memory.table.sample(slab[None, :], 0, step, oldest, dead, ranks, tenancy)]
             return some
 
         def worth(slab: Words) -> int:
@@ -919,7 +1007,8 @@ class SlabIndex:
         own = view.by_first[:, SLOT_SIZE] == slot_size
         others = sorted((worth(slab), int(slab[SLAB_NUMBER])) for slab in view.by_first[~own])
         limit = NO_PAGE if needed else min(map(coldest, view.by_first[own]), default=NO_PAGE)
-        return [view.slabs[number] for rank, number in others if needed or rank < limit]
+        whatever = needed and tenancy is None
+        return [view.slabs[number] for rank, number in others if whatever or rank < limit]
 
     def holds_any(self, slab: Slab, spared: Words) -> bool:
         """Whether a page of the slab has one of these hashes."""
@@ -1075,6 +1164,11 @@ class SlabIndex:
                 # At first, and in a child that was forked.
                 self._note_member(member)
             yield
+
+
+def _of_writer(slot_size: int, tenancy: Words | None) -> tuple[int, int]:
+    """What may go differs from tenant to tenant, and so do the coldest pages; the number is -1 without tenants."""
+    return slot_size, -1 if tenancy is None else int(tenancy[index_words.WRITER])
 
 
 def slots_in_group(slot_size: int, slots: int) -> int:

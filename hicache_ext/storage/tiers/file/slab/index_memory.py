@@ -42,7 +42,7 @@ from hicache_ext.runtime.file_lock import close_in_forks
 from hicache_ext.storage.tiers.file.slab import index_words, miniatures
 from hicache_ext.storage.tiers.file.slab.index_words import Table, Words
 
-INDEX_FORMAT = 0x68696361 << 8 | 12
+INDEX_FORMAT = 0x68696361 << 8 | 13
 """Processes of another format cannot share an index; they have a directory of their own then (manifest.py)."""
 
 _BLOCK = 4096
@@ -111,10 +111,11 @@ class IndexMemory:
         self.small = part(miniatures.SMALL_WORDS)
         self.entries = part(miniatures.ENTRY_WORDS, _SMALL_SETS, index_words.WAYS)
         """What the miniatures know, and of which pages (miniatures.py)."""
+        self.tenants = part(index_words.TENANTS, index_words.TENANT_WORDS)
         self.sets = part(_power_of_two(-(-rows_most // _ROWS_PER_SET)), index_words.WAYS)
         self.rows = part(rows_most, index_words.ROW_WORDS)
         of_tables = self.rows, self.sets, self.header, self.identities, self.ghosts
-        self.table = Table(*of_tables, self.events, self.small, self.entries)
+        self.table = Table(*of_tables, self.events, self.small, self.entries, self.tenants)
         self._rows_at = _parts(rows_most, ghost_sets)[-1][0] * _WORD
 
     def close(self) -> None:
@@ -215,6 +216,7 @@ def _parts(rows_most: int, ghost_sets: int) -> list[tuple[int, int]]:
         2 * _EVENTS,
         miniatures.SMALL_WORDS,
         miniatures.ENTRY_WORDS * _SMALL_SETS * index_words.WAYS,
+        index_words.TENANTS * index_words.TENANT_WORDS,
         _power_of_two(-(-rows_most // _ROWS_PER_SET)) * index_words.WAYS,
         rows_most * index_words.ROW_WORDS,
     ]

@@ -33,9 +33,10 @@ Words = npt.NDArray[np.int64]
 
 KEY_WORDS = 6
 HASH, STATE, LENGTH, CREATED, SEAL, _SECOND_OF_SEAL, PRIORITY, USED = range(8)
-"""Words of a row: hash of the page hash (of a pending slot its ticket); state, see below; payload bytes; when written
-(wall-clock milliseconds); two words of seal; rank; what the rank is made of: clock at the last counted use <<
-CLOCK_SHIFT | place in the chain, up to MOST_DEPTH, << HITS_BITS | uses."""
+"""Words of a row: hash of the page hash (of a pending slot its ticket); state, see below; payload bytes, and above them
+the number of the page's tenant (not in USED, which is written without the lock); when written (wall-clock
+milliseconds); two words of seal; rank; what the rank is made of: clock at the last counted use << CLOCK_SHIFT | place
+in the chain, up to MOST_DEPTH, << HITS_BITS | uses."""
 ROW_WORDS = 8
 UNKNOWN, FREE, PENDING, PAGE = range(4)
 """Low bits of STATE. Not yet looked at by a rebuild; free; being written: member << 8; a page: the generation of its
@@ -96,6 +97,16 @@ DIGEST, _SECOND_OF_DIGEST, GENERATION, CLEARED, HITS, LAST, WRITTEN, PAGES = ran
 hit, and when last (seconds); whether pages were written since it was cleared; how many there are, about: a kill
 may make it wrong."""
 IDENTITY_WORDS = 8
+
+TENANT_NAME, TENANT_PAGES = range(2)
+"""Words of a tenant: 64 bits of the digest of its name, 0 for none; how many pages it has, of all identities, cleared
+ones included; a kill may make it wrong by one. Number 0 is the default tenant."""
+TENANTS, TENANT_WORDS, TENANT_SHIFT = 64, 2, 32
+EVICTED, WRITER = TENANTS, 2 * TENANTS
+"""Of a tenancy, which says for whom slots are taken: behind the slots that are each tenant's share, pages evicted of
+each, and the number of the one that writes, -1 for nobody."""
+TENANCY_WORDS = WRITER + 1
+COUNTS = 4 + TENANTS
 
 WAYS = 16
 HITS_BITS = 3
@@ -181,6 +192,10 @@ def _each_or_one(numbers: Words) -> tuple[int, int]:
     return (0, numbers.item()) if len(numbers) == 1 else (address(numbers), 0)
 
 
+def _address_or_none(tenancy: Words | None) -> int:
+    return 0 if tenancy is None else address(tenancy)
+
+
 class Find(Arguments):
     function = "hicache_find"
     _fields_ = words("table keys numbers found key_count number oldest")
@@ -218,17 +233,17 @@ class TakeFree(Arguments):
 
 class Sample(Arguments):
     function = "hicache_sample"
-    _fields_ = words("table slabs dead ranks slab_count dead_count rank_count oldest first step")
+    _fields_ = words("table slabs dead ranks slab_count dead_count rank_count oldest first step tenancy")
 
 
 class Coldest(Arguments):
     function = "hicache_coldest"
-    _fields_ = words("table dead victims dead_count oldest begin end together cold cool")
+    _fields_ = words("table dead victims dead_count oldest begin end together cold cool tenancy")
 
 
 class Evict(Arguments):
     function = "hicache_evict"
-    _fields_ = words("table victims spared dead victim_count spared_count dead_count headroom oldest")
+    _fields_ = words("table victims spared dead victim_count spared_count dead_count headroom oldest tenancy")
 
 
 class EvictBeside(Arguments):
@@ -258,7 +273,7 @@ class Publish(Arguments):
     function = "hicache_publish"
     _fields_ = words(
         "table keys numbers positions taken lengths published key_count number taken_count pending ticket "
-        "created oldest capacity ghost_limit sampled"
+        "created oldest capacity ghost_limit sampled tenant"
     )
 
 
@@ -273,7 +288,7 @@ class Table(Arguments):
 
     function = "hicache_table"
     _fields_ = words(
-        "rows sets header identities ghosts events small entries "
+        "rows sets header identities ghosts events small entries tenants "
         "row_count set_count identity_count ghost_sets event_count entry_sets"
     )
 
@@ -287,8 +302,9 @@ class Table(Arguments):
         events: Words,
         small: Words,
         entries: Words,
+        tenants: Words,
     ) -> None:
-        parts = rows, sets, header, identities, ghosts, events, small, entries
+        parts = rows, sets, header, identities, ghosts, events, small, entries, tenants
         lengths = len(rows), len(sets), len(identities), ghosts.shape[1], len(events), entries.shape[1]
         super().__init__(*map(address, parts), *lengths)
         self.core = native.needed()
@@ -376,10 +392,15 @@ class Table(Arguments):
         parts = address(slabs), address(known), address(of_size), address(taken)
         return self._run(TakeFree, *parts, len(of_size), len(taken), most, pending, ticket)
 
-    def sample(self, slabs: Words, first: int, step: int, oldest: int, dead: Words, ranks: Words) -> int:
+    # ``tenancy``: for whom, TENANCY_WORDS of them; None where there are no tenants.
+
+    def sample(
+        self, slabs: Words, first: int, step: int, oldest: int, dead: Words, ranks: Words, tenancy: Words | None = None
+    ) -> int:
         """The ranks of every ``step``-th slot of these slabs, from number ``first`` on. Returns how many there are."""
         parts = address(slabs), address(dead), address(ranks)
-        return self._run(Sample, *parts, len(slabs), len(dead), len(ranks), oldest, first, step)
+        numbers = len(slabs), len(dead), len(ranks), oldest, first, step
+        return self._run(Sample, *parts, *numbers, _address_or_none(tenancy))
 
     def coldest(
         self,
@@ -391,18 +412,23 @@ class Table(Arguments):
         oldest: int,
         dead: Words,
         victims: Words,
+        tenancy: Words | None = None,
     ) -> int:
         """Of the rows from ``begin`` to ``end``, in groups of ``together``: those with a rank up to ``cool`` in groups
         that have one up to ``cold`` go into ``victims``, which ends with -1. Returns their number."""
         parts = address(dead), address(victims)
-        return self._run(Coldest, *parts, len(dead), oldest, begin, end, together, cold, cool)
+        numbers = len(dead), oldest, begin, end, together, cold, cool
+        return self._run(Coldest, *parts, *numbers, _address_or_none(tenancy))
 
-    def evict(self, victims: Words, spared: Words, headroom: int, oldest: int, dead: Words) -> int:
+    def evict(
+        self, victims: Words, spared: Words, headroom: int, oldest: int, dead: Words, tenancy: Words | None = None
+    ) -> int:
         """Free the slots ``victims``, up to a -1, whatever is in them by now that may be taken; ``victims`` keeps those
         that are free then, up to a -1. Pages with a hash in ``spared`` (sorted) get a rank ``headroom`` beyond now
         instead. Returns the number of pages evicted, which does not count those that nobody could ask for."""
         parts = address(victims), address(spared), address(dead)
-        return self._run(Evict, *parts, len(victims), len(spared), len(dead), headroom, oldest)
+        numbers = len(victims), len(spared), len(dead), headroom, oldest
+        return self._run(Evict, *parts, *numbers, _address_or_none(tenancy))
 
     def evict_beside(
         self, hashes: Words, states: Words, beside: Words, needed: Words, oldest: int, freed: Words
@@ -424,8 +450,8 @@ class Table(Arguments):
         return self._run(GiveBack, address(taken), len(taken), pending, ticket)
 
     def count(self, begin: int, end: int, oldest: int, counts: Words) -> int:
-        """Count the rows from ``begin`` to ``end`` by state, into ``counts``. Returns the number of pages that can be
-        found."""
+        """Count the rows from ``begin`` to ``end`` by state, into ``counts``, and the pages of each tenant behind those
+        (COUNTS words). Returns the number of pages that can be found."""
         return self._run(Count, address(counts), begin, end, oldest)
 
     # -- writing pages -------------------------------------------------------------------------------------------------
@@ -445,15 +471,16 @@ class Table(Arguments):
         ghost_limit: int,
         published: Words,
         sampled: int,
+        tenant: int = 0,
     ) -> int:
         """Make pages of slots that are written, with their seals: page ``keys[positions[n]]`` is in row ``taken[n]``.
         Pages at consecutive positions are a chain (``PageByPage.inserted`` of the benchmarks). ``published[n]``: 1; 0
         for a page that is there already: its slot becomes free; -1 for a slot that is no longer this writer's.
-        ``ghost_limit``: evicted pages worth remembering; ``sampled``: as for ``touch``. Returns how many slots became
-        free."""
+        ``ghost_limit``: evicted pages worth remembering; ``sampled``: as for ``touch``; ``tenant``: whose pages they
+        are. Returns how many slots became free."""
         each, of_all = _each_or_one(numbers)
         parts = address(keys), each, address(positions), address(taken), address(lengths), address(published)
-        moments = created, oldest, capacity, ghost_limit, sampled
+        moments = created, oldest, capacity, ghost_limit, sampled, tenant
         return self._run(Publish, *parts, len(keys), of_all, len(taken), pending, ticket, *moments)
 
     def adopt(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,6 +29,7 @@ import numpy.typing as npt
 from hicache_ext.errors import ClearLaterError, IndexBusyError, StoreSetupError
 from hicache_ext.page import envelope
 from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
 from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore, oldest_valid_ms
@@ -171,6 +172,7 @@ class SlabStore(PathStore):
         self._allocator = SlotAllocator(
             self.name, directory, self._capacity, pins, self.metrics, self._count_error, self._note_space, evicted_age
         )
+        self._tenant_numbers = {tenants.DEFAULT: 0}
         self._keep_capacity()
         directory.rebuild.tell_of_damage(self._look_over)
 
@@ -180,7 +182,11 @@ class SlabStore(PathStore):
 
     def fullness(self) -> Fullness:
         with self._calls:
-            return self._allocator.fullness(self._oldest(), self.no_space_since)
+            fullness = self._allocator.fullness(self._oldest(), self.no_space_since)
+            if tenants.in_force() is None:
+                return fullness
+            pages = self._by_name(self._index.tenant_pages)
+            return replace(fullness, tenants={**dict.fromkeys(self._tenant_numbers, 0), **pages})
 
     def _block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
         return self._contents.block_hashes(digest, self._oldest())
@@ -219,6 +225,8 @@ class SlabStore(PathStore):
             if count < len(found):
                 found = found.select([results[position] is GetResult.HIT for position in found.positions.tolist()])
             self._index.note_hits(found, batch.keys, count)
+            if tenants.in_force() is not None:
+                self.metrics.add_many("tenant_hits", self._by_name(self._index.tenants_of(found.rows)))
         return results
 
     def _look_at(self, batch: PageBatch) -> list[GetResult]:
@@ -386,10 +394,12 @@ class SlabStore(PathStore):
                 logger.error("tier %s: no room for more identities; clear some, or restart all servers", self.name)
                 self.metrics.add("rejected", "capacity", len(missing))
                 return results
-            # No portion can evict its own pages or leave none to the others.
-            for portion in self._portions(missing, batch.sizes, slot_size_of, self._capacity, _PORTIONS):
-                self._set_portion(batch, portion, results)
-            self._allocator.look_after([slot_size_of(size) for size in set(batch.sizes)], self._oldest())
+            tenancy = None
+            for tenancy, positions in self._by_tenant(batch.keys, missing):
+                # No portion can evict its own pages or leave none to the others.
+                for portion in self._portions(positions, batch.sizes, slot_size_of, self._capacity, _PORTIONS):
+                    self._set_portion(batch, portion, results, tenancy)
+            self._allocator.look_after([slot_size_of(size) for size in set(batch.sizes)], self._oldest(), tenancy)
         except IndexBusyError:
             self.metrics.add("rejected", "held", sum(result is SetResult.REJECTED for result in results))
         except OSError as error:
@@ -399,7 +409,34 @@ class SlabStore(PathStore):
                     results[position] = SetResult.ERROR
         return results
 
-    def _set_portion(self, batch: PageBatch, positions: list[int], results: list[SetResult]) -> None:
+    def _by_tenant(self, keys: Sequence[bytes], positions: list[int]) -> list[tuple[Words | None, list[int]]]:
+        """The pages of each tenant, and for whom their slots are taken; (None, all) without tenants. Raises
+        IndexBusyError."""
+        if (known := tenants.in_force()) is None:
+            return [(None, positions)]
+        limits, numbers = known.limits, self._tenant_numbers
+        if new := [name for name in limits if name not in numbers]:
+            numbers = self._tenant_numbers = {**numbers, **self._index.number_tenants(new)}
+            if lacking := [name for name in new if not numbers[name]]:
+                words = "tier %s: tenants %s are taken for %s: the directory has numbers for %d, until all restart"
+                logger.warning(words, self.name, ", ".join(lacking), tenants.DEFAULT, tenants.MOST_TENANTS)
+        shares = {numbers[name]: limit.share for name, limit in reversed(limits.items())}
+        of: dict[int, list[int]] = {}
+        for position in positions:
+            of.setdefault(numbers.get(known.owner(keys[position][IDENTITY_LENGTH:]), 0), []).append(position)
+        return [(self._index.tenancy(shares, number), some) for number, some in of.items()]
+
+    def _by_name(self, counts: Words) -> dict[str, int]:
+        """Counts by number of tenant, under the names that are configured here; those of others are "other"."""
+        names = {number: name for name, number in reversed(self._tenant_numbers.items())}
+        found: Counter[str] = Counter()
+        for number in np.flatnonzero(counts).tolist():
+            found[names.get(number, "other")] += int(counts[number])
+        return found
+
+    def _set_portion(
+        self, batch: PageBatch, positions: list[int], results: list[SetResult], tenancy: Words | None
+    ) -> None:
         """Raises IndexBusyError, OSError."""
         sizes = batch.sizes
         wanted: dict[int, Numbers] = {}
@@ -411,7 +448,12 @@ class SlabStore(PathStore):
                 of_size.setdefault(slot_size_of(sizes[position]), []).append(position)
             wanted = {slot_size: np.array(pages) for slot_size, pages in of_size.items()}
         ticket = self._index.next_ticket()
-        places = self._allocator.take(wanted, ticket, self._oldest())
+        places = self._allocator.take(wanted, ticket, self._oldest(), tenancy)
+        tenant = 0
+        if tenancy is not None:
+            tenant, evicted = int(tenancy[index_words.WRITER]), tenancy[index_words.EVICTED : index_words.WRITER]
+            self.metrics.add_many("tenant_evicted", self._by_name(evicted))
+            evicted[:] = 0
         self.metrics.add("rejected", "capacity", len(positions) - sum(map(len, places.values())))
         parts = []
         for slot_size, rows in places.items():
@@ -425,7 +467,7 @@ class SlabStore(PathStore):
             with self._io.to_write(batch, taken, self._allocator.slab, self._writers) as moving:
                 self._workers.run(moving.threads, moving.move, self._writers)
             written = taken if moving.all_done else self._finish_writing(batch, moving, results)
-            published = self._index.publish(ticket, batch.keys, taken, written, self._oldest(), milliseconds())
+            published = self._index.publish(ticket, batch.keys, taken, written, self._oldest(), milliseconds(), tenant)
         finally:
             if published is None:
                 self._give_back(taken.rows, ticket)
