@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 
 # -- page hashes -------------------------------------------------------------------------------------------------------
 # As a prefill node computes them: sha256(hash before || token ids of the page), the first one seeded from extra_key and
-# cache_salt.
+# cache_salt. Under EAGLE it keys its tree by pairs of tokens, because a draft's KV at a token is made of the next one,
+# too: a page is hashed from the token behind it as well, and is whole one token later.
 
 KV = "kv"
 """SGLang's name for the pool of which every page counts."""
@@ -54,9 +55,10 @@ HashPages = Callable[[Sequence[int], str | None], list[str]]
 class PageChain:
     """Hashes of the pages 0, 1, 2, ... of a growing sequence of tokens. For one thread at a time."""
 
-    def __init__(self, page_size: int, hash_pages: HashPages) -> None:
-        """``hash_pages`` knows what the request's hashes are seeded from."""
+    def __init__(self, page_size: int, hash_pages: HashPages, *, bigrams: bool = False) -> None:
+        """``hash_pages`` knows what the request's hashes are seeded from; ``bigrams`` is as it hashes."""
         self.page_size = page_size
+        self._bigrams = bigrams
         self._hash_pages = hash_pages
         self._hashes: list[str] = []
 
@@ -66,11 +68,11 @@ class PageChain:
 
     def tokens_for(self, first_page: int, end_page: int) -> slice:
         """The tokens that the pages from ``first_page`` up to ``end_page`` are hashed from."""
-        return slice(first_page * self.page_size, end_page * self.page_size)
+        return slice(first_page * self.page_size, end_page * self.page_size + self._bigrams)
 
     def pages_in(self, tokens: int) -> int:
         """Whole pages of a prompt of ``tokens`` tokens, as a prefill node stores it."""
-        return tokens // self.page_size
+        return max(0, tokens - self._bigrams) // self.page_size
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Hash the next pages from exactly their tokens: ``tokens_for(len(self), ...)``."""

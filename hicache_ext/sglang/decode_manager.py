@@ -27,6 +27,7 @@ from hicache_ext.config.sections import WriteConfig
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.sglang import process
 from hicache_ext.sglang.launch_facts import configuration_given_as
 from hicache_ext.sglang.process import attached_backends
 from hicache_ext.sglang.releases import comes_with, installed_release, release_request
@@ -92,10 +93,16 @@ class DecodeManager:
     writer: DecodeWriter
 
     def __init__(
-        self, pools: ModelPools, req_to_token_pool: Any, tree_cache: Any, page_size: int, track_interval: int = 0
+        self,
+        pools: ModelPools,
+        req_to_token_pool: Any,
+        tree_cache: Any,
+        page_size: int,
+        track_interval: int = 0,
+        bigrams: bool = False,
     ) -> None:
         """``writer`` is to be set before the first call of SGLang's. ``track_interval``: tokens from one recurrent
-        state that SGLang keeps to the next."""
+        state that SGLang keeps to the next. ``bigrams``: whether prefill nodes key their tree by pairs of tokens."""
         from hicache_ext.pd.decode_writer import Copies
 
         self.page_size = page_size
@@ -110,6 +117,7 @@ class DecodeManager:
             self.tails[MAMBA] = 1
         self.pools = pools
         self._track_interval = track_interval
+        self._bigrams = bigrams
         self._req_to_token_pool = req_to_token_pool
         self._allocator: Any = getattr(tree_cache, "token_to_kv_pool_allocator", None)
         self._tree_cache = tree_cache
@@ -165,7 +173,7 @@ class DecodeManager:
         """Return the prompt, an empty chain that hashes the request's pages as a prefill node does, and the options."""
         from hicache_ext.pd.decode_writer import RequestOptions
 
-        chain = page_chain(self.page_size, extra_key=request.extra_key, cache_salt=request.cache_salt)
+        chain = page_chain(self.page_size, request.extra_key, request.cache_salt, bigrams=self._bigrams)
         return request.origin_input_ids, chain, RequestOptions.of(request)
 
     def boundary(self, request: Any, end_page: int, since: int) -> int:
@@ -220,7 +228,7 @@ class DecodeManager:
         self.copies.queue(request, piece, lambda number: self.pools.operation(number, parts))
 
 
-def page_chain(page_size: int, *, extra_key: str | None, cache_salt: str | None) -> PageChain:
+def page_chain(page_size: int, extra_key: str | None, cache_salt: str | None, *, bigrams: bool = False) -> PageChain:
     """A chain hashed by SGLang itself."""
     from hicache_ext.pd.decode_writer import PageChain
 
@@ -229,11 +237,11 @@ def page_chain(page_size: int, *, extra_key: str | None, cache_salt: str | None)
         from sglang.srt.mem_cache.utils import get_storage_hash_str
 
         ids = tokens if isinstance(tokens, array) else array("q", tokens)
-        key = RadixKey(ids, extra_key=extra_key, cache_salt=cache_salt)
+        key = RadixKey(ids, extra_key=extra_key, is_bigram=bigrams, cache_salt=cache_salt)
         hashes: list[str] = get_storage_hash_str(key, before, page_size=page_size)
         return hashes
 
-    return PageChain(page_size, hash_pages)
+    return PageChain(page_size, hash_pages, bigrams=bigrams)
 
 
 # -- construction ------------------------------------------------------------------------------------------------------
@@ -250,7 +258,8 @@ def _our_manager(
 ) -> DecodeManager:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import ComponentType
-    from sglang.srt.runtime_context import get_memory, get_schedule
+    from sglang.srt.runtime_context import get_memory, get_schedule, get_spec
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from hicache_ext.pd.decode_writer import DecodeWriter, PoolWriter
     from hicache_ext.sglang.model_pools import ModelPools
@@ -259,12 +268,14 @@ def _our_manager(
     components = set(getattr(tree_cache, "components", None) or {ComponentType.FULL})
     kv_cache = token_to_kv_pool_allocator.get_kvcache()
     _refuse_what_prefill_cannot_use(kv_cache, len(components), shares=not getattr(tree_cache, "disable", False))
+    speculation = SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
     params = CacheInitParams(
         disable=False,
         req_to_token_pool=req_to_token_pool,
         token_to_kv_pool_allocator=token_to_kv_pool_allocator,
         page_size=get_schedule().page_size,
         tp_cache_group=tp_group,
+        **_draft_pools(speculation),
     )
     track_interval = _track_interval(params.page_size) if "MAMBA" in {one.name for one in components} else 0
     pools = ModelPools(
@@ -291,7 +302,9 @@ def _our_manager(
     def written_here(name: str) -> bool:
         return not pools.controller.backup_skip or bool(backend.writes_on_every_rank(name))
 
-    manager = DecodeManager(pools, req_to_token_pool, tree_cache, params.page_size, track_interval)
+    manager = DecodeManager(
+        pools, req_to_token_pool, tree_cache, params.page_size, track_interval, bigrams=speculation.is_eagle()
+    )
     manager.writer = DecodeWriter(
         manager,
         config,
@@ -323,6 +336,21 @@ _WITHOUT_WRITER = (
 )
 
 
+def _draft_pools(speculation: Any) -> dict[str, tuple[Any, ...]]:
+    """The parts of CacheInitParams that say where a prefill node of this launch keeps the KV of drafts: in the target's
+    pages, or in pools beside it. A decode node's have none, because SGLang has no HiCache there; but its drafts have
+    pools, with the target's slots, and in those the KV of every token whose successor is known, as on prefill nodes."""
+    runners = tuple(model.runner for model in process.drafts())
+    if not runners:
+        return {}
+    from sglang.srt.speculative.base_spec_worker import _can_pack_hicache_mtp
+
+    pools = tuple(runner.token_to_kv_pool for runner in runners)
+    if _can_pack_hicache_mtp(speculation, runners):
+        return {"mtp_draft_device_pools": pools}
+    return {"sidecar_draft_device_pools": pools[:1]}
+
+
 def _refuse_what_prefill_cannot_use(kv_cache: Any, components: int, shares: bool) -> None:
     """``shares``: whether requests have memory of SGLang's radix cache."""
     from sglang.srt.mem_cache import memory_pool
@@ -331,24 +359,26 @@ def _refuse_what_prefill_cannot_use(kv_cache: Any, components: int, shares: bool
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     speculation = SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
+    draft_pools = [model.runner.token_to_kv_pool for model in process.drafts()]
+    plain = (memory_pool.MHATokenToKVPool, memory_pool.MLATokenToKVPool)
+    several = (memory_pool.HybridLinearKVPool, SWAKVPool)
     subject, reason = f"decode-side writing of {type(kv_cache).__name__}", None
-    if type(kv_cache) in (memory_pool.DSATokenToKVPool, memory_pool.HybridLinearKVPool, SWAKVPool) and components < 3:
+    if type(kv_cache) in (memory_pool.DSATokenToKVPool, *several) and components < 3:
         if not comes_with(installed_release(), "0.5.23"):
             reason = f"SGLang {installed_release()} keeps too little of it on a decode node"
-        elif not speculation.is_none() or get_parallel().dcp_enabled:
+        elif get_parallel().dcp_enabled or (type(kv_cache) in several and not speculation.is_none()):
             reason = "with speculation or decode context parallelism its pools have another order"
         elif shares and isinstance(kv_cache, SWAKVPool):
             reason = "with SGLang's radix cache a request does not tell which memory of its window is its own"
-    elif isinstance(kv_cache, memory_pool.DSATokenToKVPool) or not isinstance(
-        kv_cache, memory_pool.MHATokenToKVPool | memory_pool.MLATokenToKVPool
-    ):
+    elif isinstance(kv_cache, memory_pool.DSATokenToKVPool) or not isinstance(kv_cache, plain):
         reason = "it has side pools that a decode node does not write"
-    elif speculation.is_eagle():
-        # Whether prefill nodes of this launch key their tree by bigrams.
-        subject = "decode-side writing with speculation"
-        reason = (
-            "with EAGLE or MTP a prefill node stores the draft model's KV beside the target's or packed in its pages,"
-            " and a decode node writes the target's only"
-        )
+    if reason is None and (speculation.is_eagle() or draft_pools):
+        subject = f"decode-side writing with {get_spec().speculative_algorithm}"
+        if not comes_with(installed_release(), "0.5.23"):
+            reason = f"SGLang {installed_release()} does not say where a prefill node keeps the draft model's KV"
+        elif not speculation.is_eagle() or speculation.is_frozen_kv_mtp() or not draft_pools:
+            reason = "a decode node does not keep such drafts as a prefill node does"
+        elif not all(type(pool) in (*plain, memory_pool.DSATokenToKVPool) for pool in draft_pools):
+            reason = f"drafts in {type(draft_pools[0]).__name__} are not written"
     if reason is not None:
         raise UnsupportedError(subject, reason, _WITHOUT_WRITER)
