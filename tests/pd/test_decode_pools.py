@@ -162,7 +162,7 @@ class DecodeNode:
         self.manager.writer._stride = 4 * self.page
         self.manager.writer._prefix_grace = 0.0
         self.released: list[Any] = []
-        self.manager.copies._release = self.released.append
+        self.manager._release = self.released.append  # type: ignore[method-assign]
         self.prompt = FIRST * self.page + 3
         self.request = Request(self.prompt)
         self.free_before = self.free_pages()
@@ -482,11 +482,11 @@ def test_memory_that_was_given_away_before_its_copy_ended_is_never_stored(
     node_of: Callable[..., DecodeNode], tmp_path: Path, kind: str
 ) -> None:
     node = node_of(kind)
-    start = node.manager.copies.start
-    node.manager.copies.start = list  # type: ignore[method-assign]
+    start = node.manager.start_copies
+    node.manager.start_copies = lambda: None  # type: ignore[method-assign]
     # The copy is queued at 9 pages (10, with states) and made when the window has left, or a third state been kept.
     node.generate(9 * node.page, settle=False)
-    node.manager.copies.start = start  # type: ignore[method-assign]
+    node.manager.start_copies = start  # type: ignore[method-assign]
     node.settle()
     prefill = PrefillNode(kind, tmp_path, "page_first")
     assert tails_found(node, prefill, kind) == []
@@ -506,12 +506,12 @@ def test_where_batches_do_not_overlap_the_next_boundary_takes_the_one_slot(
     node = node_of("mamba")
     node.request.kv.mamba_ping_pong_track_buffer = node.request.kv.mamba_ping_pong_track_buffer[:1]
     node.request.kv.mamba_last_track_idx = 0
-    start = node.manager.copies.start
-    node.manager.copies.start = list  # type: ignore[method-assign]
+    start = node.manager.start_copies
+    node.manager.start_copies = lambda: None  # type: ignore[method-assign]
     while not node.manager.ongoing_offload:
         node.generate(1, settle=False)
     node.generate(INTERVAL, settle=False)
-    node.manager.copies.start = start  # type: ignore[method-assign]
+    node.manager.start_copies = start  # type: ignore[method-assign]
     node.settle()
     assert node.manager.writer.metrics.value("copy", "torn") == 1
     assert tails_found(node, PrefillNode("mamba", tmp_path, "page_first"), "mamba") == []
@@ -525,7 +525,7 @@ def test_what_sglang_makes_of_one_request_is_the_matter_of_that_one(node_of: Cal
         released.append(request)
         raise AssertionError("start_p == end_p")
 
-    node.manager.copies._release = fail
+    node.manager._release = fail  # type: ignore[method-assign]
     node.generate(9 * node.page, finish=True)
     assert released == [node.request] and not node.manager.ongoing_offload
     node.manager.finalize_release_on_finish(node.request)
@@ -539,8 +539,9 @@ def test_a_copy_that_cannot_be_queued_holds_no_host_memory(
         raise RuntimeError("out of memory")
 
     node = node_of("mha")
-    monkeypatch.setattr(node.manager, "queue_copy", fail)
-    node.generate(9 * node.page, settle=False)
+    monkeypatch.setattr(node.pools, "operation", fail)
+    node.generate(9 * node.page, finish=True)
+    assert node.released == [node.request]
     assert node.free_pages() == node.free_before
 
 

@@ -16,7 +16,7 @@ from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem  # n
 from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 
-from hicache_ext.sglang.decode_manager import page_chain  # noqa: E402
+from hicache_ext.sglang.decode_manager import PageChain  # noqa: E402
 from tests.releases.needs import needs_release  # noqa: E402
 
 PAGE_SIZE = 16
@@ -42,7 +42,7 @@ def test_a_chain_grown_piece_by_piece_equals_the_next_turns_prefill(
 ) -> None:
     generator = random.Random(prompt_length)
     conversation = [generator.randrange(150_000) for _ in range(prompt_length + 200)]
-    chain = page_chain(PAGE_SIZE, extra_key, cache_salt, bigrams=eagle)
+    chain = PageChain(PAGE_SIZE, extra_key, cache_salt, bigrams=eagle)
     prompt_pages = chain.pages_in(prompt_length)
     if prompt_pages:
         chain.extend(conversation[chain.tokens_for(0, prompt_pages)])
@@ -61,14 +61,14 @@ def test_eagle_and_plain_hashes_never_meet_and_neither_do_namespaces() -> None:
     tokens = list(range(100, 100 + 4 * PAGE_SIZE + 1))
     seen = set()
     for eagle, extra_key, salt in itertools.product((False, True), (None, "", "a"), (None, "a", "b")):
-        chain = page_chain(PAGE_SIZE, extra_key, salt, bigrams=eagle)
+        chain = PageChain(PAGE_SIZE, extra_key, salt, bigrams=eagle)
         chain.extend(tokens[chain.tokens_for(0, 4)])
         seen.update(chain.hashes(0, 4))
     assert len(seen) == 2 * 3 * 3 * 4
 
 
 def test_hashes_that_are_not_there_yet_are_refused() -> None:
-    chain = page_chain(PAGE_SIZE, extra_key=None, cache_salt=None)
+    chain = PageChain(PAGE_SIZE, extra_key=None, cache_salt=None)
     chain.extend(list(range(PAGE_SIZE)))
     with pytest.raises(IndexError):
         chain.hashes(0, 2)
@@ -87,7 +87,7 @@ def test_pages_of_other_images_have_other_hashes_and_a_decode_node_finds_the_sam
     # The pages before the image are of both.
     alike = [one == other for one, other in zip(*hashes, strict=True)]
     assert alike == sorted(alike, reverse=True) and sum(alike) == 1
-    chain = page_chain(PAGE_SIZE, extra_key=None, cache_salt=None)
+    chain = PageChain(PAGE_SIZE, extra_key=None, cache_salt=None)
     pages = chain.pages_in(len(prompt(b"a")))
     chain.extend(prompt(b"a")[chain.tokens_for(0, pages)])
     assert chain.hashes(0, pages) == hashes[0]

@@ -1,16 +1,18 @@
-"""Pairs of models with more than one pool: the decode node writes windows and states beside the KV, and the next turn's
-prefill goes on from them, with the log-probabilities of a server that computes everything."""
+"""Pairs of models with more than one pool, and of nodes of unlike TP: the decode node writes windows and states beside
+the KV, and the next turn's prefill goes on from them, with the log-probabilities of a server that computes everything.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from hicache_ext.sglang.used_names import DECODE_WRITER
+from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.e2e.conftest import file_tier_config
 from tests.e2e.test_hybrid_models import ARGUMENTS, CHUNK, PAGE_SIZE
 from tests.e2e.test_pd_pair import PROMPT, as_file, error_lines, restored, writer_counters
@@ -19,12 +21,11 @@ from tests.rigs.network_namespace import missing_for_namespaces
 from tests.rigs.pd_pair import PdPair
 from tests.rigs.rig_server import RigServer
 from tests.rigs.server_hooks import hybrid_environment
-from tests.rigs.tiny_hybrid import Kind, make_tiny_hybrid
+from tests.rigs.tiny_hybrid import make_tiny_hybrid
 
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
-    pytest.mark.thorough,
     needs(DECODE_WRITER),
     needs_release("0.5.23", "older releases write one pool"),
 ]
@@ -40,20 +41,35 @@ NEXT_QUESTION = [(7 * position * position + 3 * position) % 250 for position in 
 """Long enough that its log-probabilities tell one prefix from another."""
 
 
-@pytest.mark.parametrize("kind", ["gemma4", "qwen3_next"])
-def test_the_second_turn_restores_all_pools_of_the_answer(tmp_path: Path, kind: Kind) -> None:
+UNLIKE_TP = ("--hicache-mem-layout", "page_head")
+"""With ``tp_lcm_size``: heads are pages of their own."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefill_tp", "decode_tp"),
+    [("gemma4", 1, 1), ("qwen3_next", 1, 1), ("qwen3_next", 2, 2), ("llama", 1, 2), ("llama", 2, 1)],
+)
+def test_the_second_turn_restores_all_pools_of_the_answer(
+    tmp_path: Path, kind: Literal["gemma4", "qwen3_next", "llama"], prefill_tp: int, decode_tp: int
+) -> None:
     if missing := missing_for_namespaces():
         pytest.skip(f"missing: {missing}")
-    model = make_tiny_hybrid(tmp_path / kind, kind)
-    config = as_file(tmp_path, file_tier_config(tmp_path / "pool", layout="pages"))
+    model = make_tiny_model(tmp_path / kind) if kind == "llama" else make_tiny_hybrid(tmp_path / kind, kind)
+    document = file_tier_config(tmp_path / "pool", layout="pages")
+    unlike = UNLIKE_TP if prefill_tp != decode_tp else ()
+    if unlike:
+        document["tp_lcm_size"] = 2
+    config = as_file(tmp_path, document)
     unit = CHUNK if kind == "qwen3_next" else PAGE_SIZE
     with PdPair(
         model,
         directory=tmp_path,
         prefill_config=config,
         decode_config=config,
-        prefill_arguments=ARGUMENTS.get(kind, ()),
-        decode_arguments=(*ARGUMENTS.get(kind, ()), *DECODE_ARGUMENTS.get(kind, ())),
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        prefill_arguments=(*ARGUMENTS.get(kind, ()), *unlike),
+        decode_arguments=(*ARGUMENTS.get(kind, ()), *DECODE_ARGUMENTS.get(kind, ()), *unlike),
         environment=hybrid_environment(),
         page_size=PAGE_SIZE,
     ) as pair:
