@@ -73,7 +73,7 @@ def test_the_second_turn_restores_all_pools_of_the_answer(
         environment=hybrid_environment(),
         page_size=PAGE_SIZE,
     ) as pair:
-        first = pair.generate(PROMPT, GENERATED)
+        first = pair.generate(PROMPT, GENERATED, sampling={"ignore_eos": True}, return_logprob=True)
         assert (first.cached_tokens, len(first.output_ids)) == (0, GENERATED)
         answer = [*PROMPT, *first.output_ids]
         stored = (len(answer) - 1) // unit * unit  # the last token has no KV
@@ -101,9 +101,12 @@ def test_the_second_turn_restores_all_pools_of_the_answer(
     found = input_logprobs(warm.prefill.meta_info)
     assert len(found) == len(next_turn) - stored - 1
     tail = computed[-len(found) :]
-    # Batches of other shapes round other bits of bfloat16.
-    assert (found - tail).abs().mean() < 0.05 * (other[-len(found) :] - tail).abs().mean()
-    assert torch.corrcoef(torch.stack([found, tail]))[0, 1] > 0.99
+    error, of_others = (found - tail).abs().mean(), (other[-len(found) :] - tail).abs().mean()
+    # A step of decoding rounds other bits of bfloat16 than a whole prompt does, and so does the state that it keeps.
+    said = torch.tensor([logprob for logprob, *_ in first.decode.meta_info["output_token_logprobs"]])
+    rounding = (said - computed[len(PROMPT) - 1 : len(answer) - 1]).abs().mean()
+    assert error < 0.15 * of_others and error < 4 * rounding, (error, of_others, rounding)
+    assert torch.corrcoef(torch.stack([found, tail]))[0, 1] > 0.995
 
 
 def logprobs(server: RigServer, prompt: list[int]) -> torch.Tensor:
