@@ -216,7 +216,6 @@ FORMER = {
     "test_a_writer_of_an_earlier_version_counts_until_it_was_silent_for_ten_minutes": (
         "-> test_a_writer_that_is_no_member_counts_until_it_was_silent_for_ten_minutes"
     ),
-    "test_eagle_and_plain_hashes_never_meet_and_neither_do_namespaces": "-> test_hashes_of_namespaces_never_meet",
     "test_every_guard_can_be_left_out": "-> test_every_guard_that_has_a_key_can_be_left_out",
     "test_pins_replicas_and_groups_are_taken_by_the_engine": (
         "-> test_pins_and_preferred_segments_are_taken_by_the_engine"
@@ -224,7 +223,9 @@ FORMER = {
     "test_slabs_of_any_version_make_a_directory_one_of_slabs": (
         "-> test_slabs_make_a_directory_one_of_slabs_whatever_became_of_its_manifest"
     ),
-    "test_speculation_is_refused_unless_asked_for": "-> test_speculation_is_refused",
+    "test_speculation_is_refused_unless_asked_for": (
+        "-> test_speculation_is_refused_where_a_prefill_node_keeps_drafts_that_a_decode_node_does_not"
+    ),
     "test_the_page_begins_with_what_it_comes_to": "-> test_later_turns_are_compared_round_by_round_with_the_spread",
     "test_the_page_begins_with_what_it_comes_to_and_with_the_spread": (
         "-> test_later_turns_are_compared_round_by_round_with_the_spread"

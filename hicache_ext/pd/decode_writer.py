@@ -22,7 +22,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,55 +36,12 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.serving.hints import HintSender
-from hicache_ext.storage.serving.kv_hints import said_by
 
 logger = logging.getLogger(__name__)
 
 
-# -- page hashes -------------------------------------------------------------------------------------------------------
-# As a prefill node computes them: sha256(hash before || token ids of the page), the first one seeded from extra_key and
-# cache_salt.
-
 KV = "kv"
 """SGLang's name for the pool of which every page counts."""
-
-HashPages = Callable[[Sequence[int], str | None], list[str]]
-"""Hashes of the whole pages of some tokens of a request; the second argument is the hash of the page before them."""
-
-
-class PageChain:
-    """Hashes of the pages 0, 1, 2, ... of a growing sequence of tokens. For one thread at a time."""
-
-    def __init__(self, page_size: int, hash_pages: HashPages) -> None:
-        """``hash_pages`` knows what the request's hashes are seeded from."""
-        self.page_size = page_size
-        self._hash_pages = hash_pages
-        self._hashes: list[str] = []
-
-    def __len__(self) -> int:
-        """Pages hashed so far."""
-        return len(self._hashes)
-
-    def tokens_for(self, first_page: int, end_page: int) -> slice:
-        """The tokens that the pages from ``first_page`` up to ``end_page`` are hashed from."""
-        return slice(first_page * self.page_size, end_page * self.page_size)
-
-    def pages_in(self, tokens: int) -> int:
-        """Whole pages of a prompt of ``tokens`` tokens, as a prefill node stores it."""
-        return tokens // self.page_size
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Hash the next pages from exactly their tokens: ``tokens_for(len(self), ...)``."""
-        pages = self.pages_in(len(tokens))
-        if pages:
-            whole = tokens[self.tokens_for(0, pages)]
-            self._hashes += self._hash_pages(whole, self._hashes[-1] if self._hashes else None)
-
-    def hashes(self, first_page: int, end_page: int) -> list[str]:
-        """Hashes of pages already hashed."""
-        if end_page > len(self._hashes):
-            raise IndexError(f"{end_page} pages asked for, {len(self._hashes)} hashed")
-        return self._hashes[first_page:end_page]
 
 
 # -- one request -------------------------------------------------------------------------------------------------------
@@ -123,7 +80,8 @@ class Continuation:
     ranks."""
 
     number: int
-    chain: PageChain
+    chain: Any
+    """Of page hashes (``PageChain`` in sglang/decode_manager.py)."""
     prompt: Sequence[int]
     """SGLang's own token ids of the prompt; not copied."""
     prompt_pages: int
@@ -140,6 +98,8 @@ class Continuation:
     finished: bool = False
     closed: bool = False
     """Nothing more of this request will be written."""
+    written_pages: int = 0
+    """Leading pages of the whole sequence that are in the pool; 0 as long as nothing of it was written."""
     epoch: int = 0
     attempts: int = 0
     first_failure: int = 0
@@ -148,9 +108,9 @@ class Continuation:
     in_flight: bool = False
     not_before: int = 0
 
-    @property
-    def waiting_pages(self) -> int:
-        return sum(piece.pages for piece in self.waiting)
+
+def _pages(pieces: Iterable[Piece]) -> int:
+    return sum(piece.pages for piece in pieces)
 
 
 # -- what waits --------------------------------------------------------------------------------------------------------
@@ -165,7 +125,10 @@ class WriteQueue:
 
     def __init__(self) -> None:
         self._waiting: dict[int, Continuation] = {}
-        self.pages = 0
+
+    @property
+    def pages(self) -> int:
+        return sum(_pages(continuation.waiting) for continuation in self._waiting.values())
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -174,7 +137,6 @@ class WriteQueue:
         """Append a piece to those of its continuation."""
         piece.continuation.waiting.append(piece)
         self._waiting.setdefault(piece.continuation.number, piece.continuation)
-        self.pages += piece.pages
 
     def put_back(self, pieces: list[Piece]) -> None:
         """Return pieces whose write failed: first of their continuation, which goes to the end of the queue."""
@@ -182,14 +144,14 @@ class WriteQueue:
         continuation.waiting.extendleft(reversed(pieces))
         self._waiting.pop(continuation.number, None)
         self._waiting[continuation.number] = continuation
-        self.pages += sum(piece.pages for piece in pieces)
 
     def take_run(self, now: int, most_pages: int) -> list[Piece]:
         """The next consecutive pieces of one continuation, at most ``most_pages`` together (or one piece); [] if none.
 
-        A continuation has one run under way at a time: its pages must reach the pool in the order of the chain.
+        A continuation has one run under way at a time: its pages must reach the pool in the order of the chain. Those
+        that have finished come first, since their next turn may come at any moment.
         """
-        for continuation in self._waiting.values():
+        for continuation in sorted(self._waiting.values(), key=lambda one: not one.finished):
             if continuation.in_flight or continuation.not_before > now:
                 continue
             run = [continuation.waiting.popleft()]
@@ -197,7 +159,6 @@ class WriteQueue:
             while continuation.waiting and pages + continuation.waiting[0].pages <= most_pages:
                 run.append(continuation.waiting.popleft())
                 pages += run[-1].pages
-            self.pages -= pages
             if not continuation.waiting:
                 del self._waiting[continuation.number]
             return run
@@ -209,7 +170,6 @@ class WriteQueue:
             return []
         pieces = list(continuation.waiting)
         continuation.waiting.clear()
-        self.pages -= sum(piece.pages for piece in pieces)
         return pieces
 
     def victims(self, spare: Continuation) -> Iterator[Continuation]:
@@ -224,99 +184,6 @@ class WriteQueue:
         ]
         candidates.sort(key=lambda item: (item[1].priority, item[1].born, item[0]))
         return (continuation for _, continuation in candidates)
-
-
-# -- copies to host memory ---------------------------------------------------------------------------------------------
-
-
-class Copies:
-    """Copies from the device through SGLang's controller. Scheduler thread only; nothing waits but ``wait``.
-
-    A request can be weakly referenced and hashed. A finished one is released once, after the last copy out of it.
-    """
-
-    def __init__(self, controller: Any, is_torn: Callable[[Any, Piece], bool], release: Callable[[Any], None]) -> None:
-        """``is_torn`` is asked of a piece whose copy has ended; ``release`` gives a request's device memory back."""
-        self.under_way: dict[int, tuple[Any, Piece]] = {}
-        self._controller = controller
-        self._is_torn = is_torn
-        self._release = release
-        self._of: Counter[Any] = Counter()
-        self._made = 0
-
-    def of(self, request: Any) -> int:
-        """Copies of a request that were queued and not yet taken."""
-        return self._of[request]
-
-    def pieces(self) -> Iterator[Piece]:
-        """Those whose copies were queued and not yet taken."""
-        return (piece for _, piece in self.under_way.values())
-
-    def queue(self, request: Any, piece: Piece, operation: Callable[[int], Any]) -> None:
-        """To be part of the next operation that is started; ``operation`` makes it SGLang's, of a number."""
-        self._made += 1
-        self._controller.write_queue.append(operation(self._made))
-        self.under_way[self._made] = (request, piece)
-        self._of[request] += 1
-
-    def start(self) -> list[Piece]:
-        """Start all queued copies as one operation, which costs the scheduler once.
-
-        The pieces of refused copies: these have ended, and their bytes are nowhere. Releases finished requests.
-        """
-        queue = self._controller.write_queue
-        if not queue:
-            return []
-        numbers = [number for operation in queue for number in operation.node_ids]
-        try:
-            self._controller.start_writing()
-        except Exception:
-            logger.exception("hicache_ext: copies to host memory were refused, their pages will not be written")
-            queue.clear()
-            return self._taken(numbers)
-        return []
-
-    def ended(self) -> int:
-        """Count the leading operations whose bytes are in host memory."""
-        waiting = [ack.finish_event.query() for ack in self._controller.ack_write_queue]
-        return waiting.index(False) if False in waiting else len(waiting)
-
-    def take(self, operations: int) -> list[Piece]:
-        """Return the pieces of the first ``operations`` operations, which have ended. Releases finished requests."""
-        acks = [self._controller.ack_write_queue.pop(0) for _ in range(operations)]
-        return self._taken([number for ack in acks for number in ack.node_ids])
-
-    def wait(self) -> int:
-        """Wait for all operations under way; return their number."""
-        acks = self._controller.ack_write_queue
-        for ack in acks:
-            ack.finish_event.synchronize()
-        return len(acks)
-
-    def _taken(self, numbers: Sequence[int]) -> list[Piece]:
-        """Every piece is taken and every finished request released, whatever SGLang makes of one of them."""
-        pieces = []
-        for number in numbers:
-            request, piece = self.under_way.pop(number)
-            self._of[request] -= 1
-            if not self._of[request]:
-                del self._of[request]
-            try:
-                piece.torn = self._is_torn(request, piece)
-            except Exception:
-                logger.exception("hicache_ext: whether a copy is whole is not known, its pages will not be written")
-                piece.torn = True
-            pieces.append(piece)
-            if request.finished() and not self._of[request]:
-                self.release(request)
-        return pieces
-
-    def release(self, request: Any) -> None:
-        """Give a request's device memory back. Never raises: others wait for theirs."""
-        try:
-            self._release(request)
-        except Exception:
-            logger.exception("hicache_ext: a finished request's memory on the device was not released")
 
 
 # -- the thread that writes to the pool --------------------------------------------------------------------------------
@@ -334,20 +201,6 @@ class Outcome(enum.IntEnum):
     WRITTEN = 3
 
 
-@dataclass(frozen=True, slots=True)
-class WriteJob:
-    """Consecutive pieces of one continuation, written together."""
-
-    continuation: Continuation
-    pieces: list[Piece]
-    look_for_prefix: bool
-    """Write only if the prompt's pages are in the pool."""
-
-    @property
-    def pages(self) -> int:
-        return sum(piece.pages for piece in self.pieces)
-
-
 class PoolWriter:
     """``submit`` and ``finished`` run on the scheduler thread and never wait; everything else on a thread of its
     own."""
@@ -358,14 +211,15 @@ class PoolWriter:
         self._pool = pool
         self._metrics = metrics
         self._pools_on = pools_on
-        self._jobs: deque[WriteJob] = deque()
-        self._finished: deque[tuple[WriteJob, Outcome]] = deque()
+        self._jobs: deque[list[Piece]] = deque()
+        self._finished: deque[tuple[list[Piece], Outcome]] = deque()
         self._log = LimitedLog(logger, 1.0)
         self._loop = BackgroundLoop("hicache-ext-pd-writer", self._work)
         # At once: a machine without threads shows at the start, and not when jobs keep host memory.
         self._loop.wake()
 
-    def submit(self, job: WriteJob) -> None:
+    def submit(self, job: list[Piece]) -> None:
+        """Write consecutive pieces of one continuation, of which no other job is under way."""
         self._jobs.append(job)
         self._loop.wake()
 
@@ -374,7 +228,7 @@ class PoolWriter:
         """Jobs that ended and were not taken."""
         return len(self._finished)
 
-    def take_finished(self, count: int) -> list[tuple[WriteJob, Outcome]]:
+    def take_finished(self, count: int) -> list[tuple[list[Piece], Outcome]]:
         return [self._finished.popleft() for _ in range(count)]
 
     def stop(self, timeout: float) -> bool:
@@ -393,15 +247,15 @@ class PoolWriter:
             self._finished.append((job, outcome))
         return math.inf
 
-    def _write(self, job: WriteJob) -> Outcome:
+    def _write(self, pieces: list[Piece]) -> Outcome:
         if not any(self._pools_on.values()):
             return Outcome.WRITTEN
-        continuation, pieces = job.continuation, job.pieces
+        continuation = pieces[0].continuation
         chain = continuation.chain
         first_page = pieces[0].first_page
         if first_page and len(chain) < continuation.prompt_pages:
             chain.extend(continuation.prompt[chain.tokens_for(len(chain), continuation.prompt_pages)])
-        prompt = chain.hashes(0, continuation.prompt_pages) if job.look_for_prefix else []
+        prompt = [] if continuation.prefix_known else chain.hashes(0, continuation.prompt_pages)
         if prompt and self._pool.stored_leading(prompt) < len(prompt):
             return Outcome.PREFIX_MISSING
         for piece in pieces:
@@ -413,7 +267,9 @@ class PoolWriter:
             owners.follow(None, chain.hashes(0, pieces[-1].end_page))
         # The KV last: where it is found, what lies beside it was written before.
         for source in reversed(pieces[0].host_indices):
-            keys = [key for piece in pieces for key in self._keys(chain, piece, source)]
+            keys: list[str] = []
+            for piece in pieces:
+                keys += chain.hashes(piece.end_page - piece.pages_of[source], piece.end_page)
             host_indices = torch.cat([piece.host_indices[source] for piece in pieces]).reshape(len(keys), -1)
             for first in range(0, len(keys), _PAGES_PER_WRITE):
                 some = slice(first, first + _PAGES_PER_WRITE)
@@ -422,11 +278,6 @@ class PoolWriter:
                     if outcome is not Outcome.WRITTEN:
                         return outcome
         return Outcome.WRITTEN
-
-    @staticmethod
-    def _keys(chain: PageChain, piece: Piece, source: str) -> list[str]:
-        """Of the pages of one pool in a piece: its last ones, or all."""
-        return chain.hashes(piece.end_page - piece.pages_of[source], piece.end_page)
 
     def _write_pages(self, name: str, keys: list[str], host_indices: torch.Tensor) -> Outcome:
         """Write the pages that the pool lacks: WRITTEN where it has all of them now."""
@@ -455,37 +306,12 @@ _RETRIES = 3
 _FIRST_BACKOFF_MS = 250
 _RETRY_WITHIN_MS = 30_000
 """No write is tried again later than this after its first failure: it keeps host memory."""
-_PAGES_IN_FLIGHT = 512
-"""Pages handed to the storage thread; the others wait where they can be dropped."""
+_PAGES_IN_FLIGHT = 2 * _PAGES_PER_WRITE
+"""Pages handed to the storage thread; the others wait where they can be dropped, and overtaken by what has finished."""
 _HINTS_TIMEOUT = 2.0
 
 Minimum = Callable[[list[int]], list[int]]
 """The element-wise minimum over the ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOptions:
-    """What a request says about its own KV, in ``sampling_params.custom_params``::
-
-        {"sampling_params": {"custom_params": {"hicache_ext": {"store": false, "priority": 2}}}, ...}
-
-    This field is the only free mapping that SGLang carries from every entry point (/generate and the OpenAI calls,
-    which have it at the top level) to the scheduler's Req; otherwise only custom logit processors read it. extra_key
-    and cache_salt change the page hashes, and SGLang's ``priority`` changes the scheduling. ``kv_hints`` of SGLang say
-    the same, and more (storage/serving/kv_hints.py).
-    """
-
-    store: bool = True
-    """False: nothing this request generates is written."""
-    priority: int = 0
-    """When host memory is full, the lowest priority is dropped first."""
-
-    @classmethod
-    def of(cls, request: Any) -> RequestOptions:
-        """Of SGLang's ``Req``; absent or invalid ones have their defaults."""
-        parameters = getattr(getattr(request, "sampling_params", None), "custom_params", None)
-        said = said_by(getattr(request, "kv_hints", None), parameters)
-        return cls() if said is None else cls(store=said.store, priority=said.priority)
 
 
 class DecodeWriter:
@@ -508,7 +334,6 @@ class DecodeWriter:
         request, at least a page. ``prefix_grace``: seconds that the prefill node may take to write the prompt before it
         counts as missing."""
         self._offload = offload
-        self._copies: Copies = offload.copies
         self._config = config
         self._writer = writer
         self.metrics = metrics
@@ -531,7 +356,7 @@ class DecodeWriter:
     @property
     def idle(self) -> bool:
         """Nothing is being copied, queued or written."""
-        return not (self._copies.under_way or len(self._queue) or self._pages_in_flight)
+        return not (self._offload.ongoing_offload or len(self._queue) or self._pages_in_flight)
 
     # -- called by the scheduler for each request after each step -------------------------------------------------
 
@@ -557,10 +382,13 @@ class DecodeWriter:
             return False
         if not finished and self._copies_this_step >= _COPIES_PER_STEP:
             return False
-        return self._copy(request, output, continuation)
+        copy_began = self._copy(request, output, continuation)
+        if finished:
+            self._announce(continuation)
+        return copy_began
 
     def _begin(self, request: Any) -> Continuation:
-        prompt, chain, options = self._offload.facts(request)
+        prompt, chain, said = self._offload.facts(request)
         prompt_pages = chain.pages_in(len(prompt))
         self._continuations_made += 1
         continuation = Continuation(
@@ -568,14 +396,14 @@ class DecodeWriter:
             chain=chain,
             prompt=prompt,
             prompt_pages=prompt_pages,
-            priority=options.priority,
+            priority=said.priority,
             copied_pages=prompt_pages,
             next_copy_at=max(self._copy_due_at(len(prompt), prompt_pages), self._config.min_tokens + 1),
             born=self._now,
             prefix_known=prompt_pages == 0,
-            closed=not options.store,
+            closed=not said.store,
         )
-        self.metrics.add("request", "seen" if options.store else "opted_out")
+        self.metrics.add("request", "seen" if said.store else "opted_out")
         self._continuations[request] = continuation
         return continuation
 
@@ -607,11 +435,7 @@ class DecodeWriter:
             return False
         self._copies_this_step += 1
         piece = Piece(continuation, first_page, pages_of, host_indices, tokens, continuation.epoch)
-        try:
-            self._offload.queue_copy(request, piece)
-        except BaseException:
-            self._free_memory(host_indices)
-            raise
+        self._offload.queue_copy(request, piece)
         continuation.copied_pages = end_page
         continuation.next_copy_at = self._copy_due_at(prompt_length, end_page)
         return True
@@ -630,11 +454,6 @@ class DecodeWriter:
             taken[name] = indices
         return taken
 
-    def _start_copies(self) -> None:
-        for piece in self._copies.start():
-            self._close(piece.continuation, "copy_failed")
-            self._copy_ended(piece)
-
     def _evict(self, lacking: dict[str, int], spare: Continuation) -> bool:
         """Drop queued pages until so many more of each pool are free; False where that cannot be."""
         victims: list[Continuation] = []
@@ -648,8 +467,7 @@ class DecodeWriter:
         if any(pages > 0 for pages in lacking.values()):
             return False
         for victim in victims:
-            pages = victim.waiting_pages
-            self.metrics.add("dropped", "oldest", pages)
+            self.metrics.add("dropped", "oldest", _pages(victim.waiting))
             self._forget_waiting(victim)
             if victim.finished:
                 self._close(victim, "dropped")
@@ -660,13 +478,12 @@ class DecodeWriter:
     def step(self) -> None:
         """Start copies, collect ended copies and writes, submit the next writes. Never waits."""
         self._copies_this_step = 0
-        self._start_copies()
-        # Copies ended, writes ended, milliseconds since the start: the minimum of all ranks.
+        self._offload.start_copies()
         milliseconds = int((time.monotonic() - self._started) * 1000)
-        numbers = [self._copies.ended(), self._writer.finished_jobs, milliseconds]
-        copied, written, self._now = numbers if self._minimum is None else self._minimum(numbers)
-        if copied:
-            self._copies_ended(copied)
+        copied, refused, written, self._now = self._agreed(
+            [*self._offload.copies_ended(), self._writer.finished_jobs, milliseconds]
+        )
+        self._copies_ended(copied, refused)
         if written:
             self._writes_ended(written)
         if len(self._queue):
@@ -675,12 +492,20 @@ class DecodeWriter:
 
     def finish_copies(self) -> None:
         """Wait for every copy under way: retraction is about to free the device memory they read [scheduler]."""
-        self._start_copies()
-        self._copies_ended(self._copies.wait())
+        self._offload.start_copies()
+        while self._offload.ongoing_offload:
+            self._copies_ended(*self._agreed([*self._offload.copies_ended(wait=True)]))
 
-    def _copies_ended(self, operations: int) -> None:
-        for piece in self._copies.take(operations):
-            self._copy_ended(piece)
+    def _agreed(self, numbers: list[int]) -> list[int]:
+        """Of each number the smallest of all ranks."""
+        return numbers if self._minimum is None else self._minimum(numbers)
+
+    def _copies_ended(self, operations: int, refused: int) -> None:
+        for operation in range(operations):
+            for piece in self._offload.take_copies():
+                if operation == refused:
+                    self._close(piece.continuation, "copy_failed", lost_pages=piece.pages)
+                self._copy_ended(piece)
 
     def _copy_ended(self, piece: Piece) -> None:
         continuation = piece.continuation
@@ -696,43 +521,45 @@ class DecodeWriter:
             continuation.copied_pages = piece.first_page
             if continuation.finished:
                 self.metrics.add("lost", "torn", piece.pages)
+                self._announce(continuation)
 
     def _hand_out(self) -> None:
         while self._pages_in_flight < _PAGES_IN_FLIGHT:
             run = self._queue.take_run(self._now, _PAGES_PER_WRITE)
             if not run:
                 return
-            continuation = run[0].continuation
-            continuation.in_flight = True
-            job = WriteJob(continuation, run, look_for_prefix=not continuation.prefix_known)
-            self._pages_in_flight += job.pages
-            self._writer.submit(job)
+            run[0].continuation.in_flight = True
+            self._pages_in_flight += _pages(run)
+            self._writer.submit(run)
 
     def _writes_ended(self, count: int) -> None:
         finished = self._writer.take_finished(count)
-        outcomes: Sequence[int] = [outcome for _, outcome in finished]
-        if self._minimum is not None:
-            outcomes = self._minimum(list(outcomes))
-        for (job, _), outcome in zip(finished, outcomes, strict=True):
-            continuation = job.continuation
+        outcomes = self._agreed([outcome for _, outcome in finished])
+        for (run, _), outcome in zip(finished, outcomes, strict=True):
+            continuation = run[0].continuation
             continuation.in_flight = False
-            self._pages_in_flight -= job.pages
+            self._pages_in_flight -= _pages(run)
             if outcome == Outcome.WRITTEN:
                 continuation.prefix_known = True
                 continuation.attempts = 0
-                self._free(job.pieces)
-                end_page = job.pieces[-1].end_page
-                if self._hints is not None and continuation.finished and end_page == continuation.copied_pages:
-                    # The last write: the storage thread no longer uses the chain.
-                    self._hints.announce(continuation.chain.hashes(0, end_page))
+                self._free(run)
+                continuation.written_pages = run[-1].end_page
+                self._announce(continuation)
             elif continuation.closed:
-                self._free(job.pieces)
+                self._free(run)
             elif (pause := self._pause(continuation, outcome)) is not None:
                 continuation.not_before = self._now + pause
-                self._queue.put_back(job.pieces)
+                self._queue.put_back(run)
             else:
-                self._free(job.pieces)
-                self._close(continuation, Outcome(outcome).name.lower(), lost_pages=job.pages)
+                self._free(run)
+                self._close(continuation, Outcome(outcome).name.lower(), lost_pages=_pages(run))
+
+    def _announce(self, continuation: Continuation) -> None:
+        """Tell prefill nodes of a conversation whose last page is in the pool: the storage thread no longer uses its
+        chain."""
+        written = continuation.written_pages
+        if self._hints is not None and continuation.finished and 0 < written == continuation.copied_pages:
+            self._hints.announce(continuation.chain.hashes(0, written))
 
     def _pause(self, continuation: Continuation, outcome: int) -> int | None:
         """Milliseconds after which a write is tried again; None where it is not."""
@@ -763,14 +590,15 @@ class DecodeWriter:
         continuation.epoch += 1
         self._free(waiting)
         dropped_from = [piece.first_page for piece in waiting]
-        dropped_from += [piece.first_page for piece in self._copies.pieces() if piece.continuation is continuation]
+        copied = (piece for _, piece in self._offload.ongoing_offload.values())
+        dropped_from += [piece.first_page for piece in copied if piece.continuation is continuation]
         if dropped_from:
             continuation.copied_pages = min(dropped_from)
 
     def _close(self, continuation: Continuation, reason: str, lost_pages: int = 0) -> None:
         """Write nothing more of this request: pages behind a gap could never be found."""
         waiting = self._queue.empty(continuation)
-        lost_pages += sum(piece.pages for piece in waiting)
+        lost_pages += _pages(waiting)
         self._free(waiting)
         continuation.closed = True
         if lost_pages:

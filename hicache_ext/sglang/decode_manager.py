@@ -14,7 +14,9 @@ import inspect
 import json
 import logging
 import pkgutil
+import sys
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,14 +29,16 @@ from hicache_ext.config.sections import WriteConfig
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.sglang import process
 from hicache_ext.sglang.launch_facts import configuration_given_as
 from hicache_ext.sglang.process import attached_backends
 from hicache_ext.sglang.releases import comes_with, installed_release, release_request
 from hicache_ext.sglang.scheduler_hooks import is_unstored
 from hicache_ext.sglang.served_pools import KV
+from hicache_ext.storage.serving.kv_hints import Said, said_by
 
 if TYPE_CHECKING:
-    from hicache_ext.pd.decode_writer import DecodeWriter, PageChain, Piece, RequestOptions
+    from hicache_ext.pd.decode_writer import DecodeWriter, Piece
     from hicache_ext.sglang.model_pools import ModelPools
 
 logger = logging.getLogger(__name__)
@@ -43,6 +47,7 @@ SWA, MAMBA = PoolName.SWA.value, PoolName.MAMBA.value
 MANAGER = "sglang.srt.disaggregation.decode_kvcache_offload_manager.DecodeKVCacheOffloadManager"
 _CONFIG_FIELD = "hicache_storage_backend_extra_config"
 _STOP_TIMEOUT = 20.0
+_REFUSED = "hicache_ext: copies to host memory were refused, their pages will not be written"
 
 
 def replace_manager(*arguments: Any, **named: Any) -> Any:
@@ -92,16 +97,25 @@ class DecodeManager:
     writer: DecodeWriter
 
     def __init__(
-        self, pools: ModelPools, req_to_token_pool: Any, tree_cache: Any, page_size: int, track_interval: int = 0
+        self,
+        pools: ModelPools,
+        req_to_token_pool: Any,
+        tree_cache: Any,
+        page_size: int,
+        track_interval: int = 0,
+        bigrams: bool = False,
     ) -> None:
         """``writer`` is to be set before the first call of SGLang's. ``track_interval``: tokens from one recurrent
-        state that SGLang keeps to the next."""
-        from hicache_ext.pd.decode_writer import Copies
-
+        state that SGLang keeps to the next. ``bigrams``: whether prefill nodes key their tree by pairs of tokens."""
         self.page_size = page_size
-        self.copies = Copies(pools.controller, self._is_torn, self._release)
-        self.ongoing_offload = self.copies.under_way
-        """SGLang looks only whether there are any."""
+        self.ongoing_offload: dict[int, tuple[Any, Piece]] = {}
+        """Copies that were queued and not yet taken, by number; SGLang looks only whether there are any."""
+        self._copies_made = 0
+        self._queued: list[int] = []
+        self._refused = False
+        """Of what is queued, a part cannot be copied."""
+        self._operations: deque[tuple[Any, list[int]]] = deque()
+        """Those that were started: the event of the end, None for a refused one, and the numbers of the copies."""
         self.tails: dict[str, int] = {}
         """Pool -> how many of its last pages a prefill node needs at the boundary where it goes on."""
         if SWA in pools.pools_on:
@@ -110,6 +124,7 @@ class DecodeManager:
             self.tails[MAMBA] = 1
         self.pools = pools
         self._track_interval = track_interval
+        self._bigrams = bigrams
         self._req_to_token_pool = req_to_token_pool
         self._allocator: Any = getattr(tree_cache, "token_to_kv_pool_allocator", None)
         self._tree_cache = tree_cache
@@ -139,8 +154,8 @@ class DecodeManager:
 
     def finalize_release_on_finish(self, req: Any, *_: Any, **__: Any) -> None:
         """A request has finished, and no copy of it began now."""
-        if not self.copies.of(req):
-            self.copies.release(req)
+        if not self._is_copied(req):
+            self.release(req)
 
     def has_inflight_device_transfer(self) -> bool:
         return bool(self.ongoing_offload)
@@ -161,12 +176,11 @@ class DecodeManager:
     def is_on_device(self, request: Any) -> bool:
         return request.kv.req_pool_idx not in (None, -1)
 
-    def facts(self, request: Any) -> tuple[Sequence[int], PageChain, RequestOptions]:
-        """Return the prompt, an empty chain that hashes the request's pages as a prefill node does, and the options."""
-        from hicache_ext.pd.decode_writer import RequestOptions
-
-        chain = page_chain(self.page_size, extra_key=request.extra_key, cache_salt=request.cache_salt)
-        return request.origin_input_ids, chain, RequestOptions.of(request)
+    def facts(self, request: Any) -> tuple[Sequence[int], PageChain, Said]:
+        """Return the prompt, an empty chain that hashes the request's pages as a prefill node does, and what the
+        request says about its KV."""
+        chain = PageChain(self.page_size, request.extra_key, request.cache_salt, bigrams=self._bigrams)
+        return request.origin_input_ids, chain, said_of(request)
 
     def boundary(self, request: Any, end_page: int, since: int) -> int:
         """The last page boundary up to ``end_page`` at which all pools can be copied now, a window's pages from page
@@ -201,12 +215,81 @@ class DecodeManager:
         window_begins = piece.end_page - piece.pages_of.get(SWA, 0)
         return self._freed_of_window(request.kv) > window_begins * self.page_size
 
+    # -- copies --------------------------------------------------------------------------------------------------------
+    # Those of a step are one operation of SGLang's controller, which costs the scheduler once. One that this rank alone
+    # cannot make has ended, in its place among the others: all ranks take it in one step, as refused.
+
+    def queue_copy(self, request: Any, piece: Piece) -> None:
+        """Copy the piece's pages with the next operation."""
+        self._copies_made += 1
+        self._queued.append(self._copies_made)
+        self.ongoing_offload[self._copies_made] = (request, piece)
+        try:
+            operation = self.pools.operation(self._copies_made, self._parts(request, piece))
+            self.pools.controller.write_queue.append(operation)
+        except Exception:
+            logger.exception(_REFUSED)
+            self._refused = True
+
+    def start_copies(self) -> None:
+        """Start what is queued."""
+        if not self._queued:
+            return
+        controller, event = self.pools.controller, None
+        try:
+            if not self._refused:
+                controller.start_writing()
+                event = controller.ack_write_queue.pop().finish_event
+        except Exception:
+            logger.exception(_REFUSED)
+        controller.write_queue.clear()
+        self._operations.append((event, self._queued))
+        self._queued, self._refused = [], False
+
+    def copies_ended(self, *, wait: bool = False) -> tuple[int, int]:
+        """How many of the leading operations have ended, none behind a refused one; and which is refused, or a number
+        that none has. ``wait`` for them."""
+        for number, (event, _) in enumerate(self._operations):
+            if event is None:
+                return number + 1, number
+            if wait:
+                event.synchronize()
+            elif not event.query():
+                return number, sys.maxsize
+        return len(self._operations), sys.maxsize
+
+    def take_copies(self) -> list[Piece]:
+        """Return the pieces of the first operation, which has ended. Every finished request is released after the last
+        copy out of it, whatever SGLang makes of another one."""
+        pieces = []
+        for number in self._operations.popleft()[1]:
+            request, piece = self.ongoing_offload.pop(number)
+            try:
+                piece.torn = self._is_torn(request, piece)
+            except Exception:
+                logger.exception("hicache_ext: whether a copy is whole is not known, its pages will not be written")
+                piece.torn = True
+            pieces.append(piece)
+            if request.finished() and not self._is_copied(request):
+                self.release(request)
+        return pieces
+
+    def _is_copied(self, request: Any) -> bool:
+        return any(one is request for one, _ in self.ongoing_offload.values())
+
+    def release(self, request: Any) -> None:
+        """Give a request's device memory back. Never raises: others wait for theirs."""
+        try:
+            self._release(request)
+        except Exception:
+            logger.exception("hicache_ext: a finished request's memory on the device was not released")
+
     def _release(self, request: Any) -> None:
         if self.is_on_device(request):
             release_request(request, self._tree_cache)
 
-    def queue_copy(self, request: Any, piece: Piece) -> None:
-        """Copy the piece's pages with the next operation."""
+    def _parts(self, request: Any, piece: Piece) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Component, host indices and device indices of what lies in a piece."""
         row = self._req_to_token_pool.req_to_token[request.kv.req_pool_idx]
         tokens = row[piece.first_page * self.page_size : piece.end_page * self.page_size].to(torch.int64)
         parts = [(KV, piece.host_indices[KV], tokens)]
@@ -217,23 +300,65 @@ class DecodeManager:
         if MAMBA in self.tails:
             slot = request.kv.mamba_ping_pong_track_buffer[request.kv.mamba_last_track_idx]
             parts.append((MAMBA, piece.host_indices[MAMBA], slot.reshape(1).to(torch.int64, copy=True)))
-        self.copies.queue(request, piece, lambda number: self.pools.operation(number, parts))
+        return parts
 
 
-def page_chain(page_size: int, *, extra_key: str | None, cache_salt: str | None) -> PageChain:
-    """A chain hashed by SGLang itself."""
-    from hicache_ext.pd.decode_writer import PageChain
+def said_of(request: Any) -> Said:
+    """What a request says about its KV, in ``sampling_params.custom_params``::
 
-    def hash_pages(tokens: Sequence[int], before: str | None) -> list[str]:
+        {"sampling_params": {"custom_params": {"hicache_ext": {"store": false, "priority": 2}}}, ...}
+
+    This field is the only free mapping that SGLang carries from every entry point (/generate and the OpenAI calls,
+    which have it at the top level) to the scheduler's Req; otherwise only custom logit processors read it. extra_key
+    and cache_salt change the page hashes, and SGLang's ``priority`` changes the scheduling. ``kv_hints`` of SGLang say
+    the same, and more (storage/serving/kv_hints.py). What is absent or invalid has its default.
+    """
+    parameters = getattr(getattr(request, "sampling_params", None), "custom_params", None)
+    return said_by(getattr(request, "kv_hints", None), parameters) or Said()
+
+
+class PageChain:
+    """Hashes of the pages 0, 1, 2, ... of a growing sequence of tokens, by SGLang itself. For one thread at a time.
+
+    As a prefill node computes them: sha256(hash before || token ids of the page), the first one seeded from
+    ``extra_key`` and ``cache_salt``. Under EAGLE it keys its tree by pairs of tokens (``bigrams``), because the KV of a
+    draft at a token is made of the next one, too: a page is hashed from the token behind it as well.
+    """
+
+    def __init__(self, page_size: int, extra_key: str | None, cache_salt: str | None, *, bigrams: bool = False) -> None:
+        self.page_size = page_size
+        self._seeds = {"extra_key": extra_key, "cache_salt": cache_salt, "is_bigram": bigrams}
+        self._bigrams = bigrams
+        self._hashes: list[str] = []
+
+    def __len__(self) -> int:
+        """Pages hashed so far."""
+        return len(self._hashes)
+
+    def tokens_for(self, first_page: int, end_page: int) -> slice:
+        """The tokens that the pages from ``first_page`` up to ``end_page`` are hashed from."""
+        return slice(first_page * self.page_size, end_page * self.page_size + self._bigrams)
+
+    def pages_in(self, tokens: int) -> int:
+        """Whole pages of a prompt of ``tokens`` tokens, as a prefill node stores it."""
+        return max(0, tokens - self._bigrams) // self.page_size
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Hash the next pages from exactly their tokens: ``tokens_for(len(self), ...)``."""
         from sglang.srt.mem_cache.radix_cache import RadixKey
         from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-        ids = tokens if isinstance(tokens, array) else array("q", tokens)
-        key = RadixKey(ids, extra_key=extra_key, cache_salt=cache_salt)
-        hashes: list[str] = get_storage_hash_str(key, before, page_size=page_size)
-        return hashes
+        if pages := self.pages_in(len(tokens)):
+            whole = tokens[self.tokens_for(0, pages)]
+            key = RadixKey(whole if isinstance(whole, array) else array("q", whole), **self._seeds)
+            before = self._hashes[-1] if self._hashes else None
+            self._hashes += get_storage_hash_str(key, before, page_size=self.page_size)
 
-    return PageChain(page_size, hash_pages)
+    def hashes(self, first_page: int, end_page: int) -> list[str]:
+        """Hashes of pages already hashed."""
+        if end_page > len(self._hashes):
+            raise IndexError(f"{end_page} pages asked for, {len(self._hashes)} hashed")
+        return self._hashes[first_page:end_page]
 
 
 # -- construction ------------------------------------------------------------------------------------------------------
@@ -250,7 +375,8 @@ def _our_manager(
 ) -> DecodeManager:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import ComponentType
-    from sglang.srt.runtime_context import get_memory, get_schedule
+    from sglang.srt.runtime_context import get_memory, get_schedule, get_spec
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from hicache_ext.pd.decode_writer import DecodeWriter, PoolWriter
     from hicache_ext.sglang.model_pools import ModelPools
@@ -259,12 +385,14 @@ def _our_manager(
     components = set(getattr(tree_cache, "components", None) or {ComponentType.FULL})
     kv_cache = token_to_kv_pool_allocator.get_kvcache()
     _refuse_what_prefill_cannot_use(kv_cache, len(components), shares=not getattr(tree_cache, "disable", False))
+    speculation = SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
     params = CacheInitParams(
         disable=False,
         req_to_token_pool=req_to_token_pool,
         token_to_kv_pool_allocator=token_to_kv_pool_allocator,
         page_size=get_schedule().page_size,
         tp_cache_group=tp_group,
+        **_draft_pools(speculation),
     )
     track_interval = _track_interval(params.page_size) if "MAMBA" in {one.name for one in components} else 0
     pools = ModelPools(
@@ -291,7 +419,9 @@ def _our_manager(
     def written_here(name: str) -> bool:
         return not pools.controller.backup_skip or bool(backend.writes_on_every_rank(name))
 
-    manager = DecodeManager(pools, req_to_token_pool, tree_cache, params.page_size, track_interval)
+    manager = DecodeManager(
+        pools, req_to_token_pool, tree_cache, params.page_size, track_interval, bigrams=speculation.is_eagle()
+    )
     manager.writer = DecodeWriter(
         manager,
         config,
@@ -323,6 +453,21 @@ _WITHOUT_WRITER = (
 )
 
 
+def _draft_pools(speculation: Any) -> dict[str, tuple[Any, ...]]:
+    """The parts of CacheInitParams that say where a prefill node of this launch keeps the KV of drafts: in the target's
+    pages, or in pools beside it. A decode node's have none, because SGLang has no HiCache there; but its drafts have
+    pools, with the target's slots, and in those the KV of every token whose successor is known, as on prefill nodes."""
+    runners = tuple(model.runner for model in process.drafts())
+    if not runners:
+        return {}
+    from sglang.srt.speculative.base_spec_worker import _can_pack_hicache_mtp
+
+    pools = tuple(runner.token_to_kv_pool for runner in runners)
+    if _can_pack_hicache_mtp(speculation, runners):
+        return {"mtp_draft_device_pools": pools}
+    return {"sidecar_draft_device_pools": pools[:1]}
+
+
 def _refuse_what_prefill_cannot_use(kv_cache: Any, components: int, shares: bool) -> None:
     """``shares``: whether requests have memory of SGLang's radix cache."""
     from sglang.srt.mem_cache import memory_pool
@@ -331,24 +476,26 @@ def _refuse_what_prefill_cannot_use(kv_cache: Any, components: int, shares: bool
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     speculation = SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
+    draft_pools = [model.runner.token_to_kv_pool for model in process.drafts()]
+    plain = (memory_pool.MHATokenToKVPool, memory_pool.MLATokenToKVPool)
+    several = (memory_pool.HybridLinearKVPool, SWAKVPool)
     subject, reason = f"decode-side writing of {type(kv_cache).__name__}", None
-    if type(kv_cache) in (memory_pool.DSATokenToKVPool, memory_pool.HybridLinearKVPool, SWAKVPool) and components < 3:
+    if type(kv_cache) in (memory_pool.DSATokenToKVPool, *several) and components < 3:
         if not comes_with(installed_release(), "0.5.23"):
             reason = f"SGLang {installed_release()} keeps too little of it on a decode node"
-        elif not speculation.is_none() or get_parallel().dcp_enabled:
+        elif get_parallel().dcp_enabled or (type(kv_cache) in several and not speculation.is_none()):
             reason = "with speculation or decode context parallelism its pools have another order"
         elif shares and isinstance(kv_cache, SWAKVPool):
             reason = "with SGLang's radix cache a request does not tell which memory of its window is its own"
-    elif isinstance(kv_cache, memory_pool.DSATokenToKVPool) or not isinstance(
-        kv_cache, memory_pool.MHATokenToKVPool | memory_pool.MLATokenToKVPool
-    ):
+    elif isinstance(kv_cache, memory_pool.DSATokenToKVPool) or not isinstance(kv_cache, plain):
         reason = "it has side pools that a decode node does not write"
-    elif speculation.is_eagle():
-        # Whether prefill nodes of this launch key their tree by bigrams.
-        subject = "decode-side writing with speculation"
-        reason = (
-            "with EAGLE or MTP a prefill node stores the draft model's KV beside the target's or packed in its pages,"
-            " and a decode node writes the target's only"
-        )
+    if reason is None and (speculation.is_eagle() or draft_pools):
+        subject = f"decode-side writing with {get_spec().speculative_algorithm}"
+        if not comes_with(installed_release(), "0.5.23"):
+            reason = f"SGLang {installed_release()} does not say where a prefill node keeps the draft model's KV"
+        elif not speculation.is_eagle() or speculation.is_frozen_kv_mtp() or not draft_pools:
+            reason = "a decode node does not keep such drafts as a prefill node does"
+        elif not all(type(pool) in (*plain, memory_pool.DSATokenToKVPool) for pool in draft_pools):
+            reason = f"drafts in {type(draft_pools[0]).__name__} are not written"
     if reason is not None:
         raise UnsupportedError(subject, reason, _WITHOUT_WRITER)

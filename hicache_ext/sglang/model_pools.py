@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from sglang.srt.managers.cache_controller import CacheOperation
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
-from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _select_strategy
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _select_strategy, build_hicache_draft_sidecars
 from sglang.srt.runtime_context import get_serving
 
 from hicache_ext.errors import HicacheExtError, UnsupportedError
@@ -40,6 +40,15 @@ class ModelPools:
                 model_name=get_serving().served_model_name,
                 **storage,
             )
+            if getattr(params, "sidecar_draft_device_pools", ()):
+                # SGLang's tree adds these to what its strategies have built.
+                specs, entries = build_hicache_draft_sidecars(
+                    draft_device_pools=params.sidecar_draft_device_pools,
+                    tree_cache=SimpleNamespace(cache_controller=built.cache_controller),
+                )
+                for entry in entries:
+                    built.cache_controller.register_host_pool_entry(entry)
+                built.sidecars += specs
         except HicacheExtError:
             raise
         except Exception as error:

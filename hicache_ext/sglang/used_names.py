@@ -224,20 +224,25 @@ decode writer
   mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController: parse_storage_backend_extra_config
   mem_cache.cache_init_params.CacheInitParams
     __init__(disable req_to_token_pool token_to_kv_pool_allocator page_size tp_cache_group)
+    mtp_draft_device_pools
   runtime_context: get_context get_schedule get_exec mamba_track_grid
-  speculative.spec_info.SpeculativeAlgorithm: from_string is_eagle
+  speculative.spec_info.SpeculativeAlgorithm: from_string is_eagle is_frozen_kv_mtp is_none
+  speculative.base_spec_worker: _can_pack_hicache_mtp(spec_algorithm draft_runners)
+  model_executor.model_runner.ModelRunner: token_to_kv_pool
   mem_cache.memory_pool: DSATokenToKVPool HybridLinearKVPool MHATokenToKVPool MLATokenToKVPool
   mem_cache.swa_memory_pool: SWAKVPool
   managers.schedule_batch.ReqKvInfo
     req_pool_idx get_evicted_seqlen mamba_last_track_seqlen mamba_last_track_idx mamba_ping_pong_track_buffer
   mem_cache.base_prefix_cache.BasePrefixCache: since 0.5.23 swa_retain_window
   mem_cache.memory_pool.ReqToTokenPool: req_to_token
-  mem_cache.radix_cache.RadixKey: __init__(token_ids extra_key cache_salt)
+  mem_cache.radix_cache.RadixKey: __init__(token_ids extra_key is_bigram cache_salt)
   mem_cache.utils: get_storage_hash_str(key prior_hash page_size)
   managers.schedule_batch.Req
     origin_input_ids output_ids finished kv sampling_params finished_reason extra_key cache_salt
 host pools of a model
   mem_cache.hybrid_cache.hybrid_pool_assembler: _select_strategy ComponentType
+  mem_cache.hybrid_cache.hybrid_pool_assembler: build_hicache_draft_sidecars(draft_device_pools tree_cache)
+  mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController: register_host_pool_entry(entry)
   mem_cache.hybrid_cache.hybrid_pool_assembler.StackStrategy
     build(cache kvcache params server_args load_cache_event model_name storage_backend storage_backend_extra_config)
   mem_cache.hybrid_cache.hybrid_pool_assembler.StackBuildResult

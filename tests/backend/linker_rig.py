@@ -104,20 +104,25 @@ def mha_device() -> Device:
 
 
 def mla_device() -> Device:
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-    pool = MLATokenToKVPool(
+    pool = mla_pool(LAYERS)
+    return Device(pool, {ComponentType.FULL}, {"kv": list(pool.kv_buffer)}, _params(pool), {"kv": PAGE})
+
+
+def mla_pool(layers: int) -> Any:
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    return MLATokenToKVPool(
         size=PAGES * PAGE,
         page_size=PAGE,
         dtype=torch.bfloat16,
         kv_lora_rank=64,
         qk_rope_head_dim=16,
-        layer_num=LAYERS,
+        layer_num=layers,
         device="cpu",
         enable_memory_saver=False,
     )
-    return Device(pool, {ComponentType.FULL}, {"kv": list(pool.kv_buffer)}, _params(pool), {"kv": PAGE})
 
 
 def swa_device() -> Device:
@@ -174,26 +179,32 @@ def mamba_device() -> Device:
 
 def dsa_device() -> Device:
     """Latents and their index keys, whose pages have 64 tokens (``PAGE``); one layer has no keys of its own."""
-    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-    pool = DSATokenToKVPool(
+    pool = dsa_pool([False, True, False, False])
+    index = [buffer for buffer in pool.index_k_with_scale_buffer if buffer.numel()]
+    buffers = {"kv": list(pool.kv_buffer), "indexer": index}
+    return Device(pool, {ComponentType.FULL}, buffers, _params(pool), {"kv": PAGE, "indexer": 1})
+
+
+def dsa_pool(without_keys: list[bool]) -> Any:
+    """``without_keys``: by layer."""
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+
+    return DSATokenToKVPool(
         size=PAGES * PAGE,
         page_size=PAGE,
         kv_lora_rank=64,
         dtype=torch.bfloat16,
         qk_rope_head_dim=16,
-        layer_num=LAYERS,
+        layer_num=len(without_keys),
         device="cpu",
         index_head_dim=128,
         enable_memory_saver=False,
         kv_cache_dim=80,
         index_buf_size=PAGES * PAGE,
-        skip_topk_layers=[False, True, False, False],
+        skip_topk_layers=without_keys,
     )
-    index = [buffer for buffer in pool.index_k_with_scale_buffer if buffer.numel()]
-    buffers = {"kv": list(pool.kv_buffer), "indexer": index}
-    return Device(pool, {ComponentType.FULL}, buffers, _params(pool), {"kv": PAGE, "indexer": 1})
 
 
 DEVICES: dict[str, Callable[[], Device]] = {

@@ -15,9 +15,8 @@ from hicache_ext.testing.sglang_cpu import prepare_process
 prepare_process()
 
 from hicache_ext.page.hashes import namespaced_extra_key  # noqa: E402
-from hicache_ext.pd.decode_writer import RequestOptions  # noqa: E402
 from hicache_ext.sglang import scheduler_hooks  # noqa: E402
-from hicache_ext.sglang.decode_manager import page_chain, spare_unstored  # noqa: E402
+from hicache_ext.sglang.decode_manager import PageChain, said_of, spare_unstored  # noqa: E402
 from hicache_ext.sglang.process import attached_backends  # noqa: E402
 from hicache_ext.sglang.releases import comes_with, installed_release  # noqa: E402
 from hicache_ext.sglang.scheduler_hooks import around_unfinished, before_queued  # noqa: E402
@@ -77,7 +76,7 @@ def test_a_lease_is_on_the_pages_as_sglang_names_them_and_is_made_on_another_thr
     key = namespaced_extra_key("tenant")
     queue(request(RETAIN, UNKNOWN, extra_key=key, cache_salt="salt"))
     wait_until(lambda: leases(backend), "the lease is there")
-    chain = page_chain(PAGE_SIZE, extra_key=key, cache_salt="salt")
+    chain = PageChain(PAGE_SIZE, extra_key=key, cache_salt="salt")
     chain.extend(PROMPT)
     (lease,) = leases(backend)
     assert [page_hash.hex() for page_hash in lease.hashes] == chain.hashes(0, 5)
@@ -117,7 +116,7 @@ def test_no_store_keeps_a_request_out_of_the_tree_and_out_of_the_decode_writer(b
     made = request(*said.get("actions", ()), custom=said.get("custom"))
     queue(made)
     assert made.skip_radix_cache_insert is True
-    assert RequestOptions.of(made).store is False
+    assert said_of(made).store is False
 
 
 def test_without_a_backend_of_ours_and_without_hints_a_request_stays_as_it_is(

@@ -9,8 +9,8 @@ are compared with), one with SGLang's own, one with our writer, whose pool is he
 in the middle of it, or takes half a second longer for every call. In each round every arm decodes the same batch once,
 in rotated order; servers that are not measured are stopped (SIGSTOP): on two cores, six that poll leave little for the
 one that works. Rounds go on until the time is up. A figure is generated tokens over the time between the batch's first
-token and its end; the scheduler thread's time is taken in the decode nodes, step by step. Needs root (network
-namespace).
+token and its end; the scheduler thread's time is taken in the decode nodes, step by step, and so are the seconds from
+an answer's last token until its last whole page can be read by others. Needs root (network namespace).
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class Measured:
     rates: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     steps: list[list[float]] = field(default_factory=list)
+    readable: list[float] = field(default_factory=list)
+    """Seconds, by answer that was written."""
 
 
 def main() -> None:
@@ -168,14 +170,17 @@ def _measure(pair: PdPair, nodes: dict[str, RigServer], directory: Path, deadlin
         time.sleep(SETTLE if arm.fault or arm.dies else 0.3)
         node.freeze()
         costs, offsets[arm.node] = step_costs.read_step_costs(directory / f"{arm.node}.steps", offsets.get(arm.node, 0))
+        readable = _seconds_until_readable(directory / f"{arm.node}.steps.readable")
         if counts:
             measured[name].rates.append(rate)
             measured[name].cpu_seconds.append(cpu_seconds)
             measured[name].steps.append(costs)
+            measured[name].readable += readable
             print(f"round {round_number - 1} {name:<32} {rate:8.1f} tokens/s, {cpu_seconds:.2f} CPU s", flush=True)
     whole = min(len(arm.rates) for arm in measured.values())
     return {
-        name: Measured(arm.rates[:whole], arm.cpu_seconds[:whole], arm.steps[:whole]) for name, arm in measured.items()
+        name: Measured(arm.rates[:whole], arm.cpu_seconds[:whole], arm.steps[:whole], arm.readable)
+        for name, arm in measured.items()
     }
 
 
@@ -193,6 +198,15 @@ def _decode_batch(pair: PdPair, node: RigServer, salt: str) -> float:
     _all_at_once([lambda request=request: ask(request) for request in range(BATCH)])
     firsts = [end - answer.total_time + answer.time_to_first_token for end, answer in zip(ends, answers, strict=True)]
     return BATCH * (TOKENS - 1) / (max(ends) - min(firsts))
+
+
+def _seconds_until_readable(file: Path) -> list[float]:
+    """What the server has noted since the last call (step_costs.py)."""
+    if not file.exists():
+        return []
+    seconds = [float(line) for line in file.read_text().splitlines()]
+    file.unlink()
+    return seconds
 
 
 def _all_at_once(calls: Sequence[Callable[[], Any]]) -> None:
@@ -234,11 +248,13 @@ def _table(measured: dict[str, Measured]) -> Table:
                 number(float(np.percentile(steps, 50))) if steps else "-",
                 number(float(np.percentile(steps, 99))) if steps else "-",
                 number(max(steps)) if steps else "-",
+                f"{np.percentile(arm.readable, 50):.3f}" if arm.readable else "-",
+                f"{np.percentile(arm.readable, 99):.3f}" if arm.readable else "-",
             )
         )
     headers = (
         *("decode node", "tokens/s", "ratio of sums", "of rounds", "CPU s, ratio of sums", "of rounds"),
-        *("us a step, mean", "median", "99 %", "most"),
+        *("us a step, mean", "median", "99 %", "most", "s to a readable page, median", "99 %"),
     )
     return Table(f"Medians (quartiles) of {len(base_rates)} rounds", headers, tuple(rows))
 
@@ -265,8 +281,9 @@ of {BATCH} requests of {PROMPT_TOKENS} tokens with {TOKENS} generated, pages of 
 measured stands at the top of that file. Ratios are to the mean of the two servers without offload, whose own distance \
 from 1 is the noise: of all rounds together, and of the rounds (median, quartiles). CPU time is that of all processes \
 of the decode node during a batch; it says more than \
-the rate where something else works on the machine. The last four columns are microseconds of the scheduler thread \
-that offload took, by step: all requests of the batch advance by one token in a step.
+the rate where something else works on the machine. Four columns are microseconds of the scheduler thread \
+that offload took, by step: all requests of the batch advance by one token in a step. The last two are the time from \
+an answer's last token until its last whole page can be read by others; all answers of a batch end together.
 
 {markdown(table)}
 
@@ -283,6 +300,7 @@ The writer's counters at the end, all its arms together: `{said}`
                 **asdict(ARMS[name]),
                 "rates": arm.rates,
                 "cpu_seconds": arm.cpu_seconds,
+                "seconds_to_readable": arm.readable,
                 "mean_step_us": [statistics.fmean(batch) for batch in arm.steps if batch],
             }
             for name, arm in measured.items()

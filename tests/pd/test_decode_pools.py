@@ -15,14 +15,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.config.sections import WriteConfig
-from hicache_ext.page.hashes import page_hashes
+from hicache_ext.sglang import process
+from hicache_ext.sglang.process import LoadedModel
 from hicache_ext.sglang.releases import comes_with, installed_release
+from hicache_ext.testing.host_pools import mha_device_pool
 from hicache_ext.testing.sglang_cpu import prepare_process
 from tests.backend import linker_rig as rig
 from tests.rigs.host_pool_kinds import MHA_LAYOUTS, MLA_LAYOUTS
@@ -40,6 +43,35 @@ INTERVAL = 32
 """Tokens from one recurrent state that SGLang keeps to the next: two pages."""
 FIRST = 5
 """Whole pages of the prompt."""
+
+DRAFTS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "mha+mtp": lambda: tuple(mha_device_pool(rig.PAGES, rig.PAGE, 1) for _ in range(2)),
+    "mha+eagle": lambda: (mha_device_pool(rig.PAGES, rig.PAGE, 1, heads=1),),
+    "mla+mtp": lambda: (rig.mla_pool(1),),
+    "mla+eagle": lambda: (rig.mla_pool(1),),
+    "mla+eagle of heads": lambda: (mha_device_pool(rig.PAGES, rig.PAGE, 1),),
+    "dsa+mtp": lambda: (rig.dsa_pool([False]),),
+    "dsa+eagle": lambda: (rig.dsa_pool([False]),),
+}
+"""Pools of drafts, by the kind of the target and what SGLang's HiCache does with them: those of MTP are packed in the
+target's pages, those of EAGLE have pools beside it."""
+
+
+def device_of(kind: str) -> rig.Device:
+    target, _, draft = kind.partition("+")
+    device = rig.DEVICES[target]()
+    pools = DRAFTS[kind]() if draft else ()
+    packed = draft == "mtp"
+    for pool in pools:
+        buffers = {"kv" if packed else "draft": getattr(pool, "kv_buffer", None) or [*pool.k_buffer, *pool.v_buffer]}
+        if target == "dsa":
+            buffers["indexer" if packed else "draft_indexer"] = pool.index_k_with_scale_buffer
+        for name, more in buffers.items():
+            device.buffers[name] = [*device.buffers.get(name, ()), *more]
+            device.page_sizes[name] = device.page_sizes["indexer" if "indexer" in name else "kv"]
+    device.params.mtp_draft_device_pools = pools if packed else ()
+    device.params.sidecar_draft_device_pools = () if packed else pools
+    return device
 
 
 class Evicted:
@@ -85,12 +117,13 @@ class DecodeNode:
 
     def __init__(self, kind: str, directory: Path, layout: str) -> None:
         import torch.distributed
-        from sglang.srt.runtime_context import get_memory
+        from sglang.srt.runtime_context import get_memory, get_spec
 
         from hicache_ext.sglang import decode_manager
 
         self.page = rig.PAGE
-        self.device = rig.DEVICES[kind]()
+        self.bigrams = "+" in kind
+        self.device = device_of(kind)
         self.device.fill()
         self.windows = self.device.content("swa", list(range(9, 40))) if kind == "swa" else []
         # By page of the request: what is right.
@@ -112,7 +145,12 @@ class DecodeNode:
             disable=True,
             token_to_kv_pool_allocator=allocator,
         )
-        with get_memory().override(**launched_with(layout)):
+        drafts = [LoadedModel(runner, True, None) for runner in self.draft_runners(kind)]  # type: ignore[arg-type]
+        with (
+            get_memory().override(**launched_with(layout)),
+            get_spec().override(speculative_algorithm="EAGLE" if drafts else None),
+            mock.patch.object(process, "loaded", drafts),
+        ):
             self.manager = decode_manager._our_manager(
                 requests,
                 allocator,
@@ -124,10 +162,17 @@ class DecodeNode:
         self.manager.writer._stride = 4 * self.page
         self.manager.writer._prefix_grace = 0.0
         self.released: list[Any] = []
-        self.manager.copies._release = self.released.append
+        self.manager._release = self.released.append  # type: ignore[method-assign]
         self.prompt = FIRST * self.page + 3
         self.request = Request(self.prompt)
         self.free_before = self.free_pages()
+
+    def draft_runners(self, kind: str) -> Iterator[Any]:
+        """Those that SGLang has loaded, of which only this is looked at."""
+        params = self.device.params
+        for pool in (*params.mtp_draft_device_pools, *params.sidecar_draft_device_pools):
+            model = SimpleNamespace(num_nextn_predict_layers=1 if kind.endswith("+mtp") else None)
+            yield SimpleNamespace(token_to_kv_pool=pool, model_config=model)
 
     @property
     def pools(self) -> Any:
@@ -146,8 +191,13 @@ class DecodeNode:
         self.pools.free("kv", indices)
 
     def keys(self) -> list[str]:
-        tokens = [*self.request.origin_input_ids, *self.request.output_ids]
-        return [key.hex() for key in page_hashes(tokens, self.page)]
+        """As a prefill node hashes them."""
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+        from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+        tokens = array("q", [*self.request.origin_input_ids, *self.request.output_ids])
+        whole = RadixKey(tokens, is_bigram=self.bigrams).page_aligned(self.page)
+        return list(get_storage_hash_str(whole, None, page_size=self.page))
 
     def generate(self, tokens: int, *, finish: bool = False, settle: bool = True) -> None:
         """As SGLang does: the window slides before a forward, which keeps the state of a boundary in the next slot."""
@@ -210,7 +260,7 @@ class PrefillNode:
 
         from hicache_ext.sglang.model_pools import ModelPools
 
-        self.device = rig.DEVICES[kind]()
+        self.device = device_of(kind)
         with get_memory().override(**launched_with(layout)):
             self.pools = ModelPools(
                 self.device.params,
@@ -339,7 +389,7 @@ def node_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
         def make(kind: str, layout: str = "page_first") -> DecodeNode:
             # SGLang's index keys have no other pages.
-            monkeypatch.setattr(rig, "PAGE", 64 if kind == "dsa" else 16)
+            monkeypatch.setattr(rig, "PAGE", 64 if kind.startswith("dsa") else 16)
             stack.enter_context(rig.server_context())
             nodes.append(DecodeNode(kind, tmp_path, layout))
             nodes[-1].store_prompt()
@@ -360,7 +410,10 @@ LAYOUTS = {
 """All that SGLang has of each."""
 
 
-@pytest.mark.parametrize(("kind", "layout"), [(kind, layout) for kind in LAYOUTS for layout in LAYOUTS[kind]])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [(kind, layout) for kind in (*LAYOUTS, *DRAFTS) for layout in LAYOUTS[kind.partition("+")[0]]],
+)
 def test_a_prefill_node_gets_the_bytes_of_every_pool(
     node_of: Callable[..., DecodeNode], tmp_path: Path, kind: str, layout: str
 ) -> None:
@@ -373,7 +426,8 @@ def test_a_prefill_node_gets_the_bytes_of_every_pool(
     assert prefill.restorable(keys, node.manager.tails) == end
     places = list(range(30, 30 + end - FIRST))
     assert all(prefill.load("kv", keys[FIRST:end], places))
-    for name in ("kv", "indexer") if kind == "dsa" else ("kv",):
+    assert set(node.pools.pools_on["kv"]) == {name for name in node.device.buffers if name not in ("swa", "mamba")}
+    for name in node.pools.pools_on["kv"]:
         assert prefill.device.content(name, places) == node.device.content(
             name, [7 + page for page in range(FIRST, end)]
         )
@@ -428,11 +482,11 @@ def test_memory_that_was_given_away_before_its_copy_ended_is_never_stored(
     node_of: Callable[..., DecodeNode], tmp_path: Path, kind: str
 ) -> None:
     node = node_of(kind)
-    start = node.manager.copies.start
-    node.manager.copies.start = list  # type: ignore[method-assign]
+    start = node.manager.start_copies
+    node.manager.start_copies = lambda: None  # type: ignore[method-assign]
     # The copy is queued at 9 pages (10, with states) and made when the window has left, or a third state been kept.
     node.generate(9 * node.page, settle=False)
-    node.manager.copies.start = start  # type: ignore[method-assign]
+    node.manager.start_copies = start  # type: ignore[method-assign]
     node.settle()
     prefill = PrefillNode(kind, tmp_path, "page_first")
     assert tails_found(node, prefill, kind) == []
@@ -452,12 +506,12 @@ def test_where_batches_do_not_overlap_the_next_boundary_takes_the_one_slot(
     node = node_of("mamba")
     node.request.kv.mamba_ping_pong_track_buffer = node.request.kv.mamba_ping_pong_track_buffer[:1]
     node.request.kv.mamba_last_track_idx = 0
-    start = node.manager.copies.start
-    node.manager.copies.start = list  # type: ignore[method-assign]
+    start = node.manager.start_copies
+    node.manager.start_copies = lambda: None  # type: ignore[method-assign]
     while not node.manager.ongoing_offload:
         node.generate(1, settle=False)
     node.generate(INTERVAL, settle=False)
-    node.manager.copies.start = start  # type: ignore[method-assign]
+    node.manager.start_copies = start  # type: ignore[method-assign]
     node.settle()
     assert node.manager.writer.metrics.value("copy", "torn") == 1
     assert tails_found(node, PrefillNode("mamba", tmp_path, "page_first"), "mamba") == []
@@ -471,7 +525,7 @@ def test_what_sglang_makes_of_one_request_is_the_matter_of_that_one(node_of: Cal
         released.append(request)
         raise AssertionError("start_p == end_p")
 
-    node.manager.copies._release = fail
+    node.manager._release = fail  # type: ignore[method-assign]
     node.generate(9 * node.page, finish=True)
     assert released == [node.request] and not node.manager.ongoing_offload
     node.manager.finalize_release_on_finish(node.request)
@@ -485,8 +539,9 @@ def test_a_copy_that_cannot_be_queued_holds_no_host_memory(
         raise RuntimeError("out of memory")
 
     node = node_of("mha")
-    monkeypatch.setattr(node.manager, "queue_copy", fail)
-    node.generate(9 * node.page, settle=False)
+    monkeypatch.setattr(node.pools, "operation", fail)
+    node.generate(9 * node.page, finish=True)
+    assert node.released == [node.request]
     assert node.free_pages() == node.free_before
 
 
@@ -527,7 +582,7 @@ def test_where_host_memory_of_a_tail_is_full_the_run_is_dropped_and_counted(
     assert node.free_pages() == node.free_before
 
 
-@pytest.mark.parametrize("kind", ["swa", "mamba", "dsa"])
+@pytest.mark.parametrize("kind", ["swa", "mamba", "dsa", "mla+eagle of heads", "dsa+eagle"])
 def test_a_boundary_whose_tail_could_not_be_stored_gets_no_kv_either(
     node_of: Callable[..., DecodeNode], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -536,7 +591,7 @@ def test_a_boundary_whose_tail_could_not_be_stored_gets_no_kv_either(
 
     monkeypatch.setattr(decode_writer, "_RETRIES", 0)
     node = node_of(kind)
-    beside = "indexer" if kind == "dsa" else kind
+    beside = {"dsa": "indexer", "mla+eagle of heads": "draft", "dsa+eagle": "draft_indexer"}.get(kind, kind)
     backend = node.pools.controller.storage_backend
     store_pages = backend.store_pages
 

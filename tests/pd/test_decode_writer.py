@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +24,7 @@ from hicache_ext.config.sections import WriteConfig  # noqa: E402
 from hicache_ext.pd import decode_writer  # noqa: E402
 from hicache_ext.pd.decode_writer import DecodeWriter, PoolWriter  # noqa: E402
 from hicache_ext.runtime.metrics import TierMetrics  # noqa: E402
-from hicache_ext.sglang.decode_manager import DecodeManager, page_chain  # noqa: E402
+from hicache_ext.sglang.decode_manager import DecodeManager, PageChain  # noqa: E402
 from hicache_ext.sglang.model_pools import ModelPools  # noqa: E402
 from hicache_ext.storage.contract.store import SetResult  # noqa: E402
 from hicache_ext.testing.host_pools import mha_pools  # noqa: E402
@@ -226,7 +228,7 @@ class FINISH_ABORT:
 
 
 def hashes(tokens: list[int]) -> list[str]:
-    chain = page_chain(PAGE_SIZE, extra_key=None, cache_salt=None)
+    chain = PageChain(PAGE_SIZE, extra_key=None, cache_salt=None)
     chain.extend(tokens[: len(tokens) // PAGE_SIZE * PAGE_SIZE])
     return chain.hashes(0, len(chain))
 
@@ -291,6 +293,35 @@ def test_a_conversation_is_announced_whole_once_its_last_page_is_written(node_of
     assert len(hints.announced) == 1
 
 
+def test_a_conversation_is_announced_though_its_end_adds_no_page(node_of: Callable[..., Node]) -> None:
+    hints = FakeHints()
+    node = node_of(hints=hints)
+    request = node.prefilled(FakeRequest([7] * 8, 1))
+    node.generate(request, 9)
+    node.settle()
+    assert hints.announced == []
+    node.generate(request, 1, finish=True)
+    assert hints.announced == [hashes([*request.origin_input_ids, *request.output_ids[:8]])]
+
+
+def test_what_has_finished_is_written_before_what_still_runs(
+    node_of: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_writer, "_PAGES_IN_FLIGHT", 0)
+    node = node_of(host_slots=4000)
+    runs, ends = (node.prefilled(FakeRequest([slot] * 8, slot)) for slot in (1, 2))
+    node.generate(runs, 30)
+    node.generate(ends, 10, finish=True)
+    node.settle(lambda: not node.manager.ongoing_offload)
+    before = len(node.pool.pages)
+    monkeypatch.setattr(decode_writer, "_PAGES_IN_FLIGHT", 1)
+    node.settle(lambda: len(node.pool.pages) > before)
+    assert all(page in node.pool.pages for page in node.generated_pages(ends))
+    assert not any(page in node.pool.pages for page in node.generated_pages(runs))
+    monkeypatch.setattr(decode_writer, "_PAGES_IN_FLIGHT", 256)
+    node.settle()
+
+
 def test_a_repeat_writes_nothing_again(node_of: Callable[..., Node]) -> None:
     node = node_of()
     for slot in (1, 2):
@@ -337,7 +368,6 @@ def test_sglangs_own_controller_copies_the_requests_of_a_step_each_to_its_pages(
     controller = HiCacheController(allocator, pools.host, PAGE_SIZE, None, threading.Event(), io_backend="kernel")
     node = node_of()
     node.manager.pools = pools_around(pools.host, controller)
-    node.manager.copies._controller = controller
     node.pool = BytesPool(pools.host)
     node._pool_writer._pool = node.pool
     rows = torch.arange(5)[:, None] * 48 + torch.arange(48)[None, :]
@@ -386,7 +416,7 @@ def test_a_release_that_raises_costs_no_host_memory(node_of: Callable[..., Node]
     def fail(req: Any) -> None:
         raise RuntimeError("a bug of the scheduler's")
 
-    node.manager.copies._release = fail
+    node.manager._release = fail  # type: ignore[method-assign]
     node.manager.check_offload_progress()  # the scheduler's call: it raises nothing
     node.settle()
     assert not node.manager.ongoing_offload
@@ -570,48 +600,91 @@ def test_device_memory_is_released_once_and_only_after_the_last_copy(node_of: Ca
     assert node.host.available_size() == node.host.size
 
 
-def test_ranks_stay_in_step_whatever_their_own_pools_answer(node_of: Callable[..., Node]) -> None:
-    """Two ranks with one clock and one truth: the worse outcome counts on both, and their memory stays equal."""
-    ranks: list[Node] = []
-    said: list[list[int]] = []
+class Ranks:
+    """Two ranks, each a thread: what they agree on is the minimum of what both say, and both must ask equally often."""
 
-    def minimum(numbers: list[int]) -> list[int]:
-        """While tokens are generated nothing has ended on all ranks: each alone would go ahead of the other."""
-        return [0] * len(numbers)
+    def __init__(self, node_of: Callable[..., Node], **settings: Any) -> None:
+        self._barrier = threading.Barrier(2, timeout=30)
+        self._said: dict[int, list[int]] = {}
+        self.nodes = [node_of(minimum=functools.partial(self._minimum, rank), **settings) for rank in range(2)]
 
-    good, bad = node_of(minimum=minimum, retries=0), node_of(minimum=minimum, retries=0)
-    ranks += [good, bad]
-    bad.pool.result = SetResult.ERROR
-    requests = [node.prefilled(FakeRequest([1] * 8, 1)) for node in ranks]
-    for node, request in zip(ranks, requests, strict=True):
-        node.generate(request, 12, finish=True)
+    def _minimum(self, rank: int, numbers: list[int]) -> list[int]:
+        self._said[rank] = numbers
+        self._barrier.wait()
+        agreed = [min(column) for column in zip(*self._said.values(), strict=True)]
+        self._barrier.wait()
+        return agreed
 
-    def agree_on(numbers: list[list[int]]) -> list[int]:
-        return [min(column) for column in zip(*numbers, strict=True)]
+    def run(self, schedule: Callable[[Node], None]) -> None:
+        """Have both do the same, and then go on until nothing is left to do on either."""
 
-    # Lock-step by hand: collect what each rank would say, then let both have the minimum.
-    now, deadline = 0, time.monotonic() + 60
-    while not all(node.writer.idle for node in ranks):
-        assert time.monotonic() < deadline
-        rounds: list[list[list[int]]] = []
-        for node in ranks:
-            said = []
-            rounds.append(said)
-            # Nothing new, at the time that was agreed on last: no clock of ranks goes back.
-            node.writer._minimum = lambda numbers, said=said, now=now: said.append(numbers) or [0, 0, now]  # type: ignore[func-returns-value]
-            node.writer.step()
-        agreed = agree_on([one[0] for one in rounds])
-        now = agreed[2]
-        if not agreed[1]:
-            for node in ranks:
-                node.writer._minimum = lambda numbers, agreed=agreed: agreed
+        def rank(number: int) -> None:
+            node = self.nodes[number]
+            schedule(node)
+            deadline = time.monotonic() + 30
+            while not self._minimum(number, [node.writer.idle])[0]:
+                assert time.monotonic() < deadline
                 node.writer.step()
-            # The threads that write need the interpreter, too.
-            time.sleep(0.001)
-            continue
-        outcomes = iter([agreed, [0], agreed, [0]])
-        for node in ranks:
-            node.writer._minimum = lambda numbers, outcomes=outcomes: next(outcomes)
-            node.writer.step()
+                time.sleep(0.001)  # the threads that write need the interpreter, too
+
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(rank, range(2)))
+
+
+def test_ranks_stay_in_step_whatever_their_own_pools_answer(node_of: Callable[..., Node]) -> None:
+    """The worse outcome counts on both ranks, and their memory stays equal."""
+    ranks = Ranks(node_of, retries=0)
+    good, bad = ranks.nodes
+    bad.pool.result = SetResult.ERROR
+    ranks.run(lambda node: node.generate(node.prefilled(FakeRequest([1] * 8, 1)), 12, finish=True))
     assert good.metrics.value("lost", "failed") == bad.metrics.value("lost", "failed") == 2
     assert good.host.available_size() == bad.host.available_size() == good.host.size
+
+
+@pytest.mark.parametrize("retracts", [False, True])
+@pytest.mark.parametrize("refuses", ["start", "operation"])
+def test_a_copy_that_is_refused_on_one_rank_alone_is_none_on_all(
+    node_of: Callable[..., Node], refuses: str, retracts: bool
+) -> None:
+    """All ranks release a request in the same step, since what they give it to next must be the same memory."""
+    ranks = Ranks(node_of)
+    steps: list[list[tuple[int, ...]]] = [[], []]
+
+    def schedule(node: Node) -> None:
+        rank = ranks.nodes.index(node)
+        refused, whole = (node.prefilled(FakeRequest([slot] * 8, slot)) for slot in (1, 2))
+        operation = node.manager.pools.operation
+
+        def fail(*_: Any) -> Any:
+            raise RuntimeError("out of memory")
+
+        node.manager.pools.controller.copies_end = rank == 1  # those of the other rank are slower
+        for number in range(40):
+            node.writer.step()
+            if number == 38:
+                node.manager.pools.controller.copies_end = True
+            out_of_memory = rank == 1 and number in (8, 9, 20)
+            node.manager.pools.controller.raises = out_of_memory and refuses == "start"
+            node.manager.pools.operation = fail if out_of_memory and refuses == "operation" else operation  # type: ignore[method-assign]
+            for request, since, until in ((refused, 0, 21), (whole, 11, 36)):
+                if not since <= number < until:
+                    continue
+                request.output_ids.append(number)
+                request.finished_reason = "length" if number == until - 1 else None
+                if not node.advanced(request) and request.finished():
+                    node.manager.finalize_release_on_finish(request)
+            if retracts and number == 30:
+                node.writer.finish_copies()
+            released = [request.origin_input_ids[0] for request in node.manager.released]
+            steps[rank].append((node.host.available_size(), *released))
+
+    ranks.run(schedule)
+    assert steps[0] == steps[1]
+    one, other = ranks.nodes
+    assert one.pool.pages == other.pool.pages
+    assert sorted(request.origin_input_ids[0] for request in one.manager.released) == [1, 2]
+    assert one.host.available_size() == other.host.available_size() == one.host.size
+    # Nothing of the first behind the refused copy, all of the second.
+    tokens = [2] * 8 + list(range(11, 35))
+    assert all(page in one.pool.pages for page in hashes(tokens))
+    assert other.metrics.value("lost", "copy_failed") == one.metrics.value("lost", "copy_failed") > 0

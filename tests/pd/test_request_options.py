@@ -7,24 +7,25 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.pd.decode_writer import RequestOptions
+from hicache_ext.sglang.decode_manager import said_of
+from hicache_ext.storage.serving.kv_hints import Said
 
 
 @pytest.mark.parametrize(
     ("custom", "expected"),
     [
-        (None, RequestOptions()),
-        ({"other": 1}, RequestOptions()),
-        ({"hicache_ext": {"store": False}}, RequestOptions(store=False)),
-        ({"hicache_ext": {"priority": 3}}, RequestOptions(priority=3)),
-        ({"hicache_ext": "no"}, RequestOptions()),
-        ({"hicache_ext": {"store": "false", "priority": "high"}}, RequestOptions()),
-        ({"hicache_ext": {"store": None, "priority": True}}, RequestOptions()),
+        (None, Said()),
+        ({"other": 1}, Said()),
+        ({"hicache_ext": {"store": False}}, Said(store=False)),
+        ({"hicache_ext": {"priority": 3}}, Said(priority=3)),
+        ({"hicache_ext": "no"}, Said()),
+        ({"hicache_ext": {"store": "false", "priority": "high"}}, Said()),
+        ({"hicache_ext": {"store": None, "priority": True}}, Said()),
     ],
 )
-def test_options_are_read_from_custom_params(custom: Any, expected: RequestOptions) -> None:
-    assert RequestOptions.of(SimpleNamespace(sampling_params=SimpleNamespace(custom_params=custom))) == expected
+def test_options_are_read_from_custom_params(custom: Any, expected: Said) -> None:
+    assert said_of(SimpleNamespace(sampling_params=SimpleNamespace(custom_params=custom))) == expected
 
 
 def test_a_request_without_sampling_parameters_has_the_defaults() -> None:
-    assert RequestOptions.of(object()) == RequestOptions()
+    assert said_of(object()) == Said()

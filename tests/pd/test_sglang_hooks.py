@@ -17,7 +17,7 @@ from hicache_ext.testing.sglang_cpu import prepare_process
 prepare_process()
 
 from hicache_ext.errors import UnsupportedError  # noqa: E402
-from hicache_ext.sglang import decode_manager  # noqa: E402
+from hicache_ext.sglang import decode_manager, process  # noqa: E402
 from hicache_ext.sglang.decode_manager import DecodeManager  # noqa: E402
 from hicache_ext.sglang.used_names import DECODE_WRITER, HOOKS  # noqa: E402
 from hicache_ext.testing.host_pools import mha_device_pool  # noqa: E402
@@ -107,6 +107,9 @@ def test_models_of_several_pools_are_served_without_speculation(launched: Simple
     with pytest.raises(UnsupportedError, match="side pools"):
         refuse(pool, components=3)
     for launched.speculative_algorithm, launched.dcp_enabled in (("NGRAM", False), ("EAGLE", False), (None, True)):
+        if "DSA" in pool and launched.speculative_algorithm == "NGRAM":
+            refuse(pool)  # all that it has lies on the pages of its KV
+            continue
         with pytest.raises(UnsupportedError, match=r"pd\.write\.enabled: false"):
             refuse(pool)
 
@@ -127,12 +130,34 @@ def test_an_older_release_writes_one_pool(
         refuse(pool)
 
 
-def test_speculation_is_refused(launched: SimpleNamespace) -> None:
+@needs_release("0.5.23", "drafts")
+def test_speculation_is_refused_where_a_prefill_node_keeps_drafts_that_a_decode_node_does_not(
+    launched: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refuse("memory_pool.MHATokenToKVPool")
     launched.speculative_algorithm = "NGRAM"
     refuse("memory_pool.MHATokenToKVPool")
+
+    def draft_in(pool: str) -> None:
+        runner = SimpleNamespace(token_to_kv_pool=object.__new__(pkgutil.resolve_name(f"sglang.srt.mem_cache.{pool}")))
+        monkeypatch.setattr(process, "loaded", [process.LoadedModel(runner, True, None)])  # type: ignore[arg-type]
+
     launched.speculative_algorithm = "EAGLE"
-    with pytest.raises(UnsupportedError, match="EAGLE or MTP"):
+    with pytest.raises(UnsupportedError, match="as a prefill node does"):
+        refuse("memory_pool.MHATokenToKVPool")
+    draft_in("memory_pool.MHATokenToKVPool")
+    refuse("memory_pool.MHATokenToKVPool")
+    refuse("memory_pool.DSATokenToKVPool")
+    for launched.speculative_algorithm in ("STANDALONE", "FROZEN_KV_MTP"):
+        with pytest.raises(UnsupportedError, match="as a prefill node does"):
+            refuse("memory_pool.MHATokenToKVPool")
+    launched.speculative_algorithm = "EAGLE"
+    draft_in("unified_draft_pool.UnifiedDraftKVPool")
+    with pytest.raises(UnsupportedError, match="UnifiedDraftKVPool are not written"):
+        refuse("memory_pool.MHATokenToKVPool")
+    draft_in("memory_pool.MHATokenToKVPool")
+    monkeypatch.setattr(decode_manager, "installed_release", lambda: "0.5.22")
+    with pytest.raises(UnsupportedError, match=r"0\.5\.22"):
         refuse("memory_pool.MHATokenToKVPool")
 
 

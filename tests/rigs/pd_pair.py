@@ -66,6 +66,7 @@ class PdPair:
         hierarchical_cache: whether the prefill node has HiCache at all.
         decode_arguments, prefill_arguments, environment, decode_environment: added to what this class sets.
         decode_host_ratio: ``--hicache-ratio`` of the decode node: its host memory in units of its device memory.
+        prefill_tp, decode_tp: tensor-parallel size of each node.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class PdPair:
         decode_offload: bool = True,
         page_size: int = 16,
         decode_host_ratio: float = 2,
+        prefill_tp: int = 1,
+        decode_tp: int = 1,
         prefill_arguments: Sequence[str] = (),
         decode_arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
@@ -95,6 +98,7 @@ class PdPair:
         self.prefill = RigServer(
             model,
             log_file=log_directory / "prefill.log",
+            tp=prefill_tp,
             page_size=page_size,
             hierarchical_cache=hierarchical_cache,
             storage_backend=storage_backend,
@@ -114,6 +118,7 @@ class PdPair:
             config=decode_config,
             storage_backend=storage_backend if decode_offload else None,
             page_size=page_size,
+            tp=decode_tp,
             host_ratio=decode_host_ratio,
             arguments=decode_arguments,
             environment={**(environment or {}), **(decode_environment or {})},
@@ -219,6 +224,7 @@ def decode_node(
     config: Config | None = None,
     storage_backend: str | None = "dynamic",
     page_size: int = 16,
+    tp: int = 1,
     host_ratio: float = 2,
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
@@ -236,6 +242,7 @@ def decode_node(
     return RigServer(
         model,
         log_file=log_file,
+        tp=tp,
         page_size=page_size,
         hierarchical_cache=False,
         extra_arguments=("--disaggregation-mode", "decode", *_TRANSFER, *offload, *arguments),

@@ -1,7 +1,9 @@
 """What decode-side offload takes of the scheduler in each step, from a server of the rig, by an environment variable.
 
 ``HICACHE_EXT_RIG_STEP_COSTS=PATH`` makes a decode node add a line to the file whenever it has run out of work: a JSON
-list with the microseconds of each step since the line before. For campaigns; without the variable nothing is timed.
+list with the microseconds of each step since the line before. ``PATH.readable`` gets a line for each answer that our
+writer wrote: the seconds from its last token until its last whole page can be read by others. For campaigns; without
+the variable nothing is timed.
 """
 
 from __future__ import annotations
@@ -37,9 +39,35 @@ def with_timed_calls(make: Callable[..., Any]) -> Callable[..., Any]:
         manager = make(*arguments, **named)
         manager.offload_kv_cache = timed(manager.offload_kv_cache, requests=1)
         manager.check_offload_progress = timed(manager.check_offload_progress, then=step_ends)
+        if (writer := getattr(manager, "writer", None)) is not None:
+            note_when_readable(writer)
         return manager
 
     return made
+
+
+def note_when_readable(writer: Any) -> None:
+    """Have our writer note when each answer has ended, and when its last page was written."""
+    advanced, write = writer.request_advanced, writer._writer._write
+    ended: dict[int, float] = {}
+
+    def request_advanced(request: Any, output: Any, finished: bool) -> Any:
+        began = advanced(request, output, finished)
+        if began and finished:
+            ended[writer._continuations[request].number] = time.perf_counter()
+        return began
+
+    def write_and_note(pieces: Any) -> Any:
+        outcome = write(pieces)
+        continuation = pieces[-1].continuation
+        if outcome.name == "WRITTEN" and pieces[-1].end_page == continuation.copied_pages:
+            since = ended.pop(continuation.number, None)
+            if since is not None:
+                with open(os.environ[VARIABLE] + ".readable", "a") as file:
+                    file.write(f"{time.perf_counter() - since}\n")
+        return outcome
+
+    writer.request_advanced, writer._writer._write = request_advanced, write_and_note
 
 
 def timed(hook: Callable[..., Any], requests: int = 0, then: Callable[[], None] = lambda: None) -> Callable[..., Any]:
