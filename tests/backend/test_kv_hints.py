@@ -93,7 +93,7 @@ def test_the_pages_of_a_request_are_its_tenant_s_and_so_is_what_is_written_behin
         assert owners is not None
         for key, custom, expected in (("team-a/x", None, "team-a"), ("y", {"hicache_ext": {"tenant": "b"}}, "b")):
             queue(request(extra_key=key, custom=custom))
-            chain = page_chain(PAGE_SIZE, extra_key=key, cache_salt=None)
+            chain = PageChain(PAGE_SIZE, extra_key=key, cache_salt=None)
             chain.extend(PROMPT)
             first, _, third, *_ = map(bytes.fromhex, chain.hashes(0, 5))
             wait_until(lambda page=first, expected=expected: owners.owner(page) == expected, "it is noted")

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from hicache_ext.sglang.used_names import DECODE_WRITER
-from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.e2e.conftest import file_tier_config
 from tests.e2e.test_hybrid_models import ARGUMENTS, CHUNK, PAGE_SIZE
 from tests.e2e.test_pd_pair import PROMPT, as_file, error_lines, restored, writer_counters
@@ -22,6 +21,7 @@ from tests.rigs.pd_pair import PdPair
 from tests.rigs.rig_server import RigServer
 from tests.rigs.server_hooks import hybrid_environment
 from tests.rigs.tiny_hybrid import make_tiny_hybrid
+from tests.rigs.tiny_model import make_tiny_model
 
 pytestmark = [
     pytest.mark.e2e,
