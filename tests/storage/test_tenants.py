@@ -15,9 +15,10 @@ from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.page.hashes import namespace_seed, page_hashes
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.contract import tenants
+from hicache_ext.storage.contract import tenancy, tenants
 from hicache_ext.storage.contract.store import SetResult
-from hicache_ext.storage.contract.tenants import DEFAULT, Tenant, Tenants
+from hicache_ext.storage.contract.tenancy import Tenants
+from hicache_ext.storage.contract.tenants import DEFAULT, Tenant
 from hicache_ext.storage.serving.kv_hints import KvHints, said_by
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
@@ -103,7 +104,7 @@ def test_pages_of_a_prompt_are_noted_on_another_thread_and_what_follows_them_is_
 
 
 def test_no_more_pages_are_known_than_there_is_room_for(owners: Tenants, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tenants, "_MOST_KNOWN", 100)
+    monkeypatch.setattr(tenancy, "_MOST_KNOWN", 100)
     pages = [number.to_bytes(8, "little") * 4 for number in range(1000)]
     owners.note(pages, "b")
     assert len(owners._owners) + len(owners._older) <= 100
