@@ -20,7 +20,7 @@ from hicache_ext.sglang.decode_manager import PageChain, said_of, spare_unstored
 from hicache_ext.sglang.process import attached_backends  # noqa: E402
 from hicache_ext.sglang.releases import comes_with, installed_release  # noqa: E402
 from hicache_ext.sglang.scheduler_hooks import around_unfinished, before_queued  # noqa: E402
-from hicache_ext.storage.contract import tenants  # noqa: E402
+from hicache_ext.storage.contract import tenancy, tenants  # noqa: E402
 from hicache_ext.storage.contract.abilities import ability  # noqa: E402
 from hicache_ext.storage.tiers.file.multipath import SpreadStore  # noqa: E402
 from hicache_ext.storage.tiers.file.pins import read_pins  # noqa: E402
@@ -87,7 +87,7 @@ def test_a_lease_is_on_the_pages_as_sglang_names_them_and_is_made_on_another_thr
 
 
 def test_the_pages_of_a_request_are_its_tenant_s_and_so_is_what_is_written_behind_them(backend: Any) -> None:
-    tenants.put_in_force({"team-a": tenants.Tenant(), "b": tenants.Tenant()})
+    tenancy.put_in_force({"team-a": tenants.Tenant(), "b": tenants.Tenant()})
     try:
         owners = tenants.in_force()
         assert owners is not None
@@ -101,7 +101,7 @@ def test_the_pages_of_a_request_are_its_tenant_s_and_so_is_what_is_written_behin
             backend.batch_set_v1([new], None, SimpleNamespace(prefix_keys=[third.hex()]))
             assert owners.owner(bytes.fromhex(new)) == expected
     finally:
-        tenants.put_in_force(None)
+        tenancy.put_in_force(None)
 
 
 @pytest.mark.parametrize(

@@ -36,11 +36,11 @@ SIZES = (128 << 10,)
 
 @pytest.fixture
 def owners() -> Iterator[Tenants]:
-    tenants.put_in_force(LIMITS)
+    tenancy.put_in_force(LIMITS)
     known = tenants.in_force()
     assert known is not None
     yield known
-    tenants.put_in_force(None)
+    tenancy.put_in_force(None)
 
 
 # -- whose it is -------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_a_store_keeps_shares_and_counts_pages_hits_and_evictions_by_tenant(owne
 def test_two_stores_of_other_names_and_order_share_one_account(owners: Tenants, tmp_path: Path) -> None:
     first = slab(tmp_path)
     store_pages(first, of(owners, "team-a", "a", 4), SIZES)
-    tenants.put_in_force({"c": Tenant(0.1), "b": Tenant(0.2), "team-a": Tenant(0.4)})
+    tenancy.put_in_force({"c": Tenant(0.1), "b": Tenant(0.2), "team-a": Tenant(0.4)})
     second = slab(tmp_path)
     try:
         store_pages(second, of(owners, "c", "c", 2), SIZES)
@@ -248,4 +248,4 @@ def test_a_reload_changes_shares_and_names(tmp_path: Path) -> None:
         assert tenants.in_force() is None
     finally:
         store.close()
-        tenants.put_in_force(None)
+        tenancy.put_in_force(None)

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from hicache_ext.errors import HicacheExtError
 from hicache_ext.page.hashes import namespace_seed, page_hashes
 from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.tenants import DEFAULT, LONGEST_NAME, Tenant
 
 _BEGIN = re.compile(r"[^/:]*")
@@ -122,3 +123,13 @@ def _begin(page_hash: str) -> bytes:
         return bytes.fromhex(page_hash[:16])
     except (ValueError, TypeError):
         return b""  # no hash: it is refused where it is read or written
+
+
+def put_in_force(limits: Mapping[str, Tenant] | None) -> None:
+    """From now on these are the tenants of the process; what is known of pages stays."""
+    if limits is None:
+        tenants.current = None
+    elif tenants.current is None:
+        tenants.current = Tenants(limits)
+    else:
+        tenants.current.limits = {DEFAULT: Tenant(), **limits}

@@ -1,15 +1,11 @@
-"""What each tenant of this process may have. ``put_in_force`` makes it that of the process, so that no layer between a
-request and a file tier carries anything."""
+"""What each tenant of this process may have, at one place, so that no layer between a request and a file tier carries
+anything. Whose pages are whose: tenancy.py, which is imported where there are tenants."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from hicache_ext.storage.contract.tenancy import Tenants
+from typing import Any
 
 DEFAULT = "default"
 MOST_TENANTS = 62
@@ -27,22 +23,10 @@ class Tenant:
     """Seconds of its longest lease."""
 
 
-_in_force: Tenants | None = None
+current: Any = None
+"""The ``tenancy.Tenants`` in force, set by ``tenancy.put_in_force``."""
 
 
-def in_force() -> Tenants | None:
-    """None where no tenants are configured: then nothing is asked and nothing costs anything."""
-    return _in_force
-
-
-def put_in_force(limits: Mapping[str, Tenant] | None) -> None:
-    """From now on these are the tenants of the process; what is known of pages stays."""
-    global _in_force
-    if limits is None:
-        _in_force = None
-    elif _in_force is None:
-        from hicache_ext.storage.contract.tenancy import Tenants
-
-        _in_force = Tenants(limits)
-    else:
-        _in_force.limits = {DEFAULT: Tenant(), **limits}
+def in_force() -> Any:
+    """Return the ``tenancy.Tenants`` of the process; None where no tenants are configured: then nothing is asked and nothing costs anything."""
+    return current

@@ -63,7 +63,7 @@ class ReloadableStore(TieredStore):
     def __init__(self, config: HicacheExtConfig) -> None:
         """Opens the tiers. Raises StoreSetupError or ConfigError."""
         tier_use(config)  # before anything is opened: it may raise
-        tenants.put_in_force(config.tenant_limits)
+        _put_tenants_in_force(config)
         self._config = config
         # Of the start: the identities of pages keep them, also when the last such tier is gone.
         self._lossy_codecs = config.lossy_codecs
@@ -99,7 +99,7 @@ class ReloadableStore(TieredStore):
                 self._config = config
                 return []
             self._put_in_force(config)
-            tenants.put_in_force(config.tenant_limits)
+            _put_tenants_in_force(config)
             self._config = config
         for change in changes:
             logger.warning("hicache_ext: reloaded: %s", change)
@@ -195,6 +195,13 @@ class ReloadableStore(TieredStore):
         for key in type(config).model_fields:
             if key != "tiers" and getattr(config, key) != getattr(self._config, key):
                 yield f"new {key}{_LATER.get(key, '')}"
+
+
+def _put_tenants_in_force(config: HicacheExtConfig) -> None:
+    if config.tenants is not None or tenants.in_force() is not None:
+        from hicache_ext.storage.contract.tenancy import put_in_force
+
+        put_in_force(config.tenant_limits)
 
 
 def _problems_of_tier(name: str, live: TierHandle, wanted: TierConfig) -> Iterator[ConfigError]:
