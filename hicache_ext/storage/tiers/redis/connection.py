@@ -344,20 +344,23 @@ class Connection:
         self.address = address
         self.opened = time.monotonic()
         self.deadline = deadline
+        self.lane: object = None
+        """Whose calls used it last."""
         self.asking = False
         """Each request is about one page, whose slot is on its way to this node, which answers only who says so."""
         self.reader = ReplyReader(self._receive_into)
         self._questions = [b"PING", b"ECHO"]
         """What ``confirm`` may ask: a server may refuse either, and answer everything else."""
 
-    def send(self, requests: bytes) -> None:
+    def send(self, *requests: bytes | memoryview) -> None:
         if self.asking:
             self._send(command(b"ASKING"))
             if self.reader.reply() != b"OK":
                 raise ProtocolError("ASKING was not answered as Redis does")
-        self._send(requests)
+        for piece in requests:
+            self._send(piece)
 
-    def _send(self, requests: bytes) -> None:
+    def _send(self, requests: bytes | memoryview) -> None:
         self._socket.settimeout(remaining(self.deadline))
         self._socket.sendall(requests)
 

@@ -90,9 +90,10 @@ class _Connections:
         self._idle: list[Connection] = []
         self._in_use = 0
 
-    def take(self, is_good: Callable[[Connection], bool], until: float = 0.0) -> Connection | None:
-        """An idle one, also one that is given back ``until`` then; those that are not good are closed. None where no
-        connection is open, and none becomes idle without waiting. Raises LaneBusyError."""
+    def take(self, is_good: Callable[[Connection], bool], lane: Lane, until: float = 0.0) -> Connection | None:
+        """An idle one, of ``lane`` rather than of another, also one that is given back ``until`` then; those that are
+        not good are closed. None where no connection is open, and none becomes idle without waiting. Raises
+        LaneBusyError."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._idle or not self._in_use, max(0.0, until - time.monotonic()))
@@ -100,7 +101,8 @@ class _Connections:
                     if until and self._in_use:
                         raise LaneBusyError
                     return None
-                connection = self._idle.pop()
+                connection = max(reversed(self._idle), key=lambda idle: idle.lane is lane)
+                self._idle.remove(connection)
                 self._in_use += 1
             if is_good(connection):
                 return connection
@@ -128,10 +130,11 @@ class _Connections:
             self._in_use -= 1
             self._changed.notify_all()
 
-    def drop(self) -> None:
-        """Close those that are idle."""
+    def drop(self, lanes: Sequence[Lane | None] | None = None) -> None:
+        """Close those that are idle; of ``lanes`` only."""
         with self._changed:
-            dropped, self._idle = self._idle, []
+            dropped = [idle for idle in self._idle if lanes is None or idle.lane in lanes]
+            self._idle = [idle for idle in self._idle if idle not in dropped]
         for connection in dropped:
             connection.close()
 
@@ -191,15 +194,17 @@ class Node:
     def connection(self, lane: Lane, deadline: float, *, fresh: bool = False) -> Iterator[Connection]:
         """A connection for the thread that asks; closed instead of kept if anything is raised or left unread.
 
-        ``fresh`` after an idle one turned out to be dead: the other idle ones may be, too. Raises NodeDownError,
+        ``fresh`` after an idle one turned out to be dead: the lane's other idle ones may be, too. Raises NodeDownError,
         TimeoutError, OSError, ProtocolError.
         """
         if not self.up:
             raise NodeDownError(f"{self.endpoint} is down")
         with lane.place(deadline):
             if fresh:
-                self._connections.drop()
-            connection = (self._connections.take(self._is_good) if lane.keeps else None) or self._open(deadline)
+                self._connections.drop([lane, None])
+            takes = lane.keeps and not fresh
+            connection = (self._connections.take(self._is_good, lane) if takes else None) or self._open(lane, deadline)
+            connection.lane = lane
             connection.deadline, connection.asking = deadline, False
             try:
                 yield connection
@@ -218,6 +223,7 @@ class Node:
         if not self.up:
             raise NodeDownError(f"{self.endpoint} is down")
         connection = self._opened(time.monotonic() + self._tier.longest_call)
+        connection.deadline = time.monotonic() + self._tier.longest_call
         try:
             yield connection
         finally:
@@ -228,7 +234,7 @@ class Node:
         old = time.monotonic() - connection.opened > _OLDEST
         return not old and connection.address in self._addresses and not connection.has_something()
 
-    def _open(self, deadline: float) -> Connection:
+    def _open(self, lane: Lane, deadline: float) -> Connection:
         """One connection more, or an idle one of another lane where the server takes no more of them."""
         # Where none is open any more, those that ended have made room.
         if time.monotonic() >= self._no_more_until or self._connections.none_open:
@@ -249,7 +255,7 @@ class Node:
             self._metrics.add("connection", "refused")
             words = "redis node %s takes no more connections (its maxclients): going on with those that are open"
             self._log.log(logging.WARNING, "maxclients", words, self.endpoint)
-        connection = self._connections.take(self._is_good, deadline)
+        connection = self._connections.take(self._is_good, lane, deadline)
         if connection is None:
             self.mark_down(MaxClientsError())
             raise MaxClientsError

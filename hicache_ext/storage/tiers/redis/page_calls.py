@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import re
 import time
@@ -43,6 +44,8 @@ _MOST_AT_ONCE = 256
 """Pages in one request for their presence."""
 _FEW = 16
 """Pages that are asked for one by one."""
+_LARGE_PIECE = 64 * 1024
+"""Bytes of a page's part from which on it is sent by itself."""
 _MOST_PIPELINED = 256
 """Pages whose requests are sent before their replies are received."""
 _REDIRECT = re.compile(r"(MOVED|ASK) ([0-9]{1,5}) (.*):([0-9]{1,5})", re.ASCII)
@@ -228,7 +231,9 @@ def _set_pages(connection: Connection, missing: Sequence[PageCall], ttl: int | N
                 *(call.name, call.size),
             )
             requests += [head, header, *call.segments, end]
-        connection.send(b"".join(requests))
+        # Small pieces as one; large ones as they are: to copy them takes the memory again, and the GIL.
+        parts = itertools.groupby(requests, lambda piece: memoryview(piece).nbytes > _LARGE_PIECE)
+        connection.send(*(one for large, some in parts for one in (some if large else [b"".join(some)])))
         for call in portion:
             refusal = _written(connection, call, raced) or refusal
         if refusal in _OF_THE_SERVER:

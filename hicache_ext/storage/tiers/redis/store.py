@@ -429,7 +429,7 @@ class RedisPageStore(TierStore):
 
     def _sweep(self, cleared: Cleared) -> None:
         try:
-            sweep_nodes(cleared, self._topology.nodes, self._tier, self.metrics)
+            sweep_nodes(cleared, self._topology, self._tier, self.metrics)
         finally:
             # Before anything is in sight again.
             self._topology.rest_replicas()

@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hicache_ext.errors import (
@@ -29,12 +29,14 @@ from hicache_ext.errors import (
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.threads import ThreadPool
+from hicache_ext.runtime.threads import Call, ThreadPool
 from hicache_ext.storage.contract.abilities import LARGEST_DOCUMENT, LARGEST_SUM, document_in
 from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.hint_board import AT_ONCE, BoardLimits
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import (
+    LONGEST_LINE,
+    MOST_RECEIVED,
     Connection,
     ErrorReply,
     Reply,
@@ -72,6 +74,10 @@ _REPLICAS_REST = 60.0
 """Seconds for which replicas are not read after a removal."""
 _AT_ONCE = 16
 """Nodes asked side by side."""
+_ROUND = 3
+"""Short calls' time for all that are asked side by side."""
+_MOST_UNDER_WAY = 64
+"""Nodes that may be asked still, by a thread each, while others are asked: a name server may take very long."""
 _SAID_AGAIN = 60.0
 """Seconds between two lines of the log about the same trouble."""
 _LONGEST_FAREWELL = 5.0
@@ -114,6 +120,8 @@ class Topology:
         self._names_at = time.monotonic() + _NAMES_INTERVAL
         self._log = LimitedLog(logger, _SAID_AGAIN)
         self._threads = ThreadPool(f"hicache-{name}-nodes")
+        self._under_way: set[object] = set()
+        """Endpoints and nodes that are being asked, also those that were left behind."""
         self._keeper = BackgroundLoop(f"hicache-{name}-keeper", self._keep)
         if not self._keeper.wake():
             raise StoreSetupError(name, "there is no thread to keep its topology with")
@@ -301,10 +309,11 @@ class Topology:
         self._keep_only([primary], {primary: replicas})
         return None
 
-    def _keep_only(self, primaries: Iterable[Endpoint], replicas: Mapping[Endpoint, Sequence[Endpoint]]) -> None:
-        """Close all other nodes."""
+    def _keep_only(self, primaries: Collection[Endpoint], replicas: Mapping[Endpoint, Sequence[Endpoint]]) -> None:
+        """Close all other nodes. A replica that is a primary, too, is one."""
         if not self._tier.read_replicas:
             replicas = {}
+        replicas = {primary: [one for one in ones if one not in primaries] for primary, ones in replicas.items()}
         self._replicas = {
             primary: tuple(self._node(endpoint, of_replica=self.is_cluster) for endpoint in of_primary)
             for primary, of_primary in replicas.items()
@@ -319,7 +328,22 @@ class Topology:
             node.close(0)
 
     def _side_by_side(self, ask: Callable[[_Asked], _Answer], asked: Sequence[_Asked]) -> list[_Answer | BaseException]:
-        """What each answers, or why it does not; each ends by itself."""
+        """What each answers, or why it does not. What takes long (a name server) is left to itself, and not asked again
+        before it has ended."""
+        until = time.monotonic() + _ROUND * short_call(self._tier)
+        answers: list[_Answer | BaseException] = [TimeoutError("no answer in time") for _ in asked]
+        free = [number for number, one in enumerate(asked) if one not in self._under_way]
+        left = iter(free)
+
+        def work() -> None:
+            for number in left:
+                if time.monotonic() >= until:
+                    return
+                self._under_way.add(asked[number])
+                try:
+                    answers[number] = answer(number)
+                finally:
+                    self._under_way.discard(asked[number])
 
         def answer(number: int) -> _Answer | BaseException:
             try:
@@ -333,7 +357,14 @@ class Topology:
                 self._log.log(logging.WARNING, f"answer {who}", words, self._name, who, type(error).__name__)
                 return ConnectionError(f"an answer that no Redis gives ({type(error).__name__})")
 
-        return self._threads.run(len(asked), answer, _AT_ONCE)
+        begun: list[Call[None]] = []
+        # Closed, or no thread to be had.
+        with contextlib.suppress(RuntimeError):
+            threads = min(len(free), _AT_ONCE, _MOST_UNDER_WAY - len(self._under_way))
+            begun.extend(self._threads.start(work) for _ in range(threads))
+        for call in begun:
+            call.ended_within(until - time.monotonic())
+        return list(answers)
 
     def _slot_ranges(self, endpoint: Endpoint) -> _Ranges | None:
         """None when the server is no cluster."""
@@ -353,8 +384,10 @@ class Topology:
 
     def _use_single(self, endpoint: Endpoint) -> BaseException | None:
         node = self._node(endpoint)
-        if not node.up and (problem := node.attempt()) is not None:
-            return problem
+        if not node.up:
+            (problem,) = self._side_by_side(Node.attempt, [node])
+            if problem is not None:
+                return problem
         self._single = node
         return None
 
@@ -367,7 +400,7 @@ class Topology:
         with self._lock:
             self._slots = slots
         self._keep_only(
-            [node.endpoint for node in self.nodes], {endpoint: replicas for _, _, endpoint, replicas in ranges}
+            {node.endpoint for node in self.nodes}, {endpoint: replicas for _, _, endpoint, replicas in ranges}
         )
         down = [node for node in self.nodes if not node.up and not self._keeper.stopping]
         problems = self._side_by_side(Node.attempt, down)
@@ -467,6 +500,7 @@ def _in_words(error: BaseException) -> BaseException:
 
 _FIELD = b"h"
 _BEFORE_ALL = b"0-0"
+_ENTRY = re.compile(rb"[0-9]{1,19}-[0-9]{1,19}")
 
 
 def post_hint(tier: RedisTierConfig, topology: Topology, hint: bytes, limits: BoardLimits) -> None:
@@ -479,14 +513,31 @@ def post_hint(tier: RedisTierConfig, topology: Topology, hint: bytes, limits: Bo
 def read_hints(
     tier: RedisTierConfig, topology: Topology, since: bytes | None, limits: BoardLimits
 ) -> tuple[bytes, list[bytes]]:
+    most = max(1, min(AT_ONCE, MOST_RECEIVED // (limits.longest + LONGEST_LINE)))
+    try:
+        return _hints(tier, topology, since, limits, most)
+    except StoreError as error:
+        if not isinstance(error.__cause__, ProtocolError):
+            raise
+    # Others may have left longer ones than ours, and the answer is too long.
+    return _hints(tier, topology, since, limits, 1)
+
+
+def _hints(
+    tier: RedisTierConfig, topology: Topology, since: bytes | None, limits: BoardLimits, most: int
+) -> tuple[bytes, list[bytes]]:
     name = stream_name(tier)
     with _board(tier, topology, name, "hints cannot be read") as connection:
         if since is None:
-            newest: Any = connection.tell(b"XREVRANGE", name, b"+", b"-", b"COUNT", b"1")
-            return (newest[0][0] if newest else _BEFORE_ALL), []
-        entries: Any = connection.tell(b"XRANGE", name, b"(" + since, b"+", b"COUNT", b"%d" % AT_ONCE)
-        hints = [dict(zip(fields[::2], fields[1::2], strict=False)).get(_FIELD, b"") for _, fields in entries]
-    return (entries[-1][0] if entries else since), [hint for hint in hints if len(hint) <= limits.longest]
+            found: Any = connection.tell(b"XREVRANGE", name, b"+", b"-", b"COUNT", b"1")
+        else:
+            found = connection.tell(b"XRANGE", name, b"(" + since, b"+", b"COUNT", b"%d" % most)
+        last = found[-1][0] if found else since or _BEFORE_ALL
+        if not _ENTRY.fullmatch(last):
+            raise ValueError("no entry of a stream")
+        hints = [dict(zip(fields[::2], fields[1::2], strict=False)).get(_FIELD) for _, fields in found or []]
+        fit = [hint for hint in hints if isinstance(hint, bytes) and len(hint) <= limits.longest]
+    return last, [] if since is None else fit
 
 
 def stream_name(tier: RedisTierConfig) -> bytes:
@@ -518,15 +569,17 @@ _SCAN_COUNT = b"2000"
 _MOST_SCANS = 1_000_000
 """Requests of one walk, for two billion keys: a server may never say that it has come to an end."""
 _DIGEST_DIGITS = 32
+_DIGITS = b"?" * _DIGEST_DIGITS
 _GLOB_SPECIAL = re.compile(rb"[\\*?\[\]]")
 
 
-def sweep_nodes(cleared: Cleared, nodes: Sequence[Node], tier: RedisTierConfig, metrics: TierMetrics) -> None:
+def sweep_nodes(cleared: Cleared, topology: Topology, tier: RedisTierConfig, metrics: TierMetrics) -> None:
     """Remove cleared pages from every node; the pages of a node that left the cluster are gone with it.
 
-    Raises ClearLaterError while a node is down.
+    Raises ClearLaterError while a node is down or not known yet.
     """
-    left = []
+    nodes = topology.nodes
+    left = [] if nodes and not topology.slots_without_node() else ["pages have no node yet"]
     for node in nodes:
         if cleared.is_finished(node.endpoint):
             continue
@@ -550,6 +603,7 @@ def _sweep_node(cleared: Cleared, connection: Connection, tier: RedisTierConfig,
     # One walk whatever the number of identities: each walk looks at every key of the server.
     digests = cleared.digests or ()
     only = next(iter(digests)).hex().encode() if len(digests) == 1 else b""
+    only = (only or _DIGITS) + b":" + 2 * _DIGITS
     for names in scan(connection, pages, only, tier.longest_call):
         keys = [key for name in names if (key := page_key(pages, name)) is not None and cleared.has(key[:16])]
         with cleared.old_pages(keys) as old:
@@ -558,7 +612,7 @@ def _sweep_node(cleared: Cleared, connection: Connection, tier: RedisTierConfig,
             return
     if cleared.digests is None:
         identities = identity_name(tier.prefix, b"")
-        for names in scan(connection, identities, b"", tier.longest_call):
+        for names in scan(connection, identities, _DIGITS, tier.longest_call):
             _unlink(connection, [name for name in names if is_hex(name.removeprefix(identities), _DIGEST_DIGITS)])
 
 
@@ -571,7 +625,7 @@ def stored_identities(name: str, tier: RedisTierConfig, nodes: Sequence[Node]) -
         try:
             with node.aside() as connection:
                 room = LARGEST_SUM
-                for names in scan(connection, prefix, b"", tier.longest_call):
+                for names in scan(connection, prefix, _DIGITS, tier.longest_call):
                     for digest in [name.removeprefix(prefix) for name in names]:
                         if not is_hex(digest, _DIGEST_DIGITS):
                             continue
@@ -617,9 +671,9 @@ def _without_errors(replies: Sequence[Reply], word: bytes) -> Sequence[Reply]:
 
 
 def scan(connection: Connection, prefix: bytes, more: bytes, seconds: float) -> Iterator[list[bytes]]:
-    """The names of one node that begin with ``prefix`` and ``more``, portion by portion, each within ``seconds``, with
-    what the caller asks of it."""
-    pattern = _GLOB_SPECIAL.sub(rb"\\\g<0>", prefix) + more + b"*"
+    """The names of one node that are ``prefix`` and ``more``, portion by portion, each within ``seconds``, with what
+    the caller asks of it. ``more`` is a pattern of names of one length: long ones of strangers would fill an answer."""
+    pattern = _GLOB_SPECIAL.sub(rb"\\\g<0>", prefix) + more
     cursor: Any = b"0"
     for _ in range(_MOST_SCANS):
         answer = connection.tell(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN_COUNT, within=seconds)

@@ -8,10 +8,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import redis
 
 from hicache_ext import native
 from hicache_ext.runtime import breaker
@@ -413,3 +415,43 @@ def test_a_call_that_a_slow_server_cuts_ends_at_its_deadline(server, open_store)
         server.thaw()
     with Bound():
         wait_for_hits(store, keys, (1_000_000,))
+
+
+# -- clear() on bad days -----------------------------------------------------------------------------------------------
+
+
+def test_pages_cleared_before_the_server_was_reached_do_not_come_back(server, open_store, monkeypatch) -> None:
+    """Seen: there was no node to sweep, the clearing ended well, and old pages were served once the server was up."""
+    keys = page_keys(8)
+    store_pages(open_store(server), keys)
+    back = threading.Event()
+    real = {module: module.open_connection for module in (node, topology)}
+    for module in real:
+
+        def refuse(*others: object, module: ModuleType = module, **options: object) -> object:
+            if not back.is_set():
+                raise ConnectionRefusedError("connection refused")
+            return real[module](*others, **options)
+
+        monkeypatch.setattr(module, "open_connection", refuse)
+    store = open_store(server, required=False)
+    store.clear(None)
+    time.sleep(0.5)
+    back.set()
+    wait_until(lambda: any(one.up for one in store._topology.nodes))
+    assert set(read_pages(store, keys)[0]) == {GetResult.MISS}
+    wait_until(lambda: _keys_of(server) == 0)
+    assert set(store_pages(store, keys)) == {SetResult.STORED}
+    assert_hits(store, keys)
+
+
+def test_long_names_of_strangers_below_the_prefix_keep_no_page_from_being_cleared(server, open_store) -> None:
+    """Seen: the answer was too long to be read, and each sweep failed."""
+    store = open_store(server)
+    store_pages(store, page_keys(8))
+    with closing(redis.Redis(host=HOST, port=server.port)) as client:
+        client.set(f"{PREFIX}page:" + 9 * 2**20 * "x", b"a stranger's")
+        client.set(f"{PREFIX}identity:" + 9 * 2**20 * "x", b"a stranger's")
+        assert store.clear(None) == 1
+        wait_until(lambda: client.dbsize() == 2)
+    assert store._clearing.wait(5.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import threading
 import time
@@ -11,12 +12,14 @@ from contextlib import ExitStack
 import pytest
 
 from hicache_ext.config import Secret
-from hicache_ext.errors import ProtocolError, StoreSetupError
+from hicache_ext.errors import ClearLaterError, ProtocolError, StoreError, StoreSetupError
+from hicache_ext.storage.contract.clearing import Cleared
+from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.redis import node
 from hicache_ext.storage.tiers.redis import store as store_module
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
-from hicache_ext.storage.tiers.redis.connection import open_connection, resolve
+from hicache_ext.storage.tiers.redis.connection import Connection, open_connection, resolve
 from hicache_ext.storage.tiers.redis.page_calls import PageCall, write_pages
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from hicache_ext.storage.tiers.redis.topology import MOST_STRANGERS
@@ -32,7 +35,7 @@ from hicache_ext.testing.conformance.pages import (
 from hicache_ext.testing.conformance.second_reader import write_page_object
 from tests.rigs.small_memory import run_in_small_memory
 from tests.storage.remote.redis.conftest import PATIENCE, set_timeout, tier_of
-from tests.storage.remote.redis.fake_server import FakeServer
+from tests.storage.remote.redis.fake_server import FakeServer, nothing_here
 from tests.waiting import ending_within
 
 SIZES = [40, 30]
@@ -466,4 +469,121 @@ def test_a_page_that_is_refused_alone_pauses_no_writes():
         for number in range(3):
             assert store_pages(store, page_keys(1, f"large {number}"), (30_000,)) == [SetResult.ERROR]
             assert set(store_pages(store, page_keys(4, f"small {number}"), (1000,))) == {SetResult.STORED}
+        store.close()
+
+
+def test_a_server_that_is_named_as_its_own_replica_is_a_primary_and_stays_open():
+    """Seen: it was closed and made anew at every look."""
+    with FakeServer(lambda words: b"+OK\r\n") as server:
+        host, port = server.endpoint
+        named = bulk(host.encode()) + b":%d\r\n" % port
+        server.answer = cluster_of(b"*1\r\n*4\r\n:0\r\n:16383\r\n" + (b"*2\r\n" + named) * 2)
+        tier = RedisTierConfig(url=f"redis://{server.endpoint}", read_replicas=True, timeout=PATIENCE)
+        store = RedisPageStore("pool", tier)
+        before = store._topology.nodes
+        for _ in range(2):
+            store._topology._look()
+        assert store._topology.nodes == before
+        assert list(store._topology._nodes.values()) == before
+        assert [one.up for one in before] == [True]
+        store.close()
+
+
+def test_pages_of_slots_without_a_node_stay_cleared():
+    """Seen: the clearing ended, and they were there again once the slots had a node."""
+    with FakeServer(lambda words: b"+OK\r\n") as server:
+        host, port = server.endpoint
+        map_of_most = cluster_of(b"*1\r\n" + slots(0, 16000, host.encode(), port))
+        nothing = b"*2\r\n$1\r\n0\r\n*0\r\n"
+        server.answer = lambda words: nothing if words[0] == b"SCAN" else map_of_most(words)
+        store = RedisPageStore("pool", RedisTierConfig(url=f"redis://{server.endpoint}", timeout=PATIENCE))
+        cleared = Cleared(None)
+        with pytest.raises(ClearLaterError):
+            store._sweep(cleared)
+        assert cleared.is_finished(server.endpoint)
+        store.close()
+
+
+def test_large_parts_of_a_page_are_sent_without_a_copy(monkeypatch):
+    """Seen: the pages of a portion were joined, which takes their memory again."""
+    sent = []
+    send = Connection._send
+    monkeypatch.setattr(Connection, "descriptor", None)
+    monkeypatch.setattr(Connection, "_send", lambda self, part: (sent.append(part), send(self, part)))
+    with FakeServer(nothing_here) as server:
+        store = open_store(server)
+        pages = HostPages([[1 << 20, 30, 20, 200_000]], fill=0x77)
+        assert store.set(PageBatch([KEY], pages.buffers)) == [SetResult.STORED]
+        store.close()
+    assert [len(part) for part in sent if isinstance(part, memoryview)] == [1 << 20, 200_000]
+    assert max(len(part) for part in sent if isinstance(part, bytes)) < 1000
+    (written,) = [words[2] for words in server.requests if words[0] == b"SET"]
+    assert len(written) == 128 + (1 << 20) + 50 + 200_000
+
+
+def test_a_connection_that_turned_out_dead_costs_no_other_lane_its_own():
+    with FakeServer(nothing_here) as server:
+        store = open_store(server)
+        (one,) = store._topology.nodes
+        deadline = time.monotonic() + PATIENCE
+        with one.connection(one.requests, deadline) as request, one.connection(one.pages, deadline) as page:
+            pass
+        with one.connection(one.requests, deadline, fresh=True) as fresh:
+            assert fresh not in (request, page)
+        assert (request in one._connections._idle, page in one._connections._idle) == (False, True)
+        with one.connection(one.pages, deadline) as again:
+            assert again is page
+        store.close()
+
+
+def test_commands_beside_the_lanes_have_the_whole_timeout_once_the_connection_is_open(monkeypatch):
+    def slow(*others, **options):
+        opened = open_connection(*others, **options)
+        time.sleep(0.5)
+        return opened
+
+    with FakeServer(nothing_here) as server:
+        store = open_store(server)
+        (one,) = store._topology.nodes
+        monkeypatch.setattr(node, "open_connection", slow)
+        with one.aside() as connection:
+            assert connection.deadline > time.monotonic() + PATIENCE - 0.25
+        store.close()
+
+
+ENTRY = b"*2\r\n$3\r\n9-1\r\n*2\r\n$1\r\nh\r\n"
+LIMITS = BoardLimits(keep=5, longest=100, lifetime=60)
+NO_ENTRIES = {
+    "an integer": b"*1\r\n*2\r\n:5\r\n*2\r\n$1\r\nh\r\n$1\r\nx\r\n",
+    "a list": b"*1\r\n*2\r\n*0\r\n*2\r\n$1\r\nh\r\n$1\r\nx\r\n",
+    "an error": b"*1\r\n*2\r\n-ERR no\r\n*2\r\n$1\r\nh\r\n$1\r\nx\r\n",
+    "another text": b"*1\r\n*2\r\n$3\r\n9-x\r\n*2\r\n$1\r\nh\r\n$1\r\nx\r\n",
+}
+
+
+@pytest.mark.parametrize("since", [None, b"1-0"])
+@pytest.mark.parametrize("what", NO_ENTRIES)
+def test_what_is_no_entry_of_a_stream_is_never_the_last_one_seen(what, since):
+    """Seen: every later look ended in a TypeError."""
+    with FakeServer(nothing_here) as server:
+        store = open_store(server)
+        server.answer = lambda words: NO_ENTRIES[what]
+        with pytest.raises(StoreError):
+            store.read_hints(since, LIMITS)
+        server.answer = lambda words: b"*1\r\n" + ENTRY + b":7\r\n"
+        assert store.read_hints(b"1-0", LIMITS) == (b"9-1", [])
+        store.close()
+
+
+def test_hints_that_are_too_many_for_one_answer_are_read_one_by_one():
+    """Seen: the same answer was asked for again and again."""
+    with FakeServer(nothing_here) as server:
+        store = open_store(server)
+        entry = ENTRY + bulk(bytes(1 << 20))
+        server.answer = lambda words: b"*%b\r\n" % words[-1] + entry * int(words[-1])
+        assert store.read_hints(b"1-0", LIMITS) == (b"9-1", [])
+        large = dataclasses.replace(LIMITS, longest=1 << 20)
+        server.requests.clear()
+        assert store.read_hints(b"1-0", large) == (b"9-1", [bytes(1 << 20)] * 7)
+        assert len(server.requests) == 1
         store.close()

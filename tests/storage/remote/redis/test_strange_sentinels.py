@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from hicache_ext.storage.tiers.redis import topology
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from tests.storage.remote.redis.conftest import PREFIX
@@ -55,6 +56,61 @@ def _is_open(connection: socket.socket) -> bool:
         return True
     except OSError:
         return False
+
+
+def test_a_name_server_that_hangs_holds_up_no_start_and_no_look(monkeypatch) -> None:
+    """Seen: each look took as long as the resolver, and the start ended with "no answer"."""
+    ended, asked = threading.Event(), []
+    real = socket.getaddrinfo
+
+    def getaddrinfo(host: str, *others: object, **options: object) -> list[object]:
+        if host != "slow.test":
+            return real(host, *others, **options)
+        asked.append(host)
+        ended.wait(30)
+        raise socket.gaierror("no answer")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    with ExitStack() as stack:
+        one, other = (stack.enter_context(FakeServer(lambda words: b"+OK\r\n")) for _ in range(2))
+        sound = sentinel_of(one)
+        sentinel = stack.enter_context(FakeServer(sound))
+        urls = [f"redis+sentinel://{at}/pages" for at in ("slow.test:1", sentinel.endpoint)]
+        stack.callback(ended.set)
+        store = stack.enter_context(opened(sentinel, url=urls, timeout=6.0, required=True))
+        assert primary_port(store) == one.endpoint.port
+        sound.current.append(other)  # type: ignore[attr-defined]
+        for _ in range(4):
+            store._topology.refresh_soon()
+            time.sleep(0.6)
+        assert primary_port(store) == other.endpoint.port
+        assert len(asked) == 1
+        ended.set()
+
+
+def test_many_that_hang_are_left_behind_together_and_cost_a_bounded_number_of_threads(monkeypatch) -> None:
+    ended, begun = threading.Event(), []
+    monkeypatch.setattr(topology, "_ROUND", 0.2)
+    with ExitStack() as stack:
+        one = stack.enter_context(FakeServer(lambda words: b"+OK\r\n"))
+        store = stack.enter_context(opened(stack.enter_context(FakeServer(sentinel_of(one)))))
+        stack.callback(ended.set)
+
+        def hang(number: int) -> int:
+            begun.append(number)
+            ended.wait(30)
+            return number
+
+        began, threads = time.monotonic(), threading.active_count()
+        for _ in range(8):
+            answers = store._topology._side_by_side(hang, range(200))
+            assert {type(answer) for answer in answers} == {TimeoutError}
+        assert time.monotonic() - began < 8
+        assert len(begun) == len(set(begun)) == topology._MOST_UNDER_WAY
+        assert threading.active_count() <= threads + topology._MOST_UNDER_WAY
+        ended.set()
+        wait_until(lambda: not store._topology._under_way, "the end of all questions", 10.0)
+        assert store._topology._side_by_side(lambda number: number, range(200)) == list(range(200))
 
 
 def primary_port(store: RedisPageStore) -> int:
