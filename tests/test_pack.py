@@ -41,7 +41,9 @@ LONGEST_COMPONENT = 232
 
 _IDS = st.integers(0, 2**44 - 1).map(new_id)
 _HASHES = st.integers(1, MOST_PAGES).flatmap(lambda count: st.binary(min_size=6 * count, max_size=6 * count))
-_PACKS = st.builds(Pack, _IDS, st.integers(128, LARGEST_PAGE), _HASHES)
+_PACKS = st.builds(Pack, _IDS, st.integers(128, SMALL - 1), _HASHES) | st.builds(
+    Pack, _IDS, st.integers(SMALL, LARGEST_PAGE), st.binary(min_size=6, max_size=6)
+)
 _TOMBSTONES = st.builds(Tombstone, _IDS, _IDS, st.integers(0, 2**64 - 1))
 
 
@@ -95,6 +97,14 @@ def test_a_name_with_a_wrong_part_is_none(old: str, new: str) -> None:
     assert parse_pack(name) is not None
     assert old in name
     assert parse_pack(name.replace(old, new)) is None
+
+
+@pytest.mark.parametrize("count", [2, MOST_PAGES])
+def test_a_name_of_several_large_pages_is_none(count: int) -> None:
+    """Seen: whoever may write names had a reader take memory for 32 GiB."""
+    assert parse_pack(Pack(new_id(5), SMALL - 1, bytes(6 * count)).name) is not None
+    assert parse_pack(Pack(new_id(5), SMALL, bytes(6 * count)).name) is None
+    assert parse_pack(Pack(new_id(5), LARGEST_PAGE, bytes(6 * count)).name) is None
 
 
 def test_ids_rise_with_time_and_after_another_one() -> None:

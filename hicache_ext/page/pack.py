@@ -128,7 +128,8 @@ def parse_pack(name: str) -> Pack | None:
     if found is None:
         return None
     count, page_bytes, letters = int(found[2]), int(found[3]), found[4].replace("/", "")
-    if len(letters) != count * _HASH_LETTERS or not HEADER_LENGTH <= page_bytes <= LARGEST_PAGE or count > MOST_PAGES:
+    largest = LARGEST_PAGE if count == 1 else SMALL - 1
+    if len(letters) != count * _HASH_LETTERS or not HEADER_LENGTH <= page_bytes <= largest or count > MOST_PAGES:
         return None
     pack = Pack(found[1], page_bytes, urlsafe_b64decode(letters))
     return pack if pack.name == name else None

@@ -45,6 +45,9 @@ _UNIT = 1 << 16
 LONGEST_NAME = 1024
 """Bytes, the tier's prefix included."""
 _IDENTITY = re.compile(r"identities/([0-9a-f]{32})\.json", re.ASCII)
+FORMER_PAGES = "pages"
+"""Where development versions of 0.3 kept large pages. Nobody reads them; clear() deletes them."""
+_FORMER_PAGE = re.compile(r"pages/([0-9a-f]{32})/([0-9a-f]{2})/\2[0-9a-f]{62}\.page", re.ASCII)
 
 
 def packed_name(digest: bytes, item: Pack | Tombstone) -> str:
@@ -89,8 +92,14 @@ def digest_of_identity(name: str) -> bytes | None:
     return bytes.fromhex(found.group(1)) if found else None
 
 
+def former_page(name: str) -> bytes | None:
+    """The identity of a page that a development version kept as the object ``name``; None for any other object."""
+    found = _FORMER_PAGE.fullmatch(name)
+    return bytes.fromhex(found[1]) if found else None
+
+
 LISTED_AT_ONCE = 1000
-_MOST_LISTED = 10_000_000
+MOST_LISTED = 10_000_000
 """Names of one listing: a store may list without end."""
 _CLOCKS_APART = 10.0
 """Seconds by which writers' clocks may differ where the store's clock is not known. A listing goes back by these and by
@@ -261,7 +270,7 @@ class PackCatalog:
         requests, names = self._requests, 0
         for listed in requests.listed(prefix, offset=offset, chunk_size=LISTED_AT_ONCE):
             yield [(found[1], entry["size"]) for entry in listed if (found := packed(entry["path"])) is not None]
-            if (names := names + len(listed)) >= _MOST_LISTED:
+            if (names := names + len(listed)) >= MOST_LISTED:
                 words = "tier %s: the store lists more names than are read"
                 self._log.log(logging.WARNING, "endless", words, requests.name)
                 break

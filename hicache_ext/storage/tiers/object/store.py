@@ -49,12 +49,15 @@ from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.pack_index import Place, Run, runs
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
 from hicache_ext.storage.tiers.object.catalog import (
+    FORMER_PAGES,
     IDENTITIES,
     LISTED_AT_ONCE,
     LONGEST_NAME,
+    MOST_LISTED,
     PACKS,
     PackCatalog,
     digest_of_identity,
+    former_page,
     identity_name,
     packed,
     packed_name,
@@ -186,9 +189,12 @@ class ObjectPageStore(TierStore):
         documents: dict[bytes, dict[str, Any]] = {}
 
         def look() -> None:
-            room = LARGEST_SUM
+            room, deadline = LARGEST_SUM, time.monotonic() + self._requests.timeout
             for listed in self._requests.listed(IDENTITIES):
                 for entry in listed:
+                    if time.monotonic() > deadline:
+                        # Nobody waits any more, and a store may list without end.
+                        raise TimeoutError
                     digest, length = digest_of_identity(entry["path"]), entry["size"]
                     if digest is None or not 0 < length <= LARGEST_DOCUMENT:
                         continue
@@ -564,10 +570,13 @@ class ObjectPageStore(TierStore):
         """Delete until a whole listing shows nothing but pages stored since. Raises ClearLaterError."""
         digests = None if cleared.digests is None else sorted(cleared.digests)
         prefixes = [PACKS] if digests is None else [packs_of(digest) for digest in digests]
+        prefixes += [prefix.replace(PACKS, FORMER_PAGES, 1) for prefix in prefixes]
         try:
             for prefix in prefixes:
-                while self._delete_listed(prefix, cleared):
-                    pass
+                if not any(self._is_swept(prefix, cleared) for _ in range(_MOST_ROUNDS)):
+                    raise ClearLaterError("the store lists without end, or goes on listing what was deleted")
+        except ClearLaterError:
+            raise
         except Exception as error:  # noqa: BLE001 - as above
             failure = self._requests.explained(error)
             self._requests.count(failure)
@@ -575,12 +584,12 @@ class ObjectPageStore(TierStore):
         # What a listing under way has seen of what is deleted now is not to be believed.
         self._catalog.reset(digests)
 
-    def _delete_listed(self, prefix: str, cleared: Cleared) -> int:
-        """How many objects there were to delete."""
-        deleted = 0
+    def _is_swept(self, prefix: str, cleared: Cleared) -> bool:
+        """Delete what is listed: whether that was all, and nothing was to be deleted."""
+        names_listed, deleted = 0, 0
         for listed in self._requests.listed(prefix, chunk_size=LISTED_AT_ONCE):
             if cleared.closing:
-                return 0
+                return True
             marks = _marks(entry["path"] for entry in listed)
             with cleared.old_pages(mark for mark, _ in marks.values()) as old:
                 names = [name for name, (mark, _) in marks.items() if mark in old]
@@ -588,7 +597,9 @@ class ObjectPageStore(TierStore):
                     self._requests.delete(names)
             self.metrics.add("cleared", "", sum(marks[name][1] for name in names))
             deleted += len(names)
-        return deleted
+            if (names_listed := names_listed + len(listed)) >= MOST_LISTED:
+                return False
+        return not deleted
 
     def wait_until_cleared(self, timeout: float) -> bool:
         """Wait for the deletion of what was cleared; for tools and tests."""
@@ -639,6 +650,8 @@ def _marks(names: Iterable[str]) -> dict[str, tuple[bytes, int]]:
             digest, item = found
             pack_id, count = (item.id, item.count) if isinstance(item, Pack) else (item.pack, 0)
             marks[name] = _mark_of(digest, pack_id), count
+        elif (former := former_page(name)) is not None:
+            marks[name] = _mark_of(former, FORMER_PAGES), 1
     return marks
 
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from hicache_ext.page.pack import PACK_BYTES, SMALL, Pack, new_id, pack_length
 from hicache_ext.storage.contract import bad_pages
 from hicache_ext.storage.contract.bad_pages import Removal, Stored
+from hicache_ext.storage.contract.pack_index import Place
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.object.examination import ObjectMedium
 from hicache_ext.storage.tiers.object.store import ObjectPageStore
@@ -179,6 +181,46 @@ def test_a_pack_that_is_cut_costs_the_pages_behind_the_cut(store: ObjectPageStor
     assert store.metrics.value("suspect", "removed") == 3
     assert store_pages(store, keys, PAGE) == [SetResult.EXISTS] * 2 + [SetResult.STORED] * 3
     assert_hits(store, keys, PAGE)
+
+
+@pytest.fixture
+def read_again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Most bytes of each read of an examination."""
+    asked: list[int] = []
+    real = ObjectMedium._read
+
+    def noted(medium: ObjectMedium, client: Any, name: str, offset: int, most: int) -> Stored:
+        asked.append(most)
+        return real(medium, client, name, offset, most)
+
+    monkeypatch.setattr(ObjectMedium, "_read", noted)
+    return asked
+
+
+@pytest.mark.parametrize("pages", [1, 4])
+def test_what_arrived_of_a_bad_page_is_not_read_again_for_the_comparison(
+    store: ObjectPageStore, raw: RawBucket, read_again: list[int], pages: int
+) -> None:
+    keys, payload = page_keys(pages), SMALL if pages == 1 else SMALL // 8
+    store_pages(store, keys, [payload])
+    (pack,) = raw.packs()
+    at = pages // 2
+    raw.write(keys[at], (raw.read(keys[at]) or b"")[:-1] + b"\0")
+    assert read_pages(store, keys, [payload])[0][at] is GetResult.CORRUPT
+    assert store.wait_until_examined(PATIENCE)
+    assert store.metrics.value("suspect", "removed") == 1
+    assert sum(read_again) == pack_length(pages, pack.page_bytes)
+
+
+def test_more_than_a_pack_can_have_is_not_read(store: ObjectPageStore, read_again: list[int]) -> None:
+    """Whoever may write names says what a pack has, and whoever is on the way says how long an object is."""
+    pack = Pack(new_id(5), SMALL - 1, bytes(6 * 64))
+    assert pack_length(pack.count, pack.page_bytes) > 2 * PACK_BYTES
+    medium = store._bad_pages._medium
+    assert isinstance(medium, ObjectMedium)
+    bad = Stored(4, memoryview(b"page"))
+    assert len(medium._whole_pack(store._requests.client, "packs/none", Place(pack, 1), bad)) == 0
+    assert read_again == []
 
 
 def test_one_of_two_readers_has_a_damaged_path_and_a_bad_page_goes_all_the_same(

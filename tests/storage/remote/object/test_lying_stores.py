@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,10 +13,12 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from hicache_ext.errors import StoreError
 from hicache_ext.page.pack import Pack, new_id
 from hicache_ext.storage.contract import pack_index
 from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.storage.tiers.object import catalog
+from hicache_ext.storage.tiers.object import store as object_store
 from hicache_ext.storage.tiers.object.catalog import packed_name, packs_of
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 from hicache_ext.storage.tiers.object.store import ObjectPageStore
@@ -61,7 +64,7 @@ def lying_store(listing: Listing) -> Iterator[int]:
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            self.answer(200, b"<DeleteResult/>")
+            self.answer(200, b"<DeleteResult><Deleted><Key>x</Key></Deleted></DeleteResult>")
 
         def do_GET(self) -> None:
             query = parse_qs(urlsplit(self.path).query)
@@ -143,7 +146,7 @@ def test_a_listing_without_end_ends(names_without_end: int, bound: str, monkeypa
     """Seen: 2 GB, and more where nobody stopped it."""
     if bound == "packs":
         monkeypatch.setattr(pack_index, "MOST_BYTES", 5000 * 422)
-    monkeypatch.setattr(catalog, "_MOST_LISTED", 20000 if bound == "packs" else 5000)
+    monkeypatch.setattr(catalog, "MOST_LISTED", 20000 if bound == "packs" else 5000)
     store = ObjectPageStore(
         "objects",
         ObjectTierConfig(url="s3://test", timeout=30.0).not_written(),
@@ -154,3 +157,50 @@ def test_a_listing_without_end_ends(names_without_end: int, bound: str, monkeypa
     assert 4000 < store.details()["packed_pages"] <= 11000
     store.close()
     assert any("the store lists" in record.getMessage() for record in caplog.records)
+
+
+def open_through(port: int, timeout: float = 30.0) -> ObjectPageStore:
+    tier = ObjectTierConfig(url="s3://test", timeout=timeout).not_written()
+    return ObjectPageStore("objects", tier, lambda: through(port, "test", "x"))
+
+
+@pytest.mark.parametrize("fault", ["listed for good", "without end"])
+def test_pages_that_are_listed_for_good_or_without_end_are_cleared_later(fault: str, monkeypatch, caplog) -> None:
+    """Seen: one listing after the other, without a pause, until the process ended."""
+    monkeypatch.setattr(object_store, "MOST_LISTED", 3000)
+
+    def listing(prefix: str, at: int) -> list[str]:
+        if prefix.startswith("x/packs"):
+            if fault == "without end":
+                return [f"x/packs/{IDENTITY.hex()}/not-ours-{at}-{number}" for number in range(1000)]
+            return [] if at else [f"x/{NAMES[0]}"]
+        return []
+
+    with lying_store(listing) as port:
+        store = open_through(port)
+        store.clear([IDENTITY])
+        begun = time.monotonic()
+        assert store.wait_until_cleared(20) is False
+        assert time.monotonic() < begun + 20
+        assert "lists without end, or goes on listing" in caplog.text
+        store.close()
+
+
+def test_a_listing_of_identities_without_end_ends_with_its_call() -> None:
+    """Seen: a thread of the store went on for good, and close() waited for it."""
+    asked = []
+
+    def listing(prefix: str, at: int) -> list[str]:
+        if not prefix.startswith("x/identities"):
+            return []
+        asked.append(at)
+        return [f"x/identities/not-ours-{at}-{number}" for number in range(1000)]
+
+    with lying_store(listing) as port:
+        store = open_through(port, timeout=1.0)
+        with pytest.raises(StoreError, match="cannot be listed"):
+            store.identities()
+        closing = threading.Thread(target=store.close, daemon=True)
+        closing.start()
+        closing.join(20)
+        assert asked and not closing.is_alive()
