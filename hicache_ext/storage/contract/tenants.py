@@ -28,5 +28,5 @@ current: Any = None
 
 
 def in_force() -> Any:
-    """Return the ``tenancy.Tenants`` of the process; None where no tenants are configured: then nothing is asked and nothing costs anything."""
+    """Return the ``tenancy.Tenants`` of the process; None where none are configured: then nothing is asked or paid."""
     return current
