@@ -141,7 +141,6 @@ RULES = (
     ),
     Rule("python -m sglang.launch_server ", How.NOT_RUN, why="two servers; tests/e2e/test_pd_roles.py has them"),
     Rule("python -m hicache_ext.testing.sglang_cpu ", How.NOT_RUN, why="a server; every test of tests/e2e starts it"),
-    Rule("python -m tests.campaigns", How.NOT_RUN, why="minutes of real servers"),
     Rule("python -m tests.releases", How.NOT_RUN, why="it fetches wheels; the tests of releases use them"),
     Rule("make ", How.DRY, why="minutes; what the demo and the tests do is tested by themselves"),
     Rule("pip install ", How.NOT_RUN, why="a fixture does it; another test compares the extras with pyproject.toml"),
