@@ -43,7 +43,7 @@ from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import ConfigError, ControlError, ServerError
 from hicache_ext.packages import need
 from hicache_ext.runtime.commands import aligned, terminated_in_order
-from hicache_ext.runtime.shown import shown_address
+from hicache_ext.runtime.shown import shown_address, shown_text
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.serving.control import ask, servers
 from hicache_ext.storage.serving.metrics_export import CALL_SECONDS, PREFIX
@@ -355,12 +355,12 @@ def prove(
         (f"adapter {name}", [Prompt(middle, {**names[middle], "lora_path": name})]) for name in _adapters(info)[:1]
     ]
     if json.loads(server.get("/model_info")).get("has_image_understanding"):
-        about = Prompt((), {"messages": source.about_an_image(), "extra_key": f"{salt}-image"})
+        about = source.about_an_image()
         try:
-            server.chat(source.about_an_image(), 2, extra_key=f"{salt}-warm")
-            groups.append(("an image", [about]))
-        except ServerError as error:
-            proof.facts["not_tried"] = f"prompts with images ({error})"[:200]
+            server.chat(about, ANSWER, extra_key=f"{salt}-warm", timeout=_START_TIMEOUT)
+            groups.append(("an image", [Prompt((), {"messages": about, "extra_key": f"{salt}-image"})]))
+        except (ServerError, OSError, http.client.HTTPException) as error:
+            proof.facts["not_tried"] = f"prompts with images ({shown_text(str(error).partition(chr(10))[0])})"
     server.generate(source.prompt(min(len(tokens) for tokens in prompts)), 2, extra_key=f"{salt}-warm")
     asked = _Asked(server, salt, page)
     answers = []
@@ -699,7 +699,11 @@ def as_lines(document: Mapping[str, Any]) -> list[str]:
     bars = [(name, what, f"{1e3 * spent:.0f} ms {'#' * round(50 * spent / longest)}") for name, what, spent in times]
     picture = ["```text", *aligned([("prompt", "", "first token"), *bars], str.ljust), "```"]
     first, *words = _words(document)
-    words.insert(1, "Differences are the largest of a log-probability, in nats; times are to the first token.")
+    words.insert(
+        1,
+        "Differences are the largest of a log-probability, in nats; times are to the first token, of an "
+        "image to the last.",
+    )
     return [f"# {first}", "", *table, "", *picture, "", *(line for word in words for line in (word, ""))][:-1]
 
 

@@ -88,7 +88,11 @@ _TOML_PLACE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 
 def read_file(path: Path) -> dict[str, Any]:
     """The mapping in a .json, .yaml, .yml or .toml file."""
-    name = str(path)
+    name, parse = str(path), _PARSERS.get(path.suffix.lower())
+    # Not opened: it may be a pipe.
+    if parse is None and path.exists() and not path.is_dir():
+        found = f"unknown file extension {quoted(path.suffix)}" if path.suffix else "the file has no extension"
+        raise ConfigError(name, found, EXTENSIONS_ALLOWED)
     try:
         with path.open("rb") as file:
             raw = file.read(_LARGEST_FILE + 1)
@@ -98,10 +102,6 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(name, "is a directory, not a file") from None
     except OSError as error:
         raise ConfigError(name, f"cannot be read ({error.strerror or type(error).__name__})") from None
-    parse = _PARSERS.get(path.suffix.lower())
-    if parse is None:
-        found = f"unknown file extension {quoted(path.suffix)}" if path.suffix else "the file has no extension"
-        raise ConfigError(name, found, EXTENSIONS_ALLOWED)
     if len(raw) > _LARGEST_FILE:
         raise ConfigError(name, "is larger than 1MiB, which no configuration is")
     try:

@@ -95,10 +95,15 @@ class SglangClient:
         told = {"logprobs": True, "return_meta_info": True}
         start = time.monotonic()
         request = {"messages": messages, **asked, **told, **body}
-        choice = json.loads(self.request("POST", "/v1/chat/completions", request, timeout=timeout))["choices"][0]
-        total, meta = time.monotonic() - start, choice["meta_info"]
-        output_ids = [entry[1] for entry in meta["output_token_logprobs"]]
-        return _generation(choice["message"]["content"] or "", output_ids, meta, total, total)
+        answer = self.request("POST", "/v1/chat/completions", request, timeout=timeout)
+        total = time.monotonic() - start
+        try:
+            choice = json.loads(answer)["choices"][0]
+            meta = choice["meta_info"]
+            output_ids = [entry[1] for entry in meta["output_token_logprobs"]]
+            return _generation(choice["message"]["content"] or "", output_ids, meta, total, total)
+        except (ValueError, LookupError, TypeError):
+            raise ServerError("/v1/chat/completions says nothing of what it did (return_meta_info)") from None
 
     def events(self, path: str, body: Mapping[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
         """The events of a streamed answer. Raises ``ServerError`` when it breaks off."""

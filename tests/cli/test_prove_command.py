@@ -16,7 +16,7 @@ from hicache_ext.cli import prove_command
 from hicache_ext.cli.main import main
 from hicache_ext.cli.prove_command import DIFFERENT, EQUAL, NOT_SHOWN, WITHIN, Proof, prove
 from hicache_ext.errors import ConfigError, ServerError
-from hicache_ext.testing.client import CachedTokens, Generation
+from hicache_ext.testing.client import CachedTokens, Generation, SglangClient
 from tests.cli.test_every_command import documented, fields_of, is_documented
 
 PAGE = 16
@@ -226,28 +226,39 @@ def test_the_speed_of_the_tiers_is_their_own_and_that_of_a_server_with_metrics(
     assert any(line.startswith("Tiers were read at 1.4") for line in prove_command.as_lines(proof.document()))
 
 
-@pytest.mark.parametrize("takes", [True, False])
-def test_an_image_is_tried_where_the_model_sees_any(takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("refused", [None, ServerError("no\ntemplate"), TimeoutError("too slow")])
+def test_an_image_is_tried_where_the_model_sees_any(refused: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(wrong=0.1)
     get = server.get
     answers = {"/model_info": '{"architectures": ["Qwen"], "has_image_understanding": true}'}
     monkeypatch.setattr(server, "get", lambda path, timeout=30: answers.get(path) or get(path))
 
     def chat(messages: Any, max_new_tokens: int, **body: Any) -> Generation:
-        if not takes:
-            raise ServerError("no template")
+        if refused is not None:
+            raise refused
         text, image, _ = messages[0]["content"]
         assert image["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
         return server.generate([ord(letter) for letter in text["text"]][:600], max_new_tokens, **body)
 
     monkeypatch.setattr(server, "chat", chat, raising=False)
     proof = proven(server)
-    if takes:
+    if refused is None:
         assert proof.facts["not_tried"] is None
         case = proof.cases[-1]
         assert (case.name, case.prompt_tokens, case.verdict) == ("an image", 600, DIFFERENT)
     else:
-        assert proof.facts["not_tried"] == "prompts with images (no template)"
+        why = str(refused).partition("\n")[0]
+        assert proof.facts["not_tried"] == f"prompts with images ({why})"
+
+
+@pytest.mark.parametrize(
+    "answer", ["no JSON", "{}", '{"choices": []}', '{"choices": [{"message": {}, "meta_info": null}]}']
+)
+def test_a_chat_that_says_nothing_of_its_tokens_is_refused(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = SglangClient("http://127.0.0.1:1")
+    monkeypatch.setattr(client, "request", lambda *_, **__: answer)
+    with pytest.raises(ServerError, match="return_meta_info"):
+        client.chat([], 4)
 
 
 def test_no_name_is_asked_before_or_shared_by_two_runs() -> None:
