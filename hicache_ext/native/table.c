@@ -716,8 +716,10 @@ PUBLIC int64_t hicache_evict(const struct evict *call)
             continue;
         if (rank != AT_ONCE) {
             if (is_among(call->spared, call->spared_count, load(row + HASH))) {
-                int64_t raised = most(rank, ORIGIN + TICK * load(table->header + INSERTS)) + TICK * call->headroom;
-                store(row + PRIORITY, least(raised, NO_PAGE - 1));
+                /* From its own word: a rank is the caller's alone. */
+                int64_t now = ORIGIN + TICK * load(table->header + INSERTS);
+                int64_t raised = most(least(load(row + PRIORITY), OWN - 1), now) + TICK * call->headroom;
+                store(row + PRIORITY, least(raised, OWN - 1));
                 continue;
             }
             remember(table, row);

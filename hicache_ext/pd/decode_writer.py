@@ -483,9 +483,10 @@ class DecodeWriter:
         copied, refused, written, self._now = self._agreed(
             [*self._offload.copies_ended(), self._writer.finished_jobs, milliseconds]
         )
-        self._copies_ended(copied, refused)
+        # First what the ranks agree about once more: no error of one rank comes in between.
         if written:
             self._writes_ended(written)
+        self._copies_ended(copied, refused)
         if len(self._queue):
             self._hand_out()
         self._log_sometimes()

@@ -186,6 +186,9 @@ class DecodeManager:
         """The last page boundary up to ``end_page`` at which all pools can be copied now, a window's pages from page
         ``since`` on; 0 where there is none."""
         kv = request.kv
+        if process.drafts() and request.retraction_count:
+            # SGLang brought back the target's KV alone: in the new slots lie drafts of others.
+            return 0
         if MAMBA in self.tails:
             # SGLang's forward itself has put the state at this length aside: nothing else is exact, since the next
             # forward may be under way.
@@ -495,6 +498,10 @@ def _refuse_what_prefill_cannot_use(kv_cache: Any, components: int, shares: bool
             reason = f"SGLang {installed_release()} does not say where a prefill node keeps the draft model's KV"
         elif not speculation.is_eagle() or speculation.is_frozen_kv_mtp() or not draft_pools:
             reason = "a decode node does not keep such drafts as a prefill node does"
+        elif len(draft_pools) > 1:
+            reason = "SGLang hands a decode node the KV of the first of several drafts alone"
+        elif get_spec().speculative_adaptive:
+            reason = "adaptive speculation leaves tokens without drafts"
         elif not all(type(pool) in (*plain, memory_pool.DSATokenToKVPool) for pool in draft_pools):
             reason = f"drafts in {type(draft_pools[0]).__name__} are not written"
     if reason is not None:

@@ -238,7 +238,7 @@ decode writer
   mem_cache.radix_cache.RadixKey: __init__(token_ids extra_key is_bigram cache_salt)
   mem_cache.utils: get_storage_hash_str(key prior_hash page_size)
   managers.schedule_batch.Req
-    origin_input_ids output_ids finished kv sampling_params finished_reason extra_key cache_salt
+    origin_input_ids output_ids finished kv sampling_params finished_reason extra_key cache_salt retraction_count
 host pools of a model
   mem_cache.hybrid_cache.hybrid_pool_assembler: _select_strategy ComponentType
   mem_cache.hybrid_cache.hybrid_pool_assembler: build_hicache_draft_sidecars(draft_device_pools tree_cache)

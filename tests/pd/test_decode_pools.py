@@ -45,7 +45,7 @@ FIRST = 5
 """Whole pages of the prompt."""
 
 DRAFTS: dict[str, Callable[[], tuple[Any, ...]]] = {
-    "mha+mtp": lambda: tuple(mha_device_pool(rig.PAGES, rig.PAGE, 1) for _ in range(2)),
+    "mha+mtp": lambda: (mha_device_pool(rig.PAGES, rig.PAGE, 1),),
     "mha+eagle": lambda: (mha_device_pool(rig.PAGES, rig.PAGE, 1, heads=1),),
     "mla+mtp": lambda: (rig.mla_pool(1),),
     "mla+eagle": lambda: (rig.mla_pool(1),),
@@ -95,6 +95,7 @@ class Request:
         self.extra_key = self.cache_salt = self.sampling_params = None
         self.kv = Evicted()
         self.done = False
+        self.retraction_count = 0
 
     def finished(self) -> bool:
         return self.done

@@ -69,7 +69,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     from sglang.srt import runtime_context
 
     mamba = SimpleNamespace(enable_mamba_extra_buffer=True, enable_mamba_extra_buffer_lazy=False)
-    facts = SimpleNamespace(speculative_algorithm=None, dcp_enabled=False, mamba=mamba)
+    facts = SimpleNamespace(speculative_algorithm=None, speculative_adaptive=False, dcp_enabled=False, mamba=mamba)
     for name in ("get_spec", "get_parallel", "get_exec"):
         monkeypatch.setattr(runtime_context, name, lambda: facts)
     return facts
@@ -148,6 +148,13 @@ def test_speculation_is_refused_where_a_prefill_node_keeps_drafts_that_a_decode_
     draft_in("memory_pool.MHATokenToKVPool")
     refuse("memory_pool.MHATokenToKVPool")
     refuse("memory_pool.DSATokenToKVPool")
+    launched.speculative_adaptive = True
+    with pytest.raises(UnsupportedError, match="adaptive"):
+        refuse("memory_pool.MHATokenToKVPool")
+    launched.speculative_adaptive = False
+    monkeypatch.setattr(process, "loaded", process.loaded * 2)
+    with pytest.raises(UnsupportedError, match="the first of several drafts"):
+        refuse("memory_pool.MHATokenToKVPool")
     for launched.speculative_algorithm in ("STANDALONE", "FROZEN_KV_MTP"):
         with pytest.raises(UnsupportedError, match="as a prefill node does"):
             refuse("memory_pool.MHATokenToKVPool")

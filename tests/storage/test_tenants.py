@@ -87,6 +87,27 @@ def test_100_000_hostile_requests_are_default_s_and_leave_no_text_of_theirs(owne
     assert set(owners._owners.values()) == {"b"}
 
 
+def test_what_others_write_behind_a_tenant_s_page_is_not_its(owners: Tenants) -> None:
+    """One system prompt for all: who names no tenant is not the one that came first."""
+    hashes = page_hashes([*PROMPT, *range(640)], PAGE, namespace_seed(None, None))
+    shared, names = len(PROMPT) // PAGE, [page_hash.hex() for page_hash in hashes]
+    owners.note(hashes[:shared], "team-a")
+    assert owners.offer(DEFAULT, [*PROMPT, *range(640)], None, None, PAGE)
+    wait_until(lambda: hashes[-1][:8] in owners._owners, "the prompt is noted")
+    owners.follow(names[:shared], [*names[shared:], "ab" * 32])
+    assert {owners.owner(page_hash) for page_hash in hashes[shared:]} == {DEFAULT}
+    assert owners.owner(bytes.fromhex("ab" * 32)) == DEFAULT
+    assert {owners.owner(page_hash) for page_hash in hashes[:shared]} == {"team-a"}
+
+
+def test_pages_of_a_tenant_that_is_none_any_more_are_the_next_one_s(owners: Tenants) -> None:
+    owners.note([b"1" * 32], "team-a")
+    owners.limits = {DEFAULT: Tenant(), "team-x": Tenant(0.4)}
+    assert owners.owner(b"1" * 32) == DEFAULT
+    owners.note([b"1" * 32], "team-x")
+    assert owners.owner(b"1" * 32) == "team-x"
+
+
 def test_pages_of_a_prompt_are_noted_on_another_thread_and_what_follows_them_is_theirs(owners: Tenants) -> None:
     assert owners.offer("team-a", PROMPT, "team-a", None, PAGE)
     hashes = page_hashes([*PROMPT, *range(64)], PAGE, namespace_seed("team-a", None))

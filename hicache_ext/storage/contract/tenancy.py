@@ -57,7 +57,7 @@ class Tenants:
         self, tenant: str, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None, page_size: int
     ) -> bool:
         """Note soon that the pages of a prompt are a tenant's; False where too many wait. Never waits."""
-        if tenant == DEFAULT or not page_size:
+        if not page_size:
             return True
         tokens = tokens[:_MOST_TOKENS]
         with self._lock:
@@ -85,31 +85,36 @@ class Tenants:
             self._note(page_hash[:8], tenant)
 
     def _note(self, page: bytes, tenant: str) -> None:
-        if page in self._owners:
+        known = self._known(page)
+        if known is not None and page in self._owners:
             return
         if len(self._owners) >= _MOST_KNOWN // 2:
             self._older, self._owners = self._owners, {}
-        self._owners[page] = self._older.get(page, tenant)
+        self._owners[page] = known or tenant
+
+    def _known(self, page: bytes) -> str | None:
+        """Whose page this is; None where nobody said, or of a tenant that is none any more."""
+        owner = self._owners.get(page) or self._older.get(page)
+        return owner if owner in self.limits else None
 
     def owner(self, page_hash: bytes) -> str:
         """Whose page this is."""
-        page = page_hash[:8]
-        return self._owners.get(page) or self._older.get(page) or DEFAULT
+        return self._known(page_hash[:8]) or DEFAULT
 
     def follow(self, before: Sequence[str] | None, hashes: Sequence[str]) -> None:
         """A chain of pages is written, behind those ``before``: what follows a tenant's page is its."""
-        owner = DEFAULT if not before else self.owner(_begin(before[-1]))
+        owner = None if not before else self._known(_begin(before[-1]))
         for page in map(_begin, hashes):
-            known = self.owner(page)
-            if known != DEFAULT:
+            known = self._known(page)
+            if known is not None:
                 owner = known
-            elif owner != DEFAULT:
+            elif owner is not None:
                 self._note(page, owner)
 
     def rename(self, hashes: Sequence[bytes], names: Sequence[bytes]) -> None:
         """Pages are stored under other names than their hashes."""
         for page_hash, name in zip(hashes, names, strict=True):
-            if (owner := self.owner(page_hash)) != DEFAULT:
+            if (owner := self._known(page_hash[:8])) is not None:
                 self._note(name[:8], owner)
 
 

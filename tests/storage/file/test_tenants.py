@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import tenants as fairness
+from hicache_ext.storage.contract.store import PageKeys
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.index_words import Words
@@ -97,6 +98,31 @@ def test_what_nobody_can_ask_for_any_more_goes_first_whose_ever_it_was(index: Sl
     assert index.tenant_pages[[TEAM, CRAWLER]].tolist() == [0, 100]
 
 
+def test_a_page_that_was_leased_goes_like_others_once_the_lease_is_over(index: SlabIndex) -> None:
+    add_slab(index, SMALL, 100)
+    shares = 0.5, 0.5
+    write(index, range(50), for_(index, TEAM, *shares))
+    write(index, range(1000, 1050), for_(index, CRAWLER, *shares))
+    leased = keys_of(range(5))
+    spared = np.unique(index_words.hashes_of(PageKeys.of_joined(A, b"".join(key[16:] for key in leased)).words))
+    for number in range(50, 150):
+        store(index, [key_of(number)], spared=spared, tenancy=for_(index, TEAM, *shares))
+    assert len(present(index, leased)) == 5
+    rows = index.rows_of(leased)
+    assert (index.memory.rows[rows, index_words.PRIORITY] < 1 << 61).all()
+    for number in range(150, 600):
+        store(index, [key_of(number)], tenancy=for_(index, TEAM, *shares))
+    assert present(index, leased) == []
+
+
+def test_pages_of_a_new_size_find_room_whatever_is_within_shares(index: SlabIndex) -> None:
+    add_slab(index, SMALL, 64)
+    write(index, range(32), for_(index, TEAM, 0.5, 0.5))
+    write(index, range(1000, 1032), for_(index, CRAWLER, 0.5, 0.5))
+    for writer in (0, TEAM, CRAWLER):
+        assert len(index.colder_slabs(MIDDLE, 0, needed=True, tenancy=for_(index, writer, 0.5, 0.5))) == 1
+
+
 def test_a_slab_that_another_size_wants_keeps_what_is_within_a_share(index: SlabIndex) -> None:
     add_slab(index, SMALL, 64)
     add_slab(index, MIDDLE, 4)
@@ -135,6 +161,10 @@ def test_a_wrong_count_is_put_right_by_a_look_and_not_while_pages_come(
 ) -> None:
     add_slab(index, SMALL, 100)
     write(index, range(50), for_(index, TEAM))
+    index.memory.tenants[TEAM, index_words.TENANT_PAGES] += 2
+    index.occupied()
+    assert index.tenant_pages[TEAM] == 52, "without tenants nobody counts under the lock"
+    index.number_tenants(["team"])
     index.memory.tenants[[TEAM, 7], index_words.TENANT_PAGES] = -3, 1 << 60
     index.occupied()
     assert index.tenant_pages.tolist() == walked(index)

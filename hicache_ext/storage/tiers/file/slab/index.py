@@ -87,6 +87,7 @@ _MOST_VICTIMS = 1 << 12
 """Slots freed by one look, under the lock: about a millisecond."""
 _LOOKS_IN_VAIN = 8
 """Looks for victims that free nothing, before a write gets no slot: at pages that stay, mostly."""
+_LOOKS_OF_TENANTS = 3
 _MOST_LOOKED_AT = 1 << 15
 """Slots looked at for free ones, or for victims, under the lock at once: less than a millisecond."""
 _MOST_EVENTS = 1 << 8
@@ -306,7 +307,8 @@ class SlabIndex:
             free += int(slab.slots - found - counts[PENDING]) * slab.slot_size
             of_tenants += counts[index_words.STATES + 1 :]
         # While pages come and go the counts differ a little.
-        if self.rebuilt and np.abs(of_tenants - tenants).max() > _COMING_AND_GOING * (self.inserts - clock):
+        differ = np.abs(of_tenants - tenants).max() > _COMING_AND_GOING * (self.inserts - clock)
+        if differ and self.rebuilt and self.memory.tenants[1:, index_words.TENANT_NAME].any():
             self._count_tenants()
         return pages, used, free
 
@@ -314,7 +316,7 @@ class SlabIndex:
         """Put the page counts of tenants right after a kill: rows are counted under the lock, a million in some ten
         milliseconds."""
         with suppress(OSError):
-            if self._lock.acquire_now():
+            if not self.has_left_slabs() and self._lock.acquire_now():
                 try:
                     counts = [self._count(slab, 0)[1] for slab in self.view().slabs.values()]
                     of_tenants = sum(counts, np.zeros(index_words.COUNTS, np.int64))[index_words.STATES + 1 :]
@@ -571,7 +573,9 @@ class SlabIndex:
 
             done = in_vain = 0
             done = take_free()
-            while evicting and done < len(rows) and in_vain < _LOOKS_IN_VAIN and len(of_size):
+            # Where pages stay for others' shares there is nothing to be had by looking on.
+            looks = _LOOKS_IN_VAIN if tenancy is None else _LOOKS_OF_TENANTS
+            while evicting and done < len(rows) and in_vain < looks and len(of_size):
                 # Pages that stay may be the coldest: then look at more and more.
                 need = (len(rows) - done) << 3 * in_vain
                 more = self._evict(of_size, slot_size, need, oldest, spared, dead, gone, tenancy)
@@ -704,6 +708,7 @@ class SlabIndex:
                     self.memory.rows[rows[rows >= 0], index_words.PRIORITY] = 0
                     # How cold the coldest are is to be measured anew.
                     self.memory.sizes[:, LEFT] = 0
+                    self._known_for.clear()
                 count += int((rows >= 0).sum())
         return count
 
@@ -983,7 +988,8 @@ class SlabIndex:
     ) -> list[Slab]:
         """Slabs of other slot sizes, most of whose slots are worth less than any page in slots of this size: free, or
         with pages of lower priorities; the least worthy first. All of them, where there are no slots of this size or a
-        slab is ``needed`` whatever it is worth; but none of which more than a quarter stays for a tenant's share."""
+        slab is ``needed`` whatever it is worth; but none of which more than a quarter stays for a tenant's share, where
+        there are slots of this size."""
         dead = self._dead()
 
         def ranks_of(slab: Words) -> Words:
@@ -1007,7 +1013,8 @@ class SlabIndex:
         own = view.by_first[:, SLOT_SIZE] == slot_size
         others = sorted((worth(slab), int(slab[SLAB_NUMBER])) for slab in view.by_first[~own])
         limit = NO_PAGE if needed else min(map(coldest, view.by_first[own]), default=NO_PAGE)
-        whatever = needed and tenancy is None
+        # A share keeps nobody from writing pages of a new size.
+        whatever = needed and (tenancy is None or not own.any())
         return [view.slabs[number] for rank, number in others if whatever or rank < limit]
 
     def holds_any(self, slab: Slab, spared: Words) -> bool:
