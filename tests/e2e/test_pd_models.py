@@ -4,7 +4,6 @@ the KV, and the next turn's prefill goes on from them, with the log-probabilitie
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +12,7 @@ import torch
 
 from hicache_ext.sglang.used_names import DECODE_WRITER
 from tests.e2e.conftest import file_tier_config
-from tests.e2e.test_hybrid_models import ARGUMENTS, CHUNK, PAGE_SIZE
+from tests.e2e.test_hybrid_models import ARGUMENTS, CHUNK, PAGE_SIZE, logprobs_of
 from tests.e2e.test_pd_pair import PROMPT, as_file, error_lines, restored, writer_counters
 from tests.releases.needs import needs, needs_release
 from tests.rigs.network_namespace import missing_for_namespaces
@@ -95,9 +94,9 @@ def test_the_second_turn_restores_all_pools_of_the_answer(
         extra_arguments=ARGUMENTS.get(kind, ()),
         environment=hybrid_environment(),
     ) as server:
-        computed = logprobs(server, next_turn)
+        computed = logprobs_of(server, next_turn)
         # The answer itself decides: were its end alone enough, equal log-probabilities would prove nothing.
-        other = logprobs(server, [*PROMPT[::-1], *next_turn[len(PROMPT) :]])
+        other = logprobs_of(server, [*PROMPT[::-1], *next_turn[len(PROMPT) :]])
     found = input_logprobs(warm.prefill.meta_info)
     assert len(found) == len(next_turn) - stored - 1
     tail = computed[-len(found) :]
@@ -107,17 +106,6 @@ def test_the_second_turn_restores_all_pools_of_the_answer(
     rounding = (said - computed[len(PROMPT) - 1 : len(answer) - 1]).abs().mean()
     assert error < 0.15 * of_others and error < 4 * rounding, (error, of_others, rounding)
     assert torch.corrcoef(torch.stack([found, tail]))[0, 1] > 0.995
-
-
-def logprobs(server: RigServer, prompt: list[int]) -> torch.Tensor:
-    """Those of a prompt's tokens from the second on."""
-    request = {
-        "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 1},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-    }
-    return input_logprobs(json.loads(server.request("POST", "/generate", request))["meta_info"])
 
 
 def input_logprobs(meta_info: Any) -> torch.Tensor:

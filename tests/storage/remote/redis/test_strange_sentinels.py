@@ -78,12 +78,7 @@ def test_a_name_server_that_hangs_holds_up_no_start_and_no_look(monkeypatch) -> 
         urls = [f"redis+sentinel://{at}/pages" for at in ("slow.test:1", sentinel.endpoint)]
         stack.callback(ended.set)
         store = stack.enter_context(opened(sentinel, url=urls, timeout=6.0, required=True))
-        assert primary_port(store) == one.endpoint.port
-        sound.current.append(other)  # type: ignore[attr-defined]
-        for _ in range(4):
-            store._topology.refresh_soon()
-            time.sleep(0.6)
-        assert primary_port(store) == other.endpoint.port
+        assert_follows(store, sound, one, other)
         assert len(asked) == 1
         ended.set()
 
@@ -113,6 +108,16 @@ def test_many_that_hang_are_left_behind_together_and_cost_a_bounded_number_of_th
         assert store._topology._side_by_side(lambda number: number, range(200)) == list(range(200))
 
 
+def assert_follows(store: RedisPageStore, sentinel: Answers, one: FakeServer, other: FakeServer) -> None:
+    """The primary is ``one``, and ``other`` soon after the Sentinel has named it."""
+    assert primary_port(store) == one.endpoint.port
+    sentinel.current.append(other)  # type: ignore[attr-defined]
+    for _ in range(4):
+        store._topology.refresh_soon()
+        time.sleep(0.6)
+    assert primary_port(store) == other.endpoint.port
+
+
 def primary_port(store: RedisPageStore) -> int:
     (node,) = store._topology.nodes
     return node.endpoint.port
@@ -140,12 +145,7 @@ def test_a_sentinel_that_talks_nonsense_is_one_line_and_the_others_are_believed(
         store = stack.enter_context(
             opened(*(stack.enter_context(FakeServer(answer)) for answer in answers), required=True)
         )
-        assert primary_port(store) == one.endpoint.port
-        sound.current.append(other)  # type: ignore[attr-defined]
-        for _ in range(4):
-            store._topology.refresh_soon()
-            time.sleep(0.6)
-        assert primary_port(store) == other.endpoint.port
+        assert_follows(store, sound, one, other)
         assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
         assert not any(record.exc_info for record in caplog.records)
 
