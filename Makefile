@@ -102,7 +102,7 @@ lint: setup-test
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/mypy -p benchmarks -p tests.rigs -p tests.campaigns
+	.venv/bin/mypy -p benchmarks -p tests.rigs -p tests.campaigns -p tests.e2e
 
 kills: setup-test
 	.venv/bin/python -m tests.campaigns.kill_writers --kills 200 --seed 1 --report build/reports/kills.md

@@ -80,7 +80,7 @@ def test_the_second_turn_restores_all_pools_of_the_answer(
         # SGLang restores nothing behind the first token of which a log-probability is asked.
         warm = restored(pair, next_turn, stored, return_logprob=True, logprob_start_len=stored)
         assert warm.cached.storage == stored
-        assert warm.cached.storage_backend == "HiCacheExtBackend"
+        assert warm.prefill.meta_info["cached_tokens_details"]["storage_backend"] == "HiCacheExtBackend"
     counters = writer_counters(tmp_path / "decode.log")
     assert counters["host.used_tokens"] == 0 and counters["page.stored"] > 0
     for log in ("decode.log", "prefill.log"):

@@ -27,7 +27,7 @@ from tests.e2e.conftest import file_tier_config
 from tests.releases.needs import needs
 from tests.rigs.mooncake_servers import MooncakeServers, missing_mooncake
 from tests.rigs.network_namespace import NetworkNamespace, missing_for_namespaces
-from tests.rigs.pd_pair import PdPair
+from tests.rigs.pd_pair import PdGeneration, PdPair
 from tests.rigs.redis_servers import RedisServer, redis_program
 from tests.rigs.server_hooks import rig_environment
 from tests.storage.raw_access import stored_keys
@@ -158,7 +158,7 @@ def hits_from(pair: PdPair, tier: str) -> float:
     return read_samples(pair.prefill.get("/metrics")).total("hicache_ext_chain_pages_total", tier=tier, reason="used")
 
 
-def restored(pair: PdPair, prompt: list[int], expected: int, **body: Any) -> Any:
+def restored(pair: PdPair, prompt: list[int], expected: int, **body: Any) -> PdGeneration:
     """The first answer whose prompt comes from storage as far as expected: writing takes its moment.
 
     An attempt that came too early computed the rest of the prompt, which the next one may find, too: compare with
