@@ -3,14 +3,16 @@
 ::
 
     python -m tests.campaigns.decode_throughput --minutes 11 --report build/reports/decode-throughput.md
+    python -m tests.campaigns.decode_throughput --model qwen3_next --minutes 8 --report build/reports/decode-hybrid.md
 
 Arms: two decode nodes without offload (what they differ by is the noise of the machine; their mean is what the others
 are compared with), one with SGLang's own, one with our writer, whose pool is healthy, dead from before the batch, dies
 in the middle of it, or takes half a second longer for every call. In each round every arm decodes the same batch once,
 in rotated order; servers that are not measured are stopped (SIGSTOP): on two cores, six that poll leave little for the
-one that works. Rounds go on until the time is up. A figure is generated tokens over the time between the batch's first
-token and its end; the scheduler thread's time is taken in the decode nodes, step by step, and so are the seconds from
-an answer's last token until its last whole page can be read by others. Needs root (network namespace).
+one that works. SGLang's own offload takes no hybrid models. Rounds go on until the time is up. A figure is generated
+tokens over the time between the batch's first token and its end; the scheduler thread's time is taken in the decode
+nodes, step by step, and so are the seconds from an answer's last token until its last whole page can be read by others.
+Needs root (network namespace).
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from tests.campaigns.reporting import markdown
 from tests.rigs import step_costs, tier_faults
 from tests.rigs.pd_pair import PdGeneration, PdPair, decode_node
 from tests.rigs.rig_server import RigServer
-from tests.rigs.server_hooks import rig_environment
+from tests.rigs.server_hooks import MODULES, rig_environment
+from tests.rigs.tiny_hybrid import ARGUMENTS, DECODE_ARGUMENTS, KINDS, make_tiny_hybrid
 from tests.rigs.tiny_model import make_tiny_model
 
 BATCH = 6
@@ -80,13 +83,14 @@ class Measured:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Decode throughput with and without the decode writer.")
+    parser.add_argument("--model", choices=("llama", *KINDS), default="llama", help="kind of tiny model")
     parser.add_argument("--minutes", type=float, default=11, help="until the last round begins")
     parser.add_argument("--report", type=Path, help="a .md file to write; the figures go beside it as .json")
     arguments = parser.parse_args()
     deadline = time.monotonic() + 60 * arguments.minutes
     with terminated_in_order(), tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        with _nodes(directory) as (pair, nodes):
+        with _nodes(arguments.model, directory) as (pair, nodes):
             measured = _measure(pair, nodes, directory, deadline)
         said = _said(directory / "writer.log", r"decode writer: (\{.*\})")
         facts = machine_facts(directory, ("sglang", "torch"))
@@ -100,16 +104,20 @@ def main() -> None:
 
 
 @contextmanager
-def _nodes(directory: Path) -> Iterator[tuple[PdPair, dict[str, RigServer]]]:
+def _nodes(kind: str, directory: Path) -> Iterator[tuple[PdPair, dict[str, RigServer]]]:
     """The pair and its decode nodes, all warm; those that are not needed at once are frozen."""
-    model = make_tiny_model(directory / "model")
-    small = ("--max-total-tokens", "8192")
+    model = make_tiny_model(directory / "model") if kind == "llama" else make_tiny_hybrid(directory / "model", kind)
+    ours = ARGUMENTS.get(kind, ())
+    small = ("--max-total-tokens", "8192", *ours, *DECODE_ARGUMENTS.get(kind, ()))
+    modules = [*MODULES, "tests.rigs.hybrid_on_cpu"] if kind in KINDS else MODULES
     pair = PdPair(
         model,
         directory=directory,
         prefill_config=_config(directory, "ours"),
         decode_offload=False,
+        prefill_arguments=ours,
         decode_arguments=small,
+        environment=rig_environment(modules=modules),
     )
 
     def node(name: str, config: dict[str, Any] | None, environment: dict[str, str] | None = None) -> RigServer:
@@ -120,14 +128,16 @@ def _nodes(directory: Path) -> Iterator[tuple[PdPair, dict[str, RigServer]]]:
             storage_backend=None if config is None else "dynamic",
             config=config,
             arguments=small,
-            environment=rig_environment({step_costs.VARIABLE: str(directory / f"{name}.steps"), **(environment or {})}),
+            environment=rig_environment(
+                {step_costs.VARIABLE: str(directory / f"{name}.steps"), **(environment or {})}, modules
+            ),
         )
 
     fault = {tier_faults.VARIABLE: f"file:{directory / 'fault'}"}
     nodes = {
         "without": pair.decode,
         "second": node("second", None),
-        "sglang": node("sglang", _config(directory, "sglang")),
+        **({} if kind in KINDS else {"sglang": node("sglang", _config(directory, "sglang"))}),
         "writer": node("writer", _config(directory, "ours"), fault),
     }
     with pair:
@@ -144,12 +154,13 @@ def _nodes(directory: Path) -> Iterator[tuple[PdPair, dict[str, RigServer]]]:
 
 
 def _measure(pair: PdPair, nodes: dict[str, RigServer], directory: Path, deadline: float) -> dict[str, Measured]:
-    measured = {name: Measured() for name in ARMS}
+    arms = [name for name, arm in ARMS.items() if arm.node in nodes]
+    measured = {name: Measured() for name in arms}
     offsets: dict[str, int] = {}
     fault_file = directory / "fault"
     half_a_batch = 1.0
     last_round = 0
-    for round_number, name, counts in interleaved(list(ARMS), 1000):
+    for round_number, name, counts in interleaved(arms, 1000):
         if round_number > last_round:
             if time.monotonic() > deadline and round_number > 2:
                 break
@@ -274,9 +285,10 @@ def _report(
     file = arguments.report
     text = f"""# Decode throughput with the decode writer
 
-`python -m tests.campaigns.decode_throughput --minutes {arguments.minutes:g} --report {file}`, {today()[:10]}, \
+`python -m tests.campaigns.decode_throughput --model {arguments.model} --minutes {arguments.minutes:g} \
+--report {file}`, {today()[:10]}, \
 {facts["cpus"]} cores, Linux {facts["kernel"].partition("-")[0]}, \
-SGLang {facts["packages"]["sglang"]} on CPU with a tiny model, batches \
+SGLang {facts["packages"]["sglang"]} on CPU with a tiny {arguments.model}, batches \
 of {BATCH} requests of {PROMPT_TOKENS} tokens with {TOKENS} generated, pages of 16. How it is \
 measured stands at the top of that file. Ratios are to the mean of the two servers without offload, whose own distance \
 from 1 is the noise: of all rounds together, and of the rounds (median, quartiles). CPU time is that of all processes \
@@ -294,6 +306,7 @@ The writer's counters at the end, all its arms together: `{said}`
     document = {
         "date": today(),
         "machine": facts,
+        "model": arguments.model,
         "batch": {"requests": BATCH, "prompt_tokens": PROMPT_TOKENS, "generated": TOKENS},
         "arms": {
             name: {

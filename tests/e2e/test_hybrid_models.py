@@ -17,22 +17,15 @@ import torch
 from tests.e2e.conftest import file_tier_config
 from tests.rigs.rig_server import RigServer
 from tests.rigs.server_hooks import hybrid_environment
-from tests.rigs.tiny_hybrid import WINDOW, Kind, make_tiny_hybrid
+from tests.rigs.tiny_hybrid import ARGUMENTS, CHUNK, WINDOW, Kind, make_tiny_hybrid
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PAGE_SIZE = 16
-CHUNK = 64
-"""Tokens from one state of Gated DeltaNet that SGLang keeps to the next."""
-
 SHARED = [(11 * position * position + 5 * position) % 250 for position in range(640)]
 PROMPTS = {
     "first": SHARED + [(3 * position * position + position) % 250 for position in range(100)],
     "second": SHARED + [(5 * position * position + 2 * position) % 250 for position in range(70)],
-}
-ARGUMENTS = {
-    # What SGLang 0.5.23 asks for on CPUs; without AMX it falls back to torch_native itself.
-    "gemma4": ("--attention-backend", "intel_amx"),
 }
 POOLS = {"gemma4": ("kv", "swa"), "qwen3_next": ("kv", "mamba")}
 

@@ -14,7 +14,6 @@ from hicache_ext.storage.tiers.file.pins import read_pins
 from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer
 from tests.e2e.conftest import FIRST_PROMPT, SECOND_PROMPT, file_tier_config
-from tests.e2e.test_hybrid_models import ARGUMENTS as HYBRID
 from tests.e2e.test_hybrid_models import PROMPTS as HYBRID_PROMPTS
 from tests.e2e.test_linker import linked
 from tests.releases.needs import needs
@@ -22,6 +21,7 @@ from tests.releases.wheels import environment_of
 from tests.rigs.network_namespace import missing_for_namespaces
 from tests.rigs.pd_pair import PdPair
 from tests.rigs.server_hooks import hybrid_environment
+from tests.rigs.tiny_hybrid import ARGUMENTS as HYBRID
 from tests.rigs.tiny_hybrid import KINDS, Kind, make_tiny_hybrid
 from tests.storage.raw_access import stored_keys
 from tests.waiting import wait_until

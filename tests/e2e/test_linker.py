@@ -20,12 +20,12 @@ from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.testing.client import Generation
 from tests.e2e.conftest import FIRST_PROMPT, SECOND_PROMPT, file_tier_config, prompt_of
 from tests.e2e.test_file_tier import damage
-from tests.e2e.test_hybrid_models import ARGUMENTS, restorable
 from tests.e2e.test_hybrid_models import PROMPTS as HYBRID_PROMPTS
+from tests.e2e.test_hybrid_models import restorable
 from tests.rigs.redis_servers import RedisServer, redis_program
 from tests.rigs.rig_server import RigServer
 from tests.rigs.server_hooks import hybrid_environment
-from tests.rigs.tiny_hybrid import KINDS, Kind, make_tiny_hybrid
+from tests.rigs.tiny_hybrid import ARGUMENTS, KINDS, Kind, make_tiny_hybrid
 from tests.storage.raw_access import stored_keys
 from tests.waiting import wait_until
 

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import FIRST_PROMPT
-from tests.e2e.test_hybrid_models import ARGUMENTS
 from tests.rigs.rig_server import RigServer
 from tests.rigs.server_hooks import hybrid_environment
-from tests.rigs.tiny_hybrid import make_tiny_hybrid
+from tests.rigs.tiny_hybrid import ARGUMENTS, make_tiny_hybrid
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from hicache_ext.testing.sglang_cpu import MODULES_VARIABLE
 
 _ROOT = Path(__file__).parents[2]
-_MODULES = ("tests.rigs.tier_faults", "tests.rigs.step_costs", "tests.rigs.turn_times", "tests.rigs.layer_times")
+MODULES = ("tests.rigs.tier_faults", "tests.rigs.step_costs", "tests.rigs.turn_times", "tests.rigs.layer_times")
 
 
-def rig_environment(variables: Mapping[str, str] | None = None, modules: Sequence[str] = _MODULES) -> dict[str, str]:
+def rig_environment(variables: Mapping[str, str] | None = None, modules: Sequence[str] = MODULES) -> dict[str, str]:
     """The environment of a server in which ``modules`` register hooks and listen to their ``variables``."""
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     return {MODULES_VARIABLE: ",".join(modules), "PYTHONPATH": path, **(variables or {})}

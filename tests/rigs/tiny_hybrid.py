@@ -26,6 +26,22 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 WINDOW = 96
 """Tokens that a layer of sliding-window attention sees; no multiple of most page sizes."""
 
+CHUNK = 64
+"""Tokens from one state of Gated DeltaNet that SGLang keeps to the next."""
+
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    # What SGLang 0.5.23 asks for on CPUs; without AMX it falls back to torch_native itself.
+    "gemma4": ("--attention-backend", "intel_amx"),
+}
+"""Of every server of a kind."""
+DECODE_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "qwen3_next": (
+        *("--disaggregation-decode-enable-radix-cache", "--mamba-radix-cache-strategy", "extra_buffer"),
+        *("--mamba-track-interval", str(CHUNK)),
+    )
+}
+"""Of a decode node that writes, besides."""
+
 # Raised when the files written for the same recipe change.
 _RECIPE_VERSION = 2
 
