@@ -33,7 +33,6 @@ class Mode:
     arguments: Sequence[str] = ()
     page_size: int = 16
     tp: int = 1
-    settings: dict[str, Any] = field(default_factory=dict)
     request: dict[str, Any] = field(default_factory=dict)
     dp: int = 1
     """Replicas, which take turns."""
@@ -50,8 +49,7 @@ MODES = [
     Mode("`--page-size 64 --chunked-prefill-size 128`", ("--chunked-prefill-size", "128"), page_size=64),
     Mode(
         "`--hicache-mem-layout layer_first --hicache-storage-prefetch-policy timeout`",
-        ("--hicache-mem-layout", "layer_first"),
-        settings={"prefetch_policy": "timeout"},
+        ("--hicache-mem-layout", "layer_first", "--hicache-storage-prefetch-policy", "timeout"),
     ),
     Mode(
         "`--hicache-mem-layout page_first_direct --enable-priority-scheduling`",
@@ -70,7 +68,6 @@ def serve(model: Path, directory: Path, mode: Mode, **more: Any) -> RigServer:
         "storage_backend": "dynamic",
         "extra_config": file_tier_config(directory / "l3"),
         "extra_arguments": mode.arguments,
-        **mode.settings,
         **more,
     }
     return RigServer(model, log_file=directory / "server.log", **settings)
@@ -108,7 +105,7 @@ def test_with_best_effort_an_idle_server_takes_nothing_and_a_busy_one_what_comes
     tiny_model: Path, tmp_path: Path
 ) -> None:
     policy = "`--hicache-storage-prefetch-policy best_effort`"
-    mode = Mode(policy, ("--max-running-requests", "1"), settings={"prefetch_policy": "best_effort"})
+    mode = Mode(policy, ("--max-running-requests", "1", "--hicache-storage-prefetch-policy", "best_effort"))
     with serve(tiny_model, tmp_path, mode) as server:
         cold = server.generate(PROMPT)
         server.flush_cache()
