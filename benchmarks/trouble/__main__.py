@@ -20,7 +20,7 @@ from benchmarks.trouble.contenders import CONTENDERS
 from benchmarks.trouble.media import medium_of, medium_type
 from benchmarks.trouble.report import facts_of_run, write_report
 from benchmarks.trouble.rows import ROWS, Cells, Rig
-from hicache_ext.bench.frame import write_json
+from hicache_ext.bench.frame import today, write_json
 from tests.rigs.own_network import own_network
 
 
@@ -83,7 +83,7 @@ def main() -> None:
             document |= facts_of_run(Path(root))
             for title, name, cells in measure(contenders, rows, Path(root), quick=arguments.quick, seed=arguments.seed):
                 print(f"{title}: {name}: {cells}", flush=True)
-                document["results"].setdefault(title, {})[name] = cells
+                document["results"].setdefault(title, {})[name] = {**cells, "date": today()}
                 if arguments.json:
                     write_json(arguments.json, document)
     if arguments.report:

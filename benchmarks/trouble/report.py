@@ -8,15 +8,15 @@ from typing import Any
 from benchmarks.trouble.clients import LIMIT
 from benchmarks.trouble.contenders import CONTENDERS
 from benchmarks.trouble.rows import ROWS
-from hicache_ext.bench.frame import machine_facts, today
+from hicache_ext.bench.frame import machine_facts
 
 BEGIN, END = "<!-- made by python -m benchmarks.trouble; do not edit -->", "<!-- end of what was made -->"
 _PACKAGES = ("sglang", "lmcache", "nixl", "mooncake-transfer-engine-non-cuda", "torch")
 
 
 def facts_of_run(directory: Path) -> dict[str, Any]:
-    """Versions, machine and date."""
-    return {"date": today(), "machine": machine_facts(directory, _PACKAGES)}
+    """Versions and machine; each cell has its own date."""
+    return {"machine": machine_facts(directory, _PACKAGES)}
 
 
 def write_report(path: Path, document: dict[str, Any]) -> None:
@@ -31,7 +31,8 @@ def tables(document: dict[str, Any]) -> str:
     machine = document["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     place = f"{machine['cpus']} x {machine['cpu_model']}, Linux {machine['kernel']}, {machine['file_system']}"
-    words = f"Measured {document['date'][:10]} on {place}; {versions}.\n\n"
+    days = {cell["date"][:10] for row in document["results"].values() for cell in row.values()}
+    words = f"Measured {' to '.join(sorted({min(days), max(days)}))} on {place}; {versions}.\n\n"
     in_directories = [name for name, one in CONTENDERS.items() if one.medium == "directory"]
     in_pools = [name for name in CONTENDERS if name not in in_directories]
     parts = [_table(document["results"], names) for names in (in_directories, in_pools)]

@@ -62,13 +62,15 @@ def test_what_was_synced_survives_power_cuts_and_containers_share_one_bound(tmp_
 
 def test_a_cell_that_was_not_measured_says_why() -> None:
     machine = {"cpus": 1, "cpu_model": "x", "kernel": "6", "file_system": "ext4", "packages": {"sglang": "1"}}
+    day = {"date": "2026-11-26T00:00:00"}
     results = {
         "pool frozen": {
-            "SGLang mooncake": {"wrong": 0, "asked": 8, "waited": LIMIT, "raised": 2, "note": "OSError"},
-            "ours, S3": {"not_run": "missing: s3rver"},
+            "SGLang mooncake": {**day, "wrong": 0, "asked": 8, "waited": LIMIT, "raised": 2, "note": "OSError"},
+            "ours, S3": {"date": "2026-11-27T00:00:00", "not_run": "missing: s3rver"},
         }
     }
-    shown = tables({"date": "2026-11-26T00:00:00", "machine": machine, "results": results})
+    shown = tables({"machine": machine, "results": results})
+    assert shown.startswith("Measured 2026-11-26 to 2026-11-27 on 1 x x")
     row = next(line for line in shown.splitlines() if line.startswith("| pool frozen"))
     assert "0 wrong, raised 2 times, **waits for ever** (over 120 s)" in row
     assert "(missing: s3rver)" in row and "(not run)" in row
