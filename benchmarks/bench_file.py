@@ -20,36 +20,22 @@ from hicache_ext.storage.contract.base import leading
 
 
 class AiofilesContender:
-    """A file per page through aiofiles, the pages of a batch together; no envelope, no atomic publication.
-
-    At its capacity it deletes the oldest batch.
-    """
+    """A file per page through aiofiles, the pages of a batch together; no envelope, no atomic publication."""
 
     def __init__(self, directory: Path, capacity: int, payload: int) -> None:
         import aiofiles
 
         self._open: Any = aiofiles.open
         self._directory = directory
-        self._left = capacity // payload
-        self._batches: list[Sequence[bytes]] = []
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(4))
         self._thread = threading.Thread(target=self._loop.run_forever, name="bench-aiofiles", daemon=True)
         self._thread.start()
 
     def write(self, keys: Sequence[bytes], pages: Pages) -> int:
-        if self._left < len(keys):
-            oldest = self._batches.pop(0)
-            for key in oldest:
-                (self._directory / key.hex()).unlink()
-            self._left += len(oldest)
-        self._batches.append(keys)
-        self._left -= len(keys)
         return self._run([self._move(key, page, "wb") for key, page in zip(keys, pages.sources, strict=True)])
 
     def read(self, keys: Sequence[bytes], pages: Pages) -> int:
-        if keys not in self._batches:
-            return 0
         return self._run([self._move(key, page, "rb") for key, page in zip(keys, pages.targets, strict=True)])
 
     def _run(self, pages: list[Coroutine[Any, Any, bool]]) -> int:

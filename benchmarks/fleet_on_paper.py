@@ -116,9 +116,9 @@ def check(requests: int) -> list[str]:
     """Rows of the table of agreement."""
     from tests.rigs.redis_servers import RedisServer
 
-    def workload(seed: int) -> Trace:
+    def workload(seed: int, count: int = requests) -> Trace:
         """Of different seeds they have no page in common."""
-        chains = multi_turn(requests, seed, documents=0.1)
+        chains = multi_turn(count, seed, documents=0.1)
         return made_of(f"multi-turn {seed}", chains, list(range(len(chains))), 512)
 
     def real(trace: Trace, fleet: Fleet) -> Replayed:
@@ -126,7 +126,7 @@ def check(requests: int) -> list[str]:
             url = redis.url if fleet.pool != 0 else None
             with nodes_of(fleet, Path(place), url, "8GiB") as stores:
                 # Files grow and connections open.
-                replay(workload(99).first(requests // 4), fleet, stores, _PAGE)
+                replay(workload(99, requests // 4), fleet, stores, _PAGE)
                 return replay(trace, fleet, stores, _PAGE)
 
     known, new = workload(8), workload(3)

@@ -297,6 +297,21 @@ FORMER = {
         "-> test_stores_of_one_process_share_the_index_of_their_directory_until_the_last_one_goes"
     ),
     "test_a_chain_looked_up_in_portions_ends_where_its_pages_end": "-> test_a_chain_ends_where_its_pages_end",
+    **dict.fromkeys(
+        (
+            "test_a_lossless_codec_changes_nothing_at_all",
+            "test_a_lossy_codec_within_the_bounds_is_given_a_configuration",
+            "test_a_missed_bound_is_one_sentence_exit_code_1_and_no_configuration",
+            "test_a_model_that_is_not_there_is_one_sentence",
+            "test_a_process_that_was_prepared_for_sglang_measures_the_same",
+            "test_predictions_of_nan_are_refused_and_never_taken_for_equal",
+            "test_prefixes_fit_sliding_windows_and_every_kind_of_text_has_predictions",
+            "test_too_few_predictions_tell_nothing",
+            "test_what_cannot_be_used_is_refused_with_a_sentence",
+            "test_without_a_bound_a_lossy_codec_is_measured_and_not_configured",
+        ),
+        "hicache-ext codec-check is gone: prove asks the real server, with the codec and without (docs/codecs.md)",
+    ),
     "test_memory_that_the_library_knew_is_registered_again_with_a_new_client": (
         "a pool that is not reached at the start is opened later (late_open.py), with all its memory"
     ),

@@ -102,7 +102,7 @@ def test_the_wheel_holds_the_modules_the_licence_and_nothing_else(built: Built) 
     with zipfile.ZipFile(built.wheel) as archive:
         packed = set(archive.namelist())
     package = {name for name in built.files if name.startswith("hicache_ext/")}
-    assert all(name.endswith((".py", "/py.typed", "/codec_texts.toml", ".h", ".c")) for name in package)
+    assert all(name.endswith((".py", "/py.typed", "/texts.toml", ".h", ".c")) for name in package)
     about = f"hicache_ext-{__version__}.dist-info"
     names = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt", "licenses/LICENSE")
     assert packed == package | {"hicache_ext/native/core.so"} | {f"{about}/{name}" for name in names}

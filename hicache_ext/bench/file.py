@@ -13,7 +13,6 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ from hicache_ext.storage.contract.registry import open_tier
 
 _BATCHES_AT_LEAST = 4
 _THREADS = 4
-MODES = ("write", "read-warm", "read-cold", "overwrite")
+MODES = ("write", "read-warm", "read-cold")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -71,12 +70,12 @@ def run(arguments: argparse.Namespace, rivals: Mapping[str, Open] | None = None)
         for payload in payloads:
             size = f"pages of {format_size(payload)}"
             case = Case.of(payload, 1, total, _BATCHES_AT_LEAST)
-            wanted, free = 3 * case.total + (256 << 20), shutil.disk_usage(directory).free
+            wanted, free = 2 * case.total + (256 << 20), shutil.disk_usage(directory).free
             if wanted > free:
                 raise BenchmarkError(f"{size}: needs {wanted >> 20} MiB of disk, {free >> 20} are free; lower --total")
             points = {mode: Point(mode, (("payload_bytes", payload),)) for mode in MODES}
-            measuring = _Measuring(case, Pages(payload, case.batch, 0), directory, results)
-            measure = {name: partial(measuring.measure, name, contenders[name]) for name in contenders}
+            pages = Pages(payload, case.batch, 0)
+            measure = {name: partial(_measure, name, contenders[name], case, pages, directory) for name in contenders}
             results.take_turns(f"{size}, {case.batches} calls", points, measure, rounds)
     settings = {"payloads": payloads, "total": total, "rounds": rounds, "threads": _THREADS}
     return results.finish(arguments, "file", machine, settings)
@@ -128,7 +127,7 @@ class HiCacheFileContender:
 class RawContender:
     """The raw limit: threads of preadv and pwritev over one preallocated file, up to 1 MiB a call, and nothing else.
 
-    No envelope, no checksum, no index but a dictionary, no eviction but writing over the oldest batch.
+    No envelope, no checksum, no index but a dictionary.
     """
 
     def __init__(self, directory: Path, capacity: int, payload: int, threads: int) -> None:
@@ -141,14 +140,12 @@ class RawContender:
         os.posix_fallocate(self._fd, 0, capacity)
 
     def write(self, keys: Sequence[bytes], pages: Pages) -> int:
-        if len(self._free) < len(keys):
-            self._free = [self._slots.pop(key) for key in list(self._slots)[: len(keys)]]
         self._slots.update(zip(keys, self._free, strict=False))
         del self._free[: len(keys)]
         return self._transfer(vectored.write_from, keys, pages.sources)
 
     def read(self, keys: Sequence[bytes], pages: Pages) -> int:
-        return self._transfer(vectored.read_into, keys, pages.targets) if keys[0] in self._slots else 0
+        return self._transfer(vectored.read_into, keys, pages.targets)
 
     def _transfer(
         self, move: Callable[[int, list[memoryview], int], int], keys: Sequence[bytes], memory: npt.NDArray[np.uint8]
@@ -183,71 +180,26 @@ RAW: Mapping[str, Open] = {
 # -- what is timed -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Measuring:
-    """Pages of one size; measures one contender at a time."""
+def _measure(name: str, open_contender: Open, case: Case, pages: Pages, parent: Path) -> Mapping[str, Sample]:
+    """Write everything once, and read it with the page cache warm and dropped. Raises BenchmarkError for a wrong
+    answer."""
+    # Room for every contender's headers, directories and reservations: nothing is evicted.
+    room = case.total * 3 // 2 + case.batch * case.batches * 16384 + (64 << 20)
+    keys = [page_keys(f"{number}", case.batch) for number in range(case.batches)]
 
-    case: Case
-    pages: Pages
-    directory: Path
-    results: Results
+    def run(move: Callable[[Sequence[bytes], Pages], int], *, reads: bool = False) -> Sample:
+        return run_calls(case, lambda _, number: move(keys[number], pages), [pages], name, reads=reads)
 
-    def measure(self, name: str, open_contender: Open) -> Mapping[str, Sample]:
-        """Return a sample of every mode the contender can do. Raises BenchmarkError for a wrong answer."""
-        case = self.case
-        # Room for every contender's headers, directories and reservations: nothing is evicted.
-        room = case.total * 3 // 2 + case.batch * case.batches * 16384 + (64 << 20)
-        half = case.batches // 2 * case.batch * case.payload
-        samples: dict[str, Sample] = {}
-        for work, capacity in ((self._write_and_read, room), (self._overwrite, half)):
-            with fresh_directory(self.directory) as directory:
-                client = open_contender(directory, capacity, case.payload)
-                try:
-                    samples |= work(name, client, directory)
-                finally:
-                    client.close()
-        return samples
-
-    def _run(self, name: str, call: Callable[[int], int], *, reads: bool = False) -> Sample:
-        return run_calls(self.case, lambda _, number: call(number), [self.pages], name, reads=reads)
-
-    def _write_and_read(self, name: str, client: PoolClient, directory: Path) -> Mapping[str, Sample]:
-        """Write everything once, and read it with the page cache warm and dropped."""
-        keys = [page_keys(f"{number}", self.case.batch) for number in range(self.case.batches)]
-        samples = {"write": self._run(name, lambda number: client.write(keys[number], self.pages))}
-        os.sync()  # No mode pays for what was written before it.
-        samples["read-warm"] = self._run(name, lambda number: client.read(keys[number], self.pages), reads=True)
-        drop_from_page_cache(directory)
-        samples["read-cold"] = self._run(name, lambda number: client.read(keys[number], self.pages), reads=True)
-        return samples
-
-    def _overwrite(self, name: str, client: PoolClient, directory: Path) -> Mapping[str, Sample]:
-        """Write new pages into a full namespace, which holds half of them: for each page something older has to go."""
-        case, filling = self.case, self.case.batches * 5 // 8
-        keys = [page_keys(f"{number}", case.batch) for number in range(filling + case.batches)]
-        for batch in keys[:filling]:
-            client.write(batch, self.pages)
-        os.sync()
-        stored: list[int] = []
-
-        def write(number: int) -> int:
-            stored.append(client.write(keys[filling + number], self.pages))
-            return case.batch
-
-        sample = self._run(name, write)
-        if (refused := 1 - sum(stored) / (case.batch * case.batches)) > 0:
-            # Refusing costs no time: only what was stored counts as work.
-            self.results.note(f"{name}: overwrite refused {refused:.1%} of the pages")
-        # What is left after evictions, whichever pages the contender chose to keep, must have the right bytes.
-        found = 0
-        for number, batch in enumerate(keys[filling:]):
-            self.pages.targets[:] = 0
-            pages = client.read(batch, self.pages)
-            self.pages.check(number, name, pages)
-            found += pages
-        if not found:
-            raise BenchmarkError(f"{name}: nothing can be read of what was written at capacity")
-        return {"overwrite": replace(sample, work=sum(stored) * case.payload)}
+    with fresh_directory(parent) as directory:
+        client = open_contender(directory, room, case.payload)
+        try:
+            samples = {"write": run(client.write)}
+            os.sync()  # No mode pays for what was written before it.
+            samples["read-warm"] = run(client.read, reads=True)
+            drop_from_page_cache(directory)
+            return samples | {"read-cold": run(client.read, reads=True)}
+        finally:
+            client.close()
 
 
 def drop_from_page_cache(directory: Path) -> None:

@@ -122,7 +122,6 @@ class Results:
     baselines: Mapping[str, Collection[str]] = field(default_factory=dict)
     """What ratios are to: name -> contenders, of which the fastest counts at each point."""
     found: dict[Point, dict[str, list[Sample] | str]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
     def add(self, point: Point, contender: str, sample: Sample) -> None:
@@ -133,11 +132,6 @@ class Results:
     def leave_out(self, point: Point, contender: str, reason: str) -> None:
         """Give the contender no figure at this point, also where it had some already."""
         self.found.setdefault(point, {})[contender] = reason
-
-    def note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
-            print(f"  note: {text}", flush=True)
 
     def take_turns(
         self,
@@ -223,7 +217,7 @@ class Results:
     ) -> int:
         """Print and write the report. Return the exit code: 1 when a contender failed or nothing was measured."""
         results = [entry for point in self.found for entry in self.entries(point)]
-        figures = {"settings": settings, "notes": self.notes, "failures": self.failures, "results": results}
+        figures = {"settings": settings, "notes": [], "failures": self.failures, "results": results}
         report(arguments, benchmark, machine, figures, self.tables())
         for text in dict.fromkeys(f"{e['contender']}: {e['not_measured']}" for e in results if "not_measured" in e):
             print(f"not measured: {text}")

@@ -1,15 +1,13 @@
-"""``hicache-ext bench multiturn``: conversations with servers that run, or with servers that it starts."""
+"""``hicache-ext bench multiturn``: conversations with servers that run."""
 
 from __future__ import annotations
 
 import argparse
 import http.client
-import os
 import random
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -20,45 +18,26 @@ from hicache_ext.bench.frame import (
     Quartiles,
     Table,
     add_json_argument,
-    fresh_directory,
     machine_facts,
     number,
     positive,
     report,
 )
-from hicache_ext.config.model import ExtraConfig
-from hicache_ext.errors import BenchmarkError, MissingPackageError, ServerError
-from hicache_ext.packages import need
+from hicache_ext.errors import BenchmarkError, ServerError
 from hicache_ext.runtime.commands import terminated_in_order
 from hicache_ext.runtime.shown import shown_address
 from hicache_ext.testing.client import Generation, SglangClient
-from hicache_ext.testing.server import SglangServer
-
-ARMS = {
-    "no-storage": "HiCache with device and host memory alone",
-    "sglang-file": "HiCache with SGLang's own file backend",
-    "ours": "HiCache with a file tier of hicache_ext",
-    "on-device": "HiCache without storage, whose caches are never flushed: the limit",
-}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_arguments(parser, ARMS)
+    parser.add_argument("--endpoint", action="append", default=[], metavar="NAME=URL", help="a server that runs")
+    add_arguments(parser)
     parser.set_defaults(run=run)
 
 
-def add_arguments(parser: argparse.ArgumentParser, arms: Mapping[str, str]) -> None:
-    """Add whom to talk to, what is said, and where the figures go."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what is said, and where the figures go."""
     default = Workload()
-    parser.add_argument("--endpoint", action="append", default=[], metavar="NAME=URL", help="a server that runs")
-    made = parser.add_argument_group("servers that are started for the run, one after the other")
-    described = "; ".join(f"{name}: {what}" for name, what in arms.items())
-    made.add_argument("--arm", action="append", default=[], choices=tuple(arms), help=described)
-    made.add_argument("--model-path", help="their model (default: a small real one that comes as a package)")
-    made.add_argument("--page-size", type=positive, default=64, help="tokens per page (default: %(default)s)")
-    made.add_argument("--directory", type=Path, metavar="PATH", help="where storage lies (default: a temporary one)")
-    made.add_argument("--logs", type=Path, metavar="DIRECTORY", help="where they log (default: deleted)")
-    made.add_argument("server_arguments", nargs="*", metavar="-- SERVER ARGUMENT", help="for sglang.launch_server")
     parser.add_argument(
         "--rounds", type=positive, default=1, help="how often all take their turn (default: %(default)s)"
     )
@@ -74,11 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser, arms: Mapping[str, str]) -> N
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Talk to every target in turn, print and write what came out."""
-    if arguments.arm:
-        need("sglang", "torch")
-    with fresh_directory(arguments.directory or Path(tempfile.gettempdir())) as directory:
-        return compare(arguments, lambda number: targets(arguments, directory / str(number)))
+    """Talk to every endpoint in turn, print and write what came out."""
+    found = [endpoint(text) for text in arguments.endpoint]
+    return compare(arguments, lambda number: found)
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------
@@ -137,57 +114,12 @@ class Target:
     flushes: bool = True
 
 
-def targets(arguments: argparse.Namespace, directory: Path) -> list[Target]:
-    """Return what the arguments name, for one round. Raises BenchmarkError."""
-    found = []
-    for text in arguments.endpoint:
-        name, _, url = text.partition("=")
-        if not name or not url:
-            raise BenchmarkError(f"--endpoint {text}: want NAME=URL")
-        found.append(Target(name, f"{url}/generate", partial(nullcontext, SglangClient(url))))
-    if arguments.arm:
-        model, model_arguments = model_of(arguments, directory.parent)
-        given = [*model_arguments, *arguments.server_arguments]
-        found += [_made_arm(arm, model, directory / arm, arguments, given) for arm in arguments.arm]
-    return found
-
-
-def model_of(arguments: argparse.Namespace, directory: Path) -> tuple[str, Sequence[str]]:
-    """Return the model for servers that are started, made in ``directory`` unless one was named; and what it needs."""
-    if arguments.model_path is not None:
-        return arguments.model_path, ()
-    from hicache_ext.testing import small_model  # torch
-
-    try:
-        return str(small_model.make_small_model(directory / small_model.NAME)), small_model.arguments_to_serve()
-    except MissingPackageError as error:
-        raise BenchmarkError(f"{error}, or name a model: --model-path") from error
-
-
-def _made_arm(
-    arm: str, model: str, directory: Path, arguments: argparse.Namespace, server_arguments: Sequence[str]
-) -> Target:
-    """Return the server of one of ``ARMS``; its pages go to ``directory``."""
-    pool = directory / "pages"
-    config: dict[str, Any] | None = None
-    if arm == "ours":
-        config = ExtraConfig.around({"tiers": {"disk": {"type": "file", "path": str(pool), "capacity": "32GiB"}}})
-    elif arm == "sglang-file":
-        config = {}
-    if config is not None:
-        config["prefetch_threshold"] = arguments.page_size
-    start = partial(
-        SglangServer,
-        model,
-        log_file=(arguments.logs or directory.parent) / f"{arm}.log",
-        page_size=arguments.page_size,
-        storage_backend={"sglang-file": "file", "ours": "dynamic"}.get(arm),
-        extra_config=config,
-        extra_arguments=server_arguments,
-        environment={"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": os.fspath(pool)},
-        start_timeout=1800,
-    )
-    return Target(arm, arm, start, flushes=arm != "on-device")
+def endpoint(text: str) -> Target:
+    """Return a server that runs, of NAME=URL. Raises BenchmarkError."""
+    name, _, url = text.partition("=")
+    if not name or not url:
+        raise BenchmarkError(f"--endpoint {text}: want NAME=URL")
+    return Target(name, f"{url}/generate", partial(nullcontext, SglangClient(url)))
 
 
 def converse(target: Target, workload: Workload, *, flush: bool = False, settle: float = 0.0) -> ArmResult:
@@ -346,7 +278,7 @@ def compare(arguments: argparse.Namespace, targets: Callable[[int], Sequence[Tar
             measured[target.name] = ArmResult(target.name, rounds, before.seconds + result.seconds)
             print(f"{target.name}: done in {result.seconds:.1f} s", flush=True)
     if not measured:
-        raise BenchmarkError("nothing to talk to: give --endpoint or --arm")
+        raise BenchmarkError("nothing to talk to: give --endpoint")
     results = list(measured.values())
     machine = machine_facts(Path.cwd(), ("hicache-ext", "sglang", "torch"))
     entries = [result.entry() for result in results]

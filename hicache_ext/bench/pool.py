@@ -151,11 +151,11 @@ class Pages:
             lambda: [[page.data[i * size : (i + 1) * size] for i in range(SEGMENTS)] for page in pages],
         )
 
-    def check(self, number: int, contender: str, pages: int | None = None) -> None:
-        """Raise BenchmarkError unless what was read, or so many pages of it, is byte for byte batch ``number``."""
+    def check(self, number: int, contender: str) -> None:
+        """Raise BenchmarkError unless what was read is byte for byte batch ``number``."""
         self.stamp(number)
         received = self.targets if self.received is None else self.received
-        for page in range(self.batch if pages is None else pages):
+        for page in range(self.batch):
             if not np.array_equal(np.frombuffer(received[page], np.uint8), self.sources[page]):
                 raise BenchmarkError(f"{contender}: page {page} of batch {number} came back with other bytes")
 

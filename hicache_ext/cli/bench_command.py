@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_json_argument(action)
     describe(action, examples=["hicache-ext bench kernels --calibrate"], run=_measure_kernels, problem=_FAILED)
-    action = add("multiturn", "multi-turn conversations with servers that run, or that are started for it")
+    action = add("multiturn", "multi-turn conversations with servers that run")
     multiturn.configure(action)
     describe(
         action,

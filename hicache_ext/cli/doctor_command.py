@@ -231,13 +231,28 @@ def feature_findings() -> Iterator[Finding]:
 
 
 def table() -> list[dict[str, str]]:
-    """Every name that is used: whether it was found, what needs it, its kind; names of one owner in a row."""
-    return [row for one in _checked() for row in _rows(one)]
+    """Every place of SGLang that is used: whether it was found, what needs it, its kind."""
+    rows = []
+    for one in _checked():
+        use = one.use
+        takes = f"({', '.join(use.takes)})" if use.takes or use.answered else ""
+        ignored = f", ignored: {', '.join(one.new)}" if one.new else ""
+        absent = f"not before {use.since}" if use.since else f"not from {use.before} on"
+        absent = f"NO: {', '.join(one.missing)}" if one.expected else absent
+        rows.append(
+            {
+                "found": "yes" if one.found else absent,
+                "kind": f"hook {use.hook}" if use.hook else "signature" if takes else "name",
+                "needed by": "every hook" if tuple(use.features) == HOOKED else ", ".join(f.name for f in use.features),
+                "of SGLang": f"{use.owner.removeprefix('sglang.srt.')}: {', '.join(use.names)}{takes}{ignored}",
+            }
+        )
+    return rows
 
 
 def table_in_words(rows: Sequence[dict[str, str]]) -> str:
     """One sentence: what is not there, which is what somebody has to know; ``--json`` has all of it."""
-    lost = [row["of SGLang"] for row in rows if row["found"] == "NO"]
+    lost = [row["found"].removeprefix("NO: ") for row in rows if row["found"].startswith("NO")]
     found = f"not found: {'; '.join(lost)}" if lost else "all that this release is to have is found"
     return f"{len(rows)} places of SGLang were looked at, {found} (--json lists each)"
 
@@ -247,32 +262,6 @@ def _checked() -> tuple[Checked, ...]:
         return check_installed()
     except UnsupportedError:
         return ()
-
-
-def _rows(one: Checked) -> Iterator[dict[str, str]]:
-    """One for what was found of an owner's names, one for what was not."""
-    use = one.use
-    lost = {
-        name
-        for name in use.names
-        for text in one.missing
-        if text.split(" ")[0] in (f"{use.owner}.{name.partition('|')[0]}", use.owner)
-    }
-    kind = f"hook {use.hook}" if use.hook else "signature" if use.takes or use.answered else "name"
-    parameters = f"({', '.join(use.takes)})" if use.takes or use.answered else ""
-    parameters += f", ignored: {', '.join(one.new)}" if one.new else ""
-    not_there = f"not before {use.since}" if use.since else f"not from {use.before} on"
-    for names, found in (
-        ([name for name in use.names if name in lost], "NO" if one.expected else not_there),
-        ([name for name in use.names if name not in lost], "yes"),
-    ):
-        if names:
-            yield {
-                "found": found,
-                "kind": kind,
-                "needed by": "every hook" if tuple(use.features) == HOOKED else ", ".join(f.name for f in use.features),
-                "of SGLang": f"{use.owner.removeprefix('sglang.srt.')}: {', '.join(names)}{parameters}",
-            }
 
 
 # -- page hashes -------------------------------------------------------------------------------------------------------

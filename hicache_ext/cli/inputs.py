@@ -95,7 +95,7 @@ def _without_tokenizer(model: str) -> str | None:
 
 def our_texts() -> dict[str, str]:
     """Return texts of several kinds, by kind."""
-    return tomllib.loads(Path(__file__).with_name("codec_texts.toml").read_text("utf-8"))
+    return tomllib.loads(Path(__file__).with_name("texts.toml").read_text("utf-8"))
 
 
 def seed_of(arguments: argparse.Namespace) -> bytes:

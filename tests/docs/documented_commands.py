@@ -83,7 +83,7 @@ RULES = (
         "hicache-ext prove ",
         How.PARSE,
         why="it asks a server with a model; tests/e2e/test_prove.py does",
-        in_short=((" > proof.md", ""),),
+        in_short=((r" > \S+", ""),),
     ),
     Rule(r"hicache-ext stats \S+ --once"),
     Rule(
@@ -110,7 +110,6 @@ RULES = (
         why="seconds, and the tiers of the test are of type file",
     ),
     Rule("hicache-ext bench compare ", clean=(1,), sglang=(1,), why="the second file of the test is slower than 0.9"),
-    Rule("hicache-ext codec-check ", How.PARSE, why="it needs a model; tests/bench/test_codec_check.py has a tiny one"),
     Rule(
         r"hicache-ext plan (\S+\.jsonl|/var/lib/hicache-recordings)",
         How.PARSE,

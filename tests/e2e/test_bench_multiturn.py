@@ -1,4 +1,4 @@
-"""``hicache-ext bench multiturn --arm``: servers made for the run, their pages restored after each flush."""
+"""``benchmarks.bench_multiturn --arm``: servers made for the run, their pages restored after each flush."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ext.cli.main import main
+from benchmarks.bench_multiturn import main
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -18,7 +18,7 @@ def test_an_arm_that_the_benchmark_starts_restores_from_storage_and_leaves_nothi
     (tmp_path / "storage").mkdir()
     words = ["--arm", "ours", "--model-path", str(tiny_model), "--users", "1", "--turns", "2", "--flush"]
     places = ["--directory", str(tmp_path / "storage"), "--logs", str(tmp_path), "--json", str(tmp_path / "r.json")]
-    assert main(["bench", "multiturn", *words, *places, "--page-size", "16", "--", "--max-total-tokens", "4096"]) == 0
+    assert main([*words, *places, "--page-size", "16", "--", "--max-total-tokens", "4096"]) == 0
     (result,) = json.loads((tmp_path / "r.json").read_text())["results"]
     assert result["arm"] == "ours"
     assert all(cached["storage"] >= 256 for cached in result["turns"][1]["cached"])
