@@ -182,9 +182,15 @@ def _server(arguments: argparse.Namespace) -> Iterator[tuple[SglangClient, Calla
     named = argparse.ArgumentParser(add_help=False)
     named.add_argument("--model-path", "--model")
     named.add_argument("--page-size", type=int, default=64)
+    named.add_argument("--host")
+    named.add_argument("--port")
     known, flags = named.parse_known_args(flags)
     if known.model_path is None:
         raise ConfigError("--launch", "no model is named", "flags of sglang.launch_server with --model-path")
+    if known.host or known.port:
+        raise ConfigError(
+            "--launch", "--host and --port are chosen", "neither of them, or --url with a server that runs"
+        )
     with tempfile.TemporaryDirectory(prefix="hicache-prove-") as directory:
         tier = {"type": "file", "path": f"{directory}/pages", "capacity": "16GiB"}
         ours = not any(flag.startswith("--hicache-storage-backend") for flag in flags)
@@ -238,6 +244,8 @@ class Difference:
         return self.equal_tokens / max(1, self.answer_tokens)
 
     def within(self, spread: Difference) -> bool:
+        if self.first is not None and spread.none:
+            return False  # computing twice made no difference at all, so no two tokens were equally likely by chance
         return self.worst <= max(_ROUNDING, _WORST * spread.worst) and self.mean <= max(_ROUNDING, _MEAN * spread.mean)
 
 
@@ -293,15 +301,22 @@ class Case:
 
     @property
     def verdict(self) -> str:
-        if self.strange_tokens:
+        if self.lossy:
+            apart = self.restored.mean > max(_LOSSY, _MEAN * self.spread.mean)
+        else:
+            apart = not self.restored.within(self.spread)
+        if self.strange_tokens or apart:
             return DIFFERENT
-        if not self.restored_tokens:
+        if not self.is_shown:
             return NOT_SHOWN
         if self.lossy:
-            return LOSSY if self.restored.mean <= max(_LOSSY, _MEAN * self.spread.mean) else DIFFERENT
-        if self.restored.none:
-            return EQUAL
-        return WITHIN if self.restored.within(self.spread) else DIFFERENT
+            return LOSSY
+        return EQUAL if self.restored.none else WITHIN
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether most of every prompt came from storage: of the rest nothing is compared."""
+        return self.restored_tokens > 0 and 2 * self.restored_tokens >= self.prompt_tokens
 
 
 @dataclass(slots=True)
@@ -337,7 +352,7 @@ class Proof:
         """Return the prompt length from which on restoring was faster, in tokens."""
         found = None
         for case in sorted((c for c in self.cases if c.name.endswith(" tokens")), key=lambda c: c.prompt_tokens):
-            faster = case.restored_tokens > 0 and case.restored_seconds < case.computed_seconds
+            faster = case.is_shown and case.restored_seconds < case.computed_seconds
             found = (found or case.prompt_tokens) if faster else None
         return found
 
@@ -591,10 +606,16 @@ def watch(server: SglangClient, share: float, processes: Sequence[Path], *, say:
     lengths = [min(length, source.longest()) for length in QUICK_LENGTHS]
     prompts = [source.prompt(lengths[at % len(lengths)]) for at in range(_CANARIES)]
     for number in itertools.count():
-        _wait_until_idle(server)
         started = time.monotonic()
-        tokens = prompts[number % len(prompts)]
-        case = _looked_at(server, int(info["page_size"]), tokens)
+        try:
+            _wait_until_idle(server)
+            started = time.monotonic()
+            case = _looked_at(server, int(info["page_size"]), prompts[number % len(prompts)])
+        except (ServerError, OSError, http.client.HTTPException) as error:
+            say(shown_address(f"the server does not answer, which it has half an hour to do again: {error}"))
+            server.wait_until_ready(_START_TIMEOUT)
+            processes = _processes(server)
+            continue
         if case is not None:
             say(f"{_line(case)}: {case.verdict}")
             if case.verdict == DIFFERENT:
@@ -698,21 +719,28 @@ def _words(document: Mapping[str, Any]) -> list[str]:
     """The verdict, what it means, and what to do."""
     verdict, pays = document["verdict"], document["pays_from_tokens"]
     means = {
-        EQUAL: "Every log-probability and every token is the one that was computed.",
+        EQUAL: "Every token of the answers is the one that was computed, and so is every log-probability of them and "
+        f"of the last {TAIL} tokens of the prompts.",
         WITHIN: "Restored answers lie no further from the computed ones than computing twice does on this server.",
         DIFFERENT: "Restored answers are not the computed ones. Stop using this storage with this model, and send this "
         "page, your launch command and your configuration with a report. (Of a server with a lossy codec this is said, "
         "too, unless it has --enable-metrics.)",
         LOSSY: "Restored answers are not the computed ones; what a codec does and what a small fault does look alike. "
         "The same server with `codec: off` shows whether pages are right: then these figures are the codec's.",
-        NOT_SHOWN: "Nothing came back from storage: `hicache-ext doctor` and the server's log may tell why. Prompts "
-        "that are shorter than prefetch_threshold (256 tokens) or longer than host memory's pool are never restored.",
+        NOT_SHOWN: "Of no prompt more than half came back from storage: `hicache-ext doctor` and the server's log may "
+        "tell why. Prompts that are shorter than prefetch_threshold (256 tokens) or longer than host memory's pool are "
+        "never restored.",
     }
     words = [f"Restored answers: {verdict}", means[verdict]]
     for case in document["cases"]:
         if case["strange_tokens"]:
             words.append(f"{case['name']}: {case['strange_tokens']:,} tokens of another prompt or adapter were taken.")
-        elif case["verdict"] == DIFFERENT:
+        elif case["verdict"] == NOT_SHOWN and verdict != NOT_SHOWN:
+            words.append(
+                f"{case['name']}: not shown, {case['restored_tokens']:,} of {case['prompt_tokens']:,} tokens came from "
+                "storage."
+            )
+        elif case["verdict"] == DIFFERENT or (case["verdict"] == WITHIN and case["restored"]["first"] is not None):
             first = case["restored"]["first"]
             where = "no token, only log-probabilities"
             if first is not None:
@@ -735,13 +763,20 @@ def _words(document: Mapping[str, Any]) -> list[str]:
 
 
 def as_lines(document: Mapping[str, Any]) -> list[str]:
-    """Return a page of Markdown."""
+    """Return a page of Markdown, with first tokens by prompt as a picture."""
     heading, *rows = _table(document)
     table = [f"| {line} |" for line in aligned([heading, ("---",) * len(heading), *rows], str.ljust, " | ")]
+    times = [(case["name"], name, case[f"{name}_seconds"]) for case in document["cases"] for name in _BARS]
+    longest = max((seconds for _, _, seconds in times), default=0) or 1.0
+    bars = [(name, what, f"{1e3 * spent:.0f} ms {'#' * round(50 * spent / longest)}") for name, what, spent in times]
+    picture = ["```text", *aligned([("prompt", "", "first token"), *bars], str.ljust), "```"]
     first, *words = _words(document)
     words.insert(
         1,
         "Differences are the largest of a log-probability, in nats; times are to the first token, of an "
         "image to the last.",
     )
-    return [f"# {first}", "", *table, "", *(line for word in words for line in (word, ""))][:-1]
+    return [f"# {first}", "", *table, "", *picture, "", *(line for word in words for line in (word, ""))][:-1]
+
+
+_BARS = ("computed", "restored")

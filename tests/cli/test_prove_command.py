@@ -14,7 +14,7 @@ import pytest
 
 from hicache_ext.cli import prove_command
 from hicache_ext.cli.main import main
-from hicache_ext.cli.prove_command import ANSWER, DIFFERENT, EQUAL, LOSSY, NOT_SHOWN, WITHIN, Proof, prove
+from hicache_ext.cli.prove_command import ANSWER, DIFFERENT, EQUAL, LOSSY, NOT_SHOWN, WITHIN, Proof, as_lines, prove
 from hicache_ext.errors import ConfigError, ServerError
 from hicache_ext.testing.client import CachedTokens, Generation, SglangClient
 from tests.cli.test_every_command import documented, fields_of, is_documented
@@ -39,6 +39,8 @@ class Server:
         stores: whether storage keeps anything.
         mixed: whether adapters are left out of what pages are called.
         lossy: whether it counts what is restored as pages of a lossy codec.
+        most: tokens of a prompt that come from storage at most.
+        forgets: ends of names of which storage keeps nothing.
     """
 
     def __init__(
@@ -50,10 +52,12 @@ class Server:
         stores: bool = True,
         mixed: bool = False,
         lossy: bool = False,
+        most: int = 1 << 20,
+        forgets: tuple[str, ...] = (),
         **info: Any,
     ) -> None:
         self.noise, self.wrong, self.other_token, self.stores = noise, wrong, other_token, stores
-        self.mixed, self.lossy = mixed, lossy
+        self.mixed, self.lossy, self.most, self.forgets = mixed, lossy, most, forgets
         self.info = {**INFO, **info}
         self.device: set[tuple[Any, ...]] = set()
         self.storage: set[tuple[Any, ...]] = set()
@@ -94,7 +98,7 @@ class Server:
         if from_storage:
             self.restored.add(name)
         self.device.add(name)
-        if self.stores:
+        if self.stores and not str(name[1]).endswith(self.forgets or ("\0",)):
             self.storage.add(name)
         # Restored pages stay what they are when they are asked for once more.
         shift = self.wrong if name in self.restored else self._chance.uniform(-self.noise, self.noise)
@@ -108,7 +112,7 @@ class Server:
             output_ids=tuple(entry[1] for entry in scores[-max_new_tokens:]),
             prompt_tokens=len(prompt),
             cached_tokens=reusable if from_device or from_storage else 0,
-            cached=CachedTokens(device=reusable * from_device, storage=reusable * from_storage),
+            cached=CachedTokens(device=reusable * from_device, storage=min(self.most, reusable) * from_storage),
             time_to_first_token=0.1 if from_device or from_storage else 1.0,
             total_time=1.0,
             meta_info={
@@ -166,6 +170,28 @@ def test_another_token_is_named_by_its_place() -> None:
     proof = proven(Server(other_token=3, wrong=0.5))
     assert proof.verdict == DIFFERENT and proof.cases[0].restored.first == 3
     assert "600 tokens: the first that differs is token 3 of the answer." in prove_command.as_lines(proof.document())
+
+
+def test_another_token_is_different_where_computing_twice_makes_no_difference_at_all() -> None:
+    assert proven(Server(other_token=0)).verdict == DIFFERENT
+    noisy = proven(Server(other_token=0, noise=0.01))
+    assert noisy.verdict == WITHIN
+    assert any("token 0 of the answer" in line for line in as_lines(noisy.document()))
+
+
+def test_a_difference_counts_although_another_prompt_was_not_stored() -> None:
+    """Several at once may need more host memory than there is."""
+    proof = proven(Server(wrong=5.0, forgets=("at-once-1",)))
+    assert proof.cases[-1].restored_tokens == 0 and proof.cases[-1].verdict == DIFFERENT
+
+
+def test_what_did_not_come_from_storage_is_not_called_equal() -> None:
+    proof = proven(Server(most=512))
+    verdicts = [case.verdict for case in proof.cases]
+    assert proof.verdict == EQUAL and EQUAL in verdicts and NOT_SHOWN in verdicts
+    assert any("not shown, 512 of " in line for line in as_lines(proof.document()))
+    nothing = proven(Server(most=PAGE))
+    assert nothing.verdict == NOT_SHOWN and nothing.pays_from() is None
 
 
 def test_what_the_device_has_taken_from_storage_is_no_measure_of_it() -> None:
@@ -385,6 +411,25 @@ def test_a_canary_whose_word_is_not_taken_says_so_and_tells_what_it_found(
     assert [line.partition(":")[0] for line in said[-2:]] == ["STOP THIS SERVER"] * 2
 
 
+def test_a_canary_goes_on_after_a_restart_of_the_server(
+    watched: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server()
+    answers, looks = server.generate, itertools.count()
+
+    def generate(prompt: Sequence[int], max_new_tokens: int = 16, **body: Any) -> Generation:
+        if next(looks) == 3:
+            raise ServerError("connection refused")
+        return answers(prompt, max_new_tokens, **body)
+
+    monkeypatch.setattr(server, "generate", generate)
+    monkeypatch.setattr(server, "wait_until_ready", lambda timeout: server.restart())
+    monkeypatch.setattr(prove_command, "_processes", lambda server: [Path("another")])
+    _, said = watched(server, turns=6)
+    assert server.restarts == 1 and sum("does not answer" in line for line in said) == 1
+    assert said[-1].endswith(EQUAL)
+
+
 def test_a_canary_waits_while_others_ask(watched: Callable[..., Any]) -> None:
     server = Server()
     server.waiting = [1]
@@ -452,8 +497,14 @@ def test_json_and_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert command(Server(), monkeypatch) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith(f"# Restored answers: {EQUAL}\n\n| prompt ")
-    assert printed.out.count(" ms ") == 2 * len(document["cases"])
+    assert printed.out.count(" ms #") == 2 * len(document["cases"])
     assert "2 at once: 1,936 of 2,000 tokens from storage" in printed.err
+
+
+@pytest.mark.parametrize("flag", ["--port 30000", "--host=0.0.0.0"])
+def test_the_address_of_a_server_that_is_started_is_no_flag(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prove", "--launch", f"--model-path /models/m {flag}"]) == 2
+    assert "--launch: --host and --port are chosen" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
