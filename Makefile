@@ -41,7 +41,7 @@ help:
 	@echo "make trouble    pools killed, frozen, full, slow and cut off under two real servers, 8 minutes each (ENGINES=redis); writes build/reports/"
 	@echo "make trouble-table  what each open storage backend does to a page in trouble, as root, half an hour; writes docs/trouble.md"
 	@echo "make conversations  50 at once on a real pair, cut off and retracted: no memory and no page is lost, 5 minutes"
-	@echo "make prove-runs  hicache-ext prove over and over without a fault, others asking meanwhile: no alarm (RUNS=200)"
+	@echo "make prove-runs  hicache-ext prove over and over without a fault, others asking meanwhile: no alarm; then one whole run (RUNS=200); writes build/reports/prove.md"
 	@echo "make soak       the file tier under load with a failing disk, 20 minutes, in containers and stopped, 20 more, and on page files, 7"
 	@echo "make damages    files of a tier damaged at random 1,000 times, its index 20,000 times, 30 minutes; writes build/reports/damages.md"
 	@echo "make dying-devices  devices that die under a tier, ext4 and XFS, as root, 10 minutes; writes build/reports/dying-devices.md"
@@ -120,7 +120,7 @@ conversations: setup-test
 	HICACHE_EXT_CONVERSATIONS=50 $(PYTEST) tests/e2e/test_pd_pair.py -k many_conversations
 
 prove-runs: setup-test
-	.venv/bin/python -m tests.campaigns.prove_runs --runs $(RUNS)
+	.venv/bin/python -m tests.campaigns.prove_runs --runs $(RUNS) --report build/reports/prove.md
 
 trouble: setup-test
 	@for engine in $(ENGINES); do \

@@ -13,7 +13,9 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+from hicache_ext.bench.frame import machine_facts, today, write_json
 from hicache_ext.cli import prove_command
+from hicache_ext.cli.prove_command import DIFFERENT, EQUAL
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import ServerError
 from hicache_ext.testing.server import SglangServer
@@ -26,6 +28,11 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--tiny", action="store_true", help="a tiny model with random weights: a run takes seconds")
     parser.add_argument("--float32", action="store_true")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        help="a .md file for what one whole run says, a restart included; its figures go beside it",
+    )
     arguments = parser.parse_args()
     prove_command.QUICK_LENGTHS = (400,) if arguments.tiny else prove_command.QUICK_LENGTHS
     prove_command.AT_ONCE = 4
@@ -40,7 +47,12 @@ def main() -> int:
             log_file=root / "server.log",
             storage_backend="dynamic",
             extra_config=ExtraConfig.around({"tiers": {"disk": tier}}),
-            extra_arguments=("--max-total-tokens", "16384", *(("--dtype", "float32") if arguments.float32 else ())),
+            extra_arguments=(
+                "--enable-metrics",
+                "--max-total-tokens",
+                "16384",
+                *(("--dtype", "float32") if arguments.float32 else ()),
+            ),
         ) as server:
             for number in range(arguments.runs):
                 over = threading.Event()
@@ -58,8 +70,27 @@ def main() -> int:
                     if case.spread.worst:
                         furthest = max(furthest, case.restored.worst / case.spread.worst)
                 print(number + 1, proof.verdict, [(case.name, case.restored, case.spread) for case in proof.cases])
+            whole = _whole_run(server, arguments.report, root) if arguments.report is not None else EQUAL
     print(f"{arguments.runs} runs: {dict(verdicts)}; restored differed by up to {furthest:.2f} times the spread")
-    return 1 if verdicts[prove_command.DIFFERENT] else 0
+    return 1 if DIFFERENT in (*verdicts, whole) else 0
+
+
+def _whole_run(server: SglangServer, report: Path, directory: Path) -> str:
+    """Write what ``hicache-ext prove`` says of the server, and return its verdict."""
+
+    def restart() -> None:
+        server.kill()
+        server.start()
+
+    proof = prove_command.prove(server, restart=restart)
+    document = proof.document()
+    # Nothing of the machine's paths.
+    document["server"] |= {"model": Path(document["server"]["model"]).name}
+    report.parent.mkdir(parents=True, exist_ok=True)
+    report.write_text("\n".join(prove_command.as_lines(document)) + "\n")
+    machine = machine_facts(directory, ("sglang", "torch"))
+    write_json(report.with_suffix(".json"), {"date": today(), "machine": machine, **document})
+    return proof.verdict
 
 
 def _ask_meanwhile(server: SglangServer, over: threading.Event) -> None:
