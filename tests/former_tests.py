@@ -22,6 +22,17 @@ _COMPLETION = "hicache-ext completion is gone"
 _NUMBA = "nothing is compiled at run time, or kept: the native core is built with the package"
 
 FORMER = {
+    **dict.fromkeys(
+        (
+            "test_generic_calls_take_tensors_and_raw_addresses",
+            "test_a_read_through_a_smaller_target_is_a_miss_and_removes_nothing_it_should_keep",
+            "test_an_address_without_memory_behind_it_is_a_miss",
+            "test_a_buffer_of_the_wrong_size_is_a_miss_and_no_damage",
+            "test_pages_of_sglangs_own_size_are_found_after_a_restart_whatever_others_asked_for",
+            "test_sizes_of_flat_pages_are_bounded",
+        ),
+        "SGLang makes no generic calls where interface_v1 is on, which the configuration requires",
+    ),
     "test_the_picture_is_drawn_where_matplotlib_is": _OPTION,
     "test_a_password_is_rendered_as_a_reference": _OPTION,
     "test_a_descriptor_will_do_and_gets_a_description_of_its_own": "a lock is on a path: nothing locked a descriptor",

@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from hicache_ext.page.identity import page_hash_bytes
 from hicache_ext.runtime.metrics import TransferSamples
-from hicache_ext.sglang.host_pool import AnyPages, CopiedPages, HostPages, flat_buffers
+from hicache_ext.sglang.host_pool import AnyPages, CopiedPages, HostPages
 from hicache_ext.sglang.lifecycle import BackendLifecycle, name_of
 from hicache_ext.sglang.never_raise import (
     all_false,
@@ -65,11 +65,14 @@ class HiCacheExtBackend(BackendLifecycle):
             self._store.count_absent(len(keys))
             return 0
         pool = self._pools.bound.get(KV)
-        if self._pull_rule is None or pool is None or pool.pages is None:
-            return self._leading_of_any_kind(pool, keys)
+        if pool is None or pool.pages is None:
+            self._store.count_absent(len(keys))
+            return 0
+        if self._pull_rule is None:
+            return self._leading_counted(pool, keys)
         parts = len(pool.digests)
         with self._pull_rule.looking_up(len(keys), pool.pages.page_size, pool.pages.page_bytes, parts) as asked:
-            leading = 0 if asked is None else self._leading_of_any_kind(pool, keys)
+            leading = 0 if asked is None else self._leading_counted(pool, keys)
         if asked is None:
             self._store.count_absent(len(keys) * parts)
             return 0
@@ -78,22 +81,12 @@ class HiCacheExtBackend(BackendLifecycle):
             asked, leading, lambda count: [first + page_hash_bytes(key) for key in keys[:count]]
         )
 
-    def _leading_of_any_kind(self, pool: BoundPool | None, keys: Sequence[str]) -> int:
-        leading, absent = self._leading(pool, keys) if pool is not None and pool.pages is not None else (0, len(keys))
-        if not leading and (self._pools.flat or self._scheduler is None):
-            # Pages that came as flat tensors; a server has them only where SGLang uses the generic calls. A chain is of
-            # one kind.
-            for flat in {None: self._pools.flat_pool(), **self._pools.flat}.values():
-                leading, absent = self._leading(flat, keys)
-                if leading:
-                    break
+    def _leading_counted(self, pool: BoundPool, keys: Sequence[str]) -> int:
+        """Leading pages of which every part is present; what was not found counts as absent."""
+        leading, absent = self._leading(pool, keys)
         if absent:
             self._store.count_absent(absent)
         return leading
-
-    @answering(lambda *_, **__: False)
-    def exists(self, key: str) -> bool:
-        return bool(self.batch_exists([key]) == 1)
 
     @answering(lambda *_, **__: PoolTransferResult(0, {}, []))
     def batch_exists_v2(
@@ -128,10 +121,7 @@ class HiCacheExtBackend(BackendLifecycle):
         if pool is None or pool.pages is None:
             return set()
         if hit_policy(transfer.hit_policy) == "all_pages":
-            leading, absent = self._leading(pool, keys)
-            if absent:
-                self._store.count_absent(absent)
-            return set(range(1, leading + 1))
+            return set(range(1, self._leading_counted(pool, keys) + 1))
         if hit_policy(transfer.hit_policy) == "unknown":
             return set()
         window = max(1, len(transfer.keys) if transfer.keys else 1)
@@ -326,17 +316,22 @@ class HiCacheExtBackend(BackendLifecycle):
                 worst[owner] = result
         return [SetResult.ERROR if result is None else result for result in worst]
 
-    # -- generic calls: flat tensors -------------------------------------------------------------------------------
+    # -- generic calls ---------------------------------------------------------------------------------------------
+    # SGLang's class asks for them, and SGLang makes none: the configuration must say ``interface_v1``.
+
+    @answering(lambda *_, **__: False)
+    def exists(self, key: str) -> bool:
+        return bool(self.batch_exists([key]) == 1)
 
     @answering(lambda *_, **__: None)
-    def get(self, key: str, target_location: Any | None = None, target_sizes: Any | None = None) -> torch.Tensor | None:
-        return self.batch_get([key], [target_location], [target_sizes])[0]
+    def get(self, key: str, target_location: Any | None = None, target_sizes: Any | None = None) -> None:
+        return None
 
     @answering(all_none)
     def batch_get(
         self, keys: list[str], target_locations: Any | None = None, target_sizes: Any | None = None
-    ) -> list[torch.Tensor | None]:
-        return self._flat_transfer(keys, target_locations, target_sizes, self._store.get)
+    ) -> list[None]:
+        return all_none(keys)
 
     @answering(lambda *_, **__: False)
     def set(
@@ -346,7 +341,7 @@ class HiCacheExtBackend(BackendLifecycle):
         target_location: Any | None = None,
         target_sizes: Any | None = None,
     ) -> bool:
-        return self.batch_set([key], [value], [target_location], [target_sizes])
+        return False
 
     @answering(lambda *_, **__: False)
     def batch_set(
@@ -356,35 +351,7 @@ class HiCacheExtBackend(BackendLifecycle):
         target_locations: Any | None = None,
         target_sizes: Any | None = None,
     ) -> bool:
-        sources = values if values is not None and any(value is not None for value in values) else target_locations
-        readable = [
-            source.detach().cpu().contiguous() if isinstance(source, torch.Tensor) else source
-            for source in sources or ()
-        ]
-        done = self._flat_transfer(keys, readable, target_sizes, self._store.set)
-        return len(done) == len(keys) and all(value is not None for value in done)
-
-    def _flat_transfer(
-        self,
-        keys: Sequence[str],
-        tensors: Sequence[Any] | None,
-        sizes: Sequence[Any] | None,
-        move: Callable[[PageBatch], list[Any]],
-    ) -> list[Any]:
-        """Move the bytes of one tensor (or address and size) per key; the tensor where it went well, else None."""
-        done: list[Any] = [None] * len(keys)
-        if self._pools.unavailable:
-            return done
-        of_size: dict[int, dict[int, list[memoryview]]] = {}
-        for position, segments in flat_buffers(len(keys), tensors, sizes).items():
-            of_size.setdefault(sum(segment.nbytes for segment in segments), {})[position] = segments
-        for page_bytes, buffers in of_size.items():
-            digest = self._pools.flat_pool(page_bytes).digests[0]
-            batch = PageBatch([digest + page_hash_bytes(keys[position]) for position in buffers], [*buffers.values()])
-            for position, ok in zip(buffers, went_well(move(batch)), strict=True):
-                if ok and tensors is not None:
-                    done[position] = tensors[position]
-        return done
+        return False
 
 
 # -- pages of host pools on their way from and to the store ------------------------------------------------------------

@@ -9,7 +9,6 @@ batch costs slices instead of SGLang's Python loops. Pages of a pool without add
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -50,7 +49,6 @@ _GEOMETRY_ATTRIBUTES = (
 """Attributes of SGLang's host pools that shape a page's bytes; a pool need not have all."""
 
 _SPLIT_WITH_HEADS = ("head_num", "size_per_token")
-_MS_ASYNC = 1
 
 
 class _NumberPages(native.Arguments):
@@ -239,37 +237,6 @@ def is_logical_anchor(pool: Any) -> bool:
         return pool.get_page_buffer_meta(torch.arange(int(pool.page_size), dtype=torch.int64)) is None
     except Exception:  # noqa: BLE001 - a pool whose memory is elsewhere or missing; that is told where it is measured
         return False
-
-
-def flat_buffers(count: int, tensors: Sequence[Any] | None, sizes: Sequence[Any] | None) -> dict[int, list[memoryview]]:
-    """The memory behind what SGLang's generic calls name, one tensor (or address and size) per key.
-
-    Position -> the segments of that key, valid as long as the tensor lives; positions that name no memory are left out.
-    """
-    buffers: dict[int, list[memoryview]] = {}
-    for position, target in enumerate((tensors or ())[:count]):
-        size = sizes[position] if sizes is not None and position < len(sizes) else None
-        segments: list[memoryview] | None = None
-        if isinstance(target, torch.Tensor):
-            # Not one that is no contiguous run of host memory.
-            if target.device.type == "cpu" and target.is_contiguous() and target.numel():
-                size = target.numel() * target.element_size()
-                segments = [memoryview((ctypes.c_ubyte * size).from_address(target.data_ptr())).cast("B")]
-        elif isinstance(target, int) and isinstance(size, int) and _is_memory(target, size):
-            segments = [memoryview((ctypes.c_ubyte * size).from_address(target)).cast("B")]
-        if segments is not None:
-            buffers[position] = segments
-    return buffers
-
-
-def _is_memory(address: int, size: int) -> bool:
-    """Whether this process has memory at an address: what touches other addresses ends it."""
-    begin = address - address % mmap.PAGESIZE
-    if begin <= 0 or size <= 0 or address + size >= 1 << 63:
-        return False
-    # With this flag msync does nothing else than to look.
-    length = ctypes.c_size_t(address + size - begin)
-    return bool(ctypes.CDLL(None).msync(ctypes.c_void_p(begin), length, _MS_ASYNC) == 0)
 
 
 # -- through copies ----------------------------------------------------------------------------------------------------

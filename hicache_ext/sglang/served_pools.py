@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 KV: str = PoolName.KV.value
 ONE_FOR_ALL = ("tp_rank", "pp_rank", "attn_cp_rank", "dcp_rank")
 """One process speaks and acts for all that differ in these ranks alone."""
-_MOST_FLAT_SIZES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +67,6 @@ class ServedPools:
         self.bound: dict[str, BoundPool] = {}
         self.unserved: dict[str, str] = {}
         """Pools that SGLang registered and that cannot be served, with the reason."""
-        self.flat: dict[int | None, BoundPool] = {}
-        """By the bytes of a page; None: as many as SGLang's have."""
         self.suspended_because = None if model_weights.caches_are_flushed() else model_weights.NOT_FLUSHED
         self.closed = self.distrusted = False
         self._ranks = ranks
@@ -170,31 +167,6 @@ class ServedPools:
         bound = self.bound.get(name)
         return bound is not None and any(identity.shard.tp[1] > 1 for identity in bound.identities)
 
-    def flat_pool(self, page_bytes: int | None = None) -> BoundPool:
-        """The identity of pages that come as one flat tensor (``interface_v1`` off): another byte order than v1.
-
-        ``page_bytes`` None: of the size that SGLang's have. A page of another size is another page: a caller whose
-        buffer has the wrong size finds nothing, and no fault with the page that is there. Raises ValueError after too
-        many sizes.
-        """
-        kv, known = self.bound.get(KV), self.flat
-        if kv is not None and kv.pages is not None and page_bytes == kv.pages.page_bytes:
-            page_bytes = None
-        if page_bytes not in known:
-            if page_bytes is not None and len(known) >= _MOST_FLAT_SIZES:
-                raise ValueError(f"flat pages of {page_bytes} bytes: there are {len(known)} other sizes already")
-            segments = () if page_bytes is None else (page_bytes,)
-            with self._lock:
-                if kv is not None and kv.identities:
-                    pool = replace(kv.identities[0].pool, kind=f"flat:{kv.identities[0].pool.kind}", segments=segments)
-                    shards = [kv.identities[0].shard]
-                else:
-                    pool = PoolIdentity(name=KV, kind="flat", dtype="", layout="flat", page_size=0, segments=segments)
-                    shards = self._shards(KV, None, 1)
-                known[page_bytes] = self._under_model("flat", None, pool, shards)
-            self._register(known[page_bytes])
-        return known[page_bytes]
-
     def digests_to_clear(self) -> list[bytes] | None:
         """Of this rank's own identities; None before they have names: what is to be cleared is cleared then."""
         with self._lock:
@@ -246,7 +218,6 @@ class ServedPools:
     def _with_model(self, **facts: str) -> list[BoundPool]:
         """The lock is held. Which pools' identities are to be registered when it is not any more."""
         self.model = replace(self.model, **facts)
-        self.flat = {}
         for name, bound in list(self.bound.items()):
             if bound.identities:
                 shards = [identity.shard for identity in bound.identities]

@@ -51,12 +51,6 @@ class TestHiCacheExtBackend(StorageBackendTests):
         return sorted(directory.rglob("*.page"))
 
 
-class TestHiCacheExtBackendGenericCalls(TestHiCacheExtBackend):
-    """The same backend through SGLang's generic calls (flat tensors)."""
-
-    zero_copy = False
-
-
 HICACHE_FILE_FAILS = {
     "test_a_damaged_page_is_a_miss_and_its_key_works_again": "serves flipped bits, raises on a truncated page and then "
     "never rewrites it",

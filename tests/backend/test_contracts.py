@@ -234,29 +234,6 @@ def test_clear_returns_while_pages_are_still_being_deleted(
     assert told == [True]
 
 
-def test_generic_calls_take_tensors_and_raw_addresses(open_backend: Callable[..., Any]) -> None:
-    backend = open_backend()
-    value = torch.arange(1000, dtype=torch.int32)
-    assert backend.set("any key at all", value)
-    assert backend.exists("any key at all")
-    target = torch.zeros(1000, dtype=torch.int32)
-    assert backend.get("any key at all", target) is target
-    assert torch.equal(target, value)
-    other = torch.zeros(1000, dtype=torch.int32)
-    assert backend.get("any key at all", other.data_ptr(), other.numel() * 4) is not None
-    assert torch.equal(other, value)
-    assert backend.get("any key at all", torch.zeros(999, dtype=torch.int32)) is None
-
-
-def test_a_read_through_a_smaller_target_is_a_miss_and_removes_nothing_it_should_keep(
-    open_backend: Callable[..., Any],
-) -> None:
-    backend = open_backend()
-    assert backend.batch_set(["a", "b"], [torch.ones(8), torch.ones(8)])
-    assert [found is not None for found in backend.batch_get(["a", "b"], [torch.zeros(8), None])] == [True, False]
-    assert backend.exists("b")
-
-
 # -- whatever SGLang hands over ----------------------------------------------------------------------------------------
 
 
@@ -404,54 +381,3 @@ def test_entries_that_are_no_transfers_do_not_spoil_the_others_and_are_counted(
     assert backend.batch_get_v2([sound, None]) == {"kv": [True] * 3}
     assert backend.batch_get_v2([None]) == {}
     assert backend._failures.value("failure", "_move_transfer") == 4
-
-
-def test_an_address_without_memory_behind_it_is_a_miss(open_backend: Callable[..., Any]) -> None:
-    backend = open_backend()
-    assert backend.set("key", torch.zeros(4))
-    for address in (True, 1, -1, 4096, 2**62, 2**200):
-        assert backend.get("key", address, 16) is None
-        assert backend.set("other", None, address, 16) is False
-    assert backend.exists("key")
-
-
-@pytest.mark.parametrize("layout", ["slab", "pages", "memory"])
-def test_a_buffer_of_the_wrong_size_is_a_miss_and_no_damage(
-    open_backend: Callable[..., Any], tmp_path: Path, layout: str
-) -> None:
-    """The page was removed as damaged, or replaced by the short one."""
-    tier = {"type": "file", "path": str(tmp_path / "disk"), "capacity": "64MiB", "layout": layout, "io": "buffered"}
-    backend = open_backend(ours={"tiers": {"one": {"type": "memory"} if layout == "memory" else tier}})
-    page = torch.arange(8)
-    assert backend.set(KEYS[0], page)
-    for wrong in (torch.zeros(4), torch.zeros(100)):
-        assert backend.get(KEYS[0], wrong) is None
-        assert backend.batch_get(KEYS[:2], [wrong, None]) == [None, None]
-        assert backend.set(KEYS[0], wrong)
-        assert backend.exists(KEYS[0])
-        found = torch.zeros(8, dtype=torch.int64)
-        assert backend.get(KEYS[0], found) is found
-        assert torch.equal(found, page)
-    (metrics,) = [tier.metrics for tier in backend._store.tiers]
-    assert (metrics.total("corrupt"), metrics.value("get", "corrupt")) == (0, 0)
-
-
-def test_pages_of_sglangs_own_size_are_found_after_a_restart_whatever_others_asked_for(
-    open_backend: Callable[..., Any],
-) -> None:
-    pool = mha_pools(page_size=PAGE_SIZE).host
-    # Noise: some of it is no number, and equal to nothing.
-    page = pool.get_data_page(0).view(torch.uint8).clone()
-    backend = open_backend(pool)
-    assert backend.batch_set(KEYS, [page] * 3)
-    assert backend.set(KEYS[0], torch.zeros(4))
-    backend.close()
-    backend = open_backend(pool)
-    assert backend.batch_exists(KEYS) == 3
-    assert torch.equal(backend.get(KEYS[0], pool.get_dummy_flat_data_page()).view(torch.uint8), page)
-
-
-def test_sizes_of_flat_pages_are_bounded(open_backend: Callable[..., Any]) -> None:
-    backend = open_backend()
-    assert [backend.set(KEYS[0], torch.zeros(size)) for size in range(1, 40)].count(True) == 16
-    assert backend.get(KEYS[0], torch.zeros(1)) is not None
