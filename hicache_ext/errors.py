@@ -24,7 +24,6 @@
     |   |-- ServerClosedError       a Redis server closed the connection; also a ConnectionError
     |   |-- NodeDownError           a Redis node is known to be down; also a ConnectionError
     |   |-- LaneBusyError           no connection to a Redis node became free; also a TimeoutError
-    |   |-- MaxClientsError         a Redis server takes no more connections; also a ConnectionError
     |   `-- ProtocolError           what a Redis server sent is not RESP
     |       `-- OversizedValueError a value too long to be read
     |-- ControlError                the control socket of a server cannot be used
@@ -217,13 +216,6 @@ class ServerClosedError(StoreError, ConnectionError):
 
 class NodeDownError(StoreError, ConnectionError):
     """The node is known to be down; nothing was tried."""
-
-
-class MaxClientsError(StoreError, ConnectionError):
-    """The server refuses one more connection; those there are work."""
-
-    def __init__(self) -> None:
-        super().__init__("the server takes no more connections (maxclients)")
 
 
 class LaneBusyError(StoreError, TimeoutError):

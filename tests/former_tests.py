@@ -303,6 +303,33 @@ FORMER = {
         ),
         "without the native core there are no slabs (test_without_core.py)",
     ),
+    **dict.fromkeys(
+        (
+            "test_a_page_that_was_removed_does_not_come_back_from_a_replica_that_lags",
+            "test_a_replica_that_hangs_costs_one_deadline_and_no_primary",
+            "test_a_server_that_is_named_as_its_own_replica_is_a_primary_and_stays_open",
+            "test_replicas_share_the_reads_and_what_one_lacks_is_asked_of_the_primary",
+            "test_while_the_primary_is_down_a_replica_answers",
+        ),
+        "replicas of Redis are not read",
+    ),
+    **dict.fromkeys(
+        (
+            "test_a_dead_server_of_a_proxy_costs_its_own_pages_only",
+            "test_a_page_that_is_refused_alone_pauses_no_writes",
+        ),
+        "nothing is done for proxies of Redis",
+    ),
+    **dict.fromkeys(
+        (
+            "test_a_server_that_takes_no_more_connections_is_served_by_those_that_are_open",
+            "test_connections_that_ended_are_replaced_also_after_one_was_refused",
+        ),
+        "a connection beyond maxclients is one that is refused, as any other",
+    ),
+    "test_a_reply_too_many_of_a_node_that_is_asked_during_a_move_makes_no_page_exist": "ASK is not followed",
+    "test_clear_removes_what_development_versions_kept_as_objects_of_their_own": _PAST,
+    "test_slots_that_move_are_followed": "-> test_slots_that_move_are_followed_once_they_are_there",
     "test_numpy_answers_what_compiled_code_does": "-> test_look_ups_and_ranks_are_those_of_the_rows",
     "test_stores_over_one_directory_share_it_until_the_last_one_goes": (
         "-> test_stores_of_one_process_share_the_index_of_their_directory_until_the_last_one_goes"

@@ -21,7 +21,7 @@ SECRET = "{env: NAME} or {file: /path}"
 KEYS = (
     "type, required, timeout, guards, codec, seal, admission, write_budget, "
     "url, cluster, password, username, sentinel_password, "
-    "sentinel_username, read_replicas, database, prefix, connections, ttl, tls_ca, "
+    "sentinel_username, database, prefix, connections, ttl, tls_ca, "
     "tls_certificate, tls_key, tls_verify"
 )
 
@@ -204,7 +204,7 @@ def test_an_addresss_environment_variable_is_not_repeated(monkeypatch):
 
 
 def test_sentinels_are_asked_for_a_service() -> None:
-    tier = load(url=[SENTINEL, "redis+sentinel://[::1]:7/pages"], sentinel_password={"env": "SOME"}, read_replicas=True)
+    tier = load(url=[SENTINEL, "redis+sentinel://[::1]:7/pages"], sentinel_password={"env": "SOME"})
     assert tier.service == "pages"
     assert tier.endpoints == (Endpoint("one", 26379), Endpoint("::1", 7))
     assert not tier.tls

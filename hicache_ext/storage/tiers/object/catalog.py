@@ -45,9 +45,6 @@ _UNIT = 1 << 16
 LONGEST_NAME = 1024
 """Bytes, the tier's prefix included."""
 _IDENTITY = re.compile(r"identities/([0-9a-f]{32})\.json", re.ASCII)
-FORMER_PAGES = "pages"
-"""Where development versions of 0.3 kept large pages. Nobody reads them; clear() deletes them."""
-_FORMER_PAGE = re.compile(r"pages/([0-9a-f]{32})/([0-9a-f]{2})/\2[0-9a-f]{62}\.page", re.ASCII)
 
 
 def packed_name(digest: bytes, item: Pack | Tombstone) -> str:
@@ -90,12 +87,6 @@ def digest_of_identity(name: str) -> bytes | None:
     """The identity that the object ``name`` describes; None for any other object."""
     found = _IDENTITY.fullmatch(name)
     return bytes.fromhex(found.group(1)) if found else None
-
-
-def former_page(name: str) -> bytes | None:
-    """The identity of a page that a development version kept as the object ``name``; None for any other object."""
-    found = _FORMER_PAGE.fullmatch(name)
-    return bytes.fromhex(found[1]) if found else None
 
 
 LISTED_AT_ONCE = 1000

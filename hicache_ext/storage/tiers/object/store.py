@@ -49,7 +49,6 @@ from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.pack_index import Place, Run, runs
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
 from hicache_ext.storage.tiers.object.catalog import (
-    FORMER_PAGES,
     IDENTITIES,
     LISTED_AT_ONCE,
     LONGEST_NAME,
@@ -57,7 +56,6 @@ from hicache_ext.storage.tiers.object.catalog import (
     PACKS,
     PackCatalog,
     digest_of_identity,
-    former_page,
     identity_name,
     packed,
     packed_name,
@@ -570,7 +568,6 @@ class ObjectPageStore(TierStore):
         """Delete until a whole listing shows nothing but pages stored since. Raises ClearLaterError."""
         digests = None if cleared.digests is None else sorted(cleared.digests)
         prefixes = [PACKS] if digests is None else [packs_of(digest) for digest in digests]
-        prefixes += [prefix.replace(PACKS, FORMER_PAGES, 1) for prefix in prefixes]
         try:
             for prefix in prefixes:
                 if not any(self._is_swept(prefix, cleared) for _ in range(_MOST_ROUNDS)):
@@ -650,8 +647,6 @@ def _marks(names: Iterable[str]) -> dict[str, tuple[bytes, int]]:
             digest, item = found
             pack_id, count = (item.id, item.count) if isinstance(item, Pack) else (item.pack, 0)
             marks[name] = _mark_of(digest, pack_id), count
-        elif (former := former_page(name)) is not None:
-            marks[name] = _mark_of(former, FORMER_PAGES), 1
     return marks
 
 

@@ -165,6 +165,7 @@ class RedisTierConfig(RemoteTierConfig):
     removed: ClassVar[Mapping[str, str]] = {
         "client_name": "CLIENT LIST shows hicache_ext",
         "in_flight": "the round trip of a connection decides, up to 8MiB",
+        "read_replicas": "pages are read where they are written; spread them over a cluster",
     }
 
     type: Literal["redis"] = "redis"
@@ -180,8 +181,6 @@ class RedisTierConfig(RemoteTierConfig):
     """of the Sentinels, by reference; the servers' is password"""
     sentinel_username: Annotated[str | None, Allowed(_NAME_ALLOWED, parse_username)] = None
     """ACL user of the Sentinels"""
-    read_replicas: bool = False
-    """pages are read from replicas, too; what one lacks is asked of its primary"""
     database: Annotated[int, Allowed("a whole number from 0 to 65535", whole_number(0, 65535))] = 0
     """a cluster has only 0"""
     prefix: Annotated[str, Allowed(_PREFIX_ALLOWED, parse_prefix)] = "hicache_ext:"

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 from hicache_ext.errors import (
     LoginError,
-    MaxClientsError,
     NodeDownError,
     OversizedValueError,
     ProtocolError,
@@ -316,8 +315,6 @@ _BYTES_A_MICROSECOND = 5000
 """More than a connection carries on the networks of today, in bytes per microsecond of round trip."""
 _MIN_RTT = 148
 """Offset of tcpi_min_rtt (microseconds) in struct tcp_info (linux/tcp.h)."""
-_MOST_CLIENTS = "max number of clients reached"
-"""What Redis and Valkey say to a connection beyond maxclients, before they end it."""
 MOST_IN_FLIGHT = 8 << 20
 """Bytes under way on one connection; as a rule fewer are, by its round trip."""
 _SHORT_REQUESTS = 1024
@@ -344,25 +341,14 @@ class Connection:
         self.address = address
         self.opened = time.monotonic()
         self.deadline = deadline
-        self.lane: object = None
-        """Whose calls used it last."""
-        self.asking = False
-        """Each request is about one page, whose slot is on its way to this node, which answers only who says so."""
         self.reader = ReplyReader(self._receive_into)
         self._questions = [b"PING", b"ECHO"]
         """What ``confirm`` may ask: a server may refuse either, and answer everything else."""
 
     def send(self, *requests: bytes | memoryview) -> None:
-        if self.asking:
-            self._send(command(b"ASKING"))
-            if self.reader.reply() != b"OK":
-                raise ProtocolError("ASKING was not answered as Redis does")
         for piece in requests:
-            self._send(piece)
-
-    def _send(self, requests: bytes | memoryview) -> None:
-        self._socket.settimeout(remaining(self.deadline))
-        self._socket.sendall(requests)
+            self._socket.settimeout(remaining(self.deadline))
+            self._socket.sendall(piece)
 
     def _receive_into(self, buffer: memoryview) -> int:
         self._socket.settimeout(remaining(self.deadline))
@@ -478,22 +464,19 @@ def open_connection(
     addresses: Sequence[Address],
     tls: TlsSettings | None,
     deadline: float,
-    *,
-    of_replica: bool = False,
 ) -> Connection:
-    """Connect to the first address that answers, log in, choose the database. ``of_replica``: of a cluster's, which has
-    to be asked to answer.
+    """Connect to the first address that answers, log in, choose the database.
 
-    Raises what the last address did: TimeoutError, OSError (as LoginError, MaxClientsError and ssl.SSLError are),
-    ProtocolError; and ConfigError where the secret cannot be read.
+    Raises what the last address did: TimeoutError, OSError (as LoginError and ssl.SSLError are), ProtocolError; and
+    ConfigError where the secret cannot be read.
     """
     for position, address in enumerate(addresses):
         # What is left is shared by the addresses that are left.
         now = time.monotonic()
         until = now + max(0.0, deadline - now) / (len(addresses) - position)
         try:
-            return _open(tier, endpoint, address, tls, until, of_replica)
-        except (LoginError, MaxClientsError):
+            return _open(tier, endpoint, address, tls, until)
+        except LoginError:
             raise
         except OSError:
             if position + 1 == len(addresses):
@@ -502,13 +485,11 @@ def open_connection(
 
 
 def _open(
-    tier: RedisTierConfig, endpoint: Endpoint, address: Address, tls: TlsSettings | None, until: float, of_replica: bool
+    tier: RedisTierConfig, endpoint: Endpoint, address: Address, tls: TlsSettings | None, until: float
 ) -> Connection:
     steps = [login] if (login := login_arguments(tier)) else []
     if tier.database:
         steps.append([b"SELECT", b"%d" % tier.database])
-    if of_replica:
-        steps.append([b"READONLY"])
     family, place = address
     with contextlib.ExitStack() as on_failure:
         plain = socket.socket(family, socket.SOCK_STREAM)
@@ -530,8 +511,6 @@ def _open(
             connection.send(command(*step))
             reply = connection.reader.reply()
             if isinstance(reply, ErrorReply):
-                if _MOST_CLIENTS in reply.line:
-                    raise MaxClientsError
                 if name == "PING" and reply.code != "NOAUTH":
                     connection.refused_question()
                     continue

@@ -1,8 +1,8 @@
 """One server of the tier: its connections, and whether it is up.
 
-A node goes down when it cannot be connected to, or when a read or a look-up misses a deadline or is refused, and also
-for pages that nobody has. From then on calls answer at once for its pages, and it is tried in the background until it
-is back: no call waits twice for a node that is gone. Writes that it refuses pause writes to it and nothing else.
+A node goes down when it cannot be connected to, or when a read or a look-up misses a deadline or is refused. From then
+on calls answer at once for its pages, and it is tried in the background until it is back: no call waits twice for a
+node that is gone. Writes that it refuses pause writes to it and nothing else.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ import logging
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from hicache_ext.errors import (
     ConfigError,
     LaneBusyError,
-    MaxClientsError,
     NodeDownError,
     ProtocolError,
     RefusedError,
-    StoreError,
 )
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState, WritePause
@@ -43,20 +41,17 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS = Backoff(0.1, 2.0)
 """Seconds between two attempts to reach a node that is down."""
-_MOST_CLIENTS_PAUSE = 5.0
-"""Seconds until a server that took no more connections is asked for another one."""
 _OLDEST = 300.0
 """Seconds after which an idle connection is replaced: a name, a balancer or a password may lead elsewhere by then."""
 
 
 class Lane:
-    """At most ``limit`` connections to one node. Threads: any."""
+    """At most ``limit`` connections to one node, and those of them that are idle. Threads: any."""
 
-    def __init__(self, limit: int, *, keeps: bool = True) -> None:
-        """``keeps`` False: every use has a connection of its own, closed after it."""
-        self.keeps = keeps
+    def __init__(self, limit: int) -> None:
         self._limit = limit
         self._taken = 0
+        self._idle: list[Connection] = []
         self._changed = threading.Condition()
 
     @property
@@ -81,60 +76,25 @@ class Lane:
                 self._taken -= 1
                 self._changed.notify()
 
-
-class _Connections:
-    """Those to a node, of all lanes. Threads: any."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._idle: list[Connection] = []
-        self._in_use = 0
-
-    def take(self, is_good: Callable[[Connection], bool], lane: Lane, until: float = 0.0) -> Connection | None:
-        """An idle one, of ``lane`` rather than of another, also one that is given back ``until`` then; those that are
-        not good are closed. None where no connection is open, and none becomes idle without waiting. Raises
-        LaneBusyError."""
+    def take(self, is_good: Callable[[Connection], bool]) -> Connection | None:
+        """The idle one that was used last; those that are not good are closed."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._idle or not self._in_use, max(0.0, until - time.monotonic()))
                 if not self._idle:
-                    if until and self._in_use:
-                        raise LaneBusyError
                     return None
-                connection = max(reversed(self._idle), key=lambda idle: idle.lane is lane)
-                self._idle.remove(connection)
-                self._in_use += 1
+                connection = self._idle.pop()
             if is_good(connection):
                 return connection
-            self.closed(connection)
-
-    @property
-    def none_open(self) -> bool:
-        with self._changed:
-            return not self._in_use and not self._idle
-
-    def opened(self) -> None:
-        with self._changed:
-            self._in_use += 1
+            connection.close()
 
     def put(self, connection: Connection) -> None:
         with self._changed:
-            self._in_use -= 1
             self._idle.append(connection)
-            self._changed.notify()
 
-    def closed(self, connection: Connection) -> None:
-        """Close one in use."""
-        connection.close()
+    def drop(self) -> None:
+        """Close those that are idle."""
         with self._changed:
-            self._in_use -= 1
-            self._changed.notify_all()
-
-    def drop(self, lanes: Sequence[Lane | None] | None = None) -> None:
-        """Close those that are idle; of ``lanes`` only."""
-        with self._changed:
-            dropped = [idle for idle in self._idle if lanes is None or idle.lane in lanes]
-            self._idle = [idle for idle in self._idle if idle not in dropped]
+            dropped, self._idle = self._idle, []
         for connection in dropped:
             connection.close()
 
@@ -149,14 +109,8 @@ class Node:
         tls: TlsSettings | None,
         metrics: TierMetrics,
         when_down: Callable[[], None],
-        *,
-        of_replica: bool = False,
     ) -> None:
-        """Down until it was reached for the first time: in the background from ``start`` on, or by ``attempt``.
-
-        ``of_replica``: as for ``open_connection``.
-        """
-        self.of_replica = of_replica
+        """Down until it was reached for the first time: in the background from ``start`` on, or by ``attempt``."""
         self.endpoint = endpoint
         self._tier = tier
         self._tls = tls
@@ -164,18 +118,14 @@ class Node:
         self._when_down = when_down
         self.pages = Lane(tier.connections)
         self.requests = Lane(2)
-        self.examinations = Lane(1, keeps=False)
         self._log = LimitedLog(logger)
         self.writes = WritePause()
         self._refused: RefusedError | None = None
         """The read or look-up that took it down."""
-        self._asked_for: Sequence[bytes] = ()
-        """Names for which that is asked again."""
-        self._connections = _Connections()
+        self._asked_for = b""
+        """The name for which that is asked again."""
         self._addresses: list[Address] = []
         """Those of the name, the one that answered first."""
-        self._no_more_until = 0.0
-        """time.monotonic() until when the server is taken to have as many connections as it takes."""
         self._tried = threading.Event()
         self._problem: BaseException | None = None
         self._breaker = Breaker(
@@ -201,29 +151,31 @@ class Node:
             raise NodeDownError(f"{self.endpoint} is down")
         with lane.place(deadline):
             if fresh:
-                self._connections.drop([lane, None])
-            takes = lane.keeps and not fresh
-            connection = (self._connections.take(self._is_good, lane) if takes else None) or self._open(lane, deadline)
-            connection.lane = lane
-            connection.deadline, connection.asking = deadline, False
+                lane.drop()
+            # One of its own rather than of the other lane.
+            lanes = [] if fresh else sorted((self.pages, self.requests), key=lambda one: one is not lane)
+            idle = next((found for one in lanes if (found := one.take(self._is_good)) is not None), None)
+            connection = idle or self._open(deadline)
+            connection.deadline = deadline
             try:
                 yield connection
             except BaseException:
-                self._connections.closed(connection)
+                connection.close()
                 raise
-            if lane.keeps and self.up and connection.reader.empty and connection.address in self._addresses:
-                self._connections.put(connection)
+            if self.up and connection.reader.empty and connection.address in self._addresses:
+                lane.put(connection)
             else:
-                self._connections.closed(connection)
+                connection.close()
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[Connection]:
-        """A connection beside the lanes, for administrative commands, each of which has the tier's timeout. Raises as
-        ``connection``, and ConfigError."""
+    def aside(self, seconds: float | None = None) -> Iterator[Connection]:
+        """A connection beside the lanes, for administrative commands, each of which has ``seconds``, or the tier's
+        timeout. Raises as ``connection``, and ConfigError."""
         if not self.up:
             raise NodeDownError(f"{self.endpoint} is down")
-        connection = self._opened(time.monotonic() + self._tier.longest_call)
-        connection.deadline = time.monotonic() + self._tier.longest_call
+        seconds = self._tier.longest_call if seconds is None else seconds
+        connection = self._opened(time.monotonic() + seconds)
+        connection.deadline = time.monotonic() + seconds
         try:
             yield connection
         finally:
@@ -234,36 +186,21 @@ class Node:
         old = time.monotonic() - connection.opened > _OLDEST
         return not old and connection.address in self._addresses and not connection.has_something()
 
-    def _open(self, lane: Lane, deadline: float) -> Connection:
-        """One connection more, or an idle one of another lane where the server takes no more of them."""
-        # Where none is open any more, those that ended have made room.
-        if time.monotonic() >= self._no_more_until or self._connections.none_open:
-            try:
-                opened = self._opened(deadline)
-            except MaxClientsError:
-                self._no_more_until = time.monotonic() + _MOST_CLIENTS_PAUSE
-            except (OSError, ProtocolError) as error:
-                self.mark_down(error)
-                raise
-            except ConfigError as error:
-                self.mark_down(error)
-                raise NodeDownError("the password cannot be read") from None
-            else:
-                self._connections.opened()
-                self._metrics.add("connection", "opened")
-                return opened
-            self._metrics.add("connection", "refused")
-            words = "redis node %s takes no more connections (its maxclients): going on with those that are open"
-            self._log.log(logging.WARNING, "maxclients", words, self.endpoint)
-        connection = self._connections.take(self._is_good, lane, deadline)
-        if connection is None:
-            self.mark_down(MaxClientsError())
-            raise MaxClientsError
-        return connection
+    def _open(self, deadline: float) -> Connection:
+        try:
+            opened = self._opened(deadline)
+        except (OSError, ProtocolError) as error:
+            self.mark_down(error)
+            raise
+        except ConfigError as error:
+            self.mark_down(error)
+            raise NodeDownError("the password cannot be read") from None
+        self._metrics.add("connection", "opened")
+        return opened
 
     def _opened(self, deadline: float) -> Connection:
         addresses = self._addresses
-        opened = open_connection(self._tier, self.endpoint, addresses, self._tls, deadline, of_replica=self.of_replica)
+        opened = open_connection(self._tier, self.endpoint, addresses, self._tls, deadline)
         if opened.address != addresses[0]:
             self._addresses = [opened.address, *(other for other in addresses if other != opened.address)]
         return opened
@@ -285,21 +222,12 @@ class Node:
 
     # -- down and up -----------------------------------------------------------------------------------------------
 
-    def mark_down(self, error: BaseException, names: Sequence[bytes] = ()) -> None:
-        """Take the node out of service until it has been reached again, and answers for one of ``names`` what it has
+    def mark_down(self, error: BaseException, name: bytes = b"") -> None:
+        """Take the node out of service until it has been reached again, and answers for ``name`` what it has
         refused."""
         if not self._breaker.closing:
-            self._refused, self._asked_for = error if isinstance(error, RefusedError) else None, names
+            self._refused, self._asked_for = error if isinstance(error, RefusedError) else None, name
             self._breaker.trip(error_words(error))
-
-    def refuses(self, word: bytes, names: Sequence[bytes], deadline: float) -> bool:
-        """Whether a command that was refused is refused for all of ``names``, too. Where it is not, a proxy has lost
-        one of its servers, or the refusal has passed."""
-        try:
-            with self.connection(self.requests, deadline, fresh=True) as connection:
-                return _refuses_all(connection, word, names)
-        except (OSError, ProtocolError, StoreError):
-            return False
 
     @property
     def why_down(self) -> str:
@@ -336,15 +264,22 @@ class Node:
     def close(self, seconds: float) -> None:
         """Waits so long for an attempt under way."""
         self._breaker.close(seconds)
-        self._connections.drop()
+        self._drop()
+
+    def _drop(self) -> None:
+        self.pages.drop()
+        self.requests.drop()
 
     def _reach(self) -> bool:
         try:
             self._addresses = resolve(self.endpoint)
             connection = self._opened(time.monotonic() + short_call(self._tier))
             try:
-                if (refused := self._refused) is not None and _refuses_all(connection, refused.word, self._asked_for):
-                    raise refused
+                if (refused := self._refused) is not None:
+                    (reply,) = connection.ask([command(refused.word, self._asked_for)])
+                    # A node that names another one answers.
+                    if isinstance(reply, ErrorReply) and reply.code not in ("MOVED", "ASK"):
+                        raise refused
             except BaseException:
                 connection.close()
                 raise
@@ -355,29 +290,22 @@ class Node:
             if isinstance(error, (OSError, ProtocolError, ConfigError, RefusedError)):
                 return False
             raise
-        self._connections.opened()
         if self._breaker.closing:
-            self._connections.closed(connection)
+            connection.close()
         else:
-            self._connections.put(connection)
+            self.pages.put(connection)
         return True
 
     def _changed(self, state: BreakerState, reason: str) -> None:
         self._tried.set()
         if state is BreakerState.OPEN:
-            self._connections.drop()
+            self._drop()
             self._metrics.add("node", "down")
             self._log.log(logging.WARNING, "down", "redis node %s is down: %s", self.endpoint, reason)
             self._when_down()
         else:
             self._metrics.add("node", "up")
             self._log.log(logging.INFO, "up", "redis node %s is up", self.endpoint)
-
-
-def _refuses_all(connection: Connection, word: bytes, names: Sequence[bytes]) -> bool:
-    """A node that names another one answers."""
-    replies = connection.ask([command(word, name) for name in names])
-    return all(isinstance(reply, ErrorReply) and reply.code not in ("MOVED", "ASK") for reply in replies)
 
 
 def error_words(error: BaseException) -> str:

@@ -67,13 +67,11 @@ _REJECTED = {"OOM": "memory", "READONLY": "readonly"}
 """Refusals of writes that are states of a healthy server, and their names in the metrics. The others are errors; what
 follows from all of them is the same."""
 _OF_THE_SERVER = {*_REJECTED.values(), "MISCONF", "NOREPLICAS", "NOPERM"}
-"""Refusals of any write, so that no more payload is sent. Of other ones it is found out."""
+"""Refusals of any write, so that no more payload is sent."""
 REMOVES = (b"UNLINK", b"SCAN")
 """Commands that only clear() and the removal of damaged pages need."""
 WRITES = (b"SET", b"STRLEN", *REMOVES)
 """Commands that only a tier that is written needs."""
-NOT_ANSWERED = 2
-"""In place of one and zero, of a page whose look-up was refused while others were answered."""
 _WITHOUT_SCRIPTS = frozenset({"NOPERM", "ERR"})
 """A user without EVAL, or something that only speaks like Redis."""
 
@@ -82,7 +80,6 @@ class PageCall:
     """One page on its way: what is asked, and what became of it."""
 
     __slots__ = (
-        "asking",
         "key",
         "name",
         "reason",
@@ -103,8 +100,6 @@ class PageCall:
         self.reason = ""
         """Why it is CORRUPT, REJECTED or an ERROR: a word for the metrics."""
         self.redirect: tuple[str, int, Endpoint] | None = None
-        self.asking = False
-        """The node it is asked of next has it while its slot is on its way there: see ``Connection.asking``."""
         self.seen: Sighting | None = None
         """Of a copy that is not this page."""
 
@@ -205,14 +200,9 @@ def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | No
     for call in _pages_missing(connection, raced):
         call.seen = Sighting(0)
         call.finish(SetResult.REJECTED, "suspect")
-    if refusal and refusal not in _OF_THE_SERVER:
-        if any(call.result is SetResult.STORED for call in missing):
-            return ""
-        # A proxy may take only so many bytes, or have lost one of its servers. In a cluster it is the same slot.
-        name = b"%b{%b}" % (missing[0].name, missing[0].name)
-        if connection.ask([command(b"SET", name, b"", b"PX", b"1")]) == [b"OK"]:
-            return ""
-    return refusal
+    # Who has taken one of them takes writes.
+    takes = refusal not in _OF_THE_SERVER and any(call.result is SetResult.STORED for call in missing)
+    return "" if takes else refusal
 
 
 def _set_pages(connection: Connection, missing: Sequence[PageCall], ttl: int | None) -> tuple[str, list[PageCall]]:
@@ -303,33 +293,26 @@ def ask_integers(connection: Connection, calls: Sequence[PageCall], word: bytes)
 
 def ask_presence(connection: Connection, calls: Sequence[PageCall], names: Sequence[bytes]) -> None:
     """EXISTS of many pages of one server, which is no node of a cluster; the one call's result is the ``bytearray`` of
-    ones and zeros, and ``NOT_ANSWERED``. Groups of them in one request, and only those of which it has some are asked
-    for in smaller ones: chains are there to one page, and absent from it on."""
+    ones and zeros. Groups of them in one request, and only those of which it has some are asked for in smaller ones:
+    chains are there to one page, and absent from it on."""
     (call,) = calls
     present = bytearray(len(names))
-    refusal = ""
     groups = [range(first, min(first + _MOST_AT_ONCE, len(names))) for first in range(0, len(names), _MOST_AT_ONCE)]
     while groups:
         replies = connection.ask([command_of_equals(b"EXISTS", names[group.start : group.stop]) for group in groups])
         asked, groups = groups, []
         for group, reply in zip(asked, replies, strict=True):
-            if not isinstance(reply, ErrorReply):
-                count = _integer(reply)
-                if count == len(group):
-                    present[group.start : group.stop] = b"\1" * len(group)
-                elif count and len(group) > 1:
-                    part = 1 if len(group) <= _FEW else len(group) // 2
-                    groups += [group[at : at + part] for at in range(0, len(group), part)]
-            elif len(group) > 1:
-                # A cluster that is not known as one yet, or a proxy that takes one key at a time.
-                groups += [group[at : at + 1] for at in range(len(group))]
-            elif _is_redirect(call, reply):
-                return
-            else:
-                present[group.start], refusal = NOT_ANSWERED, reply.code
-    if refusal and present.count(NOT_ANSWERED) == len(names):
-        raise RefusedError(refusal, b"EXISTS")
-    call.finish(present, refusal)
+            if isinstance(reply, ErrorReply):
+                if _is_redirect(call, reply):
+                    return
+                raise RefusedError(reply.code, b"EXISTS")
+            count = _integer(reply)
+            if count == len(group):
+                present[group.start : group.stop] = b"\1" * len(group)
+            elif count and len(group) > 1:
+                part = 1 if len(group) <= _FEW else len(group) // 2
+                groups += [group[at : at + part] for at in range(0, len(group), part)]
+    call.finish(present)
 
 
 def read_again(connection: Connection, call: PageCall, most: int) -> None:

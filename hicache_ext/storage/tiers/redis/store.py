@@ -6,7 +6,6 @@ spread over the nodes that hold them and over several connections per node; a no
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
@@ -23,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.errors import (
+    ConfigError,
     LaneBusyError,
     NodeDownError,
     NotReadError,
@@ -56,9 +56,8 @@ from hicache_ext.storage.tiers.redis.connection import (
     page_prefix,
     short_call,
 )
-from hicache_ext.storage.tiers.redis.node import Lane, Node
+from hicache_ext.storage.tiers.redis.node import Lane, Node, error_words
 from hicache_ext.storage.tiers.redis.page_calls import (
-    NOT_ANSWERED,
     REMOVES,
     WRITES,
     NativeCall,
@@ -87,9 +86,7 @@ _LARGE_SHARE, _LARGE_PAGE = 4 << 20, 512 * 1024
 _MOST_THREADS = 64
 _NEVER_ALLOWED = ("NOPERM", "unknown command")
 """What commands are answered with that the server's administrator has taken away."""
-_NAMES_ASKED = 8
-"""Names that are asked for to tell a server that refuses everything from a proxy that has lost one of its servers."""
-_NO_REFUSALS = {"memory", "too_large", "suspect", "clearing"}
+_NO_REFUSALS = {"memory", "too_large", "suspect", "clearing", "moving"}
 """Why pages are not written to a server that takes others, or is full."""
 _LEADING_AT_ONCE = 1024
 _IDENTITY_INTERVAL = 60.0
@@ -141,7 +138,6 @@ class RedisPageStore(TierStore):
             raise StoreSetupError(name, f"the TLS files cannot be used: {error.strerror or error}") from None
         self._topology = Topology(name, tier, tls, self.metrics)
         self._clearing = Clearing(name, self._endpoint_of)
-        self._turns = itertools.count()
         nodes = max(3, len(self._topology.nodes)) if self._topology.is_cluster else 1
         try:
             # One thread for every connection, so that a node that hangs cannot keep the others' pages waiting.
@@ -164,9 +160,9 @@ class RedisPageStore(TierStore):
         for node in self._topology.nodes:
             name = self._a_page_of(node)
             try:
-                with node.connection(node.examinations, time.monotonic() + short_call(self._tier)) as connection:
+                with node.aside(short_call(self._tier)) as connection:
                     refused = refused_commands(connection, name, writes=not self._tier.only_read)
-            except (OSError, ProtocolError, StoreError):
+            except (OSError, StoreError, ConfigError):
                 continue
             missing = [one for one in refused if one.code in _NEVER_ALLOWED]
             words = " and ".join(str(one) for one in missing)
@@ -179,7 +175,7 @@ class RedisPageStore(TierStore):
                 logger.warning(text, self.name, node.endpoint, words)
             passing = [one for one in refused if one.word not in WRITES]
             if passing:
-                node.mark_down(passing[0], self._unused_names(name))
+                node.mark_down(passing[0], self._unused_name(name))
 
     def _a_page_of(self, node: Node) -> bytes:
         """The name of a page that nobody has, on this node."""
@@ -188,11 +184,9 @@ class RedisPageStore(TierStore):
             if not self._topology.is_cluster or self._topology.node_of(name) is node:
                 return name
 
-    def _unused_names(self, like: bytes) -> list[bytes]:
-        """Names that no page has: in a cluster in the slot of the page ``like``, by a hash tag, and spread over the
-        servers of a proxy."""
-        tag = b"{%b}" % like if self._topology.is_cluster else b""
-        return [self._page_name(os.urandom(KEY_LENGTH)) + tag for _ in range(_NAMES_ASKED)]
+    def _unused_name(self, like: bytes) -> bytes:
+        """One that no page has: in a cluster in the slot of the page ``like``, by a hash tag."""
+        return self._page_name(os.urandom(KEY_LENGTH)) + (b"{%b}" % like if self._topology.is_cluster else b"")
 
     def details(self) -> dict[str, Any]:
         return {
@@ -276,9 +270,18 @@ class RedisPageStore(TierStore):
     def _examine(self, key: bytes, talk: Talk) -> Any:
         """What ``talk`` finds out about one page over a connection of its own. Raises NotReadError."""
         call = PageCall(key, self._page_name(key))
-        self._run([call], talk, self._deadline(), GetResult, hidden=GetResult.MISS, examines=True)
-        if call.result in (GetResult.ERROR, GetResult.TIMEOUT):
-            raise NotReadError(call.reason)
+        node = self._topology.node_of(call.name)
+        if self._clearing.hides(key):
+            return None
+        if node is None:
+            raise NotReadError("no_node")
+        try:
+            with node.aside() as connection:
+                talk(connection, [call])
+        except (OSError, StoreError, ConfigError) as error:
+            raise NotReadError(error_words(error)) from None
+        if call.redirect is not None:
+            raise NotReadError("redirected")
         return call.result
 
     # -- writing ---------------------------------------------------------------------------------------------------
@@ -399,14 +402,11 @@ class RedisPageStore(TierStore):
         call = PageCall(b"", names[0])
         self._run([call], partial(ask_presence, names=names), deadline, None, looks=True)
         if call.reason:
-            answers = call.result or bytes([NOT_ANSWERED]) * len(names)
-            failed = answers.count(NOT_ANSWERED)
-            raise UnansweredError([answer == 1 for answer in answers], failed, len(names), {call.reason: failed})
+            raise UnansweredError([False] * len(names), len(names), len(names), {call.reason: len(names)})
         return [*map(bool, call.result)]
 
     def _remove(self, keys: Sequence[bytes]) -> int:
         self._bad_pages.clear(keys)
-        self._topology.rest_replicas()
         removals = self._asked(keys, self._deadline(), b"UNLINK")
         self.count_errors(_failed(removals))
         return sum(call.result for call in removals)
@@ -428,11 +428,7 @@ class RedisPageStore(TierStore):
         return found
 
     def _sweep(self, cleared: Cleared) -> None:
-        try:
-            sweep_nodes(cleared, self._topology, self._tier, self.metrics)
-        finally:
-            # Before anything is in sight again.
-            self._topology.rest_replicas()
+        sweep_nodes(cleared, self._topology, self._tier, self.metrics)
 
     def _endpoint_of(self, key: bytes) -> Endpoint | None:
         """The server that has a page."""
@@ -449,22 +445,18 @@ class RedisPageStore(TierStore):
         results: type[GetResult] | type[SetResult] | None,
         hidden: Any = None,
         *,
-        examines: bool = False,
         looks: bool = False,
     ) -> None:
         """Give every call a result: by ``talk`` with the nodes, and where that fails TIMEOUT or ERROR of ``results``.
 
         Without ``results`` the answer is 0. ``hidden`` is the result of pages that were cleared; without it they are
-        asked for like any other. ``examines``: over connections that are used for nothing else. ``looks``: nothing is
-        changed, so that a replica may answer while its primary is down.
+        asked for like any other. ``looks``: nothing is changed.
         """
         timed_out: Any = 0 if results is None else results.TIMEOUT
         failed: Any = 0 if results is None else results.ERROR
         waiting: dict[Node, list[PageCall]] = {}
         for call in calls:
             node = self._topology.node_of(call.name)
-            if looks and node is not None and not node.up:
-                node = self._topology.reader_of(node, next(self._turns))
             if node is None:
                 call.finish(failed, "no_node")
             elif hidden is not None and self._clearing.hides(call.key):
@@ -472,18 +464,15 @@ class RedisPageStore(TierStore):
             else:
                 waiting.setdefault(node, []).append(call)
         for _ in range(1 + _REDIRECTIONS):
-            if examines:
-                shares = [(node, node.examinations, pages) for node, pages in waiting.items()]
-            else:
-                shares = self._shares(waiting, short=results is None)
-            shares = [(node, lane, part) for node, lane, pages in shares for part in _apart(pages)]
+            shares = self._shares(waiting, short=results is None)
             self._threads.run(
                 len(shares),
                 lambda n: self._talk(*shares[n], talk, deadline, timed_out, failed, looks=looks),  # noqa: B023
             )
             if not self._topology.is_cluster:
                 break
-            waiting = self._redirected([call for pages in waiting.values() for call in pages], deadline, failed)
+            asked = [call for pages in waiting.values() for call in pages]
+            waiting = self._redirected(asked, deadline, failed, looks=looks)
             if not waiting:
                 return
         # Sent on without end, or by a server that was no cluster when it was last looked at.
@@ -512,26 +501,20 @@ class RedisPageStore(TierStore):
         if pages is None:
             return nothing
         talk = pages.set if write else pages.get
-        shares: list[tuple[int, Node, npt.NDArray[np.int64], bool]] = []
-        of_replicas: list[int] = []
-        turn = next(self._turns)
-        for primary, positions in self._positions_by_node(batch.keys):
-            # What a replica lacks is left, and asked of its primary.
-            node = primary if write else self._topology.reader_of(primary, turn)
+        shares: list[tuple[int, Node, npt.NDArray[np.int64]]] = []
+        for node, positions in self._positions_by_node(batch.keys):
             if node is None or not node.up or (write and node.writes.in_doubt):
                 continue
-            of_replicas += [] if node is primary else positions.tolist()
             size = batch.sizes[0]
             # A page to write is hashed before its first byte can be sent: meanwhile other connections send large ones.
             share = _LARGE_SHARE if write and size >= _LARGE_PAGE else _NATIVE_SHARE
             count = max(1, min(node.pages.free, len(positions) * size // share, len(positions)))
             # Dealt round-robin, as in ``_shares``.
-            again = node is primary
-            shares += [(first, node, np.ascontiguousarray(positions[first::count]), again) for first in range(count)]
+            shares += [(first, node, np.ascontiguousarray(positions[first::count])) for first in range(count)]
         shares.sort(key=lambda share: share[0])
 
         def move(number: int) -> None:
-            _, node, positions, is_asked_again = shares[number]
+            _, node, positions = shares[number]
             try:
                 with node.connection(node.pages, deadline) as connection:
                     if connection.descriptor is not None:
@@ -539,20 +522,14 @@ class RedisPageStore(TierStore):
             except LaneBusyError:
                 return
             except (OSError, ProtocolError) as error:
-                # Whatever else it is ``_run`` meets again, unless it has passed. It asks no replica, and has no time.
-                if write and isinstance(error, TimeoutError):
-                    node.missed_write(error)
-                elif isinstance(error, TimeoutError) or not is_asked_again:
-                    node.mark_down(error)
+                # Whatever else it is ``_run`` meets again, unless it has passed. It has no time.
+                if isinstance(error, TimeoutError):
+                    (node.missed_write if write else node.mark_down)(error)
 
         self._threads.run(len(shares), move)
         if write:
             return pages.results(SetResult.STORED, SetResult.EXISTS)
-        moved = pages.results(GetResult.HIT, GetResult.MISS)
-        for position in of_replicas:
-            if moved[position] is GetResult.MISS:
-                moved[position] = None
-        return moved
+        return pages.results(GetResult.HIT, GetResult.MISS)
 
     def _positions_by_node(self, keys: Sequence[bytes]) -> list[tuple[Node | None, npt.NDArray[np.int64]]]:
         if not self._topology.is_cluster:
@@ -601,7 +578,6 @@ class RedisPageStore(TierStore):
             try:
                 now = partial(talk, pause=node.writes.reason) if writes else talk
                 with node.connection(lane, deadline, fresh=attempt > 0) as connection:
-                    connection.asking = calls[0].asking
                     refusal = now(connection, waiting) or ""
                 if refusal:
                     node.refused_write(refusal)
@@ -625,16 +601,13 @@ class RedisPageStore(TierStore):
             except RefusedError as error:
                 reason = error.code
                 self._topology.refresh_soon()
-                if error.code == "CLUSTERDOWN":
-                    # Of the pages' slots, not of the node.
-                    break
-                names = self._unused_names(next(call.name for call in waiting if call.redirect is None))
-                if (looks or writes) and node.refuses(error.word, names, deadline):
-                    if writes:
-                        node.refused_write(reason)
-                    else:
-                        node.mark_down(error, names)
-                    break
+                # CLUSTERDOWN is of the pages' slots, not of the node.
+                if writes and error.code != "CLUSTERDOWN":
+                    node.refused_write(reason)
+                elif looks and error.code != "CLUSTERDOWN":
+                    name = next(call.name for call in waiting if call.redirect is None)
+                    node.mark_down(error, self._unused_name(name))
+                break
             except ProtocolError as error:
                 reason = "protocol"
                 words = "tier %s: %s does not speak RESP: %s"
@@ -645,21 +618,29 @@ class RedisPageStore(TierStore):
             self.metrics.add("connection", "lost")
         _finish(calls, failed, reason)
 
-    def _redirected(self, calls: list[PageCall], deadline: float, failed: Any) -> dict[Node, list[PageCall]]:
-        """The calls that another node was named for, by that node; ``failed`` where too many strangers were named."""
+    def _redirected(
+        self, calls: list[PageCall], deadline: float, failed: Any, *, looks: bool
+    ) -> dict[Node, list[PageCall]]:
+        """The calls that another node was named for, by that node; ``failed`` where too many strangers were named.
+
+        A page whose slot is on its way to another node, which may have it, is absent and not written meanwhile.
+        """
         waiting: dict[Node, list[PageCall]] = {}
         for call in calls:
             if call.redirect is None:
                 continue
             kind, slot, endpoint = call.redirect
             call.redirect = None
-            call.asking = kind == "ASK"
             self.metrics.add("redirect", kind.lower())
+            if kind == "ASK":
+                absent = {GetResult.ERROR: GetResult.MISS, SetResult.ERROR: SetResult.REJECTED}.get(failed, failed)
+                call.finish(absent, "" if looks else "moving")
+                continue
             known = self._topology.node_of(call.name)
             if not endpoint.host and known is not None:
                 # "The same host as the one that was asked."
                 endpoint = endpoint._replace(host=known.endpoint.host)
-            node = self._topology.asked(endpoint) if call.asking else self._topology.redirected(slot, endpoint)
+            node = self._topology.redirected(slot, endpoint)
             if node is None:
                 call.finish(failed, "redirected")
                 continue
@@ -725,11 +706,6 @@ class _Medium:
         answer = self._ask(key, lambda connection, calls: remove_bad(connection, calls[0], bad))
         # A miss: it is being cleared.
         return answer if isinstance(answer, Removal) else Removal.CHANGED
-
-
-def _apart(calls: list[PageCall]) -> list[list[PageCall]]:
-    """Each page alone whose slot is on its way to the node that is asked, and all others."""
-    return [[call for call in calls if not call.asking], *[[call] for call in calls if call.asking]]
 
 
 def _reasons(calls: Sequence[PageCall], result: GetResult | SetResult) -> Counter[str]:

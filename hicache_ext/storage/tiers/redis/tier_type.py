@@ -28,11 +28,11 @@ class RedisTier(TierType):
 
         return {
             "node": ("up", "down"),
-            "connection": ("opened", "lost", "refused"),
+            "connection": ("opened", "lost"),
             "redirect": ("moved", "ask"),
             "cleared": ("",),
             "suspect": SUSPECTS,
             "corrupt": ("type",),
-            "rejected": ("memory", "readonly", "too_large", "clearing", "suspect"),
+            "rejected": ("memory", "readonly", "too_large", "clearing", "suspect", "moving"),
             "error": ("no_node", "redirected", "busy", "timeout", "protocol", "connection", "identity", "clear"),
         }

@@ -2,7 +2,7 @@
 
 A cluster's slot is CRC16-XMODEM of the key modulo 16384 (redis.io/docs/latest/operate/oss_and_stack/reference/
 cluster-spec). The map comes from CLUSTER SLOTS, asked of one node at a time. Sentinels are asked who the primary is.
-Replicas are read only where ``read_replicas`` says so: they may lack what was just written.
+Replicas are not read: they may lack what was just written.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 from hicache_ext.errors import (
@@ -70,8 +70,6 @@ _REFRESH_PAUSE = 0.5
 """Fewest seconds between two reads, however many calls were redirected."""
 _NAMES_INTERVAL = 30.0
 """Seconds between two look-ups of the nodes' names."""
-_REPLICAS_REST = 60.0
-"""Seconds for which replicas are not read after a removal."""
 _AT_ONCE = 16
 """Nodes asked side by side."""
 _ROUND = 3
@@ -82,10 +80,8 @@ _SAID_AGAIN = 60.0
 """Seconds between two lines of the log about the same trouble."""
 _LONGEST_FAREWELL = 5.0
 
-_OUT_OF_ORDER = {"s_down", "o_down", "disconnected"}
-
-_Ranges = list[tuple[int, int, Endpoint, tuple[Endpoint, ...]]]
-"""First slot, last slot, primary, its replicas."""
+_Ranges = list[tuple[int, int, Endpoint]]
+"""First slot, last slot, primary."""
 _Asked = TypeVar("_Asked")
 _Answer = TypeVar("_Answer")
 
@@ -109,9 +105,6 @@ class Topology:
         """How many of them the map named."""
         self._slots: list[Node | None] | None = None
         self._single: Node | None = None
-        self._replicas: dict[Endpoint, tuple[Node, ...]] = {}
-        """Of each primary; empty without ``read_replicas``."""
-        self._replicas_from = 0.0
         self._last_look = -_REFRESH_INTERVAL
         self._refresh_wanted = False
         self._first_look: BaseException | None = None
@@ -138,22 +131,6 @@ class Topology:
 
     # -- asked by calls --------------------------------------------------------------------------------------------
 
-    def reader_of(self, node: Node | None, turn: int) -> Node | None:
-        """A node to read from in place of ``node``: with ``read_replicas`` it and its replicas take turns, and
-        whatever else is read, a replica answers for a primary that is down."""
-        replicas = self._replicas.get(node.endpoint, ()) if node is not None else ()
-        if node is None or not replicas or time.monotonic() < self._replicas_from:
-            return node
-        up = [replica for replica in replicas if replica.up]
-        if not node.up:
-            return up[turn % len(up)] if up else node
-        readers = [node, *up] if self._tier.read_replicas else [node]
-        return readers[turn % len(readers)]
-
-    def rest_replicas(self) -> None:
-        """Pages were removed, and replicas may lag behind: they are not read for a while."""
-        self._replicas_from = time.monotonic() + _REPLICAS_REST
-
     @property
     def is_cluster(self) -> bool:
         return self._slots is not None
@@ -176,21 +153,16 @@ class Topology:
         return 0 if self._slots is None else sum(node is None for node in self._slots)
 
     def redirected(self, slot: int, endpoint: Endpoint) -> Node | None:
-        """A node said that ``slot`` is at ``endpoint``: use that from now on, and look at the whole map soon."""
-        node = self.asked(endpoint)
+        """A node said that ``slot`` is at ``endpoint``: use that from now on, and look at the whole map soon. None
+        where redirections have named too many nodes that the map does not: each costs a thread and connections."""
+        with self._lock:
+            too_many = endpoint not in self._nodes and len(self._nodes) >= self._mapped + MOST_STRANGERS
+        node = None if too_many else self._node(endpoint)
         with self._lock:
             if node is not None and self._slots is not None and 0 <= slot < SLOTS:
                 self._slots[slot] = node
         self.refresh_soon()
         return node
-
-    def asked(self, endpoint: Endpoint) -> Node | None:
-        """The node to ask once, while a slot is on its way there. None where redirections have named too many nodes
-        that the map does not: each costs a thread and connections."""
-        with self._lock:
-            if endpoint not in self._nodes and len(self._nodes) >= self._mapped + MOST_STRANGERS:
-                return None
-        return self._node(endpoint)
 
     def refresh_soon(self) -> None:
         self._refresh_wanted = True
@@ -208,21 +180,14 @@ class Topology:
             node.close(max(0.0, deadline - time.monotonic()))
         self._threads.close(max(0.0, deadline - time.monotonic()))
 
-    def _node(self, endpoint: Endpoint, *, of_replica: bool = False) -> Node:
+    def _node(self, endpoint: Endpoint) -> Node:
         """The node at ``endpoint``, made if it is new; a new one is down until it was reached."""
         with self._lock:
             node = self._nodes.get(endpoint)
-            if node is None or node.of_replica is not of_replica:
-                former = node
-                when_down = (lambda: None) if of_replica else self.refresh_soon
-                node = Node(self._tier, endpoint, self._tls, self._metrics, when_down, of_replica=of_replica)
+            if node is None:
+                node = Node(self._tier, endpoint, self._tls, self._metrics, self.refresh_soon)
                 self._nodes[endpoint] = node
                 node.start()
-            else:
-                former = None
-        if former is not None:
-            # Its role is another one now.
-            former.close(0)
         return node
 
     # -- the keeper ------------------------------------------------------------------------------------------------
@@ -302,23 +267,13 @@ class Topology:
         if not named:
             problems = [answer for answer in answers if isinstance(answer, BaseException)]
             return _in_words(problems[0])
-        ((primary, _),) = Counter(primary for primary, _ in named).most_common(1)
-        replicas = next(replicas for one, replicas in named if one == primary)
-        if (problem := self._use_single(primary)) is not None:
-            return problem
-        self._keep_only([primary], {primary: replicas})
-        return None
+        ((primary, _),) = Counter(named).most_common(1)
+        if (problem := self._use_single(primary)) is None:
+            self._keep_only([primary])
+        return problem
 
-    def _keep_only(self, primaries: Collection[Endpoint], replicas: Mapping[Endpoint, Sequence[Endpoint]]) -> None:
-        """Close all other nodes. A replica that is a primary, too, is one."""
-        if not self._tier.read_replicas:
-            replicas = {}
-        replicas = {primary: [one for one in ones if one not in primaries] for primary, ones in replicas.items()}
-        self._replicas = {
-            primary: tuple(self._node(endpoint, of_replica=self.is_cluster) for endpoint in of_primary)
-            for primary, of_primary in replicas.items()
-        }
-        kept = {*primaries, *(endpoint for of_primary in replicas.values() for endpoint in of_primary)}
+    def _keep_only(self, kept: Collection[Endpoint]) -> None:
+        """Close all other nodes."""
         with self._lock:
             gone = [node for endpoint, node in self._nodes.items() if endpoint not in kept]
             for node in gone:
@@ -374,7 +329,8 @@ class Topology:
             connection.send(command(b"CLUSTER", b"SLOTS"))
             answer = connection.reader.answer()
         if isinstance(answer, ErrorReply):
-            if "cluster support disabled" not in answer.line:
+            # Others say that it is loading, or that the user may not ask: NOPERM, LOADING.
+            if answer.code != "ERR":
                 raise RefusedError(answer.code, b"CLUSTER SLOTS")
             if self._tier.cluster == "auto":
                 return None
@@ -395,13 +351,11 @@ class Topology:
         if self._tier.database:
             raise StoreSetupError(self._name, "a redis cluster has only database 0", ["leave database out"])
         slots: list[Node | None] = [None] * SLOTS
-        for first, last, endpoint, _ in ranges:
+        for first, last, endpoint in ranges:
             slots[first : last + 1] = [self._node(endpoint)] * (last + 1 - first)
         with self._lock:
             self._slots = slots
-        self._keep_only(
-            {node.endpoint for node in self.nodes}, {endpoint: replicas for _, _, endpoint, replicas in ranges}
-        )
+        self._keep_only({node.endpoint for node in self.nodes})
         down = [node for node in self.nodes if not node.up and not self._keeper.stopping]
         problems = self._side_by_side(Node.attempt, down)
         up = any(node.up for node in self.nodes)
@@ -413,7 +367,7 @@ def slot_of(redis_key: bytes) -> int:
 
 
 def _covered(ranges: _Ranges) -> int:
-    return sum(last + 1 - first for first, last, *_ in ranges)
+    return sum(last + 1 - first for first, last, _ in ranges)
 
 
 def _slot_ranges(answer: Any, asked: Endpoint) -> _Ranges:
@@ -425,13 +379,13 @@ def _slot_ranges(answer: Any, asked: Endpoint) -> _Ranges:
         if not 0 <= int(first) <= int(last) < SLOTS or 0 in free[first : last + 1]:
             raise ValueError("slots that are none, or twice there")
         free[first : last + 1] = bytes(last + 1 - first)
-        primary, *others = [_named(host, port, asked) for host, port, *_ in nodes]
+        (host, port, *_), *_ = nodes
+        primary = _named(host, port, asked)
         if primary is None:
             # The pages of these slots are misses until it has a name.
             continue
-        replicas = tuple(replica for replica in others if replica is not None)
-        ranges.append((first, last, primary, replicas))
-        named.update((primary, *replicas))
+        ranges.append((first, last, primary))
+        named.add(primary)
         if len(named) > MOST_NODES:
             raise ValueError("more nodes than a cluster has")
     return ranges
@@ -454,34 +408,18 @@ def _connected(tier: RedisTierConfig, endpoint: Endpoint, tls: TlsSettings | Non
     return contextlib.closing(open_connection(login, endpoint, resolve(endpoint), tls, until))
 
 
-def primary_of(
-    tier: RedisTierConfig, sentinel: Endpoint, service: str, tls: TlsSettings | None
-) -> tuple[Endpoint, tuple[Endpoint, ...]]:
-    """The primary that a Sentinel names for a service, and its replicas that are in order.
+def primary_of(tier: RedisTierConfig, sentinel: Endpoint, service: str, tls: TlsSettings | None) -> Endpoint:
+    """The primary that a Sentinel names for a service.
 
     Raises StoreError, OSError, ConfigError, and ValueError or TypeError for what no Sentinel says.
     """
     login = tier.model_copy(update={"username": tier.sentinel_username, "password": tier.sentinel_password})
     with _connected(login, sentinel, tls) as connection:
         address: Any = connection.tell(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", service.encode())
-        if not address:
-            raise ConnectionError(f"the Sentinel knows no service {service}")
-        replicas: list[Endpoint] = []
-        if tier.read_replicas:
-            listed: Any = connection.tell(b"SENTINEL", b"REPLICAS", service.encode())
-            for facts in listed:
-                named = {_text(name): _text(value) for name, value in zip(facts[::2], facts[1::2], strict=True)}
-                replica = _named(named.get("ip") or "?", named.get("port"), sentinel)
-                if replica is not None and not _OUT_OF_ORDER & set(named.get("flags", "").split(",")):
-                    replicas.append(replica)
-    if len(replicas) > MOST_NODES:
-        raise ValueError("more replicas than there are")
+    if not address:
+        raise ConnectionError(f"the Sentinel knows no service {service}")
     host, port = address
-    return Endpoint.named(host, port), tuple(replicas)
-
-
-def _text(word: object) -> str:
-    return word.decode() if isinstance(word, bytes) else str(word)
+    return Endpoint.named(host, port)
 
 
 def _in_words(error: BaseException) -> BaseException:

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, settings
 
 from hicache_ext.page.transforms.sealing import SealMode
 from hicache_ext.testing.conformance.page_store import PageStoreTests
-from hicache_ext.testing.conformance.pages import IDENTITY
 from hicache_ext.testing.conformance.state_machine import page_store_machine
 from tests.rigs.s3_server import S3Server
 from tests.storage.remote.object.bucket import Objects, ObjectsInADirectory, ObjectsInMemory, objects_on
@@ -47,22 +46,6 @@ class TestEncodedObjectStore(PageStoreTests):
     @pytest.fixture
     def medium(self, tmp_path: Path) -> Transformed:
         return Transformed(ObjectsInMemory(), SealMode.AUTHENTICATE, tmp_path / "shelf")
-
-
-def test_clear_removes_what_development_versions_kept_as_objects_of_their_own() -> None:
-    medium, other = ObjectsInMemory(), bytes(16)
-    former = [f"pages/{digest.hex()}/ab/{'ab' * 32}.page" for digest in (IDENTITY, other)]
-    foreign = [f"pages/{IDENTITY.hex()}/ab/{'cd' * 32}.page", f"pages/{IDENTITY.hex()}/ab/notes.txt", "pages/x"]
-    for name in former + foreign:
-        medium.raw.put(name, b"page")
-    store = medium.open()
-    assert store.clear([IDENTITY]) == 1
-    medium.raw.keys()
-    assert sorted(medium.raw.names("pages")) == sorted([former[1], *foreign])
-    assert store.clear(None) == 1
-    medium.raw.keys()
-    assert sorted(medium.raw.names("pages")) == sorted(foreign)
-    medium.close()
 
 
 class _OwnDirectory(ObjectsInADirectory):

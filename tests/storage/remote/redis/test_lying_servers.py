@@ -12,15 +12,14 @@ from contextlib import ExitStack
 import pytest
 
 from hicache_ext.config import Secret
-from hicache_ext.errors import ClearLaterError, ProtocolError, StoreError, StoreSetupError
+from hicache_ext.errors import ClearLaterError, StoreError, StoreSetupError
 from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.redis import node
 from hicache_ext.storage.tiers.redis import store as store_module
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
-from hicache_ext.storage.tiers.redis.connection import Connection, open_connection, resolve
-from hicache_ext.storage.tiers.redis.page_calls import PageCall, write_pages
+from hicache_ext.storage.tiers.redis.connection import Connection, open_connection
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from hicache_ext.storage.tiers.redis.topology import MOST_STRANGERS
 from hicache_ext.testing.conformance.pages import (
@@ -29,12 +28,10 @@ from hicache_ext.testing.conformance.pages import (
     page_key,
     page_keys,
     payload_of,
-    read_pages,
-    store_pages,
 )
 from hicache_ext.testing.conformance.second_reader import write_page_object
 from tests.rigs.small_memory import run_in_small_memory
-from tests.storage.remote.redis.conftest import PATIENCE, set_timeout, tier_of
+from tests.storage.remote.redis.conftest import PATIENCE, set_timeout
 from tests.storage.remote.redis.fake_server import FakeServer, nothing_here
 from tests.waiting import ending_within
 
@@ -284,24 +281,6 @@ def test_a_server_that_cannot_be_reached_for_whatever_reason_stops_the_start(mon
         open_store(server)
 
 
-def test_a_reply_too_many_of_a_node_that_is_asked_during_a_move_makes_no_page_exist():
-    """Seen: EXISTS, of a page that is not there."""
-    call = PageCall(KEY, b"name", filled([KEY], [SIZES]).buffers[0], sum(SIZES))
-
-    def answer(words: list[bytes]) -> bytes:
-        return b":%d\r\n:0\r\n" % call.size if words[0] == b"STRLEN" else b"+OK\r\n"
-
-    with FakeServer(answer) as server:
-        tier = RedisTierConfig(url=f"redis://{server.endpoint}", cluster=False)
-        addresses = resolve(server.endpoint)
-        connection = open_connection(tier, server.endpoint, addresses, None, time.monotonic() + PATIENCE)
-        connection.asking = True
-        with pytest.raises(ProtocolError):
-            write_pages(connection, [call], None)
-        assert call.result is None
-        connection.close()
-
-
 # -- numbers, lists and names without a bound --------------------------------------------------------------------------
 
 OPENED = """
@@ -401,94 +380,6 @@ def test_a_password_goes_to_no_server_that_one_outside_a_cluster_names():
         assert stranger.connections == 0
 
 
-# -- proxies -----------------------------------------------------------------------------------------------------------
-
-
-class Proxy:
-    """One address of several servers, one of which may be dead, and that takes only so many bytes."""
-
-    def __init__(self) -> None:
-        self.values: dict[bytes, bytes] = {}
-        self.dead = b""
-        """What the names end with of which the server is dead."""
-        self.most = 1 << 30
-
-    def answer(self, words: list[bytes]) -> bytes:
-        names = words[1:] if words[0] == b"EXISTS" else words[1:2]
-        if words[0] != b"PING" and any(name[-1:] in self.dead for name in names if self.dead):
-            return b"-ERR Connection refused\r\n"
-        match words[0]:
-            case b"SET" if len(words[2]) > self.most:
-                return b"-ERR max request size exceeded\r\n"
-            case b"SET":
-                self.values[words[1]] = words[2]
-                return b"+OK\r\n"
-            case b"GET":
-                value = self.values.get(words[1])
-                return b"$-1\r\n" if value is None else b"$%d\r\n%b\r\n" % (len(value), value)
-            case b"STRLEN":
-                return b":%d\r\n" % len(self.values.get(words[1], b""))
-            case b"EXISTS":
-                return b":%d\r\n" % sum(name in self.values for name in names)
-            case b"UNLINK":
-                return b":%d\r\n" % (self.values.pop(words[1], None) is not None)
-        return b"-ERR unknown command\r\n"
-
-
-def test_a_dead_server_of_a_proxy_costs_its_own_pages_only():
-    """Seen: the node went down, and came back, for all pages, and one refused page paused all writes."""
-    proxy = Proxy()
-    with FakeServer(proxy.answer) as server:
-        store = RedisPageStore("far", tier_of(server.endpoint.port, cluster=False))
-        keys, new = page_keys(60), page_keys(60, "new")
-        store_pages(store, keys)
-        proxy.dead = b"0123"
-        dead = [key.hex()[-1] in "0123" for key in keys]
-        assert 0 < sum(dead) < 60
-        results = [GetResult.ERROR if lost else GetResult.HIT for lost in dead]
-        for _ in range(3):
-            assert read_pages(store, keys)[0] == results
-            assert [read_pages(store, [key])[0][0] for key in keys] == results
-            assert store.contains(keys) == [not lost for lost in dead]
-            assert store.count_leading(keys) == dead.index(True)
-        for key in new:
-            stored = SetResult.ERROR if key.hex()[-1] in "0123" else SetResult.STORED
-            assert store_pages(store, [key]) == [stored]
-        assert store.metrics.value("node", "down") == 0
-        store.close()
-
-
-def test_a_page_that_is_refused_alone_pauses_no_writes():
-    proxy = Proxy()
-    with FakeServer(proxy.answer) as server:
-        store = RedisPageStore("far", tier_of(server.endpoint.port, cluster=False))
-        proxy.most = 20_000
-        mixed = page_keys(3, "mixed")
-        batch = PageBatch(mixed, filled(mixed, [[1000], [30_000], [1000]]).buffers)
-        assert store.set(batch) == [SetResult.STORED, SetResult.ERROR, SetResult.STORED]
-        for number in range(3):
-            assert store_pages(store, page_keys(1, f"large {number}"), (30_000,)) == [SetResult.ERROR]
-            assert set(store_pages(store, page_keys(4, f"small {number}"), (1000,))) == {SetResult.STORED}
-        store.close()
-
-
-def test_a_server_that_is_named_as_its_own_replica_is_a_primary_and_stays_open():
-    """Seen: it was closed and made anew at every look."""
-    with FakeServer(lambda words: b"+OK\r\n") as server:
-        host, port = server.endpoint
-        named = bulk(host.encode()) + b":%d\r\n" % port
-        server.answer = cluster_of(b"*1\r\n*4\r\n:0\r\n:16383\r\n" + (b"*2\r\n" + named) * 2)
-        tier = RedisTierConfig(url=f"redis://{server.endpoint}", read_replicas=True, timeout=PATIENCE)
-        store = RedisPageStore("pool", tier)
-        before = store._topology.nodes
-        for _ in range(2):
-            store._topology._look()
-        assert store._topology.nodes == before
-        assert list(store._topology._nodes.values()) == before
-        assert [one.up for one in before] == [True]
-        store.close()
-
-
 def test_pages_of_slots_without_a_node_stay_cleared():
     """Seen: the clearing ended, and they were there again once the slots had a node."""
     with FakeServer(lambda words: b"+OK\r\n") as server:
@@ -507,9 +398,9 @@ def test_pages_of_slots_without_a_node_stay_cleared():
 def test_large_parts_of_a_page_are_sent_without_a_copy(monkeypatch):
     """Seen: the pages of a portion were joined, which takes their memory again."""
     sent = []
-    send = Connection._send
+    send = Connection.send
     monkeypatch.setattr(Connection, "descriptor", None)
-    monkeypatch.setattr(Connection, "_send", lambda self, part: (sent.append(part), send(self, part)))
+    monkeypatch.setattr(Connection, "send", lambda self, *parts: (sent.extend(parts), send(self, *parts)))
     with FakeServer(nothing_here) as server:
         store = open_store(server)
         pages = HostPages([[1 << 20, 30, 20, 200_000]], fill=0x77)
@@ -530,7 +421,7 @@ def test_a_connection_that_turned_out_dead_costs_no_other_lane_its_own():
             pass
         with one.connection(one.requests, deadline, fresh=True) as fresh:
             assert fresh not in (request, page)
-        assert (request in one._connections._idle, page in one._connections._idle) == (False, True)
+        assert (request in one.requests._idle, page in one.pages._idle) == (False, True)
         with one.connection(one.pages, deadline) as again:
             assert again is page
         store.close()

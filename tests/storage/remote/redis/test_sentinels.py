@@ -1,9 +1,10 @@
-"""Sentinels name the primary, also after a failover; replicas are read where that is wanted."""
+"""Sentinels name the primary, also after a failover."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, read_pages, store_pages
 from tests.rigs.redis_servers import SentinelPair
 from tests.storage.remote.redis.conftest import PATIENCE, PREFIX, Values
+from tests.storage.remote.redis.test_bad_days import wait_for_replica
 from tests.storage.remote.redis.test_faults import wait_for_hits
 from tests.waiting import wait_until
 
@@ -73,7 +75,7 @@ def test_the_primary_that_sentinels_name_is_used_and_followed(pair: SentinelPair
     keys = page_keys(16)
     assert set(store_pages(store, keys)) == {SetResult.STORED}
     assert ports_of(store) == [pair.primary.port]
-    assert pair.ask(pair.primary, "WAIT", "1", "10000").startswith(":1")
+    wait_for_replica(partial(pair.ask, pair.primary))
     pair.fail_over()
     # At the first refused write, or at the next look.
     wait_until(
@@ -87,51 +89,13 @@ def test_a_primary_that_is_killed_is_replaced_by_the_one_that_sentinels_choose(p
     store = opened()
     keys = page_keys(16)
     store_pages(store, keys)
-    assert pair.ask(pair.primary, "WAIT", "1", "10000").startswith(":1")
+    wait_for_replica(partial(pair.ask, pair.primary))
     pair.primary.kill()
     wait_until(lambda: read_pages(store, keys)[0] == [GetResult.HIT] * 16, "reads from the new primary")
     assert ports_of(store) == [pair.replica.port]
     wait_until(
         lambda: set(store_pages(store, page_keys(4, "after"))) <= {SetResult.STORED, SetResult.EXISTS}, "a write"
     )
-
-
-def test_replicas_share_the_reads_and_what_one_lacks_is_asked_of_the_primary(pair: SentinelPair, opened) -> None:
-    store = opened(read_replicas=True)
-    keys = page_keys(16)
-    store_pages(store, keys)
-    assert pair.ask(pair.primary, "WAIT", "1", "10000").startswith(":1")
-
-    def gets(server: object) -> int:
-        stats = pair.ask(server, "INFO", "commandstats")
-        line = next((line for line in stats.splitlines() if line.startswith("cmdstat_get:")), "calls=0,")
-        return int(line.partition("calls=")[2].partition(",")[0])
-
-    wait_until(lambda: any(node.up for nodes in store._topology._replicas.values() for node in nodes), "the replica")
-    for _ in range(10):
-        assert_hits(store, keys)
-    assert gets(pair.primary) >= 16 * 4 and gets(pair.replica) >= 16 * 4
-    # A replica that is cut off lacks what came since.
-    pair.ask(pair.replica, "REPLICAOF", "127.0.0.1", "1")
-    new = page_keys(8, "new")
-    assert set(store_pages(store, new)) == {SetResult.STORED}
-    for _ in range(4):
-        assert_hits(store, new)
-
-
-def test_while_the_primary_is_down_a_replica_answers(pair: SentinelPair, opened) -> None:
-    store = opened(read_replicas=True)
-    keys = page_keys(16)
-    store_pages(store, keys)
-    assert pair.ask(pair.primary, "WAIT", "1", "10000").startswith(":1")
-    wait_until(lambda: any(node.up for nodes in store._topology._replicas.values() for node in nodes), "the replica")
-    pair.primary.freeze()
-    store._topology.nodes[0].mark_down(TimeoutError("frozen"))
-    try:
-        assert store.contains(keys) == [True] * 16
-        assert_hits(store, keys)
-    finally:
-        pair.primary.thaw()
 
 
 def test_a_wrong_password_of_the_sentinels_is_one_sentence_without_it(tier, tmp_path: Path) -> None:
@@ -173,7 +137,7 @@ class TestRedisBehindSentinels(PageStoreTests):
     def medium(self, shared_pair: SentinelPair, tmp_path: Path) -> _Behind:
         (tmp_path / "sentinels").write_text(shared_pair.SENTINEL_PASSWORD)
         password = Secret("file", str(tmp_path / "sentinels"))
-        return _Behind(shared_pair, sentinel_password=password, read_replicas=True)
+        return _Behind(shared_pair, sentinel_password=password)
 
 
 def test_sentinels_that_are_gone_leave_the_primary_in_use(pair: SentinelPair, opened) -> None:
