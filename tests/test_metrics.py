@@ -199,6 +199,28 @@ hicache_ext_capacity_bytes{tier="pool",tp_rank="0"} NaN
     assert pool.split()[6] == "-"
 
 
+def test_the_figures_of_tenants_are_told_and_ranks_that_tell_of_one_directory_count_once():
+    text = "".join(
+        f'hicache_ext_{name}{{tier="disk",tp_rank="{rank}",reason="team-a"}} {value}\n'
+        for rank in (0, 1)
+        for name, value in {
+            "tenant_pages": 12,
+            "tenant_bytes": 3_000_000,
+            "tenant_hits_total": 4,
+            "tenant_evicted_total": 1,
+            "tenant_refused_total": 2,
+        }.items()
+    )
+    refused = 'hicache_ext_kv_hints_tenant_refused_total{tier="kv_hints",reason="team-a"} 3\n'
+    samples = read_samples(text + refused + 'hicache_ext_tier_up{tier="disk"} 1\n')
+    found = stats_command.figures(None, samples)
+    assert found["tiers"][0]["tenants"] == {
+        "team-a": {"pages": 12, "bytes": 3_000_000, "read_pages": 8, "evicted_pages": 2, "refused_pages": 4}
+    }
+    assert found["beside"]["kv_hints"] == {"kv_hints_tenant_refused": {"team-a": 3}}
+    assert "disk: team-a: 12 pages, 3 MB, 8 read, 2 evicted, 4 refused" in table(None, samples)
+
+
 def test_what_counts_beside_the_tiers_is_no_tier_unless_a_user_has_one_of_that_name():
     """Recordings, KV events and the linker were shown as tiers."""
     files = (ROOT / "hicache_ext").rglob("*.py")

@@ -214,12 +214,14 @@ def _stat_of(target: Target, trouble: Trouble) -> dict[str, Any] | None:
     occupied = pinned = pins = free = total = 0
     without_space: list[int] = []
     devices: set[int] = set()
+    tenants = Counter[str]()
     layout = None
     for path in target.directories:
         with trouble.noted(), closing(opened(path)) as inspector:
             add_pages(inspector, groups)
             occupied += inspector.occupied()
             layout = inspector.layout
+            tenants.update(inspector.tenant_pages(target.tenants) if target.tenants else {})
             without_space += [inspector.no_space_since] if inspector.no_space_since else []
             found = read_pins(path)
             pinned += sum(inspector.occupied_by(list(dict.fromkeys(page for pin in found for page in pin.hashes))))
@@ -246,6 +248,7 @@ def _stat_of(target: Target, trouble: Trouble) -> dict[str, Any] | None:
         "disk_bytes": total,
         "disk_free_bytes": free,
         "no_space_since": min(without_space, default=None),
+        "tenants": dict(tenants),
     }
 
 
@@ -263,6 +266,7 @@ def _stat_lines(tier: dict[str, Any]) -> list[str]:
         f"on disk     {rounded_size(tier['bytes_on_disk'])}{share}",
         f"pinned      {rounded_size(tier['pinned_bytes'])}, {tier['pins']} pins",
         f"disk        {rounded_size(tier['disk_bytes'])}, {rounded_size(tier['disk_free_bytes'])} free",
+        *(f"tenant      {name}: {pages} pages" for name, pages in tier["tenants"].items()),
         *([f"no space    since {_age(since)}: the disk is full before the tier is"] if since else []),
     ]
 

@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -116,6 +116,7 @@ class Target:
     capacity: int | None = None
     transforms: Transforms | None = None
     """Of its pages; a directory alone does not tell."""
+    tenants: Sequence[str] = ()
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -131,10 +132,11 @@ def targets(named: str, *, keys: bool = False) -> list[Target]:
         return [Target([Path(named)])]
     if not named.lstrip().startswith("{") and not Path(named.removeprefix("@")).exists():
         raise StoreError(f"{named!r}: there is no such directory or configuration file")
-    tiers = load_config(named).tiers
+    config = load_config(named)
+    names = tuple(config.tenant_limits or ())
     found = [
-        Target([Path(path) for path in tier.path], name, tier.capacity, tier.transforms(name) if keys else None)
-        for name, tier in tiers.items()
+        Target([Path(path) for path in tier.path], name, tier.capacity, tier.transforms(name) if keys else None, names)
+        for name, tier in config.tiers.items()
         if isinstance(tier, FileTierConfig)
     ]
     if not found:

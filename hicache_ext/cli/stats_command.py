@@ -147,7 +147,24 @@ def _tier(grown: Samples, now: Samples, tier: str) -> dict[str, Any]:
         "prefetched_useful_pages": of("prefetch", "useful"),
         "prefetched_wasted_pages": of("prefetch", "wasted"),
         "hit_share_at": _curve(now, tier),
+        "tenants": _tenants(grown, now, tier),
         "not_hit": {reason: count for reason, count in why.items() if count},
+    }
+
+
+_OF_TENANTS = {"read_pages": "hits", "evicted_pages": "evicted", "refused_pages": "refused"}
+
+
+def _tenants(grown: Samples, now: Samples, tier: str) -> dict[str, dict[str, float]]:
+    """By tenant: what it has, which each rank tells of the whole directory, and its counts over all ranks."""
+    levels, names = ("pages", "bytes"), sorted(now.by("reason", f"{PREFIX}tenant_pages", tier=tier))
+    return {
+        name: {at: max(now.each(f"{PREFIX}tenant_{at}", tier=tier, reason=name), default=0.0) for at in levels}
+        | {
+            figure: grown.total(f"{PREFIX}tenant_{event}_total", tier=tier, reason=name)
+            for figure, event in _OF_TENANTS.items()
+        }
+        for name in names
     }
 
 
@@ -324,6 +341,12 @@ def table(before: Samples | None, now: Samples) -> list[str]:
         if told:
             reasons.append(f"{tier['tier']}: {', '.join(told)}")
     admission = [_told_admission(tier, seconds, unit) for tier in found["tiers"] if tier["admission"]]
+    of_tenants = [
+        f"{tier['tier']}: {name}: {_number(of['pages'])} pages, {_bytes(of['bytes'])}"
+        + "".join(f", {_number(of[figure] / seconds)}{unit} {figure.removesuffix('_pages')}" for figure in _OF_TENANTS)
+        for tier in found["tiers"]
+        for name, of in tier["tenants"].items()
+    ]
     beside = [_told_beside(name, counted, seconds, unit) for name, counted in found["beside"].items()]
     return [
         _prompt_tokens(found["prompt_tokens"], since_start=before is None),
@@ -332,6 +355,7 @@ def table(before: Samples | None, now: Samples) -> list[str]:
         *fitted(rows, str.rjust),
         *(["", "not hit because:", *reasons] if reasons else []),
         *(["", "stored of what was offered:", *admission] if admission else []),
+        *(["", "pages of tenants:", *of_tenants] if of_tenants else []),
         *(["", "beside the tiers:", *beside] if beside else []),
     ]
 

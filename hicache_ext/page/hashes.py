@@ -53,6 +53,12 @@ def namespace_seed(extra_key: str | None, cache_salt: str | None) -> bytes:
     return digest.digest()
 
 
+def without_adapter(extra_key: str) -> str:
+    """What a request said itself, of what ``namespaced_extra_key`` or SGLang made of it for a LoRA adapter."""
+    own, digest = extra_key[:-32], extra_key[-32:]
+    return own if _LIKE_AN_ADAPTER.fullmatch(digest) else extra_key
+
+
 def namespaced_extra_key(extra_key: str | None, adapter: str = "") -> str | None:
     """The extra key under which the pages of a request are hashed, where this package's plug-in is in force.
 

@@ -16,6 +16,7 @@ import pytest
 from hicache_ext.cli.main import main
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
+from hicache_ext.storage.contract import tenancy, tenants
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.storage.tiers.file.inspector import reason_it_is_bad
@@ -124,6 +125,27 @@ def test_stat_of_a_configuration_knows_the_capacity(
     (line,) = [line for line in lines if line.startswith("on disk")]
     assert " of 64MiB, " in line
     assert line.endswith(" %")
+
+
+def test_stat_tells_the_pages_of_tenants_while_a_server_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = {"type": "file", "path": str(tmp_path / "disk"), "capacity": "64MiB", "layout": "slab"}
+    disk |= {"io": "buffered", "threads": 2}
+    file = tmp_path / "hicache.json"
+    file.write_text(json.dumps(ExtraConfig.around({"tiers": {"disk": disk}, "tenants": {"team-a": {"share": "20%"}}})))
+    server = open_tiers(load_config(str(file)))
+    try:
+        keys, owners = page_keys(5), tenants.in_force()
+        owners.note([key[16:] for key in keys[:3]], "team-a")
+        store_pages(server, keys, (1000,))
+        _, out = run(capsys, "stat", file)
+        assert {"tenant      team-a: 3 pages", "tenant      default: 2 pages"} < set(out.splitlines())
+        assert json.loads(run(capsys, "stat", file, "--json")[1])[0]["tenants"] == {"team-a": 3, "default": 2}
+    finally:
+        server.close()
+        tenancy.put_in_force(None)
+    assert json.loads(run(capsys, "stat", file, "--json")[1])[0]["tenants"] == {}
 
 
 def test_of_a_configuration_all_paths_are_looked_at_together(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,19 @@ import pytest
 
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.page.hashes import namespace_seed, page_hashes
+from hicache_ext.page.hashes import namespace_seed, namespaced_extra_key, page_hashes
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract import tenancy, tenants
-from hicache_ext.storage.contract.store import SetResult
+from hicache_ext.storage.contract.store import PageBatch, SetResult
 from hicache_ext.storage.contract.tenancy import Tenants
 from hicache_ext.storage.contract.tenants import DEFAULT, Tenant
 from hicache_ext.storage.serving.kv_hints import KvHints, said_by
+from hicache_ext.storage.tiering.admission import Admission, AdmissionSettings, WriteBudget
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages
 from tests.waiting import wait_until
 
@@ -53,6 +56,11 @@ def owners() -> Iterator[Tenants]:
         (None, "team-a/user-7", None, "team-a"),
         (None, None, "b:session", "b"),
         (None, ["team-a", "other"], None, "team-a"),
+        (None, namespaced_extra_key("team-a", "0f" * 16), None, "team-a"),
+        (None, namespaced_extra_key("team-a/x", "0f" * 16), None, "team-a"),
+        (None, namespaced_extra_key("team-a" + "0f" * 16), None, DEFAULT),
+        (None, None, "team-a" + "0f" * 16, DEFAULT),
+        (None, "0f" * 16, "b", "b"),
         (None, "nobody", "b", "b"),
         (None, "team-ab", None, DEFAULT),
         (None, "", [], DEFAULT),
@@ -159,7 +167,7 @@ def test_a_store_keeps_shares_and_counts_pages_hits_and_evictions_by_tenant(owne
             store_pages(store, page_keys(600, "crawled")[begin : begin + 10], SIZES)
         assert sum(store.contains(team)) == 20
         read_pages(store, team[:5], SIZES)
-        counted = store.fullness().tenants
+        counted = store.fullness().tenant_pages
         assert counted is not None and counted["team-a"] == 20 and counted[DEFAULT] > 20 and counted["b"] == 0
         assert store.metrics.value("tenant_hits", "team-a") == 5
         assert store.metrics.value("tenant_evicted", "team-a") == 0
@@ -167,7 +175,7 @@ def test_a_store_keeps_shares_and_counts_pages_hits_and_evictions_by_tenant(owne
         # A batch of several tenants' pages.
         mixed = [*of(owners, "b", "b", 3), *page_keys(3, "late"), *of(owners, "team-a", "more", 3)]
         assert store_pages(store, mixed, SIZES) == [SetResult.STORED] * 9
-        counted = store.fullness().tenants
+        counted = store.fullness().tenant_pages
         assert counted is not None and (counted["team-a"], counted["b"]) == (23, 3)
     finally:
         store.close()
@@ -180,7 +188,7 @@ def test_two_stores_of_other_names_and_order_share_one_account(owners: Tenants, 
     second = slab(tmp_path)
     try:
         store_pages(second, of(owners, "c", "c", 2), SIZES)
-        pages = [store.fullness().tenants for store in (first, second)]
+        pages = [store.fullness().tenant_pages for store in (first, second)]
         assert pages[1] == {"team-a": 4, "b": 0, "c": 2, DEFAULT: 0}
         assert pages[0] == {"team-a": 4, "b": 0, "other": 2, DEFAULT: 0}
     finally:
@@ -197,7 +205,7 @@ def test_a_rebuilt_tier_has_pages_of_nobody(owners: Tenants, tmp_path: Path) -> 
     try:
         assert again.wait_until_rebuilt(30)
         assert sum(again.contains(keys)) == 4
-        assert again.fullness().tenants == {DEFAULT: 4}
+        assert again.fullness().tenant_pages == {DEFAULT: 4}
     finally:
         again.close()
 
@@ -210,6 +218,8 @@ def test_the_pages_of_all_paths_are_told_together(owners: Tenants, tmp_path: Pat
         store_pages(store, of(owners, "b", "b", 12), SIZES)
         store._look()
         assert metrics.levels()["tenant_pages", "b"] == 12
+        assert metrics.levels()["tenant_bytes", "b"] == store._look()["used_bytes"] > 12 * SIZES[0]
+        assert metrics.levels()["tenant_bytes", "team-a"] == 0
     finally:
         store.close()
 
@@ -222,6 +232,92 @@ def test_page_files_say_once_that_they_have_no_shares(
     store_pages(store, of(owners, "b", "b", 2), SIZES)
     store.close()
     assert sum("tenants share nothing out" in record.getMessage() for record in caplog.records) == 1
+
+
+# -- write budgets -----------------------------------------------------------------------------------------------------
+
+WRITES = {"team-a": Tenant(0.5), "b": Tenant(0.25)}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def budget(owners: Tenants) -> WriteBudget:
+    """Ten bytes a second, 36,000 saved."""
+    owners.limits = {DEFAULT: Tenant(), **WRITES}
+    return WriteBudget(10.0, Clock())
+
+
+def test_a_crawler_spends_what_is_nobody_s_and_never_what_others_have_saved(budget: WriteBudget) -> None:
+    names = (DEFAULT, "team-a", "b")
+    assert [budget.left_for(name) for name in names] == [9_000, 27_000, 18_000]
+    budget.written(9_000)
+    assert [budget.left_for(name) for name in names] == [0, 18_000, 9_000]
+    # Those that do not write have saved their part of the hour: all that comes is lent.
+    budget._now.now = 60.0  # type: ignore[attr-defined]
+    assert [budget.left_for(name) for name in names] == [600, 18_600, 9_600]
+    budget.written(600)
+    assert [budget.left_for(name) for name in names] == [0, 18_000, 9_000]
+    # A tenant that writes spends its own first, then what is nobody's, and gets its share of what comes.
+    budget.written(18_000, "team-a")
+    budget._now.now = 160.0  # type: ignore[attr-defined]
+    assert [budget.left_for(name) for name in names] == [500, 1_000, 9_500]
+    budget.written(700, "team-a")
+    assert [budget.left_for(name) for name in names] == [300, 300, 9_300]
+
+
+def test_what_a_tenant_writes_past_its_budget_it_pays_back_itself(budget: WriteBudget) -> None:
+    """Promotions are written whatever the budget says."""
+    budget.written(40_000, "b")
+    assert budget.left_for("b") == 18_000 - 40_000
+    assert (budget.left_for("team-a"), budget.left_for(DEFAULT)) == (18_000, 0)
+    assert budget.left == -4_000
+    budget.written(1_000, DEFAULT)
+    budget._now.now = 100.0  # type: ignore[attr-defined]
+    assert budget.left_for("team-a") == 18_000 and budget.left_for(DEFAULT) == -250
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_in_any_order_the_budget_is_kept_and_each_tenant_gets_its_share(owners: Tenants, seed: int) -> None:
+    owners.limits, clock, chance = {DEFAULT: Tenant(), **WRITES}, Clock(), random.Random(seed)
+    budget, written, wanted = WriteBudget(10.0, clock), Counter[str](), Counter[str]()
+    for _ in range(5_000):
+        clock.now += chance.random() * 20
+        name = chance.choice([DEFAULT] * 10 + ["team-a", "b"])
+        size = chance.randint(1, 2_000 if name == DEFAULT else 200)
+        wanted[name] += size
+        if size <= budget.left_for(name):
+            budget.written(size, name)
+            written[name] += size
+        assert abs(sum(budget._own.values()) + budget.left_for(DEFAULT) - budget.left) < 1e-3
+        assert budget.left_for(DEFAULT) > -1e-3 and min(budget._own.values()) > -1e-3
+    assert sum(written.values()) <= 10 * (3_600 + clock.now) + 1
+    # Less than their shares.
+    assert (written["team-a"], written["b"]) == (wanted["team-a"], wanted["b"])
+    assert written[DEFAULT] < 0.2 * wanted[DEFAULT]
+
+
+def test_a_tier_refuses_a_crawler_what_it_writes_for_a_team(owners: Tenants) -> None:
+    settings = AdmissionSettings(learned=False, budget=1.0, writers=1)
+    tier = MemoryPageStore()
+    gate = Admission(settings, tier, Clock())
+
+    def offer(keys: list[bytes]) -> list[SetResult]:
+        batch = PageBatch(keys, [()] * len(keys), [100] * len(keys))
+        return gate.write(batch, lambda some: gate.written(some, [SetResult.STORED] * len(some)))
+
+    # 900 bytes are nobody's, 1,800 the team's.
+    assert offer(page_keys(20, "crawled")).count(SetResult.STORED) == 9
+    assert offer(page_keys(20, "more")).count(SetResult.STORED) == 0
+    # Behind a prompt that others have, too.
+    assert offer([*page_keys(4, "shared"), *of(owners, "team-a", "a", 10)]).count(SetResult.STORED) == 14
+    assert tier.metrics.value("tenant_refused", DEFAULT) == 31
+    assert tier.metrics.value("tenant_refused", "team-a") == 0
 
 
 # -- leases ------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from hicache_ext.errors import HicacheExtError
-from hicache_ext.page.hashes import namespace_seed, page_hashes
+from hicache_ext.page.hashes import namespace_seed, page_hashes, without_adapter
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.tenants import DEFAULT, LONGEST_NAME, Tenant
@@ -49,6 +49,8 @@ class Tenants:
             return said
         for key in (extra_key, cache_salt):
             first = key[0] if isinstance(key, list | tuple) and key else key
+            if key is extra_key and isinstance(first, str):
+                first = without_adapter(first)
             if isinstance(first, str) and (begin := _begin_of(first)) in self.limits:
                 return begin
         return DEFAULT

@@ -21,7 +21,7 @@ import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -29,9 +29,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.config import TierConfig
+from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.log_limit import LimitedLog
+from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.abilities import gauges_of
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, key_words
+from hicache_ext.storage.contract.tenants import DEFAULT
 from hicache_ext.storage.tiering.reuse import (
     CLASSES,
     EDGES,
@@ -55,21 +58,36 @@ _ABOUT_ALL = 0.9
 
 
 class WriteBudget:
-    """So many bytes a second, an hour's worth of which may be saved up. Threads: the caller locks."""
+    """So many bytes a second, an hour's worth of which may be saved up. Each tenant's share of it is its own; what it
+    does not use goes to whoever writes, once it has saved its part of the hour. Threads: the caller locks."""
 
     def __init__(self, bytes_a_second: float, now: Callable[[], float] = time.monotonic) -> None:
         self._rate = bytes_a_second
         self._now = now
         self._left = self._most = bytes_a_second * _SAVED
         self._looked = now()
+        self._own: dict[str, float] = {}
+        """Of ``left``, what each tenant with a share alone may write; less than none for who wrote more than it may."""
 
     @property
     def left(self) -> float:
         """Bytes that may be written now. Less than none while writes that were queued before are still counted."""
-        now = self._now()
-        self._left = min(self._most, self._left + max(0.0, now - self._looked) * self._rate)
+        now, owners = self._now(), tenants.in_force()
+        before, earned = max(0.0, self._left), max(0.0, now - self._looked) * self._rate
+        self._left = min(self._most, self._left + earned)
         self._looked = now
+        shares = {} if owners is None else {name: limit.share for name, limit in owners.limits.items() if limit.share}
+        self._own = {
+            name: min(share * self._most, self._own.get(name, share * before) + share * earned)
+            for name, share in shares.items()
+        }
         return self._left
+
+    def left_for(self, tenant: str) -> float:
+        """Of ``left``, what this tenant may write: its own part, and what is nobody's."""
+        common = self.left - sum(self._own.values())
+        own = self._own.get(tenant)
+        return common if own is None else own + max(0.0, common)
 
     @property
     def to_spend(self) -> float:
@@ -78,9 +96,12 @@ class WriteBudget:
         left = self.left
         return math.inf if left > _ABOUT_ALL * self._most else max(0.0, 2 * left / _SAVED)
 
-    def written(self, size: int) -> None:
-        """So many bytes were written."""
-        self._left = self.left - size
+    def written(self, size: int, tenant: str = DEFAULT) -> None:
+        """So many bytes were written, of what is the tenant's own first."""
+        available = self.left_for(tenant)
+        if (own := self._own.get(tenant)) is not None:
+            self._own[tenant] = min(max(0.0, own - size), available - size)
+        self._left -= size
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,9 +366,16 @@ class Admission:
     def written(self, batch: PageBatch, results: Sequence[SetResult]) -> list[SetResult]:
         """The results of a write to the tier, whatever it was for."""
         if self._budget is not None:
-            size = batch.bytes_of(SetResult.STORED, results)
+            owners, sizes = tenants.in_force(), Counter[str]()
+            if owners is None:
+                sizes[DEFAULT] = batch.bytes_of(SetResult.STORED, results)
+            else:
+                # A queue writes pages of many requests together.
+                for key, size, result in zip(batch.keys, batch.counted_as or batch.sizes, results, strict=True):
+                    sizes[owners.owner(key[IDENTITY_LENGTH:])] += size * (result is SetResult.STORED)
             with self._lock:
-                self._budget.written(size)
+                for tenant, size in sizes.items():
+                    self._budget.written(size, tenant)
         return list(results)
 
     def read(self, keys: Sequence[bytes], results: Sequence[GetResult]) -> None:
@@ -413,7 +441,12 @@ class Admission:
         if self._budget is None:
             return wanted
         sizes = np.add.reduceat(np.array(batch.sizes, np.int64), firsts)
-        enough: Chosen = np.cumsum(np.where(wanted, sizes, 0)) <= self._budget.left
+        owners = tenants.in_force()
+        # Pages before the last one may be of a prompt that others have, too.
+        tenant = DEFAULT if owners is None else owners.owner(batch.keys[-1][IDENTITY_LENGTH:])
+        enough: Chosen = np.cumsum(np.where(wanted, sizes, 0)) <= self._budget.left_for(tenant)
+        if owners is not None and (refused := int((wanted & ~enough).sum())):
+            self._tier.metrics.add("tenant_refused", tenant, refused)
         return enough
 
     def _capacity(self) -> float:

@@ -79,6 +79,10 @@ class Inspector(abc.ABC):
         """Hits of an identity's pages since it was last cleared; None where none were counted."""
         return None
 
+    def tenant_pages(self, names: Sequence[str]) -> dict[str, int]:
+        """The pages of these tenants, about; empty where no server says."""
+        return {}
+
     def read(self, page: StoredPage) -> StoredObject | None:
         """The page as it is on disk; None if it is gone. Raises OSError for errors that are not of the page
         (``_NOT_OF_THE_PAGE``)."""

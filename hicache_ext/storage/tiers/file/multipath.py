@@ -289,9 +289,10 @@ class SpreadStore:
 
     def _look(self) -> dict[str, float]:
         paths = [store.fullness() for store in self.parts]
-        tenants = sum((Counter(path.tenants) for path in paths if path.tenants is not None), Counter[str]())
-        for name in {name for path in paths for name in path.tenants or ()}:
-            self.metrics.set_level("tenant_pages", name, tenants[name])
+        for level in ("tenant_pages", "tenant_bytes"):
+            found = [Counter(figures) for path in paths if (figures := getattr(path, level)) is not None]
+            for name in {name for figures in found for name in figures}:
+                self.metrics.set_level(level, name, sum(figures[name] for figures in found))
         return gauges_of_paths(paths)
 
     def post_hint(self, hint: bytes, limits: BoardLimits) -> None:

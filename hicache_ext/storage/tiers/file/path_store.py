@@ -100,8 +100,9 @@ class Fullness:
     """Wall-clock seconds; 0 while writes find space."""
     served: Served | None = None
     """None where nobody looks."""
-    tenants: Mapping[str, int] | None = None
-    """Pages by tenant; None without tenants."""
+    tenant_pages: Mapping[str, int] | None = None
+    tenant_bytes: Mapping[str, int] | None = None
+    """By tenant; None without tenants."""
 
 
 class Served(NamedTuple):

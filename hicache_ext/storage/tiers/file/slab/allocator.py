@@ -209,11 +209,12 @@ class SlotAllocator:
         """time.monotonic(); no slots are taken before, while there are such slabs."""
         self._looked_at_files = time.monotonic()
 
-    def fullness(self, oldest: int, no_space_since: int) -> Fullness:
-        """Looks at every slot; ``oldest`` as for ``SlabIndex.locate``."""
-        pages, used, free = self._index.occupied(oldest)
+    def fullness(self, oldest: int, no_space_since: int) -> tuple[Fullness, Words]:
+        """And the bytes of each tenant. Looks at every slot; ``oldest`` as for ``SlabIndex.locate``."""
+        pages, used, free, of_tenants = self._index.occupied(oldest)
         left = self._capacity - _occupied(self._index.all_slabs())
-        return Fullness(self._capacity, used, free + max(0, left), pages, no_space_since, self._index.served())
+        served = self._index.served()
+        return Fullness(self._capacity, used, free + max(0, left), pages, no_space_since, served), of_tenants
 
     def resize(self, capacity: int) -> None:
         """Slabs beyond the capacity are dropped, see ``shrink``; pinned pages may take half of the new capacity."""

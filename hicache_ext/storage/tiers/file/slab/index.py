@@ -8,7 +8,6 @@ raises its generation, and its pages are out of reach at once. Reasons: docs/dec
 from __future__ import annotations
 
 import errno
-import hashlib
 import itertools
 import random
 import time
@@ -320,22 +319,24 @@ class SlabIndex:
                 found.append(hashes[pages].byteswap())
         return np.concatenate(found)
 
-    def occupied(self, oldest: int = 0) -> tuple[int, int, int]:
-        """Pages, the bytes of their slots and headers, and the bytes of free slots. Looks at every row."""
+    def occupied(self, oldest: int = 0) -> tuple[int, int, int, Words]:
+        """Pages, the bytes of their slots and headers, and the bytes of free slots; those that each tenant's pages
+        take. Looks at every row."""
         pages = used = free = 0
         clock, tenants = self.inserts, self.tenant_pages
-        of_tenants = np.zeros_like(tenants)
+        of_tenants, taken = np.zeros_like(tenants), np.zeros_like(tenants)
         for slab in self.view().slabs.values():
             found, counts = self._count(slab, oldest)
             pages += found
             used += found * (slab.slot_size + HEADER)
             free += int(slab.slots - found - counts[PENDING]) * slab.slot_size
             of_tenants += counts[index_words.STATES + 1 :]
+            taken += counts[index_words.STATES + 1 :] * (slab.slot_size + HEADER)
         # While pages come and go the counts differ a little.
         differ = np.abs(of_tenants - tenants).max() > _COMING_AND_GOING * (self.inserts - clock)
         if differ and self.rebuilt and self.memory.tenants[1:, index_words.TENANT_NAME].any():
             self._count_tenants()
-        return pages, used, free
+        return pages, used, free, taken
 
     def _count_tenants(self) -> None:
         """Put the page counts of tenants right after a kill: rows are counted under the lock, a million in some ten
@@ -503,7 +504,7 @@ class SlabIndex:
         known, numbers = self.memory.tenants[:, index_words.TENANT_NAME], dict[str, int]()
         with self._changing():
             for name in names:
-                word = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True) | 1
+                word = index_words.tenant_word(name)
                 places = [*np.flatnonzero(known[1:] == word), *np.flatnonzero(known[1:] == 0)]
                 numbers[name] = int(places[0]) + 1 if places else 0
                 if places:

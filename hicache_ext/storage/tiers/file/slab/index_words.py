@@ -19,6 +19,7 @@ from a slot is checked by its seal. ``numbers``: of identities, one for all page
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -128,6 +129,11 @@ _LOW = (1 << 32) - 1
 LEAST_SETS = 64
 
 # -- of many pages at once -------------------------------------------------------------------------------------------
+
+
+def tenant_word(name: str) -> int:
+    """TENANT_NAME of a tenant that has a name."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True) | 1
 
 
 def scrambled(word: Any) -> Any:

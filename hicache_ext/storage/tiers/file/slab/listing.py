@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.members import living_members
+from hicache_ext.storage.contract.tenants import DEFAULT
 from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage, Uses
 from hicache_ext.storage.tiers.file.manifest import slab_home
 from hicache_ext.storage.tiers.file.modes import SLAB_FILE
@@ -95,6 +96,15 @@ class SlabListing(Inspector):
             return None
         hits, last = self._memory.identities[number, [index_words.HITS, index_words.LAST]].tolist()
         return Uses(hits, float(last)) if hits else None
+
+    def tenant_pages(self, names: Sequence[str]) -> dict[str, int]:
+        """The pages of these tenants, about; known while servers are there."""
+        if self._memory is None:
+            return {}
+        pages = dict(self._memory.tenants[:, [index_words.TENANT_NAME, index_words.TENANT_PAGES]].tolist()[1:])
+        of_default = int(self._memory.tenants[0, index_words.TENANT_PAGES])
+        named = {name: pages.get(index_words.tenant_word(name), 0) for name in names if name != DEFAULT}
+        return {**named, DEFAULT: of_default}
 
     def evicted(self, keys: Sequence[bytes]) -> list[bytes]:
         """Which of these pages were evicted, as far as it is remembered: while servers are there."""

@@ -109,11 +109,11 @@ class SlabStore(PathStore):
 
     def fullness(self) -> Fullness:
         with self._calls:
-            fullness = self._allocator.fullness(self._oldest(), self.no_space_since)
+            fullness, taken = self._allocator.fullness(self._oldest(), self.no_space_since)
             if tenants.in_force() is None:
                 return fullness
-            pages = self._by_name(self._index.tenant_pages)
-            return replace(fullness, tenants={**dict.fromkeys(self._tenant_numbers, 0), **pages})
+            none, pages = dict.fromkeys(self._tenant_numbers, 0), self._by_name(self._index.tenant_pages)
+            return replace(fullness, tenant_pages={**none, **pages}, tenant_bytes={**none, **self._by_name(taken)})
 
     def _block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
         return self._index.block_hashes(digest, self._oldest())
