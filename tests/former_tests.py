@@ -33,6 +33,10 @@ FORMER = {
         ),
         "SGLang makes no generic calls where interface_v1 is on, which the configuration requires",
     ),
+    "TestHiCacheExtBackendGenericCalls": "as above; the tests of its class go on in the one above it",
+    "test_leases_have_a_fifth_of_the_capacity_and_namespaces_take_turns": (
+        "-> test_leases_have_two_thirds_of_the_capacity_and_namespaces_take_turns"
+    ),
     "test_the_picture_is_drawn_where_matplotlib_is": _OPTION,
     "test_a_password_is_rendered_as_a_reference": _OPTION,
     "test_a_descriptor_will_do_and_gets_a_description_of_its_own": "a lock is on a path: nothing locked a descriptor",
