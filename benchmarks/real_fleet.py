@@ -49,7 +49,7 @@ def nodes_of(
                 tiers["near"] = {"type": "file", "path": str(path), "capacity": capacity, "layout": "slab"}
             if redis_url is not None:
                 # A busy machine is no reason to leave out the pool here: what is counted is what was there.
-                tiers["pool"] = {"type": "redis", "url": redis_url, "timeout": "60s", "guards": {"breaker": False}}
+                tiers["pool"] = {"type": "redis", "url": redis_url, "timeout": "60s"}
             section = {
                 "tiers": tiers,
                 "store_policies": dict.fromkeys(tiers, "sync"),

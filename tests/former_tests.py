@@ -37,6 +37,24 @@ FORMER = {
     "test_leases_have_a_fifth_of_the_capacity_and_namespaces_take_turns": (
         "-> test_leases_have_two_thirds_of_the_capacity_and_namespaces_take_turns"
     ),
+    **dict.fromkeys(
+        (
+            "test_a_breaker_taken_over_goes_on_as_the_one_before_it_would",
+            "test_evidence_against_a_tier_outlives_new_guards",
+            "test_one_without_a_slow_start_that_takes_over_from_one_amid_its_own_is_in_full_use",
+            "test_what_former_guards_have_left_behind_is_hidden_by_a_clear_too",
+            "test_a_write_through_guards_that_are_just_put_is_hidden_by_a_clear_too",
+            "test_guards_that_a_reload_makes_while_the_store_is_closed_are_closed",
+            "test_new_guards_of_a_tier_that_is_down_probe_it_once_they_are_in_force_and_not_before",
+        ),
+        "a reload changes limits of the guards that there are, and makes no others",
+    ),
+    "test_a_breaker_that_was_taken_over_still_comes_back_by_itself": (
+        "-> test_a_breaker_that_is_open_over_a_reload_still_comes_back_by_itself"
+    ),
+    "test_every_key_reaches_its_guard": _KEY,
+    "test_every_guard_that_has_a_key_can_be_left_out": _KEY,
+    "test_auto_is_what_is_left_out": _KEY,
     "test_the_picture_is_drawn_where_matplotlib_is": _OPTION,
     "test_a_password_is_rendered_as_a_reference": _OPTION,
     "test_a_descriptor_will_do_and_gets_a_description_of_its_own": "a lock is on a path: nothing locked a descriptor",

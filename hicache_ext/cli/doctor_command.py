@@ -432,8 +432,8 @@ def seal_findings(tier: TierConfig) -> Iterator[Finding]:
     if tier.seal is None:
         return
     seal = tier.seal
-    writes = seal.write_with or seal.keys[0].id
-    others = ", ".join(key.id for key in seal.keys if key.id != writes)
+    writes = seal.keys[0].id
+    others = ", ".join(key.id for key in seal.keys[1:])
     read = f" and read with {others}, too" if others else ""
     yield Finding(_SUBJECT, Level.OK, f"{seal.mode}, pages are written with key {writes}{read}")
     for key in seal.keys:

@@ -9,7 +9,7 @@ from hicache_ext.config.load import Source, check_document, load_config, load_do
 from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, ModelConfig, Role, RoleConfig, ServerRole
 from hicache_ext.config.secrets import Secret
 from hicache_ext.config.sections import KernelsConfig
-from hicache_ext.config.tier import GuardsConfig, RemoteTierConfig, TierConfig, tier_types
+from hicache_ext.config.tier import RemoteTierConfig, TierConfig, tier_types
 from hicache_ext.config.values import (
     expand_templates,
     format_duration,
@@ -23,7 +23,6 @@ from hicache_ext.errors import ConfigErrors
 __all__ = [
     "ConfigErrors",
     "ExtraConfig",
-    "GuardsConfig",
     "HicacheExtConfig",
     "KernelsConfig",
     "ModelConfig",

@@ -140,7 +140,6 @@ SecretOrNone = Annotated[Secret | None, Allowed(SECRET_ALLOWED)]
 MODES = ("authenticate", "encrypt")
 
 _ID_ALLOWED = "1 to 16 letters, digits, dots, dashes and underscores"
-_WRITE_WITH_ALLOWED = "the id of one of the keys"
 _KEYS_ALLOWED = "a list of keys such as [{id: a, file: /etc/hicache/seal-a}], each with an id and one of file and env"
 
 
@@ -196,12 +195,6 @@ def _mode(value: object) -> object:
     raise _refuse(value, listed(MODES), did_you_mean(value, MODES) if isinstance(value, str) else "")
 
 
-def _write_with(value: object) -> object:
-    if value is None or isinstance(value, str):
-        return value
-    raise _refuse(value, _WRITE_WITH_ALLOWED)
-
-
 def _keys(value: object) -> tuple[SealKeyReference, ...]:
     if not isinstance(value, list | tuple) or not value:
         raise _refuse(value, _KEYS_ALLOWED)
@@ -230,6 +223,7 @@ class SealConfig(ConfigModel):
     """``seal`` of one tier."""
 
     required_because: ClassVar[Mapping[str, str]] = {"mode": "a seal needs a mode", "keys": "a seal needs a key"}
+    removed: ClassVar[Mapping[str, str]] = {"write_with": "new pages are written with the first of keys"}
 
     mode: Annotated[Literal["authenticate", "encrypt"], Allowed(listed(MODES), _mode)]
     """authenticate: nobody without a key makes a page; encrypt: nor reads one, nor its name"""
@@ -237,28 +231,17 @@ class SealConfig(ConfigModel):
         tuple[SealKeyReference, ...],
         Allowed(_KEYS_ALLOWED, _keys),
     ]
-    """keys, by reference; pages of each are read"""
-    write_with: Annotated[str | None, Allowed(_WRITE_WITH_ALLOWED, _write_with)] = None
-    """the id of the key of new pages; left out: the only one"""
+    """keys, by reference; pages of each are read, and new ones are written with the first"""
 
     @model_validator(mode="before")
     @classmethod
     def _no_key_is_a_name(cls, values: object) -> object:
         """A name that is near to none of ours may be a key, and is not repeated."""
         for name in values if isinstance(values, Mapping) else ():
-            if name not in cls.model_fields and not (isinstance(name, str) and did_you_mean(name, cls.model_fields)):
+            known = name in cls.model_fields or name in cls.removed
+            if not known and not (isinstance(name, str) and did_you_mean(name, cls.model_fields)):
                 raise ConfigError("", "unknown key", listed(cls.model_fields))
         return values
-
-    @model_validator(mode="after")
-    def _one_key_writes(self) -> SealConfig:
-        ids = [key.id for key in self.keys]
-        if self.write_with is None and len(ids) > 1:
-            raise ConfigError(".write_with", "several keys: one of them has to write", listed(ids))
-        if self.write_with is not None and self.write_with not in ids:
-            problem = f"{kind_of(self.write_with)} that is no id of a key{did_you_mean(self.write_with, ids)}"
-            raise ConfigError(".write_with", problem, listed(ids))
-        return self
 
     def opened(self, key: str) -> Seal:
         """The seal with its keys, read now. ``key``: the key path of this mapping, for errors.
@@ -276,6 +259,4 @@ class SealConfig(ConfigModel):
             SealKey(reference.id, replace(reference, key=f"{key}.keys[{number}]").reveal())
             for number, reference in enumerate(self.keys)
         ]
-        writes = self.write_with or self.keys[0].id
-        found.sort(key=lambda one: one.id != writes)
         return Seal(SealMode[self.mode.upper()], tuple(found))

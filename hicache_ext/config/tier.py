@@ -13,9 +13,9 @@ from pydantic import PrivateAttr, SerializeAsAny, ValidatorFunctionWrapHandler, 
 from pydantic_core.core_schema import ValidationInfo
 
 from hicache_ext.config.problems import did_you_mean, kind_of, listed, quoted, refuse, shown
-from hicache_ext.config.schema import Allowed, ConfigModel, true_or_false
+from hicache_ext.config.schema import Allowed, ConfigModel
 from hicache_ext.config.secrets import SealConfig
-from hicache_ext.config.values import SIZE_ALLOWED, duration, or_auto, or_word, parse_size, whole_number
+from hicache_ext.config.values import SIZE_ALLOWED, duration, or_auto, or_word, parse_size
 from hicache_ext.errors import ConfigError, MissingPackageError, TierTypeError
 from hicache_ext.packages import need
 from hicache_ext.page.transforms.codec import LOSSY_CODECS
@@ -77,38 +77,6 @@ WRITE_TIMEOUT = 5.0
 """Seconds, where none are configured, for what no request waits for."""
 
 _TIMEOUTS = "a duration from 1ms to 1h, such as 2s"
-_LOOK_UP = "a duration from 1ms to 1s, such as 5ms"
-
-_MOST_RETRIES = 10
-_MOST_CALLS = 1024
-
-
-class GuardsConfig(ConfigModel):
-    """Guards of one tier; docs/guards.md says what each does."""
-
-    removed: ClassVar[Mapping[str, str]] = {
-        "slow_call": "a call is slow after half of the tier's timeout, and after 500ms at the earliest",
-        "probe_interval": "a tier that was given up is tried again after 1s, then more and more seldom",
-        "slow_start": "a tier that came back gets all calls after 5s",
-        "negative_cache": "every look-up asks the tier",
-        "bounce_memory": "calls with a timeout have up to 256MiB of memory for pages",
-    }
-
-    retries: Annotated[
-        int | None, Allowed(f"0 to {_MOST_RETRIES}, or auto", or_auto(whole_number(0, _MOST_RETRIES)))
-    ] = None
-    """how often a page whose transfer failed is tried again within the timeout"""
-    breaker: Annotated[bool | None, Allowed("true, false, or auto", or_auto(true_or_false))] = None
-    """stop asking a tier that does not answer"""
-    concurrency: Annotated[
-        int | None, Allowed(f"1 to {_MOST_CALLS}, or auto", or_auto(whole_number(1, _MOST_CALLS)))
-    ] = None
-    """calls at once"""
-    exists_budget: Annotated[
-        float | None,
-        Allowed(f"{_LOOK_UP}, or off, or auto", or_auto(or_word("off", math.inf, duration(0.001, 1)))),
-    ] = None
-    """the longest that SGLang's scheduler waits for a look-up"""
 
 
 class TierConfig(ConfigModel):
@@ -117,6 +85,7 @@ class TierConfig(ConfigModel):
     removed: ClassVar[Mapping[str, str]] = {
         "dwpd": "write_budget bounds what is written, and one disk write a day of 3.84TB is 3.84TB/day",
         "disk_size": "write_budget bounds what is written",
+        "guards": "a tier on the network and one with a timeout have all guards, another one has none (docs/guards.md)",
     }
 
     type: Annotated[str, Allowed("the type of a tier")]
@@ -126,7 +95,6 @@ class TierConfig(ConfigModel):
         float | None, Allowed(f"{_TIMEOUTS}, or off, or auto", or_auto(or_word("off", math.inf, duration(0.001, 3600))))
     ] = None
     """the longest one call may take; auto: off on local file systems, on others 1s, for writes 5s"""
-    guards: GuardsConfig = GuardsConfig()
     codec: Literal["off", "lossless", "auto", "int8", "fp8"] = "off"
     """lossless: pages take fewer bytes; auto: where that was measured to be faster; int8, fp8: fewer still, and not
     what was computed"""
@@ -159,9 +127,7 @@ class TierConfig(ConfigModel):
     block: ClassVar[int] = 1
     """Bytes of which the store takes whole ones for each page anyway: sealed pages are padded to them."""
 
-    live_keys: ClassVar[frozenset[str]] = frozenset(
-        {"required", "timeout", "guards", "seal", "admission", "write_budget"}
-    )
+    live_keys: ClassVar[frozenset[str]] = frozenset({"required", "timeout", "seal", "admission", "write_budget"})
     """Keys that a reload may change while the tier is in use. Every other change is refused with a sentence."""
 
     @property

@@ -219,12 +219,6 @@ class Breaker:
                 self._close()
         self._on_change(BreakerState.HALF_OPEN if slow else BreakerState.CLOSED, "")
 
-    def take_over(self, before: Breaker) -> None:
-        """Begin with the state of another one that judged the same thing. Probing goes on with ``resume``."""
-        with before._lock, self._lock:
-            self._state, self._opened, self._in_doubt = before._state, before._opened, before._in_doubt
-            self._recovering_since, self._credit = before._recovering_since, before._credit
-
     def close(self, seconds: float | None = None) -> bool:
         """Begin no further probe and wait for the one under way, ``seconds`` at most; whether it has ended."""
         return self._loop.stop(seconds)
@@ -288,8 +282,6 @@ class Breaker:
 
     def _share(self) -> float:
         """Of the calls, now, in HALF_OPEN."""
-        if self._slow_start <= 0:  # taken over from one that had a slow start
-            return 1.0
         part = (self._clock() - self._recovering_since) / self._slow_start
         return _FIRST_SHARE + (1 - _FIRST_SHARE) * part if part < 1 else 1.0
 

@@ -18,7 +18,7 @@ SECRET = "0123456789abcdef0123456789abcdef-the-secret"
 
 def findings(tmp_path: Path, capsys: pytest.CaptureFixture[str], *keys: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Those about the seal of a tier with these keys, by subject."""
-    seal = {"mode": "encrypt", "keys": list(keys), "write_with": keys[0]["id"]}
+    seal = {"mode": "encrypt", "keys": list(keys)}
     disk = {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB", "layout": "pages", "seal": seal}
     main(["doctor", "--json", json.dumps(ExtraConfig.around({"tiers": {"disk": disk}}))])
     printed = capsys.readouterr()

@@ -16,7 +16,6 @@ from pydantic import ValidationError
 
 from hicache_ext.config import (
     ExtraConfig,
-    GuardsConfig,
     HicacheExtConfig,
     RoleConfig,
     load_config,
@@ -61,12 +60,6 @@ def test_everything_that_is_left_out_has_its_documented_default() -> None:
         "type": "file",
         "required": True,
         "timeout": None,
-        "guards": {
-            "retries": None,
-            "breaker": None,
-            "concurrency": None,
-            "exists_budget": None,
-        },
         "codec": "off",
         "seal": None,
         "admission": "all",
@@ -294,7 +287,6 @@ def test_every_key_is_documented() -> None:
     for model in (
         ExtraConfig,
         HicacheExtConfig,
-        GuardsConfig,
         RoleConfig,
         PrefetchConfig,
         BackgroundConfig,

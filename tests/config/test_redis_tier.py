@@ -19,7 +19,7 @@ TTL = "a duration of whole seconds from 1s to a year, such as 24h, or none"
 TIMEOUT = "a duration from 1ms to 1h, such as 2s"
 SECRET = "{env: NAME} or {file: /path}"
 KEYS = (
-    "type, required, timeout, guards, codec, seal, admission, write_budget, "
+    "type, required, timeout, codec, seal, admission, write_budget, "
     "url, cluster, password, username, sentinel_password, "
     "sentinel_username, database, prefix, connections, ttl, tls_ca, "
     "tls_certificate, tls_key, tls_verify"

@@ -22,7 +22,7 @@ POOL = "pool: {type: file, path: /mnt/b, capacity: 1GiB}"
 
 TYPES = ", ".join(tier_types())
 TIER_KEYS = (
-    "type, required, timeout, guards, codec, seal, admission, write_budget, path, capacity, layout, "
+    "type, required, timeout, codec, seal, admission, write_budget, path, capacity, layout, "
     "io, threads, ttl, shared, mode, group, require_mount"
 )
 SECTION_KEYS = (

@@ -17,7 +17,6 @@ from hicache_ext.config import TierConfig, load_config, load_document, tier_type
 from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, RoleConfig
 from hicache_ext.config.schema import Allowed, allowed_for
 from hicache_ext.config.sections import PullConfig
-from hicache_ext.config.tier import GuardsConfig
 from hicache_ext.errors import ConfigError, ConfigErrors
 
 FILE = {"type": "file", "path": "/tmp/hicache-words", "capacity": "1GiB"}
@@ -69,11 +68,10 @@ def test_every_key_that_takes_the_word_off_takes_it_bare(model: type[BaseModel],
 
 def test_keys_of_every_kind_take_off() -> None:
     found = {name for _, _, name in TAKES_OFF}
-    assert found >= {"codec", "mode", "timeout", "exists_budget", "fingerprint", "promote_to"}
+    assert found >= {"codec", "mode", "timeout", "fingerprint", "promote_to"}
 
 
 def test_a_switch_and_a_key_without_the_word_do_not_take_it_for_off() -> None:
-    assert GuardsConfig.model_validate({"breaker": False}).breaker is False
     assert wrong_with(HicacheExtConfig, "role", False) == [
         "the value false is not accepted; allowed: auto, prefill, decode, both"
     ]
@@ -130,7 +128,6 @@ def refused(file: Path) -> str:
         ("      group: 0100\n", "tiers.a.group", "octal"),
         ("      threads: 010\n", "tiers.a.threads", "octal"),
         ("      threads: +010\n", "tiers.a.threads", "octal"),
-        ("      guards: {retries: 07}\n", "tiers.a.guards.retries", "octal"),
         ("  background: {store_buffer: 01_000_000_000}\n", "background.store_buffer", "octal"),
         ("  pd:\n    pull: {mode: fixed, min_tokens: 0512}\n", "pd.pull.min_tokens", "octal"),
         ("  model: {weights_epoch: 0012}\n", "model.weights_epoch", "octal"),

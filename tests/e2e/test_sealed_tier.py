@@ -33,7 +33,7 @@ def test_a_prompt_is_restored_from_an_encrypted_tier_through_a_rotation_of_its_k
         keys = [{"id": id, "file": str(tmp_path / id)} for id in ids]
         document["hicache_ext"]["tiers"]["disk"] |= {
             "codec": "lossless",
-            "seal": {"mode": "encrypt", "keys": keys, "write_with": ids[0]},
+            "seal": {"mode": "encrypt", "keys": keys},
         }
         file.write_text(yaml.safe_dump(document))
 

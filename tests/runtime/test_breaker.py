@@ -151,17 +151,6 @@ def test_a_slow_start_that_begins_anew_is_not_ended_by_who_saw_the_last_one_end(
     assert server.breaker.close(PATIENCE)
 
 
-def test_one_without_a_slow_start_that_takes_over_from_one_amid_its_own_is_in_full_use() -> None:
-    before, after = Server(slow_start=3600.0), Server(slow_start=0.0)
-    before.breaker.trip("gone")
-    before.breaker.recover()
-    after.breaker.take_over(before.breaker)
-    assert after.breaker.state is HALF_OPEN
-    assert after.breaker.admit() is not None
-    assert after.breaker.state is CLOSED
-    assert before.breaker.close(PATIENCE) and after.breaker.close(PATIENCE)
-
-
 def test_a_closed_one_neither_probes_nor_comes_back(server: Server) -> None:
     server.breaker.trip("gone")
     assert server.breaker.close(PATIENCE)

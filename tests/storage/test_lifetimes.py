@@ -281,50 +281,6 @@ def test_a_page_that_leaves_the_queue_while_it_is_looked_for_is_found(held: Call
     tier.close()
 
 
-def test_what_former_guards_have_left_behind_is_hidden_by_a_clear_too(held: Callable[..., Held]) -> None:
-    pool = held()
-    plan = GuardPlan(timeout=0.05, bounce_memory=1 << 20)
-    tier = TierHandle(guarded(pool, plan), bare=pool)
-    keys = page_keys(3)
-    pool.holds = {"set"}
-    assert store_pages(tier, keys) == [SetResult.TIMEOUT] * 3
-    tier.put_guards(guarded(pool, plan))
-    tier.clear(None)
-    pool.go_on.set()
-    assert tier.wait_until_written(LONG)
-    assert not pool.objects
-    tier.close()
-
-
-def test_a_write_through_guards_that_are_just_put_is_hidden_by_a_clear_too(held: Callable[..., Held]) -> None:
-    """The thread of the reload loses its turn as soon as calls may go through the new guards."""
-    pool = held()
-    plan = GuardPlan(timeout=LONG, bounce_memory=1 << 20)
-    put, others = guarded(pool, plan), []
-
-    class Interrupted(TierHandle):
-        def __setattr__(self, name: str, value: object) -> None:
-            super().__setattr__(name, value)
-            if value is put and not others:
-                writer = threading.Thread(target=lambda: store_pages(self, page_keys(3)))
-                writer.start()
-                wait_until(lambda: "set" in pool.entered)
-                others.extend((writer, self.begin_clear(None)))
-
-    tier = Interrupted(guarded(pool, plan), bare=pool)
-    # The clear is another thread's, which has to wait for the lock only after it has looked.
-    tier._lock = threading.RLock()  # type: ignore[assignment]
-    pool.holds = {"set"}
-    tier.put_guards(put)
-    writer, clear = others
-    assert clear.done.wait(LONG)
-    pool.go_on.set()
-    writer.join(LONG)
-    assert tier.wait_until_written(LONG)
-    assert not pool.objects
-    tier.close()
-
-
 # -- clears ------------------------------------------------------------------------------------------------------------
 
 
@@ -678,14 +634,6 @@ def test_close_does_not_wait_for_a_call_that_hangs(held: Callable[..., Held]) ->
     assert not closer.is_alive()
     pool.go_on.set()
     reader.join(LONG)
-
-
-def test_guards_that_a_reload_makes_while_the_store_is_closed_are_closed(held: Callable[..., Held]) -> None:
-    pool = held()
-    plan = GuardPlan(timeout=0.05, bounce_memory=1 << 20)
-    tier = TierHandle(guarded(pool, plan), bare=pool)
-    tier.close()
-    assert not tier.put_guards(pool)
 
 
 # -- tiers beside each other -------------------------------------------------------------------------------------------

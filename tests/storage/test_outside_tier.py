@@ -89,7 +89,7 @@ def test_its_configuration_is_checked_like_ours(tmp_path: Path, capsys: pytest.C
         ),
         (
             {"type": "sqlite", "file": "/a/b", "fil": "/c"},
-            "fil: unknown key; did you mean 'file'?; allowed: type, required, timeout, guards, codec, seal, admission,"
+            "fil: unknown key; did you mean 'file'?; allowed: type, required, timeout, codec, seal, admission,"
             " write_budget, file",
         ),
         ({"type": "sqlite"}, "file: required; allowed: an absolute path, such as /mnt/nvme0/pages.db"),

@@ -111,7 +111,7 @@ def test_a_tier_whose_breaker_is_open_is_told(
     tmp_path: Path, opened: Callable[..., ReloadableStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configured_breakers_have(monkeypatch, probe_interval=60.0)
-    store = opened({"far": file_tier(tmp_path / "far", guards={"breaker": True})})
+    store = opened({"far": file_tier(tmp_path / "far", timeout="60s")})
     recording = Recording.of_store(store)
     closed = recording.look()
     open_breaker(store, "far")

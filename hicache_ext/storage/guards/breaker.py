@@ -93,7 +93,8 @@ class TierBreaker(Breaker):
         """``store``: whose name and metrics it uses. ``read`` and ``look_up``: by the probe, with the whole timeout;
         the latter says whether it was answered."""
         self._store = store
-        self._settings = settings
+        self.settings = settings
+        """``slow_call`` may change."""
         self._read = read
         self._look_up = look_up
         self.writes = WritePause(clock)
@@ -115,15 +116,6 @@ class TierBreaker(Breaker):
             slow_start=settings.slow_start,
             clock=clock,
         )
-
-    def take_over(self, before: Breaker) -> None:
-        super().take_over(before)
-        if isinstance(before, TierBreaker):
-            with before._lock, self._lock:
-                self._recent = {score: calls.copy() for score, calls in before._recent.items()}
-            self.writes = before.writes
-            self._suspect, self._opened_at = before._suspect, before._opened_at
-            self._failed = set(before._failed)
 
     # -- what a call shows -----------------------------------------------------------------------------------------
 
@@ -156,7 +148,7 @@ class TierBreaker(Breaker):
         elif unanswered.pages and 2 * unanswered.pages >= unanswered.of:
             reason = f"{unanswered.pages} of {unanswered.of} pages could not be looked up ({unanswered.reason})"
             self.record(ticket, Outcome.FAILED, reason, "look-up")
-        elif seconds > self._settings.slow_call + found * _SLOWEST_LOOK_UP:
+        elif seconds > self.settings.slow_call + found * _SLOWEST_LOOK_UP:
             self.record(ticket, Outcome.SLOW, f"a look-up took {seconds:.2g} s", "look-up")
         elif found:
             self.record(ticket, Outcome.GOOD)
@@ -179,7 +171,7 @@ class TierBreaker(Breaker):
             return Outcome.FAILED, f"{errors} of {len(results)} pages failed"
         if not answered:
             return Outcome.UNKNOWN, ""
-        if seconds > self._settings.slow_call + sum(batch.sizes) / _SLOWEST_BANDWIDTH:
+        if seconds > self.settings.slow_call + sum(batch.sizes) / _SLOWEST_BANDWIDTH:
             return Outcome.SLOW, f"a call took {seconds:.2g} s"
         return Outcome.GOOD, ""
 
@@ -258,7 +250,7 @@ class TierBreaker(Breaker):
                     "hicache_ext: tier %s is left out: %s; its pages are misses until it answers", name, reason
                 )
             case BreakerState.HALF_OPEN:
-                down, slow_start = self._clock() - self._opened_at, self._settings.slow_start
+                down, slow_start = self._clock() - self._opened_at, self.settings.slow_start
                 words = "hicache_ext: tier %s answers again after %.2g s; calls come back over %g s"
                 logger.warning(words, name, down, slow_start)
             case BreakerState.CLOSED:
@@ -278,9 +270,9 @@ class TierBreaker(Breaker):
                 begun = self._clock()
                 if what == "read":
                     (result,) = self._read(PageBatch([key], [[memoryview(bytearray(size))]]))
-                    answered, longest = result in _ANSWERS, self._settings.slow_call + size / _SLOWEST_BANDWIDTH
+                    answered, longest = result in _ANSWERS, self.settings.slow_call + size / _SLOWEST_BANDWIDTH
                 else:
-                    answered, longest = self._look_up(key), self._settings.slow_call
+                    answered, longest = self._look_up(key), self.settings.slow_call
                 healthy = healthy and answered and self._clock() - begun <= longest
         except Exception as error:  # noqa: BLE001 - whatever it raises, it is not well
             logger.debug("hicache_ext: tier %s: the probe raised %r", self._store.name, error)

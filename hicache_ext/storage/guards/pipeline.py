@@ -16,8 +16,8 @@ The order of its rules, from SGLang inwards, and why each stands where it does:
    its memory.
 6. *Retry*: pages whose transfer failed are tried again while there is time, on the thread of the deadline.
 
-Then comes the store. One that opens itself later (late_open.py) is a store like any other here: it outlives the guards,
-which a reload replaces. clear() and register_identity() are rare, and a refused one is lost: they pass in every state.
+Then comes the store. One that opens itself later (late_open.py) is a store like any other here. clear() and
+register_identity() are rare, and a refused one is lost: they pass in every state.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R", GetResult, SetResult)
 T = TypeVar("T")
 
-REMOTE_RETRIES = 1
+RETRIES = 1
 CONCURRENCY = 16
 EXISTS_BUDGET = 0.005
 SLOW_CALL = 0.5
@@ -89,38 +89,27 @@ def plan_guards(tier: TierConfig) -> GuardPlan:
     A tier on local disks has none unless they are asked for: its reads go straight into host pages, and a copy through
     bounce memory would cost more than it protects from (docs/guards.md).
     """
-    guards = tier.guards
     remote = tier.remote or any(is_on_network(path) for path in tier.directories())
     timeout = tier.timeout if tier.timeout is not None else READ_TIMEOUT if remote else math.inf
     limited = timeout != math.inf
     guarded = remote or limited
-    breaker = guards.breaker if guards.breaker is not None else guarded
-    budget = guards.exists_budget if guards.exists_budget is not None else EXISTS_BUDGET if guarded else math.inf
     # Who gives calls more time expects slow ones.
     slow_call = max(SLOW_CALL, timeout / 2) if limited else SLOW_CALL
     return GuardPlan(
         timeout=timeout if limited else None,
         write_timeout=WRITE_TIMEOUT if remote and tier.timeout is None else None,
         bounce_memory=BOUNCE_MEMORY if limited and not tier.keeps_timeout else 0,
-        retries=guards.retries if guards.retries is not None else REMOTE_RETRIES if remote else 0,
-        breaker=BreakerSettings(slow_call) if breaker else None,
-        concurrency=guards.concurrency if guards.concurrency is not None else CONCURRENCY if guarded else None,
-        exists_budget=budget if budget != math.inf else None,
+        retries=RETRIES if remote else 0,
+        breaker=BreakerSettings(slow_call) if guarded else None,
+        concurrency=CONCURRENCY if guarded else None,
+        exists_budget=EXISTS_BUDGET if guarded else None,
     )
 
 
-def guarded(store: PageStore, plan: GuardPlan, before: PageStore | None = None) -> PageStore:
-    """``store`` with its guards around it, or itself where it has none; closing that closes ``store``.
-
-    ``before``: what it was with other guards. A tier that is down is not up because its limits have changed. Probing
-    continues with ``resume``, because the new guards may never be put in force. Raises StoreSetupError.
-    """
-    if plan == GuardPlan():
-        return store
-    guards = GuardedStore(store, plan)
-    if isinstance(before, GuardedStore) and guards.breaker is not None and before.breaker is not None:
-        guards.breaker.take_over(before.breaker)
-    return guards
+def guarded(store: PageStore, plan: GuardPlan) -> PageStore:
+    """``store`` with its guards around it, or itself where it has none; closing that closes ``store``. Raises
+    StoreSetupError."""
+    return store if plan == GuardPlan() else GuardedStore(store, plan)
 
 
 class GuardedStore(DelegatingStore):
@@ -138,19 +127,15 @@ class GuardedStore(DelegatingStore):
         self._clock = clock
         self._sleep = sleep
         self._closed = False
-        timeout = plan.timeout if plan.timeout is not None else math.inf
-        write_timeout = plan.write_timeout if plan.write_timeout is not None else timeout
-        # Without a breaker nobody would try a tier again that was cut too early, so nothing is learnt.
-        learns = plan.breaker is not None and plan.timeout is not None
-        self._reads = LearntLimit(timeout, LEAST_READ if learns else math.inf, clock)
-        self._look_ups = LearntLimit(timeout, LEAST_READ if learns else math.inf, clock)
-        self._writes = LearntLimit(write_timeout, LEAST_WRITE if learns else math.inf, clock)
+        self._reads, self._look_ups, self._writes = (LearntLimit(math.inf, math.inf, clock) for _ in range(3))
         self._retries = plan.retries
         self._places = None if plan.concurrency is None else threading.Semaphore(plan.concurrency)
         self._budget = None if plan.exists_budget is None else ExistsBudget(inner, plan.exists_budget, clock)
-        self.deadline = Deadline(inner, plan.bounce_memory) if plan.bounce_memory else None
+        self.deadline: Deadline | None = None
         probes = self._read_to_probe, self._look_up_to_probe
         self.breaker = None if plan.breaker is None else TierBreaker(inner, plan.breaker, *probes, clock)
+        self.prepare(plan)
+        self.put_limits(plan)
 
     # -- what others ask of the guards ---------------------------------------------------------------------------------
 
@@ -164,10 +149,23 @@ class GuardedStore(DelegatingStore):
     def gauges(self) -> dict[str, float]:
         return {} if self.breaker is None else {"breaker_state": self.breaker.state.level}
 
-    def resume(self) -> None:
-        """These guards are in force now: probe the tier if its former breaker was open."""
-        if self.breaker is not None:
-            self.breaker.resume()
+    def prepare(self, plan: GuardPlan) -> None:
+        """Get what the timeouts of another plan need; calls are as before. Raises StoreSetupError."""
+        if plan.bounce_memory and self.deadline is None:
+            self.deadline = Deadline(self.inner, plan.bounce_memory)
+
+    def put_limits(self, plan: GuardPlan) -> None:
+        """Calls that begin from now on have the timeouts of this plan. All else stays: a tier that is down is not up
+        because its limits have changed."""
+        timeout = plan.timeout if plan.timeout is not None else math.inf
+        write_timeout = plan.write_timeout if plan.write_timeout is not None else timeout
+        # Without a breaker nobody would try a tier again that was cut too early, so nothing is learnt.
+        learns = plan.breaker is not None and plan.timeout is not None
+        self._reads.change(timeout, LEAST_READ if learns else math.inf)
+        self._look_ups.change(timeout, LEAST_READ if learns else math.inf)
+        self._writes.change(write_timeout, LEAST_WRITE if learns else math.inf)
+        if self.breaker is not None and plan.breaker is not None:
+            self.breaker.settings = plan.breaker
 
     def forget_look_ups(self) -> None:
         """Pages may have come or gone on a way that these guards have not seen: ask the store again."""
@@ -179,21 +177,14 @@ class GuardedStore(DelegatingStore):
         return set() if self.deadline is None else self.deadline.being_written()
 
     def close(self) -> None:
-        self._close(self.inner.close)
-
-    def let_go(self) -> None:
-        """Close the guards alone: the store goes on with others."""
-        self._close(lambda: None)
-
-    def _close(self, close_store: Callable[[], None]) -> None:
         self._closed = True
         if self.breaker is not None:
             self.breaker.close(0)
         try:
-            if self.deadline is None:
-                close_store()
+            if self.deadline is None or self._writes.longest == math.inf:
+                self.inner.close()
             else:
-                self.deadline.close(close_store, self._writes.longest)
+                self.deadline.close(self.inner.close, self._writes.longest)
         finally:
             if self.breaker is not None:
                 self.breaker.close(_CLOSE_WAIT)
@@ -260,7 +251,8 @@ class GuardedStore(DelegatingStore):
         """A look-up of the breaker's own, as above: whether it was answered."""
         call = Call("contains", 1, self._clock(), self._look_ups.longest, unanswered=Unanswered(is_probe=True))
         ask: Callable[[], list[bool] | None] = functools.partial(self.inner.contains, [key])
-        work = ask if self.deadline is None else functools.partial(self.deadline.answer, call, ask, None)
+        deadline = self._deadline_of(call)
+        work = ask if deadline is None else functools.partial(deadline.answer, call, ask, None)
         return self._in_turn(call, work, None) is not None and not call.unanswered.pages
 
     def _transfer(
@@ -280,7 +272,12 @@ class GuardedStore(DelegatingStore):
         def tried(part: PageBatch) -> list[R]:
             return self._tried(call, part, move, kind.ERROR)
 
-        return tried(batch) if self.deadline is None else self.deadline.transfer(call, batch, tried, kind)
+        deadline = self._deadline_of(call)
+        return tried(batch) if deadline is None else deadline.transfer(call, batch, tried, kind)
+
+    def _deadline_of(self, call: Call) -> Deadline | None:
+        """What ends this call; None where the store does, or nothing need."""
+        return self.deadline if call.seconds < math.inf else None
 
     def _ask_each(self, keys: Sequence[bytes]) -> list[bool]:
         call = self._look_ups.begin("contains", len(keys), len(keys))
@@ -299,10 +296,10 @@ class GuardedStore(DelegatingStore):
         found: Callable[[T], int],
     ) -> T:
         def ask_in_time() -> T:
-            if self.deadline is None:
+            if (deadline := self._deadline_of(call)) is None:
                 return ask(keys)
             # What is left behind must not see what the caller makes of its list.
-            return self.deadline.answer(call, functools.partial(ask, list(keys)), nothing)
+            return deadline.answer(call, functools.partial(ask, list(keys)), nothing)
 
         def judge(ticket: int, answer: T, seconds: float) -> int:
             number = found(answer)

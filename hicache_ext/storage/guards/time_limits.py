@@ -84,6 +84,10 @@ class LearntLimit:
         self._by_size: dict[int, deque[tuple[float, float]]] = {}
         """log2 of the amount -> (when, seconds) of recent calls."""
 
+    def change(self, longest: float, least: float) -> None:
+        """For calls that begin from now on. What was learnt stays."""
+        self.longest, self._least = longest, least
+
     def begin(self, name: str, pages: int, amount: int) -> Call:
         """A call of ``amount`` that begins now."""
         return Call(name, pages, self._clock(), self.seconds(amount), amount, self)

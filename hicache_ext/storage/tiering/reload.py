@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, cast
 
-from hicache_ext.config import GuardsConfig, HicacheExtConfig, TierConfig
+from hicache_ext.config import HicacheExtConfig, TierConfig
 from hicache_ext.config.problems import config_error, listed
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page.transforms.codec import LOSSY_CODECS
@@ -109,16 +109,13 @@ class ReloadableStore(TieredStore):
         wanted = used_tiers(config)
         before = dict(self._live)
         changed = {name: tier for name, tier in before.items() if name in wanted and tier.config != wanted[name]}
-        guards: dict[str, PageStore] = {}
         try:
             with ExitStack() as undo:
                 new = {name: tier for name, tier in wanted.items() if name not in before}
                 opened = open_live_tiers(new, config.role, measured=_is_measured(self._config))
                 for tier in opened.values():
                     undo.callback(tier.close)
-                for name, tier in changed.items():
-                    guards[name] = guard(wanted[name], tier.bare, tier.guarded)
-                    undo.callback(let_go, guards[name], tier.bare)
+                limits = [new_limits(tier, wanted[name]) for name, tier in changed.items()]
                 seals = {name: seal for name in changed if (seal := _new_seal(name, before[name], wanted[name]))}
                 for name, tier in changed.items():
                     undo.callback(_end, name, functools.partial(_resize, tier, tier.config))
@@ -139,19 +136,11 @@ class ReloadableStore(TieredStore):
             store.put_seal(seal)
             # Nor what was read ahead with it: who has a key that leaked may have made these pages.
             self.forget_what_was_fetched(before[name])
-        for name, new_guards in guards.items():
-            tier = before[name]
+        for name, tier in changed.items():
             tier.admit_by(admission_of(wanted[name], config.role))
-            old_guards, tier.config = tier.guarded, wanted[name]
-            if not tier.put_guards(new_guards):
-                # Closed meanwhile, with the old ones.
-                _end(name, functools.partial(let_go, new_guards, tier.bare))
-                continue
-            _end(name, functools.partial(let_go, old_guards, tier.bare))
-            # What went through the old ones since is nothing that these know of.
-            tier.forget_look_ups()
-            if (in_force := guards_of(new_guards, tier.bare)) is not None:
-                in_force.resume()
+            tier.config = wanted[name]
+        for put_in_force in limits:
+            put_in_force()
         for name, tier in before.items():
             if name not in wanted:
                 _end(name, tier.close)
@@ -323,30 +312,31 @@ def open_live_tiers(configs: Mapping[str, TierConfig], role: str, *, measured: b
     return opened
 
 
-def guard(config: TierConfig, bare: PageStore, before: PageStore | None = None) -> PageStore:
-    """``bare`` with its guards as configured, or itself; ``before``: with those it had. Raises StoreSetupError."""
+def guard(config: TierConfig, bare: PageStore) -> PageStore:
+    """``bare`` with its guards as configured, or itself. Raises StoreSetupError."""
     if not _may_have_guards(config):
         return bare
     from hicache_ext.storage.guards.pipeline import guarded, plan_guards
 
-    return guarded(bare, plan_guards(config), before)
+    return guarded(bare, plan_guards(config))
 
 
-def guards_of(store: PageStore, bare: PageStore) -> GuardedStore | None:
-    """The guards that ``guard`` put around ``bare``."""
-    return None if store is bare else cast("GuardedStore", store)
+def new_limits(tier: TierHandle, config: TierConfig) -> Callable[[], None]:
+    """Get what a tier in use needs for its timeout in ``config``; what is returned puts that in force. Guards that it
+    has stay, with what they know of it. Raises StoreSetupError."""
+    if tier.guarded is tier.bare:
+        return functools.partial(tier.put_guards, guard(config, tier.bare))
+    from hicache_ext.storage.guards.pipeline import plan_guards
 
-
-def let_go(store: PageStore, bare: PageStore) -> None:
-    """Close the guards of a tier, and not the tier."""
-    if (guards := guards_of(store, bare)) is not None:
-        guards.let_go()
+    guards, plan = cast("GuardedStore", tier.guarded), plan_guards(config)
+    guards.prepare(plan)
+    return functools.partial(guards.put_limits, plan)
 
 
 def _may_have_guards(config: TierConfig) -> bool:
     """False for a tier on local disks of which nothing else was asked: ``plan_guards`` would plan none for it."""
     on_network = config.remote or any(is_on_network(path) for path in config.directories())
-    return on_network or config.guards != GuardsConfig() or config.timeout not in (None, math.inf)
+    return on_network or config.timeout not in (None, math.inf)
 
 
 def arrange(config: HicacheExtConfig, tiers: Mapping[str, TierHandle]) -> Arrangement:

@@ -1,6 +1,6 @@
 """A tier in use, and everything that is done for it beside SGLang's calls, for as long as it is in use.
 
-Reloads change the order of the tiers and their guards; what waits for a tier belongs to its handle and goes on:
+Reloads change the order of the tiers; what waits for a tier belongs to its handle and goes on:
   - the queue of pages to be written to it, and that of pages to be promoted to it (write_behind.py);
   - administration: clear() and register_identity() are carried out by a thread of the handle, in order, past the
     guards, and again until they are. The caller need not wait: what is being cleared is hidden from this process;
@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.page.envelope import IDENTITY_LENGTH
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from hicache_ext.storage.tiering.admission import Admission, AdmissionSettings
 
 logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 ADMINISTRATION_WAIT = 2.0
 """Seconds for which clear(), to say what the store had, and register_identity() wait for the store. Not on SGLang's
@@ -79,8 +77,7 @@ class TierHandle(DelegatingStore):
         promotions: QueueSettings | None = None,
         before_promotion: Callable[[], None] = lambda: None,
     ) -> None:
-        """``store`` with its guards, ``bare`` without them, ``measured`` around the guards, whichever they are (for the
-        pull rule). Owns them: close() closes them."""
+        """``store`` with its guards, ``bare`` without them, ``measured`` around ``store``. Owns them."""
         super().__init__(store if measured is None else measured)
         self._around_guards: DelegatingStore = self if measured is None else measured
         self.bare = bare if bare is not None else store
@@ -95,8 +92,6 @@ class TierHandle(DelegatingStore):
         self._clears_all = False
         self._cleared: frozenset[bytes] = frozenset()
         """Identities, or all, of which a clear() waits or is under way."""
-        self._former_guards: list[DelegatingStore] = []
-        """What they have left behind may still reach the store."""
         self._closed = False
         self._log = LimitedLog(logger, 60.0)
         self.admission: Admission | None = None
@@ -106,19 +101,14 @@ class TierHandle(DelegatingStore):
         self._administration = BackgroundLoop(f"hicache-{store.name}-admin", self._administer, _ADMINISTRATION)
         self._removals = BackgroundLoop(f"hicache-{store.name}-removals", self._remove_hidden, _REMOVALS)
 
-    def put_guards(self, store: PageStore) -> bool:
-        """Other guards around the same store: calls from now on go through them. False: it was closed meanwhile."""
-        with self._lock:
-            if self._closed:
-                return False
-            self._former_guards = self._late_writers()
-            self._around_guards.inner = store
-        return True
-
     @property
     def guarded(self) -> PageStore:
-        """``bare`` with the guards that calls go through now."""
+        """``bare`` with its guards, if it has any."""
         return self._around_guards.inner
+
+    def put_guards(self, store: PageStore) -> None:
+        """``bare``, which had none, has guards now: calls from now on go through them."""
+        self._around_guards.inner = store
 
     def admit_by(self, settings: AdmissionSettings | None) -> None:
         """From now on. What was learnt stays, where nothing has changed."""
@@ -150,7 +140,7 @@ class TierHandle(DelegatingStore):
 
     def _get(self, batch: PageBatch) -> list[GetResult]:
         if not self._has_more_to_say():
-            return self._through(lambda store: store.get(batch))
+            return self.inner.get(batch)
         results, asked, found = [GetResult.MISS] * len(batch), [], 0
         here, buffers = self._queued_and_away(batch.keys), list(batch.buffers)
         for position, (key, payload, is_hidden, is_cleared) in enumerate(here):
@@ -167,7 +157,7 @@ class TierHandle(DelegatingStore):
                 found += 1
         if asked:
             wanted = batch.select(asked)
-            for position, result in zip(asked, self._through(lambda store: store.get(wanted)), strict=True):
+            for position, result in zip(asked, self.inner.get(wanted), strict=True):
                 results[position] = result
         self.metrics.add("get", "hit", found)
         return results
@@ -201,7 +191,7 @@ class TierHandle(DelegatingStore):
         return results
 
     def _write(self, batch: PageBatch) -> list[SetResult]:
-        results = self._through(lambda store: store.set(batch))
+        results = self.inner.set(batch)
         return results if (admission := self.admission) is None else admission.written(batch, results)
 
     def set_later(self, batch: PageBatch, still_wanted: StillWanted = always) -> list[SetResult]:
@@ -214,9 +204,9 @@ class TierHandle(DelegatingStore):
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         if not self._has_more_to_say():
-            return self._through(lambda store: store.contains(keys))
+            return self.inner.contains(keys)
         here = self._queued_and_away(keys)
-        stored = self._through(lambda store: store.contains(keys))
+        stored = self.inner.contains(keys)
         return [
             not is_hidden and (payload is not None or (known and not is_cleared))
             for (_, payload, is_hidden, is_cleared), known in zip(here, stored, strict=True)
@@ -229,34 +219,24 @@ class TierHandle(DelegatingStore):
 
     def count_leading_stored(self, keys: Sequence[bytes]) -> int:
         """As ``count_leading``, without what waits in this process: what others find."""
-        return self._through(lambda store: store.count_leading(keys))
+        return self.inner.count_leading(keys)
 
     def remove(self, keys: Sequence[bytes]) -> int:
         wanted = set(keys)
         here = self.writes.forget(wanted.__contains__) | self.promotions.forget(wanted.__contains__)
         self._hide_late_writes(wanted.__contains__)
         if not here:
-            return self._through(lambda store: store.remove(keys))
+            return self.inner.remove(keys)
         # A page that was queued and in the store is one page.
         asked = list(dict.fromkeys(keys))
-        present = self._through(lambda store: store.contains(asked))
-        self._through(lambda store: store.remove(asked))
+        present = self.inner.contains(asked)
+        self.inner.remove(asked)
         return sum(known or key in here for key, known in zip(asked, present, strict=True))
 
     def _has_more_to_say(self) -> bool:
         """Whether what the store answers is not all. Pages leave a queue once the store has them, so that this may be
         looked at without a lock."""
         return bool(self.hidden or self._clears_all or self._cleared or len(self.writes) or self._closed)
-
-    def _through(self, call: Callable[[PageStore], _T]) -> _T:
-        """A call on the store; again, if its guards were changed meanwhile."""
-        while True:
-            guards = self.guarded
-            try:
-                return call(self.inner)
-            except StoreClosedError:
-                if guards is self.guarded:
-                    raise
 
     # -- administration --------------------------------------------------------------------------------------------
 
@@ -362,14 +342,8 @@ class TierHandle(DelegatingStore):
     # -- removals --------------------------------------------------------------------------------------------------
 
     def _hide_late_writes(self, wanted: Callable[[bytes], bool]) -> None:
-        for writer in self._late_writers():
-            self.hide([key for key in writer.being_written() if wanted(key)])
-
-    def _late_writers(self) -> list[DelegatingStore]:
-        """Guards whose writes may reach the store although they were answered TIMEOUT."""
-        former = [guards for guards in self._former_guards if guards.being_written()]
-        guards = self.guarded
-        return [*former, guards] if isinstance(guards, DelegatingStore) else former
+        """Of pages that may reach the store although their writes were answered TIMEOUT."""
+        self.hide([key for key in self.being_written() if wanted(key)])
 
     def _remove_hidden(self) -> float | Retry | None:
         """Remove the hidden pages whose writes have ended."""
@@ -377,7 +351,7 @@ class TierHandle(DelegatingStore):
         queues = (self.writes, self.promotions)
         ended = [key for key in hidden if not any(queue.is_writing([key]) for queue in queues)]
         # After the queues: a write that was still in one may have been left behind by the guards since.
-        late = frozenset[bytes]().union(*(guards.being_written() for guards in self._late_writers()))
+        late = self.being_written()
         ended = [key for key in ended if key not in late]
         if ended and not self._is_gone(ended):
             return RETRY
@@ -390,8 +364,8 @@ class TierHandle(DelegatingStore):
         """Remove pages; whether the store knows that it has none of them. It counts an event where it does not."""
         try:
             before = self._unknown()
-            self._through(lambda store: store.remove(keys))
-            present = self._through(lambda store: store.contains(keys))
+            self.inner.remove(keys)
+            present = self.inner.contains(keys)
         except StoreClosedError:
             return True
         except Exception as error:  # noqa: BLE001 - a store that breaks its promise is asked again

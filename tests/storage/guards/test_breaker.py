@@ -141,33 +141,6 @@ def test_a_call_that_began_before_the_breaker_opened_says_nothing_about_the_tier
     assert breaker.state is HALF_OPEN
 
 
-@pytest.mark.parametrize("outcome", [Outcome.TIMEOUT, Outcome.LATE])
-def test_a_breaker_taken_over_goes_on_as_the_one_before_it_would(
-    breaker: TierBreaker, clock: Clock, outcome: Outcome
-) -> None:
-    call(breaker, outcome)
-    after = Noting(clock, [])
-    after.take_over(breaker)
-    assert after.state is OPEN and after.admit() is None
-    assert after.probe_interval == breaker.probe_interval
-    for either in (breaker, after):
-        either.recover()
-    assert after.state is breaker.state
-    clock.now += 5.0
-    assert [call(after, Outcome.GOOD) for _ in range(20)] == [call(breaker, Outcome.GOOD) for _ in range(20)]
-    assert after.close(30)
-
-
-def test_evidence_against_a_tier_outlives_new_guards(breaker: TierBreaker, clock: Clock) -> None:
-    for _ in range(2):
-        call(breaker, Outcome.FAILED)
-    after = Noting(clock, [])
-    after.take_over(breaker)
-    call(after, Outcome.FAILED)
-    assert after.state is OPEN
-    assert after.close(30)
-
-
 def test_without_a_slow_start_a_recovered_tier_is_in_full_use(clock: Clock) -> None:
     breaker = Noting(clock, [], slow_start=0.0)
     call(breaker, Outcome.TIMEOUT)

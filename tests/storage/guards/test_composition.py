@@ -8,14 +8,15 @@ from typing import Any, ClassVar
 import pytest
 
 from hicache_ext.config import ExtraConfig, TierConfig, load_config
+from hicache_ext.errors import StoreClosedError
 from hicache_ext.storage.contract.abilities import IdentityKeeper, Resizable, ability
 from hicache_ext.storage.contract.hint_board import HintBoard
-from hicache_ext.storage.contract.store import PageStore
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.guards import pipeline
-from hicache_ext.storage.guards.breaker import BreakerSettings
-from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan, guarded, plan_guards
+from hicache_ext.storage.guards.pipeline import GuardedStore, guarded, plan_guards
 from hicache_ext.storage.tiers.memory import MemoryPageStore
-from tests.storage.guards.hung import PoolConfig
+from hicache_ext.testing.conformance.pages import store_pages
+from tests.storage.guards.hung import KEY, PoolConfig
 
 
 class TimelyPoolConfig(PoolConfig):
@@ -88,33 +89,48 @@ def test_the_timeout_of_a_network_file_system_can_be_switched_off() -> None:
     assert "deadline" not in names(guarded(MemoryPageStore(), plan))
 
 
-def test_every_key_reaches_its_guard() -> None:
-    guards = {
-        "retries": 3,
-        "breaker": True,
-        "concurrency": 6,
-        "exists_budget": "7ms",
-    }
-    assert plan_guards(file_tier(timeout="9s", guards=guards)) == GuardPlan(
-        timeout=9.0,
-        bounce_memory=256 << 20,
-        retries=3,
-        breaker=BreakerSettings(slow_call=4.5),
-        concurrency=6,
-        exists_budget=0.007,
-    )
-
-
 @pytest.mark.parametrize(("timeout", "slow"), [(None, 0.5), ("200ms", 0.5), ("1s", 0.5), ("5s", 2.5)])
 def test_a_call_is_slow_after_half_of_the_time_that_it_has(timeout: str | None, slow: float) -> None:
     breaker = plan_guards(PoolConfig(timeout=timeout)).breaker
     assert breaker is not None and breaker.slow_call == slow
 
 
-def test_every_guard_that_has_a_key_can_be_left_out() -> None:
-    off = {"retries": 0, "breaker": False, "exists_budget": False}
-    store = guarded(MemoryPageStore(), plan_guards(TimelyPoolConfig(guards=off)))
-    assert names(store) == ["time limit", "concurrency"]
+def test_another_timeout_leaves_the_guards_as_they_are() -> None:
+    store = guarded(MemoryPageStore(), plan_guards(file_tier(path="/nfs/cache", timeout="off")))
+    assert isinstance(store, GuardedStore) and store.breaker is not None
+    store.breaker.trip("gone")
+    for timeout, seconds in (("4s", 4.0), ("off", math.inf), ("auto", 1.0)):
+        plan = plan_guards(file_tier(path="/nfs/cache", timeout=timeout))
+        store.prepare(plan)
+        before = store._reads.longest
+        assert store._reads.seconds(1) == before
+        store.put_limits(plan)
+        assert (store._reads.seconds(1), store._look_ups.seconds(1)) == (seconds, seconds)
+        assert store._writes.seconds(1) == (5.0 if timeout == "auto" else seconds)
+        assert store.breaker.settings.slow_call == max(0.5, plan.breaker.slow_call if plan.breaker else 0)
+    assert store.describe().details["breaker"] == "open"
+    store.close()
+
+
+def test_with_its_timeout_switched_off_a_tier_reads_straight_into_host_pages_again() -> None:
+    class Watched(MemoryPageStore):
+        def _read(self, batch: PageBatch) -> list[GetResult]:
+            given.append(batch.buffers[0][0])
+            return super()._read(batch)
+
+    given: list[memoryview] = []
+    store = guarded(Watched(), plan_guards(file_tier(timeout="9s")))
+    assert isinstance(store, GuardedStore)
+    store_pages(store, [KEY], [64])
+    page = memoryview(bytearray(64))
+    for timeout, straight in (("8s", False), ("off", True), ("7s", False)):
+        store.put_limits(plan_guards(file_tier(timeout=timeout)))
+        assert store.get(PageBatch([KEY], [[page]])) == [GetResult.HIT]
+        assert (given[-1] is page) == straight
+    store.put_limits(plan_guards(file_tier(timeout="off")))
+    store.close()
+    with pytest.raises(StoreClosedError):
+        store.contains([KEY])
 
 
 def test_abilities_are_found_behind_guards() -> None:

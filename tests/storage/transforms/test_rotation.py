@@ -28,7 +28,7 @@ def configured(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     def config(*ids: str, mode: str = "encrypt", behind: Any = None, **settings: Any) -> HicacheExtConfig:
         """``behind``: a tier that stands before it."""
         keys = [{"id": id, "file": str(tmp_path / id)} for id in ids]
-        seal = {"seal": {"mode": mode, "keys": keys, "write_with": ids[0]}} if ids else {}
+        seal = {"seal": {"mode": mode, "keys": keys}} if ids else {}
         disk = {"type": "file", "path": str(tmp_path / "disk"), "capacity": "64MiB", "layout": request.param}
         return load_config(
             ExtraConfig.around(
