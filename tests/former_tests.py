@@ -249,7 +249,7 @@ FORMER = {
     "test_a_writer_of_an_earlier_version_counts_until_it_was_silent_for_ten_minutes": (
         "-> test_a_writer_that_is_no_member_counts_until_it_was_silent_for_ten_minutes"
     ),
-    "test_every_guard_can_be_left_out": "-> test_every_guard_that_has_a_key_can_be_left_out",
+    "test_every_guard_can_be_left_out": _KEY,
     "test_pins_replicas_and_groups_are_taken_by_the_engine": (
         "-> test_pins_and_preferred_segments_are_taken_by_the_engine"
     ),
