@@ -375,18 +375,6 @@ FORMER = {
     "test_memory_that_the_library_knew_is_registered_again_with_a_new_client": (
         "a pool that is not reached at the start is opened later (late_open.py), with all its memory"
     ),
-    **dict.fromkeys(
-        ("test_a_header_is_read_once", "test_a_header_of_another_page_is_believed_of_no_slot"),
-        "the index has the hashes that routers know pages by: no header is read for them",
-    ),
-    "test_a_directory_that_has_long_been_as_it_is_is_not_read_again": "-> test_a_pack_is_read_once",
-    **dict.fromkeys(
-        (
-            "test_page_files_of_the_former_format_are_refused_and_stay_as_they_are",
-            "test_pages_alone_of_the_former_format_are_those_of_this_one",
-        ),
-        "no release wrote that format; a manifest of another one is refused whatever is beside it",
-    ),
 }
 """Name of a test that is gone -> why, or "-> " and the name that it has now."""
 

@@ -8,78 +8,102 @@
 
 enum { LAST_USE_ALONE = POLICIES }; /* A policy of plans only: least recently used, whatever the depth; no ghosts. */
 
-/* Of a page: in the cache, a ghost (one that was evicted and is remembered), or neither. */
+/* A page that is in the cache, or a ghost: one that was evicted and is remembered. */
 struct entry {
     int64_t priority, used;
-    int32_t place;        /* In the heap, from 1; 0 of all others. */
-    int32_t older, newer; /* Of ghosts: a ring, in which the entry behind all pages is between the newest and the oldest. */
-    bool is_ghost;
+    int32_t block;
+    int32_t place;         /* In the heap, from 1; 0 is a ghost. */
+    int32_t older, newer;  /* Of ghosts: a ring, in which entry 0 is between the newest and the oldest. */
     int8_t hits; /* As in eviction.py. */
 };
 
 struct cache {
     struct state { int64_t count, inserts, distance_sum, reuses, written, evicted, ghosts; } state;
-    int64_t policy, capacity, most_ghosts;
-    int32_t ring; /* Behind all pages. */
-    struct entry *entries; /* By block. */
-    int32_t *heap;         /* Blocks by priority and number, from heap[1]. */
+    int64_t policy, capacity, most_ghosts, mask;
+    int64_t used; /* Entries that ever were in use. */
+    int32_t free; /* The first of those that are free now, linked by `newer`; 0 is none. */
+    struct entry *entries;
+    int32_t *heap;  /* Entries by priority and block, from heap[1]. */
+    int32_t *table; /* Entries by block, or 0; at least half of it is 0. */
 };
+
+/* Where an entry or the gap for it is in the table: the first place from its home with this block, or with none. */
+static int64_t place_of(const struct cache *cache, int32_t block)
+{
+    uint32_t mixed = (uint32_t)block * UINT32_C(0x9E3779B1);
+    int64_t at = (mixed ^ mixed >> 15) & cache->mask;
+    while (cache->table[at] && cache->entries[cache->table[at]].block != block)
+        at = (at + 1) & cache->mask;
+    return at;
+}
 
 /* The entry of a page that is in the cache, or NULL. */
 static struct entry *find(const struct cache *cache, int32_t block)
 {
-    return cache && cache->entries[block].place ? cache->entries + block : NULL;
+    struct entry *entry = cache ? cache->entries + cache->table[place_of(cache, block)] : NULL;
+    return entry && entry->place ? entry : NULL;
 }
 
-static void put(struct cache *cache, int64_t place, int32_t block)
+static void put(struct cache *cache, int64_t place, int32_t number)
 {
-    cache->heap[place] = block;
-    cache->entries[block].place = (int32_t)place;
+    cache->heap[place] = number;
+    cache->entries[number].place = (int32_t)place;
 }
 
 static int is_before(const struct cache *cache, int32_t one, int32_t other)
 {
-    const int64_t of_one = cache->entries[one].priority, of_other = cache->entries[other].priority;
-    return of_one < of_other || (of_one == of_other && one < other);
+    const struct entry *a = cache->entries + one, *b = cache->entries + other;
+    return a->priority < b->priority || (a->priority == b->priority && a->block < b->block);
 }
 
-/* Puts a page where it belongs in the heap, instead of what is at a place or from there. */
-static void sift(struct cache *cache, int64_t place, int32_t block)
+/* Puts an entry where it belongs in the heap, instead of what is at a place or from there. */
+static void sift(struct cache *cache, int64_t place, int32_t number)
 {
     int32_t *heap = cache->heap;
-    for (; place > 1 && is_before(cache, block, heap[place / 2]); place /= 2)
+    for (; place > 1 && is_before(cache, number, heap[place / 2]); place /= 2)
         put(cache, place, heap[place / 2]);
     for (int64_t below; (below = 2 * place) <= cache->state.count; place = below) {
         below += below < cache->state.count && is_before(cache, heap[below + 1], heap[below]);
-        if (!is_before(cache, heap[below], block))
+        if (!is_before(cache, heap[below], number))
             break;
         put(cache, place, heap[below]);
     }
-    put(cache, place, block);
+    put(cache, place, number);
 }
 
 /* Takes a ghost out of the ring. */
-static void forget_ghost(struct cache *cache, struct entry *ghost)
+static void unlink_ghost(struct cache *cache, int32_t number)
 {
-    cache->entries[ghost->older].newer = ghost->newer;
-    cache->entries[ghost->newer].older = ghost->older;
-    ghost->is_ghost = false;
+    struct entry *entries = cache->entries, *ghost = entries + number;
+    entries[ghost->older].newer = ghost->newer;
+    entries[ghost->newer].older = ghost->older;
     cache->state.ghosts--;
 }
 
 /* The first of the heap, whose place is free then, becomes a ghost; the oldest of too many is forgotten. */
 static void evict(struct cache *cache)
 {
-    struct entry *entries = cache->entries, *ring = entries + cache->ring;
-    const int32_t victim = cache->heap[1], newest = ring->older;
+    struct entry *entries = cache->entries;
+    const int32_t victim = cache->heap[1], newest = entries->older;
     entries[victim].place = 0;
-    entries[victim].is_ghost = true;
-    entries[victim].newer = cache->ring;
+    entries[victim].newer = 0;
     entries[victim].older = newest;
-    entries[newest].newer = ring->older = victim;
+    entries[newest].newer = entries->older = victim;
     cache->state.evicted++;
-    if (++cache->state.ghosts > cache->most_ghosts)
-        forget_ghost(cache, entries + ring->newer);
+    if (++cache->state.ghosts <= cache->most_ghosts)
+        return;
+    const int32_t oldest = entries->newer;
+    unlink_ghost(cache, oldest);
+    int64_t at = place_of(cache, entries[oldest].block);
+    cache->table[at] = 0;
+    /* What follows may belong into the gap. */
+    while (cache->table[at = (at + 1) & cache->mask]) {
+        int32_t moved = cache->table[at];
+        cache->table[at] = 0;
+        cache->table[place_of(cache, entries[moved].block)] = moved;
+    }
+    entries[oldest].newer = cache->free;
+    cache->free = oldest;
 }
 
 /* The priority of a page used now. `before`: that of the page before it in the request, or -1. */
@@ -116,16 +140,21 @@ static int64_t insert(struct cache *cache, int32_t block, int64_t depth, int64_t
         place = ++state->count;
     state->inserts++;
     state->written++;
-    struct entry *entry = cache->entries + block;
-    if (entry->is_ghost) {
-        forget_ghost(cache, entry);
-        count_use(cache, entry);
+    int64_t at = place_of(cache, block);
+    int32_t number = cache->table[at];
+    if (number) {
+        unlink_ghost(cache, number);
+        count_use(cache, cache->entries + number);
     } else {
-        entry->hits = 0;
+        number = cache->free ? cache->free : (int32_t)++cache->used;
+        cache->free = cache->entries[number].newer;
+        cache->entries[number] = (struct entry){.block = block};
+        cache->table[at] = number;
     }
+    struct entry *entry = cache->entries + number;
     entry->used = state->inserts;
     entry->priority = cache->policy == LAST_USE_ALONE ? state->inserts : bounded(rank(cache, entry, true, depth), before);
-    sift(cache, place, block);
+    sift(cache, place, number);
     return entry->priority;
 }
 
@@ -150,24 +179,26 @@ static int64_t use(struct cache *cache, struct entry *entry, int64_t depth, int6
     return priority;
 }
 
-/* Returns so many empty caches for these blocks, or NULL where they cannot be. The system gives memory when it is
- * touched. */
-static struct cache *new_caches(int64_t count, int64_t capacity, int64_t ghosts, int64_t policy, int64_t blocks,
-                                size_t *bytes)
+/* Returns so many empty caches, or NULL where they cannot be. The system gives memory when it is touched. */
+static struct cache *new_caches(int64_t count, int64_t capacity, int64_t ghosts, int64_t policy, size_t *bytes)
 {
-    if (capacity < 1 || blocks < 0 || blocks >= INT32_MAX || capacity + ghosts >= INT32_MAX)
+    int64_t entries = 1 + capacity + ghosts, table = 2;
+    if (capacity < 1 || entries > INT32_MAX)
         return NULL;
-    const int64_t each = (blocks + 1) * (int64_t)sizeof(struct entry) + 4 * ((capacity + 2) / 2 * 2);
+    while (table < 2 * entries)
+        table *= 2;
+    const int64_t each = entries * (int64_t)sizeof(struct entry) + 4 * ((1 + capacity + table + 1) / 2 * 2);
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     *bytes = (size_t)count * (sizeof(struct cache) + (size_t)each);
     struct cache *caches = mmap(NULL, *bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (caches == MAP_FAILED)
         return NULL;
     for (int64_t number = 0; number < count; number++) {
-        struct entry *entries = (struct entry *)((char *)(caches + count) + number * each), *ring = entries + blocks;
-        ring->older = ring->newer = (int32_t)blocks;
-        caches[number] = (struct cache){.policy = policy, .capacity = capacity, .most_ghosts = ghosts,
-                                        .ring = (int32_t)blocks, .entries = entries, .heap = (int32_t *)(ring + 1)};
+        struct entry *memory = (struct entry *)((char *)(caches + count) + number * each);
+        int32_t *heap = (int32_t *)(memory + entries);
+        struct cache empty = {.policy = policy, .capacity = capacity, .most_ghosts = ghosts, .mask = table - 1};
+        empty.entries = memory, empty.heap = heap, empty.table = heap + 1 + capacity;
+        caches[number] = empty;
     }
     return caches;
 }
@@ -176,7 +207,6 @@ struct replay {
     const int64_t *offsets; /* Request n has the blocks from offsets[n] to offsets[n + 1]. */
     int64_t request_count;
     const int32_t *blocks;
-    int64_t block_count;  /* Numbers of blocks are below it. */
     const int32_t *nodes; /* Of each request. */
     int64_t node_count;
     int64_t near_capacity; /* Blocks in the cache of a node; 0 is none. */
@@ -247,10 +277,9 @@ PUBLIC int64_t hicache_replay(const struct replay *call)
     const int64_t nodes = call->node_count;
     struct state *states = (struct state *)call->states;
     if (call->near_capacity)
-        near = new_caches(nodes, call->near_capacity, call->near_ghosts, call->near_policy, call->block_count,
-                          &near_bytes);
+        near = new_caches(nodes, call->near_capacity, call->near_ghosts, call->near_policy, &near_bytes);
     if (call->pool_capacity)
-        pool = new_caches(1, call->pool_capacity, call->pool_ghosts, call->pool_policy, call->block_count, &pool_bytes);
+        pool = new_caches(1, call->pool_capacity, call->pool_ghosts, call->pool_policy, &pool_bytes);
     int64_t error = (call->near_capacity && !near) || (call->pool_capacity && !pool) ? -ENOMEM : 0;
     for (int64_t request = 0; !error && request < call->request_count; request++) {
         int32_t node = call->nodes[request];

@@ -117,8 +117,14 @@ static inline uint64_t scrambled(uint64_t word)
     return word ^ word << 17;
 }
 
-/* HASH: the first word of the page hash, which is uniform; routers know pages by it, too. */
-static inline int64_t hash_of(const int64_t *keys, int64_t of) { return keys[of * KEY_WORDS + IDENTITY_WORDS]; }
+static inline int64_t hash_of(const int64_t *keys, int64_t of)
+{
+    const int64_t *words = keys + of * KEY_WORDS + IDENTITY_WORDS;
+    uint64_t word = 0;
+    for (int at = 0; at < HASH_WORDS; at++)
+        word = scrambled(word ^ (uint64_t)words[at]);
+    return (int64_t)word;
+}
 
 /* Of a page: its low bits, which depend on every bit of the key, choose the set; its high bits are the tag. */
 static inline uint64_t mixed(int64_t hash, int64_t number)

@@ -56,7 +56,7 @@ _STATE_WORDS, _WRITTEN = 7, 4
 class _Replay(native.Arguments):
     function = "hicache_replay"
     _fields_ = native.words(
-        "offsets request_count blocks block_count nodes node_count near_capacity near_ghosts near_policy"
+        "offsets request_count blocks nodes node_count near_capacity near_ghosts near_policy"
         " pool_capacity pool_ghosts pool_policy promotes hints ahead out states"
     )
 
@@ -108,8 +108,7 @@ def simulate(trace: Trace, fleet: Fleet, nodes: npt.NDArray[np.int32] | None = N
     near, pool = _cache(fleet.near, fleet.near_policy, trace), _cache(fleet.pool, fleet.pool_policy, trace)
     ahead = _generated(trace) if fleet.decode else np.zeros((len(trace), 3), np.int64)
     out, states = np.zeros((len(trace), 6), np.int64), np.zeros((fleet.nodes + 1, _STATE_WORDS), np.int64)
-    blocks = address(trace.blocks), trace.distinct
-    requests = address(trace.offsets), len(trace), *blocks, address(nodes), fleet.nodes
+    requests = address(trace.offsets), len(trace), address(trace.blocks), address(nodes), fleet.nodes
     found = address(ahead), address(out), address(states)
     failed = core(_Replay(*requests, *near, *pool, fleet.promote, fleet.hints, *found))
     if failed:

@@ -15,7 +15,9 @@ from hicache_ext.errors import StoreClosedError
 from hicache_ext.storage.contract.abilities import PageLister, ability
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.storage.tiers.file.pages import catalogue as pages_contents
+from hicache_ext.storage.tiers.file.pages.tree import PageTree
 from hicache_ext.storage.tiers.file.slab import index_words
+from hicache_ext.storage.tiers.file.slab import store as slab_contents
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, page_keys, store_pages
 from tests.rigs.event_tier import PAGE, open_tier
 from tests.rigs.kv_events import block_of
@@ -109,6 +111,29 @@ def slabs(tmp_path: Path) -> Iterator[SpreadStore]:
         yield store
 
 
+def test_a_header_is_read_once(slabs: SpreadStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    headers = slab_contents.read_headers
+    monkeypatch.setattr(slab_contents, "read_headers", lambda *a: (read.append(a[2]), headers(*a))[1])
+    store_pages(slabs, KEYS, [PAGE])
+    assert held(slabs) == held(slabs) == blocks(KEYS)
+    assert sum(read) == len(KEYS)
+    store_pages(slabs, page_keys(1, "more"), [PAGE])
+    assert len(held(slabs)) == len(KEYS) + 1
+    assert sum(read) == len(KEYS) + 1
+
+
+def test_a_header_of_another_page_is_believed_of_no_slot(slabs: SpreadStore, tmp_path: Path) -> None:
+    """A slot may have been given to another page between the look at the index and that at the header."""
+    store_pages(slabs, KEYS, [PAGE])
+    (headers,) = (tmp_path / "tier").rglob("*.headers")
+    right = headers.read_bytes()
+    headers.write_bytes(right[128:256] + right[128:])
+    assert len(held(slabs)) == len(KEYS) - 1
+    headers.write_bytes(right)
+    assert held(slabs) == blocks(KEYS)
+
+
 def test_a_page_whose_slot_holds_another_one_now_is_not_held_any_more(slabs: SpreadStore) -> None:
     store_pages(slabs, KEYS, [PAGE])
     assert held(slabs) == blocks(KEYS)
@@ -142,18 +167,31 @@ def _directories(place: Path) -> list[Path]:
     return sorted({file.parent for file in [*place.rglob("*.page"), *place.rglob("*.pack")]})
 
 
-def test_a_pack_is_read_once(page_files: SpreadStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_has_long_been_as_it_is_is_not_read_again(
+    page_files: SpreadStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store_one_by_one(page_files, KEYS, [PAGE])
     store_pages(page_files, page_keys(2, "packed"), [PAGE])
-    packed = page_keys(2, "packed")
+    packed = blocks(page_keys(2, "packed"))
+    long_ago = time.time() - 100
+    for directory in _directories(tmp_path / "tier"):
+        os.utime(directory, (long_ago, long_ago))
     read = []
-    keys_in = pages_contents.keys_in
-    monkeypatch.setattr(pages_contents, "keys_in", lambda path, *pack: (read.append(path), keys_in(path, *pack))[1])
-    assert held(page_files) == blocks([*KEYS, *packed])
-    assert held(page_files) == blocks([*KEYS, *packed])
-    page_files.remove([KEYS[0], packed[0]])
-    assert held(page_files) == blocks([*KEYS[1:], packed[1]])
-    assert len(read) == 1
+    read_packs = []
+    packs_in, keys_in = PageTree.packs_in, pages_contents.keys_in
+    monkeypatch.setattr(PageTree, "packs_in", lambda tree, path: (read.append(path), packs_in(tree, path))[1])
+    monkeypatch.setattr(
+        pages_contents, "keys_in", lambda path, *pack: (read_packs.append(path), keys_in(path, *pack))[1]
+    )
+    assert held(page_files) == blocks(KEYS) | packed
+    first = len(read)
+    assert first == len(_directories(tmp_path / "tier"))
+    assert held(page_files) == blocks(KEYS) | packed
+    assert len(read) == first
+    page_files.remove(KEYS[:1])
+    assert held(page_files) == blocks(KEYS[1:]) | packed
+    assert len(read_packs) == 1
+    assert len(read) == first + 1
 
 
 def test_a_change_within_one_tick_of_the_clock_of_the_disk_is_seen(page_files: SpreadStore, tmp_path: Path) -> None:

@@ -127,6 +127,35 @@ def test_page_files_and_slabs_in_one_directory_are_refused_whichever_is_asked_fo
         check_before_start(path, "slab", "disk")
 
 
+@pytest.mark.parametrize("manifest", [manifest_text(1, "pages"), "spoilt", None], ids=["sound", "spoilt", "missing"])
+@pytest.mark.parametrize("packs", [f"packs/{bytes(16).hex()}", f"tmp/host:12:3.0.{bytes(16).hex()}.packs"])
+def test_page_files_of_the_former_format_are_refused_and_stay_as_they_are(
+    tmp_path: Path, packs: str, manifest: str | None
+) -> None:
+    """Their packs were in a directory of their own: they would take room that nobody counts."""
+    path = make_pages(tmp_path)
+    (path / packs).mkdir(parents=True)
+    (path / "hicache_ext.json").unlink()
+    if manifest is not None:
+        (path / "hicache_ext.json").write_text(manifest)
+    before = content(path)
+    assert layout_in(path) == "pages"
+    for layout in ("pages", "slab"):
+        with pytest.raises(StoreSetupError, match="holds format 1, layout 'pages'"):
+            check_before_start(path, layout, "disk")
+    with pytest.raises(StoreSetupError, match=r"holds format 1, layout 'pages'.* remove that directory"):
+        adopt_pages(path, "disk")
+    assert content(path) == before
+
+
+def test_pages_alone_of_the_former_format_are_those_of_this_one(tmp_path: Path) -> None:
+    path = make_pages(tmp_path)
+    (path / "packs").mkdir()
+    (path / "hicache_ext.json").write_text("spoilt")
+    adopt_pages(path, "disk")
+    assert (path / "hicache_ext.json").read_text() == manifest_text(2, "pages")
+
+
 def test_a_directory_named_v3_of_somebody_else_is_no_tier(tmp_path: Path) -> None:
     (tmp_path / "v3").mkdir()
     (tmp_path / "v3" / "index.html").write_text("theirs")

@@ -9,7 +9,8 @@ every half a minute; a pack that is not where it was makes its bucket be read ag
 About 60 bytes of memory a page, of identities that were asked for.
 
 ``TreeContents`` tells which pages there are, in packs and alone: names of packs have only the first bytes of each hash,
-and the rest is read from each pack once.
+and the rest is read from each pack once. A directory whose time of change is as it was is not read again: pages come
+and go by a change of it, whoever did it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -289,32 +289,63 @@ _BLOCK_BYTES = 8
 _NONE: Words = np.empty(0, np.int64)
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A directory as it was read last."""
+
+    changed: int
+    """Its time of change then, in nanoseconds."""
+    settled: bool
+    """That time was old enough: what changes after it shows."""
+    blocks: Words
+    packs: dict[str, Words] = field(default_factory=dict)
+    """By the id of the pack: its pages, dead ones, too. Not of pages alone: their names say it."""
+
+
 class TreeContents:
-    """Of one directory of page files. 8 bytes of a page in a pack, from the first look on. For one thread at a
-    time."""
+    """Of one directory of page files. 8 bytes a page, 16 of one in a pack, from the first look on. For one
+    thread at a time."""
 
     def __init__(self, tree: PageTree) -> None:
         self._tree = tree
-        self._packs: dict[bytes, dict[str, Words]] = {}
-        """By identity and id of the pack: its pages, dead ones, too. Not of pages alone: their names say it."""
+        self._read: dict[bytes, dict[str, _Read]] = {}
+        """By identity and path of a directory."""
 
     def block_hashes(self, digest: bytes) -> Words:
-        """As ``PageLister``. Lists all names. Raises OSError."""
-        known, packs = self._packs.get(digest, {}), dict[str, Words]()
-        living, alone = [_NONE], list[bytes]()
+        """As ``PageLister``. Raises OSError."""
+        before, now = self._read.get(digest, {}), {}
         for place in directories(self._tree.identity_path(digest), FILES_NAME):
-            for file, found in self._tree.packs_in(place.path):
-                if is_alone(found.pack):
-                    alone.append(bytes.fromhex(found.pack.id)[:_BLOCK_BYTES])
+            if (read := self._read_again(place.path, digest, before.get(place.path))) is not None:
+                now[place.path] = read
+        self._read[digest] = now
+        return np.concatenate([_NONE, *[read.blocks for read in now.values()]])
+
+    def _read_again(self, path: str, identity: bytes, before: _Read | None) -> _Read | None:
+        changed = _changed(path)
+        if not changed:
+            return None
+        if before is not None and before.settled and before.changed == changed:
+            return before
+        settled = time.time() - changed / 1e9 > _COARSE
+        known = {} if before is None else before.packs
+        packs: dict[str, Words] = {}
+        alone: list[bytes] = []
+        living = [_NONE]
+        for file, found in self._tree.packs_in(path):
+            if is_alone(found.pack):
+                alone.append(bytes.fromhex(found.pack.id)[:_BLOCK_BYTES])
+                continue
+            blocks = known.get(found.pack.id)
+            if blocks is None:
+                try:
+                    blocks = _blocks_of_pack(file, identity, found)
+                except OSError:
+                    # Gone, or renamed meanwhile: the next look finds out.
+                    settled = False
                     continue
-                # Gone, or renamed meanwhile: the next look finds out.
-                with suppress(OSError):
-                    if (blocks := known.get(found.pack.id)) is None:
-                        blocks = _blocks_of_pack(file, digest, found)
-                    packs[found.pack.id] = blocks
-                    living.append(blocks[found.living])
-        self._packs[digest] = packs
-        return np.concatenate([*living, _blocks_of(b"".join(alone))])
+            packs[found.pack.id] = blocks
+            living.append(blocks[found.living])
+        return _Read(changed, settled, np.concatenate([*living, _blocks_of(b"".join(alone))]), packs)
 
 
 def _blocks_of_pack(file: str, identity: bytes, found: PackFile) -> Words:

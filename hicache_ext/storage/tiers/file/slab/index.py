@@ -11,10 +11,9 @@ import errno
 import itertools
 import random
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +35,8 @@ from hicache_ext.storage.tiers.file.slab.index_memory import (
 )
 from hicache_ext.storage.tiers.file.slab.index_words import (
     CLEARED,
+    COLD,
+    COOL,
     CREATED,
     CURSOR,
     DROPPING,
@@ -45,6 +46,7 @@ from hicache_ext.storage.tiers.file.slab.index_words import (
     GENERATION,
     HITS,
     LAST,
+    LEFT,
     MAKING,
     NO_PAGE,
     NO_SLAB,
@@ -159,19 +161,6 @@ class Evicted(NamedTuple):
 NOTHING_EVICTED = Evicted(0, 0, 0, 0)
 
 
-@dataclass(slots=True)
-class _Coldest:
-    """What this process knows of the coldest slots of a size, as far as they may go for a tenant that writes."""
-
-    cold: int = 0
-    cool: int = 0
-    """A group of slots with a page of priority up to ``cold`` loses those up to ``cool``."""
-    left: int = 0
-    """Slots still to be freed before all of this is measured again."""
-    windows: list[int] = field(default_factory=list)
-    """Where those with the most of them begin, the best one last."""
-
-
 class SlabIndex:
     """The index of one directory. Thread-safe."""
 
@@ -196,9 +185,10 @@ class SlabIndex:
         self._view: View | None = None
         self._known: tuple[int, dict[bytes, int]] = (0, {})
         """How many identities were looked at, and their numbers."""
-        self._coldest: defaultdict[tuple[int, int, int], _Coldest] = defaultdict(_Coldest)
-        """By slot size, the tenant that writes (-1 without tenants: what may go differs from one to the other), and
-        policy."""
+        self._windows: dict[tuple[int, int], list[int]] = {}
+        """By slot size and the tenant that writes: see ``_measure``."""
+        self._known_for: dict[tuple[int, int], Words] = {}
+        """What ``sizes`` of the memory says, for each tenant that writes."""
         self._numbers: dict[bytes, Words] = {}
         self._companions: Mapping[bytes, Sequence[bytes]] = {}
         self._beside: Words = _NO_TABLE
@@ -303,21 +293,6 @@ class SlabIndex:
             sizes = by_first[np.clip(index_words.slabs_with(by_first, rows), 0, None), SLOT_SIZE]
             taken += np.where(rows >= 0, sizes, 0)
         return taken.tolist()
-
-    def block_hashes(self, digest: bytes, oldest: int) -> Words:
-        """As ``PageLister``; pages written before ``oldest`` (wall-clock milliseconds) do not count. Looks at every
-        row."""
-        found, identities, number = [_NONE], self.memory.identities, int(self.number_of(digest)[0])
-        for slab in self.view().slabs.values():
-            for begin in range(slab.first_row, slab.first_row + slab.slots, _AT_ONCE):
-                rows = self.memory.rows[begin : min(begin + _AT_ONCE, slab.first_row + slab.slots)]
-                # What a slot holds before that it holds it: a page becomes one when all else is written.
-                hashes, states = rows[:, index_words.HASH].copy(), rows[:, STATE].copy()
-                pages = (states & STATES == index_words.PAGE) & (states >> index_words.NUMBER_SHIFT == number)
-                pages &= index_words.is_current(identities, states)
-                pages &= index_words.are_valid(self.memory.header, rows[:, CREATED], oldest)
-                found.append(hashes[pages].byteswap())
-        return np.concatenate(found)
 
     def occupied(self, oldest: int = 0) -> tuple[int, int, int, Words]:
         """Pages, the bytes of their slots and headers, and the bytes of free slots; those that each tenant's pages
@@ -554,8 +529,8 @@ class SlabIndex:
         rows, done, evicted = np.empty(wanted, np.int64), 0, NOTHING_EVICTED
         dead, of_size = self._dead(), self._taken_from(slot_size)
         wants_victims = evicting and len(of_size) and int(self.memory.slabs[of_size, FREE_SLOTS].sum()) < wanted
-        coldest = self._coldest_of(slot_size, tenancy)
-        if wants_victims and (coldest.left <= 0 or not coldest.windows):
+        of = _of_writer(slot_size, tenancy)
+        if wants_victims and (self._known_of(*of)[LEFT] <= 0 or not self._windows.get(of)):
             # Now, and not while others wait for the lock.
             self._measure(of_size, slot_size, wanted, oldest, dead, tenancy)
         more, gone = True, list[Words]()
@@ -675,7 +650,8 @@ class SlabIndex:
         if memory.header[index_words.TO_RANK]:
             memory.table.rank_again(view.capacity, _MOST_RANKED)
             # How cold the coldest are is to be measured anew.
-            self._coldest.clear()
+            memory.sizes[:, LEFT] = 0
+            self._known_for.clear()
 
     def seize(
         self,
@@ -732,7 +708,8 @@ class SlabIndex:
                     rows = self.rows_of(keys)
                     self.memory.rows[rows[rows >= 0], index_words.PRIORITY] = 0
                     # How cold the coldest are is to be measured anew.
-                    self._coldest.clear()
+                    self.memory.sizes[:, LEFT] = 0
+                    self._known_for.clear()
                 count += int((rows >= 0).sum())
         return count
 
@@ -770,17 +747,19 @@ class SlabIndex:
     ) -> Evicted:
         """Free the coldest slots of a size, all where there are few slots, else those in one window of them. Under the
         lock."""
-        known = self._coldest_of(slot_size, tenancy)
-        if known.left <= 0 or not known.windows:
-            self._measure(of_size, slot_size, need, oldest, dead, tenancy)
+        of = _of_writer(slot_size, tenancy)
+        known, windows = self._known_of(*of), self._windows.get(of)
+        if known[LEFT] <= 0 or not windows:
+            windows = self._measure(of_size, slot_size, need, oldest, dead, tenancy)
         total = int(self.view().table[of_size, SLOTS].sum())
         together = slots_in_group(slot_size, total)
         freed, evicted, first_page, headroom = 0, 0, (0, 0), self.view().capacity
-        begin = known.windows.pop() if known.windows else 0
+        begin = windows.pop() if windows else 0
         for position, base, first, end in self._ranges(of_size, begin, min(total, _MOST_LOOKED_AT), together):
             victims = np.empty(end - first + 1, np.int64)
+            cold, cool = int(known[COLD]), int(known[COOL])
             rows = base + first, base + end
-            found = self.memory.table.coldest(*rows, together, known.cold, known.cool, oldest, dead, victims, tenancy)
+            found = self.memory.table.coldest(*rows, together, cold, cool, oldest, dead, victims, tenancy)
             if not found:
                 continue
             # Where very many are equally cold, the rest goes another time.
@@ -801,7 +780,7 @@ class SlabIndex:
                 slab[CURSOR], slab[OF] = victims[0] - base, 0
                 slab[FREE_SLOTS] = max(int(slab[FREE_SLOTS]), kept)
                 freed += kept
-        known.left = known.left - freed if freed else 0
+        known[LEFT] = known[LEFT] - freed if freed else 0
         used, created = first_page
         return Evicted(freed, evicted, used >> index_words.CLOCK_SHIFT, created)
 
@@ -842,28 +821,31 @@ class SlabIndex:
 
     def _measure(
         self, of_size: Words, slot_size: int, need: int, oldest: int, dead: Words, tenancy: Words | None
-    ) -> None:
-        """Measure how cold the coldest slots of a size are, and where most of them are. Needs no lock."""
+    ) -> list[int]:
+        """Measure how cold the coldest slots of a size are, and where most of them are: where the windows with the most
+        of them begin, the best one last. Needs no lock."""
         slabs = self.view().table[of_size]
         total = int(slabs[:, SLOTS].sum())
         step = max(1, total // _SAMPLED)
         first, ranks = random.randrange(step), np.empty(total // step + 1, np.int64)
         ranks = ranks[: self.memory.table.sample(slabs, first, step, oldest, dead, ranks, tenancy)]
-        known, windows = self._coldest_of(slot_size, tenancy), [0]
+        of = _of_writer(slot_size, tenancy)
+        known, windows = self._known_of(*of), [0]
         there = int((ranks != NO_PAGE).sum())
         if there:
             wanted = -(-min(need, total) * len(ranks) // total)
             cold = min(max(len(ranks) // _COLD_PART, wanted, 1), there) - 1
             cool = min(max(len(ranks) // _COOL_PART, wanted, 1), there) - 1
             in_order = np.partition(ranks, sorted({cold, cool}))
-            known.cold, known.cool = int(in_order[cold]), int(in_order[cool])
+            known[COLD], known[COOL] = in_order[cold], in_order[cool]
             if total > _MOST_LOOKED_AT:
                 places = (np.flatnonzero(ranks <= in_order[cold]) * step + first) // _MOST_LOOKED_AT
                 counts = np.bincount(places)
                 best = counts.argsort()[-_MOST_WINDOWS:]
                 windows = (best[counts[best] > 0] * _MOST_LOOKED_AT).tolist()
-        known.left = max(total // _COLD_PART, min(need, total))
-        known.windows = windows
+        known[LEFT] = max(total // _COLD_PART, min(need, total))
+        self._windows[of] = windows
+        return windows
 
     def _may_be_free(self, rows: Words) -> None:
         """Say that some of these slots may be free."""
@@ -877,9 +859,16 @@ class SlabIndex:
             slab[FREE_SLOTS] += len(some)
             slab[OF] = 0
 
-    def _coldest_of(self, slot_size: int, tenancy: Words | None) -> _Coldest:
-        writer = -1 if tenancy is None else int(tenancy[index_words.WRITER])
-        return self._coldest[slot_size, writer, int(self.memory.header[index_words.POLICY])]
+    def _known_of(self, slot_size: int, writer: int = -1) -> Words:
+        """What is known of the slots of this size. With too many sizes the last ones share it. Of a tenant that writes,
+        this process alone knows it."""
+        if writer >= 0:
+            return self._known_for.setdefault((slot_size, writer), np.zeros(index_words.SIZE_WORDS, np.int64))
+        sizes = self.memory.sizes[:, index_words.OF_SIZE].tolist()
+        of = next((number for number, size in enumerate(sizes) if size in (0, slot_size)), len(sizes) - 1)
+        known: Words = self.memory.sizes[of]
+        known[index_words.OF_SIZE] = slot_size
+        return known
 
     # -- slabs -----------------------------------------------------------------------------------------------------
 
@@ -1051,6 +1040,7 @@ class SlabIndex:
         free = slots if state == MAKING else 0
         table[position] = [number, slot_size, slots, first, NO_SLAB, free, 0, of]
         table[position, SLAB_STATE] = state
+        self._known_of(slot_size)
         self.memory.header[SLAB_CHANGES] += 1
         return Slab(number, slot_size, slots, first)
 
@@ -1182,6 +1172,11 @@ class SlabIndex:
                 # At first, and in a child that was forked.
                 self._note_member(member)
             yield
+
+
+def _of_writer(slot_size: int, tenancy: Words | None) -> tuple[int, int]:
+    """What may go differs from tenant to tenant, and so do the coldest pages; the number is -1 without tenants."""
+    return slot_size, -1 if tenancy is None else int(tenancy[index_words.WRITER])
 
 
 def slots_in_group(slot_size: int, slots: int) -> int:

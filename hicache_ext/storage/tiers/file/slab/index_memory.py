@@ -42,12 +42,13 @@ from hicache_ext.runtime.file_lock import close_in_forks
 from hicache_ext.storage.tiers.file.slab import index_words, miniatures
 from hicache_ext.storage.tiers.file.slab.index_words import Table, Words
 
-INDEX_FORMAT = 0x68696361 << 8 | 14
+INDEX_FORMAT = 0x68696361 << 8 | 13
 """Processes of another format cannot share an index; they have a directory of their own then (manifest.py)."""
 
 _BLOCK = 4096
 _WORD = 8
 _ROW_BYTES = index_words.ROW_WORDS * _WORD
+_SIZES = 16
 MOST_SLABS = 4096
 _MOST_IDENTITIES = 1 << 20
 _MEMBERS = 1024
@@ -99,6 +100,7 @@ class IndexMemory:
             return all_words[at : at + count].reshape(shape)
 
         part(index_words.HEADER_WORDS)
+        self.sizes = part(_SIZES, index_words.SIZE_WORDS)
         self.members = part(_MEMBERS)
         """Ids of processes that joined; negative once one was seen dead."""
         self.slabs = part(MOST_SLABS, index_words.SLAB_WORDS)
@@ -206,6 +208,7 @@ def _parts(rows_most: int, ghost_sets: int) -> list[tuple[int, int]]:
     """Where each part begins, in words, and its words."""
     counts = [
         index_words.HEADER_WORDS,
+        _SIZES * index_words.SIZE_WORDS,
         _MEMBERS,
         MOST_SLABS * index_words.SLAB_WORDS,
         _MOST_IDENTITIES * index_words.IDENTITY_WORDS,

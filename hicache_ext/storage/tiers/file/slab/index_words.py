@@ -32,10 +32,10 @@ from hicache_ext.storage.tiers.file import eviction
 
 Words = npt.NDArray[np.int64]
 
-KEY_WORDS, FIRST_OF_HASH = 6, 2
+KEY_WORDS = 6
 HASH, STATE, LENGTH, CREATED, SEAL, _SECOND_OF_SEAL, PRIORITY, USED = range(8)
-"""Words of a row: the first word of the page hash (of a pending slot its ticket); state, see below; payload bytes, and
-above them the number of the page's tenant (not in USED, which is written without the lock); when written (wall-clock
+"""Words of a row: hash of the page hash (of a pending slot its ticket); state, see below; payload bytes, and above them
+the number of the page's tenant (not in USED, which is written without the lock); when written (wall-clock
 milliseconds); two words of seal; rank; what the rank is made of: clock at the last counted use << CLOCK_SHIFT | place
 in the chain, up to MOST_DEPTH, << HITS_BITS | uses."""
 ROW_WORDS = 8
@@ -80,6 +80,11 @@ by now; TO_RANK: rows before this one may rank by another one yet. EVENTS: so ma
 a place. BAD_HEADERS: damaged ones, met by the rebuild. NO_SPACE_SINCE: since when (seconds) no slab finds room on the
 disk; or 0. TWICE_TTL: milliseconds, 0 without one: a page is valid as long after the oldest one that is."""
 HEADER_WORDS = 64
+
+OF_SIZE, COLD, COOL, LEFT = range(4)
+"""Words of a slot size: the size; a group of slots with a page of priority up to COLD loses those up to COOL; slots
+still to be freed before both are measured again."""
+SIZE_WORDS = 8
 
 SLAB_NUMBER, SLOT_SIZE, SLOTS, FIRST, SLAB_STATE, FREE_SLOTS, CURSOR, OF = range(8)
 """Words of a slab: its number; bytes of a slot; slots; the row of slot 0; below; at least so many slots are free,
@@ -144,8 +149,11 @@ def scrambled(word: Any) -> Any:
 
 
 def hashes_of(keys: Words) -> Words:
-    """HASH of these keys (``key_words``)."""
-    return np.ascontiguousarray(keys[:, FIRST_OF_HASH])
+    """HASH of these keys (``key_words``): page hashes that differ in one word differ here."""
+    hashes: Words = np.zeros(len(keys), np.int64)
+    for word in range(KEY_WORDS - 4, KEY_WORDS):
+        hashes = scrambled(hashes ^ keys[:, word])
+    return hashes
 
 
 def is_current(identities: Words, states: Words) -> npt.NDArray[np.bool_]:

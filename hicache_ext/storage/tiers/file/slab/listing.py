@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,6 @@ from hicache_ext.storage.tiers.file.slab.shapes import (
     KEY,
     PAYLOAD_LENGTH,
     Slab,
-    SlotReference,
     checked_headers,
     read_headers,
 )
@@ -41,6 +41,16 @@ _PORTION = 4096
 _PATIENCE = 2.0
 """Seconds for which servers are asked for their index."""
 _PAUSE = 0.02
+
+
+class Place(NamedTuple):
+    """Where a page is: ``length`` bytes of payload from the start of a slot."""
+
+    slab: int
+    slot: int
+    length: int
+    row: int = -1
+    """In the index that servers share; -1 without."""
 
 
 class SlabListing(Inspector):
@@ -177,7 +187,7 @@ class SlabListing(Inspector):
                         keys[at].tobytes(),
                         HEADER + length,
                         written=int(headers[at, CREATED_MS]) / 1000,
-                        place=SlotReference(slab.number, begin + at, length, 0, row),
+                        place=Place(slab.number, begin + at, length, row),
                         seal=seals[at].tobytes(),
                     )
         finally:

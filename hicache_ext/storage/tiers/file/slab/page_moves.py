@@ -14,8 +14,7 @@ from __future__ import annotations
 import errno
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -92,16 +91,17 @@ _WORDS = struct.Struct(f"{len(MovePages._fields_)}q")
 
 
 class Moving:
-    """The pages of one call on their way, which up to ``threads`` threads may ``move``. What became of them is asked
-    once all have returned."""
+    """The pages of one call on their way, which up to ``threads`` threads may ``move``; a context that keeps their
+    slots open. What became of them is asked once all have returned."""
 
     def __init__(
         self,
         pages: SlotReferences,
         others: SlotReferences,
         results: npt.NDArray[np.int64],
-        threads: int = 0,
-        move: Callable[..., object] = lambda *_: None,
+        threads: int,
+        move: Callable[..., object],
+        release: Callable[[], None],
     ) -> None:
         """``pages`` are in the order of their places, ``results`` of each 0 when it is moved and right, -errno, or
         else 1; ``others`` cannot be moved here."""
@@ -111,6 +111,13 @@ class Moving:
         self._pages = pages
         self._others = others
         self._results = results
+        self._release = release
+
+    def __enter__(self) -> Moving:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._release()
 
     @property
     def all_done(self) -> bool:
@@ -204,25 +211,33 @@ class SlotIo:
                     self.write_flags = 0
                 return move(descriptor, page, offset)
 
-    @contextmanager
-    def moving(
+    def to_read(
+        self, batch: PageBatch, pages: SlotReferences, slab_of: Callable[[int], Slab | None], threads: int
+    ) -> Moving:
+        """These pages of the batch, from their slots."""
+        return self._moving(True, batch, pages, slab_of, threads)
+
+    def to_write(
+        self, batch: PageBatch, pages: SlotReferences, slab_of: Callable[[int], Slab | None], threads: int
+    ) -> Moving:
+        """These pages of the batch, into their slots."""
+        return self._moving(False, batch, pages, slab_of, threads)
+
+    def _moving(
         self,
+        into_memory: bool,
         batch: PageBatch,
         pages: SlotReferences,
         slab_of: Callable[[int], Slab | None],
         threads: int,
-        *,
-        into_memory: bool,
-    ) -> Iterator[Moving]:
-        """These pages of the batch, from their slots or into them, which stay open meanwhile."""
-        core = self._core
-        memory: Addresses | None = None
-        if len(pages) and are_of_one_size(batch.sizes):
-            memory = addresses_of(batch.buffers, writable=into_memory)
-        if memory is None or len(memory.segment_sizes) > _MOST_SEGMENTS or memory.page_bytes != batch.sizes[0]:
-            yield Moving(NO_SLOTS, pages, np.empty(0, np.int64))
-            return
-        payload, mode = batch.sizes[0], self._plan.read if into_memory else self._plan.write
+    ) -> Moving:
+        core, count = self._core, len(pages.positions)
+        if not count or not are_of_one_size(batch.sizes):
+            return _nothing_but(pages)
+        payload, memory = batch.sizes[0], addresses_of(batch.buffers, writable=into_memory)
+        if memory is None or len(memory.segment_sizes) > _MOST_SEGMENTS or memory.page_bytes != payload:
+            return _nothing_but(pages)
+        mode = self._plan.read if into_memory else self._plan.write
         direct = mode == "direct" and payload % BLOCK == 0 and _aligned(memory)
         found, others = pages.by_place(), NO_SLOTS
         numbers = found.slab_numbers()
@@ -234,7 +249,7 @@ class SlotIo:
                 # A slab that cannot be opened is left to the other way.
                 can_be_read = np.isin(found.slabs, opened[:, 0])
                 found, others = found.select(can_be_read), found.select(~can_be_read)
-            count = len(found)
+                count = len(found.positions)
             if mode == "direct" and not direct:
                 self._metrics.add("io", "unaligned", count)
             rows, results = self._directory.index.memory.rows, np.empty(count, np.int64)
@@ -269,13 +284,22 @@ class SlotIo:
                 SEAL,
                 0,
             )
-            arguments = MovePages.from_buffer_copy(of_call)
-            # Kept by the frame of each thread: one that the interpreter leaves behind at its end still moves.
-            arguments.arrays = batch, arrays
-            threads = min(threads, -(-count // max(1, at_once // slot_size)))
-            yield Moving(found, others, results, threads, lambda *_: core(arguments))
-        finally:
+        except BaseException:
             release()
+            raise
+        arguments = MovePages.from_buffer_copy(of_call)
+        # Kept by the frame of each thread: one that the interpreter leaves behind at its end still moves.
+        arguments.arrays = batch, arrays
+        threads = min(threads, -(-count // max(1, at_once // slot_size)))
+        return Moving(found, others, results, threads, lambda *_: core(arguments), release)
+
+
+def _nothing_but(others: SlotReferences) -> Moving:
+    return Moving(NO_SLOTS, others, np.empty(0, np.int64), 0, _nothing, _nothing)
+
+
+def _nothing(*_: object) -> None:
+    """There is nothing to do."""
 
 
 def _aligned(memory: Addresses) -> bool:

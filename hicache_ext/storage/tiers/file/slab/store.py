@@ -18,7 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.allocator import SlotAllocator
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index import milliseconds
-from hicache_ext.storage.tiers.file.slab.index_words import BAD_HEADERS, Words
+from hicache_ext.storage.tiers.file.slab.index_words import BAD_HEADERS, Words, hashes_of
 from hicache_ext.storage.tiers.file.slab.page_moves import Moving, SlotIo
 from hicache_ext.storage.tiers.file.slab.shapes import (
     KEY,
@@ -53,6 +53,78 @@ from hicache_ext.storage.tiers.file.slab.shapes import (
     sizes_at,
     slot_size_of,
 )
+
+_PORTION = 1 << 13
+"""Slots looked at, and headers read, at once: no other thread of the process waits for long."""
+_FIRST_OF_PAGE_HASH = IDENTITY_LENGTH // 8
+_NEVER = np.int64(-1) << 63
+"""In place of a HASH: nothing is known of the slot. A page with this very HASH has its header read each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What is known of the slots of one slab, a word each."""
+
+    hashes: Words
+    """HASH of the page whose header was read."""
+    blocks: Words
+    """Its block hash."""
+
+
+class SlabContents:
+    """Of one directory. 16 bytes a slot, from the first look on. For one thread at a time."""
+
+    def __init__(self, directory: SlabDirectory) -> None:
+        self._directory = directory
+        self._index = directory.index
+        self._seen: dict[int, _Seen] = {}
+        """By number of slab."""
+
+    def block_hashes(self, digest: bytes, oldest: int) -> Words:
+        """As ``PageLister``; pages written before ``oldest`` (wall-clock milliseconds) do not count. Raises OSError."""
+        slabs = self._index.view().slabs
+        self._seen = {number: seen for number, seen in self._seen.items() if number in slabs}
+        found = [np.empty(0, np.int64)]
+        identity = int(self._index.number_of(digest)[0])
+        for slab in slabs.values():
+            portions = range(0, slab.slots, _PORTION)
+            found += [self._blocks(slab, at, min(at + _PORTION, slab.slots), identity, oldest) for at in portions]
+        return np.concatenate(found)
+
+    def _blocks(self, slab: Slab, begin: int, end: int, identity: int, oldest: int) -> Words:
+        memory = self._index.memory
+        rows = memory.rows[slab.first_row + begin : slab.first_row + end]
+        # What a slot holds before that it holds it: a page becomes one when all else is written.
+        hashes, states = rows[:, index_words.HASH].copy(), rows[:, index_words.STATE].copy()
+        pages = (states & index_words.STATES == index_words.PAGE) & (states >> index_words.NUMBER_SHIFT == identity)
+        if not pages.any():
+            return np.empty(0, np.int64)
+        pages &= index_words.is_current(memory.identities, states)
+        pages &= index_words.are_valid(memory.header, rows[:, index_words.CREATED], oldest)
+        seen = self._seen.get(slab.number)
+        if seen is None or len(seen.hashes) != slab.slots:
+            # The table may call another one by its number.
+            seen = self._seen[slab.number] = _Seen(np.full(slab.slots, _NEVER), np.zeros(slab.slots, np.int64))
+        new = np.flatnonzero(pages & (seen.hashes[begin:end] != hashes))
+        if len(new):
+            self._read_headers(slab, begin + new, hashes[new], seen)
+        blocks: Words = seen.blocks[begin:end][pages & (seen.hashes[begin:end] == hashes)]
+        return blocks
+
+    def _read_headers(self, slab: Slab, slots: Words, hashes: Words, seen: _Seen) -> None:
+        """Of these slots, in order; ``hashes``: of the pages that the index has there."""
+        first, last = int(slots[0]), int(slots[-1])
+        try:
+            with self._directory.opened(slab, SlabFile.HEADERS) as fd:
+                headers = read_headers(fd, first, last - first + 1)
+        except FileNotFoundError:
+            # The slab was dropped meanwhile.
+            return
+        keys = np.ascontiguousarray(headers[slots - first][:, KEY])
+        right = hashes_of(keys) == hashes
+        seen.hashes[slots[right]] = hashes[right]
+        seen.blocks[slots[right]] = keys[right, _FIRST_OF_PAGE_HASH].byteswap()
+
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +167,7 @@ class SlabStore(PathStore):
         if self._ttl is not None:
             self._index.memory.header[index_words.TWICE_TTL] = int(2000 * self._ttl)
         self._io = SlotIo(directory, self._plan, self.metrics)
+        self._contents = SlabContents(directory)
         pins = self._pins = PinnedPages(self.name, directory.path, self._capacity // 2, directory.index.occupied_by)
         self._allocator = SlotAllocator(
             self.name, directory, self._capacity, pins, self.metrics, self._count_error, self._note_space, evicted_age
@@ -116,7 +189,7 @@ class SlabStore(PathStore):
             return replace(fullness, tenant_pages={**none, **pages}, tenant_bytes={**none, **self._by_name(taken)})
 
     def _block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
-        return self._index.block_hashes(digest, self._oldest())
+        return self._contents.block_hashes(digest, self._oldest())
 
     def _demote(self, hashes: Sequence[bytes]) -> int:
         return self._index.demote(hashes)
@@ -172,7 +245,7 @@ class SlabStore(PathStore):
                 doubtful = [(page, "length") for page in found.select(wrong).pages()]
                 found = found.select(~wrong)
         readers = self._readers
-        with self._io.moving(batch, found, self._allocator.slab, readers, into_memory=True) as moving:
+        with self._io.to_read(batch, found, self._allocator.slab, readers) as moving:
             self._workers.run(moving.threads, moving.move, readers)
         if moving.all_done:
             _fill(results, found.positions, GetResult.HIT)
@@ -391,7 +464,7 @@ class SlabStore(PathStore):
             return
         published: list[int] | None = None
         try:
-            with self._io.moving(batch, taken, self._allocator.slab, self._writers, into_memory=False) as moving:
+            with self._io.to_write(batch, taken, self._allocator.slab, self._writers) as moving:
                 self._workers.run(moving.threads, moving.move, self._writers)
             written = taken if moving.all_done else self._finish_writing(batch, moving, results)
             published = self._index.publish(ticket, batch.keys, taken, written, self._oldest(), milliseconds(), tenant)
