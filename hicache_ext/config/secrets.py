@@ -9,9 +9,9 @@ Below: the mapping ``seal`` of a tier, whose keys are secrets: pages that only t
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
@@ -100,7 +100,10 @@ class Secret:
 
     def _read_file(self) -> str:
         try:
-            with Path(self.name).open("rb") as file:
+            # A pipe that nobody writes to would be waited for.
+            with open(os.open(self.name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise ConfigError(self.key, f"the file {quoted(self.name)} cannot be read (it is no plain file)")
                 raw = file.read(_LARGEST_SECRET + 1)
         except OSError as error:
             reason = error.strerror or type(error).__name__
@@ -174,6 +177,8 @@ class SealKeyReference(Secret):
             odd = "a blank at its beginning or its end"
         if odd is None and not text.isprintable():
             odd = "a character that cannot be seen"
+        if odd is None and not text.isascii():
+            odd = "a character that can be written in several ways, as accents can: only ASCII is taken"
         if odd is not None:
             raise ConfigError(self.key, f"it is not exactly one key: it has {odd}", _SECRET_ALLOWED)
         if len(text) < SHORTEST_SECRET:

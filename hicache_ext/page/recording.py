@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.errors import RecordingError
-from hicache_ext.runtime.whole_file import json_in
+from hicache_ext.runtime.whole_file import json_in, number_of
 
 VERSION: Final = 1
 SUFFIX: Final = ".hxrec"
@@ -219,7 +219,7 @@ def _header(text: bytes, path: Path) -> dict[str, Any]:
     """Raises RecordingError for one with a field that is none."""
     try:
         header = json_in(text)
-        started, tiers = float(header["started"]), header["tiers"]
+        started, tiers = number_of(header["started"]), header["tiers"]
     except (ArithmeticError, ValueError, TypeError, KeyError):
         raise RecordingError(path, "has a header that says nothing") from None
     if not isinstance(tiers, list) or not all(isinstance(name, str) for name in tiers):
@@ -227,7 +227,7 @@ def _header(text: bytes, path: Path) -> dict[str, Any]:
     salt, page_size = header.setdefault("salt", ""), header.setdefault("page_size", 0) or 0
     if not isinstance(salt, str):
         raise RecordingError(path, "has a header whose salt is no text")
-    if not isinstance(page_size, int) or not 0 <= page_size <= MOST_TOKENS:
+    if not isinstance(page_size, int) or isinstance(page_size, bool) or not 0 <= page_size <= MOST_TOKENS:
         problem = f"has a header whose page_size is no whole number from 1 to {MOST_TOKENS}"
         raise RecordingError(path, problem)
     return {**header, "started": started, "page_size": page_size}

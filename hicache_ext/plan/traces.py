@@ -18,7 +18,7 @@ import numpy.typing as npt
 from hicache_ext.config import parse_duration
 from hicache_ext.errors import ConfigError, RecordingError
 from hicache_ext.page.recording import MAGIC, MOST_TOKENS, SUFFIX, Entry, read_file
-from hicache_ext.runtime.whole_file import json_in
+from hicache_ext.runtime.whole_file import json_in, number_of
 
 MOONCAKE_BLOCK = 512
 """Tokens of a block of Mooncake's traces."""
@@ -189,7 +189,7 @@ def _of_json_lines(path: Path, block_tokens: int) -> Trace:
             try:
                 request = json_in(line)
                 chain = [_whole(block, 1 << 64) for block in request["hash_ids"]]
-                times.append(float(request["timestamp"]) / 1000)
+                times.append(number_of(request["timestamp"]) / 1000)
                 prompts.append(_whole(request.get("input_length", len(chain) * block_tokens)))
                 outputs.append(_whole(request.get("output_length", 0)))
                 session = request.get("session")

@@ -127,6 +127,13 @@ def _finite(word: str) -> float:
     return number
 
 
+def number_of(value: object) -> float:
+    """Return a number of a JSON document. Raises ValueError for anything else: a text may spell NaN, true is not 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(value)
+    return float(value)
+
+
 def json_in(text: str | bytes, number: Callable[[str], float] = _finite) -> Any:
     """Return the JSON value in a text that anybody may have written. Raises ValueError, whatever is wrong.
 

@@ -165,6 +165,8 @@ def test_a_key_that_is_not_there_or_too_short_stops_the_start(
         (" " + KEY, "it is not exactly one key: it has a blank at its beginning or its end"),
         (KEY + "\t", "it is not exactly one key: it has a blank at its beginning or its end"),
         (KEY[:16] + "\u200b" + KEY[16:], "it is not exactly one key: it has a character that cannot be seen"),
+        (KEY + "\ufe0f", "it is not exactly one key: it has a character that can be written in several ways"),
+        (KEY + "e\u0301", "it is not exactly one key: it has a character that can be written in several ways"),
         (" " * 32, "it is not exactly one key: it has a blank at its beginning or its end"),
         ("a" * 64, "the key can be guessed"),
         ("password" * 8, "the key can be guessed"),

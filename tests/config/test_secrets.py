@@ -122,6 +122,13 @@ def test_an_empty_secret_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @pytest.mark.usefixtures("_pool_tiers")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "password")
+    with pytest.raises(ConfigError, match=r"cannot be read \(it is no plain file\)$"):
+        password_of({"file": str(tmp_path / "password")}).reveal()
+
+
+@pytest.mark.usefixtures("_pool_tiers")
 def test_a_file_that_is_not_there_is_an_error_that_names_the_key() -> None:
     with pytest.raises(ConfigError) as raised:
         password_of({"file": "/nowhere/password"}).reveal()

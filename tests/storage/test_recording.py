@@ -554,6 +554,8 @@ def test_chains_of_several_files_that_branch_are_those_that_were_recorded(tmp_pa
         ({"tiers": [[]]}, "has a header whose tiers are no list of names"),
         ({"started": float("inf")}, "has a header that says nothing"),
         ({"started": 2**2000}, "has a header that says nothing"),
+        ({"started": "nan"}, "has a header that says nothing"),
+        ({"page_size": True}, "page_size is no whole number"),
         ({"more": eval("[" * 90 + "]" * 90)}, None),
     ],
 )
