@@ -268,6 +268,9 @@ class ServedPools:
         lcm = ranks.tp_lcm_size
         if lcm and getattr(pool, "layout", "") == "page_head" and name == KV:
             return [replace(common, tp=(ranks.tp_rank * parts + part, lcm)) for part in range(parts)]
+        if name == KV and ranks.tp_rank == 0 and self._config.role in ("prefill", "decode"):
+            words = "hicache_ext: only nodes of TP %d find each other's pages; for others, %s on all nodes"
+            logger.info(words, ranks.tp_size, "--hicache-mem-layout page_head and tp_lcm_size")
         return [replace(common, tp=(ranks.tp_rank, ranks.tp_size))]
 
     def _model_identity(self) -> ModelIdentity:

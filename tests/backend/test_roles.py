@@ -72,7 +72,10 @@ def test_outside_a_server_the_role_is_both():
     assert launch_facts.LaunchFacts().role == "both"
 
 
-def test_a_decode_node_stores_to_the_pool_and_a_prefill_node_reads_it_from_there(launched_as, open_backend, tmp_path):
+def test_a_decode_node_stores_to_the_pool_and_a_prefill_node_reads_it_from_there(
+    launched_as, open_backend, tmp_path, caplog
+):
+    caplog.set_level("INFO")
     ours = {
         "tiers": {
             name: {"type": "file", "path": str(tmp_path / name), "capacity": "64MiB", "layout": "pages"}
@@ -104,6 +107,9 @@ def test_a_decode_node_stores_to_the_pool_and_a_prefill_node_reads_it_from_there
     read = mha_pools(page_size=PAGE_SIZE).host
     fill_with_noise(read, seed=2)
     prefill = open_backend(read, ours=ours)
+    assert (
+        caplog.text.count("only nodes of TP 1 find each other's pages; for others, --hicache-mem-layout page_head") == 2
+    )
     assert prefill.batch_exists(KEYS) == 4
     assert prefill.batch_get_v1(KEYS, pages) == [True] * 4
     # As bytes: some of the noise is no number.
