@@ -34,9 +34,6 @@ FORMER = {
         "SGLang makes no generic calls where interface_v1 is on, which the configuration requires",
     ),
     "TestHiCacheExtBackendGenericCalls": "as above; the tests of its class go on in the one above it",
-    "test_leases_have_a_fifth_of_the_capacity_and_namespaces_take_turns": (
-        "-> test_leases_have_two_thirds_of_the_capacity_and_namespaces_take_turns"
-    ),
     **dict.fromkeys(
         (
             "test_a_breaker_taken_over_goes_on_as_the_one_before_it_would",

@@ -12,11 +12,10 @@ rebuilds of the index.
 Pinned pages take at most half of a directory's capacity: the pins made first count, and of a pin the first pages of its
 chain. A page older than the tier's ``ttl`` goes although it is pinned. Reasons: docs/decisions/layout-and-io-auto.md.
 
-Pins and leases together take at most two thirds of the capacity. Each namespace (salt, extra key) gets the lease that
-ends soonest, then each its next one: who comes back soon is worth its slots before who comes late. No ``pin`` has the
-name of a lease, which says what it is about (the last page's hash, an end in seconds since 1970, a number of pages,
-whose): records need not be read to be counted or removed. Where there are too many, the first lease of a namespace
-displaces the youngest of the one that has the most.
+Leases take at most a fifth of the capacity within that half, what pins leave of it; each namespace (salt, extra key)
+gets its oldest lease, then each its next one. No ``pin`` has the name of a lease, which says what it is about (the last
+page's hash, an end in seconds since 1970, a number of pages, whose): records need not be read to be counted or removed.
+Where there are too many, the first lease of a namespace displaces the youngest of the one that has the most.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ _LEASE = re.compile(r"@([0-9a-f]{32})\.([0-9]{1,11})\.([0-9]{1,7})\.([0-9a-z]{0,
 _MOST_LEASES = 1024
 _MOST_LEASED = 1 << 17
 """Pages of all leases of a directory: their hashes take 8 MiB as files."""
-_WITH_LEASES = 4 / 3
-"""What pins and leases may take together, of what pins may."""
+_LEASED_PART = 2 / 5
+"""Of what pinned pages may take."""
 _LONGEST_LEASE = 366 * 86400.0
 _LARGEST_SKEW = 3600.0
 """Seconds. A lease that would last longer, or is from later, was made by a clock that was wrong, and is over."""
@@ -260,12 +259,11 @@ def honoured(
 
 
 def _in_turn(pins: Iterable[Pin]) -> list[Pin]:
-    """The leases in the order in which they count: of each namespace the one that ends soonest, then the next one of
-    each. Of several namespaces' the one made first is first: a short time gives no place before others."""
+    """The leases in the order in which they count: the oldest of each namespace, then the next one of each."""
     before: Counter[str] = Counter()
-    turns: list[tuple[int, float, Pin]] = []
-    for lease in sorted((pin for pin in pins if pin.is_lease), key=lambda pin: pin.until or 0.0):
-        turns.append((before[lease.namespace], lease.created, lease))
+    turns: list[tuple[int, int, Pin]] = []
+    for position, lease in enumerate(pin for pin in pins if pin.is_lease):
+        turns.append((before[lease.namespace], position, lease))
         before[lease.namespace] += 1
     return [lease for _, _, lease in sorted(turns, key=lambda turn: turn[:2])]
 
@@ -274,7 +272,7 @@ def counting_leases(
     pins: Iterable[Pin], resident: ResidentBytes, limit: int | None, taken: int, pinned: Set[bytes]
 ) -> frozenset[bytes]:
     """The page hashes that are leased besides the ``pinned`` ones, which take so many bytes of their ``limit``."""
-    budget = None if limit is None else int(limit * _WITH_LEASES) - taken
+    budget = None if limit is None else min(limit - taken, int(limit * _LEASED_PART))
     return honoured(_in_turn(pins), resident, budget, pinned)[0]
 
 
