@@ -135,7 +135,24 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
                 self._store.describe().details,
             )
             self._pools.start()
+            self._load_page_hashes()
             self._closing = closing.pop_all()
+
+    def _load_page_hashes(self) -> None:
+        """Have SGLang build or load its extension for page hashes, in a server. The first prompt would wait for it, ten
+        seconds once on each machine, and a flush meanwhile ends the server: SGLang's threads do not stop in time."""
+        if self._facts.model_path is None:
+            return
+        try:
+            from sglang.srt.mem_cache.utils import get_hash_str
+
+            get_hash_str([1])
+        except Exception as error:  # noqa: BLE001 - the door that is open may need none
+            logger.error(
+                "hicache_ext: SGLang cannot load its extension for page hashes, without which HiCache ends the "
+                "server at the first prompt (hicache-ext doctor says what to install): %s",
+                error.__cause__ or error,
+            )
 
     # -- what is off is not imported: modules of a feature are imported where it is switched on -----------------------
 

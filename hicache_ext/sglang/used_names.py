@@ -126,6 +126,8 @@ storage
   mem_cache.hicache_storage.PoolTransfer: name host_indices keys hit_policy
   mem_cache.hicache_storage.PoolTransferResult: __init__(kv_hit_pages extra_pool_hit_pages restorable_prefix_pages)
   observability.metrics_collector.StorageMetrics: __init__(prefetch_pgs backup_pgs prefetch_bandwidth backup_bandwidth)
+  mem_cache.utils
+    may go get_hash_str(token_ids)
   mem_cache.pool_host.base.HostKVCache
     page_size size layout dtype kv_buffer dcp_rank dcp_size
     get_dummy_flat_data_page

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -349,6 +349,24 @@ def test_pages_of_a_few_tokens_are_warned_about_once_with_the_keys_they_make(
         serve(page_size=page_size, tp_rank=rank, tp_size=2)
     warned = f"--page-size {page_size}: a prompt of 4,000 tokens makes {keys} keys"
     assert [caplog.text.count("--page-size"), caplog.text.count(warned)] == ([0, 0] if keys is None else [2, 1])
+
+
+def test_page_hashes_are_built_at_the_start_and_what_keeps_them_from_it_is_told(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from sglang.srt.mem_cache import utils
+
+    hashed: list[Sequence[int]] = []
+    monkeypatch.setattr(utils, "get_hash_str", hashed.append)
+    serve()
+    assert hashed == [[1]]
+
+    def fails(tokens: Sequence[int]) -> None:
+        raise RuntimeError("Failed to load") from OSError("Ninja is required")
+
+    monkeypatch.setattr(utils, "get_hash_str", fails)
+    serve()
+    assert caplog.text.count("(hicache-ext doctor says what to install): Ninja is required") == 1
 
 
 def test_host_memory_smaller_than_the_longest_prompt_is_warned_about_with_both_numbers(

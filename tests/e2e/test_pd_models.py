@@ -89,7 +89,7 @@ def test_the_second_turn_restores_all_pools_of_the_answer(
     for log in ("decode.log", "prefill.log"):
         assert not error_lines(tmp_path / log)
 
-    with computing_server(model, kind, tmp_path) as server:
+    with computing_server(model, kind, tmp_path, prefill_tp) as server:
         computed = logprobs_of(server, next_turn)
         # The answer itself decides: were its end alone enough, equal log-probabilities would prove nothing.
         other = logprobs_of(server, [*PROMPT[::-1], *next_turn[len(PROMPT) :]])
@@ -188,11 +188,12 @@ def test_a_killed_node_a_full_pool_aborts_and_retractions_change_no_answer_and_k
             assert error < 0.15 * of_others, (number, beyond_prompt[number], error, of_others)
 
 
-def computing_server(model: Path, kind: str, directory: Path) -> RigServer:
-    """A server without any cache in storage."""
+def computing_server(model: Path, kind: str, directory: Path, tp: int = 1) -> RigServer:
+    """A server without any cache in storage, which adds up in the order of one with that TP size."""
     return RigServer(
         model,
         log_file=directory / "computes.log",
+        tp=tp,
         page_size=PAGE_SIZE,
         hierarchical_cache=False,
         extra_arguments=ARGUMENTS.get(kind, ()),
