@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with terminated_in_order(), _server(arguments) as (server, restart):
             if arguments.canary is not None:
-                proof = watch(server, arguments.canary, _processes(server), say=_say)
+                proof = watch(server, arguments.canary, say=_say)
             else:
                 proof = prove(server, texts, quick=arguments.quick, restart=restart, say=_say)
     except (ServerError, OSError, http.client.HTTPException) as error:
@@ -315,8 +315,8 @@ class Case:
 
     @property
     def is_shown(self) -> bool:
-        """Whether most of every prompt came from storage: of the rest nothing is compared."""
-        return self.restored_tokens > 0 and 2 * self.restored_tokens >= self.prompt_tokens
+        """Whether most of every prompt came from storage, of which its end never does: of the rest nothing is shown."""
+        return self.restored_tokens > 0 and 2 * self.restored_tokens >= self.prompt_tokens - TAIL
 
 
 @dataclass(slots=True)
@@ -596,7 +596,7 @@ _CANARIES = 64
 _IDLE_EVERY = 2.0
 
 
-def watch(server: SglangClient, share: float, processes: Sequence[Path], *, say: Callable[[str], None]) -> Proof:
+def watch(server: SglangClient, share: float, *, say: Callable[[str], None]) -> Proof:
     """Ask in turn prompts that are the same on every server of a model, and compare each that comes from storage, until
     one is DIFFERENT, also from what is computed twice more: then storage ends. Return it. Raises ServerError, OSError.
     """
@@ -610,11 +610,13 @@ def watch(server: SglangClient, share: float, processes: Sequence[Path], *, say:
         try:
             _wait_until_idle(server)
             started = time.monotonic()
+            processes = _processes(server)  # others after a restart
             case = _looked_at(server, int(info["page_size"]), prompts[number % len(prompts)])
         except (ServerError, OSError, http.client.HTTPException) as error:
             say(shown_address(f"the server does not answer, which it has half an hour to do again: {error}"))
+            time.sleep(_IDLE_EVERY)
             server.wait_until_ready(_START_TIMEOUT)
-            processes = _processes(server)
+            info = json.loads(server.get("/server_info"))
             continue
         if case is not None:
             say(f"{_line(case)}: {case.verdict}")

@@ -101,10 +101,14 @@ class Secret:
     def _read_file(self) -> str:
         try:
             # A pipe that nobody writes to would be waited for.
-            with open(os.open(self.name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            fd = os.open(self.name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
                     raise ConfigError(self.key, f"the file {quoted(self.name)} cannot be read (it is no plain file)")
-                raw = file.read(_LARGEST_SECRET + 1)
+                with open(fd, "rb", closefd=False) as file:
+                    raw = file.read(_LARGEST_SECRET + 1)
+            finally:
+                os.close(fd)
         except OSError as error:
             reason = error.strerror or type(error).__name__
             raise ConfigError(self.key, f"the file {quoted(self.name)} cannot be read ({reason})") from None
@@ -228,7 +232,7 @@ class SealConfig(ConfigModel):
     """``seal`` of one tier."""
 
     required_because: ClassVar[Mapping[str, str]] = {"mode": "a seal needs a mode", "keys": "a seal needs a key"}
-    removed: ClassVar[Mapping[str, str]] = {"write_with": "new pages are written with the first of keys"}
+    removed: ClassVar[Mapping[str, str]] = {"write_with": "the first of keys writes, so put that one first"}
 
     mode: Annotated[Literal["authenticate", "encrypt"], Allowed(listed(MODES), _mode)]
     """authenticate: nobody without a key makes a page; encrypt: nor reads one, nor its name"""

@@ -66,6 +66,8 @@ logger = logging.getLogger(__name__)
 _UNHURRIED = nullcontext()
 _HINTS_AWAITED = 1.0
 """Seconds that close() waits for a hint that is being followed."""
+_LONGEST_LOAD = 20.0
+"""Seconds for which a start, or an attachment to a server that runs, waits for SGLang's page hashes."""
 _SMALL_PAGES = 16
 """Tokens; SGLang's default is pages of one."""
 
@@ -140,18 +142,29 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
 
     def _load_page_hashes(self) -> None:
         """Have SGLang build or load its extension for page hashes, in a server. The first prompt would wait for it, ten
-        seconds once on each machine, and a flush meanwhile ends the server: SGLang's threads do not stop in time."""
+        seconds once on each machine, and a flush meanwhile ends the server: SGLang's threads do not stop in time. A
+        build that takes longer goes on beside the start: whoever holds its lock may be stopped."""
         if self._facts.model_path is None:
             return
-        try:
-            from sglang.srt.mem_cache.utils import get_hash_str
 
-            get_hash_str([1])
-        except Exception as error:  # noqa: BLE001 - the door that is open may need none
-            logger.error(
-                "hicache_ext: SGLang cannot load its extension for page hashes, without which HiCache ends the "
-                "server at the first prompt (hicache-ext doctor says what to install): %s",
-                error.__cause__ or error,
+        def load() -> None:
+            try:
+                from sglang.srt.mem_cache.utils import get_hash_str
+
+                get_hash_str([1])
+            except Exception as error:  # noqa: BLE001 - the door that is open may need none
+                logger.error(
+                    "hicache_ext: SGLang cannot load its extension for page hashes, without which HiCache ends the "
+                    "server at the first prompt (hicache-ext doctor says what to install): %s",
+                    error.__cause__ or error,
+                )
+
+        loading = threading.Thread(target=load, name="hicache-ext-page-hashes", daemon=True)
+        loading.start()
+        loading.join(_LONGEST_LOAD)
+        if loading.is_alive():
+            logger.warning(
+                "hicache_ext: SGLang is building its extension for page hashes; the first prompt waits for it"
             )
 
     # -- what is off is not imported: modules of a feature are imported where it is switched on -----------------------

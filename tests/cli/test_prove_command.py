@@ -363,9 +363,10 @@ def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tu
         server.told = []
         answer = getattr(server, "answer", {"ok": True})
         monkeypatch.setattr(prove_command.time, "sleep", sleep)
+        monkeypatch.setattr(prove_command, "_processes", lambda server: [tmp_path / "rank"])
         monkeypatch.setattr(prove_command, "ask", lambda path, request: server.told.append((path, request)) or answer)
         try:
-            return prove_command.watch(server, 0.5, [tmp_path / "rank"], say=said.append), said
+            return prove_command.watch(server, 0.5, say=said.append), said
         except Ended:
             return None, said
 
@@ -424,7 +425,6 @@ def test_a_canary_goes_on_after_a_restart_of_the_server(
 
     monkeypatch.setattr(server, "generate", generate)
     monkeypatch.setattr(server, "wait_until_ready", lambda timeout: server.restart())
-    monkeypatch.setattr(prove_command, "_processes", lambda server: [Path("another")])
     _, said = watched(server, turns=6)
     assert server.restarts == 1 and sum("does not answer" in line for line in said) == 1
     assert said[-1].endswith(EQUAL)

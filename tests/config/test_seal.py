@@ -80,7 +80,7 @@ WRONG = [
     seal(
         "a key as the one that writes",
         f"mode: encrypt, {ONE}, write_with: {KEY}",
-        ".write_with: there is no such key any more: new pages are written with the first of keys; remove it",
+        ".write_with: there is no such key any more: the first of keys writes, so put that one first; remove it",
     ),
     seal("a key as a name", f"mode: encrypt, {ONE}, {KEY}: a", ": unknown key; allowed: mode, keys"),
     seal(

@@ -124,8 +124,12 @@ def test_an_empty_secret_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 @pytest.mark.usefixtures("_pool_tiers")
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "password")
-    with pytest.raises(ConfigError, match=r"cannot be read \(it is no plain file\)$"):
-        password_of({"file": str(tmp_path / "password")}).reveal()
+    (tmp_path / "directory").mkdir()
+    before = len(os.listdir("/proc/self/fd"))
+    for name in ("password", "directory") * 3:
+        with pytest.raises(ConfigError, match=r"cannot be read \(it is no plain file\)$"):
+            password_of({"file": str(tmp_path / name)}).reveal()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.usefixtures("_pool_tiers")

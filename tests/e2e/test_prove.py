@@ -132,7 +132,7 @@ def canary(monkeypatch: pytest.MonkeyPatch) -> Callable[[SglangServer], tuple[An
 
         monkeypatch.setattr(prove_command, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
         try:
-            return prove_command.watch(server, 0.5, prove_command._processes(server), say=said.append), said
+            return prove_command.watch(server, 0.5, say=said.append), said
         except Ended:
             return None, said
         finally:

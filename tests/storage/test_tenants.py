@@ -76,6 +76,12 @@ def test_whose_a_request_is(owners: Tenants, said: Any, extra_key: Any, cache_sa
     assert owners.tenant_of(said, extra_key, cache_salt) == expected
 
 
+def test_names_that_look_like_an_adapter_s_digest_are_names(owners: Tenants) -> None:
+    for name in ("0f" * 16, "org-" + "0f" * 16):
+        owners.limits = {DEFAULT: Tenant(), name: Tenant(0.5)}
+        assert owners.tenant_of(None, name, None) == owners.tenant_of(None, f"{name}/x", None) == name
+
+
 def test_100_000_hostile_requests_are_default_s_and_leave_no_text_of_theirs(owners: Tenants) -> None:
     chance = random.Random(1)
     texts = ["team-a" + "x" * 70, "x" * 1_000_000, "\0", "team-a\n", "TEAM-A", "../team-a", "b" * 65, "\ud800"]
@@ -280,6 +286,21 @@ def test_what_a_tenant_writes_past_its_budget_it_pays_back_itself(budget: WriteB
     budget.written(1_000, DEFAULT)
     budget._now.now = 100.0  # type: ignore[attr-defined]
     assert budget.left_for("team-a") == 18_000 and budget.left_for(DEFAULT) == -250
+
+
+def test_shares_of_all_are_lent_while_nobody_writes_for_them_and_no_debt_is_another_s_gain(owners: Tenants) -> None:
+    halves = {name: Tenant(0.5) for name in ("team-a", "b")}
+    owners.limits, clock = {DEFAULT: Tenant(), **halves}, Clock()
+    budget, written = WriteBudget(10.0, clock), 0
+    for _ in range(1_000):
+        clock.now += 60
+        if (size := int(budget.left_for(DEFAULT))) > 0:
+            budget.written(size)
+            written += size
+    assert written > 0.95 * 10 * clock.now and budget.left_for("b") == 18_000
+    budget.written(100_000, "team-a")
+    clock.now += 7_200
+    assert budget.left_for(DEFAULT) <= 36_000 / 12 and budget.to_spend > 0
 
 
 @pytest.mark.parametrize("seed", range(3))

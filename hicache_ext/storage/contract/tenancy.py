@@ -49,10 +49,11 @@ class Tenants:
             return said
         for key in (extra_key, cache_salt):
             first = key[0] if isinstance(key, list | tuple) and key else key
-            if key is extra_key and isinstance(first, str):
-                first = without_adapter(first)
-            if isinstance(first, str) and (begin := _begin_of(first)) in self.limits:
-                return begin
+            if not isinstance(first, str):
+                continue
+            for words in (first, without_adapter(first)) if key is extra_key else (first,):
+                if (begin := _begin_of(words)) in self.limits:
+                    return begin
         return DEFAULT
 
     def offer(

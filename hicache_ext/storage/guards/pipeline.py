@@ -50,6 +50,8 @@ R = TypeVar("R", GetResult, SetResult)
 T = TypeVar("T")
 
 RETRIES = 1
+_LONGEST_CLOSE = 60.0
+"""Seconds, of a tier whose timeout was switched off."""
 CONCURRENCY = 16
 EXISTS_BUDGET = 0.005
 SLOW_CALL = 0.5
@@ -164,8 +166,9 @@ class GuardedStore(DelegatingStore):
         self._reads.change(timeout, LEAST_READ if learns else math.inf)
         self._look_ups.change(timeout, LEAST_READ if learns else math.inf)
         self._writes.change(write_timeout, LEAST_WRITE if learns else math.inf)
-        if self.breaker is not None and plan.breaker is not None:
-            self.breaker.settings = plan.breaker
+        if self.breaker is not None:
+            # Nobody calls a local disk slow whose timeout was switched off.
+            self.breaker.settings = plan.breaker or BreakerSettings(slow_call=math.inf)
 
     def forget_look_ups(self) -> None:
         """Pages may have come or gone on a way that these guards have not seen: ask the store again."""
@@ -181,10 +184,10 @@ class GuardedStore(DelegatingStore):
         if self.breaker is not None:
             self.breaker.close(0)
         try:
-            if self.deadline is None or self._writes.longest == math.inf:
+            if self.deadline is None:
                 self.inner.close()
             else:
-                self.deadline.close(self.inner.close, self._writes.longest)
+                self.deadline.close(self.inner.close, min(self._writes.longest, _LONGEST_CLOSE))
         finally:
             if self.breaker is not None:
                 self.breaker.close(_CLOSE_WAIT)

@@ -46,6 +46,8 @@ class Call:
     """Bytes or keys."""
     limits: LearntLimit | None = None
     """What learns from it, if anything does."""
+    learnt: bool = False
+    """Whether its limit is shorter than configured."""
     queued: float = 0.0
     """How long it has waited for its place."""
     unanswered: Unanswered = field(default_factory=Unanswered)
@@ -54,11 +56,6 @@ class Call:
     @property
     def deadline(self) -> float:
         return self.begun + self.seconds
-
-    @property
-    def learnt(self) -> bool:
-        """Whether its limit is shorter than configured."""
-        return self.limits is not None and self.seconds < self.limits.longest
 
     def ended(self, shown: int, now: float) -> None:
         """Learn from it. ``shown``: the amount that its answer is evidence for: absent pages take no time, and failed
@@ -90,7 +87,8 @@ class LearntLimit:
 
     def begin(self, name: str, pages: int, amount: int) -> Call:
         """A call of ``amount`` that begins now."""
-        return Call(name, pages, self._clock(), self.seconds(amount), amount, self)
+        longest, seconds = self.longest, self.seconds(amount)
+        return Call(name, pages, self._clock(), seconds, amount, self, seconds < longest)
 
     def seconds(self, amount: int) -> float:
         """The limit of a call of ``amount``."""

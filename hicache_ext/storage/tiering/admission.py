@@ -55,53 +55,78 @@ logger = logging.getLogger(__name__)
 _SAVED = 3600.0
 """Seconds."""
 _ABOUT_ALL = 0.9
+_LENT = 1 / 12
+"""Of what may be saved: what nobody's part holds where tenants have shares of all."""
 
 
 class WriteBudget:
     """So many bytes a second, an hour's worth of which may be saved up. Each tenant's share of it is its own; what it
-    does not use goes to whoever writes, once it has saved its part of the hour. Threads: the caller locks."""
+    cannot save any more goes to whoever writes. Threads: the caller locks."""
 
     def __init__(self, bytes_a_second: float, now: Callable[[], float] = time.monotonic) -> None:
         self._rate = bytes_a_second
         self._now = now
-        self._left = self._most = bytes_a_second * _SAVED
-        self._looked = now()
+        self._common = self._most = bytes_a_second * _SAVED
+        """What anybody may write; less than none while writes that were queued before are still counted."""
         self._own: dict[str, float] = {}
-        """Of ``left``, what each tenant with a share alone may write; less than none for who wrote more than it may."""
+        """What each tenant with a share alone may write; less than none for who wrote more than it may."""
+        self._most_own: dict[str, float] = {}
+        self._looked = now()
 
     @property
     def left(self) -> float:
-        """Bytes that may be written now. Less than none while writes that were queued before are still counted."""
+        """Bytes that may be written now."""
+        self._earn()
+        return self._common + sum(self._own.values())
+
+    def _earn(self) -> None:
         now, owners = self._now(), tenants.in_force()
-        before, earned = max(0.0, self._left), max(0.0, now - self._looked) * self._rate
-        self._left = min(self._most, self._left + earned)
+        earned = max(0.0, now - self._looked) * self._rate
         self._looked = now
         shares = {} if owners is None else {name: limit.share for name, limit in owners.limits.items() if limit.share}
-        self._own = {
-            name: min(share * self._most, self._own.get(name, share * before) + share * earned)
-            for name, share in shares.items()
-        }
-        return self._left
+        self._common += sum(self._own.pop(name) for name in self._own.keys() - shares.keys())
+        self._most_own = {name: share * self._most for name, share in shares.items()}
+        begins = max(0.0, self._common)
+        for name, share in shares.items():
+            if name not in self._own:
+                self._own[name] = share * begins
+                self._common -= self._own[name]
+            saved = min(share * earned, self._most_own[name] - self._own[name])
+            self._own[name] += saved
+            earned -= saved
+        self._common = min(self._most_common, self._common + earned)
+
+    @property
+    def _most_common(self) -> float:
+        return max(self._most - sum(self._most_own.values()), self._most * _LENT)
 
     def left_for(self, tenant: str) -> float:
-        """Of ``left``, what this tenant may write: its own part, and what is nobody's."""
-        common = self.left - sum(self._own.values())
+        """What this tenant may write: its own part, and what is nobody's."""
+        self._earn()
         own = self._own.get(tenant)
-        return common if own is None else own + max(0.0, common)
+        return self._common if own is None else own + max(0.0, self._common)
 
     @property
     def to_spend(self) -> float:
         """Bytes a second to write at now: the budget while half of what may be saved is left, nothing when nothing is,
-        and no limit while about all of it is: what cannot be saved would be lost."""
-        left = self.left
-        return math.inf if left > _ABOUT_ALL * self._most else max(0.0, 2 * left / _SAVED)
+        and no limit while about all of it is: what cannot be saved would be lost. A tenant that has saved all of its
+        own does not write."""
+        self._earn()
+        writing = [name for name, own in self._own.items() if own < self._most_own[name]]
+        left = max(0.0, self._common) + sum(max(0.0, self._own[name]) for name in writing)
+        most = self._most_common + sum(self._most_own[name] for name in writing)
+        return math.inf if left > _ABOUT_ALL * most else 2 * left / most * self._rate
 
     def written(self, size: int, tenant: str = DEFAULT) -> None:
-        """So many bytes were written, of what is the tenant's own first."""
-        available = self.left_for(tenant)
-        if (own := self._own.get(tenant)) is not None:
-            self._own[tenant] = min(max(0.0, own - size), available - size)
-        self._left -= size
+        """So many bytes were written, of what is the tenant's own first, then of what is nobody's."""
+        self._earn()
+        if tenant not in self._own:
+            self._common -= size
+            return
+        own = min(size, max(0.0, self._own[tenant]))
+        common = min(size - own, max(0.0, self._common))
+        self._common -= common
+        self._own[tenant] -= size - common
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any, ClassVar
 
 import pytest
@@ -128,7 +129,10 @@ def test_with_its_timeout_switched_off_a_tier_reads_straight_into_host_pages_aga
         assert store.get(PageBatch([KEY], [[page]])) == [GetResult.HIT]
         assert (given[-1] is page) == straight
     store.put_limits(plan_guards(file_tier(timeout="off")))
+    # Nor is its disk slow any more, however long it takes.
+    assert store.breaker is not None and store.breaker.settings.slow_call == math.inf
     store.close()
+    assert not [thread for thread in threading.enumerate() if "memory-deadline" in thread.name]
     with pytest.raises(StoreClosedError):
         store.contains([KEY])
 

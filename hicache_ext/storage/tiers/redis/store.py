@@ -75,6 +75,9 @@ from hicache_ext.storage.tiers.redis.topology import Topology, post_hint, read_h
 
 logger = logging.getLogger(__name__)
 
+_MOST_TRIES = 1 << 18
+"""Names; a cluster has 16,384 slots."""
+
 _ATTEMPTS = 2
 """Connections tried for one page: the first may have died while it was idle."""
 _REDIRECTIONS = 3
@@ -178,11 +181,10 @@ class RedisPageStore(TierStore):
                 node.mark_down(passing[0], self._unused_name(name))
 
     def _a_page_of(self, node: Node) -> bytes:
-        """The name of a page that nobody has, on this node."""
-        while True:
-            name = self._page_name(os.urandom(KEY_LENGTH))
-            if not self._topology.is_cluster or self._topology.node_of(name) is node:
-                return name
+        """The name of a page that nobody has, on this node; on any where it has lost its slots meanwhile."""
+        names = (self._page_name(os.urandom(KEY_LENGTH)) for _ in range(_MOST_TRIES))
+        fitting = (name for name in names if not self._topology.is_cluster or self._topology.node_of(name) is node)
+        return next(fitting, self._page_name(os.urandom(KEY_LENGTH)))
 
     def _unused_name(self, like: bytes) -> bytes:
         """One that no page has: in a cluster in the slot of the page ``like``, by a hash tag."""
