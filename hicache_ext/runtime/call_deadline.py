@@ -75,7 +75,7 @@ def is_probe() -> bool:
 
 @contextmanager
 def answering_at_once() -> Iterator[None]:
-    """Calls inside come from SGLang's scheduler: look-ups end within each tier's ``guards.exists_budget``."""
+    """Calls inside come from SGLang's scheduler: look-ups end within a guarded tier's exists budget."""
     token = _at_once.set(True)
     try:
         yield

@@ -25,6 +25,7 @@ from hicache_ext.page.transforms.codec import LOSSY_CODECS
 from hicache_ext.runtime.call_deadline import answering_at_once
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
+from hicache_ext.runtime.threads import call_within
 from hicache_ext.sglang import kernel_hooks
 from hicache_ext.sglang.launch_facts import longest_prompt, read_launch_facts, unicode_text
 from hicache_ext.sglang.never_raise import answering, guarded_calls
@@ -159,10 +160,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
                     error.__cause__ or error,
                 )
 
-        loading = threading.Thread(target=load, name="hicache-ext-page-hashes", daemon=True)
-        loading.start()
-        loading.join(_LONGEST_LOAD)
-        if loading.is_alive():
+        if call_within(_LONGEST_LOAD, "hicache-ext-page-hashes", load) is None:
             logger.warning(
                 "hicache_ext: SGLang is building its extension for page hashes; the first prompt waits for it"
             )

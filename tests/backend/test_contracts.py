@@ -333,7 +333,7 @@ OURS = {"advance_weights_epoch", "declare_failures", "distrust", "export_also", 
     "writes_on_every_rank",
 }
 AT_START = {"register_mem_pool_host", "register_mem_host_pool_v2", "on_host_pools_registered"}
-"""These may raise: SGLang then does not start."""
+"""These may raise: SGLang then does not start. Not each release has all of them."""
 
 
 def public_calls(kind: type) -> set[str]:
@@ -346,7 +346,7 @@ def test_each_call_of_sglang_is_guarded() -> None:
 
     without_arguments = {"clear", "close", "get_stats"}
     assert set(guarded_calls(HiCacheExtBackend)) - {"_move_transfer"} == SHAPES.keys() | without_arguments
-    assert public_calls(HiCacheExtBackend) - set(guarded_calls(HiCacheExtBackend)) == OURS | AT_START
+    assert public_calls(HiCacheExtBackend) - set(guarded_calls(HiCacheExtBackend)) - AT_START == OURS
 
 
 @pytest.mark.parametrize("call", SHAPES)

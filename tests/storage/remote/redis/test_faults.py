@@ -637,7 +637,7 @@ def test_a_node_that_has_forgotten_its_cluster_does_not_empty_the_map(tmp_path, 
 
         def slot_ranges(topology, endpoint):
             asked.append(endpoint.port)
-            return [(*one, ()) for one in known[endpoint.port]]
+            return known[endpoint.port]
 
         monkeypatch.setattr(Topology, "_slot_ranges", slot_ranges)
         store = open_store(first, second)
