@@ -606,7 +606,6 @@ def watch(server: SglangClient, share: float, *, say: Callable[[str], None]) -> 
     lengths = [min(length, source.longest()) for length in QUICK_LENGTHS]
     prompts = [source.prompt(lengths[at % len(lengths)]) for at in range(_CANARIES)]
     for number in itertools.count():
-        started = time.monotonic()
         try:
             _wait_until_idle(server)
             started = time.monotonic()
