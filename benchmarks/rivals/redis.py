@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.rivals import ours
 from hicache_ext.bench.pool import Open, Pages
 from hicache_ext.errors import BenchmarkError
+from hicache_ext.packages import need
 from hicache_ext.runtime.vectored import IOV_MAX, after
 from tests.rigs.redis_servers import RedisServer, redis_program
 
@@ -48,6 +49,7 @@ class RedisPy:
     """redis-py: its connection pool gives each thread a connection."""
 
     def __init__(self, server: Any) -> None:
+        need("redis")
         redis: Any = importlib.import_module("redis")
         self._client: Any = redis.Redis(port=server.port)
 
@@ -103,6 +105,7 @@ class LMCacheRedis:
         self._workers = workers
         self._idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._clients: list[Any] = []
+        need("redis")
         redis: Any = importlib.import_module("redis")
         self._remover: Any = redis.Redis(port=server.port)
 
