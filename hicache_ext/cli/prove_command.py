@@ -293,7 +293,11 @@ class Case:
     restored_tokens: int = 0
     """From storage, least of all prompts."""
     lossy: bool = False
-    """The server has counted pages of a lossy codec in this run."""
+    """The server has counted pages of a lossy codec, in this case or another one."""
+    restarted: bool = False
+    read_bytes: float = 0.0
+    read_seconds: float = 0.0
+    """Of all tiers' own calls for what was restored, in all processes; 0 without ``--enable-metrics``."""
     strange_tokens: int = 0
     """Tokens of prompts that nobody had asked under these names, and that were not computed: names are mixed up."""
     computed_seconds: float = 0.0
@@ -325,8 +329,6 @@ class Proof:
 
     facts: dict[str, Any]
     cases: list[Case] = field(default_factory=list)
-    read_bytes_per_second: float | None = None
-    """That the tiers reached in their own calls."""
 
     def lossy(self) -> dict[str, float] | None:
         """Return how far all restored answers and those computed twice lie apart, where a codec is lossy: mean absolute
@@ -342,11 +344,11 @@ class Proof:
 
     @property
     def verdict(self) -> str:
-        verdicts = {case.verdict for case in self.cases}
-        for worst in (DIFFERENT, LOSSY, WITHIN, EQUAL):
-            if worst in verdicts:
-                return worst
-        return NOT_SHOWN
+        before, after = ({case.verdict for case in self.cases if case.restarted is it} for it in (False, True))
+        verdicts = before | after
+        if DIFFERENT not in verdicts and after == {NOT_SHOWN}:
+            return NOT_SHOWN  # what a restart leaves was asked for
+        return next((worst for worst in (DIFFERENT, LOSSY, WITHIN, EQUAL) if worst in verdicts), NOT_SHOWN)
 
     def pays_from(self) -> int | None:
         """Return the prompt length from which on restoring was faster, in tokens."""
@@ -358,7 +360,9 @@ class Proof:
 
     def document(self) -> dict[str, Any]:
         cases = [{**asdict(case), "verdict": case.verdict} for case in self.cases]
-        speed = {"pays_from_tokens": self.pays_from(), "read_bytes_per_second": self.read_bytes_per_second}
+        read, seconds = (sum(getattr(case, f"read_{name}") for case in self.cases) for name in ("bytes", "seconds"))
+        rate = read / seconds if read > 0 and seconds > 0 else None
+        speed = {"pays_from_tokens": self.pays_from(), "read_bytes_per_second": rate}
         return {"verdict": self.verdict, "lossy": self.lossy(), "server": self.facts, **speed, "cases": cases}
 
 
@@ -411,29 +415,38 @@ def prove(
         except (ServerError, OSError, http.client.HTTPException) as error:
             proof.facts["not_tried"] = f"prompts with images ({shown_text(str(error).partition(chr(10))[0])})"
     server.generate(source.prompt(min(len(tokens) for tokens in prompts)), 2, extra_key=f"{salt}-warm")
-    asked = _Asked(server, salt, page)
+    asked = _Asked(server, salt, page, info)
     answers = []
-    before = _reads(server, info)
-    for name, group in groups:
-        case = Case(name, len(group[0].tokens))
-        answers.append((case, group, asked.compute(case, group)))
-        asked.restore(*answers[-1])
-        proof.cases.append(case)
-        say(_line(case))
-    read, seconds, lossy = (now - then for now, then in zip(_reads(server, info), before, strict=True))
-    proof.read_bytes_per_second = read / seconds if read > 0 and seconds > 0 else None
-    if restart is not None:
-        restart()
-        for before_it, group, known in answers:
-            case = Case(f"{before_it.name}, restarted", before_it.prompt_tokens, before_it.spread)
-            case.computed_seconds = before_it.computed_seconds
-            asked.restore(case, group, known)
+    failed: Exception | None = None
+    try:
+        asked.reads()
+        for name, group in groups:
+            case = Case(name, len(group[0].tokens))
+            answers.append((case, group, asked.compute(case, group)))
             proof.cases.append(case)
+            asked.restore(*answers[-1])
             say(_line(case))
-    # What happens seldom is seen in few of the cases.
-    spread = functools.reduce(Difference.joined, (case.spread for case in proof.cases))
-    for case in proof.cases:
-        case.spread, case.lossy = spread, lossy > 0
+        if restart is not None:
+            restart()
+            asked.reads()
+            for before, group, known in answers:
+                case = Case(f"{before.name}, restarted", before.prompt_tokens, before.spread, restarted=True)
+                case.computed_seconds = before.computed_seconds
+                proof.cases.append(case)
+                asked.restore(case, group, known)
+                say(_line(case))
+    except (ServerError, OSError, http.client.HTTPException) as error:
+        failed = error
+    if proof.cases:
+        # What happens seldom is seen in few of the cases.
+        spread = functools.reduce(Difference.joined, (case.spread for case in proof.cases))
+        lossy = any(case.lossy for case in proof.cases)
+        for case in proof.cases:
+            case.spread, case.lossy = spread, lossy
+    if failed is not None:
+        if proof.verdict != DIFFERENT:
+            raise failed
+        proof.facts["not_tried"] = f"the rest ({shown_text(str(failed).partition(chr(10))[0])})"
     return proof
 
 
@@ -457,19 +470,6 @@ def _facts(server: SglangClient, info: Mapping[str, Any]) -> dict[str, Any]:
     if not info.get("enable_unified_cache_external_linker"):
         facts["linker"] = None
     return {**facts, "kind": " ".join(model.get("architectures") or ()), "not_tried": None}
-
-
-def _reads(server: SglangClient, info: Mapping[str, Any]) -> list[float]:
-    """Return bytes that all tiers have read, seconds of their calls, and pages that a lossy codec gave back; 0 of a
-    server without ``--enable-metrics``."""
-    if not info.get("enable_metrics"):
-        return [0.0] * 3
-    time.sleep(_EXPORTED_WITHIN)
-    samples = read_samples(server.get("/metrics"))
-    of_all = [samples.by("tier", f"{PREFIX}bytes_total", reason="get")]
-    of_all.append(samples.by("tier", f"{CALL_SECONDS}_sum", operation="get"))
-    of_all.append(samples.by("tier", f"{PREFIX}lossy_total"))
-    return [sum(count for tier, count in counts.items() if tier != "all") for counts in of_all]
 
 
 def _adapters(info: Mapping[str, Any]) -> list[str]:
@@ -526,13 +526,30 @@ class _Text:
         return max(TAIL, min(limits, default=QUICK_LENGTHS[0]) - margin)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Asked:
     """Asks prompts of a server, at the same time, under names that start with ``salt``."""
 
     server: SglangClient
     salt: str
     page: int
+    info: Mapping[str, Any] = field(default_factory=dict)
+    read: Sequence[float] = (0.0, 0.0, 0.0)
+    """What ``reads`` had to subtract last."""
+
+    def reads(self) -> Sequence[float]:
+        """Return bytes that all tiers have read since the last call, seconds of their calls, and pages that a lossy
+        codec gave back; 0 without ``--enable-metrics``."""
+        if not self.info.get("enable_metrics"):
+            return self.read
+        time.sleep(_EXPORTED_WITHIN)
+        samples = read_samples(self.server.get("/metrics"))
+        of_all = [samples.by("tier", f"{PREFIX}bytes_total", reason="get")]
+        of_all.append(samples.by("tier", f"{CALL_SECONDS}_sum", operation="get"))
+        of_all.append(samples.by("tier", f"{PREFIX}lossy_total"))
+        before = self.read
+        self.read = [sum(count for tier, count in counts.items() if tier != "all") for counts in of_all]
+        return [now - then for now, then in zip(self.read, before, strict=True)]
 
     def compute(self, case: Case, prompts: Sequence[Prompt]) -> list[list[Generation]]:
         """Return what was computed, and what was answered from device memory: the latter in the shapes in which a
@@ -554,16 +571,18 @@ class _Asked:
             time.sleep(wait)
             self.server.flush_cache()
             answers = self.ask(prompts, "")
+            read, seconds, lossy = self.reads()
+            case.lossy |= lossy > 0
             for answer, *others in zip(answers, *known, strict=True):
                 if answer.cached.storage:
                     nearest = min((difference(other, answer) for other in others), key=lambda apart: apart.worst)
                     case.restored = case.restored.joined(nearest)
             least = min(answer.cached.storage for answer in answers)
             if least > case.restored_tokens:
-                case.restored_tokens = least
+                case.restored_tokens, case.read_bytes, case.read_seconds = least, read, seconds
                 case.restored_seconds = statistics.median_high(answer.time_to_first_token for answer in answers)
-            if least >= (case.prompt_tokens - TAIL) // self.page * self.page:
-                return
+            if least >= (case.prompt_tokens - TAIL) // self.page * self.page or (case.restarted and not least):
+                return  # what a restart has lost is computed, and stored, by now
 
     def ask(self, prompts: Sequence[Prompt], suffix: str) -> list[Generation]:
         def ask(prompt: Prompt) -> Generation:
@@ -728,9 +747,9 @@ def _words(document: Mapping[str, Any]) -> list[str]:
         "too, unless it has --enable-metrics.)",
         LOSSY: "Restored answers are not the computed ones; what a codec does and what a small fault does look alike. "
         "The same server with `codec: off` shows whether pages are right: then these figures are the codec's.",
-        NOT_SHOWN: "Of no prompt more than half came back from storage: `hicache-ext doctor` and the server's log may "
-        "tell why. Prompts that are shorter than prefetch_threshold (256 tokens) or longer than host memory's pool are "
-        "never restored.",
+        NOT_SHOWN: "Of no prompt (or of none after the restart) more than half came back from storage: `hicache-ext "
+        "doctor` and the server's log may tell why. Prompts that are shorter than prefetch_threshold (256 tokens) or "
+        "longer than host memory's pool are never restored.",
     }
     words = [f"Restored answers: {verdict}", means[verdict]]
     for case in document["cases"]:
@@ -756,8 +775,14 @@ def _words(document: Mapping[str, Any]) -> list[str]:
     if pays is not None:
         words.append(f"Restoring was faster from {pays:,} tokens on.")
     if speed := document["read_bytes_per_second"]:
+        of_prompt = [case for case in document["cases"] if case["name"].endswith(" tokens") and case["read_seconds"]]
+        longest = max(of_prompt or document["cases"], key=lambda case: case["prompt_tokens"])
+        reading = longest["read_seconds"] / (document["server"].get("tp") or 1)
         words.append(
-            f"Tiers were read at {rounded_size(int(speed))} a second; `hicache-ext bench` says what they can do."
+            f"Tiers were read at {rounded_size(int(speed))} a second in their own calls; `hicache-ext bench` says what "
+            f"they can do. Of the {1e3 * longest['restored_seconds']:.0f} ms to the first token of {longest['name']}, "
+            f"restored, they are {1e3 * reading:.0f} ms; the rest is SGLang's: the end of the prompt, copies to the "
+            "device, waiting. `tracing` shows more of a single request."
         )
     facts = ", ".join(f"{name} {value}" for name, value in document["server"].items() if value is not None)
     return [*words, f"Server: {facts}"]

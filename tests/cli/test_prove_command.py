@@ -28,6 +28,8 @@ INFO = {
     "max_total_num_tokens": 5000,
 }
 
+TIERS = ("disk", "all")
+
 
 class Server:
     """Answers as SGLang does: what it computed it has, on its device until it is flushed and then in storage.
@@ -63,7 +65,7 @@ class Server:
         self.storage: set[tuple[Any, ...]] = set()
         self.restored: set[tuple[Any, ...]] = set()
         self.asked: list[dict[str, Any]] = []
-        self.restarts = 0
+        self.restarts = self.reads = 0
         self.url = "http://127.0.0.1:1"
         self.waiting: list[int] = []
         """Requests of others, at each look to come, the last one first."""
@@ -71,10 +73,9 @@ class Server:
 
     def get(self, path: str, timeout: float = 30) -> str:
         if path == "/metrics":
-            reads = 'tier="disk",reason="get"} 3e6', 'tier="all",reason="get"} 3e6'
-            values = [f"hicache_ext_bytes_total{{{value}" for value in reads if self.restored]
-            values.append(f'hicache_ext_call_seconds_sum{{tier="disk",operation="get"}} {len(self.restored)}')
-            values.append(f'hicache_ext_lossy_total{{tier="disk",reason="int8"}} {len(self.restored) * self.lossy}')
+            values = [f'hicache_ext_bytes_total{{tier="{tier}",reason="get"}} {3e6 * self.reads}' for tier in TIERS]
+            values.append(f'hicache_ext_call_seconds_sum{{tier="disk",operation="get"}} {self.reads}')
+            values.append(f'hicache_ext_lossy_total{{tier="disk",reason="int8"}} {self.reads * self.lossy}')
             return "\n".join(values)
         if path.startswith("/v1/loads"):
             waiting = self.waiting.pop() if self.waiting else 0
@@ -97,6 +98,7 @@ class Server:
         from_device, from_storage = name in self.device, name not in self.device and name in self.storage
         if from_storage:
             self.restored.add(name)
+            self.reads += 1
         self.device.add(name)
         if self.stores and not str(name[1]).endswith(self.forgets or ("\0",)):
             self.storage.add(name)
@@ -126,6 +128,7 @@ class Server:
 
     def restart(self) -> None:
         self.restarts += 1
+        self.reads = 0
         self.flush_cache()
 
 
@@ -208,6 +211,48 @@ def test_after_a_restart_all_is_compared_once_more() -> None:
     assert {case.verdict for case in proof.cases} == {EQUAL}
 
 
+def test_what_no_restart_has_left_is_not_called_equal() -> None:
+    server = Server()
+
+    def restart() -> None:
+        server.restart()
+        server.storage.clear()
+
+    proof = proven(server, restart=restart)
+    assert [case.verdict for case in proof.cases] == [EQUAL] * 3 + [NOT_SHOWN] * 3
+    assert proof.verdict == NOT_SHOWN
+
+
+def test_a_lossy_codec_that_is_seen_after_the_restart_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove_command, "_EXPORTED_WITHIN", 0.0)
+    server = Server(enable_metrics=True)
+
+    def restart() -> None:
+        server.restart()
+        server.lossy = True
+
+    assert {case.verdict for case in proven(server, restart=restart).cases} == {LOSSY}
+
+
+@pytest.mark.parametrize(("wrong", "code"), [(5.0, 1), (0.0, 2)])
+def test_what_was_found_is_told_although_the_server_dies_then(
+    wrong: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Server(wrong=wrong)
+    generate = server.generate
+
+    def dies(prompt: Sequence[int], *rest: Any, **body: Any) -> Generation:
+        if "at-once" in str(body.get("extra_key")):
+            raise ServerError("the server died")
+        return generate(prompt, *rest, **body)
+
+    monkeypatch.setattr(server, "generate", dies)
+    assert command(server, monkeypatch) == code
+    printed = capsys.readouterr()
+    told = printed.out if wrong else printed.err
+    assert "the server died" in told and ("DIFFERENT" in printed.out) == bool(wrong)
+
+
 def test_an_adapter_is_asked_besides() -> None:
     server = Server(lora_paths=[{"lora_name": "style", "lora_path": "/adapters/style"}])
     assert proven(server).cases[-1].name == "adapter style"
@@ -248,11 +293,14 @@ def test_the_speed_of_the_tiers_is_their_own_and_that_of_a_server_with_metrics(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prove_command, "_EXPORTED_WITHIN", 0.0)
-    assert proven(Server()).read_bytes_per_second is None
+    assert proven(Server()).document()["read_bytes_per_second"] is None
     proof = proven(Server(enable_metrics=True))
-    # Two prompts at once were restored last.
-    assert proof.read_bytes_per_second == 1.5e6
-    assert any(line.startswith("Tiers were read at 1.4") for line in prove_command.as_lines(proof.document()))
+    assert [case.read_seconds for case in proof.cases] == [1, 1, 2]
+    assert [case.read_bytes for case in proof.cases] == [3e6, 3e6, 6e6]
+    document = proof.document()
+    assert document["read_bytes_per_second"] == 3e6
+    said = "Tiers were read at 2.9MiB", "Of the 100 ms to the first token of 2,000 tokens, restored, they are 1000 ms;"
+    assert any(line.startswith(said[0]) and said[1] in line for line in prove_command.as_lines(document))
 
 
 @pytest.mark.parametrize(
