@@ -304,6 +304,7 @@ class Node:
             self._log.log(logging.WARNING, "down", "redis node %s is down: %s", self.endpoint, reason)
             self._when_down()
         else:
+            self._refused = None
             self._metrics.add("node", "up")
             self._log.log(logging.INFO, "up", "redis node %s is up", self.endpoint)
 

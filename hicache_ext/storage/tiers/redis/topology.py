@@ -249,7 +249,9 @@ class Topology:
                 if isinstance(answer, BaseException):
                     problem = problem or _in_words(answer)
                 elif answer is None:
-                    return self._use_single(endpoint)
+                    if self._slots is None:
+                        return self._use_single(endpoint)
+                    problem = problem or ConnectionError(f"{endpoint} is in no cluster any more")
                 # A node that came back without its memory of the cluster knows nothing, and must not empty the map.
                 elif best is None or _covered(answer) > _covered(best):
                     best = answer
@@ -425,7 +427,9 @@ def primary_of(tier: RedisTierConfig, sentinel: Endpoint, service: str, tls: Tls
 def _in_words(error: BaseException) -> BaseException:
     """The error as whoever configures the tier understands it."""
     if isinstance(error, LoginError) and not str(error).startswith("SELECT"):
-        return ConnectionError("the login is refused; check username and password")
+        # ERR is also what one says that takes no more clients.
+        more = ", and its maxclients" if error.code == "ERR" else ""
+        return ConnectionError(f"the login is refused ({error.code}); check username and password{more}")
     if isinstance(error, RefusedError) and error.code == "NOPERM":
         return ConnectionError(f"the user may not use {error.word.decode()}")
     return error
