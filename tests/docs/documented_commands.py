@@ -122,7 +122,7 @@ RULES = (
     ),
     Rule("hicache-ext bench kernels ", How.PARSE, why="a minute on a GPU, whose calibration it would write"),
     Rule("python -m benchmarks.bench_file ", clean=(2,), why=_RIVALS, in_short=(_SECONDS,)),
-    Rule("python -m benchmarks.bench_pool --engine redis", in_short=(("$", " --quick"),)),
+    Rule("python -m benchmarks.bench_pool --engine redis", why=_RIVALS, in_short=(("$", " --quick"),)),
     Rule("python -m benchmarks.bench_pool ", clean=(1,), why=_RIVALS, in_short=(("$", " --quick"),)),
     Rule("python -m benchmarks.fleet_on_paper ", why="1,024 nodes take minutes", in_short=((" 64 1024", ""),)),
     Rule("python -m benchmarks.bench_kernels ", How.NOT_RUN, why="20 minutes; tests/bench has a quick run"),
