@@ -185,7 +185,9 @@ def _measure(
         time.sleep(SETTLE if arm.fault or arm.dies else 0.3)
         node.freeze()
         costs, offsets[arm.node] = step_costs.read_step_costs(directory / f"{arm.node}.steps", offsets.get(arm.node, 0))
-        readable = _seconds_until_readable(directory / f"{arm.node}.steps.readable")
+        # What was left of an earlier batch over a bad pool was written now, after the node had been stopped.
+        since = time.monotonic() - started
+        readable = [took for took in _seconds_until_readable(directory / f"{arm.node}.steps.readable") if took < since]
         if counts:
             measured[name].rates.append(rate)
             measured[name].cpu_seconds.append(cpu_seconds)
