@@ -91,7 +91,7 @@ class DamagingClient:
             if code > 0 and self._random.random() < self.flipped:
                 piece = self._random.randrange(len(places))
                 byte = ctypes.c_ubyte.from_address(places[piece] + self._random.randrange(lengths[piece]))
-                byte.value ^= 0x10
+                byte.value ^= self._random.randrange(1, 256)  # two reads that agree are a bad page in the pool
         return codes
 
     def close(self) -> int:
