@@ -45,13 +45,17 @@ def redis_server(directory: Path) -> Iterator[tuple[dict[str, Open], Iterable[st
         yield {"hicache_ext": ours("redis", {"url": server.url}), **own, limit: lambda memory: BareSockets(server)}, own
 
 
+def _redis_py(server: Any) -> Any:
+    """Return a client. Raises MissingPackageError."""
+    need("redis")
+    return importlib.import_module("redis").Redis(port=server.port)
+
+
 class RedisPy:
     """redis-py: its connection pool gives each thread a connection."""
 
     def __init__(self, server: Any) -> None:
-        need("redis")
-        redis: Any = importlib.import_module("redis")
-        self._client: Any = redis.Redis(port=server.port)
+        self._client = _redis_py(server)
 
     def write(self, keys: Sequence[bytes], pages: Pages) -> int:
         with self._client.pipeline(transaction=False) as pipeline:
@@ -105,9 +109,7 @@ class LMCacheRedis:
         self._workers = workers
         self._idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._clients: list[Any] = []
-        need("redis")
-        redis: Any = importlib.import_module("redis")
-        self._remover: Any = redis.Redis(port=server.port)
+        self._remover = _redis_py(server)
 
     def write(self, keys: Sequence[bytes], pages: Pages) -> int:
         return self._moved(keys, pages.sources, "submit_batch_set")

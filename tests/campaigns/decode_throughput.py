@@ -43,8 +43,8 @@ from tests.rigs.tiny_hybrid import ARGUMENTS, DECODE_ARGUMENTS, KINDS, make_tiny
 from tests.rigs.tiny_model import make_tiny_model
 
 BATCH = 6
-PROMPT_TOKENS = {"qwen3_next": 320}
-"""96 for other kinds. Of a prompt with recurrent states, prefill nodes store what lies before the last state."""
+PROMPT_TOKENS = dict.fromkeys(("llama", *KINDS), 96) | {"qwen3_next": 320}
+"""By kind. Of a prompt with recurrent states, prefill nodes store what lies before the last state."""
 TOKENS = 512
 SETTLE = 2.0
 """Seconds after a batch over a faulty pool: what waits is written, the breaker closes."""
@@ -84,7 +84,7 @@ class Measured:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Decode throughput with and without the decode writer.")
-    parser.add_argument("--model", choices=("llama", *KINDS), default="llama", help="kind of tiny model")
+    parser.add_argument("--model", choices=tuple(PROMPT_TOKENS), default="llama", help="kind of tiny model")
     parser.add_argument("--minutes", type=float, default=11, help="until the last round begins")
     parser.add_argument("--report", type=Path, help="a .md file to write; the figures go beside it as .json")
     arguments = parser.parse_args()
@@ -92,8 +92,7 @@ def main() -> None:
     with terminated_in_order(), tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         with _nodes(arguments.model, directory) as (pair, nodes):
-            prompt_tokens = PROMPT_TOKENS.get(arguments.model, 96)
-            measured = _measure(pair, nodes, directory, deadline, prompt_tokens)
+            measured = _measure(pair, nodes, directory, deadline, PROMPT_TOKENS[arguments.model])
         said = _said(directory / "writer.log", r"decode writer: (\{.*\})")
         facts = machine_facts(directory, ("sglang", "torch"))
     if not re.search("page.stored", said) or not re.search("page.(error|rejected)", said):
@@ -148,7 +147,7 @@ def _nodes(kind: str, directory: Path) -> Iterator[tuple[PdPair, dict[str, RigSe
                 if server is not pair.decode:
                     server.start()
                 # The first request of a node meets connections that are not open yet and takes ten seconds.
-                _decode_batch(pair, server, f"first-{name}", PROMPT_TOKENS.get(kind, 96))
+                _decode_batch(pair, server, f"first-{name}", PROMPT_TOKENS[kind])
                 server.freeze()
             yield pair, nodes
         finally:
@@ -295,7 +294,7 @@ def _report(
 --report {file}`, {today()[:10]}, \
 {facts["cpus"]} cores, Linux {facts["kernel"].partition("-")[0]}, \
 SGLang {facts["packages"]["sglang"]} on CPU with a tiny {arguments.model}, batches \
-of {BATCH} requests of {PROMPT_TOKENS.get(arguments.model, 96)} tokens with {TOKENS} generated, pages of 16. How it is \
+of {BATCH} requests of {PROMPT_TOKENS[arguments.model]} tokens with {TOKENS} generated, pages of 16. How it is \
 measured stands at the top of that file. Ratios are to the mean of the two servers without offload, whose own distance \
 from 1 is the noise: of all rounds together, and of the rounds (median, quartiles). CPU time is that of all processes \
 of the decode node during a batch; it says more than \
@@ -313,7 +312,7 @@ The writer's counters at the end, all its arms together: `{said}`
         "date": today(),
         "machine": facts,
         "model": arguments.model,
-        "batch": {"requests": BATCH, "prompt_tokens": PROMPT_TOKENS.get(arguments.model, 96), "generated": TOKENS},
+        "batch": {"requests": BATCH, "prompt_tokens": PROMPT_TOKENS[arguments.model], "generated": TOKENS},
         "arms": {
             name: {
                 **asdict(ARMS[name]),
