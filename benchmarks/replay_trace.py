@@ -283,6 +283,11 @@ def s3_fifo(requests: Requests, capacity: int) -> int:
 
 
 def optimum(requests: Requests, capacity: int) -> int:
+    return sum(served_by_the_optimum(requests, capacity))
+
+
+def served_by_the_optimum(requests: Requests, capacity: int) -> Iterator[int]:
+    """Blocks served of each request."""
     never = len(requests)
     following: list[list[int]] = []
     last: dict[int, int] = {}
@@ -292,9 +297,8 @@ def optimum(requests: Requests, capacity: int) -> int:
     following.reverse()
     cached: dict[int, tuple[int, int]] = {}
     order: list[tuple[int, int, int]] = []
-    served = 0
     for request, next_uses in zip(requests, following, strict=True):
-        served += leading_run(request, cached)
+        yield leading_run(request, cached)
         for depth, (block, next_use) in enumerate(zip(request, next_uses, strict=True)):
             if next_use == never:
                 cached.pop(block, None)
@@ -305,7 +309,6 @@ def optimum(requests: Requests, capacity: int) -> int:
             next_use, depth, block = heapq.heappop(order)
             if cached.get(block) == (next_use, depth):
                 del cached[block]
-    return served
 
 
 POLICIES: dict[str, Callable[[Requests, int], int]] = {

@@ -23,6 +23,7 @@ from hicache_ext.storage.contract.tenants import DEFAULT, Tenant
 from hicache_ext.storage.serving.kv_hints import KvHints, said_by
 from hicache_ext.storage.tiering.admission import Admission, AdmissionSettings, WriteBudget
 from hicache_ext.storage.tiering.reload import ReloadableStore
+from hicache_ext.storage.tiers.file import pins
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
@@ -183,6 +184,31 @@ def test_a_store_keeps_shares_and_counts_pages_hits_and_evictions_by_tenant(owne
         assert store_pages(store, mixed, SIZES) == [SetResult.STORED] * 9
         counted = store.fullness().tenant_pages
         assert counted is not None and (counted["team-a"], counted["b"]) == (23, 3)
+    finally:
+        store.close()
+
+
+def test_a_tenant_gets_its_share_back_from_pages_that_another_has_leased(
+    owners: Tenants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pins, "_LOOK_INTERVAL", 0.0)
+    owners.limits = {DEFAULT: Tenant(), "team-a": Tenant(0.9)}
+    store = slab(tmp_path)
+    try:
+        pinned, leased = page_keys(3, "pinned"), page_keys(60, "crawled")
+        store_pages(store, [*pinned, *leased], SIZES)
+        pins.add_pin(tmp_path, "system", [key[16:] for key in pinned], None)
+        pins.add_lease(tmp_path, [key[16:] for key in leased], 600.0, "crawler")
+        for begin in range(0, 600, 10):
+            store_pages(store, page_keys(600, "more")[begin : begin + 10], SIZES)
+        held = sum(store.contains(leased))
+        assert held > 20 and all(store.contains(pinned)), "as much as leases may keep"
+        team = of(owners, "team-a", "a", 200)
+        for begin in range(0, 200, 10):
+            store_pages(store, team[begin : begin + 10], SIZES)
+        capacity = 8 * MIB // (SIZES[0] + 4096)
+        assert sum(store.contains(team)) >= 0.8 * capacity
+        assert sum(store.contains(leased)) < held and all(store.contains(pinned))
     finally:
         store.close()
 

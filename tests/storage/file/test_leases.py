@@ -173,16 +173,55 @@ def test_what_cannot_be_removed_ends_no_other_lease(tmp_path):
     assert end_leases(tmp_path, HASHES) == 1 and read_pins(tmp_path) == []
 
 
-def test_leases_have_a_fifth_of_the_capacity_and_namespaces_take_turns(tmp_path):
-    # Half of the capacity is 50 pages of 10 bytes.
-    pages = PinnedPages("disk", tmp_path, 500, lambda hashes: [10] * len(hashes))
+def test_leases_take_what_pins_leave_of_half_the_capacity_and_namespaces_take_turns(tmp_path):
+    # Half of the capacity is 20 pages of 10 bytes.
+    pages = PinnedPages("disk", tmp_path, 200, lambda hashes: [10] * len(hashes))
     for number in range(10):
-        add_lease(tmp_path, HASHES[number * 3 : number * 3 + 3], 60, "crawler")
+        add_lease(tmp_path, HASHES[number * 3 : number * 3 + 3], 60 + number, "crawler")
     assert pages.spared() == frozenset(HASHES[:20]), "what the others do not want is lent"
-    add_lease(tmp_path, HASHES[30:40], 60, "tenant")
+    add_lease(tmp_path, HASHES[30:40], 300, "tenant")
     assert pages.spared() >= frozenset(HASHES[30:40]) and len(pages.spared()) == 20
-    add_pin(tmp_path, "operator", [bytes([200 + number]) * 32 for number in range(45)], None)
-    assert len(pages.spared()) == 50 and frozenset(HASHES[:3]) <= pages.spared()
+    add_pin(tmp_path, "operator", [bytes([200 + number]) * 32 for number in range(15)], None)
+    assert len(pages.spared()) == 20 and frozenset(HASHES[:3]) <= pages.spared()
+
+
+def test_the_prompt_that_is_wanted_soonest_is_kept_whole(tmp_path):
+    pages = PinnedPages("disk", tmp_path, 100, lambda hashes: [10] * len(hashes))
+    for first, seconds in ((0, 900), (10, 60), (20, 300)):
+        add_lease(tmp_path, HASHES[first : first + 6], seconds, "")
+    assert pages.spared() == frozenset(HASHES[10:16] + HASHES[20:24])
+
+
+def test_a_lease_keeps_the_beginning_that_is_there_and_takes_no_room_for_the_rest(tmp_path):
+    gone = set(HASHES[4:6])
+    pages = PinnedPages("disk", tmp_path, 100, lambda hashes: [10 * (one not in gone) for one in hashes])
+    add_lease(tmp_path, HASHES[:10], 60, "")
+    add_lease(tmp_path, HASHES[20:30], 120, "")
+    assert pages.spared() == frozenset(HASHES[:4] + HASHES[20:26])
+
+
+def test_pages_that_other_paths_of_a_tier_have_do_not_end_a_lease(tmp_path):
+    here = set(HASHES[::7])
+    pages = PinnedPages("disk", tmp_path, None, lambda hashes: [10 * (one in here) for one in hashes])
+    add_lease(tmp_path, HASHES, 60, "", 4)
+    assert pages.spared() == here
+    here = set(HASHES[49::50]) | {HASHES[0]}
+    assert pages.spared() == {HASHES[0]}
+
+
+def test_leased_pages_are_counted_again_when_pages_were_stored(tmp_path, monkeypatch):
+    stored, there = [0], set()
+    monkeypatch.setattr(pins, "_LOOK_INTERVAL", 60.0)
+    monkeypatch.setattr(pins, "_COUNT_INTERVAL", 60.0)
+    monkeypatch.setattr(pins, "_PAUSE", 0)
+    add_lease(tmp_path, HASHES, 60, "")
+    size = lambda hashes: [10 * (one in there) for one in hashes]  # noqa: E731
+    pages = PinnedPages("disk", tmp_path, None, size, lambda: stored[0])
+    assert pages.spared() == frozenset()
+    there.update(HASHES[:9])
+    assert pages.spared() == frozenset(), "nothing was stored"
+    stored[0] = 9
+    assert pages.spared() == frozenset(HASHES[:9])
 
 
 def test_only_records_that_changed_are_read_again(tmp_path, monkeypatch):

@@ -312,7 +312,8 @@ class SpreadStore:
     def lease_pages(self, hashes: Sequence[bytes], seconds: float, namespace: str) -> int:
         paths = [self._parts[number].path for number in self._usable]
         # The pages of a prompt are on all of them.
-        return len(hashes) * max([pins.add_lease(path, hashes, seconds, namespace) for path in paths], default=False)
+        leased = [pins.add_lease(path, hashes, seconds, namespace, len(paths)) for path in paths]
+        return len(hashes) * max(leased, default=False)
 
     def end_leases(self, hashes: Sequence[bytes]) -> int:
         return max([pins.end_leases(self._parts[number].path, hashes) for number in self._usable], default=0)

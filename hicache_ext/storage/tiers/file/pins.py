@@ -12,10 +12,11 @@ rebuilds of the index.
 Pinned pages take at most half of a directory's capacity: the pins made first count, and of a pin the first pages of its
 chain. A page older than the tier's ``ttl`` goes although it is pinned. Reasons: docs/decisions/layout-and-io-auto.md.
 
-Leases take at most a fifth of the capacity within that half, what pins leave of it; each namespace (salt, extra key)
-gets its oldest lease, then each its next one. No ``pin`` has the name of a lease, which says what it is about (the last
-page's hash, an end in seconds since 1970, a number of pages, whose): records need not be read to be counted or removed.
-Where there are too many, the first lease of a namespace displaces the youngest of the one that has the most.
+Leases take what pins leave of that half, for the pages that are there: each namespace (salt, extra key) gets the lease
+that ends first, whose prompt is wanted soonest, then each its next one. No ``pin`` has the name of a lease, which says
+what it is about (the last page's hash, an end in seconds since 1970, a number of pages, whose): records need not be
+read to be counted or removed. Where there are too many, the first lease of a namespace displaces the youngest of the
+one that has the most. Reasons: docs/decisions/tenants.md.
 """
 
 from __future__ import annotations
@@ -50,8 +51,14 @@ _LEASE = re.compile(r"@([0-9a-f]{32})\.([0-9]{1,11})\.([0-9]{1,7})\.([0-9a-z]{0,
 _MOST_LEASES = 1024
 _MOST_LEASED = 1 << 17
 """Pages of all leases of a directory: their hashes take 8 MiB as files."""
-_LEASED_PART = 2 / 5
-"""Of what pinned pages may take."""
+_ELSEWHERE = 16
+"""Pages of a leased prompt, one after another, that may all lie in one other directory. One more is missing, and what
+is behind it is not kept."""
+_FIRST_LEASES = 16
+_COUNT_PART = 32
+"""Pages are counted again as soon as a 32nd part as many were stored as the last count looked up, but counting takes no
+more than a 20th part of the time."""
+_PAUSE = 20
 _LONGEST_LEASE = 366 * 86400.0
 _LARGEST_SKEW = 3600.0
 """Seconds. A lease that would last longer, or is from later, was made by a clock that was wrong, and is over."""
@@ -77,6 +84,8 @@ class Pin:
     created: float
     until: float | None
     hashes: tuple[bytes, ...]
+    paths: int = 1
+    """Over which these pages are spread, so that most are not in this directory."""
 
     @property
     def namespace(self) -> str:
@@ -118,17 +127,17 @@ def add_pin(path: Path, name: str, hashes: Sequence[bytes], seconds: float | Non
 
 
 def _record(path: Path, pin: Pin) -> None:
-    document: dict[str, Any] = {"created": pin.created, "until": pin.until}
+    document: dict[str, Any] = {"created": pin.created, "until": pin.until, "paths": pin.paths}
     document["hashes"] = [page_hash.hex() for page_hash in pin.hashes]
     directory = path / "pins"
     make_directory(directory)
     write_whole(directory / f"{pin.name}.json", json.dumps(document) + "\n")
 
 
-def add_lease(path: Path, hashes: Sequence[bytes], seconds: float, namespace: str) -> bool:
+def add_lease(path: Path, hashes: Sequence[bytes], seconds: float, namespace: str, paths: int = 1) -> bool:
     """Record a lease on the pages of a prompt, unless there is one that ends no sooner; it takes the place of those on
-    the beginnings of this prompt that end no later. ``namespace``: up to 16 digits and small letters. False where there
-    are too many leases. Raises OSError."""
+    the beginnings of this prompt that end no later. ``namespace``: up to 16 digits and small letters; ``paths``: over
+    how many directories its pages are spread. False where there are too many leases. Raises OSError."""
     now, seconds = time.time(), min(seconds, _LONGEST_LEASE)
     own, leases = {_lease_hash(page_hash) for page_hash in hashes}, _leases(path)
     until, last = now + seconds, _lease_hash(hashes[-1])
@@ -139,7 +148,7 @@ def add_lease(path: Path, hashes: Sequence[bytes], seconds: float, namespace: st
     if (displaced := _displaced(path, left, len(hashes), namespace)) is None:
         return False
     name = f"@{last}.{math.ceil(until)}.{len(hashes)}.{namespace}"
-    _record(path, Pin(name, now, until, tuple(hashes)))
+    _record(path, Pin(name, now, until, tuple(hashes), paths))
     _remove_leases(path, (replaced.keys() | displaced) - {name})
     return True
 
@@ -241,15 +250,12 @@ def pins_that_are_over(path: Path) -> list[str]:
     return [pin.name for pin in _recorded(path) if pin.over(now)]
 
 
-def honoured(
-    pins: Iterable[Pin], resident: ResidentBytes, limit: int | None, besides: Set[bytes] = frozenset()
-) -> tuple[frozenset[bytes], int, bool]:
-    """The page hashes that are pinned ``besides`` those, the bytes of their pages, and whether some had to be left out.
+def _honoured(pins: Iterable[Pin], resident: ResidentBytes, limit: int | None) -> tuple[frozenset[bytes], int, bool]:
+    """The page hashes that are pinned, the bytes of their pages, and whether some had to be left out.
 
     ``limit`` is in bytes, None without one.
     """
-    named = dict.fromkeys(page_hash for pin in pins for page_hash in pin.hashes)
-    ordered = [page_hash for page_hash in named if page_hash not in besides]
+    ordered = list(dict.fromkeys(page_hash for pin in pins for page_hash in pin.hashes))
     taken = 0
     for position, size in enumerate(resident(ordered) if ordered else []):
         if limit is not None and taken + size > limit:
@@ -258,39 +264,79 @@ def honoured(
     return frozenset(ordered), taken, False
 
 
-def _in_turn(pins: Iterable[Pin]) -> list[Pin]:
-    """The leases in the order in which they count: the oldest of each namespace, then the next one of each."""
+def _in_turn(leases: Iterable[Pin]) -> list[Pin]:
+    """The order in which leases count: the one of each namespace that ends first, then the next one of each."""
     before: Counter[str] = Counter()
     turns: list[tuple[int, int, Pin]] = []
-    for position, lease in enumerate(pin for pin in pins if pin.is_lease):
+    for position, lease in enumerate(sorted(leases, key=lambda lease: lease.until or 0.0)):
         turns.append((before[lease.namespace], position, lease))
         before[lease.namespace] += 1
     return [lease for _, _, lease in sorted(turns, key=lambda turn: turn[:2])]
 
 
 def counting_leases(
-    pins: Iterable[Pin], resident: ResidentBytes, limit: int | None, taken: int, pinned: Set[bytes]
-) -> frozenset[bytes]:
-    """The page hashes that are leased besides the ``pinned`` ones, which take so many bytes of their ``limit``."""
-    budget = None if limit is None else min(limit - taken, int(limit * _LEASED_PART))
-    return honoured(_in_turn(pins), resident, budget, pinned)[0]
+    leases: Sequence[Pin], resident: ResidentBytes, limit: int | None, pinned: Set[bytes] = frozenset()
+) -> tuple[frozenset[bytes], int]:
+    """The page hashes that are leased and there, besides the ``pinned`` ones, up to so many bytes; how many were looked
+    up.
+
+    Of each lease the beginning of its prompt: nobody can use what is behind pages that are gone.
+    """
+    left = math.inf if limit is None else limit
+    kept: set[bytes] = set()
+    sizes: dict[bytes, int] = {}
+    ordered, at_once = _in_turn(leases), _FIRST_LEASES
+    while ordered:
+        # In few steps: page files are all listed in each.
+        some, ordered, at_once = ordered[:at_once], ordered[at_once:], 2 * at_once
+        named = list({page_hash: None for lease in some for page_hash in lease.hashes if page_hash not in sizes})
+        sizes.update(zip(named, resident(named), strict=True))
+        for lease in some:
+            missing = 0
+            for page_hash in lease.hashes:
+                missing = 0 if sizes[page_hash] else missing + 1
+                if missing > _ELSEWHERE * (lease.paths - 1):
+                    break
+                if missing or page_hash in kept or page_hash in pinned:
+                    continue
+                if (left := left - sizes[page_hash]) < 0:
+                    return frozenset(kept), len(sizes)
+                kept.add(page_hash)
+    return frozenset(kept), len(sizes)
+
+
+def count_after(looked_up: int) -> int:
+    """How many pages are stored until the leased ones are counted again, after a count that looked up so many."""
+    return looked_up // _COUNT_PART + 1
 
 
 class PinnedPages:
     """The pinned pages of one directory, kept up to date. Any thread; never raises."""
 
-    def __init__(self, tier: str, path: Path, limit: int | None, resident: ResidentBytes) -> None:
-        """``limit``: bytes that pinned pages may take; ``resident`` may raise whatever the directory does."""
+    def __init__(
+        self,
+        tier: str,
+        path: Path,
+        limit: int | None,
+        resident: ResidentBytes,
+        stored: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """``limit``: bytes that pinned pages may take; ``resident`` may raise whatever the directory does. ``stored``:
+        pages that were ever stored, where that is known."""
         self._tier = tier
         self._path = path
         self._limit = limit
         self._resident = resident
+        self._stored = stored
         self._lock = threading.Lock()
         self._look_at = 0.0
         self._count_at = 0.0
+        self._count_when = 0
+        """Pages stored, when they are to be counted again."""
+        self._pause_until = 0.0
         # When the records changed last and the limit, as of the last count.
         self._counted: tuple[int | None, int | None] = (None, limit)
-        self._spared: frozenset[bytes] = frozenset()
+        self._pinned = self._spared = frozenset[bytes]()
         self._known: Known = {}
         self._warned = False
 
@@ -299,9 +345,11 @@ class PinnedPages:
         self._limit = limit
         self._look_at = 0.0
 
-    def spared(self) -> frozenset[bytes]:
-        """The page hashes that are pinned. Mostly free; a few system calls every two seconds."""
-        if time.monotonic() >= self._look_at and self._lock.acquire(blocking=False):
+    def spared(self, *, leased: bool = True) -> frozenset[bytes]:
+        """The page hashes that are pinned or ``leased``. Mostly free; a few system calls every two seconds."""
+        now = time.monotonic()
+        changed = self._known and now >= self._pause_until and self._stored() >= self._count_when
+        if (changed or now >= self._look_at) and self._lock.acquire(blocking=False):
             try:
                 self._look()
             except Exception:
@@ -309,22 +357,29 @@ class PinnedPages:
                 logger.exception("tier %s: pins of %s", self._tier, self._path)
             finally:
                 self._lock.release()
-        return self._spared
+        return self._spared if leased else self._pinned
 
     def _look(self) -> None:
-        now = time.monotonic()
+        now, stored = time.monotonic(), self._stored()
         self._look_at = now + _LOOK_INTERVAL
         try:
             changed = os.stat(self._path / "pins").st_mtime_ns
         except FileNotFoundError:
             changed = None
         counted = (changed, self._limit)
-        if counted == self._counted and (changed is None or now < self._count_at):
+        is_due = now >= self._count_at or stored >= self._count_when
+        if counted == self._counted and (changed is None or not is_due):
             return
         self._counted, self._count_at = counted, now + _COUNT_INTERVAL
         limit, recorded = counted[1], read_pins(self._path, self._known)
-        pinned, taken, left_out = honoured([pin for pin in recorded if not pin.is_lease], self._resident, limit)
-        self._spared = pinned | counting_leases(recorded, self._resident, limit, taken, pinned)
+        pins, leases = ([pin for pin in recorded if pin.is_lease is leased] for leased in (False, True))
+        pinned, taken, left_out = _honoured(pins, self._resident, limit)
+        leased, looked_up = counting_leases(leases, self._resident, None if limit is None else limit - taken, pinned)
+        self._pinned, self._spared = pinned, pinned | leased
+        looked_up += sum(len(pin.hashes) for pin in pins)
+        self._count_when = stored + count_after(looked_up)
+        ended = time.monotonic()
+        self._pause_until = ended + _PAUSE * (ended - now)
         if left_out and not self._warned:
             logger.warning(
                 "tier %s: pinned pages would take more than half of %s; those pinned last are not spared, %d bytes are",
@@ -375,7 +430,9 @@ def _read_pin(file: Path) -> Pin:
         return Pin(file.stem, created, None if until is None else _moment(until), hashes)
     # What the name says bounds it: it is what is counted.
     hashes = hashes[: int(lease[3])]
-    return Pin(file.stem, created, min(_moment(until), float(lease[2])), hashes)
+    paths = document.get("paths")
+    paths = paths if isinstance(paths, int) and 0 < paths < len(hashes) else 1
+    return Pin(file.stem, created, min(_moment(until), float(lease[2])), hashes, paths)
 
 
 def _moment(seconds: object) -> float:

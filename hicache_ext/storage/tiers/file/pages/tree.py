@@ -271,8 +271,8 @@ class PageTree:
         return count
 
     def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
-        """Bytes of disk that the pages under each of these hashes take, over all identities. A pack counts whole, and
-        once: for the first of its pages."""
+        """Bytes of disk that the pages under each of these hashes take, over all identities. A pack counts whole for
+        the first of its pages, and one byte for each other one: it is there."""
         taken = [0] * len(hashes)
         identities = self.known_identities() if hashes else []
         positions: dict[str, int] = {}
@@ -288,9 +288,9 @@ class PageTree:
                 letters = _letters_by_name(entry.name)
                 if positions.keys().isdisjoint(letters) or (found := PackFile.parse(entry.name)) is None:
                     continue
-                wanted = [positions[letters[n]] for n in found.living if letters[n] in positions]
-                if wanted:
-                    taken[min(wanted)] += occupied(found.length)
+                wanted = sorted(positions[letters[n]] for n in found.living if letters[n] in positions)
+                for number, position in enumerate(wanted):
+                    taken[position] += 1 if number else occupied(found.length)
         return taken
 
     def count_occupied(self) -> int:

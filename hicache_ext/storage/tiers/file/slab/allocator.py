@@ -192,8 +192,7 @@ class SlotAllocator:
         self._slabs = dict(self._index.view().slabs)
         self._evicted_since_reclaim: defaultdict[int, int] = defaultdict(int)
         """By the slot size for which it was evicted."""
-        self._spared_hashes: frozenset[bytes] = frozenset()
-        self._spared_words: Words = np.empty(0, np.int64)
+        self._spared_words: dict[bool, tuple[frozenset[bytes], Words]] = {}
         self._full: dict[int, int] = {}
         """Slot sizes for which no slab could be added, each with the slabs as they were (``View.changes``)."""
         self._disk_full_until = 0.0
@@ -263,7 +262,7 @@ class SlotAllocator:
     def _take(
         self, slot_size: int, wanted: int, ticket: int, oldest: int, taken: dict[int, Words], tenancy: Words | None
     ) -> None:
-        spared = self._spared()
+        spared = self._spared(tenancy)
         self._index.go_together(self._companions.of(self._index.numbers))
         with self._times_lock:
             self._clock_times.note(self._index.inserts, time.time())
@@ -296,13 +295,16 @@ class SlotAllocator:
                     return
                 self._disk_full_until = 0.0
 
-    def _spared(self) -> Words:
-        """The hashes of pinned pages as ``SlabIndex.take`` wants them."""
-        hashes = self._pins.spared()
-        if hashes is not self._spared_hashes:
-            words = PageKeys.of_joined(bytes(16), b"".join(hashes)).words
-            self._spared_hashes, self._spared_words = hashes, np.unique(hashes_of(words))
-        return self._spared_words
+    def _spared(self, tenancy: Words | None) -> Words:
+        """The hashes of pinned and leased pages as ``SlabIndex.take`` wants them. A tenant that has less than its share
+        takes it back from pages that another one has leased beyond its own."""
+        leased = tenancy is None or not self._index.is_below_share(tenancy)
+        hashes = self._pins.spared(leased=leased)
+        known, words = self._spared_words.get(leased, (None, None))
+        if words is None or hashes is not known:
+            words = np.unique(hashes_of(PageKeys.of_joined(bytes(16), b"".join(hashes)).words))
+            self._spared_words[leased] = hashes, words
+        return words
 
     def _count_evicted(self, evicted: Evicted) -> None:
         self._metrics.add("evicted", "capacity", evicted.pages)
@@ -347,7 +349,7 @@ class SlotAllocator:
         evicted = self._evicted_since_reclaim[slot_size]
         if not slots or not (needed or evicted >= min(slots)):
             return False
-        spared = self._spared()
+        spared = self._spared(tenancy)
         for slab in self._index.colder_slabs(slot_size, oldest, needed=needed, tenancy=tenancy):
             if needed or (evicted >= slab.slots and not (len(spared) and self._index.holds_any(slab, spared))):
                 self._evicted_since_reclaim[slot_size] = 0

@@ -501,6 +501,11 @@ class SlabIndex:
         words[index_words.WRITER] = writer
         return words
 
+    def is_below_share(self, tenancy: Words) -> bool:
+        """Whether the tenant that writes has fewer pages than its share."""
+        writer = int(tenancy[index_words.WRITER])
+        return writer >= 0 and bool(self.memory.tenants[writer, index_words.TENANT_PAGES] < tenancy[writer])
+
     def tenants_of(self, rows: Words) -> Words:
         """How many of the pages in these rows are each tenant's."""
         numbers = self.memory.rows[rows, index_words.LENGTH] >> index_words.TENANT_SHIFT & (index_words.TENANTS - 1)

@@ -168,7 +168,13 @@ class SlabStore(PathStore):
             self._index.memory.header[index_words.TWICE_TTL] = int(2000 * self._ttl)
         self._io = SlotIo(directory, self._plan, self.metrics)
         self._contents = SlabContents(directory)
-        pins = self._pins = PinnedPages(self.name, directory.path, self._capacity // 2, directory.index.occupied_by)
+        pins = self._pins = PinnedPages(
+            self.name,
+            directory.path,
+            self._capacity // 2,
+            directory.index.occupied_by,
+            lambda: directory.index.inserts,
+        )
         self._allocator = SlotAllocator(
             self.name, directory, self._capacity, pins, self.metrics, self._count_error, self._note_space, evicted_age
         )
