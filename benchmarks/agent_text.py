@@ -7,7 +7,7 @@ part of them (``--tokens``) so that a CPU can follow; the tool runs for as long 
 (``--speed``). After each request the device and host memory are emptied: what is served comes from the tier. With hints
 and without take turns on the one server, over prompts of their own, in ``--rounds``; the tier is cleared in between.
 
-Printed: quartiles of the first token after a tool call, and the share of prompt tokens that were cached.
+Printed: quartiles and mean of the first token after a tool call, and the share of prompt tokens that were cached.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import json
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -125,9 +126,10 @@ def main() -> int:
                     command = [sys.executable, "-m", "hicache_ext", "clear", str(place / "tier"), "--all", "--yes"]
                     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     for name, answers in found.items():
-        first = Quartiles.of([answer.time_to_first_token for answer in answers])
+        times = [answer.time_to_first_token for answer in answers]
+        first = Quartiles.of(times)
         share = sum(answer.cached_tokens for answer in answers) / sum(answer.prompt_tokens for answer in answers)
-        seconds = f"{first.median:.3f} s [{first.lower:.3f} {first.upper:.3f}]"
+        seconds = f"{first.median:.3f} s [{first.lower:.3f} {first.upper:.3f}], mean {statistics.fmean(times):.3f}"
         print(f"{name:8s} {len(answers)} answers, first token {seconds}, {share:.3f} of the prompts cached")
     return 0
 
