@@ -85,7 +85,7 @@ class LinkerConfig(ConfigModel):
     )
     """bytes of page-locked host memory through which pages pass, half of it for each direction"""
     load_timeout: _Duration = 5.0
-    """how long a request waits for its stored pages; then it is computed"""
+    """how long a request waits in the queue for its stored pages; then it is computed"""
 
 
 ENDPOINT_ALLOWED = "tcp://ADDRESS:PORT with an address of this machine, or * for all of them, such as tcp://*:5657"

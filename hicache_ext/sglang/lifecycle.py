@@ -44,8 +44,8 @@ from hicache_ext.sglang.used_names import (
     DECODE_WRITER,
     DRAFTS,
     HOOKED,
+    LINKER,
     PREFILL_COST,
-    READ_AHEAD,
     REQUEST_TRACES,
     STORAGE,
     Feature,
@@ -413,8 +413,8 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             ADAPTERS: not self._facts.lora,
             DECODE_WRITER: self._config.role != "decode",
             DRAFTS: True,  # told where a pool needs it
+            LINKER: True,  # does not start without
             PREFILL_COST: self._pull_rule is None,
-            READ_AHEAD: True,  # told by the linker
             REQUEST_TRACES: self._spans is None and self._recorder is None,
         }
         for sentence in not_in_force([feature for feature in HOOKED if not unused.get(feature)]).values():

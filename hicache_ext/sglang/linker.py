@@ -4,11 +4,9 @@ SGLang's second door to the same tiers: pages move between the device and storag
 is what HiCache stores in the layout page_first, so that servers of both kinds share a pool. Behind the door is the
 backend of the first one (backend.py): identity, weights, tiers, configuration file, metrics.
 
-SGLang calls everything on its scheduler's thread. Pages of a request that waits in its queue are read and verified by
-other threads before it is admitted (linking/ahead.py), so that ``lookup`` and ``load`` find them in memory; ``offload``
-answers at once. For a request that nobody asked about before (SGLang's hooks are off) ``lookup`` asks the store within
-the budget of look-ups, and ``load`` waits, ``load_timeout`` at most: SGLang's forward would wait on the same
-thread, and could not compute what is missing any more. docs/decisions/linker.md has the reasons.
+SGLang calls everything on its scheduler's thread, which waits for no store. Pages of a request that waits in its queue
+are read and verified by other threads before it is admitted (linking/ahead.py): ``lookup`` and ``load`` find them in
+memory, or the request is computed. ``offload`` answers at once. docs/decisions/linker.md has the reasons.
 
 No call but the constructor raises. Trouble is a miss, or pages that were not stored.
 """
@@ -38,7 +36,7 @@ from hicache_ext.sglang.never_raise import answering, guarded_calls
 from hicache_ext.sglang.plugin import not_in_force
 from hicache_ext.sglang.releases import end_registration, installed_release, refuse_release_without_linker
 from hicache_ext.sglang.served_pools import KV, BoundPool
-from hicache_ext.sglang.used_names import LINKER, READ_AHEAD
+from hicache_ext.sglang.used_names import LINKER
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +49,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (  # noqa: E
 
 _COUNTS = {
     "ahead": OUTCOMES,
-    "load": ("read", "missing", "late", "refused", "error", "copy_failed", "other_rank"),
+    "load": ("read", "missing", "error", "copy_failed", "other_rank"),
     "offload": ("stored", "failed", "full"),
     "offload_failed": ("copy", "store"),
 }
@@ -74,6 +72,10 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
     ) -> None:
         """Raises ConfigError, StoreSetupError or UnsupportedError with one sentence: SGLang then does not start."""
         refuse_release_without(LINKER, "the linker", "use --enable-hierarchical-cache")
+        if not_in_force([LINKER]):
+            reason = "SGLang has not loaded the plug-in hicache_ext, which reads pages while their request waits"
+            remedy = "leave SGLANG_PLUGINS unset or let it name hicache_ext; --enable-hierarchical-cache serves without"
+            raise UnsupportedError("the external linker", reason, remedy)
         self.forward_stream = forward_stream
         document, file = launched_with(extra_config)
         config = load_config(document)
@@ -105,7 +107,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
             self._threads = ThreadPool("hicache-link-load")
             link = Link(self._staging, self._backend, self._metrics, self._threads, settings.load_timeout)
             self._ahead = ReadAhead(link, lambda mine: agreed(self._params, mine))
-            self._loads = Loads(link, self.layer_done_counter, self._ahead.drop_one)
+            self._loads = Loads(link, self.layer_done_counter)
             self._offloads = Offloads(link)
             self._backend.export_also(self._metrics, self._set_levels)
             self._backend.declare_failures(guarded_calls(type(self)))
@@ -113,8 +115,6 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
             self._backend.close()
             self._staging.destroy()
             raise
-        for sentence in not_in_force([READ_AHEAD]).values():
-            logger.warning("hicache_ext: %s", sentence)
         logger.info(
             "hicache_ext: external linker of SGLang %s, pools %s, %d layers, %d MiB of staging memory",
             installed_release(),
@@ -137,7 +137,8 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
 
         def ask(rid: str) -> None:
             request = requests[rid]
-            # A look-up lends a turn of a streaming session the session's KV, which a request that waits may not have.
+            # A look-up lends a turn of a streaming session the session's KV, which a request that waits may not have:
+            # of such a turn nothing is restored.
             if request.session is None or not request.session.streaming:
                 request.init_next_round_input(tree, cow_mamba=False)
 
@@ -158,7 +159,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
 
     @answering(lambda *_, **__: False)
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Whether the pages of a request are in host memory, on every rank, and will be on the device.
+        """Whether the pages of a request were read ahead, on every rank, and will be on the device.
 
         What a rank meets alone is caught inside: the ranks would wait for its vote. Only what SGLang hands to all of
         them alike may end the call before.
@@ -166,7 +167,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         pages = self._pages(transfers)
         if not pages:
             return False
-        read = self._read(rid, pages)
+        read = self._load_here(rid, pages)
         everywhere = self._agreed_alone(read)
         if read and not everywhere:
             self._metrics.add("load", "other_rank")
@@ -174,8 +175,8 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         return everywhere
 
     @answering(lambda *_, **__: False)
-    def _read(self, rid: str, pages: list[Pages]) -> bool:
-        return self._loads.read(rid, pages, self.record_offload_ready, self._ahead.pages_of(rid))
+    def _load_here(self, rid: str, pages: list[Pages]) -> bool:
+        return self._loads.add(rid, pages, self._ahead.pages_of(rid))
 
     @answering(lambda *_, **__: False)
     def _agreed_alone(self, read: bool) -> bool:
@@ -233,7 +234,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
             return
         self._closed = True
         self._ahead.reset()
-        self._loads.close(_CLOSE_WAIT)
+        self._loads.reset(_CLOSE_WAIT)
         ended = self._threads.close(_CLOSE_WAIT) == 0
         ended = self._offloads.close(_CLOSE_WAIT, self._drain) and ended
         self._backend.close()
@@ -261,7 +262,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         for name, reason in self._backend.unserved_pools.items():
             raise UnsupportedError(f"pool {name!r} of this model", reason)
         page_size = self._staging.page_sizes[KV]
-        tokens = self._staging.most_pages_ahead(KV) * page_size
+        tokens = self._staging.most_pages(KV) * page_size
         self._backend.warn_of_sizes(page_size, tokens, "staging memory", "hicache_ext.linker.staging")
 
     @answering(lambda *_, **__: [])

@@ -41,16 +41,14 @@ REQUEST_TRACES = Feature(
     "traces of requests", "spans of storage do not say which request they belong to, and nothing is recorded"
 )
 KV_HINTS = Feature("hints of requests", "no_store, retain and all else that requests say about KV is ignored")
-READ_AHEAD = Feature("reading ahead", "the scheduler waits while a prompt is read through the external linker")
-
 LINKER = Feature("external linker", "pages move through HiCache's host memory alone")
 
 HOOKED = (
     *(WEIGHTS_UPDATES, MODEL_WEIGHTS, ADAPTERS, COPIES, DECODE_WRITER, DRAFTS, PREFILL_COST, REQUEST_TRACES),
-    *(READ_AHEAD, KV_HINTS),
+    *(LINKER, KV_HINTS),
 )
 """Those that change functions of SGLang, through its plug-ins."""
-FEATURES = (STORAGE, *HOOKED, EVENTS, LINKER)
+FEATURES = (STORAGE, *HOOKED, EVENTS)
 
 LAUNCH_ARGUMENTS = "sglang.srt.server_args.ServerArgs"
 """Owner of the launch arguments, which SGLang declares in many classes (``srt/arg_groups/fields``)."""
@@ -267,15 +265,6 @@ cost of prefill
     process_batch_result <- scheduler_hooks.around_result
   managers.schedule_batch.ScheduleBatch: reqs forward_mode extend_num_tokens
   model_executor.forward_batch_info.ForwardMode: is_extend
-reading ahead
-  managers.scheduler.Scheduler
-    get_new_batch_prefill <- scheduler_hooks.around_new_batch
-    waiting_queue running_batch chunked_req last_batch tree_cache _add_request_to_queue require_mlp_sync
-    enable_priority_scheduling schedule_low_priority_values_first
-  managers.schedule_batch.Req
-    init_next_round_input(tree_cache cow_mamba)
-    session priority
-  session.session_controller.Session: streaming
 hints of requests
   managers.scheduler.Scheduler
     _add_request_to_queue(req is_retracted) <- scheduler_hooks.before_queued
@@ -343,6 +332,15 @@ external linker
     req_to_token_pool token_to_kv_pool_allocator page_size pp_size tp_cache_group attn_cp_cache_group
     attn_tp_cache_group sidecar_draft_device_pools
   runtime_context: get_memory get_parallel get_serving
+  # Pages are read while their request waits in the queue.
+  managers.scheduler.Scheduler
+    get_new_batch_prefill <- scheduler_hooks.around_new_batch
+    waiting_queue running_batch chunked_req last_batch tree_cache _add_request_to_queue require_mlp_sync
+    enable_priority_scheduling schedule_low_priority_values_first
+  managers.schedule_batch.Req
+    init_next_round_input(tree_cache cow_mamba)
+    session priority
+  session.session_controller.Session: streaming
   server_args.ServerArgs
     enable_unified_cache_external_linker unified_cache_external_linker_backend unified_cache_external_linker_config
     served_model_name hicache_mem_layout hicache_io_backend hicache_host_memory_mode hicache_size hicache_ratio

@@ -7,26 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.backend import linker_rig as rig
-from tests.waiting import wait_until
+from tests.backend.linker_rig import Waiting
 
 TIMEOUT = 0.5
-
-
-class Waiting:
-    """A request of SGLang's queue whose tree asks for ``transfers`` when it is looked up."""
-
-    def __init__(self, linker: Any, rid: str, *transfers: Any) -> None:
-        self.rid = rid
-        self.session: Any = None
-        self.asked = 0
-        self._linker = linker
-        self._transfers = list(transfers)
-
-    def init_next_round_input(self, tree: Any, cow_mamba: bool) -> None:
-        assert cow_mamba is False
-        self.asked += 1
-        if self._transfers:
-            assert self._linker.lookup(self.rid, self._transfers) == []
 
 
 class Rig:
@@ -54,7 +37,7 @@ class Rig:
 
     def wait_for(self, *queue: Waiting) -> None:
         """Until none of them is held back."""
-        wait_until(lambda: not self.held(*queue))
+        rig.wait_for(self.linker, queue)
 
     def ahead(self, outcome: str) -> float:
         return float(self.linker._metrics.value("ahead", outcome))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from hicache_ext.sglang.launch_facts import LaunchFacts
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.testing.host_pools import mha_device_pool
 from tests.rigs.faults import PageStoreWrapper
+from tests.waiting import wait_until
 
 PAGE = 16
 PAGES = 96
@@ -234,9 +235,21 @@ def _facts() -> LaunchFacts:
     return LaunchFacts(config_file=launch_facts._config_file())
 
 
+def put_hooks_in_force() -> None:
+    """Those without which the linker does not start, as SGLang does when it loads its plug-ins. Again is free."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from hicache_ext.sglang.plugin import register
+    from hicache_ext.sglang.used_names import LINKER
+
+    register([LINKER])
+    HookRegistry.apply_hooks()
+
+
 def linker_of(device: Device, extra: dict[str, Any]) -> Any:
     from hicache_ext.sglang.linker import HiCacheExtLinker
 
+    put_hooks_in_force()
     return HiCacheExtLinker(None, device.params, components=device.components, extra_config=extra)
 
 
@@ -296,6 +309,34 @@ def forward(linker: Any, index: int, at_layer: Callable[[int], None] = lambda la
     return bool(linker.finish_layer_wise_loading(index))
 
 
+class Waiting:
+    """A request of SGLang's queue whose tree asks for ``transfers`` when it is looked up."""
+
+    def __init__(self, linker: Any, rid: str, *transfers: Any) -> None:
+        self.rid = rid
+        self.session: Any = None
+        self.asked = 0
+        self._linker = linker
+        self._transfers = list(transfers)
+
+    def init_next_round_input(self, tree: Any, cow_mamba: bool) -> None:
+        assert cow_mamba is False
+        self.asked += 1
+        if self._transfers:
+            assert self._linker.lookup(self.rid, self._transfers) == []
+
+
+def wait_for(linker: Any, queue: Sequence[Any]) -> None:
+    """Until none of the requests in SGLang's queue is held back."""
+    wait_until(lambda: not linker.requests_to_hold(queue, None))
+
+
+def waited(linker: Any, rid: str, transfers: list[Any]) -> list[int]:
+    """What SGLang is answered when it admits a request that has waited in its queue, alone, for its pages."""
+    wait_for(linker, [Waiting(linker, rid, *transfers)])
+    return list(linker.lookup(rid, transfers))
+
+
 def loaded(linker: Any, rid: str, transfers: list[Any]) -> bool:
     return bool(linker.load(rid, transfers)) and forward(linker, linker.start_layer_wise_loading())
 
@@ -305,12 +346,23 @@ def staging_in_use(linker: Any) -> int:
 
 
 class TroubledStore(PageStoreWrapper):
-    """Does what ``mode`` says: ``well``, ``fail``, ``raise``, ``slow``, ``hang`` (until it says something else)."""
+    """Reads and writes do what ``mode`` says: ``well``, ``fail``, ``raise``, ``slow``, ``hang`` (until it says
+    something else). Look-ups do well."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
         self.mode = "well"
-        self.reads = 0
+        self.reads = self.look_ups = 0
+        self.callers: set[threading.Thread] = set()
+        """Threads whose calls came here."""
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        self._looked_up()
+        return super().contains(keys)
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        self._looked_up()
+        return super().count_leading(keys)
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         self.reads += 1
@@ -319,7 +371,12 @@ class TroubledStore(PageStoreWrapper):
     def set(self, batch: PageBatch) -> list[SetResult]:
         return [SetResult.ERROR] * len(batch) if self._trouble() else super().set(batch)
 
+    def _looked_up(self) -> None:
+        self.look_ups += 1
+        self.callers.add(threading.current_thread())
+
     def _trouble(self) -> bool:
+        self.callers.add(threading.current_thread())
         if self.mode == "raise":
             raise OSError("on purpose")
         if self.mode == "slow":

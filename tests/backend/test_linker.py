@@ -46,7 +46,7 @@ def test_pages_come_back_to_other_slots_byte_for_byte(kind: str, open_linker: Op
     before = device.content("kv", sources)
     assert linker.offload([rig.pages(device, "kv", keys, sources)])
     assert rig.stored(linker)
-    assert linker.lookup("r", [rig.transfer("kv", [*keys, *rig.hashes(1, 999)])]) == list(range(1, 21))
+    assert rig.waited(linker, "r", [rig.transfer("kv", [*keys, *rig.hashes(1, 999)])]) == list(range(1, 21))
     assert rig.loaded(linker, "r", [rig.pages(device, "kv", keys, targets)])
     assert device.content("kv", targets) == before
     assert device.content("kv", sources) == before
@@ -61,6 +61,7 @@ def test_only_the_slots_of_the_load_are_written(open_linker: Open) -> None:
     assert rig.stored(linker)
     others = [page for page in range(rig.PAGES) if page not in (40, 41, 42, 43)]
     before = device.content("kv", others)
+    assert rig.waited(linker, "r", [rig.transfer("kv", keys)])
     assert rig.loaded(linker, "r", [rig.pages(device, "kv", keys, [40, 41, 42, 43])])
     assert device.content("kv", others) == before
 
@@ -79,7 +80,7 @@ def test_staging_memory_smaller_than_the_longest_prompt_is_warned_about(
     monkeypatch.setattr(lifecycle, "read_launch_facts", lambda: dataclasses.replace(facts(), model_path="/model"))
     monkeypatch.setattr(lifecycle, "longest_prompt", lambda: longest)
     linker = open_linker(rig.mha_device(), model={"fingerprint": "these weights"}, linker={"staging": "1MiB"})
-    tokens = linker._staging.most_pages_ahead("kv") * rig.PAGE
+    tokens = linker._staging.most_pages("kv") * rig.PAGE
     assert (f"staging memory holds {tokens:,} tokens of a prompt, which may have 1,048,576" in caplog.text) is warned
     assert caplog.text.count("tokens of a prompt") == int(warned)
     assert "raise hicache_ext.linker.staging" in caplog.text or not warned
@@ -95,7 +96,7 @@ def test_hybrid_models_come_back_with_the_pool_beside(kind: str, beside: str, op
     assert linker.offload([rig.pages(device, "kv", keys, [1, 2, 3, 4, 5, 6]), rig.pages(device, beside, last, [9])])
     assert rig.stored(linker)
     # A state, or a window of one page, is stored where the node ends, and nowhere before.
-    assert linker.lookup("r", [rig.transfer("kv", keys), rig.transfer(beside, last, trailing=True)]) == [6]
+    assert rig.waited(linker, "r", [rig.transfer("kv", keys), rig.transfer(beside, last, trailing=True)]) == [6]
     targets = [rig.pages(device, "kv", keys, list(range(20, 26))), rig.pages(device, beside, last, [30])]
     assert rig.loaded(linker, "r", targets)
     assert (device.content("kv", list(range(20, 26))), device.content(beside, [30])) == (kv, states)
@@ -110,35 +111,30 @@ def test_a_prefix_without_its_window_is_not_restorable(open_linker: Open) -> Non
     )
     assert rig.stored(linker)
     asked = [rig.transfer("kv", keys), rig.transfer("swa", keys[-2:], trailing=True)]
-    assert linker.lookup("r", asked) == [4]
+    assert rig.waited(linker, "r", asked) == [4]
     assert linker.lookup("r", [rig.transfer("kv", keys)]) == []
-
-
-def test_a_load_larger_than_staging_memory_moves_on_in_portions(open_linker: Open) -> None:
-    device = rig.mha_device()
-    device.fill()
-    linker, keys = open_linker(device), rig.hashes(40)
-    assert linker._staging.most_pages("kv") < 40
-    assert linker.offload([rig.pages(device, "kv", keys, list(range(40)))])
-    assert rig.stored(linker)
-    before = device.content("kv", list(range(40)))
-    assert rig.loaded(linker, "r", [rig.pages(device, "kv", keys, list(range(50, 90)))])
-    assert device.content("kv", list(range(50, 90))) == before
-    assert rig.staging_in_use(linker) == 0
 
 
 def test_requests_of_one_batch_share_staging_memory(open_linker: Open) -> None:
     device = rig.mha_device()
     device.fill()
-    linker, keys = open_linker(device), rig.hashes(32)
-    assert linker.offload([rig.pages(device, "kv", keys, list(range(32)))])
+    linker = open_linker(device)
+    each = linker._staging.most_pages("kv") // 4
+    count = 4 * each
+    keys, targets = rig.hashes(count), list(range(50, 50 + count))
+    assert linker.offload([rig.pages(device, "kv", keys, list(range(count)))])
     assert rig.stored(linker)
-    before = device.content("kv", list(range(32)))
-    for number in range(4):
-        some = slice(8 * number, 8 * number + 8)
-        assert linker.load(f"r{number}", [rig.pages(device, "kv", keys[some], list(range(50, 82))[some])])
+    before = device.content("kv", list(range(count)))
+    parts = {f"r{number}": slice(each * number, each * (number + 1)) for number in range(4)}
+    requests = [rig.Waiting(linker, rid, rig.transfer("kv", keys[part])) for rid, part in parts.items()]
+    rig.wait_for(linker, requests)
+    for rid, part in parts.items():
+        assert linker.lookup(rid, [rig.transfer("kv", keys[part])])[-1] == each
+        assert linker.load(rid, [rig.pages(device, "kv", keys[part], targets[part])])
+    assert rig.staging_in_use(linker) == count
     assert rig.forward(linker, linker.start_layer_wise_loading())
-    assert device.content("kv", list(range(50, 82))) == before
+    assert device.content("kv", targets) == before
+    assert rig.staging_in_use(linker) == 0
 
 
 def test_a_missing_page_is_told_before_the_batch_starts(open_linker: Open) -> None:
@@ -148,7 +144,9 @@ def test_a_missing_page_is_told_before_the_batch_starts(open_linker: Open) -> No
     assert linker.offload([rig.pages(device, "kv", keys, [1, 2, 3])])
     assert rig.stored(linker)
     before = device.content("kv", list(range(rig.PAGES)))
+    rig.wait_for(linker, [rig.Waiting(linker, rid, rig.transfer("kv", keys)) for rid in ("lost", "found")])
     assert not linker.load("lost", [rig.pages(device, "kv", [*keys, *rig.hashes(1, 99)], [20, 21, 22, 23])])
+    assert linker._metrics.value("load", "missing") == 1
     assert linker.load("found", [rig.pages(device, "kv", keys, [30, 31, 32])])
     assert rig.forward(linker, linker.start_layer_wise_loading())
     after = device.content("kv", list(range(rig.PAGES)))
@@ -164,6 +162,7 @@ def test_a_cancelled_load_writes_nothing_and_holds_nothing(open_linker: Open) ->
     assert linker.offload([rig.pages(device, "kv", keys, [1, 2, 3])])
     assert rig.stored(linker)
     before = device.content("kv", list(range(rig.PAGES)))
+    assert rig.waited(linker, "r", [rig.transfer("kv", keys)])
     assert linker.load("r", [rig.pages(device, "kv", keys, [20, 21, 22])])
     assert linker.cancel_queued_load("r")
     assert not linker.cancel_queued_load("r")
@@ -178,11 +177,12 @@ def test_a_flush_keeps_the_store_and_drops_what_is_under_way(open_linker: Open) 
     linker, keys = open_linker(device), rig.hashes(3)
     assert linker.offload([rig.pages(device, "kv", keys, [1, 2, 3])])
     assert rig.stored(linker)
+    assert rig.waited(linker, "r", [rig.transfer("kv", keys)])
     assert linker.load("r", [rig.pages(device, "kv", keys, [20, 21, 22])])
     linker.reset()
     assert rig.staging_in_use(linker) == 0
     assert (linker.num_completed_offloads(), linker.start_layer_wise_loading()) == (0, -1)
-    assert linker.lookup("r", [rig.transfer("kv", keys)]) == [1, 2, 3]
+    assert rig.waited(linker, "r", [rig.transfer("kv", keys)]) == [1, 2, 3]
     assert rig.loaded(linker, "r", [rig.pages(device, "kv", keys, [20, 21, 22])])
 
 
@@ -192,10 +192,12 @@ def test_pages_of_a_closed_linker_are_found_by_the_next(open_linker: Open) -> No
     linker, keys = open_linker(device), rig.hashes(3)
     assert linker.offload([rig.pages(device, "kv", keys, [1, 2, 3])])
     assert rig.stored(linker)
+    assert rig.waited(linker, "r", [rig.transfer("kv", keys)]) == [1, 2, 3]
     linker.close()
     assert linker.lookup("r", [rig.transfer("kv", keys)]) == []
     assert not linker.load("r", [rig.pages(device, "kv", keys, [20, 21, 22])])
     again = open_linker(device)
+    assert rig.waited(again, "r", [rig.transfer("kv", keys)]) == [1, 2, 3]
     assert rig.loaded(again, "r", [rig.pages(device, "kv", keys, [20, 21, 22])])
     assert device.content("kv", [20, 21, 22]) == device.content("kv", [1, 2, 3])
 
@@ -203,8 +205,12 @@ def test_pages_of_a_closed_linker_are_found_by_the_next(open_linker: Open) -> No
 def test_closing_leaves_no_thread(open_linker: Open) -> None:
     device = rig.mha_device()
     before = set(threading.enumerate())
-    linker = open_linker(device)
-    assert linker.offload([rig.pages(device, "kv", rig.hashes(3), [1, 2, 3])])
+    linker, keys = open_linker(device), rig.hashes(3)
+    assert linker.offload([rig.pages(device, "kv", keys, [1, 2, 3])])
+    assert rig.stored(linker)
+    assert rig.waited(linker, "r", [rig.transfer("kv", keys)])
+    assert rig.loaded(linker, "r", [rig.pages(device, "kv", keys, [20, 21, 22])])
+    assert linker.offload([rig.pages(device, "kv", rig.hashes(3, 50), [4, 5, 6])])
     linker.close()
     assert [thread.name for thread in set(threading.enumerate()) - before if "hicache-link" in thread.name] == []
 
@@ -248,6 +254,20 @@ def test_what_a_linker_cannot_serve_is_refused_at_the_start(
     device.params = dataclasses.replace(device.params, **changes)
     with rig.server_context(), pytest.raises(UnsupportedError, match=f"^{sentence}[^\n]*$"):
         rig.linker_of(device, rig.extra_config(tmp_path))
+
+
+def test_a_start_without_the_plug_in_is_refused_with_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing would read pages before SGLang admits their request, and its scheduler waits for no store."""
+    from hicache_ext.sglang import plugin
+
+    device = rig.mha_device()
+    with rig.server_context(), monkeypatch.context() as without:
+        without.setattr(plugin, "_is_hooked", lambda target: False)
+        with pytest.raises(UnsupportedError, match=r"^the external linker cannot be served: [^\n]*$") as refused:
+            rig.linker_of(device, rig.extra_config(tmp_path))
+    assert all(words in str(refused.value) for words in ("plug-in", "SGLANG_PLUGINS", "--enable-hierarchical-cache"))
 
 
 def test_a_pool_that_hicache_does_not_know_is_refused_at_the_start(tmp_path: Path) -> None:

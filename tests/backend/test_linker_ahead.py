@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -73,15 +74,79 @@ def test_the_scheduler_is_never_kept_by_a_store_that_hangs(open_rig: Callable[..
     wait_until(lambda: rig.staging_in_use(one.linker) == 0)
 
 
-@pytest.mark.parametrize("mode", ["fail", "raise"])
-def test_what_cannot_be_read_ahead_is_computed(mode: str, open_rig: Callable[..., Rig]) -> None:
+def test_a_request_that_nobody_asked_about_before_is_computed_and_no_store_is_asked(
+    open_rig: Callable[..., Rig],
+) -> None:
     one = open_rig()
     one.store(4)
-    one.stores[0].mode = mode
-    request = one.request("r")
-    one.wait_for(request)
+    before = one.device.content("kv", list(range(rig.PAGES)))
+    calls = one.stores[0].look_ups, one.stores[0].reads
+    assert one.linker.lookup("r", [rig.transfer("kv", one.keys)]) == []
+    assert not one.linker.load("r", [rig.pages(one.device, "kv", one.keys, [60, 61, 62, 63])])
+    assert (one.stores[0].look_ups, one.stores[0].reads) == calls
+    assert one.linker._metrics.value("load", "missing") == 1
+    assert one.linker.start_layer_wise_loading() == -1
+    assert one.device.content("kv", list(range(rig.PAGES))) == before
+
+
+def test_look_ups_and_loads_answer_at_once_while_every_call_of_the_store_hangs(
+    open_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a request may wait in the queue: the scheduler's thread serves everybody."""
+    one = open_rig(load_timeout="600s")
+    one.store(8)
+    one.wait_for(one.request("was read", one.keys[:4]))
+    store, go_on = one.stores[0], threading.Event()
+
+    def hang(*_: Any) -> None:
+        go_on.wait(60)
+        raise OSError("on purpose")
+
+    for call in ("contains", "count_leading", "get", "set"):
+        monkeypatch.setattr(store, call, hang)
+    asked = rig.transfer("kv", one.keys)
+    was_read, under_way = one.request("was read", one.keys[:4]), one.request("under way")
+    begun = time.monotonic()
+    try:
+        assert one.held(was_read, under_way) == {"under way"}
+        assert [one.linker.lookup(rid, [asked]) for rid in ("never held", "under way")] == [[], []]
+        for rid in ("never held", "under way", "was read"):
+            assert not one.linker.load(rid, [rig.pages(one.device, "kv", one.keys, list(range(60, 68)))])
+        assert time.monotonic() - begun < SLACK
+    finally:
+        go_on.set()
+    one.held()
+    wait_until(lambda: rig.staging_in_use(one.linker) == 0)
+
+
+def test_stores_are_called_by_other_threads_than_the_schedulers(open_rig: Callable[..., Rig]) -> None:
+    one = open_rig("mamba")
+    last = rig.hashes(6)[-1:]
+    one.store(6, rig.pages(one.device, "mamba", last, [9]))
+    asked = [rig.transfer("kv", one.keys), rig.transfer("mamba", last, trailing=True)]
+    assert rig.waited(one.linker, "r", asked) == [6]
+    targets = [rig.pages(one.device, "kv", one.keys, list(range(20, 26))), rig.pages(one.device, "mamba", last, [30])]
+    assert rig.loaded(one.linker, "r", targets)
+    assert one.stores[0].callers
+    assert threading.current_thread() not in one.stores[0].callers
+
+
+def test_a_prompt_whose_beginning_left_the_device_is_read_again_where_it_waits_on(open_rig: Callable[..., Rig]) -> None:
+    one = open_rig()
+    one.store(6)
+    one.wait_for(one.request("r", one.keys[3:]))
     assert one.linker.lookup("r", [rig.transfer("kv", one.keys)]) == []
     assert rig.staging_in_use(one.linker) == 0
+    request = one.request("r")
+    assert one.held(request) == {"r"}
+    one.wait_for(request)
+    assert one.linker.lookup("r", [rig.transfer("kv", one.keys)]) == [1, 2, 3, 4, 5, 6]
+    assert rig.loaded(one.linker, "r", [rig.pages(one.device, "kv", one.keys, list(range(60, 66)))])
+    assert one.device.content("kv", list(range(60, 66))) == one.device.content("kv", one.numbers)
+    # A policy that looks up what is behind it does not make it wait again.
+    one.wait_for(request)
+    assert one.linker.lookup("r", [rig.transfer("kv", rig.hashes(1, 7))]) == []
+    assert one.held(request) == set()
 
 
 def test_a_request_that_leaves_the_queue_leaves_no_memory_behind(open_rig: Callable[..., Rig]) -> None:
@@ -103,7 +168,7 @@ def test_of_a_prompt_larger_than_staging_memory_the_beginning_is_restored_and_th
 ) -> None:
     one = open_rig()
     staging = one.linker._staging
-    room = staging.most_pages("kv") - staging.reserved_pages("kv")
+    room = staging.most_pages("kv")
     one.store(staging.most_pages("kv") + 6)
     request = one.request("r")
     one.wait_for(request)
@@ -146,7 +211,7 @@ def test_of_a_hybrid_prompt_larger_than_staging_memory_an_earlier_boundary_is_re
 
 def test_two_requests_that_do_not_fit_together_are_both_served(open_rig: Callable[..., Rig]) -> None:
     one = open_rig(load_timeout="20s")
-    most = one.linker._staging.most_pages("kv") - one.linker._staging.reserved_pages("kv")
+    most = one.linker._staging.most_pages("kv")
     one.store(most)
     requests = [one.request("a"), one.request("b", one.keys[: most - 1])]
     wait_until(lambda: one.held(*requests) != {"a", "b"})
@@ -162,18 +227,6 @@ def test_two_requests_that_do_not_fit_together_are_both_served(open_rig: Callabl
         assert rig.loaded(one.linker, rid, [rig.pages(one.device, "kv", keys, targets)])
         assert one.device.content("kv", targets) == one.device.content("kv", one.numbers[: len(keys)])
     assert one.ahead("read") == 2
-    assert rig.staging_in_use(one.linker) == 0
-
-
-def test_memory_that_waits_for_nobody_makes_place_for_a_load(open_rig: Callable[..., Rig]) -> None:
-    one = open_rig()
-    one.store(one.linker._staging.most_pages("kv"))
-    waiting = one.request("waits")
-    one.wait_for(waiting)
-    targets = list(range(50, 50 + len(one.keys)))
-    assert rig.loaded(one.linker, "never held", [rig.pages(one.device, "kv", one.keys, targets)])
-    assert rig.loaded(one.linker, "waits", [rig.pages(one.device, "kv", one.keys, targets)])
-    assert one.device.content("kv", targets) == one.device.content("kv", one.numbers)
     assert rig.staging_in_use(one.linker) == 0
 
 

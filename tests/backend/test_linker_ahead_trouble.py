@@ -56,26 +56,30 @@ def test_the_device_has_picked_the_places_before_anything_may_be_copied_there(
     request = one.request("r")
     one.wait_for(request)
     steps: list[str] = []
-    give_places, record = Portion.give_places, one.linker.record_offload_ready
+    give_places, scatter = Portion.give_places, one.linker._staging.scatter
+    picked = SimpleNamespace(synchronize=lambda: steps.append("waited for"))
 
-    def places(portion: Portion, wanted: Any) -> list[str]:
+    def places(portion: Portion, wanted: Any) -> None:
         steps.append("places")
-        return give_places(portion, wanted)
+        give_places(portion, wanted)
 
-    def recorded() -> Any:
-        steps.append("events")
-        return record()
+    def recorded() -> list[Any]:
+        steps.append("event")
+        return [picked]
+
+    def copied(*arguments: Any) -> None:
+        steps.append("copy")
+        scatter(*arguments)
 
     monkeypatch.setattr(Portion, "give_places", places)
     monkeypatch.setattr(one.linker, "record_offload_ready", recorded)
-    assert one.linker.load("r", [rig.pages(one.device, "kv", one.keys, [40, 41, 42, 43])])
-    assert steps[0] == "places"
-    assert steps[-1] == "events"
+    monkeypatch.setattr(one.linker._staging, "scatter", copied)
+    assert rig.loaded(one.linker, "r", [rig.pages(one.device, "kv", one.keys, [40, 41, 42, 43])])
+    assert list(dict.fromkeys(steps)) == ["places", "event", "waited for", "copy"]
 
 
-@pytest.mark.parametrize("broken", ["give_places", "record_offload_ready"])
 def test_a_load_that_raises_leaves_no_memory_behind(
-    broken: str, open_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+    open_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = open_rig()
     one.store(4)
@@ -87,8 +91,10 @@ def test_a_load_that_raises_leaves_no_memory_behind(
     def out_of_memory(*_: Any) -> None:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(Portion if broken == "give_places" else one.linker, broken, out_of_memory)
+    monkeypatch.setattr(Portion, "give_places", out_of_memory)
     assert not one.linker.load("r", [rig.pages(one.device, "kv", one.keys, [40, 41, 42, 43])])
+    assert one.linker._metrics.value("load", "error") == 1
+    assert one.linker.start_layer_wise_loading() == -1
     assert rig.staging_in_use(one.linker) == 0
 
 
@@ -116,14 +122,17 @@ def test_memory_of_pages_that_came_to_the_device_meanwhile_is_free_at_once(open_
     assert one.linker.cancel_queued_load("r")
 
 
-def test_a_turn_of_a_streaming_session_is_not_looked_up_before_sglang_does(open_rig: Callable[..., Rig]) -> None:
-    """SGLang's look-up lends it the session's KV and frees what is beyond its prompt."""
+def test_a_turn_of_a_streaming_session_is_computed_from_what_the_session_has(open_rig: Callable[..., Rig]) -> None:
+    """SGLang's look-up lends it the session's KV and frees what is beyond its prompt: not before it is admitted."""
     one = open_rig()
     one.store(4)
     request = one.request("turn")
     request.session = SimpleNamespace(streaming=True)
     assert one.held(request) == set()
     assert request.asked == 0
+    look_ups = one.stores[0].look_ups
+    assert one.linker.lookup("turn", [rig.transfer("kv", one.keys)]) == []
+    assert one.stores[0].look_ups == look_ups
     other = one.request("of a session that is none of those")
     other.session = SimpleNamespace(streaming=False)
     assert one.held(request, other) == {other.rid}
@@ -133,7 +142,7 @@ def test_requests_that_find_no_memory_are_computed_and_no_store_is_taken_for_one
     open_rig: Callable[..., Rig],
 ) -> None:
     one = open_rig(load_timeout="2s")
-    one.store(one.linker._staging.most_pages("kv") - one.linker._staging.reserved_pages("kv"))
+    one.store(one.linker._staging.most_pages("kv"))
     first = one.request("has all of it, and is not admitted")
     one.wait_for(first)
     others = [one.request(f"r{number}", one.keys[:3]) for number in range(15)]
@@ -156,7 +165,7 @@ def test_a_read_that_raises_while_it_takes_memory_leaves_none_behind(
     one.store(staging.portion_pages("kv") + 1)
     take, calls = staging.take, []
 
-    def failing(side: str, pages: Any, seconds: float = 0.0) -> Any:
+    def failing(side: str, pages: Any, seconds: float) -> Any:
         calls.append(pages)
         if len(calls) > 1:
             raise RuntimeError("on purpose")
@@ -187,34 +196,34 @@ def test_requests_that_leave_while_a_store_hangs_do_not_each_leave_a_thread_behi
     assert one.linker.lookup("again", [rig.transfer("kv", one.keys)]) == [1, 2, 3, 4]
 
 
-def test_what_is_being_read_ahead_keeps_no_load_from_its_pages(
+def test_what_is_being_read_keeps_a_load_that_is_in_memory_from_nothing(
     open_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its memory cannot be had before its store has answered."""
-    one = open_rig(load_timeout="20s")
-    one.store(one.linker._staging.most_pages("kv"))
-    read_whole, reading, go_on = one.linker._backend.read_whole, threading.Event(), threading.Event()
+    """Others fill staging memory, and their store has not answered yet."""
+    one = open_rig(load_timeout="60s")
+    most = one.linker._staging.most_pages("kv")
+    one.store(most)
+    ready = one.request("ready", one.keys[:2])
+    one.wait_for(ready)
+    read_whole, go_on = one.linker._backend.read_whole, threading.Event()
 
-    def slow_once(pool: Any, keys: Sequence[str], host_indices: Any) -> bool:
-        if keys[0] == one.keys[0] and not reading.is_set():
-            reading.set()
-            go_on.wait(20)
-        return bool(read_whole(pool, keys, host_indices))
+    def slow(*arguments: Any) -> bool:
+        go_on.wait(60)
+        return bool(read_whole(*arguments))
 
-    monkeypatch.setattr(one.linker._backend, "read_whole", slow_once)
-    slow = one.request("is being read")
+    monkeypatch.setattr(one.linker._backend, "read_whole", slow)
+    reading, waits = one.request("is being read", one.keys[: most - 2]), one.request("finds no memory")
     try:
-        assert one.held(slow)
-        assert reading.wait(20)
-        others = one.keys[1:]
-        targets = list(range(50, 50 + len(others)))
-        assert rig.loaded(one.linker, "other", [rig.pages(one.device, "kv", others, targets)])
-        assert one.device.content("kv", targets) == one.device.content("kv", one.numbers[1:])
+        assert one.held(ready, reading) == {"is being read"}
+        wait_until(lambda: rig.staging_in_use(one.linker) == most)
+        assert one.held(ready, reading, waits) == {"is being read", "finds no memory"}
+        assert rig.loaded(one.linker, "ready", [rig.pages(one.device, "kv", one.keys[:2], [50, 51])])
+        assert one.device.content("kv", [50, 51]) == one.device.content("kv", one.numbers[:2])
     finally:
         go_on.set()
-    one.wait_for(slow)
+    one.wait_for(reading)
     one.held()
-    assert rig.staging_in_use(one.linker) == 0
+    wait_until(lambda: rig.staging_in_use(one.linker) == 0)
 
 
 @pytest.mark.parametrize(("asked", "answer"), [((0, 5), [1, 2, 3, 4]), ((2, 5), [1, 2]), ((0, 3), [1, 2, 3])])
@@ -226,14 +235,14 @@ def test_a_policy_that_asks_for_more_or_less_of_a_prompt_is_answered_from_memory
     one.store(5)
     request = one.request("r", one.keys[:4])
     one.wait_for(request)
-    monkeypatch.setattr(one.linker._ahead, "_find", lambda keys, beside: pytest.fail("the store was asked"))
+    monkeypatch.setattr(one.linker._backend, "batch_exists_v2", lambda *_: pytest.fail("the store was asked"))
     assert one.linker.lookup("r", [rig.transfer("kv", one.keys[slice(*asked)])]) == answer
 
 
 def test_what_lies_beside_a_prompt_that_finds_no_memory_takes_none(open_rig: Callable[..., Rig]) -> None:
     one = open_rig("mamba", load_timeout="2s")
     staging = one.linker._staging
-    count = staging.most_pages("kv") - staging.reserved_pages("kv")
+    count = staging.most_pages("kv")
     keys = rig.hashes(count)
     one.store(count, rig.pages(one.device, "mamba", keys[-1:], [9]))
     asked = rig.transfer("mamba", keys[-1:], trailing=True)

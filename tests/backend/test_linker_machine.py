@@ -1,7 +1,8 @@
 """Any sequence of SGLang's calls on the linker over a store in trouble, against a model.
 
-No completion is lost, no call blocks for longer than its deadline, device slots are written by the load that owns them
-and by nothing else, and never after SGLang was told that it is over; what is said to have landed is right.
+No completion is lost, no call of the scheduler's waits for the store or comes there, device slots are written by the
+load that owns them and by nothing else, and never after SGLang was told that it is over; what is said to have landed is
+right, and nothing is loaded that was not read while its request waited.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,20 +39,32 @@ LOAD_TIMEOUT = 0.3
 MODES = st.sampled_from(["well", "well", "well", "fail", "raise", "slow", "hang"])
 """How the store is from a call on."""
 SLACK = 5.0
-"""Seconds that a call may take beyond its deadline on a busy machine."""
+"""Seconds that a call may take on a busy machine."""
+
+
+def asked_for(keys: Sequence[int]) -> Any:
+    return rig.transfer("kv", [rig.hashes(KEYS)[key] for key in keys])
 
 
 @dataclass
 class Waiting:
-    """A request of SGLang's queue."""
+    """A request of SGLang's queue, of whose prompt ``on_device`` pages are on the device."""
 
     linker: Any
     rid: str
-    keys: list[int]
+    end: int
+    on_device: int
+    asked_from: int = KEYS
+    """The first page that was not on the device when it was looked up last."""
     session: None = None
 
     def init_next_round_input(self, tree: Any, cow_mamba: bool) -> None:
-        self.linker.lookup(self.rid, [rig.transfer("kv", [rig.hashes(KEYS)[key] for key in self.keys])])
+        self.asked_from = self.on_device
+        if keys := self.keys():
+            assert self.linker.lookup(self.rid, [asked_for(keys)]) == []
+
+    def keys(self) -> list[int]:
+        return list(range(self.on_device, self.end))
 
 
 class LinkerMachine(RuleBasedStateMachine):
@@ -77,23 +91,6 @@ class LinkerMachine(RuleBasedStateMachine):
         """Requests that SGLang has not admitted."""
         self.free = list(TARGETS)
         self.count = 0
-        self.stop = threading.Event()
-        self.raised: list[BaseException] = []
-        self.asking = threading.Thread(target=self._ask, daemon=True)
-        self.asking.start()
-
-    def _ask(self) -> None:
-        """Another thread that only looks."""
-        keys = rig.hashes(KEYS)
-        while not self.stop.is_set():
-            try:
-                found = self.linker.lookup("looks", [rig.transfer("kv", keys)])
-                assert found == list(range(1, len(found) + 1))
-                assert self.linker.num_completed_offloads() >= 0
-            except BaseException as error:  # noqa: BLE001
-                self.raised.append(error)
-                return
-            time.sleep(0.002)
 
     # -- what SGLang does ------------------------------------------------------------------------------------------
 
@@ -103,7 +100,7 @@ class LinkerMachine(RuleBasedStateMachine):
         keys = list(range(first, min(KEYS, first + count)))
         names = [rig.hashes(KEYS)[key] for key in keys]
         taken = self._soon(
-            lambda: self.linker.offload([rig.pages(self.device, "kv", names, [SOURCES[key] for key in keys])]), 0
+            lambda: self.linker.offload([rig.pages(self.device, "kv", names, [SOURCES[key] for key in keys])])
         )
         assert taken or self.outstanding
         self.outstanding += taken
@@ -116,63 +113,69 @@ class LinkerMachine(RuleBasedStateMachine):
         assert self.outstanding >= 0
 
     @rule(first=st.integers(0, 15), count=st.integers(1, 16), mode=MODES)
-    def load(self, first: int, count: int, mode: str) -> None:
-        """Mostly of pages that are there from the start."""
+    def ask_for_what_nobody_asked_about_before(self, first: int, count: int, mode: str) -> None:
         self.stores[0].mode = mode
         if len(self.free) < KEYS:
             self.run_batch()
         keys = list(range(first, min(KEYS, first + count)))
-        slots, rid = self.free[: len(keys)], f"r{self.count}"
-        self.count += 1
-        names = [rig.hashes(KEYS)[key] for key in keys]
-        if self._soon(lambda: self.linker.load(rid, [rig.pages(self.device, "kv", names, slots)]), LOAD_TIMEOUT):
-            self.free = self.free[len(keys) :]
-            event(f"loaded while the store is {mode}")
-            self.pending[rid] = (keys, slots)
-        else:
-            event(f"not loaded while the store is {mode}")
-            self._forget(slots)
+        slots, rid = self.free[: len(keys)], self._name("n")
+        assert self._soon(lambda: self.linker.lookup(rid, [asked_for(keys)])) == []
+        assert not self._load(rid, keys, slots)
 
-    @rule(count=st.integers(1, 16), mode=MODES)
-    def arrive(self, count: int, mode: str) -> None:
+    @rule(count=st.integers(1, 16), device=st.integers(0, 3), mode=MODES)
+    def arrive(self, count: int, device: int, mode: str) -> None:
+        """Mostly with pages that are stored from the start."""
         self.stores[0].mode = mode
-        rid = f"q{self.count}"
-        self.count += 1
-        self.queue[rid] = Waiting(self.linker, rid, list(range(count)))
+        rid = self._name("q")
+        self.queue[rid] = Waiting(self.linker, rid, count, device)
         self._round()
 
     def _round(self) -> set[str]:
-        return set(self._soon(lambda: self.linker.requests_to_hold(list(self.queue.values()), None), 0))
+        return set(self._soon(lambda: self.linker.requests_to_hold(list(self.queue.values()), None)))
 
     @precondition(lambda self: bool(self.queue))
-    @rule(device=st.integers(0, 3), wait=st.booleans())
-    def admit(self, device: int, wait: bool) -> None:
-        """SGLang takes the first request that it sees, whose first pages may be on the device by now."""
+    @rule(device=st.integers(0, 3), wait=st.booleans(), room=st.booleans())
+    def admit(self, device: int, wait: bool, room: bool) -> None:
+        """SGLang looks up the first request that it sees, of which other pages may be on the device by now, and takes
+        it where there is room."""
         held = self._round()
         deadline = time.monotonic() + LOAD_TIMEOUT + SLACK
         while wait and len(held) == len(self.queue):
             assert time.monotonic() < deadline, "a request was held back for ever"
             time.sleep(0.005)
             held = self._round()
-        rid = next((rid for rid in self.queue if rid not in held), None)
-        if rid is None:
+        request = next((request for rid, request in self.queue.items() if rid not in held), None)
+        if request is None:
             return
         if len(self.free) < KEYS:
             self.run_batch()
-        keys = self.queue.pop(rid).keys[device:]
-        names = [rig.hashes(KEYS)[key] for key in keys]
-        found = self._soon(lambda: self.linker.lookup(rid, [rig.transfer("kv", names)]), 0) if keys else []
+        request.on_device = device
+        keys = request.keys()
+        found = self._soon(lambda: self.linker.lookup(request.rid, [asked_for(keys)])) if keys else []
+        assert found == sorted(set(found))
+        assert not found or device >= request.asked_from, "its beginning was not read"
+        if not room:
+            event("looked up, and goes on waiting")
+            return
+        del self.queue[request.rid]
         if not found:
             event("admitted without stored pages")
             return
-        keys, names = keys[: found[-1]], names[: found[-1]]
-        slots = self.free[: len(keys)]
-        if self._soon(lambda: self.linker.load(rid, [rig.pages(self.device, "kv", names, slots)]), LOAD_TIMEOUT):
-            event("admitted with pages that were read ahead")
+        keys = keys[: found[-1]]
+        assert self._load(request.rid, keys, self.free[: len(keys)]), "what was promised"
+        event("admitted with pages that were read")
+
+    def _load(self, rid: str, keys: list[int], slots: list[int]) -> bool:
+        names = [rig.hashes(KEYS)[key] for key in keys]
+        loaded = bool(self._soon(lambda: self.linker.load(rid, [rig.pages(self.device, "kv", names, slots)])))
+        if loaded:
             self.free = self.free[len(keys) :]
             self.pending[rid] = (keys, slots)
-        else:
-            self._forget(slots)
+        return loaded
+
+    def _name(self, kind: str) -> str:
+        self.count += 1
+        return f"{kind}{self.count}"
 
     @precondition(lambda self: bool(self.queue))
     @rule(data=st.data())
@@ -192,11 +195,11 @@ class LinkerMachine(RuleBasedStateMachine):
     @rule()
     def run_batch(self) -> None:
         batch, self.pending = self.pending, {}
-        index = self._soon(self.linker.start_layer_wise_loading, 0)
+        index = self._soon(self.linker.start_layer_wise_loading)
         assert (index >= 0) == bool(batch)
         if not batch:
             return
-        landed = self._soon(lambda: rig.forward(self.linker, index, lambda layer: self._is_there(layer, batch)), 0)
+        landed = self._soon(lambda: rig.forward(self.linker, index, lambda layer: self._is_there(layer, batch)))
         assert landed
         for keys, slots in batch.values():
             assert self.device.content("kv", slots) == [self.content[key] for key in keys]
@@ -211,7 +214,7 @@ class LinkerMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        self._soon(self.linker.reset, 0)
+        self._soon(self.linker.reset)
         assert self.linker.num_completed_offloads() == 0
         # SGLang gives the pages to others at once: what is read of the device from here on would be somebody else's.
         self.device.fill(seed=2, only=list(SOURCES))
@@ -233,10 +236,10 @@ class LinkerMachine(RuleBasedStateMachine):
 
     # -- what holds always -----------------------------------------------------------------------------------------
 
-    def _soon(self, call: Any, seconds: float) -> Any:
+    def _soon(self, call: Any) -> Any:
         begun = time.monotonic()
         answer = call()
-        assert time.monotonic() - begun < seconds + SLACK
+        assert time.monotonic() - begun < SLACK
         return answer
 
     def _forget(self, slots: list[int]) -> None:
@@ -252,14 +255,16 @@ class LinkerMachine(RuleBasedStateMachine):
         now = self.device.content("kv", list(range(rig.PAGES)))
         changed = [page for page in range(rig.PAGES) if now[page] != self.expected[page] and page not in owned]
         assert not changed
-        assert not self.raised
+
+    @invariant()
+    def the_scheduler_never_comes_to_a_store(self) -> None:
+        if hasattr(self, "linker"):
+            assert threading.current_thread() not in self.stores[0].callers
 
     def teardown(self) -> None:
         if not hasattr(self, "linker"):
             return
         try:
-            self.stop.set()
-            self.asking.join(10)
             for rid in list(self.pending):
                 self.linker.cancel_queued_load(rid)
             self.queue.clear()

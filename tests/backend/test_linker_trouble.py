@@ -73,35 +73,38 @@ def test_what_cannot_be_read_is_computed_and_writes_nothing(
     device, linker, keys = prepared(open_linker)
     before = device.content("kv", list(range(rig.PAGES)))
     stores[0].mode = mode
+    assert rig.waited(linker, "r", [rig.transfer("kv", keys)]) == []
     assert not linker.load("r", [rig.pages(device, "kv", keys, [20, 21, 22, 23])])
     assert linker.start_layer_wise_loading() == -1
     assert device.content("kv", list(range(rig.PAGES))) == before
     assert rig.staging_in_use(linker) == 0
 
 
-def test_a_store_that_hangs_costs_one_request_its_deadline(open_linker: Open, stores: list[rig.TroubledStore]) -> None:
+def test_a_read_that_comes_back_too_late_writes_nothing(open_linker: Open, stores: list[rig.TroubledStore]) -> None:
     device, linker, keys = prepared(open_linker)
     before = device.content("kv", list(range(rig.PAGES)))
     stores[0].mode = "hang"
-    begun = time.monotonic()
-    assert not linker.load("first", [rig.pages(device, "kv", keys, [20, 21, 22, 23])])
-    assert time.monotonic() - begun < 0.3 + SLACK
-    reads = stores[0].reads
-    for number in range(20):
-        assert not linker.load(f"r{number}", [rig.pages(device, "kv", keys, [20, 21, 22, 23])])
-    assert stores[0].reads == reads
+    assert rig.waited(linker, "late", [rig.transfer("kv", keys)]) == []
+    assert not linker.load("late", [rig.pages(device, "kv", keys, [20, 21, 22, 23])])
+    assert rig.staging_in_use(linker) == len(keys), "the read still has its memory"
     stores[0].mode = "well"
     wait_until(lambda: rig.staging_in_use(linker) == 0)
     assert device.content("kv", list(range(rig.PAGES))) == before
-    wait_until(lambda: linker.load("again", [rig.pages(device, "kv", keys, [20, 21, 22, 23])]))
-    assert rig.forward(linker, linker.start_layer_wise_loading())
+    wait_until(lambda: not linker._threads.left_behind)
+    assert rig.waited(linker, "again", [rig.transfer("kv", keys)]) == [1, 2, 3, 4]
+    assert rig.loaded(linker, "again", [rig.pages(device, "kv", keys, [20, 21, 22, 23])])
+    assert device.content("kv", [20, 21, 22, 23]) == device.content("kv", [1, 2, 3, 4])
 
 
 def test_a_batch_goes_on_beside_a_read_that_hangs(open_linker: Open, stores: list[rig.TroubledStore]) -> None:
-    device, linker, keys = prepared(open_linker)
+    device, linker, keys = prepared(open_linker, load_timeout="60s")
+    assert rig.waited(linker, "good", [rig.transfer("kv", keys)])
     assert linker.load("good", [rig.pages(device, "kv", keys, [20, 21, 22, 23])])
     stores[0].mode = "hang"
-    assert not linker.load("hangs", [rig.pages(device, "kv", keys, [30, 31, 32, 33])])
+    hangs = rig.Waiting(linker, "hangs", rig.transfer("kv", keys))
+    reads = stores[0].reads
+    assert linker.requests_to_hold([hangs], None) == {"hangs"}
+    wait_until(lambda: stores[0].reads > reads)
     assert rig.forward(linker, linker.start_layer_wise_loading())
     assert device.content("kv", [20, 21, 22, 23]) == device.content("kv", [1, 2, 3, 4])
 
@@ -226,13 +229,13 @@ def test_a_rank_that_writes_nothing_of_a_replicated_model_is_done_at_once(tmp_pa
 def test_nothing_is_stored_or_served_while_the_weights_are_of_another_epoch(open_linker: Open) -> None:
     device, linker, keys = prepared(open_linker)
     linker._backend.suspend("the weights were updated")
-    assert linker.lookup("r", [rig.transfer("kv", keys)]) == []
+    assert rig.waited(linker, "r", [rig.transfer("kv", keys)]) == []
     assert not linker.load("r", [rig.pages(device, "kv", keys, [20, 21, 22, 23])])
     # Taken and answered as failed: the ranks of a deployment learn of an update one after the other.
     assert linker.offload([rig.pages(device, "kv", keys, [1, 2, 3, 4])])
     assert not rig.stored(linker)
     linker._backend.resume()
-    assert linker.lookup("other", [rig.transfer("kv", keys)]) == [1, 2, 3, 4]
+    assert rig.waited(linker, "other", [rig.transfer("kv", keys)]) == [1, 2, 3, 4]
 
 
 def test_pages_handed_over_before_an_update_never_get_the_identity_after_it(
@@ -245,26 +248,7 @@ def test_pages_handed_over_before_an_update_never_get_the_identity_after_it(
     linker._backend.advance_weights_epoch("next")
     stores[0].mode = "well"
     assert rig.stored(linker)
-    assert linker.lookup("r", [rig.transfer("kv", keys)]) == []
-
-
-def test_a_request_that_waits_is_answered_from_memory_for_a_moment(
-    open_linker: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, linker, keys = prepared(open_linker)
-    asked = []
-    original = linker._ahead._find
-    linker._ahead._find = lambda *question: asked.append(1) or original(*question)
-    now = [100.0]
-    linker._ahead._clock = lambda: now[0]
-    for _ in range(50):
-        assert linker.lookup("waits", [rig.transfer("kv", keys)]) == [1, 2, 3, 4]
-    assert len(asked) == 1
-    assert linker.lookup("waits", [rig.transfer("kv", keys[:3])]) == [1, 2, 3]
-    assert linker.lookup("another", [rig.transfer("kv", keys)]) == [1, 2, 3, 4]
-    now[0] += 1.0
-    assert linker.lookup("another", [rig.transfer("kv", keys)]) == [1, 2, 3, 4]
-    assert len(asked) == 4
+    assert rig.waited(linker, "r", [rig.transfer("kv", keys)]) == []
 
 
 _RANK = """

@@ -74,7 +74,7 @@ def test_the_linker_loads_what_hicache_stored(doors: Any) -> None:
     on_host, on_device = rig.indices_of(rig.PAGE, [9, 2, 3, 7, 1]), rig.indices_of(rig.PAGE, [11, 12, 13, 14, 15])
     kernel_hooks.around_back_up(no_way, host.host, host.device, on_host, on_device, "kernel")
     assert backend.batch_set_v1(KEYS, on_host) == [True] * 5
-    assert linker.lookup("r", [rig.transfer("kv", KEYS)]) == [1, 2, 3, 4, 5]
+    assert rig.waited(linker, "r", [rig.transfer("kv", KEYS)]) == [1, 2, 3, 4, 5]
     assert rig.loaded(linker, "r", [rig.pages(device, "kv", KEYS, [50, 51, 52, 53, 54])])
     assert device.content("kv", [50, 51, 52, 53, 54]) == device.content("kv", [11, 12, 13, 14, 15])
 

@@ -173,6 +173,7 @@ config = {
 }
 device, keys = rig.mha_device(), rig.hashes(4)
 with rig.server_context():
+    rig.put_hooks_in_force()
     linker = create_unified_cache_linker(
         None, device.params, backend="dynamic", config=config, components=device.components
     )
@@ -180,6 +181,7 @@ with rig.server_context():
     was = device.content("kv", [3, 4, 5, 6])
     taken = linker.offload([rig.pages(device, "kv", keys, [3, 4, 5, 6])], None, **later)
     seen["offload"] = taken and rig.stored(linker)
+    rig.wait_for(linker, [rig.Waiting(linker, "r", rig.transfer("kv", keys))])
     seen["lookup"] = linker.lookup("r", [rig.transfer("kv", keys)], **later)
     seen["load"] = linker.load("r", [rig.pages(device, "kv", keys, [60, 61, 62, 63])], **later)
     index = linker.start_layer_wise_loading(**later)

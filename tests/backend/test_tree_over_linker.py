@@ -21,6 +21,7 @@ import torch
 
 from hicache_ext.sglang.releases import comes_with, installed_release
 from hicache_ext.testing.host_pools import mha_device_pool
+from tests.backend.linker_rig import put_hooks_in_force, wait_for
 
 pytestmark = [
     pytest.mark.sglang,
@@ -92,6 +93,11 @@ class Served:
 
         self.tree.insert(InsertParams(key=self.key(prompt), value=slots))
 
+    def evict(self, count: int) -> None:
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        self.tree.evict(EvictParams(num_tokens=count))
+
     def match(self, prompt: list[int], rid: str) -> tuple[Any, Any]:
         """A request of that name, and what the tree and the store have for it."""
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
@@ -101,8 +107,22 @@ class Served:
         request.last_node = found.last_device_node
         return request, found
 
+    def waiting(self, prompt: list[int], rid: str) -> Any:
+        """A request of SGLang's queue."""
+
+        def look_up(tree: Any, cow_mamba: bool) -> None:
+            self.match(prompt, rid)
+
+        return SimpleNamespace(rid=rid, session=None, init_next_round_input=look_up)
+
+    def wait(self, prompt: list[int], rid: str) -> None:
+        """A request comes to the queue, and waits there until what is stored of it was read."""
+        self.linker.requests_to_hold([], self.tree)
+        wait_for(self.linker, [self.waiting(prompt, rid)])
+
     def load(self, prompt: list[int], rid: str) -> torch.Tensor:
         """Queue what the store has; the slots it will be in."""
+        self.wait(prompt, rid)
         request, found = self.match(prompt, rid)
         if not found.host_hit_length:
             return torch.empty(0, dtype=torch.int64)
@@ -155,6 +175,7 @@ def _context(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from hicache_ext.sglang import lifecycle
     from hicache_ext.sglang.launch_facts import LaunchFacts
 
+    put_hooks_in_force()
     monkeypatch.setattr(lifecycle, "read_launch_facts", LaunchFacts)
     with (
         get_context().override_server_args(device="cpu", page_size=PAGE_SIZE),
@@ -212,6 +233,34 @@ def test_what_was_stored_comes_back_into_slots_of_the_request_alone(serve: Calla
     assert (found.device_prefix_len, found.host_hit_length) == (len(prompt), 0)
 
 
+def test_a_prompt_whose_beginning_left_the_device_is_read_again_where_it_waits_on(
+    serve: Callable[..., Served],
+) -> None:
+    """SGLang evicts for those that run, and asks for what waits in every round."""
+    served, prompt = serve(), tokens(8 * PAGE_SIZE)
+    computed = served.compute(prompt)
+    served.store_everything()
+    served.tree.reset()
+    served.allocator.clear()
+    head = served.load(prompt[: 3 * PAGE_SIZE], "head")
+    assert served.forward() == []
+    served.insert(prompt[: 3 * PAGE_SIZE], head)
+    served.store_everything()
+    waiting = served.waiting(prompt, "waits")
+    wait_for(served.linker, [waiting])
+    _, found = served.match(prompt, "waits")
+    assert (found.device_prefix_len, found.host_hit_length) == (3 * PAGE_SIZE, 5 * PAGE_SIZE)
+    served.evict(3 * PAGE_SIZE)
+    _, found = served.match(prompt, "waits")
+    assert (found.device_prefix_len, found.host_hit_length) == (0, 0)
+    assert served.linker.requests_to_hold([waiting], served.tree) == {"waits"}
+    wait_for(served.linker, [waiting])
+    slots = served.load(prompt, "waits")
+    assert len(slots) == len(prompt)
+    assert served.forward() == []
+    assert same(served.at(slots), computed)
+
+
 def test_the_tail_behind_what_is_on_the_device_is_restored(serve: Callable[..., Served]) -> None:
     served, prompt = serve(), tokens(8 * PAGE_SIZE)
     computed = served.compute(prompt)
@@ -246,7 +295,9 @@ def test_the_pages_of_a_node_that_is_split_while_it_is_stored_are_found_in_both_
     served.store_everything()
     served.tree.reset()
     served.allocator.clear()
+    served.wait(prompt[: 4 * PAGE_SIZE], "half")
     _, half = served.match(prompt[: 4 * PAGE_SIZE], "half")
+    served.wait(prompt, "whole")
     _, whole = served.match(prompt, "whole")
     assert (half.host_hit_length, whole.host_hit_length) == (4 * PAGE_SIZE, 8 * PAGE_SIZE)
 
@@ -327,7 +378,7 @@ def test_what_was_handed_over_before_a_flush_is_stored(
     deadline = time.monotonic() + 10
     while not (slots := served.load(prompt, "asks")).numel():
         assert time.monotonic() < deadline, "the pages were lost"
-        time.sleep(0.6)  # longer than an answer to a request is remembered
+        time.sleep(0.05)
     assert served.forward() == []
     assert same(served.at(slots), computed)
 

@@ -3,11 +3,8 @@
 SGLang asks a linker only when it admits a request: ``lookup``, and at once ``load``, on its scheduler's thread. So each
 waiting request is asked about before (``hold``, called by the hook in scheduler_hooks.py), what can be restored of it
 is read into staging memory by another thread, and the request is kept out of SGLang's sight until that has ended. Then
-``lookup`` is answered from memory, and ``load`` finds the pages there.
-
-Of requests that nobody asked about before (SGLang's hooks are off) the store is asked. SGLang asks again in every round
-of its scheduler for a request that waits at the head of its queue; for a moment it is answered what it was answered
-before: a pool over a network would cost its budget of look-ups each time.
+``lookup`` is answered from memory, and ``load`` finds the pages there. What was not read so is computed: nothing else
+reads from a store.
 
 Which requests are held back is the same on every rank: it depends on SGLang's queue, on what SGLang asked, and on what
 the ranks agreed upon. Nothing else may enter into it.
@@ -18,7 +15,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +24,7 @@ import torch
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.threads import Call
 from hicache_ext.sglang.lifecycle import name_of
-from hicache_ext.sglang.linking.staging import Link, Pages, Portion
+from hicache_ext.sglang.linking.staging import Link, Pages, Portion, release
 from hicache_ext.sglang.served_pools import KV
 
 logger = logging.getLogger(__name__)
@@ -40,20 +36,14 @@ _MOST_READS = 2 * AT_ONCE
 _NAP = 0.002
 """Seconds that a scheduler which can run nothing else waits for pages, instead of asking again: its thread would take
 the interpreter's lock from those that read."""
-_REMEMBERED = 0.5
-"""Seconds for which an answer counts. What has gone meanwhile is found out when it is read."""
-_MOST_ANSWERS = 1024
 OUTCOMES = ("read", "partly", "nothing", "missing", "late", "refused", "error")
-
-
-_Question = tuple[tuple[str, int, str, str], ...]
-"""Of each component its name, and how many keys from which to which: a key stands for all before it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
     """One request of SGLang's queue."""
 
+    begun: float
     deadline: float
     keys: list[str] = field(default_factory=list)
     """Of KV, from the first page that is not on the device."""
@@ -72,16 +62,16 @@ class _Request:
     portions: list[Portion] = field(default_factory=list)
     digests: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
 
-    def take(self, *, over: bool) -> list[Portion]:
-        """What was read, which is the caller's from here on. ``over``: what comes later is not wanted."""
+    def take(self) -> list[Portion]:
+        """What was read, which is the caller's from here on; what comes later is not wanted."""
         with self.lock:
-            self.over = self.over or over
+            self.over = True
             portions, self.portions = self.portions, []
         return portions
 
 
 class ReadAhead:
-    """See the module docstring. Threads: the scheduler's, but for ``drop_one``."""
+    """See the module docstring. Threads: the scheduler's."""
 
     def __init__(self, link: Link, agreed: Callable[[Sequence[bool]], Sequence[bool]]) -> None:
         """``agreed``: what is so on all ranks."""
@@ -91,8 +81,6 @@ class ReadAhead:
         self._log = LimitedLog(logger)
         self._requests: dict[str, _Request] = {}
         self._asking: tuple[str, _Request] | None = None
-        self._answers: OrderedDict[str, tuple[_Question, float, list[int]]] = OrderedDict()
-        self._clock = time.monotonic
         self._something_ended = threading.Event()
         self._reading: list[None] = []
         """An entry for each read that has not ended."""
@@ -130,7 +118,8 @@ class ReadAhead:
         self._something_ended.clear()
 
     def restorable(self, rid: str, transfers: Sequence[Any]) -> list[int]:
-        """Every prefix length in pages at which all pools have what they need, as SGLang asks its linker."""
+        """Every prefix length in pages at which all pools have what they need, as SGLang asks its linker: of what was
+        read ahead."""
         by_name = {name_of(transfer.name): transfer for transfer in transfers}
         kv, beside = by_name.get(KV), self._beside(by_name)
         if kv is None or not kv.keys or beside is None:
@@ -141,20 +130,7 @@ class ReadAhead:
             request.keys, request.beside = keys, beside
             request.asked = {source: len(by_name[source].keys) for source in self._staging.pools_on}
             return []
-        if (answer := self._known(rid, keys)) is not None:
-            return answer
-        question = tuple((name, len(one.keys), one.keys[0], one.keys[-1]) for name, one in by_name.items() if one.keys)
-        asked, at, found = self._answers.get(rid, ((), 0.0, []))
-        if asked != question or self._clock() - at >= _REMEMBERED:
-            found = self._find(keys, beside)
-            self._answers[rid] = (question, self._clock(), found)
-            while len(self._answers) > _MOST_ANSWERS:
-                self._answers.popitem(last=False)
-        return list(found)
-
-    def _find(self, keys: list[str], beside: list[Any]) -> list[int]:
-        """Prefix lengths that can be restored and are worth it, of KV keys and transfers of the pools beside."""
-        return list(self._reader.batch_exists_v2(keys, beside).restorable_prefix_pages or [])
+        return self._known(rid, keys)
 
     def _beside(self, by_name: Mapping[str, Any]) -> list[Any] | None:
         """What is asked of the pools beside KV; None where SGLang asks for too few: nothing can be restored then."""
@@ -171,53 +147,46 @@ class ReadAhead:
                     beside.append(PoolTransfer(PoolName(name), keys=asked.keys, hit_policy=policy))
         return beside
 
-    def _known(self, rid: str, keys: Sequence[str]) -> list[int] | None:
-        """What is known that can be restored of ``keys``; None where nothing is known."""
+    def _known(self, rid: str, keys: Sequence[str]) -> list[int]:
         request = self._requests.get(rid)
         if request is None or not request.settled or not request.keys:
-            return None
+            return []
+        if keys[0] not in request.keys:
+            if request.keys[0] in keys:
+                # What is before them has left the device: if it still waits in the next round, all of it is read.
+                self._drop(self._requests.pop(rid))
+            return []
         # More of the prompt may be on the device than when it was read, and SGLang's cache-aware policies ask for more
         # of it than is admitted. A key stands for all before it.
-        first = request.keys.index(keys[0]) if keys[0] in request.keys else len(request.keys)
+        first = request.keys.index(keys[0])
         known = min(len(keys), len(request.keys) - first)
-        if not known or request.keys[first + known - 1] != keys[known - 1]:
-            return None
+        if request.keys[first + known - 1] != keys[known - 1]:
+            return []
         return [pages - first for pages in request.restorable if first < pages <= first + known]
 
     def pages_of(self, rid: str) -> list[Portion]:
         """What was read for a request, which is the caller's from here on."""
-        self._answers.pop(rid, None)
         request = self._requests.pop(rid, None)
         if request is None:
             return []
-        portions = request.take(over=True)
+        portions = request.take()
         pools = {name: self._reader.served_pool(name) for name in request.digests}
         if any(pool is None or pool.digests != request.digests[name] for name, pool in pools.items()):
             # Of other weights.
-            _release(portions)
+            release(portions)
             return []
         return portions
 
     def reset(self) -> None:
-        self._answers.clear()
         requests, self._requests = list(self._requests.values()), {}
         for request in requests:
             self._drop(request)
 
-    # -- any thread ----------------------------------------------------------------------------------------------------
-
-    def drop_one(self) -> bool:
-        """Give back the memory of the request that came last; its pages are read again when they are wanted."""
-        for request in reversed(list(self._requests.values())):
-            if portions := request.take(over=False):
-                _release(portions)
-                return True
-        return False
-
     # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _begun(self, rid: str, ask: Callable[[str], None]) -> _Request:
-        request = self._requests[rid] = _Request(time.monotonic() + self._seconds)
+        now = time.monotonic()
+        request = self._requests[rid] = _Request(now, now + self._seconds)
         self._asking = (rid, request)
         try:
             ask(rid)
@@ -257,9 +226,10 @@ class ReadAhead:
             self._log.log(logging.ERROR, "ahead", "hicache_ext: pages were not read: %s", error, exc_info=error)
             request.outcome, request.restorable = "error", []
         self._metrics.add("ahead", request.outcome)
+        self._metrics.observe("load", time.monotonic() - request.begun)
 
     def _drop(self, request: _Request) -> None:
-        _release(request.take(over=True))
+        release(request.take())
 
     # -- threads -------------------------------------------------------------------------------------------------------
 
@@ -271,17 +241,19 @@ class ReadAhead:
             with request.lock:
                 if not request.over:
                     request.outcome, request.restorable, request.digests = outcome, restorable, digests
-                    request.portions, portions = portions, []
+                    if restorable:
+                        request.portions, portions = portions, []
         finally:
             self._reading.pop()
-            _release(portions)
+            release(portions)
             self._something_ended.set()
 
     def _read_into(
         self, request: _Request, portions: list[Portion]
     ) -> tuple[str, list[int], dict[str, tuple[bytes, ...]]]:
-        """Append what was read; the outcome, the prefix lengths that can be restored, and whose pages they are."""
-        restorable = self._find(request.keys, request.beside)
+        """Append memory with what was read; the outcome, the prefix lengths that can be restored, and whose pages they
+        are. Where none can, not all of the memory was filled."""
+        restorable = list(self._reader.batch_exists_v2(request.keys, request.beside).restorable_prefix_pages or [])
         if not restorable:
             return "nothing", [], {}
         digests = {}
@@ -295,7 +267,7 @@ class ReadAhead:
         if fitting and not self._memory(request, fitting[-1], portions):
             fitting = [length for length in fitting if _is_covered(request, length, fitting[-1], portions)]
         if not fitting:
-            _release(portions)
+            release(portions)
             portions.clear()
         for portion in portions:
             if request.over or not portion.read(self._reader):
@@ -315,9 +287,9 @@ class ReadAhead:
         return "partly", fitting, digests
 
     def _fits(self, request: _Request, length: int) -> bool:
-        """Whether staging memory that waits for nobody has room for a prefix, and for what lies beside its end."""
+        """Whether empty staging memory has room for a prefix, and for what lies beside its end."""
         return all(
-            (length if source == KV else min(length, pages)) <= self._staging.most_pages_ahead(source)
+            (length if source == KV else min(length, pages)) <= self._staging.most_pages(source)
             for source, pages in request.asked.items()
         )
 
@@ -335,8 +307,7 @@ class ReadAhead:
                 nowhere = torch.full((len(keys) * size,), -1, dtype=torch.int64)  # known when they are wanted
                 for some in Pages(source, keys, nowhere, size).portions(self._staging.portion_pages(source)):
                     seconds = max(0.0, until - time.monotonic())
-                    left = self._staging.reserved_pages(source)
-                    portion = None if request.over else self._staging.take("load", some, seconds, left)
+                    portion = None if request.over else self._staging.take("load", some, seconds)
                     if portion is None:
                         return False
                     portions.append(portion)
@@ -350,8 +321,3 @@ def _is_covered(request: _Request, length: int, longest: int, portions: Sequence
     return length <= sum(len(portion.pages.keys) for portion in portions if portion.pages.source == KV) and all(
         length == longest or longest <= pages for source, pages in request.asked.items() if source != KV
     )
-
-
-def _release(portions: Sequence[Portion]) -> None:
-    for portion in portions:
-        portion.release()

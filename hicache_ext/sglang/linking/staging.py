@@ -4,7 +4,7 @@ It is SGLang's own: the host pools that HiCache would make for this model, in th
 the size. So what is stored is byte for byte what HiCache stores, under the same identity, and pages move between them
 and the device as HiCache moves them, through the copy engines or SGLang's own path.
 
-Each direction has half of it, so that a slow store that nobody reads from holds up no load.
+Each direction has half of it, so that a slow store that nobody reads from keeps no request from its pages.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Portion:
                 return False
         return True
 
-    def give_places(self, wanted: Pages) -> list[str]:
-        """Of the pages in it keep those that are wanted, with their places on the device; their keys."""
+    def give_places(self, wanted: Pages) -> None:
+        """Keep those of its pages that are wanted, with their places on the device."""
         place = {key: number for number, key in enumerate(wanted.keys)}
         kept = [(number, place[key]) for number, key in enumerate(self.pages.keys) if key in place]
         size = wanted.page_size
@@ -106,7 +106,11 @@ class Portion:
         keys = [wanted.keys[number] for _, number in kept]
         self.host_indices = mine[[number for number, _ in kept]].reshape(-1)
         self.pages = Pages(wanted.source, keys, theirs[[number for _, number in kept]].reshape(-1), size)
-        return keys
+
+
+def release(portions: Sequence[Portion]) -> None:
+    for portion in portions:
+        portion.release()
 
 
 class Staging(ModelPools):
@@ -144,25 +148,17 @@ class Staging(ModelPools):
         """Of each direction."""
         return self._limits[source]
 
-    def reserved_pages(self, source: str) -> int:
-        """Of the loads' half, that nothing read ahead takes: a load passes through them, whoever waits."""
-        return max(1, min(PORTION_PAGES, self._limits[source] // 8))
-
-    def most_pages_ahead(self, source: str) -> int:
-        """Of one prompt that waits."""
-        return self._limits[source] - self.reserved_pages(source)
-
-    def take(self, side: Side, pages: Pages, seconds: float = 0.0, leave: int = 0) -> Portion | None:
-        """Memory for these pages, waiting for it, such that ``leave`` pages stay free; None where none becomes free."""
-        count = len(pages.keys) + leave
+    def take(self, side: Side, pages: Pages, seconds: float) -> Portion | None:
+        """Memory for these pages, waiting for it; None where none becomes free."""
+        count = len(pages.keys)
         with self._changed:
             place = (side, pages.source)
             if not self._changed.wait_for(lambda: self._used[place] + count <= self._limits[pages.source], seconds):
                 return None
-            indices = self.alloc(pages.source, len(pages.keys))
+            indices = self.alloc(pages.source, count)
             if indices is None:
                 return None
-            self._used[place] += len(pages.keys)
+            self._used[place] += count
         return Portion(pages, side, self, indices, indices)
 
     def give_back(self, portion: Portion) -> None:
@@ -240,7 +236,7 @@ class Staging(ModelPools):
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What the parts of a linker share. ``seconds``: how long the pages of one request are waited for, at most."""
+    """What the parts of a linker share. ``seconds``: how long a request waits in the queue for its pages, at most."""
 
     staging: Staging
     backend: HiCacheExtBackend

@@ -6,123 +6,79 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.threads import Call, ThreadPool
-from hicache_ext.sglang.linking.staging import Link, Pages, Portion
+from hicache_ext.sglang.linking.staging import Link, Pages, Portion, release
 from hicache_ext.sglang.served_pools import BoundPool
 
 logger = logging.getLogger(__name__)
 
 
 # -- loads -------------------------------------------------------------------------------------------------------------
-# Stored pages on their way to the device.
+# Pages on their way from staging memory to the device.
 #
-# A request's pages are read and verified before SGLang is told that they will come: what cannot be read is computed,
-# and no request of a batch can fail because a page was missing. Most were read while it was in the queue (ahead.py).
-# They wait in staging memory; what does not fit there moves on to the device at once, whose slots nobody but the
-# request has. When the batch starts, what waits moves layer by layer. Reasons: docs/decisions/linker.md.
-
-
-@dataclass(slots=True, eq=False)
-class _Load:
-    """The pages of one request that are to be read. ``waiting`` are those in staging memory, the oldest first."""
-
-    pages: list[Pages] = field(default_factory=list)
-    events: Sequence[Any] = ()
-    begun: float = field(default_factory=time.monotonic)
-    waiting: deque[Portion] = field(default_factory=deque)
-    over: bool = False
-    """Nothing of it may touch the device any more."""
-    writing: threading.Lock = field(default_factory=threading.Lock)
-    """Held while its pages go to the device, and to say that it is over."""
+# They were read and verified while their request was in the queue (ahead.py), before SGLang is told that they will
+# come: what is not there is computed, and no request of a batch can fail because a page was missing. When the batch
+# starts, they move layer by layer. Reasons: docs/decisions/linker.md.
 
 
 class Loads:
-    """See the module docstring. Threads: every call on the scheduler's."""
+    """See the module docstring. Threads: every call on the scheduler's, and none waits for a store."""
 
-    def __init__(self, link: Link, counter: Any, make_place: Callable[[], bool]) -> None:
-        """``counter``: SGLang's LayerWiseLoadCounter. ``make_place`` gives staging memory back that no load has;
-        whether there was any."""
-        self._staging, self._reader = link.staging, link.backend
-        self._metrics, self._threads, self._seconds = link.metrics, link.threads, link.seconds
+    def __init__(self, link: Link, counter: Any) -> None:
+        """``counter``: SGLang's LayerWiseLoadCounter."""
+        self._staging, self._metrics, self._threads = link.staging, link.metrics, link.threads
         self._counter = counter
-        self._make_other_place = make_place
         self._log = LimitedLog(logger)
-        self._lock = threading.Lock()
-        self._ready: dict[str, _Load] = {}
+        self._ready: dict[str, list[Portion]] = {}
         """Of requests whose batch has not started."""
         self._started: dict[int, Call[None]] = {}
-        self._closed = False
 
-    def read(
-        self, rid: str, pages: list[Pages], events: Callable[[], Sequence[Any]], ahead: Sequence[Portion] = ()
-    ) -> bool:
-        """Whether all pages of a request were read; they wait for ``start`` then. What it raises leaves nothing behind.
+    def add(self, rid: str, wanted: Sequence[Pages], ahead: list[Portion]) -> bool:
+        """Whether all wanted pages of a request are among those that were read ahead; they wait for ``start`` then.
 
-        ``events`` records when the device slots may be written; ``ahead`` was read before.
+        Else, and where this raises, the memory of ``ahead`` is given back.
         """
-        load = _Load(waiting=deque(ahead))
         outcome = "error"
         try:
-            load.pages = _given_places(load.waiting, pages)
-            # After the places: those of pages that were read ahead are picked on the device, on the same stream.
-            load.events = events()
-            outcome = self._outcome(rid, load)
+            # For pages that were added before, SGLang has been given the word.
+            complete = rid not in self._ready and _given_places(ahead, wanted)
+            outcome = "read" if complete else "missing"
         finally:
-            if outcome != "read":
-                self._end(load)
-        self._metrics.add("load", outcome)
-        self._metrics.observe("load", time.monotonic() - load.begun)
-        return outcome == "read"
-
-    def _outcome(self, rid: str, load: _Load) -> str:
-        if self._closed or rid in self._ready:
-            return "refused"
-        if load.pages:
-            if self._threads.left_behind:
-                # A store has not answered in time, and still has not: others would wait for it as long.
-                return "refused"
-            try:
-                call = self._threads.start(lambda: self._read(load))
-            except RuntimeError:  # no thread to be had
-                return "refused"
-            if not call.ended_within(self._seconds):
-                return "late"
-            if (error := call.error) is not None:
-                self._log.log(logging.ERROR, "read", "hicache_ext: pages were not loaded: %s", error, exc_info=error)
-                return "error"
-            if not call.result():
-                return "missing"
-        with self._lock:
-            self._ready[rid] = load
-        return "read"
+            self._metrics.add("load", outcome)
+            if outcome == "read":
+                self._ready[rid] = ahead
+            else:
+                release(ahead)
+        return complete
 
     def cancel(self, rid: str) -> bool:
         """Forget a request whose batch has not started; from the return on its slots are not written."""
-        with self._lock:
-            load = self._ready.pop(rid, None)
-        if load is None:
-            return False
-        self._end(load)
-        return True
+        portions = self._ready.pop(rid, [])
+        release(portions)
+        return bool(portions)
 
     def start(self, events: Sequence[Any]) -> int:
-        """Begin to move the pages of all requests that are ready; the batch's number, -1 where there are none."""
-        with self._lock:
-            loads, self._ready = list(self._ready.values()), {}
-        if not loads:
+        """Begin to move the pages of all requests that are ready; the batch's number, -1 where there are none.
+
+        ``events`` say when the device slots may be written. They were recorded after ``add``, which picks the places on
+        the device, on the same stream.
+        """
+        portions = [portion for ready in self._ready.values() for portion in ready]
+        self._ready.clear()
+        if not portions:
             return -1
-        portions = [portion for load in loads for portion in _taken_out(load)]
         index: int = self._counter.update_producer()
         try:
             self._started[index] = self._threads.start(lambda: self._move(index, portions, events))
         except RuntimeError as error:
-            self._fail(index, portions, error)
+            self._fail(index, error)
+            release(portions)
         return index
 
     def finish(self, index: int) -> bool:
@@ -136,125 +92,45 @@ class Loads:
 
     def reset(self, seconds: float = threading.TIMEOUT_MAX) -> None:
         """Forget everything that was not started, and wait for what was: it only copies."""
-        with self._lock:
-            ready, self._ready = list(self._ready.values()), {}
-        for load in ready:
-            self._end(load)
+        for rid in list(self._ready):
+            self.cancel(rid)
         for call in self._started.values():
             call.ended_within(seconds)
         self._started.clear()
         self._counter.reset()
 
-    def close(self, seconds: float) -> None:
-        self._closed = True
-        self.reset(seconds)
-
     # -- threads ---------------------------------------------------------------------------------------------------
-
-    def _read(self, load: _Load) -> bool:
-        """Read everything, a portion at a time; whether all of it is there."""
-        self._staging.enter_thread()
-        for pages in load.pages:
-            for some in pages.portions(self._staging.reserved_pages(pages.source)):
-                portion = self._memory(load, some)
-                if portion is None:
-                    return False
-                if not portion.read(self._reader):
-                    return False
-                with load.writing:
-                    if load.over:
-                        portion.release()
-                        return False
-                    load.waiting.append(portion)
-        return True
-
-    def _memory(self, load: _Load, pages: Pages) -> Portion | None:
-        """Staging memory; where there is none, what waits there the longest makes place and goes to the device."""
-        while not load.over:
-            if (portion := self._staging.take("load", pages)) is not None:
-                return portion
-            if not self._make_place(load):
-                # A batch that has started has it, and only copies: what is read ahead leaves some to loads.
-                return self._staging.take("load", pages, self._seconds / 2)
-        return None
-
-    def _make_place(self, load: _Load) -> bool:
-        with self._lock:
-            others = list(self._ready.values())
-        for candidate in [load, *others]:
-            with candidate.writing:
-                if candidate.over or not candidate.waiting:
-                    continue
-                portion = candidate.waiting[0]
-                _wait_for(candidate.events)
-                self._staging.scatter([portion])
-                candidate.waiting.popleft().release()
-                return True
-        return self._make_other_place()
 
     def _move(self, index: int, portions: Sequence[Portion], events: Sequence[Any]) -> None:
         try:
             self._staging.enter_thread()
-            _wait_for(events)
-            if portions:
-                self._staging.scatter(portions, lambda layer: self._counter.complete(index, layer))
-            else:
-                for layer in range(self._staging.layers):
-                    self._counter.complete(index, layer)
+            for event in events:
+                event.synchronize()
+            self._staging.scatter(portions, lambda layer: self._counter.complete(index, layer))
         except BaseException as error:  # noqa: BLE001 - SGLang waits for every layer
-            self._fail(index, portions, error)
+            self._fail(index, error)
         finally:
-            for portion in portions:
-                portion.release()
+            release(portions)
 
-    def _fail(self, index: int, portions: Sequence[Portion], error: BaseException) -> None:
+    def _fail(self, index: int, error: BaseException) -> None:
         self._metrics.add("load", "copy_failed")
         self._log.log(logging.ERROR, "copy", "hicache_ext: a batch was not loaded: %s", error, exc_info=error)
-        for portion in portions:
-            portion.release()
         self._counter.fail(index, error)
 
-    def _end(self, load: _Load) -> None:
-        """Give its memory back; waits for a copy to the device, not for a store."""
-        for portion in _taken_out(load):
-            portion.release()
 
-
-def _given_places(ahead: deque[Portion], wanted: Sequence[Pages]) -> list[Pages]:
-    """Give pages that were read before their places on the device, and let go of the rest: it has none. What is wanted
-    and is not among them."""
+def _given_places(ahead: list[Portion], wanted: Sequence[Pages]) -> bool:
+    """Give pages that were read ahead their places on the device, and let go of those that have none; whether all
+    that are wanted are among them."""
     by_source = {pages.source: pages for pages in wanted}
-    found: dict[str, set[str]] = {source: set() for source in by_source}
     for portion in list(ahead):
-        source = portion.pages.source
-        keys = portion.give_places(by_source[source]) if source in by_source else []
-        if keys:
-            found[source].update(keys)
-        else:
+        pages = by_source.get(portion.pages.source)
+        if pages is not None:
+            portion.give_places(pages)
+        if pages is None or not portion.pages.keys:
             ahead.remove(portion)
             portion.release()
-    left = []
-    for pages in wanted:
-        if not found[pages.source]:
-            left.append(pages)
-        elif others := [number for number, key in enumerate(pages.keys) if key not in found[pages.source]]:
-            places = pages.device_indices.view(-1, pages.page_size)[others].reshape(-1)
-            left.append(Pages(pages.source, [pages.keys[number] for number in others], places, pages.page_size))
-    return left
-
-
-def _taken_out(load: _Load) -> list[Portion]:
-    """What waits of a load; from now on nobody else moves it. Waits for a copy under way."""
-    with load.writing:
-        load.over = True
-        portions = list(load.waiting)
-        load.waiting.clear()
-    return portions
-
-
-def _wait_for(events: Sequence[Any]) -> None:
-    for event in events:
-        event.synchronize()
+    found = {(portion.pages.source, key) for portion in ahead for key in portion.pages.keys}
+    return all((pages.source, key) in found for pages in wanted for key in pages.keys)
 
 
 # -- offloads ----------------------------------------------------------------------------------------------------------
