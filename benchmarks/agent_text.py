@@ -3,8 +3,8 @@
 ``python -m benchmarks.agent_text TRACE``, with a trace as benchmarks/agent_hints.py has it. One CPU server with the
 small model and a file tier that holds ``--slots`` pages. Recorded sessions are replayed, so many at the same time: each
 request has as many tokens as was recorded, of its own session's and, where several began alike, of the shared text, a
-part of them (``--tokens``) so that a CPU can follow; the tool runs for as long as was recorded, scaled down
-(``--speed``). After each request the device and host memory are emptied: what is served comes from the tier. With hints
+part of them (``--tokens``), and the tool runs for as long as was recorded, stretched (``--stretch``), so that a CPU can
+follow. After each request the device and host memory are emptied: what is served comes from the tier. With hints
 and without take turns on the one server, over prompts of their own, in ``--rounds``; the tier is cleared in between.
 
 Printed: quartiles and mean of the first token after a tool call, and the share of prompt tokens that were cached.
@@ -40,6 +40,8 @@ _BYTES_OF_A_TOKEN = 2 * 30 * 3 * 64 * 4
 """Of SmolLM2-135M in float32: keys and values of 30 layers with 3 heads of 64."""
 _VOCABULARY = 49_000
 _ANSWER = 4
+_SLACK = 5.0
+"""Seconds that a lease lasts longer than the tool: a request may wait for others."""
 
 
 def prompt(blocks: Sequence[int], salt: str, per_block: int) -> list[int]:
@@ -68,10 +70,10 @@ def replay(
 
     def run(lines: Sequence[dict[str, Any]]) -> None:
         for number, line in enumerate(lines):
-            at = (line["timestamp"] - sessions[0][0]["timestamp"]) / 1000 / arguments.speed
+            at = (line["timestamp"] - sessions[0][0]["timestamp"]) / 1000 * arguments.stretch
             time.sleep(max(0.0, begun + at - time.monotonic()))
             following = lines[number + 1]["timestamp"] if number + 1 < len(lines) else None
-            wait = None if following is None else (following - line["timestamp"]) / 1000 / arguments.speed + 30
+            wait = None if following is None else (following - line["timestamp"]) / 1000 * arguments.stretch + _SLACK
             hints = hints_for(f"{salt}/{line['session']}", number, wait) if salt.startswith("hints") else {}
             sampling = {"ignore_eos": True} | hints
             tokens = prompt(line["hash_ids"], salt, arguments.tokens)
@@ -97,8 +99,8 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=8, help="of each session, the first ones")
     parser.add_argument("--tokens", type=int, default=16, help="of a recorded block of 64")
     parser.add_argument("--slots", type=int, default=200)
-    parser.add_argument("--speed", type=float, default=10.0)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--stretch", type=float, default=10.0)
+    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     recorded = [json.loads(line) for line in arguments.trace.read_text().splitlines() if line.strip()]
     by_session: dict[str, list[dict[str, Any]]] = {}

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.storage.tiers.file import pins
+from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pins import PinnedPages, add_lease, add_pin, end_leases, read_pins, remove_pin
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
@@ -251,6 +253,26 @@ def test_leased_pages_outlive_many_times_the_capacity_and_go_when_the_lease_is_o
     monkeypatch.setattr(time, "time", lambda: real() + 62)
     fill(store, 1000, "later")
     assert not any(hits(store, leased))
+
+
+def test_leased_pages_of_several_paths_are_kept_from_the_moment_they_are_leased(tmp_path, monkeypatch):
+    monkeypatch.setattr(pins, "_LOOK_INTERVAL", 600.0)
+    monkeypatch.setattr(pins, "_COUNT_INTERVAL", 600.0)
+    paths = [tmp_path / name for name in "abc"]
+    metrics = TierMetrics("disk")
+    store = SpreadStore("disk", paths, lambda path, trouble: SlabStore("disk", path, capacity=4 * MIB), metrics)
+    try:
+        fill(store, 300)
+        leased = page_keys(96, "leased", OTHER_IDENTITY)
+        store_pages(store, leased, SIZES)
+        assert store.lease_pages(hashes_of(leased), 60, "") == 96
+        fill(store, 900, "later")
+        assert all(hits(store, leased))
+        assert store.end_leases(hashes_of(leased)) == 1
+        fill(store, 900, "even later")
+        assert not any(hits(store, leased))
+    finally:
+        store.close()
 
 
 def test_demoted_pages_go_first_and_leased_ones_are_not_demoted(opened, tmp_path):

@@ -313,10 +313,18 @@ class SpreadStore:
         paths = [self._parts[number].path for number in self._usable]
         # The pages of a prompt are on all of them.
         leased = [pins.add_lease(path, hashes, seconds, namespace, len(paths)) for path in paths]
+        self._look_at_pins()
         return len(hashes) * max(leased, default=False)
 
     def end_leases(self, hashes: Sequence[bytes]) -> int:
-        return max([pins.end_leases(self._parts[number].path, hashes) for number in self._usable], default=0)
+        ended = [pins.end_leases(self._parts[number].path, hashes) for number in self._usable]
+        self._look_at_pins()
+        return max(ended, default=0)
+
+    def _look_at_pins(self) -> None:
+        """Other processes see it within seconds, this one at once."""
+        for store in self.parts:
+            store.pins.look_soon()
 
     def demote_pages(self, hashes: Sequence[bytes]) -> int:
         with self._calls:

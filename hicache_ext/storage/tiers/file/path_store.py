@@ -125,7 +125,7 @@ class PathStore(TierStore):
 
     type_name = "file"
     layout: ClassVar[str]
-    _pins: PinnedPages
+    pins: PinnedPages
     """Set by ``_open``."""
     no_space_since: int
     """Since when writes have found no space (wall-clock seconds), for all processes together; 0 while they find some.
@@ -197,7 +197,7 @@ class PathStore(TierStore):
     def demote_pages(self, hashes: Sequence[bytes]) -> int:
         """As ``TakesHints``. Raises OSError, IndexBusyError, StoreClosedError."""
         with self._calls:
-            kept = self._pins.spared()
+            kept = self.pins.spared()
             return self._demote([page_hash for page_hash in hashes if page_hash not in kept])
 
     @abc.abstractmethod

@@ -343,6 +343,10 @@ class PinnedPages:
     def set_limit(self, limit: int | None) -> None:
         """Change the limit in bytes; the next ``spared()`` counts anew."""
         self._limit = limit
+        self.look_soon()
+
+    def look_soon(self) -> None:
+        """Look at the records at the next question: one has changed."""
         self._look_at = 0.0
 
     def spared(self, *, leased: bool = True) -> frozenset[bytes]:

@@ -92,8 +92,8 @@ class PageFileStore(PathStore):
         common = self.name, self._directory, self._usage, self.metrics, self._count_error, flags
         self._packs = Packs(*common, self._look_over)
         self._resources.callback(self._packs.close)
-        self._pins = PinnedPages(self.name, path, _pin_limit(self._capacity), self._directory.occupied_by)
-        self._evictor = Evictor(self._directory, self.metrics, self._pins, evicted_age)
+        self.pins = PinnedPages(self.name, path, _pin_limit(self._capacity), self._directory.occupied_by)
+        self._evictor = Evictor(self._directory, self.metrics, self.pins, evicted_age)
         self._contents = TreeContents(self._directory)
         self._no_writes_until = 0.0
         self._no_growth_until = 0.0
@@ -134,7 +134,7 @@ class PageFileStore(PathStore):
     def resize(self, capacity: int | None) -> None:
         """Pages beyond the capacity are evicted by the next write."""
         super().resize(capacity)
-        self._pins.set_limit(_pin_limit(capacity))
+        self.pins.set_limit(_pin_limit(capacity))
 
     def used_bytes(self) -> int:
         """Bytes of disk that pages and reservations take, over all processes."""

@@ -168,7 +168,7 @@ class SlabStore(PathStore):
             self._index.memory.header[index_words.TWICE_TTL] = int(2000 * self._ttl)
         self._io = SlotIo(directory, self._plan, self.metrics)
         self._contents = SlabContents(directory)
-        pins = self._pins = PinnedPages(
+        pins = self.pins = PinnedPages(
             self.name,
             directory.path,
             self._capacity // 2,
