@@ -34,7 +34,6 @@ import numpy as np
 from hicache_ext.bench.frame import Quartiles, Table, interleaved, machine_facts, number, today, write_json
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.runtime.commands import terminated_in_order
-from hicache_ext.testing import small_model
 from tests.campaigns.reporting import markdown
 from tests.rigs import step_costs, tier_faults
 from tests.rigs.pd_pair import PdGeneration, PdPair, decode_node
@@ -44,10 +43,9 @@ from tests.rigs.tiny_hybrid import ARGUMENTS, DECODE_ARGUMENTS, KINDS, make_tiny
 from tests.rigs.tiny_model import make_tiny_model
 
 BATCH = 6
-PROMPT_TOKENS = dict.fromkeys(("llama", "smollm2", *KINDS), 96) | {"qwen3_next": 320}
+PROMPT_TOKENS = dict.fromkeys(("llama", *KINDS), 96) | {"qwen3_next": 320}
 """By kind. Of a prompt with recurrent states, prefill nodes store what lies before the last state."""
-GENERATED = dict.fromkeys(PROMPT_TOKENS, 512) | {"smollm2": 128}
-"""By kind: a step of the small real model takes as long as thirty of a tiny one."""
+TOKENS = 512
 SETTLE = 2.0
 """Seconds after a batch over a faulty pool: what waits is written, the breaker closes."""
 WITHOUT = "without offload"
@@ -86,9 +84,7 @@ class Measured:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Decode throughput with and without the decode writer.")
-    parser.add_argument(
-        "--model", choices=tuple(PROMPT_TOKENS), default="llama", help="kind of tiny model, or a small real one"
-    )
+    parser.add_argument("--model", choices=tuple(PROMPT_TOKENS), default="llama", help="kind of tiny model")
     parser.add_argument("--minutes", type=float, default=11, help="until the last round begins")
     parser.add_argument("--report", type=Path, help="a .md file to write; the figures go beside it as .json")
     arguments = parser.parse_args()
@@ -96,7 +92,7 @@ def main() -> None:
     with terminated_in_order(), tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         with _nodes(arguments.model, directory) as (pair, nodes):
-            measured = _measure(pair, nodes, directory, deadline, arguments.model)
+            measured = _measure(pair, nodes, directory, deadline, PROMPT_TOKENS[arguments.model])
         said = _said(directory / "writer.log", r"decode writer: (\{.*\})")
         facts = machine_facts(directory, ("sglang", "torch"))
     if not re.search("page.stored", said) or not re.search("page.(error|rejected)", said):
@@ -111,12 +107,8 @@ def main() -> None:
 @contextmanager
 def _nodes(kind: str, directory: Path) -> Iterator[tuple[PdPair, dict[str, RigServer]]]:
     """The pair and its decode nodes, all warm; those that are not needed at once are frozen."""
-    if kind == "smollm2":
-        model, ours = small_model.make_small_model(directory / "model"), small_model.arguments_to_serve()
-    elif kind == "llama":
-        model, ours = make_tiny_model(directory / "model"), ()
-    else:
-        model, ours = make_tiny_hybrid(directory / "model", kind), ARGUMENTS.get(kind, ())
+    model = make_tiny_model(directory / "model") if kind == "llama" else make_tiny_hybrid(directory / "model", kind)
+    ours = ARGUMENTS.get(kind, ())
     small = ("--max-total-tokens", "8192", *ours, *DECODE_ARGUMENTS.get(kind, ()))
     modules = [*MODULES, "tests.rigs.hybrid_on_cpu"] if kind in KINDS else MODULES
     pair = PdPair(
@@ -155,7 +147,7 @@ def _nodes(kind: str, directory: Path) -> Iterator[tuple[PdPair, dict[str, RigSe
                 if server is not pair.decode:
                     server.start()
                 # The first request of a node meets connections that are not open yet and takes ten seconds.
-                _decode_batch(pair, server, f"first-{name}", kind)
+                _decode_batch(pair, server, f"first-{name}", PROMPT_TOKENS[kind])
                 server.freeze()
             yield pair, nodes
         finally:
@@ -163,7 +155,7 @@ def _nodes(kind: str, directory: Path) -> Iterator[tuple[PdPair, dict[str, RigSe
 
 
 def _measure(
-    pair: PdPair, nodes: dict[str, RigServer], directory: Path, deadline: float, kind: str
+    pair: PdPair, nodes: dict[str, RigServer], directory: Path, deadline: float, prompt_tokens: int
 ) -> dict[str, Measured]:
     arms = [name for name, arm in ARMS.items() if arm.node in nodes]
     measured = {name: Measured() for name in arms}
@@ -184,7 +176,7 @@ def _measure(
         if arm.dies:
             dying.start()
         started, cpu_before = time.monotonic(), node.cpu_seconds()
-        rate = _decode_batch(pair, node, f"{round_number}-{name}", kind)
+        rate = _decode_batch(pair, node, f"{round_number}-{name}", prompt_tokens)
         half_a_batch = (time.monotonic() - started) / 2
         cpu_seconds = node.cpu_seconds() - cpu_before
         dying.cancel()
@@ -208,20 +200,20 @@ def _measure(
     }
 
 
-def _decode_batch(pair: PdPair, node: RigServer, salt: str, kind: str) -> float:
+def _decode_batch(pair: PdPair, node: RigServer, salt: str, prompt_tokens: int) -> float:
     """Tokens per second of one batch. Another salt each time: nothing is in the pool already."""
     answers: list[PdGeneration] = []
     ends: list[float] = []
 
     def ask(request: int) -> None:
-        prompt = [(request * 13 + 7 * place) % 250 for place in range(PROMPT_TOKENS[kind])]
-        answer = pair.generate(prompt, GENERATED[kind], decode=node, cache_salt=salt, sampling={"ignore_eos": True})
+        prompt = [(request * 13 + 7 * place) % 250 for place in range(prompt_tokens)]
+        answer = pair.generate(prompt, TOKENS, decode=node, cache_salt=salt, sampling={"ignore_eos": True})
         ends.append(time.monotonic())
         answers.append(answer)
 
     _all_at_once([lambda request=request: ask(request) for request in range(BATCH)])
     firsts = [end - answer.total_time + answer.time_to_first_token for end, answer in zip(ends, answers, strict=True)]
-    return BATCH * (GENERATED[kind] - 1) / (max(ends) - min(firsts))
+    return BATCH * (TOKENS - 1) / (max(ends) - min(firsts))
 
 
 def _seconds_until_readable(file: Path) -> list[float]:
@@ -296,19 +288,19 @@ def _report(
     arguments: argparse.Namespace, table: Table, measured: dict[str, Measured], said: str, facts: dict[str, Any]
 ) -> None:
     file = arguments.report
-    model = small_model.NAME if arguments.model == "smollm2" else f"tiny {arguments.model}"
     text = f"""# Decode throughput with the decode writer
 
-`python -m tests.campaigns.decode_throughput --model {arguments.model} --minutes {arguments.minutes:g} --report \
-{file}`, {today()[:10]}, {facts["cpus"]} cores, Linux {facts["kernel"].partition("-")[0]}, SGLang \
-{facts["packages"]["sglang"]} on CPU with a {model}, batches of {BATCH} requests of \
-{PROMPT_TOKENS[arguments.model]} tokens with {GENERATED[arguments.model]} generated, pages of 16. How it is \
-measured stands at the top of that file. Ratios are to the mean of the two servers without offload, whose own \
-distance from 1 is the noise: of all rounds together, and of the rounds (median, quartiles). CPU time is that of \
-all processes of the decode node during a batch; it says more than the rate where something else works on the \
-machine. Four columns are microseconds of the scheduler thread that offload took, by step: all requests of the \
-batch advance by one token in a step. The last two are the time from an answer's last token until its last whole \
-page can be read by others; all answers of a batch end together.
+`python -m tests.campaigns.decode_throughput --model {arguments.model} --minutes {arguments.minutes:g} \
+--report {file}`, {today()[:10]}, \
+{facts["cpus"]} cores, Linux {facts["kernel"].partition("-")[0]}, \
+SGLang {facts["packages"]["sglang"]} on CPU with a tiny {arguments.model}, batches \
+of {BATCH} requests of {PROMPT_TOKENS[arguments.model]} tokens with {TOKENS} generated, pages of 16. How it is \
+measured stands at the top of that file. Ratios are to the mean of the two servers without offload, whose own distance \
+from 1 is the noise: of all rounds together, and of the rounds (median, quartiles). CPU time is that of all processes \
+of the decode node during a batch; it says more than \
+the rate where something else works on the machine. Four columns are microseconds of the scheduler thread \
+that offload took, by step: all requests of the batch advance by one token in a step. The last two are the time from \
+an answer's last token until its last whole page can be read by others; all answers of a batch end together.
 
 {markdown(table)}
 
@@ -320,11 +312,7 @@ The writer's counters at the end, all its arms together: `{said}`
         "date": today(),
         "machine": facts,
         "model": arguments.model,
-        "batch": {
-            "requests": BATCH,
-            "prompt_tokens": PROMPT_TOKENS[arguments.model],
-            "generated": GENERATED[arguments.model],
-        },
+        "batch": {"requests": BATCH, "prompt_tokens": PROMPT_TOKENS[arguments.model], "generated": TOKENS},
         "arms": {
             name: {
                 **asdict(ARMS[name]),
