@@ -10,7 +10,7 @@ from tests.rooms import AIMS, KNOW_SGLANG, ORDER, Imports, measured, picture, ro
 
 BUDGETS = {
     "storage.tiers.file": (11_300, 6_900),
-    "sglang": (6_375, 5_000),
+    "sglang": (6_389, 5_000),
     "storage.tiering": (4_351, 3_300),
     "storage.tiers.redis": (3_195, 2_500),
     "testing": (3_418, 2_800),

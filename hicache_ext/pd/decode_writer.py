@@ -206,8 +206,8 @@ class PoolWriter:
     own."""
 
     def __init__(self, pool: Any, metrics: TierMetrics, pools_on: Mapping[str, Sequence[str]]) -> None:
-        """``pool``: the backend (sglang/backend.py). ``pools_on``: by the pool that has host indices, those that lie on
-        them and are this rank's to write. Jobs of a rank that writes none end at once."""
+        """``pool``: the backend (sglang/backend.py). ``pools_on``: by the pool that has host indices, those on them
+        that are this rank's to write; the KV's last one tells whether a prompt is there. A rank may write none."""
         self._pool = pool
         self._metrics = metrics
         self._pools_on = pools_on
@@ -256,7 +256,7 @@ class PoolWriter:
         if first_page and len(chain) < continuation.prompt_pages:
             chain.extend(continuation.prompt[chain.tokens_for(len(chain), continuation.prompt_pages)])
         prompt = [] if continuation.prefix_known else chain.hashes(0, continuation.prompt_pages)
-        if prompt and self._pool.stored_leading(prompt) < len(prompt):
+        if prompt and self._pool.stored_leading(prompt, *self._pools_on[KV][-1:]) < len(prompt):
             return Outcome.PREFIX_MISSING
         for piece in pieces:
             if len(chain) < piece.first_page:

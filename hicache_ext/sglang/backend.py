@@ -294,9 +294,9 @@ class HiCacheExtBackend(BackendLifecycle):
         return [False] * len(keys) if pool is None else self._every_part(pool, keys, self._store.stored)
 
     @answering(lambda *_, **__: 0)
-    def stored_leading(self, keys: list[str]) -> int:
+    def stored_leading(self, keys: list[str], name: str = KV) -> int:
         """Leading pages of which a prefill node finds every part in the pool [pd writer]."""
-        pool = self._pools.usable(KV)
+        pool = self._pools.usable(name)
         if pool is None:
             return 0
         of_first = PageKeys.of_hashes(pool.digests[0], keys)

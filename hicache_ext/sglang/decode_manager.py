@@ -382,6 +382,7 @@ def _our_manager(
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from hicache_ext.pd.decode_writer import DecodeWriter, PoolWriter
+    from hicache_ext.sglang.host_pool import is_logical_anchor
     from hicache_ext.sglang.model_pools import ModelPools
 
     # Until 0.5.21 the tree of a decode node has none, and ours serve no more than one there.
@@ -420,7 +421,8 @@ def _our_manager(
         return [int(number) for number in tensor.tolist()]
 
     def written_here(name: str) -> bool:
-        return not pools.controller.backup_skip or bool(backend.writes_on_every_rank(name))
+        own = not pools.controller.backup_skip or bool(backend.writes_on_every_rank(name))
+        return own and not is_logical_anchor(pools.host_pools[name])
 
     manager = DecodeManager(
         pools, req_to_token_pool, tree_cache, params.page_size, track_interval, bigrams=speculation.is_eagle()
@@ -473,6 +475,7 @@ def _draft_pools(speculation: Any) -> dict[str, tuple[Any, ...]]:
 
 def _refuse_what_prefill_cannot_use(kv_cache: Any, components: int, shares: bool) -> None:
     """``shares``: whether requests have memory of SGLang's radix cache."""
+    from sglang.srt.mem_cache import deepseek_v4_memory_pool as v4
     from sglang.srt.mem_cache import memory_pool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.runtime_context import get_parallel, get_spec
@@ -481,15 +484,23 @@ def _refuse_what_prefill_cannot_use(kv_cache: Any, components: int, shares: bool
     speculation = SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
     draft_pools = [model.runner.token_to_kv_pool for model in process.drafts()]
     plain = (memory_pool.MHATokenToKVPool, memory_pool.MLATokenToKVPool)
-    several = (memory_pool.HybridLinearKVPool, SWAKVPool)
+    windows = (SWAKVPool, v4.DeepSeekV4TokenToKVPool)
+    several = (memory_pool.HybridLinearKVPool, *windows)
     subject, reason = f"decode-side writing of {type(kv_cache).__name__}", None
     if type(kv_cache) in (memory_pool.DSATokenToKVPool, *several) and components < 3:
         if not comes_with(installed_release(), "0.5.23"):
             reason = f"SGLang {installed_release()} keeps too little of it on a decode node"
         elif get_parallel().dcp_enabled or (type(kv_cache) in several and not speculation.is_none()):
             reason = "with speculation or decode context parallelism its pools have another order"
-        elif shares and isinstance(kv_cache, SWAKVPool):
+        elif shares and isinstance(kv_cache, windows):
             reason = "with SGLang's radix cache a request does not tell which memory of its window is its own"
+        # A decode step leaves the inputs of V4's compressors where a prefill does: beside the page of the window
+        # (c_plan.cuh). Where SGLang keeps anything by request, or V4.1 is served, nobody has looked.
+        elif isinstance(kv_cache, v4.DeepSeekV4TokenToKVPool) and not all(
+            ratio in (0, 4, 128) and type(pool) is v4.DeepSeekV4SingleKVPool and pool.kv_layout.value == "v4"
+            for ratio, pool in ((0, kv_cache.swa_kv_pool), *kv_cache.kv_pools.items())
+        ):
+            reason = "of V4.1, HiSparse, unified KV and layouts but v4 not all is known to lie on pages of tokens"
     elif isinstance(kv_cache, memory_pool.DSATokenToKVPool) or not isinstance(kv_cache, plain):
         reason = "it has side pools that a decode node does not write"
     if reason is None and (speculation.is_eagle() or draft_pools):

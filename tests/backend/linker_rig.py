@@ -208,12 +208,59 @@ def dsa_pool(without_keys: list[bool]) -> Any:
     )
 
 
+def v4_device() -> Device:
+    """DeepSeek V4 (``PAGE``: 256 tokens): a layer with a window alone, two that keep one row for 4 tokens, one for 128;
+    beside each page of the window the last inputs of the compressors of 4."""
+    from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+    ring = 8
+    pool = DeepSeekV4TokenToKVPool(
+        max_num_reqs=2,
+        swa_size=PAGES * PAGE,
+        c4_size=PAGES * PAGE // 4,
+        c128_size=PAGES * PAGE // 128,
+        c4_state_pool_size=PAGES * ring,
+        c128_state_pool_size=2 * 128,
+        page_size=PAGE,
+        swa_page_size=PAGE,
+        dtype=torch.float8_e4m3fn,
+        c4_state_dtype=torch.float32,
+        c128_state_dtype=torch.float32,
+        qk_nope_head_dim=448,
+        qk_rope_head_dim=64,
+        indexer_head_dim=128,
+        layer_num=LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+        compression_ratios=[0, 4, 128, 4],
+        start_layer=0,
+        end_layer=LAYERS,
+    )
+    buffers = {
+        "swa": pool.swa_kv_pool.kv_buffer,
+        "deepseek_v4_c4": pool.c4_kv_pool.kv_buffer,
+        "deepseek_v4_c4_indexer": pool.c4_indexer_kv_pool.index_k_with_scale_buffer,
+        "deepseek_v4_c128": pool.c128_kv_pool.kv_buffer,
+    }
+    rows = dict.fromkeys(buffers, 1)
+    for name, states in {
+        "deepseek_v4_c4_state": pool.compress_state_pools,
+        "deepseek_v4_c4_indexer_state": pool.indexer_compress_state_pools,
+    }.items():
+        buffers[name] = [state.kv_score_buffer.kv_score for state in states if state is not None and state.ratio == 4]
+        rows[name] = ring
+    components = {ComponentType.FULL, ComponentType.SWA}
+    return Device(pool, components, buffers, _params(pool), {"kv": PAGE, **rows})
+
+
 DEVICES: dict[str, Callable[[], Device]] = {
     "dsa": dsa_device,
     "mha": mha_device,
     "mla": mla_device,
     "swa": swa_device,
     "mamba": mamba_device,
+    "v4": v4_device,
 }
 
 

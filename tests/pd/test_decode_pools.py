@@ -37,8 +37,8 @@ pytestmark = [
     pytest.mark.skipif(not comes_with(installed_release(), "0.5.23"), reason="older releases write one pool"),
 ]
 
-WINDOW = 40
-"""Tokens: three pages, as SGLang counts windows."""
+WINDOWS = {"swa": 40, "v4": 128}
+"""Tokens, by kind: three pages, as SGLang counts windows, and one."""
 INTERVAL = 32
 """Tokens from one recurrent state that SGLang keeps to the next: two pages."""
 FIRST = 5
@@ -72,6 +72,14 @@ def device_of(kind: str) -> rig.Device:
     device.params.mtp_draft_device_pools = pools if packed else ()
     device.params.sidecar_draft_device_pools = () if packed else pools
     return device
+
+
+TAILS = {"swa": "swa", "mamba": "mamba", "v4": "swa"}
+"""The pool of which a prefill node needs the last pages, by kind."""
+COMPRESSORS = {
+    "deepseek_v4_c4_state": "compress_state_pools",
+    "deepseek_v4_c4_indexer_state": "indexer_compress_state_pools",
+}
 
 
 class Evicted:
@@ -126,7 +134,8 @@ class DecodeNode:
         self.bigrams = "+" in kind
         self.device = device_of(kind)
         self.device.fill()
-        self.windows = self.device.content("swa", list(range(9, 40))) if kind == "swa" else []
+        self.window = WINDOWS.get(kind, 0)
+        self.windows = self.device.content("swa", list(range(9, 40))) if self.window else []
         # By page of the request: what is right.
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group(
@@ -142,7 +151,7 @@ class DecodeNode:
         self.document = config(directory)
         tree = SimpleNamespace(
             components=dict.fromkeys(self.device.components),
-            swa_retain_window=WINDOW,
+            swa_retain_window=self.window,
             disable=True,
             token_to_kv_pool_allocator=allocator,
         )
@@ -165,6 +174,8 @@ class DecodeNode:
         self.released: list[Any] = []
         self.manager._release = self.released.append  # type: ignore[method-assign]
         self.prompt = FIRST * self.page + 3
+        for position in range(self.prompt):
+            self.write_compressor_input(position)
         self.request = Request(self.prompt)
         self.free_before = self.free_pages()
 
@@ -188,7 +199,8 @@ class DecodeNode:
         indices = self.pools.alloc("kv", len(keys))
         backend = self.pools.controller.storage_backend
         for name in self.pools.pools_on["kv"]:
-            assert all(result.durable for result in backend.store_pages(keys, indices, name))
+            if name in self.device.buffers:
+                assert all(result.durable for result in backend.store_pages(keys, indices, name))
         self.pools.free("kv", indices)
 
     def keys(self) -> list[str]:
@@ -205,7 +217,8 @@ class DecodeNode:
         for number in range(tokens):
             request, kv = self.request, self.request.kv
             length = self.prompt + len(request.output_ids)  # tokens that have KV after this forward
-            self.slide_window((length - 1 - WINDOW) // self.page)
+            self.slide_window((length - 1 - self.window) // self.page)
+            self.write_compressor_input(length - 1)
             if length % INTERVAL == 0:
                 kv.mamba_last_track_idx = (kv.mamba_last_track_idx + 1) % len(kv.mamba_ping_pong_track_buffer)
                 kv.mamba_last_track_seqlen = length
@@ -222,9 +235,37 @@ class DecodeNode:
         """Free the window's memory before a page; what was there is another request's from then on."""
         kv = self.request.kv
         for freed in range(kv.window_begins // self.page, page):
-            for buffer in self.device.buffers.get("swa", ()):
-                buffer[rig.indices_of(self.page, [freed + 9])] = 0
+            for name in self.pools.pools_on.get("swa", ()):
+                for buffer in self.device.buffers[name]:
+                    buffer[rig.indices_of(self.device.page_sizes[name], [freed + 9])] = 0
         kv.window_begins = max(kv.window_begins, page * self.page)
+
+    def compressors(self) -> Iterator[tuple[str, int, Any]]:
+        """Of DeepSeek V4: pool, layer in it, and where that layer keeps its compressor's last inputs."""
+        for name, attribute in COMPRESSORS.items():
+            states = getattr(self.device.kvcache, attribute, ())
+            for layer, state in enumerate(state for state in states if state is not None and state.ratio == 4):
+                yield name, layer, state
+
+    def write_compressor_input(self, position: int) -> None:
+        """As a forward does (c_plan.cuh): in the ring beside the token's page of the window."""
+        for _, layer, state in self.compressors():
+            # SGLang's own words for what the kernels compute.
+            slot = state.translate_from_swa_loc_to_state_loc(self.row[position : position + 1] + 2 * self.page)
+            state.kv_score_buffer.kv_score[slot] = self.compressor_input(position, layer)
+
+    @staticmethod
+    def compressor_input(position: int, layer: int) -> float:
+        return position + layer / 4
+
+    def inputs_before(self, end_page: int) -> dict[str, bytes]:
+        """By pool: what the compressors need at a page's end, which is a matter of the last tokens alone."""
+        right: dict[str, bytes] = {}
+        for name, layer, state in self.compressors():
+            end, width = end_page * self.page, state.kv_score_buffer.kv_score.shape[1]
+            rows = [[self.compressor_input(at, layer)] * width for at in range(end - state.ring_size, end)]
+            right[name] = right.get(name, b"") + torch.tensor(rows).numpy().tobytes()
+        return right
 
     def write_state(self, length: int) -> None:
         """The state after so many tokens: its bytes are a matter of the length alone."""
@@ -250,7 +291,7 @@ class DecodeNode:
 
 def config(directory: Path) -> dict[str, Any]:
     tier = {"type": "file", "path": str(directory / "pool"), "capacity": "64MiB", "io": "buffered", "threads": 2}
-    return ExtraConfig.around({"tiers": {"pool": tier}, "model": {"id": rig.MODEL}})
+    return ExtraConfig.around({"tiers": {"pool": tier}, "model": {"id": rig.MODEL}, "kv_dtype": "fp8_e4m3"})
 
 
 class PrefillNode:
@@ -276,11 +317,11 @@ class PrefillNode:
         from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
         transfers = [
-            PoolTransfer(PoolName(name), keys=["placeholder"] * tails.get(name, 1), hit_policy=policy(name))
+            PoolTransfer(PoolName(name), keys=["placeholder"] * tails.get(source, 1), hit_policy=policy)
             for source in self.pools.pools_on
+            for policy in [PoolHitPolicy.TRAILING_PAGES if source in tails else PoolHitPolicy.ALL_PAGES]
             for name in self.pools.pools_on[source]
             if name != "kv"
-            for policy in [lambda name: PoolHitPolicy.TRAILING_PAGES if name in tails else PoolHitPolicy.ALL_PAGES]
         ]
         return max(self.backend.batch_exists_v2(keys, transfers).restorable_prefix_pages, default=0)
 
@@ -293,8 +334,7 @@ class PrefillNode:
         for name in self.pools.pools_on[source]:
             moved = self.backend.batch_get_v2([PoolTransfer(PoolName(name), host_indices=host, keys=keys)])
             found = [was and now for was, now in zip(found, moved[PoolName(name)], strict=True)]
-        size = self.device.page_sizes[source]
-        operation = self.pools.operation(1, [(source, host, rig.indices_of(size, places))])
+        operation = self.pools.operation(1, [(source, host, rig.indices_of(self.pools.page_sizes[source], places))])
         controller = self.pools.controller
         controller.l2_transfer_engine.submit_host_to_device(
             controller._l2_load_transfers(*controller.move_hybrid_indices(operation)),
@@ -307,18 +347,20 @@ class PrefillNode:
 
 def states_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As servers of the rig have them (hybrid_on_cpu.py): host memory that is not pinned, copies in torch."""
+    from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool, DeepSeekV4StateHostPool
     from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
     from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 
-    for kind in (MambaPoolHost, DSAIndexerPoolHost):
+    for kind in (MambaPoolHost, DSAIndexerPoolHost, DeepSeekV4PagedHostPool, DeepSeekV4StateHostPool):
         monkeypatch.setattr(kind, "__init__", functools.partialmethod(kind.__init__, pin_memory=False))
     for name in ("_copy_tensor_pf_lf", "_copy_tensor_all_layers_lf_pf"):
         copy = functools.partial(getattr(MambaPoolHost, name), io_backend="kernel_ascend")
         monkeypatch.setattr(MambaPoolHost, name, staticmethod(_in_torch(copy)))
 
 
-def index_keys_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What SGLang's kernels for index keys do, in plain words."""
+def page_rows_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What SGLang's kernels for index keys and the pools of DeepSeek V4 do, in plain words."""
+    from sglang.srt.mem_cache import memory_pool_host
     from sglang.srt.mem_cache.pool_host import dsa
 
     def move(
@@ -371,7 +413,8 @@ def index_keys_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "all_layer_direct_lf_pf": direct_to_pages,
         "per_layer_direct_pf_lf": direct_layer_of_pages,
     }.items():
-        monkeypatch.setattr(dsa, f"transfer_kv_{name}", function, raising=False)
+        for module in (dsa, memory_pool_host):
+            monkeypatch.setattr(module, f"transfer_kv_{name}", function, raising=False)
 
 
 def _in_torch(copy: Callable[..., Any]) -> Callable[..., Any]:
@@ -385,15 +428,18 @@ def node_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     nodes: list[DecodeNode] = []
     monkeypatch.setattr(decode_manager, "_track_interval", lambda page_size: INTERVAL)
     states_without_a_gpu(monkeypatch)
-    index_keys_without_a_gpu(monkeypatch)
+    page_rows_without_a_gpu(monkeypatch)
     with ExitStack() as stack:
 
-        def make(kind: str, layout: str = "page_first") -> DecodeNode:
-            # SGLang's index keys have no other pages.
-            monkeypatch.setattr(rig, "PAGE", 64 if kind.startswith("dsa") else 16)
+        def make(kind: str, layout: str = "page_first", *, prompt_stored: bool = True) -> DecodeNode:
+            # SGLang's index keys, and DeepSeek V4, have no other pages.
+            monkeypatch.setattr(rig, "PAGE", {"dsa": 64, "v4": 256}.get(kind.partition("+")[0], 16))
+            if kind == "v4":
+                monkeypatch.setattr(rig, "PAGES", 56)
             stack.enter_context(rig.server_context())
             nodes.append(DecodeNode(kind, tmp_path, layout))
-            nodes[-1].store_prompt()
+            if prompt_stored:
+                nodes[-1].store_prompt()
             return nodes[-1]
 
         yield make
@@ -406,6 +452,7 @@ LAYOUTS = {
     "mla": MLA_LAYOUTS,
     "swa": MHA_LAYOUTS,
     "dsa": MLA_LAYOUTS,
+    "v4": MLA_LAYOUTS,
     "mamba": ("page_first", "page_first_direct"),
 }
 """All that SGLang has of each."""
@@ -427,16 +474,20 @@ def test_a_prefill_node_gets_the_bytes_of_every_pool(
     assert prefill.restorable(keys, node.manager.tails) == end
     places = list(range(30, 30 + end - FIRST))
     assert all(prefill.load("kv", keys[FIRST:end], places))
-    assert set(node.pools.pools_on["kv"]) == {name for name in node.device.buffers if name not in ("swa", "mamba")}
-    for name in node.pools.pools_on["kv"]:
+    everything = {name for names in node.pools.pools_on.values() for name in names}
+    assert everything == {*node.device.buffers, "kv"}  # SGLang's anchor of DeepSeek V4 has no bytes
+    for name in {*node.pools.pools_on["kv"]} & {*node.device.buffers}:
         assert prefill.device.content(name, places) == node.device.content(
             name, [7 + page for page in range(FIRST, end)]
         )
-    if kind == "swa":
-        assert all(prefill.load("swa", keys[end - 3 : end], [1, 2, 3]))
-        assert prefill.device.content("swa", [1, 2, 3]) == node.device.content(
-            "swa", [9 + end - 3 + n for n in range(3)]
-        )
+    if kind in WINDOWS:
+        tail = range(end - node.manager.tails["swa"], end)
+        there = [page - tail.start + 1 for page in tail]
+        assert all(prefill.load("swa", keys[tail.start : end], there))
+        for name in node.pools.pools_on["swa"]:
+            assert prefill.device.content(name, there) == node.device.content(name, [9 + page for page in tail])
+        for name, right in node.inputs_before(end).items():
+            assert prefill.device.content(name, there[-1:]) == [right]
     if kind == "mamba":
         assert prefill.load("mamba", [keys[end - 1]], [3]) == [True]
         for buffer in prefill.device.buffers["mamba"]:
@@ -449,36 +500,36 @@ def tails_found(node: DecodeNode, prefill: PrefillNode, kind: str) -> list[int]:
     """At which pages of the request a prefill node finds a window's page, or a state. All that it finds is right."""
     found = []
     for page, key in enumerate(node.keys()):
-        if not prefill.load(kind, [key], [3])[0]:
+        if not prefill.load(TAILS[kind], [key], [3])[0]:
             continue
         found.append(page)
-        if kind == "swa":
+        if kind in WINDOWS:
             assert prefill.device.content("swa", [3]) == [node.windows[page]]
+            for name, right in node.inputs_before(page + 1).items():
+                assert prefill.device.content(name, [3]) == [right]
         else:
             for buffer in prefill.device.buffers["mamba"]:
                 assert torch.equal(buffer[3], DecodeNode.state((page + 1) * node.page, buffer[3]))
     return found
 
 
-@pytest.mark.parametrize("kind", ["swa", "mamba"])
+@pytest.mark.parametrize("kind", TAILS)
 def test_every_window_and_state_that_is_stored_is_of_its_own_boundary(
     node_of: Callable[..., DecodeNode], tmp_path: Path, kind: str
 ) -> None:
     node = node_of(kind)
     node.generate(13 * node.page + 5, finish=True)  # 88 + 208 tokens: 18 whole pages
     prefill = PrefillNode(kind, tmp_path, "page_first")
-    if kind == "swa":
-        # Copied at 9, 13, 17 and 18 pages, three pages of window at each.
-        assert tails_found(node, prefill, kind) == [6, 7, 8, 10, 11, 12, 14, 15, 16, 17]
-    else:
-        assert tails_found(node, prefill, kind) == [7, 11, 15, 17]
+    # Copied at 9, 13, 17 and 18 pages, the window at each; states at the boundaries before.
+    pages = {"swa": [6, 7, 8, 10, 11, 12, 14, 15, 16, 17], "v4": [8, 12, 16, 17], "mamba": [7, 11, 15, 17]}
+    assert tails_found(node, prefill, kind) == pages[kind]
     assert prefill.restorable(node.keys(), node.manager.tails) == 18
     # A shorter prefix is restored where a boundary was, and nowhere else.
     lengths = {prefill.restorable(node.keys()[:length], node.manager.tails) for length in range(FIRST, 18)}
-    assert lengths == ({0, 9, 13, 17} if kind == "swa" else {0, 8, 12, 16})
+    assert lengths == ({0, 9, 13, 17} if kind in WINDOWS else {0, 8, 12, 16})
 
 
-@pytest.mark.parametrize("kind", ["swa", "mamba"])
+@pytest.mark.parametrize("kind", TAILS)
 def test_memory_that_was_given_away_before_its_copy_ended_is_never_stored(
     node_of: Callable[..., DecodeNode], tmp_path: Path, kind: str
 ) -> None:
@@ -498,6 +549,17 @@ def test_memory_that_was_given_away_before_its_copy_ended_is_never_stored(
     node.generate(5 * node.page, finish=True)
     assert prefill.restorable(node.keys(), node.manager.tails) >= 18
     assert tails_found(node, prefill, kind)
+    assert node.free_pages() == node.free_before
+
+
+@pytest.mark.parametrize("kind", ["mha", "v4"])
+def test_behind_a_prompt_that_is_not_in_the_pool_nothing_is_written(
+    node_of: Callable[..., DecodeNode], kind: str
+) -> None:
+    node = node_of(kind, prompt_stored=False)
+    node.generate(6 * node.page, finish=True)
+    assert node.manager.writer.metrics.value("lost", "prefix_missing") > 0
+    assert node.manager.writer.metrics.value("page", "stored") == 0
     assert node.free_pages() == node.free_before
 
 
@@ -560,39 +622,49 @@ def test_after_a_weight_update_nothing_of_the_writer_is_stored(node_of: Callable
     assert not node.pools.controller.storage_backend.flushes_with_cache
 
 
-def test_a_window_counts_only_whole(node_of: Callable[..., DecodeNode]) -> None:
-    node = node_of("swa")
-    kv = node.request.kv
-    for window_begins, since, boundary in ((5 * 16, 0, 8), (6 * 16, 0, 0), (6 * 16, 6, 8), (7 * 16, 6, 0)):
-        kv.window_begins = window_begins
+@pytest.mark.parametrize(
+    ("kind", "cases"),
+    [("swa", ((5, 0, 8), (6, 0, 0), (6, 6, 8), (7, 6, 0))), ("v4", ((7, 0, 8), (8, 0, 0), (7, 7, 8), (8, 7, 0)))],
+)
+def test_a_window_counts_only_whole(node_of: Callable[..., DecodeNode], kind: str, cases: Any) -> None:
+    node = node_of(kind)
+    for window_begins, since, boundary in cases:
+        node.request.kv.window_begins = window_begins * node.page
         assert node.manager.boundary(node.request, 8, since) == boundary
 
 
-@pytest.mark.parametrize("kind", ["swa", "mamba"])
+@pytest.mark.parametrize("kind", TAILS)
 def test_where_host_memory_of_a_tail_is_full_the_run_is_dropped_and_counted(
     node_of: Callable[..., DecodeNode], tmp_path: Path, kind: str
 ) -> None:
     node = node_of(kind)
-    held = node.pools.alloc(kind, node.pools.free_pages(kind))
+    held = node.pools.alloc(TAILS[kind], node.pools.free_pages(TAILS[kind]))
     node.generate(13 * node.page, finish=True)
     prefill = PrefillNode(kind, tmp_path, "page_first")
     assert prefill.restorable(node.keys(), node.manager.tails) == 0
     assert node.manager.writer.metrics.value("lost", "no_host_memory") > 0
     assert node.released == [node.request]
-    node.pools.free(kind, held)
+    node.pools.free(TAILS[kind], held)
     assert node.free_pages() == node.free_before
 
 
-@pytest.mark.parametrize("kind", ["swa", "mamba", "dsa", "mla+eagle of heads", "dsa+eagle"])
+@pytest.mark.parametrize(
+    ("kind", "beside"),
+    [
+        *(("swa", "swa"), ("mamba", "mamba"), ("dsa", "indexer")),
+        *(("mla+eagle of heads", "draft"), ("dsa+eagle", "draft_indexer")),
+        *(("v4", "swa"), ("v4", "deepseek_v4_c4_state"), ("v4", "deepseek_v4_c4_indexer_state")),
+        *(("v4", "deepseek_v4_c4"), ("v4", "deepseek_v4_c4_indexer")),
+    ],
+)
 def test_a_boundary_whose_tail_could_not_be_stored_gets_no_kv_either(
-    node_of: Callable[..., DecodeNode], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    node_of: Callable[..., DecodeNode], kind: str, beside: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hicache_ext.pd import decode_writer
     from hicache_ext.storage.contract.store import SetResult
 
     monkeypatch.setattr(decode_writer, "_RETRIES", 0)
     node = node_of(kind)
-    beside = {"dsa": "indexer", "mla+eagle of heads": "draft", "dsa+eagle": "draft_indexer"}.get(kind, kind)
     backend = node.pools.controller.storage_backend
     store_pages = backend.store_pages
 
@@ -601,6 +673,6 @@ def test_a_boundary_whose_tail_could_not_be_stored_gets_no_kv_either(
 
     monkeypatch.setattr(backend, "store_pages", fail)
     node.generate(6 * node.page, finish=True)
-    assert backend.batch_exists(node.keys()) == FIRST
+    assert backend.stored_leading(node.keys(), "deepseek_v4_c128" if kind == "v4" else "kv") == FIRST
     assert node.manager.writer.metrics.value("lost", "failed") > 0
     assert node.free_pages() == node.free_before

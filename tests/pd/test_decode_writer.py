@@ -47,7 +47,7 @@ class FakePool:
             raise RuntimeError("a bug")
         return [key in self.pages for key in keys]
 
-    def stored_leading(self, keys: list[str]) -> int:
+    def stored_leading(self, keys: list[str], name: str) -> int:
         known = self.stored(keys)
         return known.index(False) if False in known else len(known)
 

@@ -75,15 +75,21 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return facts
 
 
-def refuse(pool: str, components: int = 2, shares: bool = False) -> None:
+def made(pool: str, **attributes: Any) -> Any:
+    """One of SGLang's pools without memory."""
     kv_cache = object.__new__(pkgutil.resolve_name(f"sglang.srt.mem_cache.{pool}"))
+    vars(kv_cache).update(attributes)
+    return kv_cache
+
+
+def refuse(pool: str, components: int = 2, shares: bool = False, **attributes: Any) -> None:
+    kv_cache = made(pool, **attributes)
     decode_manager._refuse_what_prefill_cannot_use(kv_cache, components, shares)
 
 
 @pytest.mark.parametrize(
     "pool",
     [
-        "deepseek_v4_memory_pool.DeepSeekV4TokenToKVPool",
         "memory_pool.MiniMaxSparseKVPool",
         "qsa_kv_pool.QSATokenToKVPool",
         "unified_memory_pool.UnifiedSWAKVPool",
@@ -97,6 +103,7 @@ def test_pools_that_a_prefill_node_could_not_use_are_refused(launched: SimpleNam
         refuse(pool)
 
 
+V4 = "deepseek_v4_memory_pool.DeepSeekV4TokenToKVPool"
 SEVERAL = ["memory_pool.DSATokenToKVPool", "memory_pool.HybridLinearKVPool", "swa_memory_pool.SWAKVPool"]
 
 
@@ -117,11 +124,42 @@ def test_models_of_several_pools_are_served_without_speculation(launched: Simple
 @needs_release("0.5.23", "older releases write one pool")
 def test_windows_whose_memory_may_be_the_trees_are_refused(launched: SimpleNamespace) -> None:
     refuse("memory_pool.HybridLinearKVPool", shares=True)
-    with pytest.raises(UnsupportedError, match="radix cache"):
-        refuse("swa_memory_pool.SWAKVPool", shares=True)
+    for pool in ("swa_memory_pool.SWAKVPool", V4):
+        with pytest.raises(UnsupportedError, match="radix cache"):
+            refuse(pool, shares=True)
 
 
-@pytest.mark.parametrize("pool", SEVERAL)
+@needs_release("0.5.23", "older releases write one pool")
+def test_deepseek_v4_is_served_where_its_states_lie_beside_the_pages_of_its_window(launched: SimpleNamespace) -> None:
+    from sglang.kernels.ops.attention.dsv4.kv_layout import KVLayout
+
+    rows = made("deepseek_v4_memory_pool.DeepSeekV4SingleKVPool")
+    served = {"swa_kv_pool": rows, "kv_pools": {4: rows, 128: rows}}
+    refuse(V4, **served)
+    hisparse, uniform = (
+        made(f"deepseek_v4_memory_pool.{kind}") for kind in ("HiSparseC4DevicePool", "DeepSeekV4UniformFP8KVPool")
+    )
+    of_v41 = made("deepseek_v4_memory_pool.DeepSeekV4SingleKVPool", kv_layout=KVLayout.V41)
+    for other in (
+        {"swa_kv_pool": None},  # unified KV, replay of windows
+        {"kv_pools": {4: None, 128: None}},
+        {"kv_pools": {4: hisparse, 128: rows}},
+        {"swa_kv_pool": uniform},
+        {"swa_kv_pool": of_v41},
+        {"kv_pools": {4: rows, 128: of_v41}},
+        {"kv_pools": {1: rows, 2: rows}},
+    ):
+        with pytest.raises(UnsupportedError, match=r"V4\.1, HiSparse, unified KV"):
+            refuse(V4, **served | other)
+    for launched.speculative_algorithm, launched.dcp_enabled in (("NGRAM", False), ("EAGLE", False), (None, True)):
+        with pytest.raises(UnsupportedError, match="another order"):
+            refuse(V4, **served)
+    launched.dcp_enabled = False
+    with pytest.raises(UnsupportedError, match="side pools"):
+        refuse(V4, components=3, **served)
+
+
+@pytest.mark.parametrize("pool", [*SEVERAL, V4])
 def test_an_older_release_writes_one_pool(
     launched: SimpleNamespace, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
