@@ -45,6 +45,7 @@ _GEOMETRY_ATTRIBUTES = (
     "temporal_dtype",
     "conv_dtype",
     "indexer_dtype",
+    "ring_size",
 )
 """Attributes of SGLang's host pools that shape a page's bytes; a pool need not have all."""
 

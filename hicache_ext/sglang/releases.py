@@ -129,6 +129,16 @@ def pool_fact(pool: Any, name: str) -> Any:
     return value
 
 
+def kv_layout_facts(runner: Any) -> list[tuple[str, str]]:
+    """What tells the layouts of DeepSeek V4.1 apart, whose pages have equal sizes; nothing for other models.
+
+    ``runner``: the target's."""
+    pool = getattr(runner, "token_to_kv_pool", None)
+    layout = getattr(getattr(pool, "kv_layout", None), "value", "v4")
+    compressed = getattr(pool, "compressed_kv_layout_option", None)
+    return [] if (layout, compressed) == ("v4", None) else [("kv_layout", f"{layout},{compressed}")]
+
+
 def left_out_of_host_memory(runner: Any, release: str | None = None) -> str | None:
     """What a release's host pools lack of the state of a hybrid model, so that what they restore is answered wrongly;
     None where they have all of it. ``runner``: the target's.

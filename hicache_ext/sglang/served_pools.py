@@ -27,6 +27,7 @@ from hicache_ext.sglang.plugin import not_in_force
 from hicache_ext.sglang.releases import (
     dcp_shard,
     installed_release,
+    kv_layout_facts,
     left_out_of_host_memory,
     pool_fact,
     rank_replicated,
@@ -150,7 +151,10 @@ class ServedPools:
             ", through copies" if isinstance(pages, CopiedPages) else "",
         )
         with self._lock:
-            self.bound[name] = bound = self._under_model(name, pages, pages.describe(dtype), shards)
+            described = pages.describe(dtype)
+            if target is not None:
+                described = replace(described, geometry=(*described.geometry, *kv_layout_facts(target.runner)))
+            self.bound[name] = bound = self._under_model(name, pages, described, shards)
             identified = self.identified
         for codec in sorted(self._config.lossy_codecs):
             from hicache_ext.page.transforms.lossy import rows_of

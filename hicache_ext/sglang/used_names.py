@@ -232,7 +232,7 @@ decode writer
   mem_cache.memory_pool: DSATokenToKVPool HybridLinearKVPool MHATokenToKVPool MLATokenToKVPool
   mem_cache.swa_memory_pool: SWAKVPool
   mem_cache.deepseek_v4_memory_pool: DeepSeekV4TokenToKVPool
-  mem_cache.deepseek_v4_memory_pool.DeepSeekV4TokenToKVPool: swa_kv_pool kv_pools
+  mem_cache.deepseek_v4_memory_pool.DeepSeekV4TokenToKVPool: swa_kv_pool kv_pools kv_layout compressed_kv_layout_option
   mem_cache.deepseek_v4_memory_pool.DeepSeekV4SingleKVPool: kv_layout
   managers.schedule_batch.ReqKvInfo
     req_pool_idx get_evicted_seqlen mamba_last_track_seqlen mamba_last_track_idx mamba_ping_pong_track_buffer

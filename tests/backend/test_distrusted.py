@@ -89,6 +89,21 @@ def test_what_an_old_release_loses_in_host_memory_is_not_stored(
         open_backend(mha_pools(page_size=PAGE_SIZE).host)
 
 
+def test_layouts_of_v4_whose_pages_have_equal_sizes_share_nothing(
+    open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fingerprint: Any = None
+    digests = set()
+    for layout, compressed in ((None, None), ("v41", None), ("v41_new", None), ("v41", "fp4"), ("v41", "fp8")):
+        pool = SimpleNamespace(
+            kv_layout=layout and SimpleNamespace(value=layout), compressed_kv_layout_option=compressed
+        )
+        target = LoadedModel(SimpleNamespace(token_to_kv_pool=pool), False, fingerprint)
+        monkeypatch.setattr(process, "loaded", [target])
+        digests.add(open_backend(mha_pools(page_size=PAGE_SIZE).host)._pools.bound["kv"].digests)
+    assert len(digests) == 5
+
+
 def test_a_model_with_plain_attention_loses_nothing() -> None:
     plain = SimpleNamespace(token_to_kv_pool=object(), req_to_token_pool=SimpleNamespace())
     assert left_out_of_host_memory(plain, "0.5.21") is None

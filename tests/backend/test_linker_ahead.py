@@ -339,3 +339,32 @@ def _seconds_of(call: Callable[[], Any]) -> float:
     begun = time.monotonic()
     call()
     return time.monotonic() - begun
+
+
+def test_a_prompt_that_was_on_the_device_and_has_left_it_is_read(open_rig: Callable[..., Rig]) -> None:
+    one = open_rig()
+    one.store(6)
+    assert one.held(Waiting(one.linker, "r")) == set(), "SGLang asks its linker nothing"
+    request = one.request("r")
+    assert one.linker.lookup("r", [rig.transfer("kv", one.keys)]) == []
+    one.wait_for(request)
+    assert one.linker.lookup("r", [rig.transfer("kv", one.keys)]) == [1, 2, 3, 4, 5, 6]
+
+
+def test_pages_that_sglang_did_not_take_are_not_read_a_second_time(open_rig: Callable[..., Rig]) -> None:
+    """Another rank could not load them, and there is no room to compute them yet."""
+    one = open_rig()
+    one.store(6)
+    request = one.request("r")
+    one.wait_for(request)
+    assert one.linker.lookup("r", [rig.transfer("kv", one.keys)]) == [1, 2, 3, 4, 5, 6]
+    reads = one.stores[0].reads
+    others = rig.hashes(6, 500)
+    assert not one.linker.load("r", [rig.pages(one.device, "kv", others, [40, 41, 42, 43, 44, 45])])
+    for _ in range(5):
+        assert one.held(request) == set()
+        assert one.linker.lookup("r", [rig.transfer("kv", one.keys)]) == []
+    assert one.stores[0].reads == reads and rig.staging_in_use(one.linker) == 0
+    one.held()
+    one.wait_for(request)
+    assert one.linker.lookup("r", [rig.transfer("kv", one.keys)]) == [1, 2, 3, 4, 5, 6], "it came again"

@@ -192,6 +192,7 @@ def test_a_tenant_gets_its_share_back_from_pages_that_another_has_leased(
     owners: Tenants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pins, "_LOOK_INTERVAL", 0.0)
+    monkeypatch.setattr(pins, "_PAUSE", 0)
     owners.limits = {DEFAULT: Tenant(), "team-a": Tenant(0.9)}
     store = slab(tmp_path)
     try:
@@ -209,6 +210,27 @@ def test_a_tenant_gets_its_share_back_from_pages_that_another_has_leased(
         capacity = 8 * MIB // (SIZES[0] + 4096)
         assert sum(store.contains(team)) >= 0.8 * capacity
         assert sum(store.contains(leased)) < held and all(store.contains(pinned))
+    finally:
+        store.close()
+
+
+def test_a_tenant_below_its_share_takes_what_nobody_has_leased_first(
+    owners: Tenants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pins, "_LOOK_INTERVAL", 0.0)
+    monkeypatch.setattr(pins, "_PAUSE", 0)
+    owners.limits = {DEFAULT: Tenant(), "team-a": Tenant(0.9)}
+    store = slab(tmp_path)
+    try:
+        small, leased, others = (31 << 10,), page_keys(40, "leased"), page_keys(213, "others")
+        store_pages(store, leased, small)
+        pins.add_lease(tmp_path, [key[16:] for key in leased], 600.0, "")
+        for begin in range(0, 213, 8):
+            store_pages(store, others[begin : begin + 8], small)
+        team = of(owners, "team-a", "a", 32)
+        for begin in range(0, 32, 8):
+            store_pages(store, team[begin : begin + 8], small)
+        assert all(store.contains(leased)) and all(store.contains(team)) and not all(store.contains(others))
     finally:
         store.close()
 

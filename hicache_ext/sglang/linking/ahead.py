@@ -149,10 +149,10 @@ class ReadAhead:
 
     def _known(self, rid: str, keys: Sequence[str]) -> list[int]:
         request = self._requests.get(rid)
-        if request is None or not request.settled or not request.keys:
+        if request is None or not request.settled:
             return []
         if keys[0] not in request.keys:
-            if request.keys[0] in keys:
+            if not request.keys or request.keys[0] in keys:
                 # What is before them has left the device: if it still waits in the next round, all of it is read.
                 self._drop(self._requests.pop(rid))
             return []
@@ -166,10 +166,11 @@ class ReadAhead:
 
     def pages_of(self, rid: str) -> list[Portion]:
         """What was read for a request, which is the caller's from here on."""
-        request = self._requests.pop(rid, None)
+        request = self._requests.get(rid)
         if request is None:
             return []
-        portions = request.take()
+        # If SGLang does not take the pages, it computes them in another round: they are not read a second time.
+        portions, request.restorable = request.take(), []
         pools = {name: self._reader.served_pool(name) for name in request.digests}
         if any(pool is None or pool.digests != request.digests[name] for name, pool in pools.items()):
             # Of other weights.

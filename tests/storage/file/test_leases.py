@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -31,6 +32,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 def _looks_each_time(monkeypatch):
     monkeypatch.setattr(pins, "_LOOK_INTERVAL", 0.0)
     monkeypatch.setattr(pins, "_COUNT_INTERVAL", 0.0)
+    monkeypatch.setattr(pins, "_PAUSE", 0)
 
 
 @pytest.fixture(params=[SlabStore, PageFileStore], ids=["slab", "pages"])
@@ -211,11 +213,61 @@ def test_pages_that_other_paths_of_a_tier_have_do_not_end_a_lease(tmp_path):
     assert pages.spared() == {HASHES[0]}
 
 
+@pytest.mark.parametrize(("pages", "paths"), [(2, 2), (8, 8), (40, 64)])
+def test_a_prompt_of_few_pages_is_kept_on_the_path_that_has_one_of_them(tmp_path, pages, paths):
+    there = HASHES[pages - 1]
+    of_path = PinnedPages("disk", tmp_path, None, lambda hashes: [10 * (one == there) for one in hashes])
+    add_lease(tmp_path, HASHES[:pages], 60, "", paths)
+    assert of_path.spared() == {there}
+
+
+def test_counting_takes_a_small_part_of_the_time_however_often_leases_come(tmp_path, monkeypatch):
+    now, counts = [0.0], []
+    monkeypatch.setattr(pins, "_PAUSE", 20)
+    monkeypatch.setattr(pins.time, "monotonic", lambda: now[0])
+
+    def resident(hashes):
+        counts.append(len(hashes))
+        now[0] += 0.1
+        return [1] * len(hashes)
+
+    pages = PinnedPages("disk", tmp_path, None, resident)
+    for number in range(1000):
+        now[0] += 0.01
+        if number % 10 == 0:
+            add_lease(tmp_path, HASHES[number % 40 : number % 40 + 1], 60 + number, "")
+            pages.look_soon()
+        pages.spared()
+    assert 3 <= len(counts) <= now[0] / 2
+
+
+def test_a_directory_that_fails_is_asked_again_after_a_while_only(tmp_path, monkeypatch):
+    asked, stored = [], [0]
+    monkeypatch.setattr(pins, "_COUNT_INTERVAL", 60.0)
+
+    def resident(hashes):
+        asked.append(len(hashes))
+        raise OSError(5, "Input/output error")
+
+    add_lease(tmp_path, HASHES, 60, "")
+    pages = PinnedPages("disk", tmp_path, None, resident, lambda: stored[0])
+    for stored[0] in range(0, 100_000, 100):
+        assert pages.spared() == frozenset()
+    assert len(asked) == 1
+
+
+def test_nothing_but_a_lease_has_the_name_of_one_and_no_time_is_a_truth(tmp_path):
+    add_pin(tmp_path, "good", HASHES[:1], None)
+    document = (tmp_path / "pins" / "good.json").read_text()
+    (tmp_path / "pins" / "@junk.json").write_text(document)
+    (tmp_path / "pins" / "early.json").write_text(re.sub('"created": [0-9.]+', '"created": true', document))
+    assert [pin.name for pin in read_pins(tmp_path)] == ["good"]
+
+
 def test_leased_pages_are_counted_again_when_pages_were_stored(tmp_path, monkeypatch):
     stored, there = [0], set()
     monkeypatch.setattr(pins, "_LOOK_INTERVAL", 60.0)
     monkeypatch.setattr(pins, "_COUNT_INTERVAL", 60.0)
-    monkeypatch.setattr(pins, "_PAUSE", 0)
     add_lease(tmp_path, HASHES, 60, "")
     size = lambda hashes: [10 * (one in there) for one in hashes]  # noqa: E731
     pages = PinnedPages("disk", tmp_path, None, size, lambda: stored[0])
@@ -273,6 +325,22 @@ def test_leased_pages_of_several_paths_are_kept_from_the_moment_they_are_leased(
         assert not any(hits(store, leased))
     finally:
         store.close()
+
+
+def test_where_leased_pages_are_the_coldest_others_do_not_all_go_at_once(tmp_path):
+    store = SlabStore("disk", tmp_path, capacity=32 * MIB)
+    leased = page_keys(450, "leased", OTHER_IDENTITY)
+    for first in range(0, 450, 150):
+        store_pages(store, leased[first : first + 150], SIZES)
+        add_lease(tmp_path, hashes_of(leased[first : first + 150]), 600, "")
+    most, gone = 0, 0
+    for number in range(250):
+        before = store.fullness().pages
+        store_pages(store, page_keys(8, f"filler-{number}"), SIZES)
+        gone += before + 8 - store.fullness().pages
+        most = max(most, before + 8 - store.fullness().pages)
+    assert gone > 500 and most < 64 and all(hits(store, leased))
+    store.close()
 
 
 def test_demoted_pages_go_first_and_leased_ones_are_not_demoted(opened, tmp_path):

@@ -17,6 +17,7 @@ HASHES = [hashlib.sha256(bytes([number])).digest() for number in range(10)]
 def watched(tmp_path, monkeypatch):
     """Every look is a real one."""
     monkeypatch.setattr(pins, "_LOOK_INTERVAL", 0.0)
+    monkeypatch.setattr(pins, "_PAUSE", 0)
     monkeypatch.setattr(pins, "_COUNT_INTERVAL", 0.0)
 
     def watch(limit=None, size=100) -> PinnedPages:

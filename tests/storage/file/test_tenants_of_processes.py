@@ -25,7 +25,7 @@ _containers = pytest.mark.skipif(missing_for_namespaces() is not None, reason=f"
 
 def write(store: SpreadStore, tenant: str, name: str, count: int) -> None:
     tenancy.put_in_force({"team": Tenant(0.4)})
-    pins._LOOK_INTERVAL = pins._COUNT_INTERVAL = 0.0
+    pins._LOOK_INTERVAL = pins._COUNT_INTERVAL = pins._PAUSE = 0
     keys, owners = page_keys(count, name), tenants.in_force()
     owners.note([key[IDENTITY_LENGTH:] for key in keys], tenant)
     for first in range(0, count, 8):

@@ -29,6 +29,7 @@ HOUR = 3600.0
 def opened(request, tmp_path, monkeypatch):
     """Opens stores over one directory, and closes them."""
     monkeypatch.setattr(pins, "_LOOK_INTERVAL", 0.0)
+    monkeypatch.setattr(pins, "_PAUSE", 0)
     monkeypatch.setattr(pins, "_COUNT_INTERVAL", 0.0)
     stores = []
 

@@ -310,9 +310,9 @@ class SpreadStore:
     # Hints name page hashes; which path has the page of an identity, none of them says.
 
     def lease_pages(self, hashes: Sequence[bytes], seconds: float, namespace: str) -> int:
-        paths = [self._parts[number].path for number in self._usable]
-        # The pages of a prompt are on all of them.
-        leased = [pins.add_lease(path, hashes, seconds, namespace, len(paths)) for path in paths]
+        # The pages of a prompt are on all of them, those out of service among them.
+        usable, paths = [self._parts[number].path for number in self._usable], len(self._parts)
+        leased = [pins.add_lease(path, hashes, seconds, namespace, paths) for path in usable]
         self._look_at_pins()
         return len(hashes) * max(leased, default=False)
 

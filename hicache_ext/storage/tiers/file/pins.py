@@ -54,6 +54,7 @@ _MOST_LEASED = 1 << 17
 _ELSEWHERE = 16
 """Pages of a leased prompt, one after another, that may all lie in one other directory. One more is missing, and what
 is behind it is not kept."""
+_MOST_PATHS = 64
 _FIRST_LEASES = 16
 _COUNT_PART = 32
 """Pages are counted again as soon as a 32nd part as many were stored as the last count looked up, but counting takes no
@@ -288,7 +289,7 @@ def counting_leases(
     ordered, at_once = _in_turn(leases), _FIRST_LEASES
     while ordered:
         # In few steps: page files are all listed in each.
-        some, ordered, at_once = ordered[:at_once], ordered[at_once:], 2 * at_once
+        some, ordered, at_once = ordered[:at_once], ordered[at_once:], 8 * at_once
         named = list({page_hash: None for lease in some for page_hash in lease.hashes if page_hash not in sizes})
         sizes.update(zip(named, resident(named), strict=True))
         for lease in some:
@@ -343,6 +344,7 @@ class PinnedPages:
     def set_limit(self, limit: int | None) -> None:
         """Change the limit in bytes; the next ``spared()`` counts anew."""
         self._limit = limit
+        self._pause_until = 0.0
         self.look_soon()
 
     def look_soon(self) -> None:
@@ -352,12 +354,15 @@ class PinnedPages:
     def spared(self, *, leased: bool = True) -> frozenset[bytes]:
         """The page hashes that are pinned or ``leased``. Mostly free; a few system calls every two seconds."""
         now = time.monotonic()
-        changed = self._known and now >= self._pause_until and self._stored() >= self._count_when
+        if now < self._pause_until:
+            return self._spared if leased else self._pinned
+        changed = self._known and self._stored() >= self._count_when
         if (changed or now >= self._look_at) and self._lock.acquire(blocking=False):
             try:
                 self._look()
             except Exception:
                 # On a failing disk the last known pins stay in force, and eviction goes on.
+                self._pause_until = time.monotonic() + _COUNT_INTERVAL
                 logger.exception("tier %s: pins of %s", self._tier, self._path)
             finally:
                 self._lock.release()
@@ -430,16 +435,18 @@ def _read_pin(file: Path) -> Pin:
     created = _moment(document["created"])
     if created >= _LATEST:
         raise ValueError("made at a time that no calendar has")
-    if (lease := _LEASE.fullmatch(file.stem)) is None:
+    if (lease := _LEASE.fullmatch(file.stem)) is None and file.stem.startswith("@"):
+        raise ValueError("no lease has such a name")
+    if lease is None:
         return Pin(file.stem, created, None if until is None else _moment(until), hashes)
     # What the name says bounds it: it is what is counted.
     hashes = hashes[: int(lease[3])]
     paths = document.get("paths")
-    paths = paths if isinstance(paths, int) and 0 < paths < len(hashes) else 1
+    paths = paths if isinstance(paths, int) and 0 < paths <= _MOST_PATHS else 1
     return Pin(file.stem, created, min(_moment(until), float(lease[2])), hashes, paths)
 
 
 def _moment(seconds: object) -> float:
-    if isinstance(seconds, int | float) and 0 <= seconds < sys.float_info.max:
+    if isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 <= seconds < sys.float_info.max:
         return float(seconds)
     raise ValueError("a time that is none")

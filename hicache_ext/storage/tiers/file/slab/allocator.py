@@ -17,7 +17,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -262,7 +262,8 @@ class SlotAllocator:
     def _take(
         self, slot_size: int, wanted: int, ticket: int, oldest: int, taken: dict[int, Words], tenancy: Words | None
     ) -> None:
-        spared = self._spared(tenancy)
+        below = tenancy if tenancy is not None and self._index.is_below_share(tenancy) else None
+        spared = self._spared()
         self._index.go_together(self._companions.of(self._index.numbers))
         with self._times_lock:
             self._clock_times.note(self._index.inserts, time.time())
@@ -271,9 +272,10 @@ class SlotAllocator:
             slabs = self._index.view().changes
             left, disk_full = wanted - len(taken[slot_size]), time.monotonic() < self._disk_full_until
             evicting = disk_full or self._full.get(slot_size) == slabs
-            rows, evicted = self._index.take(
-                slot_size, left, ticket, oldest, spared, evicting=evicting, tenancy=tenancy
-            )
+            with nullcontext() if below is None else self._index.for_nobody(below):
+                rows, evicted = self._index.take(
+                    slot_size, left, ticket, oldest, spared, evicting=evicting, tenancy=tenancy
+                )
             if len(rows):
                 taken[slot_size] = np.concatenate([taken[slot_size], rows]) if len(taken[slot_size]) else rows
             if evicted.pages:
@@ -288,6 +290,9 @@ class SlotAllocator:
                 elif growth is _Growth.FAILED or (growth is _Growth.DISK_FULL and found_full):
                     return
                 found_full = found_full or growth is _Growth.DISK_FULL
+            elif below is not None and not len(rows) and not evicted.slots:
+                # A tenant that has less than its share takes it back from pages that another one has leased.
+                below, spared = None, self._spared(leased=False)
             elif not len(rows) and not evicted.slots:
                 # Of a full disk one slab in a while: others may take the room of each that is given up.
                 if (disk_full and not found_full) or not self._reclaim(slot_size, oldest, tenancy, needed=True):
@@ -295,10 +300,8 @@ class SlotAllocator:
                     return
                 self._disk_full_until = 0.0
 
-    def _spared(self, tenancy: Words | None) -> Words:
-        """The hashes of pinned and leased pages as ``SlabIndex.take`` wants them. A tenant that has less than its share
-        takes it back from pages that another one has leased beyond its own."""
-        leased = tenancy is None or not self._index.is_below_share(tenancy)
+    def _spared(self, *, leased: bool = True) -> Words:
+        """The hashes of pinned pages, and of leased ones, as ``SlabIndex.take`` wants them."""
         hashes = self._pins.spared(leased=leased)
         known, words = self._spared_words.get(leased, (None, None))
         if words is None or hashes is not known:
@@ -349,7 +352,7 @@ class SlotAllocator:
         evicted = self._evicted_since_reclaim[slot_size]
         if not slots or not (needed or evicted >= min(slots)):
             return False
-        spared = self._spared(tenancy)
+        spared = self._spared()
         for slab in self._index.colder_slabs(slot_size, oldest, needed=needed, tenancy=tenancy):
             if needed or (evicted >= slab.slots and not (len(spared) and self._index.holds_any(slab, spared))):
                 self._evicted_since_reclaim[slot_size] = 0

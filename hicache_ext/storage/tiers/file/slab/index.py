@@ -506,6 +506,16 @@ class SlabIndex:
         writer = int(tenancy[index_words.WRITER])
         return writer >= 0 and bool(self.memory.tenants[writer, index_words.TENANT_PAGES] < tenancy[writer])
 
+    @contextmanager
+    def for_nobody(self, tenancy: Words) -> Iterator[None]:
+        """In which the tenant that writes loses no page of its own within its share, either."""
+        writer = int(tenancy[index_words.WRITER])
+        tenancy[index_words.WRITER] = -1
+        try:
+            yield
+        finally:
+            tenancy[index_words.WRITER] = writer
+
     def tenants_of(self, rows: Words) -> Words:
         """How many of the pages in these rows are each tenant's."""
         numbers = self.memory.rows[rows, index_words.LENGTH] >> index_words.TENANT_SHIFT & (index_words.TENANTS - 1)
@@ -582,9 +592,9 @@ class SlabIndex:
             # Where pages stay for others' shares there is nothing to be had by looking on.
             looks = _LOOKS_IN_VAIN if tenancy is None else _LOOKS_OF_TENANTS
             while evicting and done < len(rows) and in_vain < looks and len(of_size):
-                # Pages that stay may be the coldest: then look at more and more.
-                need = (len(rows) - done) << 3 * in_vain
-                more = self._evict(of_size, slot_size, need, oldest, spared, dead, gone, tenancy)
+                # Pages that stay may be the coldest: then look at more and more, and take no more.
+                need = len(rows) - done
+                more = self._evict(of_size, slot_size, need, need << 3 * in_vain, oldest, spared, dead, gone, tenancy)
                 evicted = more._replace(slots=evicted.slots + more.slots, pages=evicted.pages + more.pages)
                 got = take_free()
                 in_vain = 0 if got else in_vain + 1
@@ -743,6 +753,7 @@ class SlabIndex:
         self,
         of_size: Words,
         slot_size: int,
+        wanted: int,
         need: int,
         oldest: int,
         spared: Words,
@@ -750,8 +761,8 @@ class SlabIndex:
         gone: list[Words],
         tenancy: Words | None,
     ) -> Evicted:
-        """Free the coldest slots of a size, all where there are few slots, else those in one window of them. Under the
-        lock."""
+        """Free the coldest slots of a size, all where there are few slots, else those in one window of them. ``need``:
+        how many of the coldest to look at, where more than are ``wanted`` only until those are free. Under the lock."""
         of = _of_writer(slot_size, tenancy)
         known, windows = self._known_of(*of), self._windows.get(of)
         if known[LEFT] <= 0 or not windows:
@@ -769,22 +780,29 @@ class SlabIndex:
                 continue
             # Where very many are equally cold, the rest goes another time.
             found = min(found, max(need, _MOST_VICTIMS))
-            victims[found] = -1
-            first_page = (
-                first_page if evicted else tuple(self.memory.rows[victims[0], [index_words.USED, CREATED]].tolist())
-            )
-            pages = self.memory.rows[victims[:found]]
-            evicted += self.memory.table.evict(victims, spared, headroom, oldest, dead, tenancy)
-            # What had expired goes alone: under the same hashes there may be what was written since.
-            valid = index_words.are_valid(self.memory.header, pages[:, CREATED], oldest)
-            gone.append(pages[(pages[:, STATE] & STATES == index_words.PAGE) & valid])
-            kept = int((victims < 0).argmax())
-            if kept:
-                # Some may have been free, and counted, before.
-                slab = self.memory.slabs[position]
-                slab[CURSOR], slab[OF] = victims[0] - base, 0
-                slab[FREE_SLOTS] = max(int(slab[FREE_SLOTS]), kept)
-                freed += kept
+            kept_here, step = 0, found
+            if need > wanted:
+                # Not those of the first rows: they may be warm.
+                step, ranks = wanted, self.memory.rows[victims[:found], index_words.PRIORITY]
+                victims[:found] = victims[np.argsort(ranks, kind="stable")]
+            for at in range(0, found, step):
+                if need > wanted and freed >= wanted:
+                    break
+                some = np.append(victims[at : min(at + step, found)], -1)
+                pages = self.memory.rows[some[:-1]]
+                first_page = first_page if evicted else tuple(pages[0, [index_words.USED, CREATED]].tolist())
+                evicted += self.memory.table.evict(some, spared, headroom, oldest, dead, tenancy)
+                # What had expired goes alone: under the same hashes there may be what was written since.
+                valid = index_words.are_valid(self.memory.header, pages[:, CREATED], oldest)
+                gone.append(pages[(pages[:, STATE] & STATES == index_words.PAGE) & valid])
+                if kept := int((some < 0).argmax()):
+                    slab = self.memory.slabs[position]
+                    first_free = int(some[:kept].min()) - base
+                    slab[CURSOR], slab[OF] = min(first_free, int(slab[CURSOR])) if kept_here else first_free, 0
+                    kept_here += kept
+                    freed += kept
+                    # Some may have been free, and counted, before.
+                    slab[FREE_SLOTS] = max(int(slab[FREE_SLOTS]), kept_here)
         known[LEFT] = known[LEFT] - freed if freed else 0
         used, created = first_page
         return Evicted(freed, evicted, used >> index_words.CLOCK_SHIFT, created)
