@@ -128,7 +128,7 @@ RULES = (
     Rule("python -m benchmarks.bench_kernels ", How.NOT_RUN, why="20 minutes; tests/bench has a quick run"),
     Rule("python -m benchmarks.bench_codec ", How.NOT_RUN, why="it needs the KV of a model in a file"),
     Rule(
-        "python -m benchmarks.agent_hints",
+        "python -m benchmarks.agent_",
         How.NOT_RUN,
         why="it needs recorded sessions, which are not in the repository",
     ),
