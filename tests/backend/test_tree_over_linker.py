@@ -233,11 +233,8 @@ def test_what_was_stored_comes_back_into_slots_of_the_request_alone(serve: Calla
     assert (found.device_prefix_len, found.host_hit_length) == (len(prompt), 0)
 
 
-def test_a_prompt_whose_beginning_left_the_device_is_read_again_where_it_waits_on(
-    serve: Callable[..., Served],
-) -> None:
-    """SGLang evicts for those that run, and asks for what waits in every round."""
-    served, prompt = serve(), tokens(8 * PAGE_SIZE)
+def with_its_head_on_the_device(served: Served, prompt: list[int]) -> Any:
+    """Have all of a prompt stored and its first three pages restored; what was computed of it."""
     computed = served.compute(prompt)
     served.store_everything()
     served.tree.reset()
@@ -245,6 +242,15 @@ def test_a_prompt_whose_beginning_left_the_device_is_read_again_where_it_waits_o
     head = served.load(prompt[: 3 * PAGE_SIZE], "head")
     assert served.forward() == []
     served.insert(prompt[: 3 * PAGE_SIZE], head)
+    return computed
+
+
+def test_a_prompt_whose_beginning_left_the_device_is_read_again_where_it_waits_on(
+    serve: Callable[..., Served],
+) -> None:
+    """SGLang evicts for those that run, and asks for what waits in every round."""
+    served, prompt = serve(), tokens(8 * PAGE_SIZE)
+    computed = with_its_head_on_the_device(served, prompt)
     served.store_everything()
     waiting = served.waiting(prompt, "waits")
     wait_for(served.linker, [waiting])
@@ -263,13 +269,7 @@ def test_a_prompt_whose_beginning_left_the_device_is_read_again_where_it_waits_o
 
 def test_the_tail_behind_what_is_on_the_device_is_restored(serve: Callable[..., Served]) -> None:
     served, prompt = serve(), tokens(8 * PAGE_SIZE)
-    computed = served.compute(prompt)
-    served.store_everything()
-    served.tree.reset()
-    served.allocator.clear()
-    head = served.load(prompt[: 3 * PAGE_SIZE], "head")
-    assert served.forward() == []
-    served.insert(prompt[: 3 * PAGE_SIZE], head)
+    computed = with_its_head_on_the_device(served, prompt)
     tail = served.load(prompt, "whole")
     assert len(tail) == 5 * PAGE_SIZE
     assert served.forward() == []

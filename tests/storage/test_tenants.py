@@ -188,51 +188,48 @@ def test_a_store_keeps_shares_and_counts_pages_hits_and_evictions_by_tenant(owne
         store.close()
 
 
-def test_a_tenant_gets_its_share_back_from_pages_that_another_has_leased(
-    owners: Tenants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def leasing(owners: Tenants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlabStore]:
+    """A store that sees leases at once; nine tenths of it are a team's."""
     monkeypatch.setattr(pins, "_LOOK_INTERVAL", 0.0)
     monkeypatch.setattr(pins, "_PAUSE", 0)
     owners.limits = {DEFAULT: Tenant(), "team-a": Tenant(0.9)}
     store = slab(tmp_path)
-    try:
-        pinned, leased = page_keys(3, "pinned"), page_keys(60, "crawled")
-        store_pages(store, [*pinned, *leased], SIZES)
-        pins.add_pin(tmp_path, "system", [key[16:] for key in pinned], None)
-        pins.add_lease(tmp_path, [key[16:] for key in leased], 600.0, "crawler")
-        for begin in range(0, 600, 10):
-            store_pages(store, page_keys(600, "more")[begin : begin + 10], SIZES)
-        held = sum(store.contains(leased))
-        assert held > 20 and all(store.contains(pinned)), "as much as leases may keep"
-        team = of(owners, "team-a", "a", 200)
-        for begin in range(0, 200, 10):
-            store_pages(store, team[begin : begin + 10], SIZES)
-        capacity = 8 * MIB // (SIZES[0] + 4096)
-        assert sum(store.contains(team)) >= 0.8 * capacity
-        assert sum(store.contains(leased)) < held and all(store.contains(pinned))
-    finally:
-        store.close()
+    yield store
+    store.close()
+
+
+def test_a_tenant_gets_its_share_back_from_pages_that_another_has_leased(
+    owners: Tenants, leasing: SlabStore, tmp_path: Path
+) -> None:
+    pinned, leased = page_keys(3, "pinned"), page_keys(60, "crawled")
+    store_pages(leasing, [*pinned, *leased], SIZES)
+    pins.add_pin(tmp_path, "system", [key[16:] for key in pinned], None)
+    pins.add_lease(tmp_path, [key[16:] for key in leased], 600.0, "crawler")
+    for begin in range(0, 600, 10):
+        store_pages(leasing, page_keys(600, "more")[begin : begin + 10], SIZES)
+    held = sum(leasing.contains(leased))
+    assert held > 20 and all(leasing.contains(pinned)), "as much as leases may keep"
+    team = of(owners, "team-a", "a", 200)
+    for begin in range(0, 200, 10):
+        store_pages(leasing, team[begin : begin + 10], SIZES)
+    capacity = 8 * MIB // (SIZES[0] + 4096)
+    assert sum(leasing.contains(team)) >= 0.8 * capacity
+    assert sum(leasing.contains(leased)) < held and all(leasing.contains(pinned))
 
 
 def test_a_tenant_below_its_share_takes_what_nobody_has_leased_first(
-    owners: Tenants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owners: Tenants, leasing: SlabStore, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(pins, "_LOOK_INTERVAL", 0.0)
-    monkeypatch.setattr(pins, "_PAUSE", 0)
-    owners.limits = {DEFAULT: Tenant(), "team-a": Tenant(0.9)}
-    store = slab(tmp_path)
-    try:
-        small, leased, others = (31 << 10,), page_keys(40, "leased"), page_keys(213, "others")
-        store_pages(store, leased, small)
-        pins.add_lease(tmp_path, [key[16:] for key in leased], 600.0, "")
-        for begin in range(0, 213, 8):
-            store_pages(store, others[begin : begin + 8], small)
-        team = of(owners, "team-a", "a", 32)
-        for begin in range(0, 32, 8):
-            store_pages(store, team[begin : begin + 8], small)
-        assert all(store.contains(leased)) and all(store.contains(team)) and not all(store.contains(others))
-    finally:
-        store.close()
+    small, leased, others = (31 << 10,), page_keys(40, "leased"), page_keys(213, "others")
+    store_pages(leasing, leased, small)
+    pins.add_lease(tmp_path, [key[16:] for key in leased], 600.0, "")
+    for begin in range(0, 213, 8):
+        store_pages(leasing, others[begin : begin + 8], small)
+    team = of(owners, "team-a", "a", 32)
+    for begin in range(0, 32, 8):
+        store_pages(leasing, team[begin : begin + 8], small)
+    assert all(leasing.contains(leased)) and all(leasing.contains(team)) and not all(leasing.contains(others))
 
 
 def test_two_stores_of_other_names_and_order_share_one_account(owners: Tenants, tmp_path: Path) -> None:
