@@ -6,7 +6,7 @@
 Both checkouts do the same calls in turns, on the same file system and the same servers, through the names that stay
 (``load_config``, ``open_tiers``, ``PageBatch``). A round's figure is the lower quartile of its calls: on a machine with
 other work the upper half measures that work. Copy plans are made and submitted to a driver that does nothing
-(benchmarks/kernels/submit.py of this checkout), so that what is timed is the scheduler's thread.
+(benchmarks/kernels/submit.py of each checkout), so that what is timed is the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ def _serve() -> None:
 
 
 def _submit(layout: str) -> dict[str, float]:
-    specification = importlib.util.spec_from_file_location("submit", HERE / "benchmarks/kernels/submit.py")
+    # That of the checkout that this process measures: the engines' names are not the same in all.
+    specification = importlib.util.spec_from_file_location("submit", Path.cwd() / "benchmarks/kernels/submit.py")
     assert specification is not None and specification.loader is not None
     submit = sys.modules["submit"] = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(submit)
@@ -211,7 +212,7 @@ def _rows(checkouts: dict[str, Checkout], tiers: list[Tier], place: Path, rounds
             shutil.rmtree(place / f"{name}-{tier.payload}-{tier.tier.get('layout', '')}", ignore_errors=True)
     for layout in ("page_first_direct", "layer_first", "page_first"):
         answers = in_turns(checkouts, {"submit": layout}, max(3, rounds // 4))
-        for what in next(iter(answers.values()))[0]:
+        for what in sorted(set.intersection(*(set(found[0]) for found in answers.values()))):
             yield f"{layout}: {what}", {name: [answer[what] for answer in found] for name, found in answers.items()}
 
 

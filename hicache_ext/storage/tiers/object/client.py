@@ -11,6 +11,7 @@ import logging
 import mmap
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from typing import Any
 from hicache_ext.config import Secret
 from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.packages import how_to_install
+from hicache_ext.page.pack import PACK_BYTES
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import Call, ThreadPool
@@ -299,6 +301,7 @@ class Requests:
             self.threads = ThreadPool(f"hicache-{name}", at_once)
         except RuntimeError as error:
             raise StoreSetupError(name, f"no threads for {at_once} requests at once ({error})") from error
+        self._of_thread = threading.local()
 
     def deadline(self) -> float:
         """Of the current call, by time.monotonic()."""
@@ -374,10 +377,16 @@ class Requests:
 
     def body(self, reply: Any, most: int) -> memoryview:
         """What a request is answered with. Cut where more than ``most`` bytes come: the length that a server claims is
-        not to be believed, and obstore ends the process where it has no memory for it."""
+        not to be believed, and obstore ends the process where it has no memory for it. Valid until this thread asks
+        again: memory is kept, because the pages of new memory cost as much as the rest of a request."""
         if isinstance(self.client, self.obstore.store.LocalStore):
             return memoryview(reply.bytes())
-        whole, filled = memoryview(mmap.mmap(-1, most + 1)), 0
+        memory: mmap.mmap | None = getattr(self._of_thread, "memory", None)
+        if memory is None or len(memory) <= most:
+            memory = mmap.mmap(-1, max(most, _STREAMED) + 1)
+            if most <= PACK_BYTES:
+                self._of_thread.memory = memory
+        whole, filled = memoryview(memory), 0
         # In pieces: each is put together while nobody else runs Python.
         for piece in reply.stream(min_chunk_size=_STREAMED):
             part = memoryview(piece)[: most + 1 - filled]
