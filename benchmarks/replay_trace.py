@@ -161,7 +161,8 @@ def served_by_the_index(
             index.note_hits(found, keys, len(found))
             missing = [position for position in range(len(keys)) if position not in present]
             for first in range(0, len(missing), portion):
-                _store(index, keys, missing[first : first + portion], spared(index), tenancy)
+                if not _store(index, keys, missing[first : first + portion], spared(index), tenancy):
+                    break
             yield served
             if look is not None:
                 look(index)
@@ -179,16 +180,21 @@ def _store(
     positions: Sequence[int],
     spared: np.ndarray = _NONE,
     tenancy: np.ndarray | None = None,
-) -> None:
-    ticket, rows, some = index.next_ticket(), np.empty(0, np.int64), np.ones(1)
-    while len(rows) < len(positions) and (len(some) or tenancy is None):
+) -> bool:
+    """Whether all were stored, so that what follows may be."""
+    ticket, rows, some, bound = index.next_ticket(), np.empty(0, np.int64), np.ones(1), index_words.NO_PAGE
+    if tenancy is None and positions[0] > 0:
+        bound = index.rank_of(keys[positions[0] - 1], 0)
+    is_patient = tenancy is None and bound == index_words.NO_PAGE
+    while len(rows) < len(positions) and (len(some) or is_patient):
         left = len(positions) - len(rows)
-        some, _ = index.take(_SLOT_SIZE, left, ticket, 0, spared, evicting=True, tenancy=tenancy)
+        some, _ = index.take(_SLOT_SIZE, left, ticket, 0, spared, evicting=True, tenancy=tenancy, bound=bound)
         rows = np.concatenate([rows, some])
     ones = np.ones(len(rows), np.int64)
     taken = SlotReferences(*index.places_of(rows), ones, np.array(positions[: len(rows)], np.int64), rows)
     tenant = 0 if tenancy is None else int(tenancy[index_words.WRITER])
     index.publish(ticket, keys, taken, taken, 0, 1, tenant)
+    return len(rows) == len(positions) or tenancy is not None
 
 
 def ours_without_ghosts(requests: Requests, capacity: int) -> int:

@@ -52,8 +52,9 @@ def test_the_coldest_pages_go_first_and_no_others(index: SlabIndex) -> None:
 
 
 def test_in_a_small_tier_the_coldest_go_alone(index: SlabIndex) -> None:
-    add_slab(index, SMALL, 640)
-    keys = fill_with_heads(index, 640)
+    slots = 2 * index_module._COLD_PART
+    add_slab(index, SMALL, slots)
+    keys = fill_with_heads(index, slots)
     index.memory.rows[index.rows_of([keys[100]]), PRIORITY] = 1
     assert take(index, 1)[2] == 2
     assert gone(index, keys) == [0, 100]
@@ -63,7 +64,7 @@ def test_cold_neighbours_go_together_and_warm_ones_between_them_stay(
     index: SlabIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_module, "_GROUPS", 1)
-    slots = 24 * 32
+    slots = index_module._COOL_PART * 32
     add_slab(index, SMALL, slots)
     keys = list(keys_of(range(slots)))
     store(index, keys, evict=False)

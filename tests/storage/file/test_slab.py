@@ -91,6 +91,28 @@ def test_the_directory_stays_within_its_capacity_while_four_times_as_much_is_wri
     store.close()
 
 
+def test_a_chain_longer_than_the_tier_leaves_its_beginning_there(tmp_path: Path) -> None:
+    """Each part of it took the place of the part before, and then nothing of it was served but what came before that
+    one; what was there earlier is colder, and makes room."""
+    store = open_store(tmp_path)
+    earlier, chain = page_keys(100), page_keys(2000, "long")
+    store_pages(store, earlier, SIZES)
+    results = store_pages(store, chain, SIZES)
+    stored = results.count(SetResult.STORED)
+    assert results == [SetResult.STORED] * stored + [SetResult.REFUSED] * (len(chain) - stored)
+    assert stored * SIZE > 0.85 * 64 * MIB
+    assert assert_right(store, chain).count(GetResult.HIT) == store.count_leading(chain) == stored
+    assert GetResult.HIT not in assert_right(store, earlier)
+    # And once more, with all that it has before.
+    assert set(store_pages(store, chain, SIZES)[stored:]) == {SetResult.REFUSED}
+    assert store.count_leading(chain) == stored
+    # Another chain has what it needs.
+    others = page_keys(200, "other")
+    assert set(store_pages(store, others, SIZES)) == {SetResult.STORED}
+    assert store.count_leading(others) == 200
+    store.close()
+
+
 def test_a_page_written_anew_into_the_slot_it_was_read_from_is_no_corrupt_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

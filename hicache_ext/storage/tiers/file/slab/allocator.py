@@ -16,7 +16,7 @@ import json
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ from hicache_ext.storage.tiers.file.path_store import NO_SPACE, Fullness
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index import Evicted
-from hicache_ext.storage.tiers.file.slab.index_words import Words, hashes_of
+from hicache_ext.storage.tiers.file.slab.index_words import NO_PAGE, Words, hashes_of
 from hicache_ext.storage.tiers.file.slab.shapes import Numbers, Slab, slots_within
 
 _MISSING_INTERVAL = 10.0
@@ -236,11 +236,16 @@ class SlotAllocator:
     # -- slots -----------------------------------------------------------------------------------------------------
 
     def take(
-        self, wanted: Mapping[int, Numbers], ticket: int, oldest: int, tenancy: Words | None = None
+        self,
+        wanted: Mapping[int, Numbers],
+        ticket: int,
+        oldest: int,
+        tenancy: Words | None = None,
+        bound: int = NO_PAGE,
     ) -> dict[int, Words]:
         """Allocate slots for as many of the pages as possible, the first ones first: rows, by slot size. ``ticket``:
-        the number with which they are published. ``wanted``: the pages for each slot size; ``tenancy``: as for
-        ``SlabIndex.take``. Raises IndexBusyError where there are none, OSError where the directory was removed.
+        the number with which they are published. ``wanted``: the pages for each slot size; ``tenancy`` and ``bound``:
+        as for ``SlabIndex.take``. Raises IndexBusyError where there are none, OSError where the directory was removed.
         """
         self._directory.check_is_there()
         if self._is_beyond and time.monotonic() < self._held_back_until:
@@ -253,14 +258,26 @@ class SlotAllocator:
         try:
             for slot_size, pages in wanted.items():
                 taken[slot_size] = np.empty(0, np.int64)
-                self._take(slot_size, len(pages), ticket, oldest, taken, tenancy)
+                self._take(slot_size, len(pages), ticket, oldest, taken, tenancy, bound)
         except IndexBusyError:
             if not any(map(len, taken.values())):
                 raise
         return taken
 
+    def is_full(self, slot_sizes: Iterable[int]) -> bool:
+        """Whether slots of these sizes are only had by eviction."""
+        slabs = self._index.view().changes
+        return all(self._full.get(slot_size) == slabs for slot_size in slot_sizes)
+
     def _take(
-        self, slot_size: int, wanted: int, ticket: int, oldest: int, taken: dict[int, Words], tenancy: Words | None
+        self,
+        slot_size: int,
+        wanted: int,
+        ticket: int,
+        oldest: int,
+        taken: dict[int, Words],
+        tenancy: Words | None,
+        bound: int,
     ) -> None:
         below = tenancy if tenancy is not None and self._index.is_below_share(tenancy) else None
         spared = self._spared()
@@ -274,7 +291,7 @@ class SlotAllocator:
             evicting = disk_full or self._full.get(slot_size) == slabs
             with nullcontext() if below is None else self._index.for_nobody(below):
                 rows, evicted = self._index.take(
-                    slot_size, left, ticket, oldest, spared, evicting=evicting, tenancy=tenancy
+                    slot_size, left, ticket, oldest, spared, evicting=evicting, tenancy=tenancy, bound=bound
                 )
             if len(rows):
                 taken[slot_size] = np.concatenate([taken[slot_size], rows]) if len(taken[slot_size]) else rows
@@ -294,6 +311,8 @@ class SlotAllocator:
                 # A tenant that has less than its share takes it back from pages that another one has leased.
                 below, spared = None, self._spared(leased=False)
             elif not len(rows) and not evicted.slots:
+                if bound < NO_PAGE:
+                    return
                 # Of a full disk one slab in a while: others may take the room of each that is given up.
                 if (disk_full and not found_full) or not self._reclaim(slot_size, oldest, tenancy, needed=True):
                     # Nothing is left to evict.

@@ -28,7 +28,6 @@ from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.path_store import Served
 from hicache_ext.storage.tiers.file.slab import index_words, miniatures
 from hicache_ext.storage.tiers.file.slab.index_memory import (
-    BYTES_PER_GHOST,
     LARGEST_NUMBER,
     MOST_SLABS,
     IndexMemory,
@@ -76,8 +75,9 @@ _WORTHLESS = 0.75
 docs/decisions/pools-share-a-fate.md."""
 _SAMPLED = 1 << 13
 """Slots whose ranks are looked at to know how cold the coldest are. Up to twice as many of small tables."""
-_COLD_PART, _COOL_PART = 256, 24
-"""The coldest 256th of all slots goes, and of its neighbours the coldest 24th: free slots are then neighbours."""
+_COLD_PART, _COOL_PART = 768, 96
+"""The coldest 768th of all slots goes, and of its neighbours the coldest 96th: free slots are then neighbours. Three times
+as many: runs a sixth longer, and beside loops 0.007 fewer hits."""
 _STEP = 1 << 12
 """Headers adopted, or sets added, under the lock at once."""
 _MOST_WINDOWS = 8
@@ -254,8 +254,7 @@ class SlabIndex:
         slots = {size: int(table[positions, SLOTS].sum()) for size, positions in of_size.items()}
         positions = there[table[there, FIRST].argsort()]
         capacity = max(1, sum(slots.values()))
-        ghosts = sum(count * size for size, count in slots.items()) // BYTES_PER_GHOST
-        ghosts = min(eviction.ghost_limit(capacity), ghosts)
+        ghosts = min(eviction.ghost_limit(capacity), self.memory.ghosts.shape[1] * index_words.WAYS // 2)
         by_first = np.ascontiguousarray(table[positions])
         rows = int((by_first[:, FIRST] + by_first[:, SLOTS]).max(initial=0))
         sampled = miniatures.sampled_of(capacity)
@@ -537,10 +536,12 @@ class SlabIndex:
         *,
         evicting: bool,
         tenancy: Words | None = None,
+        bound: int = NO_PAGE,
     ) -> tuple[Words, Evicted]:
         """Take slots to write: the rows of as many as there are, in order of place as far as possible; and what was
-        evicted for them, where ``evicting``. Pages with a hash in ``spared`` (sorted) stay if they can, those of other
-        tenants up to their shares in any case (``tenancy``; None: there are none). Raises IndexBusyError."""
+        evicted for them, where ``evicting``. Pages that rank at ``bound`` or above stay, those with a hash in
+        ``spared`` (sorted) if they can, those of other tenants up to their shares in any case (``tenancy``; None: there
+        are none). Raises IndexBusyError."""
         rows, done, evicted = np.empty(wanted, np.int64), 0, NOTHING_EVICTED
         dead, of_size = self._dead(), self._taken_from(slot_size)
         wants_victims = evicting and len(of_size) and int(self.memory.slabs[of_size, FREE_SLOTS].sum()) < wanted
@@ -552,7 +553,7 @@ class SlabIndex:
         try:
             while more and done < wanted:
                 got, evicted, more = self._take(
-                    slot_size, rows[done:], ticket, oldest, spared, dead, gone, tenancy, evicting=evicting
+                    slot_size, rows[done:], ticket, oldest, spared, dead, gone, tenancy, bound, evicting=evicting
                 )
                 done += got
         except IndexBusyError:
@@ -574,6 +575,7 @@ class SlabIndex:
         dead: Words,
         gone: list[Words],
         tenancy: Words | None,
+        bound: int,
         *,
         evicting: bool,
     ) -> tuple[int, Evicted, bool]:
@@ -594,7 +596,8 @@ class SlabIndex:
             while evicting and done < len(rows) and in_vain < looks and len(of_size):
                 # Pages that stay may be the coldest: then look at more and more, and take no more.
                 need = len(rows) - done
-                more = self._evict(of_size, slot_size, need, need << 3 * in_vain, oldest, spared, dead, gone, tenancy)
+                looked = need << 3 * in_vain
+                more = self._evict(of_size, slot_size, need, looked, oldest, spared, dead, gone, tenancy, bound)
                 evicted = more._replace(slots=evicted.slots + more.slots, pages=evicted.pages + more.pages)
                 got = take_free()
                 in_vain = 0 if got else in_vain + 1
@@ -606,6 +609,11 @@ class SlabIndex:
         of_size = self.view().of_size.get(slot_size, _NONE)
         taken_from: Words = of_size[self.memory.slabs[of_size, SLAB_STATE] == READY]
         return taken_from
+
+    def rank_of(self, key: bytes, oldest: int) -> int:
+        """Where a page stands in the order of eviction; above all others where it is not there."""
+        rows = self.locate([key], oldest).rows
+        return int(self.memory.rows[rows[0], index_words.PRIORITY]) if len(rows) else NO_PAGE
 
     def give_back(self, rows: Words, ticket: int) -> None:
         """Free slots that were taken. Raises IndexBusyError."""
@@ -760,6 +768,7 @@ class SlabIndex:
         dead: Words,
         gone: list[Words],
         tenancy: Words | None,
+        bound: int,
     ) -> Evicted:
         """Free the coldest slots of a size, all where there are few slots, else those in one window of them. ``need``:
         how many of the coldest to look at, where more than are ``wanted`` only until those are free. Under the lock."""
@@ -773,7 +782,7 @@ class SlabIndex:
         begin = windows.pop() if windows else 0
         for position, base, first, end in self._ranges(of_size, begin, min(total, _MOST_LOOKED_AT), together):
             victims = np.empty(end - first + 1, np.int64)
-            cold, cool = int(known[COLD]), int(known[COOL])
+            cold, cool = min(int(known[COLD]), bound - 1), min(int(known[COOL]), bound - 1)
             rows = base + first, base + end
             found = self.memory.table.coldest(*rows, together, cold, cool, oldest, dead, victims, tenancy)
             if not found:

@@ -55,9 +55,9 @@ _MEMBERS = 1024
 _LEAST_ROWS = 1 << 16
 _ROWS_PER_SET = 7
 """At most, on average: one page in a thousand finds no place among the 16 of its set and takes that of a colder one."""
-BYTES_PER_GHOST = 8192
+_BYTES_PER_GHOST = 8192
 _MOST_GHOSTS = 1 << 20
-_LEAST_GHOSTS = 1 << 10
+_LEAST_GHOSTS = 1 << 15
 _EVENTS = 1 << 12
 _SMALL_SETS = 1 << 12
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -171,7 +171,7 @@ def new_index(capacity: int) -> int:
     are larger than a block. Raises OSError."""
     rows_most = max(_LEAST_ROWS, 2 * capacity // _BLOCK)
     rows_most += -rows_most % 512
-    ghosts = min(max(capacity // BYTES_PER_GHOST, _LEAST_GHOSTS), _MOST_GHOSTS)
+    ghosts = min(max(capacity // _BYTES_PER_GHOST, _LEAST_GHOSTS), _MOST_GHOSTS)
     # Twice as many places as ghosts: sets fill unevenly.
     ghost_sets = -(-2 * ghosts // index_words.WAYS)
     fd = os.memfd_create("hicache-ext-index", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

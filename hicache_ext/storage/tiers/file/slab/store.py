@@ -38,7 +38,7 @@ from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.allocator import SlotAllocator
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index import milliseconds
-from hicache_ext.storage.tiers.file.slab.index_words import BAD_HEADERS, Words, hashes_of
+from hicache_ext.storage.tiers.file.slab.index_words import BAD_HEADERS, NO_PAGE, Words, hashes_of
 from hicache_ext.storage.tiers.file.slab.page_moves import Moving, SlotIo
 from hicache_ext.storage.tiers.file.slab.shapes import (
     KEY,
@@ -404,7 +404,9 @@ class SlabStore(PathStore):
             for tenancy, positions in self._by_tenant(batch.keys, missing):
                 # No portion can evict its own pages or leave none to the others.
                 for portion in self._portions(positions, batch.sizes, slot_size_of, self._capacity, _PORTIONS):
-                    self._set_portion(batch, portion, results, tenancy)
+                    if not self._set_portion(batch, portion, results, tenancy):
+                        _fill(results, [p for p in positions if results[p] is SetResult.REJECTED], SetResult.REFUSED)
+                        break
             self._allocator.look_after([slot_size_of(size) for size in set(batch.sizes)], self._oldest(), tenancy)
         except IndexBusyError:
             self.metrics.add("rejected", "held", sum(result is SetResult.REJECTED for result in results))
@@ -442,8 +444,9 @@ class SlabStore(PathStore):
 
     def _set_portion(
         self, batch: PageBatch, positions: list[int], results: list[SetResult], tenancy: Words | None
-    ) -> None:
-        """Raises IndexBusyError, OSError."""
+    ) -> bool:
+        """Write pages; False where not all are, because each slot has a page that is worth more, like those before them
+        in their chain. Raises IndexBusyError, OSError."""
         sizes = batch.sizes
         wanted: dict[int, Numbers] = {}
         if are_of_one_size(sizes):
@@ -454,20 +457,25 @@ class SlabStore(PathStore):
                 of_size.setdefault(slot_size_of(sizes[position]), []).append(position)
             wanted = {slot_size: np.array(pages) for slot_size, pages in of_size.items()}
         ticket = self._index.next_ticket()
-        places = self._allocator.take(wanted, ticket, self._oldest(), tenancy)
+        bound = NO_PAGE
+        if tenancy is None and positions[0] > 0:
+            bound = self._index.rank_of(batch.keys[positions[0] - 1], self._oldest())
+        places = self._allocator.take(wanted, ticket, self._oldest(), tenancy, bound)
         tenant = 0
         if tenancy is not None:
             tenant, evicted = int(tenancy[index_words.WRITER]), tenancy[index_words.EVICTED : index_words.WRITER]
             self.metrics.add_many("tenant_evicted", self._by_name(evicted))
             evicted[:] = 0
-        self.metrics.add("rejected", "capacity", len(positions) - sum(map(len, places.values())))
+        lacking = len(positions) - sum(map(len, places.values()))
+        self.metrics.add("rejected", "capacity", lacking)
+        is_worth_it = not lacking or bound == NO_PAGE or not self._allocator.is_full(wanted)
         parts = []
         for slot_size, rows in places.items():
             at = wanted[slot_size][: len(rows)]
             parts.append(SlotReferences(*self._index.places_of(rows), sizes_at(sizes, at), at, rows))
         taken = SlotReferences.joined(parts).by_position()
         if not len(taken):
-            return
+            return is_worth_it
         published: list[int] | None = None
         try:
             with self._io.to_write(batch, taken, self._allocator.slab, self._writers) as moving:
@@ -482,6 +490,7 @@ class SlabStore(PathStore):
         else:
             for position, outcome in zip(written.positions.tolist(), published, strict=True):
                 results[position] = _PUBLISHED[outcome]
+        return is_worth_it
 
     def _finish_writing(self, batch: PageBatch, moving: Moving, results: list[SetResult]) -> SlotReferences:
         """What native code did not write; all pages that are written, by position."""
