@@ -184,7 +184,7 @@ def _store(
     """Whether all were stored, so that what follows may be."""
     ticket, rows, some, bound = index.next_ticket(), np.empty(0, np.int64), np.ones(1), index_words.NO_PAGE
     if tenancy is None and positions[0] > 0:
-        bound = index.rank_of(keys[positions[0] - 1], 0)
+        bound = index.bound_behind(keys[positions[0] - 1], 0)
     is_patient = tenancy is None and bound == index_words.NO_PAGE
     while len(rows) < len(positions) and (len(some) or is_patient):
         left = len(positions) - len(rows)

@@ -46,8 +46,10 @@ POLICIES: Final = ("last-use", "learned-distance", "keep-first")
 """The candidates, by number."""
 _SMALLEST_GHOST_LIST: Final = 1 << 15
 _LARGEST_GHOST_LIST: Final = 1 << 20
+_MOST_GHOSTS_PER_SLOT: Final = 32
 
 
 def ghost_limit(capacity: int) -> int:
-    """Ghosts worth keeping: reuse distances do not shrink with the cache, so a small cache needs many of them."""
-    return min(max(capacity, _SMALLEST_GHOST_LIST), _LARGEST_GHOST_LIST)
+    """Ghosts worth keeping: reuse distances do not shrink with the cache, so a small cache needs many of them.
+    Of a very small one, what returned so late says less of what it can hold than what it has."""
+    return min(max(capacity, _SMALLEST_GHOST_LIST), _LARGEST_GHOST_LIST, _MOST_GHOSTS_PER_SLOT * capacity)

@@ -610,9 +610,10 @@ class SlabIndex:
         taken_from: Words = of_size[self.memory.slabs[of_size, SLAB_STATE] == READY]
         return taken_from
 
-    def rank_of(self, key: bytes, oldest: int) -> int:
-        """Where a page stands in the order of eviction; above all others where it is not there."""
-        rows = self.locate([key], oldest).rows
+    def bound_behind(self, key: bytes, oldest: int) -> int:
+        """The rank that pages must be below to make room for the page behind this one in its chain: NO_PAGE where this
+        one is not there, or the policy is not last-use. Others learn from pages that are written and evicted."""
+        rows = self.locate([key], oldest).rows if self.memory.header[index_words.POLICY] == eviction.LAST_USE else ()
         return int(self.memory.rows[rows[0], index_words.PRIORITY]) if len(rows) else NO_PAGE
 
     def give_back(self, rows: Words, ticket: int) -> None:

@@ -459,7 +459,7 @@ class SlabStore(PathStore):
         ticket = self._index.next_ticket()
         bound = NO_PAGE
         if tenancy is None and positions[0] > 0:
-            bound = self._index.rank_of(batch.keys[positions[0] - 1], self._oldest())
+            bound = self._index.bound_behind(batch.keys[positions[0] - 1], self._oldest())
         places = self._allocator.take(wanted, ticket, self._oldest(), tenancy, bound)
         tenant = 0
         if tenancy is not None:
