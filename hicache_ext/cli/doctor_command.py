@@ -22,9 +22,10 @@ import tempfile
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import hicache_ext
 from hicache_ext.cli.config_command import notes_on
@@ -40,8 +41,8 @@ from hicache_ext.page.transforms.sealing import CipherKind, fastest_cipher
 from hicache_ext.runtime.commands import print_json, terminated_in_order
 from hicache_ext.runtime.shown import shown_text
 from hicache_ext.sglang.releases import TESTED, comes_with, is_tested, other_release, untested
-from hicache_ext.sglang.self_check import Checked, check_installed, lacking
-from hicache_ext.sglang.used_names import FEATURES, HOOKED, STORAGE
+from hicache_ext.sglang.self_check import check_installed, lacking
+from hicache_ext.sglang.used_names import FEATURES, STORAGE
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.registry import broken_tier_types, examine_tier
 from hicache_ext.storage.tiering.recording import SALT_FILE
@@ -77,21 +78,17 @@ def run(arguments: argparse.Namespace) -> int:
             print_json({"level": "error", "configuration": sentences, "sections": []})
             return 2
         raise
-    sections: list[Section] = []
+    sections: list[dict[str, Any]] = []
+    level = Level.OK
     with terminated_in_order():
-        for section in examine(checked, inline=inline, only=arguments.tier):
-            sections.append(section)
+        for title, findings in examine(checked, inline=inline, only=arguments.tier):
+            told = [asdict(finding) | {"level": finding.level.value} for finding in findings]
+            sections.append({"title": title, "findings": told})
+            level = max((level, *(one.level for one in findings)), key=list(_SUMMARY).index)
             if not arguments.json:
                 # Printed one by one: a tier that hangs until its timeout must not hide earlier findings.
-                print(_text(section), flush=True)
-    levels = list(_SUMMARY)
-    level = max((one.level for section in sections for one in section.findings), key=levels.index, default=Level.OK)
-    told = [
-        {"title": section.title, "findings": [asdict(one) | {"level": one.level.value} for one in section.findings]}
-        | ({"table": section.rows} if section.rows else {})
-        for section in sections
-    ]
-    show(arguments, {"level": level.value, "configuration": [], "sections": told}, [_SUMMARY[level]])
+                print("\n".join([title, *(line for one in findings for line in _lines(one)), ""]), flush=True)
+    show(arguments, {"level": level.value, "configuration": [], "sections": sections}, [_SUMMARY[level]])
     return 1 if level is Level.ERROR else 0
 
 
@@ -106,43 +103,32 @@ _LONGEST_FINDING = 2000
 _MARKS = {Level.OK: "ok     ", Level.NOTE: "note   ", Level.WARNING: "WARNING", Level.ERROR: "ERROR  "}
 
 
-def _text(section: Section) -> str:
-    lines = [section.title]
-    for finding in section.findings:
-        seen = "; ".join(shown_text(line, _LONGEST_FINDING) for line in finding.seen.split("\n"))
-        lines.append(f"  {_MARKS[finding.level]} {shown_text(finding.subject)}: {seen}")
-        if finding.remedy:
-            lines.append(f"          -> {shown_text(finding.remedy, _LONGEST_FINDING)}")
-    if section.rows:
-        lines.append(f"          {table_in_words(section.rows)}")
-    return "\n".join([*lines, ""])
+def _lines(finding: Finding) -> Iterator[str]:
+    seen = "; ".join(shown_text(line, _LONGEST_FINDING) for line in finding.seen.split("\n"))
+    yield f"  {_MARKS[finding.level]} {shown_text(finding.subject)}: {seen}"
+    if finding.remedy:
+        yield f"          -> {shown_text(finding.remedy, _LONGEST_FINDING)}"
 
 
 # -- the examination ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """Findings on one subject."""
-
-    title: str
-    findings: tuple[Finding, ...]
-    rows: Sequence[dict[str, str]] = ()
-    """A table that belongs to them."""
+Section = tuple[str, Sequence[Finding]]
+"""A title and what was found."""
 
 
 def examine(checked: ExtraConfig, *, inline: bool, only: Sequence[str] | None = None) -> Iterator[Section]:
     """One section after the other, as they are found; ``only`` names the tiers to look at (None: all)."""
-    yield Section("installation", tuple(installation_findings()))
-    if rows := table():
-        yield Section("what is used of SGLang", tuple(feature_findings()), rows)
+    yield "installation", list(installation_findings())
+    if of_features := list(feature_findings()):
+        yield "what is used of SGLang", of_features
         if only is None:
-            yield Section("page hashes", (page_hash_finding(),))
-    yield Section("configuration", tuple(setting_findings(checked, inline=inline)))
+            yield "page hashes", [page_hash_finding()]
+    yield "configuration", list(setting_findings(checked, inline=inline))
     tiers = checked.hicache_ext.tiers
     for name, tier in {**tiers, **used_tiers(checked.hicache_ext)}.items():
         if only is None or name in only:
-            yield Section(f"tier {name}: {tier.summary()}", tuple(_tier_findings(name, tier)))
+            yield f"tier {name}: {tier.summary()}", _tier_findings(name, tier)
 
 
 def _tier_findings(name: str, tier: TierConfig) -> Sequence[Finding]:
@@ -218,8 +204,11 @@ def release_finding() -> Finding:
 
 def feature_findings() -> Iterator[Finding]:
     """One line for each feature; none where SGLang is not installed."""
-    checked = _checked()
-    for feature in FEATURES if checked else ():
+    try:
+        checked = check_installed()
+    except UnsupportedError:
+        return
+    for feature in FEATURES:
         words = lacking(checked, feature)
         names = sum(len(one.use.names) for one in checked if one.expected and feature in one.use.features)
         if words is None:
@@ -228,40 +217,6 @@ def feature_findings() -> Iterator[Finding]:
             yield Finding(feature.name, Level.ERROR, f"SGLang lacks {words}: {feature.loss}", "use another release")
         else:
             yield Finding(feature.name, Level.WARNING, f"off, since SGLang lacks {words}: {feature.loss}")
-
-
-def table() -> list[dict[str, str]]:
-    """Every place of SGLang that is used: whether it was found, what needs it, its kind."""
-    rows = []
-    for one in _checked():
-        use = one.use
-        takes = f"({', '.join(use.takes)})" if use.takes or use.answered else ""
-        ignored = f", ignored: {', '.join(one.new)}" if one.new else ""
-        absent = f"not before {use.since}" if use.since else f"not from {use.before} on"
-        absent = f"NO: {', '.join(one.missing)}" if one.expected else absent
-        rows.append(
-            {
-                "found": "yes" if one.found else absent,
-                "kind": f"hook {use.hook}" if use.hook else "signature" if takes else "name",
-                "needed by": "every hook" if tuple(use.features) == HOOKED else ", ".join(f.name for f in use.features),
-                "of SGLang": f"{use.owner.removeprefix('sglang.srt.')}: {', '.join(use.names)}{takes}{ignored}",
-            }
-        )
-    return rows
-
-
-def table_in_words(rows: Sequence[dict[str, str]]) -> str:
-    """One sentence: what is not there, which is what somebody has to know; ``--json`` has all of it."""
-    lost = [row["found"].removeprefix("NO: ") for row in rows if row["found"].startswith("NO")]
-    found = f"not found: {'; '.join(lost)}" if lost else "all that this release is to have is found"
-    return f"{len(rows)} places of SGLang were looked at, {found} (--json lists each)"
-
-
-def _checked() -> tuple[Checked, ...]:
-    try:
-        return check_installed()
-    except UnsupportedError:
-        return ()
 
 
 # -- page hashes -------------------------------------------------------------------------------------------------------

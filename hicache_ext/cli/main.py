@@ -38,7 +38,7 @@ class Command:
 
 COMMANDS: tuple[Command, ...] = (
     Command("prove", "prove_command:configure", "whether restored answers are the computed ones on your server"),
-    Command("demo", "demo_command:configure", "hold a conversation with a real server, restart it, go on from disk"),
+    Command("demo", "prove_command:configure_demo", "the same with a server of its own, which is killed meanwhile"),
     Command(
         "ls",
         "directory_commands:configure_ls",

@@ -8,6 +8,8 @@ the end of the prompt and of the answer, token by token. They all attend to the 
 Where a tier has a lossy codec (a server with ``--enable-metrics`` counts such pages), answers differ by as much as a
 small fault makes them: how far is said, and only what no codec does is DIFFERENT. docs/codecs.md.
 
+``hicache-ext demo`` is the same with servers of its own, which serve a small model that comes as a package.
+
 ``--canary`` flushes nothing: it asks the same prompts again and again while the server is idle, and compares those that
 storage has restored meanwhile. Why it is a process of its own: docs/decisions/canary.md.
 """
@@ -29,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import urllib.parse
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +40,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.cli.inputs import our_texts, read_input
+from hicache_ext.cli.inputs import read_input
 from hicache_ext.cli.output import describe, show
 from hicache_ext.cli.reload_command import facts_of
 from hicache_ext.cli.stats_command import read_samples
@@ -116,6 +119,41 @@ def configure(parser: argparse.ArgumentParser) -> None:
         problem="a restored answer is DIFFERENT",
         nothing="nothing could be shown",
     )
+
+
+def configure_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", help="a model directory or name that SGLang can load (default: a small one that comes as a package)"
+    )
+    parser.add_argument(
+        "server_arguments", nargs="*", metavar="-- SERVER ARGUMENT", help="passed to sglang.launch_server, after --"
+    )
+    parser.set_defaults(url=None, prompts=None, restart=None, canary=None, quick=True)
+    describe(
+        parser,
+        run=_demonstrate,
+        examples=["hicache-ext demo", "hicache-ext demo --model /models/llama -- --tp 2"],
+        success="every answer that came from disk is the computed one, before the restart and after it",
+        problem="an answer differs, nothing came from storage after the restart, or a server failed",
+    )
+
+
+def _demonstrate(arguments: argparse.Namespace) -> int:
+    """Prove it of a server that is started for it; 1 also where nothing could be shown."""
+    need("sglang", "torch")
+    flags = arguments.server_arguments
+    with terminated_in_order(), tempfile.TemporaryDirectory(prefix="hicache-demo-") as directory:
+        if (model := arguments.model) is None:
+            from hicache_ext.testing.small_model import NAME, arguments_to_serve, make_small_model  # torch
+
+            model = str(make_small_model(Path(directory) / NAME))
+            # Less memory than the default is sooner allocated.
+            flags = [*arguments_to_serve(), "--max-total-tokens", "8192", *flags]
+        arguments.launch = shlex.join(["--model-path", model, *flags])
+        _say("a server is started; it computes prompts, loses its memory, is killed, and a new one goes on from disk")
+        code = run(arguments)
+    _say("For your own server: hicache-ext config render --path DIRECTORY --capacity SIZE > hicache.yaml")
+    return min(code, 1)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -482,7 +520,8 @@ class _Text:
 
     def __init__(self, server: SglangClient, info: Mapping[str, Any], chance: random.Random) -> None:
         self._server, self._info, self._chance = server, info, chance
-        lines = [line for text in our_texts().values() for line in text.splitlines() if line.strip()]
+        texts = tomllib.loads(Path(__file__).with_name("texts.toml").read_text("utf-8"))
+        lines = [line for text in texts.values() for line in text.splitlines() if line.strip()]
         self._texts = chance.sample(lines, min(len(lines), 60))
         try:
             self._lines = [self.tokens_of(line) for line in self._texts]
@@ -789,20 +828,13 @@ def _words(document: Mapping[str, Any]) -> list[str]:
 
 
 def as_lines(document: Mapping[str, Any]) -> list[str]:
-    """Return a page of Markdown, with first tokens by prompt as a picture."""
+    """Return a page of Markdown."""
     heading, *rows = _table(document)
     table = [f"| {line} |" for line in aligned([heading, ("---",) * len(heading), *rows], str.ljust, " | ")]
-    times = [(case["name"], name, case[f"{name}_seconds"]) for case in document["cases"] for name in _BARS]
-    longest = max((seconds for _, _, seconds in times), default=0) or 1.0
-    bars = [(name, what, f"{1e3 * spent:.0f} ms {'#' * round(50 * spent / longest)}") for name, what, spent in times]
-    picture = ["```text", *aligned([("prompt", "", "first token"), *bars], str.ljust), "```"]
     first, *words = _words(document)
     words.insert(
         1,
         "Differences are the largest of a log-probability, in nats; times are to the first token, of an "
         "image to the last.",
     )
-    return [f"# {first}", "", *table, "", *picture, "", *(line for word in words for line in (word, ""))][:-1]
-
-
-_BARS = ("computed", "restored")
+    return [f"# {first}", "", *table, "", *(line for word in words for line in (word, ""))][:-1]
