@@ -229,6 +229,7 @@ FORMER = {
         ),
         "hicache-ext demo is prove of a server of its own: it tells no story and keeps no directory",
     ),
+    "test_a_few_long_rows_stand_beside_each_other": "a table that does not fit has one form, rows one below the other",
     **dict.fromkeys(
         (
             "test_every_name_of_sglang_that_is_used_is_in_a_table_of_the_json",

@@ -11,7 +11,7 @@ from hicache_ext.cli.output import describe
 _FAILED = "something could not be measured, or a contender answered wrongly"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_bench(parser: argparse.ArgumentParser) -> None:
     """Add a sub-command for each benchmark."""
     actions = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
 

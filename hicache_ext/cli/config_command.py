@@ -31,7 +31,7 @@ from hicache_ext.runtime.commands import print_json
 from hicache_ext.storage.tiering.tier_use import tier_use
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_config(parser: argparse.ArgumentParser) -> None:
     """Add ``check``, ``render`` and ``schema``."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 

@@ -14,12 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hicache_ext.cli.inputs import Target, add_target, directories_of, targets
-from hicache_ext.cli.output import Progress, describe, fitted, rough_span, show
+from hicache_ext.cli.output import describe, fitted, progress, rough_span, show
 from hicache_ext.config import format_duration, rounded_size
 from hicache_ext.errors import ConfigError, FormatError, StoreError
 from hicache_ext.page import envelope
@@ -41,32 +41,22 @@ from hicache_ext.storage.tiers.file.pins import pins_that_are_over, read_pins, r
 
 @dataclass(slots=True)
 class Group:
-    """The pages of one identity."""
+    """The pages of one identity, as ``ls --json`` has them."""
 
-    digest: bytes
-    document: dict[str, Any] | None = None
+    identity: str
+    """Its digest."""
+    facts: dict[str, Any] | None = None
+    """Its document."""
     pages: int = 0
-    size: int = 0
+    bytes: int = 0
     hits: int | None = None
-    written: float | None = None
-    """When the newest page was written."""
-    used: float | None = None
+    last_written: float | None = None
+    """When the newest page was written, in seconds since 1970."""
+    last_used: float | None = None
 
     @property
     def model(self) -> str:
-        return str((self.document or {}).get("model", {}).get("id", "")) or "unknown"
-
-    def document_for_json(self) -> dict[str, Any]:
-        """Moments in seconds since 1970."""
-        return {
-            "identity": self.digest.hex(),
-            "facts": self.document,
-            "pages": self.pages,
-            "bytes": self.size,
-            "hits": self.hits,
-            "last_written": self.written,
-            "last_used": self.used,
-        }
+        return str((self.facts or {}).get("model", {}).get("id", "")) or "unknown"
 
 
 def opened(path: Path) -> Inspector:
@@ -126,17 +116,17 @@ def add_pages(inspector: Inspector, groups: dict[bytes, Group]) -> None:
     found = set()
     for page in inspector.pages():
         found.add(page.identity)
-        group = groups.setdefault(page.identity, Group(page.identity))
+        group = groups.setdefault(page.identity, Group(page.identity.hex()))
         group.pages += 1
-        group.size += page.size
-        group.written = _later(page.written, group.written)
-        group.used = _later(page.used, group.used)
+        group.bytes += page.size
+        group.last_written = _later(page.written, group.last_written)
+        group.last_used = _later(page.used, group.last_used)
     for digest in found:
         group = groups[digest]
-        group.document = group.document or load_document(inspector.path, digest)
+        group.facts = group.facts or load_document(inspector.path, digest)
         if (uses := inspector.uses(digest)) is not None:
             group.hits = (group.hits or 0) + uses[0]
-            group.used = _later(uses[1], group.used)
+            group.last_used = _later(uses[1], group.last_used)
 
 
 def _later(one: float | None, other: float | None) -> float | None:
@@ -173,29 +163,29 @@ def _ls(arguments: argparse.Namespace) -> int:
     trouble = Trouble()
     found = groups_of(directories_of(arguments.target), trouble)
     code = trouble.told()
-    groups = sorted(found, key=lambda group: (group.model, -group.size))
-    stored_as = any(STORED_AS in (group.document or {}) for group in groups)
+    groups = sorted(found, key=lambda group: (group.model, -group.bytes))
+    stored_as = any(STORED_AS in (group.facts or {}) for group in groups)
     facts = ("identity", "model", "revision", "pool", "dtype", "layout", "page", "shard")
     rows: list[tuple[str, ...]] = [(*facts, *(["stored as"] if stored_as else []), *_AMOUNTS)]
     for group in groups:
-        document = group.document or {}
+        document = group.facts or {}
         model, pool = document.get("model", {}), document.get("pool", {})
         rows.append(
             (
-                group.digest.hex()[:12],
+                group.identity[:12],
                 shown_text(group.model),
                 shown_text(model.get("revision", "")) or "-",
                 *(shown_text(pool.get(fact, "?")) for fact in ("name", "dtype", "layout", "page_size")),
                 shown_text(_shard(document.get("shard", {}))),
                 *([shown_text(_stored_as(document.get(STORED_AS)))] if stored_as else []),
                 str(group.pages),
-                rounded_size(group.size),
+                rounded_size(group.bytes),
                 "-" if group.hits is None else str(group.hits),
-                _age(group.written),
-                _age(group.used),
+                _age(group.last_written),
+                _age(group.last_used),
             )
         )
-    show(arguments, [group.document_for_json() for group in groups], fitted(rows))
+    show(arguments, [asdict(group) for group in groups], fitted(rows))
     return code
 
 
@@ -240,7 +230,7 @@ def _stat_of(target: Target, trouble: Trouble) -> dict[str, Any] | None:
         "models": len({group.model for group in groups.values()}),
         "identities": len(groups),
         "pages": sum(group.pages for group in groups.values()),
-        "bytes": sum(group.size for group in groups.values()),
+        "bytes": sum(group.bytes for group in groups.values()),
         "bytes_on_disk": occupied,
         "capacity_bytes": target.capacity,
         "pinned_bytes": pinned,
@@ -421,10 +411,10 @@ def _verify_directory(
     """Look at every page, and add to ``counts`` and ``bad_pages``. Return the bad ones."""
     bad = []
     seals = StoredSeals(directory, transforms)
-    with closing(opened(directory)) as inspector, Progress("pages read") as bar:
+    with closing(opened(directory)) as inspector, progress("pages read") as told:
         pages = list(inspector.pages())
         for number, page in enumerate(pages, start=1):
-            bar.show(number, len(pages))
+            told(number, len(pages))
             name = page.key[16:].hex()
             try:
                 seen = _look_at(inspector, page, seals)
@@ -554,14 +544,11 @@ def _clear(arguments: argparse.Namespace) -> int:
     trouble.told()
     chosen = _chosen(groups, arguments)
     if not chosen and not arguments.all:
-        if arguments.identity is not None:
-            known = ", ".join(sorted(group.digest.hex() for group in groups)) or "none"
-            print(f"no pages of the identity {arguments.identity!r}; identities here: {known}", file=sys.stderr)
-        else:
-            known = ", ".join(sorted({shown_text(group.model) for group in groups})) or "none"
-            print(f"no pages of {arguments.model!r}; models here: {known}", file=sys.stderr)
+        by = "model" if arguments.identity is None else "identity"
+        known = ", ".join(sorted({shown_text(getattr(group, by)) for group in groups})) or "none"
+        print(f"no pages of the {by} {getattr(arguments, by)!r}; there are: {known}", file=sys.stderr)
         return 1
-    pages, size = sum(group.pages for group in chosen), sum(group.size for group in chosen)
+    pages, size = sum(group.pages for group in chosen), sum(group.bytes for group in chosen)
     what = f"{pages} pages, {rounded_size(size)}"
     document: dict[str, Any] = {
         "dry_run": arguments.dry_run,
@@ -569,12 +556,11 @@ def _clear(arguments: argparse.Namespace) -> int:
         "bytes": size,
         "freed_bytes": None,
         "identities": [
-            {"identity": group.digest.hex(), "model": group.model, "pages": group.pages, "bytes": group.size}
-            for group in chosen
+            {name: getattr(group, name) for name in ("identity", "model", "pages", "bytes")} for group in chosen
         ],
     }
     if arguments.dry_run:
-        lines = [f"{g.digest.hex()} of {shown_text(g.model)}: {g.pages} pages, {rounded_size(g.size)}" for g in chosen]
+        lines = [f"{g.identity} of {shown_text(g.model)}: {g.pages} pages, {rounded_size(g.bytes)}" for g in chosen]
         show(arguments, document, [*lines, f"{what} would be removed"])
         return 0
     models = ", ".join(sorted({shown_text(group.model) for group in chosen})) or "no model"
@@ -584,7 +570,7 @@ def _clear(arguments: argparse.Namespace) -> int:
         before = inspector.occupied()
     with closing(open_editor(arguments.path)) as editor:
         # With --all also what a killed command had cleared, and not freed.
-        editor.clear(None if arguments.all else [group.digest for group in chosen])
+        editor.clear(None if arguments.all else [bytes.fromhex(group.identity) for group in chosen])
     with closing(open_inspector(arguments.path)) as inspector:
         document["freed_bytes"] = freed = max(0, before - inspector.occupied())
     lines = [f"{what} removed, {rounded_size(freed)} of disk freed"]
@@ -604,11 +590,9 @@ def _chosen(groups: list[Group], arguments: argparse.Namespace) -> list[Group]:
     if not _DIGITS.fullmatch(digits):
         problem = f"{arguments.identity!r} does not name an identity"
         raise ConfigError("--identity", problem, f"{_LEAST_DIGITS} to 32 of its hex digits, as `ls` prints them")
-    chosen = [group for group in groups if group.digest.hex().startswith(digits)]
+    chosen = [group for group in groups if group.identity.startswith(digits)]
     if len(chosen) > 1:
-        candidates = ", ".join(
-            f"{group.digest.hex()} ({shown_text(group.model)}, {group.pages} pages)" for group in chosen
-        )
+        candidates = ", ".join(f"{group.identity} ({shown_text(group.model)}, {group.pages} pages)" for group in chosen)
         raise ConfigError("--identity", f"{arguments.identity!r} fits several identities: {candidates}", "one of them")
     return chosen
 

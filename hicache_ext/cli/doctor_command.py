@@ -51,7 +51,7 @@ from hicache_ext.storage.tiering.tier_use import tier_use
 from hicache_ext.storage.tiering.tracing import check_packages
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="CONFIG", help=FILE_HELP)
     parser.add_argument("--tier", action="append", metavar="NAME", help="look at this tier alone; may be repeated")
     describe(

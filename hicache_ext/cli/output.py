@@ -7,7 +7,8 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from hicache_ext.runtime.commands import aligned, print_json
 
@@ -57,16 +58,12 @@ _PROGRESS_INTERVAL = 0.1
 def fitted(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str] = str.ljust) -> list[str]:
     """Rows of equal length, the first one the heading, as lines of aligned columns.
 
-    On a terminal that is too narrow for them the headings stand at the left: rows beside each other where they fit,
-    else one below the other.
+    On a terminal that is too narrow for them the headings stand at the left, and rows one below the other.
     """
     lines = aligned(rows, justify)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
     if max(map(len, lines)) <= width:
         return lines
-    turned = aligned(list(zip(*rows, strict=True)), str.ljust)
-    if max(map(len, turned)) <= width:
-        return turned
     blocks = [aligned(list(zip(rows[0], row, strict=True)), str.ljust) for row in rows[1:]]
     return [line for block in blocks for line in (*block, "")][:-1]
 
@@ -79,28 +76,19 @@ def rough_span(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-class Progress:
-    """A bar on standard error where that is a terminal, while its context is open; ``what`` says what is counted."""
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Give what shows how many of ``what`` are done, of how many, on standard error where that is a terminal."""
+    shown = 0.0
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._terminal = sys.stderr.isatty()
-        self._shown = 0.0
+    def show(done: int, total: int) -> None:
+        nonlocal shown
+        if sys.stderr.isatty() and (done == total or time.monotonic() - shown >= _PROGRESS_INTERVAL):
+            shown = time.monotonic()
+            print(f"\r{done}/{total} {what}", end="", file=sys.stderr, flush=True)
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Go to the next line, also after Ctrl-C."""
-        if self._shown:
-            print(file=sys.stderr)
-
-    def show(self, done: int, total: int) -> None:
-        """Draw it, at most some times a second."""
-        if self._terminal and total and (done == total or time.monotonic() - self._shown >= _PROGRESS_INTERVAL):
-            self._shown = time.monotonic()
-            told = f"{done}/{total} {self._what}"
-            # A line that is broken by the edge of the terminal would not be written over.
-            length = max(0, min(30, shutil.get_terminal_size().columns - len(told) - 4))
-            bar = "#" * (length * done // total)
-            print(f"\r[{bar:{length}}] {told}", end="", file=sys.stderr, flush=True)
+    try:
+        yield show
+    finally:
+        if shown:
+            print(file=sys.stderr)  # also after Ctrl-C

@@ -24,7 +24,7 @@ _PRICES = {
 }
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_plan(parser: argparse.ArgumentParser) -> None:
     requests = parser.add_argument_group("what is asked for")
     requests.add_argument(
         "trace", metavar="TRACE", nargs="?", help="a recording, a directory of them, or JSON lines of Mooncake's form"

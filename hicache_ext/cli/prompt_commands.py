@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from hicache_ext.cli.inputs import (
     seed_of,
     targets,
 )
-from hicache_ext.cli.output import Progress, describe, fitted, rough_span, show
+from hicache_ext.cli.output import describe, fitted, progress, rough_span, show
 from hicache_ext.config import load_config, load_document, parse_duration, rounded_size
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page.envelope import PAGE_HASH_LENGTH
@@ -173,24 +174,18 @@ def _warm(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config).for_role(arguments.role)
     prompts = prompts_of(arguments)
     started = time.monotonic()
-    with Progress("pages") as bar:
+    with progress("pages") as told:
         report = warm_prompts(
             config,
             prompts,
             to=arguments.to,
             model=arguments.served_name,
             seed=seed_of(arguments),
-            progress=bar.show,
+            progress=told,
         )
     seconds = time.monotonic() - started
-    document = {
-        "fetched": report.fetched,
-        "bytes": report.payload_bytes,
-        "seconds": seconds,
-        "present": report.present,
-        "absent": report.absent,
-        "failed": report.failed,
-    }
+    counts = asdict(report)
+    document = {"bytes": counts.pop("payload_bytes"), "seconds": seconds, **counts}
     line = (
         f"{report.fetched} pages fetched ({rounded_size(report.payload_bytes)} in {seconds:.1f} s), "
         f"{report.present} were there, {report.absent} are nowhere, {report.failed} failed"
@@ -331,22 +326,15 @@ def _pins(arguments: argparse.Namespace) -> int:
             for pin in read_pins(directory):
                 pins[pin.name] = pin
                 present[pin.name] = present.get(pin.name, 0) + sum(inspector.occupied_by(pin.hashes))
-    by_age = sorted(pins.values(), key=lambda pin: pin.created)
-    document = [
-        {
-            "name": pin.name,
-            "pages": len(pin.hashes),
-            "bytes_on_disk": present[pin.name],
-            "since": pin.created,
-            "until": pin.until,
-        }
-        for pin in by_age
-    ]
+    document = []
     rows = [("name", "pages", "on disk", "since", "for another")]
-    for pin in by_age:
+    for pin in sorted(pins.values(), key=lambda pin: pin.created):
+        count, size = len(pin.hashes), present[pin.name]
+        facts = {"name": pin.name, "pages": count, "bytes_on_disk": size, "since": pin.created, "until": pin.until}
+        document.append(facts)
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(pin.created))
         left = "for good" if pin.until is None else rough_span(pin.until - time.time())
-        rows.append((pin.name, str(len(pin.hashes)), rounded_size(present[pin.name]), since, left))
+        rows.append((pin.name, str(count), rounded_size(size), since, left))
     show(arguments, document, fitted(rows))
     return 0
 

@@ -85,7 +85,7 @@ _LOSSY = 0.5
 zeros 0.30, layers exchanged 4.2, codes without their scales 14; but a head of zeros in one layer 0.06 to 0.08."""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_prove(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument(
         "--url",

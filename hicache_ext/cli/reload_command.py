@@ -15,7 +15,7 @@ from hicache_ext.errors import ControlError, HicacheExtError
 from hicache_ext.storage.serving.control import Answer, ask, has_listener, servers
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_reload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="the file that the servers were started with (@FILE)")
     parser.add_argument("--check", action="store_true", help="only say whether it would be taken over")
     describe(
