@@ -229,6 +229,8 @@ FORMER = {
         ),
         "hicache-ext demo is prove of a server of its own: it tells no story and keeps no directory",
     ),
+    "test_wrong_input_gets_one_sentence": "-> test_a_key_that_cannot_be_read_gets_one_sentence",
+    "test_your_own_prompts": _OPTION,
     "test_a_few_long_rows_stand_beside_each_other": "a table that does not fit has one form, rows one below the other",
     **dict.fromkeys(
         (

@@ -26,21 +26,18 @@ import math
 import random
 import shlex
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 import urllib.parse
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.cli.inputs import read_input
 from hicache_ext.cli.output import describe, show
 from hicache_ext.cli.reload_command import facts_of
 from hicache_ext.cli.stats_command import read_samples
@@ -94,7 +91,6 @@ def configure_prove(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--launch", metavar="FLAGS", help="start one with these flags, with a file tier if they name none"
     )
-    parser.add_argument("--prompts", metavar="FILE", help="your own: one a line ('-': standard input)")
     parser.add_argument("--quick", action="store_true", help="two short prompts and no more than a minute on a GPU")
     parser.add_argument(
         "--restart", metavar="COMMAND", help="restarts the server; what it restores then is compared too"
@@ -128,7 +124,7 @@ def configure_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "server_arguments", nargs="*", metavar="-- SERVER ARGUMENT", help="passed to sglang.launch_server, after --"
     )
-    parser.set_defaults(url=None, prompts=None, restart=None, canary=None, quick=True)
+    parser.set_defaults(url=None, restart=None, canary=None, quick=True)
     describe(
         parser,
         run=_demonstrate,
@@ -158,13 +154,12 @@ def _demonstrate(arguments: argparse.Namespace) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 for equal, 1 for different, 2 where it could not be shown. Raises ConfigError."""
-    texts = _prompts(arguments.prompts) if arguments.prompts else None
     try:
         with terminated_in_order(), _server(arguments) as (server, restart):
             if arguments.canary is not None:
                 proof = watch(server, arguments.canary, say=_say)
             else:
-                proof = prove(server, texts, quick=arguments.quick, restart=restart, say=_say)
+                proof = prove(server, quick=arguments.quick, restart=restart, say=_say)
     except (ServerError, OSError, http.client.HTTPException) as error:
         print(shown_address(f"It could not be tried: {error}"), file=sys.stderr)
         return 2
@@ -182,13 +177,6 @@ def share_of_time(text: str) -> float:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _prompts(file: str) -> list[str]:
-    texts = [line for line in read_input(file, "--prompts").splitlines() if line.strip()]
-    if not texts:
-        raise ConfigError("--prompts", "the file is empty", "a prompt in each line")
-    return texts
 
 
 @contextmanager
@@ -409,14 +397,12 @@ class Proof:
 
 def prove(
     server: SglangClient,
-    texts: Sequence[str] | None = None,
     *,
     quick: bool = False,
     restart: Callable[[], None] | None = None,
     say: Callable[[str], None] = print,
 ) -> Proof:
-    """Ask the server's own prompts or these, and compare. Flushes its caches, and writes to its storage. Raises
-    ServerError, OSError."""
+    """Ask prompts, and compare. Flushes the server's caches, and writes to its storage. Raises ServerError, OSError."""
     info = json.loads(server.get("/server_info"))
     proof = Proof(_facts(server, info))
     if not any(proof.facts[name] for name in ("storage", "linker")):
@@ -424,23 +410,16 @@ def prove(
     page = int(info["page_size"])
     salt = f"hicache-ext-prove-{random.SystemRandom().getrandbits(64):x}"
     source = _Text(server, info, random.Random(salt))
-    if texts is not None:
-        prompts = list(dict.fromkeys(source.tokens_of(text) for text in texts))
-        short = [len(tokens) for tokens in prompts if len(tokens) < TAIL + page]
-        if short:
-            raise ConfigError("--prompts", f"one has {short[0]} tokens", f"{TAIL + page} tokens and more")
-    else:
-        longest = source.longest()
-        prompts = [source.prompt(n) for n in (QUICK_LENGTHS if quick else LENGTHS) if n <= longest]
-        prompts = prompts or [source.prompt(longest)]
+    longest = source.longest()
+    prompts = [source.prompt(n) for n in (QUICK_LENGTHS if quick else LENGTHS) if n <= longest]
+    prompts = prompts or [source.prompt(longest)]
     middle = min(prompts, key=lambda tokens: abs(len(tokens) - 2000))
     # Each prompt has a name of its own, so that they do not share what is restored; the adapter's is that of the same
     # prompt without it.
     names = {tokens: {"extra_key": f"{salt}-{at}"} for at, tokens in enumerate(prompts)}
     groups = [(f"{len(tokens):,} tokens", [Prompt(tokens, names[tokens])]) for tokens in prompts]
-    many = [source.prompt(len(middle)) for _ in range(AT_ONCE)] if texts is None else [middle] * AT_ONCE
     fit = max(1, min(AT_ONCE, source.longest(1) // (len(middle) + ANSWER)))
-    alone = [Prompt(tokens, {"extra_key": f"{salt}-at-once-{at}"}) for at, tokens in enumerate(many[:fit])]
+    alone = [Prompt(source.prompt(len(middle)), {"extra_key": f"{salt}-at-once-{at}"}) for at in range(fit)]
     groups.append((f"{fit} at once", alone))
     groups += [
         (f"adapter {name}", [Prompt(middle, {**names[middle], "lora_path": name})]) for name in _adapters(info)[:1]
@@ -542,17 +521,11 @@ class _Text:
 
     def about_an_image(self) -> list[dict[str, Any]]:
         """Return a message with noise for an image between two texts."""
-        rows = b"".join(b"\0" + self._chance.randbytes(3 * _SIDE) for _ in range(_SIDE))
-        header = struct.pack(">IIBBBBB", _SIDE, _SIDE, 8, 2, 0, 0, 0)
-        parts = [(b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
-        chunks = [
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-            for kind, data in parts
-        ]
-        image = base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(chunks)).decode()
+        pixels = self._chance.randbytes(3 * _SIDE * _SIDE)
+        image = base64.b64encode(b"P6 %d %d 255\n" % (_SIDE, _SIDE) + pixels).decode()
         texts = ["\n".join(self._chance.sample(self._texts, 20)) for _ in range(2)]
         first, last = ({"type": "text", "text": text} for text in texts)
-        url = {"url": f"data:image/png;base64,{image}"}
+        url = {"url": f"data:image/x-portable-pixmap;base64,{image}"}
         return [{"role": "user", "content": [first, {"type": "image_url", "image_url": url}, last]}]
 
     def longest(self, margin: int = ANSWER + 8) -> int:
