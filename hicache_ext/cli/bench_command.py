@@ -25,7 +25,7 @@ def configure_bench(parser: argparse.ArgumentParser) -> None:
     ) -> None:
         action = actions.add_parser(name, help=help_line, description=help_line)
         configure(action)
-        describe(action, examples=[f"hicache-ext bench {name} {words}" for words in examples], problem=problem)
+        describe(action, *examples, problem=problem)
 
     words = "the file tier against SGLang's HiCacheFile and the raw disk"
     add("file", file.configure, words, "--directory /mnt/nvme0 --json file.json")

@@ -37,13 +37,7 @@ def configure_config(parser: argparse.ArgumentParser) -> None:
 
     check = actions.add_parser("check", help="say whether a configuration is valid, and what it means on this node")
     check.add_argument("file", metavar="FILE", help=FILE_HELP)
-    describe(
-        check,
-        run=_check,
-        examples=["hicache-ext config check hicache.yaml"],
-        success="it is valid; notes may be there",
-        problem="",
-    )
+    describe(check, "hicache.yaml", run=_check, problem="")
     _configure_render(
         actions.add_parser("render", help="print a complete configuration and how to launch SGLang with it")
     )
@@ -53,7 +47,7 @@ def configure_config(parser: argparse.ArgumentParser) -> None:
         print_json(json_schema())
         return 0
 
-    describe(schema, run=print_schema, examples=["hicache-ext config schema > hicache-schema.json"], problem="")
+    describe(schema, "> hicache-schema.json", run=print_schema, problem="")
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -207,14 +201,12 @@ def _configure_render(parser: argparse.ArgumentParser) -> None:
     )
     describe(
         parser,
+        "--path /mnt/nvme0/hicache --capacity 512GiB > hicache.yaml",
+        "--path /mnt/nvme0/hicache --capacity 512GiB --redis rediss://pool:6379",
+        "--mooncake 10.0.0.1:50051 --pd decode",
+        "--s3 s3://bucket/hicache --json",
+        "--path /mnt/nvme0/hicache --capacity 512GiB --linker > hicache.yaml",
         run=_render,
-        examples=[
-            "hicache-ext config render --path /mnt/nvme0/hicache --capacity 512GiB > hicache.yaml",
-            "hicache-ext config render --path /mnt/nvme0/hicache --capacity 512GiB --redis rediss://pool:6379",
-            "hicache-ext config render --mooncake 10.0.0.1:50051 --pd decode",
-            "hicache-ext config render --s3 s3://bucket/hicache --json",
-            "hicache-ext config render --path /mnt/nvme0/hicache --capacity 512GiB --linker > hicache.yaml",
-        ],
         problem="",
     )
 

@@ -141,22 +141,12 @@ _NOT_READ = "the directory cannot be read"
 
 def configure_ls(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
-    describe(
-        parser,
-        run=_ls,
-        examples=["hicache-ext ls hicache.yaml", "hicache-ext ls /mnt/nvme0/hicache"],
-        problem=_NOT_READ,
-    )
+    describe(parser, "hicache.yaml", "/mnt/nvme0/hicache", run=_ls, problem=_NOT_READ)
 
 
 def configure_stat(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
-    describe(
-        parser,
-        run=_stat,
-        examples=["hicache-ext stat hicache.yaml", "hicache-ext stat /mnt/nvme0/hicache --json"],
-        problem=_NOT_READ,
-    )
+    describe(parser, "hicache.yaml", "/mnt/nvme0/hicache --json", run=_stat, problem=_NOT_READ)
 
 
 def _ls(arguments: argparse.Namespace) -> int:
@@ -361,9 +351,9 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--remove", action="store_true", help="remove the pages that are bad")
     describe(
         parser,
+        "/mnt/nvme0/hicache",
+        "/mnt/nvme0/hicache --remove --json",
         run=_verify,
-        examples=["hicache-ext verify /mnt/nvme0/hicache", "hicache-ext verify /mnt/nvme0/hicache --remove --json"],
-        success="no bad page is left",
         problem="bad pages are there, or pages could not be looked at",
     )
 
@@ -474,12 +464,7 @@ _DIGITS = re.compile(rf"[0-9a-f]{{{_LEAST_DIGITS},32}}")
 def configure_gc(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    describe(
-        parser,
-        run=_gc,
-        examples=["hicache-ext gc /mnt/nvme0/hicache --dry-run", "hicache-ext gc /mnt/nvme0/hicache"],
-        problem="the directory cannot be read or changed",
-    )
+    describe(parser, "/mnt/nvme0/hicache --dry-run", run=_gc, problem="the directory cannot be read or changed")
 
 
 def configure_clear(parser: argparse.ArgumentParser) -> None:
@@ -495,11 +480,9 @@ def configure_clear(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--yes", action="store_true", help="do not ask; needed where there is no terminal to ask at")
     describe(
         parser,
+        "/mnt/nvme0/hicache --model meta-llama/Llama-3.1-8B --dry-run",
+        "/mnt/nvme0/hicache --all --yes",
         run=_clear,
-        examples=[
-            "hicache-ext clear /mnt/nvme0/hicache --model meta-llama/Llama-3.1-8B --dry-run",
-            "hicache-ext clear /mnt/nvme0/hicache --all --yes",
-        ],
         problem="there is no such model or identity, or it was not agreed to",
     )
 

@@ -53,13 +53,7 @@ from hicache_ext.storage.tiering.tracing import check_packages
 def configure_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="CONFIG", help=FILE_HELP)
     parser.add_argument("--tier", action="append", metavar="NAME", help="look at this tier alone; may be repeated")
-    describe(
-        parser,
-        run=run,
-        examples=["hicache-ext doctor hicache.yaml", "hicache-ext doctor hicache.yaml --tier pool"],
-        success="nothing is wrong; notes and warnings may be there",
-        problem="an error was found",
-    )
+    describe(parser, "hicache.yaml", "hicache.yaml --tier pool", run=run, problem="an error was found")
 
 
 def run(arguments: argparse.Namespace) -> int:

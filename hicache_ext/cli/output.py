@@ -17,15 +17,13 @@ _WRONG_INPUT = "wrong usage, wrong configuration, or a package is missing"
 
 def describe(
     parser: argparse.ArgumentParser,
-    *,
-    examples: Sequence[str],
+    *examples: str,
     run: Callable[[argparse.Namespace], int] | None = None,
-    success: str = "done",
     problem: str = "it could not be done",
     nothing: str = "",
 ) -> None:
-    """Complete the parser of a command. ``success`` and ``problem`` say when it ends with 0 and with 1 ("": never);
-    ``nothing`` when it ends with 2, besides wrong input.
+    """Complete the parser of a command. ``examples`` are what may follow its name; ``problem`` says when it ends with 1
+    ("": never), ``nothing`` when it ends with 2, besides wrong input.
 
     ``run`` is left out where the parser has one; ``--json`` is added where it has none.
     """
@@ -34,14 +32,10 @@ def describe(
     if "--json" not in parser._option_string_actions:
         parser.add_argument("--json", action="store_true", help="print the result as one JSON document")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    codes = [
-        f"0 {success}",
-        *([f"1 {problem}"] if problem else []),
-        f"2 {', '.join(filter(None, (_WRONG_INPUT, nothing)))}",
-        "130 interrupted",
-    ]
-    lines = ["examples:", *(f"  {example}" for example in examples), "", "exit codes:", *(f"  {c}" for c in codes)]
-    parser.epilog = "\n".join(lines)
+    wrong = ", ".join(filter(None, (_WRONG_INPUT, nothing)))
+    codes = ["0 done", *([f"1 {problem}"] if problem else []), f"2 {wrong}", "130 interrupted"]
+    told = {"examples:": [f"{parser.prog} {words}".rstrip() for words in examples], "exit codes:": codes}
+    parser.epilog = "\n\n".join("\n  ".join([title, *lines]) for title, lines in told.items())
 
 
 def show(arguments: argparse.Namespace, document: object, lines: Iterable[str]) -> None:

@@ -63,12 +63,9 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
     _add_arguments(parser, "both")
     describe(
         parser,
+        "hicache.yaml --tokens tokens.json",
+        "hicache.yaml --prompt prompt.txt --model /models/llama",
         run=_explain,
-        examples=[
-            "hicache-ext explain hicache.yaml --tokens tokens.json",
-            "hicache-ext explain hicache.yaml --prompt prompt.txt --model /models/llama",
-        ],
-        success="all pages of each prompt's KV are there",
         problem="a page of the KV is missing",
     )
 
@@ -163,8 +160,8 @@ def configure_warm(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", metavar="TIER", help="the tier to warm (default: promote_to)")
     describe(
         parser,
+        "hicache.yaml --tokens tokens.json",
         run=_warm,
-        examples=["hicache-ext warm hicache.yaml --tokens tokens.json"],
         problem="nothing can be warmed, or a page that exists could not be copied",
     )
 
@@ -207,8 +204,8 @@ def configure_hint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from-token", type=int, default=0, help="demote: what stands before stays as it is")
     describe(
         parser,
+        "retain hicache.yaml --tokens prompt.json --for 10m",
         run=_hint,
-        examples=["hicache-ext hint retain hicache.yaml --tokens prompt.json --for 10m"],
         problem="it was not followed: too many leases, or nothing there that takes hints",
     )
 
@@ -245,8 +242,8 @@ def configure_pin(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--for", dest="duration", metavar="DURATION", help="such as 7d; left out: until it is unpinned")
     describe(
         parser,
+        "hicache.yaml --name system-prompt --tokens prompt.json --for 30d",
         run=_pin,
-        examples=["hicache-ext pin hicache.yaml --name system-prompt --tokens prompt.json --for 30d"],
         problem="the directory is none of a file tier, or cannot be changed",
     )
 
@@ -254,17 +251,12 @@ def configure_pin(parser: argparse.ArgumentParser) -> None:
 def configure_unpin(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     _add_name(parser)
-    describe(
-        parser,
-        run=_unpin,
-        examples=["hicache-ext unpin hicache.yaml --name system-prompt"],
-        problem="there is no such pin",
-    )
+    describe(parser, "hicache.yaml --name system-prompt", run=_unpin, problem="there is no such pin")
 
 
 def configure_pins(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
-    describe(parser, run=_pins, examples=["hicache-ext pins hicache.yaml"], problem="the directory cannot be read")
+    describe(parser, "hicache.yaml", run=_pins, problem="the directory cannot be read")
 
 
 def _add_name(parser: argparse.ArgumentParser) -> None:

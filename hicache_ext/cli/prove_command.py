@@ -105,13 +105,10 @@ def configure_prove(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the key of a server with --api-key")
     describe(
         parser,
+        "--url http://127.0.0.1:30000 > proof.md",
+        "--launch '--model-path /models/llama --tp-size 2' --quick",
+        "--url http://127.0.0.1:30000 --canary 0.1%",
         run=run,
-        examples=[
-            "hicache-ext prove --url http://127.0.0.1:30000 > proof.md",
-            "hicache-ext prove --launch '--model-path /models/llama --tp-size 2' --quick",
-            "hicache-ext prove --url http://127.0.0.1:30000 --canary 0.1%",
-        ],
-        success="every restored answer is the computed one, to the bit or within the spread",
         problem="a restored answer is DIFFERENT",
         nothing="nothing could be shown",
     )
@@ -127,9 +124,9 @@ def configure_demo(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(url=None, restart=None, canary=None, quick=True)
     describe(
         parser,
+        "",
+        "--model /models/llama -- --tp 2",
         run=_demonstrate,
-        examples=["hicache-ext demo", "hicache-ext demo --model /models/llama -- --tp 2"],
-        success="every answer that came from disk is the computed one, before the restart and after it",
         problem="an answer differs, nothing came from storage after the restart, or a server failed",
     )
 

@@ -20,9 +20,9 @@ def configure_reload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="only say whether it would be taken over")
     describe(
         parser,
+        "--check hicache.yaml",
+        "hicache.yaml",
         run=_reload,
-        examples=["hicache-ext reload --check hicache.yaml", "hicache-ext reload hicache.yaml"],
-        success="every process has taken it over (--check: would)",
         problem="no server runs with that file, or a process refuses it",
     )
 

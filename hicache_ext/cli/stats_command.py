@@ -259,8 +259,9 @@ def configure_stats(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="print the totals since the server's start, once")
     describe(
         parser,
+        "http://127.0.0.1:30000",
+        "http://127.0.0.1:30000 --once --json",
         run=_stats,
-        examples=["hicache-ext stats http://127.0.0.1:30000", "hicache-ext stats http://127.0.0.1:30000 --once --json"],
         problem="the server cannot be read, or has no metrics of hicache_ext",
     )
 
@@ -429,12 +430,7 @@ _WIDTH = 50
 
 def configure_curve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="the server, e.g. http://127.0.0.1:30000")
-    describe(
-        parser,
-        run=_curves,
-        examples=["hicache-ext curve http://127.0.0.1:30000"],
-        problem="the server cannot be read, or no tier of it knows",
-    )
+    describe(parser, "http://127.0.0.1:30000", run=_curves, problem="the server cannot be read, or no tier of it knows")
 
 
 def _curves(arguments: argparse.Namespace) -> int:
