@@ -6,7 +6,6 @@ They print models, dtypes, ages and bytes, not files and slots.
 from __future__ import annotations
 
 import argparse
-import enum
 import re
 import shutil
 import sys
@@ -271,17 +270,12 @@ def _age(moment: float | None) -> str:
 # -- seals of stored pages ---------------------------------------------------------------------------------------------
 
 
-class Verdict(enum.Enum):
-    """What a page is that is not bad. The values are the keys of its count in the result of ``verify``."""
-
-    GOOD = "good"
-    NOT_CHECKED = "seals_not_checked"
-    """It is good as far as can be seen: it is sealed, and no keys are given (no tier was named, or it has no seal)."""
-    UNSEALED = "unsealed"
-    """It is whole and has no seal, in a sealed tier, which does not serve it."""
-    SEALED_OTHERWISE = "sealed_otherwise"
-    """It is whole, and sealed with another key or in another mode than those of its tier, which does not serve it."""
-    GONE = "evicted"
+_OTHER_KINDS = {
+    "seals_not_checked": "of the good ones are sealed: whole, but their keys are not given",
+    "unsealed": "are whole and have no seal: this tier does not serve them",
+    "sealed_otherwise": "are whole and sealed with another key or in another mode: this tier does not serve them",
+}
+"""What a page may be that is neither bad nor plainly good, as ``verify`` counts and says it."""
 
 
 class StoredSeals:
@@ -304,41 +298,40 @@ class StoredSeals:
             for identity, document in found.items():
                 self._forms |= {form.identity: form for form in transforms.forms(identity, document).all}
 
-    def verdict(self, key: bytes, payload: memoryview) -> Verdict | str:
-        """What the page ``key`` is, whose checksum fits, or the reason why it is bad."""
+    def kind(self, key: bytes, payload: memoryview) -> str:
+        """As what the page ``key``, whose checksum fits, is counted. Raises FormatError for one that is bad."""
+        identity = key[:IDENTITY_LENGTH]
         if self._seal is None:
-            return self._by_its_document(key, payload)
-        form = self._forms.get(key[:IDENTITY_LENGTH])
-        if form is not None:
-            return reason_it_is_not_sealed(payload, key, form) or Verdict.GOOD
+            document = load_document(self._directory, identity) or {}
+            return _by_its_document(document.get(STORED_AS), payload)
+        if (form := self._forms.get(identity)) is not None:
+            if reason := reason_it_is_not_sealed(payload, key, form):
+                raise FormatError(reason)
+            return "good"
         # A name that no known identity has: of another key, mode or codec; or its document is lost.
         if any(is_sealed_with(payload, key, of_tier, self._seal.mode) for of_tier in self._seal.keys):
-            return Verdict.GOOD
-        return Verdict.SEALED_OTHERWISE if _says_that_it_is_sealed(payload) else Verdict.UNSEALED
-
-    def _by_its_document(self, key: bytes, payload: memoryview) -> Verdict | str:
-        stored_as = (load_document(self._directory, key[:IDENTITY_LENGTH]) or {}).get(STORED_AS)
-        if not isinstance(stored_as, dict):
-            return Verdict.GOOD
+            return "good"
         try:
-            header = headers.decode(payload)
-        except FormatError as error:
-            return error.reason
-        if stored_as.get("seal") is None and not header.seal:
-            return Verdict.GOOD
-        if not header.seal:
+            return "sealed_otherwise" if headers.decode(payload).seal else "unsealed"
+        except FormatError:
             return "unsealed"
-        mode = SealMode(header.seal).name.lower() if header.seal in tuple(SealMode) else ""
-        if stored_as.get("seal") != mode:
-            return "seal_form"
-        return Verdict.NOT_CHECKED if stored_as.get("key") == header.key_id.decode("ascii", "replace") else "seal_key"
 
 
-def _says_that_it_is_sealed(payload: memoryview) -> bool:
-    try:
-        return headers.decode(payload).seal != 0
-    except FormatError:
-        return False
+def _by_its_document(stored_as: object, payload: memoryview) -> str:
+    """As what a page is counted where no keys are given, by what its identity's document says."""
+    if not isinstance(stored_as, dict):
+        return "good"
+    header = headers.decode(payload)
+    if not header.seal:
+        if stored_as.get("seal") is not None:
+            raise FormatError("unsealed")
+        return "good"
+    mode = SealMode(header.seal).name.lower() if header.seal in tuple(SealMode) else ""
+    if stored_as.get("seal") != mode:
+        raise FormatError("seal_form")
+    if stored_as.get("key") != header.key_id.decode("ascii", "replace"):
+        raise FormatError("seal_key")
+    return "seals_not_checked"
 
 
 # -- verify ------------------------------------------------------------------------------------------------------------
@@ -368,7 +361,7 @@ class _Bad:
 
 def _verify(arguments: argparse.Namespace) -> int:
     counts = dict.fromkeys(("good", "evicted", "not_looked_at", "removed"), 0)
-    counts |= dict.fromkeys(("seals_not_checked", "unsealed", "sealed_otherwise"), 0)
+    counts |= dict.fromkeys(_OTHER_KINDS, 0)
     bad_pages: list[dict[str, str | None]] = []
     trouble = Trouble()
     for target in targets(arguments.target, keys=True):
@@ -380,14 +373,9 @@ def _verify(arguments: argparse.Namespace) -> int:
                         counts["removed"] += _remove(editor, bad)
     code = trouble.told()
     told = f"{counts['good']} good, {len(bad_pages)} bad, {counts['evicted']} evicted meanwhile"
-    others = {
-        "seals_not_checked": "of the good ones are sealed: whole, but their keys are not given",
-        "unsealed": "are whole and have no seal: this tier does not serve them",
-        "sealed_otherwise": "are whole and sealed with another key or in another mode: this tier does not serve them",
-    }
     lines = [
         told + (f", {counts['not_looked_at']} not looked at" if counts["not_looked_at"] else ""),
-        *(f"{counts[key]} {what}" for key, what in others.items() if counts[key]),
+        *(f"{counts[key]} {what}" for key, what in _OTHER_KINDS.items() if counts[key]),
         *(f"  {count} x {why}" for why, count in Counter(page["reason"] for page in bad_pages).most_common()),
         *([f"{counts['removed']} removed"] if arguments.remove else []),
     ]
@@ -419,29 +407,29 @@ def _verify_directory(
                 bad_pages.append(known)
                 print(f"bad ({seen.reason}): page {name} of {shown_text(model or 'unknown')}")
                 continue
-            counts[seen.value] += 1
-            counts["good"] += seen is Verdict.NOT_CHECKED
+            counts[seen] += 1
+            counts["good"] += seen == "seals_not_checked"
     return bad
 
 
-def _look_at(inspector: Inspector, page: StoredPage, seals: StoredSeals) -> Verdict | _Bad:
-    """Return what a page is. Raises OSError where that is not known."""
+def _look_at(inspector: Inspector, page: StoredPage, seals: StoredSeals) -> str | _Bad:
+    """Return as what a page is counted, or what is bad. Raises OSError where that is not known."""
     bad = None
     # Twice: a server may have written there during the first read.
     for _ in range(2):
         stored = inspector.read(page)
         if stored is None:
-            return Verdict.GONE
+            return "evicted"
         reason = reason_it_is_bad(page.key, stored)
         if reason is not None:
             bad = _Bad(page.key, reason, None)
             continue
         header = envelope.decode_header(stored.content)
         payload = memoryview(stored.content)[header.header_length :]
-        seen = seals.verdict(page.key, payload)
-        if isinstance(seen, Verdict):
-            return seen
-        bad = _Bad(page.key, seen, envelope.page_seal(page.key, payload.nbytes, [payload]))
+        try:
+            return seals.kind(page.key, payload)
+        except FormatError as error:
+            bad = _Bad(page.key, error.reason, envelope.page_seal(page.key, payload.nbytes, [payload]))
     assert bad is not None
     return bad
 
