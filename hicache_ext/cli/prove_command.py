@@ -24,7 +24,6 @@ import itertools
 import json
 import math
 import random
-import shlex
 import statistics
 import subprocess
 import sys
@@ -32,8 +31,7 @@ import tempfile
 import time
 import tomllib
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,13 +81,10 @@ zeros 0.30, layers exchanged 4.2, codes without their scales 14; but a head of z
 
 
 def configure_prove(parser: argparse.ArgumentParser) -> None:
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument(
+    parser.add_argument(
         "--url",
+        required=True,
         help="a server that runs, such as http://127.0.0.1:30000: it is flushed, and its storage keeps the prompts",
-    )
-    where.add_argument(
-        "--launch", metavar="FLAGS", help="start one with these flags, with a file tier if they name none"
     )
     parser.add_argument("--quick", action="store_true", help="two short prompts and no more than a minute on a GPU")
     parser.add_argument(
@@ -99,16 +94,15 @@ def configure_prove(parser: argparse.ArgumentParser) -> None:
         "--canary",
         type=share_of_time,
         metavar="SHARE",
-        help="with --url: until it is ended, for at most this share of the time (0.1%%) and while the server is idle, "
+        help="until it is ended, for at most this share of the time (0.1%%) and while the server is idle, "
         "compare what is restored, and flush nothing; a difference ends storing and restoring there",
     )
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the key of a server with --api-key")
     describe(
         parser,
         "--url http://127.0.0.1:30000 > proof.md",
-        "--launch '--model-path /models/llama --tp-size 2' --quick",
         "--url http://127.0.0.1:30000 --canary 0.1%",
-        run=run,
+        run=_prove,
         problem="a restored answer is DIFFERENT",
         nothing="nothing could be shown",
     )
@@ -121,7 +115,6 @@ def configure_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "server_arguments", nargs="*", metavar="-- SERVER ARGUMENT", help="passed to sglang.launch_server, after --"
     )
-    parser.set_defaults(url=None, restart=None, canary=None, quick=True)
     describe(
         parser,
         "",
@@ -131,10 +124,37 @@ def configure_demo(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _prove(arguments: argparse.Namespace) -> int:
+    headers = {}
+    if arguments.api_key_file is not None:
+        try:
+            headers["Authorization"] = f"Bearer {arguments.api_key_file.read_text('ascii').strip()}"
+        except (OSError, ValueError) as error:
+            raise ConfigError("--api-key-file", f"it cannot be read ({error})", "a file with the key") from None
+    server = SglangClient(arguments.url, headers)
+
+    def restart() -> None:
+        code = subprocess.run(arguments.restart, shell=True, check=False, stdout=2).returncode
+        if code != 0:
+            raise ServerError(f"--restart ended with {code}")
+        server.wait_until_ready(_START_TIMEOUT)
+
+    def proof() -> Proof:
+        if arguments.canary is not None:
+            return watch(server, arguments.canary, say=_say)
+        return prove(server, quick=arguments.quick, restart=restart if arguments.restart else None, say=_say)
+
+    return _tell(arguments, proof)
+
+
 def _demonstrate(arguments: argparse.Namespace) -> int:
     """Prove it of a server that is started for it; 1 also where nothing could be shown."""
     need("sglang", "torch")
+    from hicache_ext.testing.server import SglangServer
+
     flags = arguments.server_arguments
+    if any(flag.partition("=")[0] in ("--host", "--port") for flag in flags):
+        raise ConfigError("--", "--host and --port are chosen", "neither, or hicache-ext prove of a server that runs")
     with terminated_in_order(), tempfile.TemporaryDirectory(prefix="hicache-demo-") as directory:
         if (model := arguments.model) is None:
             from hicache_ext.testing.small_model import NAME, arguments_to_serve, make_small_model  # torch
@@ -142,21 +162,37 @@ def _demonstrate(arguments: argparse.Namespace) -> int:
             model = str(make_small_model(Path(directory) / NAME))
             # Less memory than the default is sooner allocated.
             flags = [*arguments_to_serve(), "--max-total-tokens", "8192", *flags]
-        arguments.launch = shlex.join(["--model-path", model, *flags])
-        _say("a server is started; it computes prompts, loses its memory, is killed, and a new one goes on from disk")
-        code = run(arguments)
+        tier = {"type": "file", "path": f"{directory}/pages", "capacity": "16GiB"}
+        ours = not any(flag.startswith("--hicache-storage-backend") for flag in flags)
+        server = SglangServer(
+            model,
+            log_file=Path(directory) / "server.log",
+            page_size=64,
+            storage_backend="dynamic" if ours else None,
+            extra_config=ExtraConfig.around({"tiers": {"disk": tier}}) if ours else None,
+            extra_arguments=flags,
+            start_timeout=_START_TIMEOUT,
+        )
+
+        def restart() -> None:
+            server.kill()
+            server.start()
+
+        def proof() -> Proof:
+            _say("A server computes prompts, is flushed, is killed, and a new one goes on from disk.")
+            with server:
+                return prove(server, quick=True, restart=restart, say=_say)
+
+        code = _tell(arguments, proof)
     _say("For your own server: hicache-ext config render --path DIRECTORY --capacity SIZE > hicache.yaml")
     return min(code, 1)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Return 0 for equal, 1 for different, 2 where it could not be shown. Raises ConfigError."""
+def _tell(arguments: argparse.Namespace, find: Callable[[], Proof]) -> int:
+    """Print what is found; 0 for equal, 1 for different, 2 where it could not be shown."""
     try:
-        with terminated_in_order(), _server(arguments) as (server, restart):
-            if arguments.canary is not None:
-                proof = watch(server, arguments.canary, say=_say)
-            else:
-                proof = prove(server, quick=arguments.quick, restart=restart, say=_say)
+        with terminated_in_order():
+            proof = find()
     except (ServerError, OSError, http.client.HTTPException) as error:
         print(shown_address(f"It could not be tried: {error}"), file=sys.stderr)
         return 2
@@ -174,65 +210,6 @@ def share_of_time(text: str) -> float:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _server(arguments: argparse.Namespace) -> Iterator[tuple[SglangClient, Callable[[], None] | None]]:
-    """Give the server, and what restarts it, if anything does."""
-    restart: Callable[[], None] | None = None
-    if arguments.url is not None:
-        headers = {}
-        if arguments.api_key_file is not None:
-            try:
-                headers["Authorization"] = f"Bearer {arguments.api_key_file.read_text('ascii').strip()}"
-            except (OSError, ValueError) as error:
-                raise ConfigError("--api-key-file", f"it cannot be read ({error})", "a file with the key") from None
-        server = SglangClient(arguments.url, headers)
-        if arguments.restart is not None:
-
-            def restart() -> None:
-                code = subprocess.run(arguments.restart, shell=True, check=False, stdout=2).returncode
-                if code != 0:
-                    raise ServerError(f"--restart ended with {code}")
-                server.wait_until_ready(_START_TIMEOUT)
-
-        yield server, restart
-        return
-    need("sglang", "torch")
-    from hicache_ext.testing.server import SglangServer
-
-    flags = shlex.split(arguments.launch)
-    named = argparse.ArgumentParser(add_help=False)
-    named.add_argument("--model-path", "--model")
-    named.add_argument("--page-size", type=int, default=64)
-    named.add_argument("--host")
-    named.add_argument("--port")
-    known, flags = named.parse_known_args(flags)
-    if known.model_path is None:
-        raise ConfigError("--launch", "no model is named", "flags of sglang.launch_server with --model-path")
-    if known.host or known.port:
-        raise ConfigError(
-            "--launch", "--host and --port are chosen", "neither of them, or --url with a server that runs"
-        )
-    with tempfile.TemporaryDirectory(prefix="hicache-prove-") as directory:
-        tier = {"type": "file", "path": f"{directory}/pages", "capacity": "16GiB"}
-        ours = not any(flag.startswith("--hicache-storage-backend") for flag in flags)
-        started = SglangServer(
-            known.model_path,
-            log_file=Path(directory) / "server.log",
-            page_size=known.page_size,
-            storage_backend="dynamic" if ours else None,
-            extra_config=ExtraConfig.around({"tiers": {"disk": tier}}) if ours else None,
-            extra_arguments=flags,
-            start_timeout=_START_TIMEOUT,
-        )
-
-        def start_again() -> None:
-            started.kill()
-            started.start()
-
-        with started:
-            yield started, start_again
 
 
 # -- what is compared --------------------------------------------------------------------------------------------------

@@ -88,6 +88,15 @@ def test_a_demo_that_is_told_to_end_takes_its_servers_away_first(
     assert started.seen == ["start /m", "kill"]
 
 
+@pytest.mark.parametrize("flag", ["--port", "--host=0.0.0.0"])
+def test_the_address_of_a_server_that_is_started_is_no_flag(
+    flag: str, started: type[Started], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--model", "/m", "--", flag, "30000"]) == 2
+    assert "--host and --port are chosen" in capsys.readouterr().err
+    assert not started.seen
+
+
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_the_demo_goes_on_from_disk_with_equal_answers() -> None:

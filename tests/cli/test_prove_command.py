@@ -543,12 +543,6 @@ def test_json_and_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert "2 at once: 1,936 of 2,000 tokens from storage" in printed.err
 
 
-@pytest.mark.parametrize("flag", ["--port 30000", "--host=0.0.0.0"])
-def test_the_address_of_a_server_that_is_started_is_no_flag(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prove", "--launch", f"--model-path /models/m {flag}"]) == 2
-    assert "--launch: --host and --port are chosen" in capsys.readouterr().err
-
-
 def test_a_key_that_cannot_be_read_gets_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
