@@ -359,7 +359,7 @@ def table(before: Samples | None, now: Samples) -> list[str]:
         beside.append(f"{name}: {', '.join(told)}")
     heading = tuple(rows[0]) if rows else ("tier",)
     return [
-        _prompt_tokens(found["prompt_tokens"], since_start=before is None),
+        _prompt_tokens(found["prompt_tokens"]),
         *_not_serving(found),
         "",
         *fitted([heading, *(tuple(row.values()) for row in rows)], str.rjust),
@@ -367,10 +367,10 @@ def table(before: Samples | None, now: Samples) -> list[str]:
     ]
 
 
-def _prompt_tokens(tokens: Mapping[str, float], *, since_start: bool) -> str:
+def _prompt_tokens(tokens: Mapping[str, float]) -> str:
     """The first line: the sources of the prompt tokens of ended requests."""
     if not tokens["all"]:
-        return "prompt tokens: no request has ended yet" if since_start else "prompt tokens: no request has ended"
+        return "prompt tokens: no request has ended"
     told = [
         f"{100 * tokens[source] / tokens['all']:.1f} % {words}"
         for source, words in _SOURCES.items()
