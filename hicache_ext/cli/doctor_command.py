@@ -369,8 +369,6 @@ def _record(config: HicacheExtConfig) -> Finding:
 
 # -- seals -------------------------------------------------------------------------------------------------------------
 
-_SUBJECT = "seal"
-
 
 def seal_findings(tier: TierConfig) -> Iterator[Finding]:
     """Names files and ids, never a key."""
@@ -380,16 +378,16 @@ def seal_findings(tier: TierConfig) -> Iterator[Finding]:
     writes = seal.keys[0].id
     others = ", ".join(key.id for key in seal.keys[1:])
     read = f" and read with {others}, too" if others else ""
-    yield Finding(_SUBJECT, Level.OK, f"{seal.mode}, pages are written with key {writes}{read}")
+    yield Finding("seal", Level.OK, f"{seal.mode}, pages are written with key {writes}{read}")
     for key in seal.keys:
         if key.kind == "env":
             seen = "it is in the environment: processes that the server starts, and crash dumps, have it, too"
-            yield Finding(f"{_SUBJECT} key {key.id}", Level.NOTE, seen, "keep it in a file of mode 0600")
+            yield Finding(f"seal key {key.id}", Level.NOTE, seen, "keep it in a file of mode 0600")
         else:
             yield from _of_file(key)
     if fastest_cipher() is not CipherKind.AES_256_GCM:
         seen = "this processor has no instructions for AES: pages are sealed with ChaCha20-Poly1305, which is slower"
-        yield Finding(f"{_SUBJECT} cipher", Level.NOTE, seen)
+        yield Finding("seal cipher", Level.NOTE, seen)
 
 
 def _of_file(key: SealKeyReference) -> Iterator[Finding]:
@@ -412,4 +410,4 @@ def _of_file(key: SealKeyReference) -> Iterator[Finding]:
         of_all = mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP) or len(can) > 1
         seen = f"{name} has mode {mode:04o}: {' and '.join(can)} can read or change it"
         remedy = "chmod 600, and the server's account as owner; in Kubernetes defaultMode: 0400"
-        yield Finding(f"{_SUBJECT} key {key.id}", Level.WARNING if of_all else Level.NOTE, seen, remedy)
+        yield Finding(f"seal key {key.id}", Level.WARNING if of_all else Level.NOTE, seen, remedy)

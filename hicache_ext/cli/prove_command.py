@@ -395,9 +395,9 @@ def prove(
     fit = max(1, min(AT_ONCE, source.longest(1) // (len(middle) + ANSWER)))
     alone = [Prompt(source.prompt(len(middle)), {"extra_key": f"{salt}-at-once-{at}"}) for at in range(fit)]
     groups.append((f"{fit} at once", alone))
-    groups += [
-        (f"adapter {name}", [Prompt(middle, {**names[middle], "lora_path": name})]) for name in _adapters(info)[:1]
-    ]
+    for adapter in (info.get("lora_paths") or ())[:1]:
+        name = adapter.get("lora_name") if isinstance(adapter, dict) else adapter
+        groups.append((f"adapter {name}", [Prompt(middle, {**names[middle], "lora_path": str(name)})]))
     if json.loads(server.get("/model_info")).get("has_image_understanding"):
         about = source.about_an_image()
         try:
@@ -461,11 +461,6 @@ def _facts(server: SglangClient, info: Mapping[str, Any]) -> dict[str, Any]:
     if not info.get("enable_unified_cache_external_linker"):
         facts["linker"] = None
     return {**facts, "kind": " ".join(model.get("architectures") or ()), "not_tried": None}
-
-
-def _adapters(info: Mapping[str, Any]) -> list[str]:
-    named = info.get("lora_paths") or ()
-    return [str(entry.get("lora_name") if isinstance(entry, dict) else entry) for entry in named]
 
 
 class _Text:
@@ -708,19 +703,6 @@ def _line(case: Case) -> str:
     return f"{case.name}: {case.restored_tokens:,} of {case.prompt_tokens:,} tokens from storage"
 
 
-def _table(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [
-        ("prompt", "from storage", "restored differs by", "computing twice", "computed", "restored", "verdict")
-    ]
-    for case in document["cases"]:
-        apart = [f"{case[name]['worst']:.2g}" for name in ("restored", "spread")]
-        times = [f"{1e3 * case[name]:.0f} ms" for name in ("computed_seconds", "restored_seconds")]
-        if not case["restored_tokens"]:
-            apart[0] = times[1] = "-"
-        rows.append((case["name"], f"{case['restored_tokens']:,}", *apart, *times, case["verdict"]))
-    return rows
-
-
 def _words(document: Mapping[str, Any]) -> list[str]:
     """The verdict, what it means, and what to do."""
     verdict, pays = document["verdict"], document["pays_from_tokens"]
@@ -776,12 +758,16 @@ def _words(document: Mapping[str, Any]) -> list[str]:
 
 def as_lines(document: Mapping[str, Any]) -> list[str]:
     """Return a page of Markdown."""
-    heading, *rows = _table(document)
-    table = [f"| {line} |" for line in aligned([heading, ("---",) * len(heading), *rows], str.ljust, " | ")]
+    heading = ("prompt", "from storage", "restored differs by", "computing twice", "computed", "restored", "verdict")
+    rows: list[tuple[str, ...]] = [heading, ("---",) * len(heading)]
+    for case in document["cases"]:
+        apart = [f"{case[name]['worst']:.2g}" for name in ("restored", "spread")]
+        times = [f"{1e3 * case[name]:.0f} ms" for name in ("computed_seconds", "restored_seconds")]
+        if not case["restored_tokens"]:
+            apart[0] = times[1] = "-"
+        rows.append((case["name"], f"{case['restored_tokens']:,}", *apart, *times, case["verdict"]))
+    table = [f"| {line} |" for line in aligned(rows, str.ljust, " | ")]
     first, *words = _words(document)
-    words.insert(
-        1,
-        "Differences are the largest of a log-probability, in nats; times are to the first token, of an "
-        "image to the last.",
-    )
+    what = "Differences are the largest of a log-probability, in nats; times are to the first token (images: the last)."
+    words.insert(1, what)
     return [f"# {first}", "", *table, "", *(line for word in words for line in (word, ""))][:-1]
