@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: decode-throughput pull-or-recompute trouble-table prove-runs
 
 help:
-	@echo "make demo       a real SGLang server restores a conversation from disk (MODEL=path for your own model)"
+	@echo "make demo       a real SGLang server is killed and goes on from disk (MODEL=path for your own model)"
 	@echo "make test       what every change must pass: lint, fast tests, real processes, a real SGLang server for each promise"
 	@echo "make test-all   every test, and which lines of the package the fast ones ran; an hour"
 	@echo "make test-fast  the tests that need no server, four to fourteen minutes on two cores"
@@ -53,7 +53,7 @@ help:
 	@echo "make sanitize   the native core with AddressSanitizer, UBSan and ThreadSanitizer, 20 minutes"
 	@echo "make wheels     wheels for x86-64 and ARM64 in dist/, compiled by zig"
 	@echo "make docs       the documentation as a site in build/site; every broken link and anchor fails it"
-	@echo "make clean      remove .venv and everything the demo made"
+	@echo "make clean      remove .venv and what tests and builds made"
 
 setup:
 	@scripts/setup.sh demo
@@ -170,4 +170,4 @@ docs: setup-docs
 	@echo "open build/site/index.html; with search: .venv/bin/python -m http.server -d build/site"
 
 clean:
-	rm -rf .venv .demo build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

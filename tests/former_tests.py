@@ -219,8 +219,26 @@ FORMER = {
         "-> test_slabs_without_the_native_core_are_an_error_that_says_why"
     ),
     "test_what_is_compiled_is_kept_until_one_of_its_modules_changes": _NUMBA,
-    "test_words_are_printed_whole_in_lines_and_without_control_characters": (
-        "-> test_an_answer_is_printed_in_lines_without_control_characters"
+    **dict.fromkeys(
+        (
+            "test_a_directory_that_holds_something_else_is_left_alone",
+            "test_an_answer_that_the_template_leaves_out_begins_the_prompt_anew",
+            "test_each_prompt_of_the_story_begins_with_the_last_prompt_and_its_answer",
+            "test_the_json_of_the_demo_is_documented",
+            "test_words_are_printed_whole_in_lines_and_without_control_characters",
+        ),
+        "hicache-ext demo is prove of a server of its own: it tells no story and keeps no directory",
+    ),
+    "test_wrong_input_gets_one_sentence": "-> test_a_key_that_cannot_be_read_gets_one_sentence",
+    "test_your_own_prompts": _OPTION,
+    "test_a_few_long_rows_stand_beside_each_other": "a table that does not fit has one form, rows one below the other",
+    **dict.fromkeys(
+        (
+            "test_every_name_of_sglang_that_is_used_is_in_a_table_of_the_json",
+            "test_for_people_the_table_of_names_is_one_sentence",
+            "test_what_the_installed_sglang_lacks_is_named_in_that_sentence",
+        ),
+        "the doctor has a finding for each feature, which names what is missing, and no table beside them",
     ),
     "test_a_decode_node_that_would_copy_memory_given_away_is_refused": "SGLang 0.5.20 alone did so",
     "test_documented_extras_are_those_that_pip_can_install": "hints name packages, and no extras",

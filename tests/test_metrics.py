@@ -112,7 +112,7 @@ def test_the_table_tells_hits_latencies_and_why_pages_were_missed(exported):
     text = "\n".join(table(None, read_samples(exported)))
     (row,) = re.findall(r"^ *pool .*$", text, re.MULTILINE)
     assert row.split()[:6] == ["pool", "yes", "32", "28", "20", "62"]
-    assert "3 ms" in row and "> 10 s" in row and "200 B" in row
+    assert "3 ms" in row and "> 10 s" in row and "200B" in row
     assert "pool: 4 miss, 4 breaker opened" in text
 
 
@@ -218,7 +218,7 @@ def test_the_figures_of_tenants_are_told_and_ranks_that_tell_of_one_directory_co
         "team-a": {"pages": 12, "bytes": 3_000_000, "read_pages": 8, "evicted_pages": 2, "refused_pages": 4}
     }
     assert found["beside"]["kv_hints"] == {"kv_hints_tenant_refused": {"team-a": 3}}
-    assert "disk: team-a: 12 pages, 3 MB, 8 read, 2 evicted, 4 refused" in table(None, samples)
+    assert "disk: team-a: 12 pages, 2.9MiB, 8 read, 2 evicted, 4 refused" in table(None, samples)
 
 
 def test_what_counts_beside_the_tiers_is_no_tier_unless_a_user_has_one_of_that_name():

@@ -31,19 +31,13 @@ from hicache_ext.runtime.commands import print_json
 from hicache_ext.storage.tiering.tier_use import tier_use
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_config(parser: argparse.ArgumentParser) -> None:
     """Add ``check``, ``render`` and ``schema``."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
     check = actions.add_parser("check", help="say whether a configuration is valid, and what it means on this node")
     check.add_argument("file", metavar="FILE", help=FILE_HELP)
-    describe(
-        check,
-        run=_check,
-        examples=["hicache-ext config check hicache.yaml"],
-        success="it is valid; notes may be there",
-        problem="",
-    )
+    describe(check, "hicache.yaml", run=_check, problem="")
     _configure_render(
         actions.add_parser("render", help="print a complete configuration and how to launch SGLang with it")
     )
@@ -53,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         print_json(json_schema())
         return 0
 
-    describe(schema, run=print_schema, examples=["hicache-ext config schema > hicache-schema.json"], problem="")
+    describe(schema, "> hicache-schema.json", run=print_schema, problem="")
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -61,7 +55,7 @@ def _check(arguments: argparse.Namespace) -> int:
     inline = file.lstrip().startswith("{")
     try:
         checked = check_document(read_configuration(file))
-        notes = [note for _, note in notes_on(checked, inline)]
+        notes = [f"{about}: {words}" for about, words in notes_on(checked, inline)]
         lines = ["OK" if inline else f"OK: {file}", *_summary(checked), *(f"note: {note}" for note in notes)]
         document = {"ok": True, "problems": [], "notes": notes, **_document(checked)}
     except ConfigError as error:
@@ -104,19 +98,16 @@ def _use(config: HicacheExtConfig) -> dict[str, Any]:
 
 def _summary(checked: ExtraConfig) -> Iterator[str]:
     config = checked.hicache_ext
-    use = tier_use(config)
     yield f"  role: {config.role}"
     for name, tier in config.tiers.items():
         needed = "" if tier.required else " (not required)"
         yield f"  tier {name}: {tier.summary()}{needed}, {tier.sharing()}"
-    yield f"  retrieve from: {', '.join(config.retrieve_locations) or 'nowhere'}"
-    yield f"  store to: {use.store_words()}"
-    yield f"  promote to: {use.promotion_words()}"
-    for name in config.roles if config.role == "auto" else ():
-        view = config.for_role(name)
+    views = {f"as {name}: ": config.for_role(name) for name in config.roles} if config.role == "auto" else {}
+    for who, view in {"": config, **views}.items():
         use = tier_use(view)
-        retrieve = ", ".join(view.retrieve_locations) or "nowhere"
-        yield f"  as {name}: retrieve from {retrieve}, store to {use.store_words()}, promote to {use.promotion_words()}"
+        yield f"  {who}retrieve from: {', '.join(view.retrieve_locations) or 'nowhere'}"
+        yield f"  {who}store to: {use.store_words()}"
+        yield f"  {who}promote to: {use.promotion_words()}"
 
 
 # -- notes -------------------------------------------------------------------------------------------------------------
@@ -128,46 +119,38 @@ _LONGEST_DRAIN = 13.0
 
 
 def notes_on(checked: ExtraConfig, inline: bool) -> Iterator[tuple[str, str]]:
-    """Yield what is allowed and hardly meant: what it is about, and a sentence."""
+    """Yield what is allowed and hardly meant: what it is about, and what is to be said of that."""
     config = checked.hicache_ext
     if not inline and checked.allocator and config.role != "decode":
         # On a decode node this package's hook reads the file before SGLang builds its pools (sglang/decode_manager.py).
-        yield "allocator", "SGLang ignores 'allocator' in a file; pass the configuration inline to use it"
+        yield "allocator", "SGLang ignores it in a file; pass the configuration inline to use it"
     if config.tenants is not None and not checked.hicache_storage_pass_prefix_keys:
         words = "what is generated for a tenant is default's, but for what a later prompt brings first"
-        yield "tenants", f"tenants: {words}; set 'hicache_storage_pass_prefix_keys: true' beside hicache_ext"
+        yield "tenants", f"{words}; set 'hicache_storage_pass_prefix_keys: true' beside hicache_ext"
     for name, tier in config.tiers.items():
+        about = f"tier {name}"
         if config.tenants is not None and getattr(tier, "layout", "slab") == "pages":
-            yield f"tier {name}", f"tier {name}: tenants have no shares in page files; use 'layout: slab'"
+            yield about, "tenants have no shares in page files; use 'layout: slab'"
         if name not in (*config.retrieve_locations, *config.store_locations):
-            yield f"tier {name}", f"tier {name} is neither read nor written; name it in a location list"
+            yield about, "it is neither read nor written; name it in a location list"
         if tier.timeout is not None and math.inf > tier.timeout >= _LONG_TIMEOUT:
-            yield (
-                f"tier {name}",
-                f"tier {name}: timeout is {format_duration(tier.timeout)}, which a tier that hangs costs a request; a "
-                "number without unit is seconds, milliseconds are written 200ms",
-            )
+            words = f"timeout is {format_duration(tier.timeout)}, which a tier that hangs costs a request"
+            yield about, f"{words}; a number without unit is seconds, milliseconds are written 200ms"
         if tier.admission == "learned" and tier.sharing().shared:
-            yield (
-                f"tier {name}",
-                f"tier {name}: it is shared, and 'admission: learned' knows only what this server is asked for; pages "
-                "that other ones would read may be refused",
-            )
+            words = "it is shared, and 'admission: learned' knows only what this server is asked for"
+            yield about, f"{words}; pages that other ones would read may be refused"
         if tier.admission == "learned" and getattr(tier, "capacity", 0) is None:
-            what = "'admission: learned' refuses nothing where the capacity is unlimited"
-            yield f"tier {name}", f"tier {name}: {what}"
+            yield about, "'admission: learned' refuses nothing where the capacity is unlimited"
     if config.background.drain > _LONGEST_DRAIN:
-        yield (
-            "background.drain",
-            f"background.drain is {format_duration(config.background.drain)}, and SGLang kills its processes 15 s "
-            "after it told them to end: what is still queued then is lost; use "
-            f"{format_duration(_LONGEST_DRAIN)} or less",
-        )
+        words = "SGLang kills its processes 15 s after it told them to end: what is still queued then is lost"
+        most = format_duration(_LONGEST_DRAIN)
+        yield "background.drain", f"{format_duration(config.background.drain)}, and {words}; use {most} or less"
     for _, secret in secrets_in(checked):
         try:
             secret.reveal()
         except ConfigError as error:
-            yield error.key, f"{error}; a server on this node would not reach that tier"
+            words = str(error).removeprefix(f"{error.key}: ")
+            yield error.key, f"{words}; a server on this node would not reach that tier"
     # What a server of a role would find wrong or useless.
     roles: tuple[ServerRole, ...] = ("prefill", "decode") if config.role == "auto" else (config.role,)
     for role in roles:
@@ -176,26 +159,23 @@ def notes_on(checked: ExtraConfig, inline: bool) -> Iterator[tuple[str, str]]:
             sharing = tier_use(view).sharing
         except (ConfigError, ValidationError) as error:
             problem = as_config_error(error) if isinstance(error, ValidationError) else error
-            yield f"role {role}", f"a server of the role {role} is refused at its start: {problem}"
+            yield f"role {role}", f"a server of it is refused at its start: {problem}"
             continue
         stored = [sharing[name].shared for name in view.store_locations]
         if role == "decode" and config.role != "auto" and stored and not any(stored):
-            yield (
-                "store_locations",
-                "a decode node that stores in private tiers alone writes what no prefill node can read; store in a "
-                "shared one",
-            )
+            words = "a decode node that stores in private tiers alone writes what no prefill node can read"
+            yield "store_locations", f"{words}; store in a shared one"
 
 
 # -- render ------------------------------------------------------------------------------------------------------------
 
-_POOLS = {"--mooncake": ("mooncake", "master"), "--redis": ("redis", "url"), "--s3": ("object", "url")}
-"""Option -> type of tier and the key of its address, in the order in which they are read: memory over RDMA first."""
-_POOL_HELP = {
-    "--mooncake": ("HOST:PORT", "the master of a Mooncake Store"),
-    "--redis": ("URL", "Redis or Valkey; repeated: nodes of one cluster"),
-    "--s3": ("URL", "s3://, gs:// or az://BUCKET/PREFIX"),
+_POOLS = {
+    "--mooncake": ("mooncake", "master", "HOST:PORT", "the master of a Mooncake Store"),
+    "--redis": ("redis", "url", "URL", "Redis or Valkey; repeated: nodes of one cluster"),
+    "--s3": ("object", "url", "URL", "s3://, gs:// or az://BUCKET/PREFIX"),
 }
+"""Option -> type of tier, the key of its address and that in words; in the order in which tiers are read: memory over
+RDMA first."""
 _WHERE_SECRETS_GO = "the address alone; secrets are named in the file: password: {env: VARIABLE}, and the like"
 
 
@@ -206,7 +186,7 @@ def _configure_render(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", nargs="?", help=FILE_HELP)
     parser.add_argument("--path", action="append", metavar="PATH", help="a directory of a file tier; may be repeated")
     parser.add_argument("--capacity", metavar="SIZE", help="of the whole file tier, e.g. 512GiB, or unlimited")
-    for option, (metavar, what) in _POOL_HELP.items():
+    for option, (_, _, metavar, what) in _POOLS.items():
         parser.add_argument(option, action="append", metavar=metavar, help=f"a pool: {what}")
     parser.add_argument(
         "--pd",
@@ -221,14 +201,12 @@ def _configure_render(parser: argparse.ArgumentParser) -> None:
     )
     describe(
         parser,
+        "--path /mnt/nvme0/hicache --capacity 512GiB > hicache.yaml",
+        "--path /mnt/nvme0/hicache --capacity 512GiB --redis rediss://pool:6379",
+        "--mooncake 10.0.0.1:50051 --pd decode",
+        "--s3 s3://bucket/hicache --json",
+        "--path /mnt/nvme0/hicache --capacity 512GiB --linker > hicache.yaml",
         run=_render,
-        examples=[
-            "hicache-ext config render --path /mnt/nvme0/hicache --capacity 512GiB > hicache.yaml",
-            "hicache-ext config render --path /mnt/nvme0/hicache --capacity 512GiB --redis rediss://pool:6379",
-            "hicache-ext config render --mooncake 10.0.0.1:50051 --pd decode",
-            "hicache-ext config render --s3 s3://bucket/hicache --json",
-            "hicache-ext config render --path /mnt/nvme0/hicache --capacity 512GiB --linker > hicache.yaml",
-        ],
         problem="",
     )
 
@@ -258,8 +236,8 @@ def _render(arguments: argparse.Namespace) -> int:
         problem = "a decode node stores what it generates through HiCache, and its linker would read nothing back"
         raise ConfigError("--linker", problem, "the role prefill or both")
     launch = launch_lines(file, role, linker=arguments.linker)
-    for _, note in notes_on(checked, arguments.inline):
-        print(f"note: {note}", file=sys.stderr)
+    for about, words in notes_on(checked, arguments.inline):
+        print(f"note: {about}: {words}", file=sys.stderr)
     if arguments.linker or text != example_config():
         heading = [
             f"# Check it on the node that reads it: hicache-ext config check {file}, hicache-ext doctor {file}",
@@ -289,7 +267,7 @@ def _from_options(given: Mapping[str, Any]) -> dict[str, Any]:
         capacity = int(written) if written.isdecimal() else written
         tiers["disk"] = {"type": "file", "path": _paths(given["--path"]), "capacity": capacity}
     for option in pools:
-        kind, address = _POOLS[option]
+        kind, address, *_ = _POOLS[option]
         # Looked at before anything may repeat it in a sentence.
         if any(sign in written for written in given[option] for sign in "@?"):
             raise ConfigError(option, "an address holds no password, login or options", _WHERE_SECRETS_GO)

@@ -6,7 +6,6 @@ They print models, dtypes, ages and bytes, not files and slots.
 from __future__ import annotations
 
 import argparse
-import enum
 import re
 import shutil
 import sys
@@ -14,12 +13,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hicache_ext.cli.inputs import Target, add_target, directories_of, targets
-from hicache_ext.cli.output import Progress, describe, fitted, rough_span, show
+from hicache_ext.cli.output import describe, fitted, progress, rough_span, show
 from hicache_ext.config import format_duration, rounded_size
 from hicache_ext.errors import ConfigError, FormatError, StoreError
 from hicache_ext.page import envelope
@@ -41,32 +40,22 @@ from hicache_ext.storage.tiers.file.pins import pins_that_are_over, read_pins, r
 
 @dataclass(slots=True)
 class Group:
-    """The pages of one identity."""
+    """The pages of one identity, as ``ls --json`` has them."""
 
-    digest: bytes
-    document: dict[str, Any] | None = None
+    identity: str
+    """Its digest."""
+    facts: dict[str, Any] | None = None
+    """Its document."""
     pages: int = 0
-    size: int = 0
+    bytes: int = 0
     hits: int | None = None
-    written: float | None = None
-    """When the newest page was written."""
-    used: float | None = None
+    last_written: float | None = None
+    """When the newest page was written, in seconds since 1970."""
+    last_used: float | None = None
 
     @property
     def model(self) -> str:
-        return str((self.document or {}).get("model", {}).get("id", "")) or "unknown"
-
-    def document_for_json(self) -> dict[str, Any]:
-        """Moments in seconds since 1970."""
-        return {
-            "identity": self.digest.hex(),
-            "facts": self.document,
-            "pages": self.pages,
-            "bytes": self.size,
-            "hits": self.hits,
-            "last_written": self.written,
-            "last_used": self.used,
-        }
+        return str((self.facts or {}).get("model", {}).get("id", "")) or "unknown"
 
 
 def opened(path: Path) -> Inspector:
@@ -126,17 +115,17 @@ def add_pages(inspector: Inspector, groups: dict[bytes, Group]) -> None:
     found = set()
     for page in inspector.pages():
         found.add(page.identity)
-        group = groups.setdefault(page.identity, Group(page.identity))
+        group = groups.setdefault(page.identity, Group(page.identity.hex()))
         group.pages += 1
-        group.size += page.size
-        group.written = _later(page.written, group.written)
-        group.used = _later(page.used, group.used)
+        group.bytes += page.size
+        group.last_written = _later(page.written, group.last_written)
+        group.last_used = _later(page.used, group.last_used)
     for digest in found:
         group = groups[digest]
-        group.document = group.document or load_document(inspector.path, digest)
+        group.facts = group.facts or load_document(inspector.path, digest)
         if (uses := inspector.uses(digest)) is not None:
             group.hits = (group.hits or 0) + uses[0]
-            group.used = _later(uses[1], group.used)
+            group.last_used = _later(uses[1], group.last_used)
 
 
 def _later(one: float | None, other: float | None) -> float | None:
@@ -151,51 +140,41 @@ _NOT_READ = "the directory cannot be read"
 
 def configure_ls(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
-    describe(
-        parser,
-        run=_ls,
-        examples=["hicache-ext ls hicache.yaml", "hicache-ext ls /mnt/nvme0/hicache"],
-        problem=_NOT_READ,
-    )
+    describe(parser, "hicache.yaml", "/mnt/nvme0/hicache", run=_ls, problem=_NOT_READ)
 
 
 def configure_stat(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
-    describe(
-        parser,
-        run=_stat,
-        examples=["hicache-ext stat hicache.yaml", "hicache-ext stat /mnt/nvme0/hicache --json"],
-        problem=_NOT_READ,
-    )
+    describe(parser, "hicache.yaml", "/mnt/nvme0/hicache --json", run=_stat, problem=_NOT_READ)
 
 
 def _ls(arguments: argparse.Namespace) -> int:
     trouble = Trouble()
     found = groups_of(directories_of(arguments.target), trouble)
     code = trouble.told()
-    groups = sorted(found, key=lambda group: (group.model, -group.size))
-    stored_as = any(STORED_AS in (group.document or {}) for group in groups)
+    groups = sorted(found, key=lambda group: (group.model, -group.bytes))
+    stored_as = any(STORED_AS in (group.facts or {}) for group in groups)
     facts = ("identity", "model", "revision", "pool", "dtype", "layout", "page", "shard")
     rows: list[tuple[str, ...]] = [(*facts, *(["stored as"] if stored_as else []), *_AMOUNTS)]
     for group in groups:
-        document = group.document or {}
+        document = group.facts or {}
         model, pool = document.get("model", {}), document.get("pool", {})
         rows.append(
             (
-                group.digest.hex()[:12],
+                group.identity[:12],
                 shown_text(group.model),
                 shown_text(model.get("revision", "")) or "-",
                 *(shown_text(pool.get(fact, "?")) for fact in ("name", "dtype", "layout", "page_size")),
                 shown_text(_shard(document.get("shard", {}))),
                 *([shown_text(_stored_as(document.get(STORED_AS)))] if stored_as else []),
                 str(group.pages),
-                rounded_size(group.size),
+                rounded_size(group.bytes),
                 "-" if group.hits is None else str(group.hits),
-                _age(group.written),
-                _age(group.used),
+                _age(group.last_written),
+                _age(group.last_used),
             )
         )
-    show(arguments, [group.document_for_json() for group in groups], fitted(rows))
+    show(arguments, [asdict(group) for group in groups], fitted(rows))
     return code
 
 
@@ -240,7 +219,7 @@ def _stat_of(target: Target, trouble: Trouble) -> dict[str, Any] | None:
         "models": len({group.model for group in groups.values()}),
         "identities": len(groups),
         "pages": sum(group.pages for group in groups.values()),
-        "bytes": sum(group.size for group in groups.values()),
+        "bytes": sum(group.bytes for group in groups.values()),
         "bytes_on_disk": occupied,
         "capacity_bytes": target.capacity,
         "pinned_bytes": pinned,
@@ -291,17 +270,12 @@ def _age(moment: float | None) -> str:
 # -- seals of stored pages ---------------------------------------------------------------------------------------------
 
 
-class Verdict(enum.Enum):
-    """What a page is that is not bad. The values are the keys of its count in the result of ``verify``."""
-
-    GOOD = "good"
-    NOT_CHECKED = "seals_not_checked"
-    """It is good as far as can be seen: it is sealed, and no keys are given (no tier was named, or it has no seal)."""
-    UNSEALED = "unsealed"
-    """It is whole and has no seal, in a sealed tier, which does not serve it."""
-    SEALED_OTHERWISE = "sealed_otherwise"
-    """It is whole, and sealed with another key or in another mode than those of its tier, which does not serve it."""
-    GONE = "evicted"
+_OTHER_KINDS = {
+    "seals_not_checked": "of the good ones are sealed: whole, but their keys are not given",
+    "unsealed": "are whole and have no seal: this tier does not serve them",
+    "sealed_otherwise": "are whole and sealed with another key or in another mode: this tier does not serve them",
+}
+"""What a page may be that is neither bad nor plainly good, as ``verify`` counts and says it."""
 
 
 class StoredSeals:
@@ -324,41 +298,40 @@ class StoredSeals:
             for identity, document in found.items():
                 self._forms |= {form.identity: form for form in transforms.forms(identity, document).all}
 
-    def verdict(self, key: bytes, payload: memoryview) -> Verdict | str:
-        """What the page ``key`` is, whose checksum fits, or the reason why it is bad."""
+    def kind(self, key: bytes, payload: memoryview) -> str:
+        """As what the page ``key``, whose checksum fits, is counted. Raises FormatError for one that is bad."""
+        identity = key[:IDENTITY_LENGTH]
         if self._seal is None:
-            return self._by_its_document(key, payload)
-        form = self._forms.get(key[:IDENTITY_LENGTH])
-        if form is not None:
-            return reason_it_is_not_sealed(payload, key, form) or Verdict.GOOD
+            document = load_document(self._directory, identity) or {}
+            return _by_its_document(document.get(STORED_AS), payload)
+        if (form := self._forms.get(identity)) is not None:
+            if reason := reason_it_is_not_sealed(payload, key, form):
+                raise FormatError(reason)
+            return "good"
         # A name that no known identity has: of another key, mode or codec; or its document is lost.
         if any(is_sealed_with(payload, key, of_tier, self._seal.mode) for of_tier in self._seal.keys):
-            return Verdict.GOOD
-        return Verdict.SEALED_OTHERWISE if _says_that_it_is_sealed(payload) else Verdict.UNSEALED
-
-    def _by_its_document(self, key: bytes, payload: memoryview) -> Verdict | str:
-        stored_as = (load_document(self._directory, key[:IDENTITY_LENGTH]) or {}).get(STORED_AS)
-        if not isinstance(stored_as, dict):
-            return Verdict.GOOD
+            return "good"
         try:
-            header = headers.decode(payload)
-        except FormatError as error:
-            return error.reason
-        if stored_as.get("seal") is None and not header.seal:
-            return Verdict.GOOD
-        if not header.seal:
+            return "sealed_otherwise" if headers.decode(payload).seal else "unsealed"
+        except FormatError:
             return "unsealed"
-        mode = SealMode(header.seal).name.lower() if header.seal in tuple(SealMode) else ""
-        if stored_as.get("seal") != mode:
-            return "seal_form"
-        return Verdict.NOT_CHECKED if stored_as.get("key") == header.key_id.decode("ascii", "replace") else "seal_key"
 
 
-def _says_that_it_is_sealed(payload: memoryview) -> bool:
-    try:
-        return headers.decode(payload).seal != 0
-    except FormatError:
-        return False
+def _by_its_document(stored_as: object, payload: memoryview) -> str:
+    """As what a page is counted where no keys are given, by what its identity's document says."""
+    if not isinstance(stored_as, dict):
+        return "good"
+    header = headers.decode(payload)
+    if not header.seal:
+        if stored_as.get("seal") is not None:
+            raise FormatError("unsealed")
+        return "good"
+    mode = SealMode(header.seal).name.lower() if header.seal in tuple(SealMode) else ""
+    if stored_as.get("seal") != mode:
+        raise FormatError("seal_form")
+    if stored_as.get("key") != header.key_id.decode("ascii", "replace"):
+        raise FormatError("seal_key")
+    return "seals_not_checked"
 
 
 # -- verify ------------------------------------------------------------------------------------------------------------
@@ -371,9 +344,9 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--remove", action="store_true", help="remove the pages that are bad")
     describe(
         parser,
+        "/mnt/nvme0/hicache",
+        "/mnt/nvme0/hicache --remove --json",
         run=_verify,
-        examples=["hicache-ext verify /mnt/nvme0/hicache", "hicache-ext verify /mnt/nvme0/hicache --remove --json"],
-        success="no bad page is left",
         problem="bad pages are there, or pages could not be looked at",
     )
 
@@ -388,7 +361,7 @@ class _Bad:
 
 def _verify(arguments: argparse.Namespace) -> int:
     counts = dict.fromkeys(("good", "evicted", "not_looked_at", "removed"), 0)
-    counts |= dict.fromkeys(("seals_not_checked", "unsealed", "sealed_otherwise"), 0)
+    counts |= dict.fromkeys(_OTHER_KINDS, 0)
     bad_pages: list[dict[str, str | None]] = []
     trouble = Trouble()
     for target in targets(arguments.target, keys=True):
@@ -400,14 +373,9 @@ def _verify(arguments: argparse.Namespace) -> int:
                         counts["removed"] += _remove(editor, bad)
     code = trouble.told()
     told = f"{counts['good']} good, {len(bad_pages)} bad, {counts['evicted']} evicted meanwhile"
-    others = {
-        "seals_not_checked": "of the good ones are sealed: whole, but their keys are not given",
-        "unsealed": "are whole and have no seal: this tier does not serve them",
-        "sealed_otherwise": "are whole and sealed with another key or in another mode: this tier does not serve them",
-    }
     lines = [
         told + (f", {counts['not_looked_at']} not looked at" if counts["not_looked_at"] else ""),
-        *(f"{counts[key]} {what}" for key, what in others.items() if counts[key]),
+        *(f"{counts[key]} {what}" for key, what in _OTHER_KINDS.items() if counts[key]),
         *(f"  {count} x {why}" for why, count in Counter(page["reason"] for page in bad_pages).most_common()),
         *([f"{counts['removed']} removed"] if arguments.remove else []),
     ]
@@ -421,10 +389,10 @@ def _verify_directory(
     """Look at every page, and add to ``counts`` and ``bad_pages``. Return the bad ones."""
     bad = []
     seals = StoredSeals(directory, transforms)
-    with closing(opened(directory)) as inspector, Progress("pages read") as bar:
+    with closing(opened(directory)) as inspector, progress("pages read") as told:
         pages = list(inspector.pages())
         for number, page in enumerate(pages, start=1):
-            bar.show(number, len(pages))
+            told(number, len(pages))
             name = page.key[16:].hex()
             try:
                 seen = _look_at(inspector, page, seals)
@@ -439,29 +407,29 @@ def _verify_directory(
                 bad_pages.append(known)
                 print(f"bad ({seen.reason}): page {name} of {shown_text(model or 'unknown')}")
                 continue
-            counts[seen.value] += 1
-            counts["good"] += seen is Verdict.NOT_CHECKED
+            counts[seen] += 1
+            counts["good"] += seen == "seals_not_checked"
     return bad
 
 
-def _look_at(inspector: Inspector, page: StoredPage, seals: StoredSeals) -> Verdict | _Bad:
-    """Return what a page is. Raises OSError where that is not known."""
+def _look_at(inspector: Inspector, page: StoredPage, seals: StoredSeals) -> str | _Bad:
+    """Return as what a page is counted, or what is bad. Raises OSError where that is not known."""
     bad = None
     # Twice: a server may have written there during the first read.
     for _ in range(2):
         stored = inspector.read(page)
         if stored is None:
-            return Verdict.GONE
+            return "evicted"
         reason = reason_it_is_bad(page.key, stored)
         if reason is not None:
             bad = _Bad(page.key, reason, None)
             continue
         header = envelope.decode_header(stored.content)
         payload = memoryview(stored.content)[header.header_length :]
-        seen = seals.verdict(page.key, payload)
-        if isinstance(seen, Verdict):
-            return seen
-        bad = _Bad(page.key, seen, envelope.page_seal(page.key, payload.nbytes, [payload]))
+        try:
+            return seals.kind(page.key, payload)
+        except FormatError as error:
+            bad = _Bad(page.key, error.reason, envelope.page_seal(page.key, payload.nbytes, [payload]))
     assert bad is not None
     return bad
 
@@ -484,12 +452,7 @@ _DIGITS = re.compile(rf"[0-9a-f]{{{_LEAST_DIGITS},32}}")
 def configure_gc(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    describe(
-        parser,
-        run=_gc,
-        examples=["hicache-ext gc /mnt/nvme0/hicache --dry-run", "hicache-ext gc /mnt/nvme0/hicache"],
-        problem="the directory cannot be read or changed",
-    )
+    describe(parser, "/mnt/nvme0/hicache --dry-run", run=_gc, problem="the directory cannot be read or changed")
 
 
 def configure_clear(parser: argparse.ArgumentParser) -> None:
@@ -505,11 +468,9 @@ def configure_clear(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--yes", action="store_true", help="do not ask; needed where there is no terminal to ask at")
     describe(
         parser,
+        "/mnt/nvme0/hicache --model meta-llama/Llama-3.1-8B --dry-run",
+        "/mnt/nvme0/hicache --all --yes",
         run=_clear,
-        examples=[
-            "hicache-ext clear /mnt/nvme0/hicache --model meta-llama/Llama-3.1-8B --dry-run",
-            "hicache-ext clear /mnt/nvme0/hicache --all --yes",
-        ],
         problem="there is no such model or identity, or it was not agreed to",
     )
 
@@ -554,14 +515,11 @@ def _clear(arguments: argparse.Namespace) -> int:
     trouble.told()
     chosen = _chosen(groups, arguments)
     if not chosen and not arguments.all:
-        if arguments.identity is not None:
-            known = ", ".join(sorted(group.digest.hex() for group in groups)) or "none"
-            print(f"no pages of the identity {arguments.identity!r}; identities here: {known}", file=sys.stderr)
-        else:
-            known = ", ".join(sorted({shown_text(group.model) for group in groups})) or "none"
-            print(f"no pages of {arguments.model!r}; models here: {known}", file=sys.stderr)
+        by = "model" if arguments.identity is None else "identity"
+        known = ", ".join(sorted({shown_text(getattr(group, by)) for group in groups})) or "none"
+        print(f"no pages of the {by} {getattr(arguments, by)!r}; there are: {known}", file=sys.stderr)
         return 1
-    pages, size = sum(group.pages for group in chosen), sum(group.size for group in chosen)
+    pages, size = sum(group.pages for group in chosen), sum(group.bytes for group in chosen)
     what = f"{pages} pages, {rounded_size(size)}"
     document: dict[str, Any] = {
         "dry_run": arguments.dry_run,
@@ -569,12 +527,11 @@ def _clear(arguments: argparse.Namespace) -> int:
         "bytes": size,
         "freed_bytes": None,
         "identities": [
-            {"identity": group.digest.hex(), "model": group.model, "pages": group.pages, "bytes": group.size}
-            for group in chosen
+            {name: getattr(group, name) for name in ("identity", "model", "pages", "bytes")} for group in chosen
         ],
     }
     if arguments.dry_run:
-        lines = [f"{g.digest.hex()} of {shown_text(g.model)}: {g.pages} pages, {rounded_size(g.size)}" for g in chosen]
+        lines = [f"{g.identity} of {shown_text(g.model)}: {g.pages} pages, {rounded_size(g.bytes)}" for g in chosen]
         show(arguments, document, [*lines, f"{what} would be removed"])
         return 0
     models = ", ".join(sorted({shown_text(group.model) for group in chosen})) or "no model"
@@ -584,7 +541,7 @@ def _clear(arguments: argparse.Namespace) -> int:
         before = inspector.occupied()
     with closing(open_editor(arguments.path)) as editor:
         # With --all also what a killed command had cleared, and not freed.
-        editor.clear(None if arguments.all else [group.digest for group in chosen])
+        editor.clear(None if arguments.all else [bytes.fromhex(group.identity) for group in chosen])
     with closing(open_inspector(arguments.path)) as inspector:
         document["freed_bytes"] = freed = max(0, before - inspector.occupied())
     lines = [f"{what} removed, {rounded_size(freed)} of disk freed"]
@@ -604,11 +561,9 @@ def _chosen(groups: list[Group], arguments: argparse.Namespace) -> list[Group]:
     if not _DIGITS.fullmatch(digits):
         problem = f"{arguments.identity!r} does not name an identity"
         raise ConfigError("--identity", problem, f"{_LEAST_DIGITS} to 32 of its hex digits, as `ls` prints them")
-    chosen = [group for group in groups if group.digest.hex().startswith(digits)]
+    chosen = [group for group in groups if group.identity.startswith(digits)]
     if len(chosen) > 1:
-        candidates = ", ".join(
-            f"{group.digest.hex()} ({shown_text(group.model)}, {group.pages} pages)" for group in chosen
-        )
+        candidates = ", ".join(f"{group.identity} ({shown_text(group.model)}, {group.pages} pages)" for group in chosen)
         raise ConfigError("--identity", f"{arguments.identity!r} fits several identities: {candidates}", "one of them")
     return chosen
 

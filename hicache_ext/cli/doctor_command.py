@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -22,9 +21,10 @@ import tempfile
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import hicache_ext
 from hicache_ext.cli.config_command import notes_on
@@ -40,8 +40,8 @@ from hicache_ext.page.transforms.sealing import CipherKind, fastest_cipher
 from hicache_ext.runtime.commands import print_json, terminated_in_order
 from hicache_ext.runtime.shown import shown_text
 from hicache_ext.sglang.releases import TESTED, comes_with, is_tested, other_release, untested
-from hicache_ext.sglang.self_check import Checked, check_installed, lacking
-from hicache_ext.sglang.used_names import FEATURES, HOOKED, STORAGE
+from hicache_ext.sglang.self_check import check_installed, lacking
+from hicache_ext.sglang.used_names import FEATURES, STORAGE
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.registry import broken_tier_types, examine_tier
 from hicache_ext.storage.tiering.recording import SALT_FILE
@@ -50,16 +50,10 @@ from hicache_ext.storage.tiering.tier_use import tier_use
 from hicache_ext.storage.tiering.tracing import check_packages
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="CONFIG", help=FILE_HELP)
     parser.add_argument("--tier", action="append", metavar="NAME", help="look at this tier alone; may be repeated")
-    describe(
-        parser,
-        run=run,
-        examples=["hicache-ext doctor hicache.yaml", "hicache-ext doctor hicache.yaml --tier pool"],
-        success="nothing is wrong; notes and warnings may be there",
-        problem="an error was found",
-    )
+    describe(parser, "hicache.yaml", "hicache.yaml --tier pool", run=run, problem="an error was found")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,21 +71,17 @@ def run(arguments: argparse.Namespace) -> int:
             print_json({"level": "error", "configuration": sentences, "sections": []})
             return 2
         raise
-    sections: list[Section] = []
+    sections: list[dict[str, Any]] = []
+    level = Level.OK
     with terminated_in_order():
-        for section in examine(checked, inline=inline, only=arguments.tier):
-            sections.append(section)
+        for title, findings in examine(checked, inline=inline, only=arguments.tier):
+            told = [asdict(finding) | {"level": finding.level.value} for finding in findings]
+            sections.append({"title": title, "findings": told})
+            level = max((level, *(one.level for one in findings)), key=list(_SUMMARY).index)
             if not arguments.json:
                 # Printed one by one: a tier that hangs until its timeout must not hide earlier findings.
-                print(_text(section), flush=True)
-    levels = list(_SUMMARY)
-    level = max((one.level for section in sections for one in section.findings), key=levels.index, default=Level.OK)
-    told = [
-        {"title": section.title, "findings": [asdict(one) | {"level": one.level.value} for one in section.findings]}
-        | ({"table": section.rows} if section.rows else {})
-        for section in sections
-    ]
-    show(arguments, {"level": level.value, "configuration": [], "sections": told}, [_SUMMARY[level]])
+                print("\n".join([title, *(line for one in findings for line in _lines(one)), ""]), flush=True)
+    show(arguments, {"level": level.value, "configuration": [], "sections": sections}, [_SUMMARY[level]])
     return 1 if level is Level.ERROR else 0
 
 
@@ -106,43 +96,32 @@ _LONGEST_FINDING = 2000
 _MARKS = {Level.OK: "ok     ", Level.NOTE: "note   ", Level.WARNING: "WARNING", Level.ERROR: "ERROR  "}
 
 
-def _text(section: Section) -> str:
-    lines = [section.title]
-    for finding in section.findings:
-        seen = "; ".join(shown_text(line, _LONGEST_FINDING) for line in finding.seen.split("\n"))
-        lines.append(f"  {_MARKS[finding.level]} {shown_text(finding.subject)}: {seen}")
-        if finding.remedy:
-            lines.append(f"          -> {shown_text(finding.remedy, _LONGEST_FINDING)}")
-    if section.rows:
-        lines.append(f"          {table_in_words(section.rows)}")
-    return "\n".join([*lines, ""])
+def _lines(finding: Finding) -> Iterator[str]:
+    seen = "; ".join(shown_text(line, _LONGEST_FINDING) for line in finding.seen.split("\n"))
+    yield f"  {_MARKS[finding.level]} {shown_text(finding.subject)}: {seen}"
+    if finding.remedy:
+        yield f"          -> {shown_text(finding.remedy, _LONGEST_FINDING)}"
 
 
 # -- the examination ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """Findings on one subject."""
-
-    title: str
-    findings: tuple[Finding, ...]
-    rows: Sequence[dict[str, str]] = ()
-    """A table that belongs to them."""
+Section = tuple[str, Sequence[Finding]]
+"""A title and what was found."""
 
 
 def examine(checked: ExtraConfig, *, inline: bool, only: Sequence[str] | None = None) -> Iterator[Section]:
     """One section after the other, as they are found; ``only`` names the tiers to look at (None: all)."""
-    yield Section("installation", tuple(installation_findings()))
-    if rows := table():
-        yield Section("what is used of SGLang", tuple(feature_findings()), rows)
+    yield "installation", list(installation_findings())
+    if of_features := list(feature_findings()):
+        yield "what is used of SGLang", of_features
         if only is None:
-            yield Section("page hashes", (page_hash_finding(),))
-    yield Section("configuration", tuple(setting_findings(checked, inline=inline)))
+            yield "page hashes", [page_hash_finding()]
+    yield "configuration", list(setting_findings(checked, inline=inline))
     tiers = checked.hicache_ext.tiers
     for name, tier in {**tiers, **used_tiers(checked.hicache_ext)}.items():
         if only is None or name in only:
-            yield Section(f"tier {name}: {tier.summary()}", tuple(_tier_findings(name, tier)))
+            yield f"tier {name}: {tier.summary()}", _tier_findings(name, tier)
 
 
 def _tier_findings(name: str, tier: TierConfig) -> Sequence[Finding]:
@@ -190,14 +169,11 @@ def _plugin() -> Finding:
     if allowed is not None and "hicache_ext" not in [word.strip() for word in allowed.split(",")]:
         seen = "SGLANG_PLUGINS is set and does not name hicache_ext: its hooks will not run"
         return Finding("plugin", Level.WARNING, seen, "add hicache_ext to SGLANG_PLUGINS")
-    module = points[0].value.partition(":")[0]
-    if importlib.util.find_spec(module) is None:
-        return Finding("plugin", Level.ERROR, f"{module} cannot be found", "install the package again")
     try:
         points[0].load()
     except Exception as error:  # noqa: BLE001 - whatever an import of the installed SGLang or torch raises
-        seen = f"{module} cannot be imported ({type(error).__name__})"
-        return Finding("plugin", Level.ERROR, seen, "see docs/troubleshooting.md")
+        seen = f"{points[0].value} cannot be imported ({type(error).__name__})"
+        return Finding("plugin", Level.ERROR, seen, "install the package again, or see docs/troubleshooting.md")
     return Finding("plugin", Level.OK, "the hooks can be imported")
 
 
@@ -218,8 +194,11 @@ def release_finding() -> Finding:
 
 def feature_findings() -> Iterator[Finding]:
     """One line for each feature; none where SGLang is not installed."""
-    checked = _checked()
-    for feature in FEATURES if checked else ():
+    try:
+        checked = check_installed()
+    except UnsupportedError:
+        return
+    for feature in FEATURES:
         words = lacking(checked, feature)
         names = sum(len(one.use.names) for one in checked if one.expected and feature in one.use.features)
         if words is None:
@@ -228,40 +207,6 @@ def feature_findings() -> Iterator[Finding]:
             yield Finding(feature.name, Level.ERROR, f"SGLang lacks {words}: {feature.loss}", "use another release")
         else:
             yield Finding(feature.name, Level.WARNING, f"off, since SGLang lacks {words}: {feature.loss}")
-
-
-def table() -> list[dict[str, str]]:
-    """Every place of SGLang that is used: whether it was found, what needs it, its kind."""
-    rows = []
-    for one in _checked():
-        use = one.use
-        takes = f"({', '.join(use.takes)})" if use.takes or use.answered else ""
-        ignored = f", ignored: {', '.join(one.new)}" if one.new else ""
-        absent = f"not before {use.since}" if use.since else f"not from {use.before} on"
-        absent = f"NO: {', '.join(one.missing)}" if one.expected else absent
-        rows.append(
-            {
-                "found": "yes" if one.found else absent,
-                "kind": f"hook {use.hook}" if use.hook else "signature" if takes else "name",
-                "needed by": "every hook" if tuple(use.features) == HOOKED else ", ".join(f.name for f in use.features),
-                "of SGLang": f"{use.owner.removeprefix('sglang.srt.')}: {', '.join(use.names)}{takes}{ignored}",
-            }
-        )
-    return rows
-
-
-def table_in_words(rows: Sequence[dict[str, str]]) -> str:
-    """One sentence: what is not there, which is what somebody has to know; ``--json`` has all of it."""
-    lost = [row["found"].removeprefix("NO: ") for row in rows if row["found"].startswith("NO")]
-    found = f"not found: {'; '.join(lost)}" if lost else "all that this release is to have is found"
-    return f"{len(rows)} places of SGLang were looked at, {found} (--json lists each)"
-
-
-def _checked() -> tuple[Checked, ...]:
-    try:
-        return check_installed()
-    except UnsupportedError:
-        return ()
 
 
 # -- page hashes -------------------------------------------------------------------------------------------------------
@@ -345,7 +290,7 @@ def setting_findings(checked: ExtraConfig, *, inline: bool) -> Iterator[Finding]
     for subject, note in notes:
         # Of a secret that is missing the opening of its tier tells.
         if not subject.startswith("hicache_ext."):
-            yield Finding(subject, Level.WARNING, note.removeprefix(f"{subject}: ").removeprefix(f"{subject} "))
+            yield Finding(subject, Level.WARNING, note)
     if checked.allocator is None:
         seen = "host pages are not page-aligned"
         yield Finding("allocator", Level.NOTE, seen, "allocator: shm in inline JSON aligns them, for direct I/O")
@@ -424,8 +369,6 @@ def _record(config: HicacheExtConfig) -> Finding:
 
 # -- seals -------------------------------------------------------------------------------------------------------------
 
-_SUBJECT = "seal"
-
 
 def seal_findings(tier: TierConfig) -> Iterator[Finding]:
     """Names files and ids, never a key."""
@@ -435,16 +378,16 @@ def seal_findings(tier: TierConfig) -> Iterator[Finding]:
     writes = seal.keys[0].id
     others = ", ".join(key.id for key in seal.keys[1:])
     read = f" and read with {others}, too" if others else ""
-    yield Finding(_SUBJECT, Level.OK, f"{seal.mode}, pages are written with key {writes}{read}")
+    yield Finding("seal", Level.OK, f"{seal.mode}, pages are written with key {writes}{read}")
     for key in seal.keys:
         if key.kind == "env":
             seen = "it is in the environment: processes that the server starts, and crash dumps, have it, too"
-            yield Finding(f"{_SUBJECT} key {key.id}", Level.NOTE, seen, "keep it in a file of mode 0600")
+            yield Finding(f"seal key {key.id}", Level.NOTE, seen, "keep it in a file of mode 0600")
         else:
             yield from _of_file(key)
     if fastest_cipher() is not CipherKind.AES_256_GCM:
         seen = "this processor has no instructions for AES: pages are sealed with ChaCha20-Poly1305, which is slower"
-        yield Finding(f"{_SUBJECT} cipher", Level.NOTE, seen)
+        yield Finding("seal cipher", Level.NOTE, seen)
 
 
 def _of_file(key: SealKeyReference) -> Iterator[Finding]:
@@ -467,4 +410,4 @@ def _of_file(key: SealKeyReference) -> Iterator[Finding]:
         of_all = mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP) or len(can) > 1
         seen = f"{name} has mode {mode:04o}: {' and '.join(can)} can read or change it"
         remedy = "chmod 600, and the server's account as owner; in Kubernetes defaultMode: 0400"
-        yield Finding(f"{_SUBJECT} key {key.id}", Level.WARNING if of_all else Level.NOTE, seen, remedy)
+        yield Finding(f"seal key {key.id}", Level.WARNING if of_all else Level.NOTE, seen, remedy)

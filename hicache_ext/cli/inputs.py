@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -91,11 +90,6 @@ def _without_tokenizer(model: str) -> str | None:
     if path.exists():
         return f"{model!r} is a file"
     return f"{model!r}: there is no such directory" if model.startswith(("/", ".", "~")) else None
-
-
-def our_texts() -> dict[str, str]:
-    """Return texts of several kinds, by kind."""
-    return tomllib.loads(Path(__file__).with_name("texts.toml").read_text("utf-8"))
 
 
 def seed_of(arguments: argparse.Namespace) -> bytes:

@@ -17,7 +17,6 @@ import os
 import select
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from hicache_ext import __version__
 from hicache_ext.errors import ConfigError, HicacheExtError, MissingPackageError
@@ -25,43 +24,29 @@ from hicache_ext.packages import package_behind
 from hicache_ext.runtime.commands import progress_on_standard_error, standard_output_of
 from hicache_ext.runtime.shown import shown_text
 
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A sub-command: its name, what adds its arguments, and its line in ``--help``."""
-
-    name: str
-    configure: str
-    """``module:function`` in this package; the function adds the command's arguments to a parser and sets ``run``."""
-    help: str
-
-
-COMMANDS: tuple[Command, ...] = (
-    Command("prove", "prove_command:configure", "whether restored answers are the computed ones on your server"),
-    Command("demo", "demo_command:configure", "hold a conversation with a real server, restart it, go on from disk"),
-    Command(
-        "ls",
-        "directory_commands:configure_ls",
-        "what a directory of the file tier holds: models, dtypes, ages, bytes",
-    ),
-    Command("stat", "directory_commands:configure_stat", "how full a directory of the file tier is"),
-    Command("verify", "directory_commands:configure_verify", "read and check every page of a directory"),
-    Command("gc", "directory_commands:configure_gc", "remove what killed processes left in a directory"),
-    Command("clear", "directory_commands:configure_clear", "remove the pages of a model, or all, from a directory"),
-    Command("hint", "prompt_commands:configure_hint", "lease, release or demote a prompt, as a request may ask for"),
-    Command("pin", "prompt_commands:configure_pin", "keep the pages of a prompt from being evicted"),
-    Command("unpin", "prompt_commands:configure_unpin", "let the pages of a pin go like all others"),
-    Command("pins", "prompt_commands:configure_pins", "which pages are pinned, until when, and what they take"),
-    Command("config", "config_command:configure", "check, render or describe a configuration"),
-    Command("doctor", "doctor_command:configure", "look at a configuration and all it stands on; say what to do"),
-    Command("stats", "stats_command:configure_stats", "what the tiers of a running server do: hits, misses, latencies"),
-    Command("curve", "stats_command:configure_curve", "what share of page uses a smaller or larger tier would serve"),
-    Command("explain", "prompt_commands:configure_explain", "where the pages of a prompt are, and why there is no hit"),
-    Command("warm", "prompt_commands:configure_warm", "bring the pages of a prompt from the pool to this node's disk"),
-    Command("reload", "reload_command:configure", "have running servers take over their configuration file"),
-    Command("plan", "plan_command:configure", "what disks and a pool would do for your requests, before you buy"),
-    Command("bench", "bench_command:configure", "measure the tiers on this machine against what else there is"),
-)
+COMMANDS = {
+    "prove": ("prove_command", "whether restored answers are the computed ones on your server"),
+    "demo": ("prove_command", "the same with a server of its own, which is killed meanwhile"),
+    "ls": ("directory_commands", "what a directory of the file tier holds: models, dtypes, ages, bytes"),
+    "stat": ("directory_commands", "how full a directory of the file tier is"),
+    "verify": ("directory_commands", "read and check every page of a directory"),
+    "gc": ("directory_commands", "remove what killed processes left in a directory"),
+    "clear": ("directory_commands", "remove the pages of a model, or all, from a directory"),
+    "hint": ("prompt_commands", "lease, release or demote a prompt, as a request may ask for"),
+    "pin": ("prompt_commands", "keep the pages of a prompt from being evicted"),
+    "unpin": ("prompt_commands", "let the pages of a pin go like all others"),
+    "pins": ("prompt_commands", "which pages are pinned, until when, and what they take"),
+    "config": ("config_command", "check, render or describe a configuration"),
+    "doctor": ("doctor_command", "look at a configuration and all it stands on; say what to do"),
+    "stats": ("stats_command", "what the tiers of a running server do: hits, misses, latencies"),
+    "curve": ("stats_command", "what share of page uses a smaller or larger tier would serve"),
+    "explain": ("prompt_commands", "where the pages of a prompt are, and why there is no hit"),
+    "warm": ("prompt_commands", "bring the pages of a prompt from the pool to this node's disk"),
+    "reload": ("reload_command", "have running servers take over their configuration file"),
+    "plan": ("plan_command", "what disks and a pool would do for your requests, before you buy"),
+    "bench": ("bench_command", "measure the tiers on this machine against what else there is"),
+}
+"""Each sub-command: the module whose ``configure_NAME`` adds its arguments, and its line in ``--help``."""
 _HELP_END = """\
 examples:
   hicache-ext config render --path /mnt/nvme0/hicache --capacity 512GiB > hicache.yaml
@@ -146,9 +131,8 @@ def make_parser(*chosen: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hicache-ext {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
-        if command.name in chosen:
-            module, _, function = command.configure.partition(":")
-            getattr(importlib.import_module(f"hicache_ext.cli.{module}"), function)(subparser)
+    for name, (module, help_line) in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=help_line, description=help_line)
+        if name in chosen:
+            getattr(importlib.import_module(f"hicache_ext.cli.{module}"), f"configure_{name}")(subparser)
     return parser

@@ -7,7 +7,8 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from hicache_ext.runtime.commands import aligned, print_json
 
@@ -16,15 +17,13 @@ _WRONG_INPUT = "wrong usage, wrong configuration, or a package is missing"
 
 def describe(
     parser: argparse.ArgumentParser,
-    *,
-    examples: Sequence[str],
+    *examples: str,
     run: Callable[[argparse.Namespace], int] | None = None,
-    success: str = "done",
     problem: str = "it could not be done",
     nothing: str = "",
 ) -> None:
-    """Complete the parser of a command. ``success`` and ``problem`` say when it ends with 0 and with 1 ("": never);
-    ``nothing`` when it ends with 2, besides wrong input.
+    """Complete the parser of a command. ``examples`` are what may follow its name; ``problem`` says when it ends with 1
+    ("": never), ``nothing`` when it ends with 2, besides wrong input.
 
     ``run`` is left out where the parser has one; ``--json`` is added where it has none.
     """
@@ -33,14 +32,10 @@ def describe(
     if "--json" not in parser._option_string_actions:
         parser.add_argument("--json", action="store_true", help="print the result as one JSON document")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    codes = [
-        f"0 {success}",
-        *([f"1 {problem}"] if problem else []),
-        f"2 {', '.join(filter(None, (_WRONG_INPUT, nothing)))}",
-        "130 interrupted",
-    ]
-    lines = ["examples:", *(f"  {example}" for example in examples), "", "exit codes:", *(f"  {c}" for c in codes)]
-    parser.epilog = "\n".join(lines)
+    wrong = ", ".join(filter(None, (_WRONG_INPUT, nothing)))
+    codes = ["0 done", *([f"1 {problem}"] if problem else []), f"2 {wrong}", "130 interrupted"]
+    told = {"examples:": [f"{parser.prog} {words}".rstrip() for words in examples], "exit codes:": codes}
+    parser.epilog = "\n\n".join("\n  ".join([title, *lines]) for title, lines in told.items())
 
 
 def show(arguments: argparse.Namespace, document: object, lines: Iterable[str]) -> None:
@@ -57,16 +52,12 @@ _PROGRESS_INTERVAL = 0.1
 def fitted(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str] = str.ljust) -> list[str]:
     """Rows of equal length, the first one the heading, as lines of aligned columns.
 
-    On a terminal that is too narrow for them the headings stand at the left: rows beside each other where they fit,
-    else one below the other.
+    On a terminal that is too narrow for them the headings stand at the left, and rows one below the other.
     """
     lines = aligned(rows, justify)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
     if max(map(len, lines)) <= width:
         return lines
-    turned = aligned(list(zip(*rows, strict=True)), str.ljust)
-    if max(map(len, turned)) <= width:
-        return turned
     blocks = [aligned(list(zip(rows[0], row, strict=True)), str.ljust) for row in rows[1:]]
     return [line for block in blocks for line in (*block, "")][:-1]
 
@@ -79,28 +70,19 @@ def rough_span(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-class Progress:
-    """A bar on standard error where that is a terminal, while its context is open; ``what`` says what is counted."""
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Give what shows how many of ``what`` are done, of how many, on standard error where that is a terminal."""
+    shown = 0.0
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._terminal = sys.stderr.isatty()
-        self._shown = 0.0
+    def show(done: int, total: int) -> None:
+        nonlocal shown
+        if sys.stderr.isatty() and (done == total or time.monotonic() - shown >= _PROGRESS_INTERVAL):
+            shown = time.monotonic()
+            print(f"\r{done}/{total} {what}", end="", file=sys.stderr, flush=True)
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Go to the next line, also after Ctrl-C."""
-        if self._shown:
-            print(file=sys.stderr)
-
-    def show(self, done: int, total: int) -> None:
-        """Draw it, at most some times a second."""
-        if self._terminal and total and (done == total or time.monotonic() - self._shown >= _PROGRESS_INTERVAL):
-            self._shown = time.monotonic()
-            told = f"{done}/{total} {self._what}"
-            # A line that is broken by the edge of the terminal would not be written over.
-            length = max(0, min(30, shutil.get_terminal_size().columns - len(told) - 4))
-            bar = "#" * (length * done // total)
-            print(f"\r[{bar:{length}}] {told}", end="", file=sys.stderr, flush=True)
+    try:
+        yield show
+    finally:
+        if shown:
+            print(file=sys.stderr)  # also after Ctrl-C

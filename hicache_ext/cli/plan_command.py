@@ -24,7 +24,7 @@ _PRICES = {
 }
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_plan(parser: argparse.ArgumentParser) -> None:
     requests = parser.add_argument_group("what is asked for")
     requests.add_argument(
         "trace", metavar="TRACE", nargs="?", help="a recording, a directory of them, or JSON lines of Mooncake's form"
@@ -58,12 +58,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         worth.add_argument(option, metavar="PRICE", help=what)
     describe(
         parser,
+        "trace.jsonl --model /models/llama --disk 4TB --gpu h100",
+        "/var/lib/hicache-recordings --model /models/llama --nodes 4 --disk 4TB --pool 20TB",
+        "--workload rate=2,turns=6,think=90s --token-bytes 128KiB --disk 2TB --json",
         run=run,
-        examples=[
-            "hicache-ext plan trace.jsonl --model /models/llama --disk 4TB --gpu h100",
-            "hicache-ext plan /var/lib/hicache-recordings --model /models/llama --nodes 4 --disk 4TB --pool 20TB",
-            "hicache-ext plan --workload rate=2,turns=6,think=90s --token-bytes 128KiB --disk 2TB --json",
-        ],
         problem="the trace cannot be read",
     )
 

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from hicache_ext.cli.inputs import (
     seed_of,
     targets,
 )
-from hicache_ext.cli.output import Progress, describe, fitted, rough_span, show
+from hicache_ext.cli.output import describe, fitted, progress, rough_span, show
 from hicache_ext.config import load_config, load_document, parse_duration, rounded_size
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page.envelope import PAGE_HASH_LENGTH
@@ -62,12 +63,9 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
     _add_arguments(parser, "both")
     describe(
         parser,
+        "hicache.yaml --tokens tokens.json",
+        "hicache.yaml --prompt prompt.txt --model /models/llama",
         run=_explain,
-        examples=[
-            "hicache-ext explain hicache.yaml --tokens tokens.json",
-            "hicache-ext explain hicache.yaml --prompt prompt.txt --model /models/llama",
-        ],
-        success="all pages of each prompt's KV are there",
         problem="a page of the KV is missing",
     )
 
@@ -162,8 +160,8 @@ def configure_warm(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", metavar="TIER", help="the tier to warm (default: promote_to)")
     describe(
         parser,
+        "hicache.yaml --tokens tokens.json",
         run=_warm,
-        examples=["hicache-ext warm hicache.yaml --tokens tokens.json"],
         problem="nothing can be warmed, or a page that exists could not be copied",
     )
 
@@ -173,24 +171,18 @@ def _warm(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config).for_role(arguments.role)
     prompts = prompts_of(arguments)
     started = time.monotonic()
-    with Progress("pages") as bar:
+    with progress("pages") as told:
         report = warm_prompts(
             config,
             prompts,
             to=arguments.to,
             model=arguments.served_name,
             seed=seed_of(arguments),
-            progress=bar.show,
+            progress=told,
         )
     seconds = time.monotonic() - started
-    document = {
-        "fetched": report.fetched,
-        "bytes": report.payload_bytes,
-        "seconds": seconds,
-        "present": report.present,
-        "absent": report.absent,
-        "failed": report.failed,
-    }
+    counts = asdict(report)
+    document = {"bytes": counts.pop("payload_bytes"), "seconds": seconds, **counts}
     line = (
         f"{report.fetched} pages fetched ({rounded_size(report.payload_bytes)} in {seconds:.1f} s), "
         f"{report.present} were there, {report.absent} are nowhere, {report.failed} failed"
@@ -212,8 +204,8 @@ def configure_hint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from-token", type=int, default=0, help="demote: what stands before stays as it is")
     describe(
         parser,
+        "retain hicache.yaml --tokens prompt.json --for 10m",
         run=_hint,
-        examples=["hicache-ext hint retain hicache.yaml --tokens prompt.json --for 10m"],
         problem="it was not followed: too many leases, or nothing there that takes hints",
     )
 
@@ -250,8 +242,8 @@ def configure_pin(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--for", dest="duration", metavar="DURATION", help="such as 7d; left out: until it is unpinned")
     describe(
         parser,
+        "hicache.yaml --name system-prompt --tokens prompt.json --for 30d",
         run=_pin,
-        examples=["hicache-ext pin hicache.yaml --name system-prompt --tokens prompt.json --for 30d"],
         problem="the directory is none of a file tier, or cannot be changed",
     )
 
@@ -259,17 +251,12 @@ def configure_pin(parser: argparse.ArgumentParser) -> None:
 def configure_unpin(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     _add_name(parser)
-    describe(
-        parser,
-        run=_unpin,
-        examples=["hicache-ext unpin hicache.yaml --name system-prompt"],
-        problem="there is no such pin",
-    )
+    describe(parser, "hicache.yaml --name system-prompt", run=_unpin, problem="there is no such pin")
 
 
 def configure_pins(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
-    describe(parser, run=_pins, examples=["hicache-ext pins hicache.yaml"], problem="the directory cannot be read")
+    describe(parser, "hicache.yaml", run=_pins, problem="the directory cannot be read")
 
 
 def _add_name(parser: argparse.ArgumentParser) -> None:
@@ -331,22 +318,15 @@ def _pins(arguments: argparse.Namespace) -> int:
             for pin in read_pins(directory):
                 pins[pin.name] = pin
                 present[pin.name] = present.get(pin.name, 0) + sum(inspector.occupied_by(pin.hashes))
-    by_age = sorted(pins.values(), key=lambda pin: pin.created)
-    document = [
-        {
-            "name": pin.name,
-            "pages": len(pin.hashes),
-            "bytes_on_disk": present[pin.name],
-            "since": pin.created,
-            "until": pin.until,
-        }
-        for pin in by_age
-    ]
+    document = []
     rows = [("name", "pages", "on disk", "since", "for another")]
-    for pin in by_age:
+    for pin in sorted(pins.values(), key=lambda pin: pin.created):
+        count, size = len(pin.hashes), present[pin.name]
+        facts = {"name": pin.name, "pages": count, "bytes_on_disk": size, "since": pin.created, "until": pin.until}
+        document.append(facts)
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(pin.created))
         left = "for good" if pin.until is None else rough_span(pin.until - time.time())
-        rows.append((pin.name, str(len(pin.hashes)), rounded_size(present[pin.name]), since, left))
+        rows.append((pin.name, str(count), rounded_size(size), since, left))
     show(arguments, document, fitted(rows))
     return 0
 

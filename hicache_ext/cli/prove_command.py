@@ -8,6 +8,8 @@ the end of the prompt and of the answer, token by token. They all attend to the 
 Where a tier has a lossy codec (a server with ``--enable-metrics`` counts such pages), answers differ by as much as a
 small fault makes them: how far is said, and only what no codec does is DIFFERENT. docs/codecs.md.
 
+``hicache-ext demo`` is the same with servers of its own, which serve a small model that comes as a package.
+
 ``--canary`` flushes nothing: it asks the same prompts again and again while the server is idle, and compares those that
 storage has restored meanwhile. Why it is a process of its own: docs/decisions/canary.md.
 """
@@ -22,22 +24,18 @@ import itertools
 import json
 import math
 import random
-import shlex
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import urllib.parse
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.cli.inputs import our_texts, read_input
 from hicache_ext.cli.output import describe, show
 from hicache_ext.cli.reload_command import facts_of
 from hicache_ext.cli.stats_command import read_samples
@@ -82,16 +80,12 @@ _LOSSY = 0.5
 zeros 0.30, layers exchanged 4.2, codes without their scales 14; but a head of zeros in one layer 0.06 to 0.08."""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument(
+def configure_prove(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--url",
+        required=True,
         help="a server that runs, such as http://127.0.0.1:30000: it is flushed, and its storage keeps the prompts",
     )
-    where.add_argument(
-        "--launch", metavar="FLAGS", help="start one with these flags, with a file tier if they name none"
-    )
-    parser.add_argument("--prompts", metavar="FILE", help="your own: one a line ('-': standard input)")
     parser.add_argument("--quick", action="store_true", help="two short prompts and no more than a minute on a GPU")
     parser.add_argument(
         "--restart", metavar="COMMAND", help="restarts the server; what it restores then is compared too"
@@ -100,33 +94,105 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--canary",
         type=share_of_time,
         metavar="SHARE",
-        help="with --url: until it is ended, for at most this share of the time (0.1%%) and while the server is idle, "
+        help="until it is ended, for at most this share of the time (0.1%%) and while the server is idle, "
         "compare what is restored, and flush nothing; a difference ends storing and restoring there",
     )
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the key of a server with --api-key")
     describe(
         parser,
-        run=run,
-        examples=[
-            "hicache-ext prove --url http://127.0.0.1:30000 > proof.md",
-            "hicache-ext prove --launch '--model-path /models/llama --tp-size 2' --quick",
-            "hicache-ext prove --url http://127.0.0.1:30000 --canary 0.1%",
-        ],
-        success="every restored answer is the computed one, to the bit or within the spread",
+        "--url http://127.0.0.1:30000 > proof.md",
+        "--url http://127.0.0.1:30000 --canary 0.1%",
+        run=_prove,
         problem="a restored answer is DIFFERENT",
         nothing="nothing could be shown",
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Return 0 for equal, 1 for different, 2 where it could not be shown. Raises ConfigError."""
-    texts = _prompts(arguments.prompts) if arguments.prompts else None
+def configure_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", help="a model directory or name that SGLang can load (default: a small one that comes as a package)"
+    )
+    parser.add_argument(
+        "server_arguments", nargs="*", metavar="-- SERVER ARGUMENT", help="passed to sglang.launch_server, after --"
+    )
+    describe(
+        parser,
+        "",
+        "--model /models/llama -- --tp 2",
+        run=_demonstrate,
+        problem="an answer differs, nothing came from storage after the restart, or a server failed",
+    )
+
+
+def _prove(arguments: argparse.Namespace) -> int:
+    headers = {}
+    if arguments.api_key_file is not None:
+        try:
+            headers["Authorization"] = f"Bearer {arguments.api_key_file.read_text('ascii').strip()}"
+        except (OSError, ValueError) as error:
+            raise ConfigError("--api-key-file", f"it cannot be read ({error})", "a file with the key") from None
+    server = SglangClient(arguments.url, headers)
+
+    def restart() -> None:
+        code = subprocess.run(arguments.restart, shell=True, check=False, stdout=2).returncode
+        if code != 0:
+            raise ServerError(f"--restart ended with {code}")
+        server.wait_until_ready(_START_TIMEOUT)
+
+    def proof() -> Proof:
+        if arguments.canary is not None:
+            return watch(server, arguments.canary, say=_say)
+        return prove(server, quick=arguments.quick, restart=restart if arguments.restart else None, say=_say)
+
+    return _tell(arguments, proof)
+
+
+def _demonstrate(arguments: argparse.Namespace) -> int:
+    """Prove it of a server that is started for it; 1 also where nothing could be shown."""
+    need("sglang", "torch")
+    from hicache_ext.testing.server import SglangServer
+
+    flags = arguments.server_arguments
+    if any(flag.partition("=")[0] in ("--host", "--port") for flag in flags):
+        raise ConfigError("--", "--host and --port are chosen", "neither, or hicache-ext prove of a server that runs")
+    with terminated_in_order(), tempfile.TemporaryDirectory(prefix="hicache-demo-") as directory:
+        if (model := arguments.model) is None:
+            from hicache_ext.testing.small_model import NAME, arguments_to_serve, make_small_model  # torch
+
+            model = str(make_small_model(Path(directory) / NAME))
+            # Less memory than the default is sooner allocated.
+            flags = [*arguments_to_serve(), "--max-total-tokens", "8192", *flags]
+        tier = {"type": "file", "path": f"{directory}/pages", "capacity": "16GiB"}
+        ours = not any(flag.startswith("--hicache-storage-backend") for flag in flags)
+        server = SglangServer(
+            model,
+            log_file=Path(directory) / "server.log",
+            page_size=64,
+            storage_backend="dynamic" if ours else None,
+            extra_config=ExtraConfig.around({"tiers": {"disk": tier}}) if ours else None,
+            extra_arguments=flags,
+            start_timeout=_START_TIMEOUT,
+        )
+
+        def restart() -> None:
+            server.kill()
+            server.start()
+
+        def proof() -> Proof:
+            _say("A server computes prompts, is flushed, is killed, and a new one goes on from disk.")
+            with server:
+                return prove(server, quick=True, restart=restart, say=_say)
+
+        code = _tell(arguments, proof)
+    _say("For your own server: hicache-ext config render --path DIRECTORY --capacity SIZE > hicache.yaml")
+    return min(code, 1)
+
+
+def _tell(arguments: argparse.Namespace, find: Callable[[], Proof]) -> int:
+    """Print what is found; 0 for equal, 1 for different, 2 where it could not be shown."""
     try:
-        with terminated_in_order(), _server(arguments) as (server, restart):
-            if arguments.canary is not None:
-                proof = watch(server, arguments.canary, say=_say)
-            else:
-                proof = prove(server, texts, quick=arguments.quick, restart=restart, say=_say)
+        with terminated_in_order():
+            proof = find()
     except (ServerError, OSError, http.client.HTTPException) as error:
         print(shown_address(f"It could not be tried: {error}"), file=sys.stderr)
         return 2
@@ -144,72 +210,6 @@ def share_of_time(text: str) -> float:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _prompts(file: str) -> list[str]:
-    texts = [line for line in read_input(file, "--prompts").splitlines() if line.strip()]
-    if not texts:
-        raise ConfigError("--prompts", "the file is empty", "a prompt in each line")
-    return texts
-
-
-@contextmanager
-def _server(arguments: argparse.Namespace) -> Iterator[tuple[SglangClient, Callable[[], None] | None]]:
-    """Give the server, and what restarts it, if anything does."""
-    restart: Callable[[], None] | None = None
-    if arguments.url is not None:
-        headers = {}
-        if arguments.api_key_file is not None:
-            try:
-                headers["Authorization"] = f"Bearer {arguments.api_key_file.read_text('ascii').strip()}"
-            except (OSError, ValueError) as error:
-                raise ConfigError("--api-key-file", f"it cannot be read ({error})", "a file with the key") from None
-        server = SglangClient(arguments.url, headers)
-        if arguments.restart is not None:
-
-            def restart() -> None:
-                code = subprocess.run(arguments.restart, shell=True, check=False, stdout=2).returncode
-                if code != 0:
-                    raise ServerError(f"--restart ended with {code}")
-                server.wait_until_ready(_START_TIMEOUT)
-
-        yield server, restart
-        return
-    need("sglang", "torch")
-    from hicache_ext.testing.server import SglangServer
-
-    flags = shlex.split(arguments.launch)
-    named = argparse.ArgumentParser(add_help=False)
-    named.add_argument("--model-path", "--model")
-    named.add_argument("--page-size", type=int, default=64)
-    named.add_argument("--host")
-    named.add_argument("--port")
-    known, flags = named.parse_known_args(flags)
-    if known.model_path is None:
-        raise ConfigError("--launch", "no model is named", "flags of sglang.launch_server with --model-path")
-    if known.host or known.port:
-        raise ConfigError(
-            "--launch", "--host and --port are chosen", "neither of them, or --url with a server that runs"
-        )
-    with tempfile.TemporaryDirectory(prefix="hicache-prove-") as directory:
-        tier = {"type": "file", "path": f"{directory}/pages", "capacity": "16GiB"}
-        ours = not any(flag.startswith("--hicache-storage-backend") for flag in flags)
-        started = SglangServer(
-            known.model_path,
-            log_file=Path(directory) / "server.log",
-            page_size=known.page_size,
-            storage_backend="dynamic" if ours else None,
-            extra_config=ExtraConfig.around({"tiers": {"disk": tier}}) if ours else None,
-            extra_arguments=flags,
-            start_timeout=_START_TIMEOUT,
-        )
-
-        def start_again() -> None:
-            started.kill()
-            started.start()
-
-        with started:
-            yield started, start_again
 
 
 # -- what is compared --------------------------------------------------------------------------------------------------
@@ -371,14 +371,12 @@ class Proof:
 
 def prove(
     server: SglangClient,
-    texts: Sequence[str] | None = None,
     *,
     quick: bool = False,
     restart: Callable[[], None] | None = None,
     say: Callable[[str], None] = print,
 ) -> Proof:
-    """Ask the server's own prompts or these, and compare. Flushes its caches, and writes to its storage. Raises
-    ServerError, OSError."""
+    """Ask prompts, and compare. Flushes the server's caches, and writes to its storage. Raises ServerError, OSError."""
     info = json.loads(server.get("/server_info"))
     proof = Proof(_facts(server, info))
     if not any(proof.facts[name] for name in ("storage", "linker")):
@@ -386,27 +384,20 @@ def prove(
     page = int(info["page_size"])
     salt = f"hicache-ext-prove-{random.SystemRandom().getrandbits(64):x}"
     source = _Text(server, info, random.Random(salt))
-    if texts is not None:
-        prompts = list(dict.fromkeys(source.tokens_of(text) for text in texts))
-        short = [len(tokens) for tokens in prompts if len(tokens) < TAIL + page]
-        if short:
-            raise ConfigError("--prompts", f"one has {short[0]} tokens", f"{TAIL + page} tokens and more")
-    else:
-        longest = source.longest()
-        prompts = [source.prompt(n) for n in (QUICK_LENGTHS if quick else LENGTHS) if n <= longest]
-        prompts = prompts or [source.prompt(longest)]
+    longest = source.longest()
+    prompts = [source.prompt(n) for n in (QUICK_LENGTHS if quick else LENGTHS) if n <= longest]
+    prompts = prompts or [source.prompt(longest)]
     middle = min(prompts, key=lambda tokens: abs(len(tokens) - 2000))
     # Each prompt has a name of its own, so that they do not share what is restored; the adapter's is that of the same
     # prompt without it.
     names = {tokens: {"extra_key": f"{salt}-{at}"} for at, tokens in enumerate(prompts)}
     groups = [(f"{len(tokens):,} tokens", [Prompt(tokens, names[tokens])]) for tokens in prompts]
-    many = [source.prompt(len(middle)) for _ in range(AT_ONCE)] if texts is None else [middle] * AT_ONCE
     fit = max(1, min(AT_ONCE, source.longest(1) // (len(middle) + ANSWER)))
-    alone = [Prompt(tokens, {"extra_key": f"{salt}-at-once-{at}"}) for at, tokens in enumerate(many[:fit])]
+    alone = [Prompt(source.prompt(len(middle)), {"extra_key": f"{salt}-at-once-{at}"}) for at in range(fit)]
     groups.append((f"{fit} at once", alone))
-    groups += [
-        (f"adapter {name}", [Prompt(middle, {**names[middle], "lora_path": name})]) for name in _adapters(info)[:1]
-    ]
+    for adapter in (info.get("lora_paths") or ())[:1]:
+        name = adapter.get("lora_name") if isinstance(adapter, dict) else adapter
+        groups.append((f"adapter {name}", [Prompt(middle, {**names[middle], "lora_path": str(name)})]))
     if json.loads(server.get("/model_info")).get("has_image_understanding"):
         about = source.about_an_image()
         try:
@@ -472,17 +463,13 @@ def _facts(server: SglangClient, info: Mapping[str, Any]) -> dict[str, Any]:
     return {**facts, "kind": " ".join(model.get("architectures") or ()), "not_tried": None}
 
 
-def _adapters(info: Mapping[str, Any]) -> list[str]:
-    named = info.get("lora_paths") or ()
-    return [str(entry.get("lora_name") if isinstance(entry, dict) else entry) for entry in named]
-
-
 class _Text:
     """Prompts of the length that is wanted, out of our own texts: sentences in a random order."""
 
     def __init__(self, server: SglangClient, info: Mapping[str, Any], chance: random.Random) -> None:
         self._server, self._info, self._chance = server, info, chance
-        lines = [line for text in our_texts().values() for line in text.splitlines() if line.strip()]
+        texts = tomllib.loads(Path(__file__).with_name("texts.toml").read_text("utf-8"))
+        lines = [line for text in texts.values() for line in text.splitlines() if line.strip()]
         self._texts = chance.sample(lines, min(len(lines), 60))
         try:
             self._lines = [self.tokens_of(line) for line in self._texts]
@@ -503,17 +490,11 @@ class _Text:
 
     def about_an_image(self) -> list[dict[str, Any]]:
         """Return a message with noise for an image between two texts."""
-        rows = b"".join(b"\0" + self._chance.randbytes(3 * _SIDE) for _ in range(_SIDE))
-        header = struct.pack(">IIBBBBB", _SIDE, _SIDE, 8, 2, 0, 0, 0)
-        parts = [(b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
-        chunks = [
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-            for kind, data in parts
-        ]
-        image = base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(chunks)).decode()
+        pixels = self._chance.randbytes(3 * _SIDE * _SIDE)
+        image = base64.b64encode(b"P6 %d %d 255\n" % (_SIDE, _SIDE) + pixels).decode()
         texts = ["\n".join(self._chance.sample(self._texts, 20)) for _ in range(2)]
         first, last = ({"type": "text", "text": text} for text in texts)
-        url = {"url": f"data:image/png;base64,{image}"}
+        url = {"url": f"data:image/x-portable-pixmap;base64,{image}"}
         return [{"role": "user", "content": [first, {"type": "image_url", "image_url": url}, last]}]
 
     def longest(self, margin: int = ANSWER + 8) -> int:
@@ -722,19 +703,6 @@ def _line(case: Case) -> str:
     return f"{case.name}: {case.restored_tokens:,} of {case.prompt_tokens:,} tokens from storage"
 
 
-def _table(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [
-        ("prompt", "from storage", "restored differs by", "computing twice", "computed", "restored", "verdict")
-    ]
-    for case in document["cases"]:
-        apart = [f"{case[name]['worst']:.2g}" for name in ("restored", "spread")]
-        times = [f"{1e3 * case[name]:.0f} ms" for name in ("computed_seconds", "restored_seconds")]
-        if not case["restored_tokens"]:
-            apart[0] = times[1] = "-"
-        rows.append((case["name"], f"{case['restored_tokens']:,}", *apart, *times, case["verdict"]))
-    return rows
-
-
 def _words(document: Mapping[str, Any]) -> list[str]:
     """The verdict, what it means, and what to do."""
     verdict, pays = document["verdict"], document["pays_from_tokens"]
@@ -789,20 +757,17 @@ def _words(document: Mapping[str, Any]) -> list[str]:
 
 
 def as_lines(document: Mapping[str, Any]) -> list[str]:
-    """Return a page of Markdown, with first tokens by prompt as a picture."""
-    heading, *rows = _table(document)
-    table = [f"| {line} |" for line in aligned([heading, ("---",) * len(heading), *rows], str.ljust, " | ")]
-    times = [(case["name"], name, case[f"{name}_seconds"]) for case in document["cases"] for name in _BARS]
-    longest = max((seconds for _, _, seconds in times), default=0) or 1.0
-    bars = [(name, what, f"{1e3 * spent:.0f} ms {'#' * round(50 * spent / longest)}") for name, what, spent in times]
-    picture = ["```text", *aligned([("prompt", "", "first token"), *bars], str.ljust), "```"]
+    """Return a page of Markdown."""
+    heading = ("prompt", "from storage", "restored differs by", "computing twice", "computed", "restored", "verdict")
+    rows: list[tuple[str, ...]] = [heading, ("---",) * len(heading)]
+    for case in document["cases"]:
+        apart = [f"{case[name]['worst']:.2g}" for name in ("restored", "spread")]
+        times = [f"{1e3 * case[name]:.0f} ms" for name in ("computed_seconds", "restored_seconds")]
+        if not case["restored_tokens"]:
+            apart[0] = times[1] = "-"
+        rows.append((case["name"], f"{case['restored_tokens']:,}", *apart, *times, case["verdict"]))
+    table = [f"| {line} |" for line in aligned(rows, str.ljust, " | ")]
     first, *words = _words(document)
-    words.insert(
-        1,
-        "Differences are the largest of a log-probability, in nats; times are to the first token, of an "
-        "image to the last.",
-    )
-    return [f"# {first}", "", *table, "", *picture, "", *(line for word in words for line in (word, ""))][:-1]
-
-
-_BARS = ("computed", "restored")
+    what = "Differences are the largest of a log-probability, in nats; times are to the first token (images: the last)."
+    words.insert(1, what)
+    return [f"# {first}", "", *table, "", *(line for word in words for line in (word, ""))][:-1]

@@ -15,14 +15,14 @@ from hicache_ext.errors import ControlError, HicacheExtError
 from hicache_ext.storage.serving.control import Answer, ask, has_listener, servers
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_reload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="the file that the servers were started with (@FILE)")
     parser.add_argument("--check", action="store_true", help="only say whether it would be taken over")
     describe(
         parser,
+        "--check hicache.yaml",
+        "hicache.yaml",
         run=_reload,
-        examples=["hicache-ext reload --check hicache.yaml", "hicache-ext reload hicache.yaml"],
-        success="every process has taken it over (--check: would)",
         problem="no server runs with that file, or a process refuses it",
     )
 
@@ -34,7 +34,9 @@ def _reload(arguments: argparse.Namespace) -> int:
         found = [facts for path in servers() if (facts := facts_of(path)) is not None]
     except ControlError as error:
         raise HicacheExtError(str(error)) from error
-    chosen = [facts for facts in found if "file" not in facts or _is_same(facts["file"], file)]
+    chosen = [
+        facts for facts in found if "file" not in facts or os.path.realpath(facts["file"]) == os.path.realpath(file)
+    ]
     if not any(facts.get("file") for facts in chosen):
         print(f"no running server of this user was started with @{file}", file=sys.stderr)
         print("(a server that was given its configuration inline has to be restarted)", file=sys.stderr)
@@ -70,10 +72,6 @@ def facts_of(path: Path) -> dict[str, Any] | None:
             return None
         print(error, file=sys.stderr)
         return {"path": path, "pid": path.stem}
-
-
-def _is_same(file: str, other: str) -> bool:
-    return file == other or os.path.realpath(file) == os.path.realpath(other)
 
 
 def _asked(facts: Mapping[str, Any], *, only_check: bool) -> dict[str, Any]:

@@ -31,6 +31,8 @@ from hicache_ext.storage.serving.metrics_export import CALL_SECONDS, PREFIX
 
 _BESIDE = ("pull", "pd_write", "hints", "kv_hints", "kernels", "record", "events", "linker")
 """Values of the label ``tier`` that are no tiers, unless a user has named one so."""
+_RATES = ("asked", "found", "used", "dropped", "promoted", "prefetched", "prefetched_wasted")
+"""Columns of pages."""
 _BREAKER_STATES = ("closed", "half open", "open")
 _PATH_EVENTS = ("out_of_service", "back_in_service")
 PROMPT_TOKENS = "sglang:prompt_tokens_total"
@@ -257,8 +259,9 @@ def configure_stats(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="print the totals since the server's start, once")
     describe(
         parser,
+        "http://127.0.0.1:30000",
+        "http://127.0.0.1:30000 --once --json",
         run=_stats,
-        examples=["hicache-ext stats http://127.0.0.1:30000", "hicache-ext stats http://127.0.0.1:30000 --once --json"],
         problem="the server cannot be read, or has no metrics of hicache_ext",
     )
 
@@ -307,63 +310,67 @@ def fetch(url: str) -> Samples:
 def table(before: Samples | None, now: Samples) -> list[str]:
     """The lines of the table: rates between two samples, or the totals of one."""
     found = figures(before, now)
-    seconds = 1.0 if found["seconds"] is None else found["seconds"]
-    unit = "/s" if before is not None else ""
-    columns = "tier,up,asked/s,found/s,used/s,used %,full %,read/s,written/s,p50 get,p99 get"
-    columns += ",queued,dropped/s,promoted/s,prefetched/s,useful %,wasted/s"
-    rows: list[tuple[str, ...]] = [tuple(columns.replace("/s", unit).split(","))]
-    reasons: list[str] = []
+    seconds, unit = (1.0, "") if before is None else (found["seconds"], "/s")
+
+    def counts(of: Mapping[str, float]) -> list[str]:
+        return [f"{_number(count / seconds)}{unit} {what}".rstrip() for what, count in of.items()]
+
+    rows: list[dict[str, str]] = []
+    why: dict[str, list[str]] = {"not hit because:": [], "stored of what was offered:": [], "pages of tenants:": []}
+    not_hit, admission, of_tenants = why.values()
     for tier in found["tiers"]:
+        name, offered = tier["tier"], sum(tier["admission"].values())
+        rates = {stage: _number(tier[f"{stage}_pages"] / seconds) for stage in _RATES}
         rows.append(
-            (
-                tier["tier"],
-                tier["up"],
-                *(_number(tier[f"{stage}_pages"] / seconds) for stage in ("asked", "found", "used")),
-                _share(tier["used_pages"], tier["asked_pages"]),
-                "-" if math.isnan(tier["filled"]) else _share(tier["filled"], 1.0),
-                _bytes(tier["read_bytes"] / seconds),
-                _bytes(tier["written_bytes"] / seconds),
-                _seconds(tier["get_seconds_p50"]),
-                _seconds(tier["get_seconds_p99"]),
-                _bytes(tier["queued_bytes"]),
-                _number(tier["dropped_pages"] / seconds),
-                _number(tier["promoted_pages"] / seconds),
-                _number(tier["prefetched_pages"] / seconds),
-                _share(tier["prefetched_useful_pages"], tier["prefetched_pages"]),
-                _number(tier["prefetched_wasted_pages"] / seconds),
-            )
+            {
+                "tier": name,
+                "up": tier["up"],
+                **{f"{stage}{unit}": rates[stage] for stage in ("asked", "found", "used")},
+                "used %": _share(tier["used_pages"], tier["asked_pages"]),
+                "full %": "-" if math.isnan(tier["filled"]) else _share(tier["filled"], 1.0),
+                **{f"{done}{unit}": rounded_size(tier[f"{done}_bytes"] / seconds) for done in ("read", "written")},
+                **{f"p{at} get": _seconds(tier[f"get_seconds_p{at}"]) for at in (50, 99)},
+                "queued": rounded_size(tier["queued_bytes"]),
+                **{f"{stage}{unit}": rates[stage] for stage in ("dropped", "promoted", "prefetched")},
+                "useful %": _share(tier["prefetched_useful_pages"], tier["prefetched_pages"]),
+                f"wasted{unit}": rates["prefetched_wasted"],
+            }
         )
-        told = [f"{_number(count / seconds)}{unit} {reason}" for reason, count in tier["not_hit"].items()]
-        if tier["breaker"] != "closed":
-            told.insert(0, f"breaker is {tier['breaker']}")
-        if tier["up"] == "no":
-            told.insert(0, "cannot be reached")
-        if told:
-            reasons.append(f"{tier['tier']}: {', '.join(told)}")
-    admission = [_told_admission(tier, seconds, unit) for tier in found["tiers"] if tier["admission"]]
-    of_tenants = [
-        f"{tier['tier']}: {name}: {_number(of['pages'])} pages, {_bytes(of['bytes'])}"
-        + "".join(f", {_number(of[figure] / seconds)}{unit} {figure.removesuffix('_pages')}" for figure in _OF_TENANTS)
-        for tier in found["tiers"]
-        for name, of in tier["tenants"].items()
-    ]
-    beside = [_told_beside(name, counted, seconds, unit) for name, counted in found["beside"].items()]
+        told = ["cannot be reached"] if tier["up"] == "no" else []
+        told += [f"breaker is {tier['breaker']}"] if tier["breaker"] != "closed" else []
+        if told := [*told, *counts(tier["not_hit"])]:
+            not_hit.append(f"{name}: {', '.join(told)}")
+        if offered:
+            refused = {reason: n for reason, n in tier["admission"].items() if reason.startswith("refused_")}
+            share = f"{_share(offered - sum(refused.values()), offered)} %"
+            told = counts({reason.replace("_", " "): n for reason, n in refused.items()})
+            admission.append(f"{name}: {', '.join([share, *told])}")
+        for tenant, of in tier["tenants"].items():
+            told = counts({figure.removesuffix("_pages"): of[figure] for figure in _OF_TENANTS})
+            held = f"{_number(of['pages'])} pages, {rounded_size(of['bytes'])}"
+            of_tenants.append(f"{name}: {tenant}: {', '.join([held, *told])}")
+    beside = why["beside the tiers:"] = []
+    for name, counted in found["beside"].items():
+        told = []
+        for title, value in counted.items():
+            by_reason = isinstance(value, Mapping)
+            told += counts({f"{title} {reason}": n for reason, n in value.items()}) if by_reason else []
+            told += [] if by_reason else [f"{_number(value)} {title} now"]
+        beside.append(f"{name}: {', '.join(told)}")
+    heading = tuple(rows[0]) if rows else ("tier",)
     return [
-        _prompt_tokens(found["prompt_tokens"], since_start=before is None),
+        _prompt_tokens(found["prompt_tokens"]),
         *_not_serving(found),
         "",
-        *fitted(rows, str.rjust),
-        *(["", "not hit because:", *reasons] if reasons else []),
-        *(["", "stored of what was offered:", *admission] if admission else []),
-        *(["", "pages of tenants:", *of_tenants] if of_tenants else []),
-        *(["", "beside the tiers:", *beside] if beside else []),
+        *fitted([heading, *(tuple(row.values()) for row in rows)], str.rjust),
+        *(line for title, lines in why.items() if lines for line in ("", title, *lines)),
     ]
 
 
-def _prompt_tokens(tokens: Mapping[str, float], *, since_start: bool) -> str:
+def _prompt_tokens(tokens: Mapping[str, float]) -> str:
     """The first line: the sources of the prompt tokens of ended requests."""
     if not tokens["all"]:
-        return "prompt tokens: no request has ended yet" if since_start else "prompt tokens: no request has ended"
+        return "prompt tokens: no request has ended"
     told = [
         f"{100 * tokens[source] / tokens['all']:.1f} % {words}"
         for source, words in _SOURCES.items()
@@ -382,25 +389,6 @@ def _not_serving(found: Mapping[str, Any]) -> Iterator[str]:
             since = rough_span(time.time() - tier["no_space_since"])
             yield f"{tier['tier']}: no space left for new pages, for {since}: the disk is full before the tier is"
         yield from (f"{tier['tier']}: path {path} is out of service" for path in tier["paths_out"])
-
-
-def _told_admission(tier: Mapping[str, Any], seconds: float, unit: str) -> str:
-    """One line of what admission did."""
-    counts = tier["admission"]
-    offered, refused = sum(counts.values()), {why: n for why, n in counts.items() if why.startswith("refused_")}
-    told = [f"{_number(count / seconds)}{unit} {why.replace('_', ' ')}" for why, count in refused.items()]
-    return f"{tier['tier']}: {', '.join([f'{_share(offered - sum(refused.values()), offered)} %', *told])}"
-
-
-def _told_beside(name: str, counted: Mapping[str, Any], seconds: float, unit: str) -> str:
-    """One line of what counts beside the tiers."""
-    told = []
-    for title, counts in counted.items():
-        if isinstance(counts, Mapping):
-            told += [f"{_number(count / seconds)}{unit} {title} {why}".rstrip() for why, count in counts.items()]
-        else:
-            told.append(f"{_number(counts)} {title} now")
-    return f"{name}: {', '.join(told)}"
 
 
 def metrics_url(text: str) -> str:
@@ -426,14 +414,6 @@ def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f}" if whole else "-"
 
 
-def _bytes(value: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{_number(value)} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
-
-
 def _seconds(value: float) -> str:
     if math.isnan(value):
         return "-"
@@ -450,12 +430,7 @@ _WIDTH = 50
 
 def configure_curve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="the server, e.g. http://127.0.0.1:30000")
-    describe(
-        parser,
-        run=_curves,
-        examples=["hicache-ext curve http://127.0.0.1:30000"],
-        problem="the server cannot be read, or no tier of it knows",
-    )
+    describe(parser, "http://127.0.0.1:30000", run=_curves, problem="the server cannot be read, or no tier of it knows")
 
 
 def _curves(arguments: argparse.Namespace) -> int:

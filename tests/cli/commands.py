@@ -20,4 +20,4 @@ def leaves(
             yield from leaves(subparser, (*words, name))
 
 
-EVERY_COMMAND = dict(leaves(make_parser(*(command.name for command in COMMANDS))))
+EVERY_COMMAND = dict(leaves(make_parser(*COMMANDS)))

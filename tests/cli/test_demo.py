@@ -1,7 +1,8 @@
-"""``hicache-ext demo``: what it says, and the whole of it with the small real model."""
+"""``hicache-ext demo``: ``prove`` of a server of its own, with a stand-in and with the small real model."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,98 +12,98 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.cli import demo_command
-from hicache_ext.cli.demo_command import QUESTIONS, Story, _ask
+from hicache_ext.cli import prove_command
 from hicache_ext.cli.main import main
-from hicache_ext.testing.client import CachedTokens, Generation
+from hicache_ext.cli.prove_command import DIFFERENT, EQUAL, WITHIN
+from hicache_ext.testing import server as real
+from tests.cli.test_every_command import documented, fields_of, is_documented
+from tests.cli.test_prove_command import Server
 
 
-class Letters:
-    """A tokenizer of letters, with a chat template or without."""
+class Started(Server):
+    """A stand-in that is started and killed as a real server is. Its storage outlives it."""
 
-    eos_token_id = 0
+    wrong_pages = 0.0
+    seen: list[str]
 
-    def __init__(self, template: bool) -> None:
-        self.chat_template = "yes" if template else None
+    def __init__(self, model: str, **arguments: Any) -> None:
+        super().__init__(wrong=self.wrong_pages)
+        self.model, self.arguments = model, arguments
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        assert not add_special_tokens
-        return [ord(letter) for letter in text]
+    def __enter__(self) -> Started:
+        self.start()
+        return self
 
-    def apply_chat_template(
-        self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> Any:
-        assert not tokenize and add_generation_prompt
-        return "".join(f"<{m['role']}>{m['content'].strip()}</>" for m in messages) + "<assistant>"
+    def __exit__(self, *error: object) -> None:
+        self.kill()
 
+    def start(self) -> None:
+        self.seen.append(f"start {self.model} {' '.join(self.arguments['extra_arguments'])}".strip())
 
-@pytest.mark.parametrize("template", [True, False])
-def test_each_prompt_of_the_story_begins_with_the_last_prompt_and_its_answer(template: bool) -> None:
-    story = Story(Letters(template))
-    first = story.ask(QUESTIONS[0])
-    said = [1000, 1001, 1002]  # what was generated, however it reads as text
-    story.answered(" Once upon a time.\n", [*said, Letters.eos_token_id])
-    second = story.ask(QUESTIONS[1])
-    assert second[: len(first) + 3] == first + said
-    rest = "".join(map(chr, second[len(first) + 3 :]))
-    assert rest == (f"</><user>{QUESTIONS[1]}</><assistant>" if template else f"\nuser: {QUESTIONS[1]}\nassistant: ")
+    def kill(self) -> None:
+        self.flush_cache()
+        self.seen.append("kill")
 
 
-def test_an_answer_that_the_template_leaves_out_begins_the_prompt_anew() -> None:
-    story = Story(Letters(True))
-    first = story.ask(QUESTIONS[0])
-    story.answered("", [])
-    assert "".join(map(chr, story.ask(QUESTIONS[1]))).startswith("".join(map(chr, first)) + "</><user>")
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> type[Started]:
+    """The servers that a demo starts; ``seen``: what was done with them."""
+    Started.seen, Started.wrong_pages = [], 0.0
+    monkeypatch.setattr(prove_command, "need", lambda *_: None)
+    monkeypatch.setattr(real, "SglangServer", Started)
+    return Started
 
 
-class Answering:
-    """A server that says one thing."""
-
-    def generate(self, prompt: list[int], **_: Any) -> Generation:
-        return Generation(
-            "Once upon a \x1b[31mtime" + " and again" * 20, (1,), 10, 4, CachedTokens(1, 2, 1), 0.1, 0.2, {}
-        )
-
-
-def test_an_answer_is_printed_in_lines_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
-    _ask(Answering(), "What then?", [1, 2])  # type: ignore[arg-type]
-    printed = capsys.readouterr().out
-    assert "You: What then?" in printed and "Model: Once upon a  [31mtime and again" in printed
-    assert "\x1b" not in printed and max(map(len, printed.splitlines())) <= 110
-
-
-def test_a_directory_that_holds_something_else_is_left_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("wrong", "code", "verdict"), [(0.0, 0, EQUAL), (0.5, 1, DIFFERENT)])
+def test_a_demo_kills_its_server_and_goes_on_from_disk(
+    wrong: float, code: int, verdict: str, started: type[Started], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "hicache.yaml").write_text("mine")
-    assert main(["demo", "--directory", str(tmp_path)]) == 2
-    assert "holds what no demo has put there" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["hicache.yaml"]
+    started.wrong_pages = wrong
+    assert main(["demo", "--model", "/m", "--json", "--", "--tp", "2"]) == code
+    document = json.loads(capsys.readouterr().out)
+    assert started.seen == ["start /m --tp 2", "kill", "start /m --tp 2", "kill"]
+    assert document["verdict"] == verdict
+    assert {case["restarted"] for case in document["cases"] if case["restored_tokens"]} == {False, True}
+    assert [field for field in fields_of(document) if not is_documented(field, documented()["demo"])] == []
 
 
-def test_a_demo_that_is_told_to_end_takes_its_servers_away_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[str] = []
+def test_a_demo_of_which_nothing_came_back_is_a_problem(
+    started: type[Started], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prove_command, "_WAITS", ())
+    monkeypatch.setattr(started, "kill", lambda server: server.storage.clear() or server.flush_cache())
+    assert main(["demo", "--model", "/m"]) == 1
+    assert "not shown" in capsys.readouterr().out
 
-    def demonstrate(_: object) -> int:
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-            signal.pause()
-        finally:
-            ended.append("server")
-        return 0
 
-    monkeypatch.setattr(demo_command, "need", lambda *_: None)
-    monkeypatch.setattr(demo_command, "_demonstrate", demonstrate)
-    assert main(["demo"]) == 130
-    assert ended == ["server"]
+def test_a_demo_that_is_told_to_end_takes_its_servers_away_first(
+    started: type[Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+
+    monkeypatch.setattr(started, "generate", told)
+    assert main(["demo", "--model", "/m"]) == 130
+    assert started.seen == ["start /m", "kill"]
+
+
+@pytest.mark.parametrize("flag", ["--port", "--host=0.0.0.0"])
+def test_the_address_of_a_server_that_is_started_is_no_flag(
+    flag: str, started: type[Started], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--model", "/m", "--", flag, "30000"]) == 2
+    assert "--host and --port are chosen" in capsys.readouterr().err
+    assert not started.seen
 
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_the_demo_goes_on_from_disk_with_equal_answers(tmp_path: Path) -> None:
-    command = [str(Path(sys.executable).with_name("hicache-ext")), "demo", "--directory", str(tmp_path)]
+def test_the_demo_goes_on_from_disk_with_equal_answers() -> None:
+    command = [str(Path(sys.executable).with_name("hicache-ext")), "demo", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Every answer equals the one computed without any cache." in done.stdout
-    assert "from storage" in done.stdout and "random weights" not in done.stdout
-    assert done.stdout.count("You: ") == 2 * len(QUESTIONS)
+    document = json.loads(done.stdout)
+    assert document["verdict"] in (EQUAL, WITHIN)
+    after = [case for case in document["cases"] if case["restarted"]]
+    assert after and all(case["restored_tokens"] > case["prompt_tokens"] / 2 for case in after)

@@ -327,7 +327,7 @@ def test_clear_of_an_unknown_model_says_which_there_are(
     directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["clear", str(directory[0]), "--model", "c"]) == 1
-    assert "no pages of 'c'; models here: a, b" in capsys.readouterr().err
+    assert "no pages of the model 'c'; there are: a, b" in capsys.readouterr().err
 
 
 def test_gc_keeps_every_page(directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.cli.demo_command import Turn, _turn
 from hicache_ext.cli.main import main, make_parser
 from hicache_ext.storage.serving.control import ControlSocket
-from hicache_ext.testing.client import CachedTokens, Generation
 from tests.cli.commands import EVERY_COMMAND
 
 ROOT = Path(__file__).parents[2]
@@ -143,12 +141,6 @@ def test_json_has_the_documented_fields_and_no_other_and_is_alone_on_standard_ou
     assert [field for field in sorted(seen) if not is_documented(field, fields)] == []
     plain = {field for field in fields if not field.endswith("*")}
     assert sorted(plain - seen) == []
-
-
-def test_the_json_of_the_demo_is_documented() -> None:
-    answer = Generation("x", (1,), 10, 4, CachedTokens(1, 2, 1), 0.1, 0.2, {})
-    turn = _turn(Turn("?", (1, 2), answer), Turn("?", (1, 2), answer))
-    assert {f"turns[].{key}" for key in turn} | {"pages"} == documented()["demo"]
 
 
 def test_a_benchmark_prints_its_json_alone(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,8 +61,8 @@ def all_commands() -> Iterator[list[str]]:
     """The words of every command and sub-command, as the parsers have them."""
     yield []
     for command in COMMANDS:
-        top = make_parser(command.name)
-        yield from ([command.name, *below] for below in _commands_of(_subparsers(top)[command.name]))
+        top = make_parser(command)
+        yield from ([command, *below] for below in _commands_of(_subparsers(top)[command]))
 
 
 def _commands_of(parser: argparse.ArgumentParser) -> Iterator[list[str]]:

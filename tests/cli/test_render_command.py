@@ -218,7 +218,7 @@ def test_a_decode_node_has_no_linker(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_notes_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "render", *DISK, "--pd", "decode"]) == 0
-    assert "note: a decode node that stores in private tiers alone" in capsys.readouterr().err
+    assert "note: store_locations: a decode node that stores in private tiers alone" in capsys.readouterr().err
 
 
 def test_it_takes_a_capacity_in_bytes(capsys: pytest.CaptureFixture[str]) -> None:

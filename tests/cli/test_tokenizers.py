@@ -1,4 +1,4 @@
-"""A model whose tokenizer cannot be loaded is one sentence, for every command that takes a prompt or a model."""
+"""A model whose tokenizer cannot be loaded is one sentence, for every command that takes a prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hicache_ext.config.render import as_yaml
 pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="missing: the package sglang")
 
 
-@pytest.mark.parametrize("command", ["explain", "warm", "demo"])
+@pytest.mark.parametrize("command", ["explain", "warm"])
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
@@ -35,10 +35,7 @@ def test_a_model_without_a_tokenizer_is_one_sentence_that_names_what_is_missing(
     tiers = {name: {"type": "file", "path": str(tmp_path / name), "capacity": "64MiB"} for name in ("near", "far")}
     file.write_text(as_yaml(ExtraConfig.around({"tiers": tiers, "promote_to": "near"})))
     model = str(tmp_path / name)
-    words = {
-        "demo": ["demo", "--model", model, "--directory", str(tmp_path / "demo")],
-    }.get(command, [command, str(file), "--prompt", str(tmp_path / "prompt.txt"), "--model", model])
-    assert main(words) == 2
+    assert main([command, str(file), "--prompt", str(tmp_path / "prompt.txt"), "--model", model]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == sentence.format(model=model) + (
         "; allowed: the directory or name of the model"
     )

@@ -23,9 +23,7 @@ LANGUAGES = {"sh", "text", "yaml", "json", "python", "hex"}
 
 _FENCE = re.compile(r"^ *```(\S*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 _SPAN = re.compile(r"`([^`]+)`")
-_SUBCOMMANDS = {command.name for command in COMMANDS} | {
-    *("check", "render", "schema", "file", "pool", "kernels", "multiturn", "compare")
-}
+_SUBCOMMANDS = {*COMMANDS} | {*("check", "render", "schema", "file", "pool", "kernels", "multiturn", "compare")}
 
 
 class How(Enum):

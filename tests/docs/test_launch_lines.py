@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hicache_ext.cli.demo_command import _print_what_to_paste
 from hicache_ext.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -88,14 +87,6 @@ def test_every_launch_line_that_is_printed_says_the_page_size(
     assert main(["config", "render", *words]) == 0
     lines = launch_lines_in(capsys.readouterr().out)
     assert lines and all("--page-size 64" in line for line in lines)
-
-
-def test_what_the_demo_advises_says_the_page_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "hicache.yaml"
-    file.write_text("hicache_ext: {}\n")
-    _print_what_to_paste(file)
-    [line] = launch_lines_in(capsys.readouterr().out)
-    assert "--page-size 64" in line and line.endswith("@hicache.yaml")
 
 
 @pytest.mark.sglang

@@ -88,7 +88,7 @@ def test_the_figures_of_a_server_are_those_of_its_answers(
 ) -> None:
     the_series_are_there_before_the_first_request(server)
     assert main(["stats", server.url, "--once"]) == 0
-    assert capsys.readouterr().out.startswith("prompt tokens: no request has ended yet")
+    assert capsys.readouterr().out.startswith("prompt tokens: no request has ended")
 
     answers: list[Generation] = []
 
