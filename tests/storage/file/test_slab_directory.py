@@ -71,10 +71,10 @@ def test_a_file_in_use_stays_open_whatever_the_limit(directory: SlabDirectory) -
             with directory.opened(slab):
                 pass
         assert os.fstat(fd).st_size == slabs[0].size
-    opened, release = directory.open_all(slabs, SlabFile.SLOTS, headers=True)
+    opened, files = directory.open_all(slabs, SlabFile.SLOTS, headers=True)
     assert opened[:, 0].tolist() == [slab.number for slab in slabs]
     assert all(os.fstat(fd).st_size for fd in opened[:, 1:3].ravel().tolist())
-    release()
+    del files
     with directory.opened(slabs[0]):
         assert open_files_of(directory) == 4
 
@@ -83,7 +83,7 @@ def test_files_of_a_dropped_slab_are_closed_by_their_last_user(directory: SlabDi
     slabs = made(directory, 2)
     with directory.opened(slabs[0]) as fd:
         directory.delete_slab_files(slabs[0])
-        directory.close_dropped([slabs[1].number])
+        directory.close_files()
         assert os.fstat(fd).st_size == 0
         with pytest.raises(FileNotFoundError), directory.opened(slabs[0]):
             pass
@@ -93,9 +93,8 @@ def test_files_of_a_dropped_slab_are_closed_by_their_last_user(directory: SlabDi
 def test_a_file_that_cannot_be_opened_is_left_out_of_many(directory: SlabDirectory) -> None:
     slabs = made(directory, 3)
     directory.delete_slab_files(slabs[1])
-    opened, release = directory.open_all(slabs, SlabFile.SLOTS, headers=True)
+    opened, _ = directory.open_all(slabs, SlabFile.SLOTS, headers=True)
     assert opened[:, 0].tolist() == [slabs[0].number, slabs[2].number]
-    release()
 
 
 def test_files_have_all_their_blocks_and_none_is_left_of_a_full_disk(

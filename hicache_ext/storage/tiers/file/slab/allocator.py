@@ -424,7 +424,6 @@ class SlotAllocator:
     def _drop_slab(self, slab: Slab, most_pages: int | None = None) -> bool:
         dropped = self._index.drop_slab(slab, most_pages)
         if dropped:
-            self._slabs.pop(slab.number, None)
             self._forget(slab)
             self._look_at_slabs()
         return dropped
@@ -456,9 +455,11 @@ class SlotAllocator:
             self._is_beyond = _occupied(self._index.all_slabs()) > self._capacity
 
     def _look_at_slabs(self) -> None:
-        """Learn of slabs added and dropped by any process."""
-        self._slabs = dict(self._index.view().slabs)
-        self._directory.close_dropped(self._slabs)
+        """Learn of slabs added and dropped by any process. Those that others dropped are noticed when one of their new
+        slabs is used for the first time, so that few files stay open in vain."""
+        before, self._slabs = self._slabs, dict(self._index.view().slabs)
+        if before.keys() - self._slabs.keys():
+            self._directory.close_files()
 
 
 def _occupied(slabs: Sequence[Slab]) -> int:

@@ -24,13 +24,10 @@ import logging
 import os
 import re
 import stat
-import threading
 import time
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -88,13 +85,14 @@ OPEN_FILES = 512
 """Descriptors of slabs that a process keeps open per path, at most."""
 
 
-@dataclass(slots=True)
-class _Descriptor:
-    """An open file of a slab. ``dropped``: nobody new uses it, its last user closes it."""
+class OpenFile:
+    """A file of a slab. It is closed when the last one who uses it lets go of it."""
 
-    fd: int
-    users: int = 0
-    dropped: bool = False
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.fd)
 
 
 class SlabDirectory:
@@ -106,8 +104,7 @@ class SlabDirectory:
         self.path = path = path.resolve()
         self.home = slab_home(path)
         self.identities = path / "identities"
-        self._descriptors: OrderedDict[tuple[int, SlabFile], _Descriptor] = OrderedDict()
-        self._descriptors_lock = threading.Lock()
+        self._open = functools.lru_cache(OPEN_FILES)(self._open_anew)
         self._resources = ExitStack()
         self._looked = 0.0
         try:
@@ -237,7 +234,7 @@ class SlabDirectory:
     def close(self) -> None:
         """Release everything. What others use stays."""
         self._resources.close()
-        self.close_dropped(())
+        self.close_files()
 
     def _opened_directory(self, path: Path) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -311,77 +308,33 @@ class SlabDirectory:
     @contextmanager
     def opened(self, slab: Slab, file: SlabFile = SlabFile.SLOTS) -> Iterator[int]:
         """A descriptor of a file of the slab; valid inside, and kept open. Raises OSError."""
-        with self._descriptors_lock:
-            descriptor = self._use(slab, file)
-        try:
-            yield descriptor.fd
-        finally:
-            self._release([descriptor])
+        opened = self._open(slab, file)
+        yield opened.fd
 
-    def open_all(self, slabs: Sequence[Slab], file: SlabFile, *, headers: bool) -> tuple[Words, Callable[[], None]]:
-        """``opened`` for those of these slabs that can be opened, until the returned function is called: a row per slab
-        for moves.c, with number, descriptor, that of its headers (-1: none), first row."""
-        used: list[_Descriptor] = []
+    def open_all(self, slabs: Sequence[Slab], file: SlabFile, *, headers: bool) -> tuple[Words, list[OpenFile]]:
+        """``opened`` for those of these slabs that can be opened, as long as the files returned are held: a row per
+        slab for moves.c, with number, descriptor, that of its headers (-1: none), first row."""
+        used: list[OpenFile] = []
         rows: list[tuple[int, int, int, int]] = []
-        with self._descriptors_lock:
-            for slab in slabs:
-                with suppress(OSError):
-                    used.append(self._use(slab, file))
-                    fd, of_headers = used[-1].fd, -1
-                    if headers:
-                        used.append(self._use(slab, SlabFile.HEADERS))
-                        of_headers = used[-1].fd
-                    rows.append((slab.number, fd, of_headers, slab.first_row))
-        return np.array(rows, np.int64).reshape(-1, 4), functools.partial(self._release, used)
+        for slab in slabs:
+            with suppress(OSError):
+                used.append(self._open(slab, file))
+                fd, of_headers = used[-1].fd, -1
+                if headers:
+                    used.append(self._open(slab, SlabFile.HEADERS))
+                    of_headers = used[-1].fd
+                rows.append((slab.number, fd, of_headers, slab.first_row))
+        return np.array(rows, np.int64).reshape(-1, 4), used
 
-    def _use(self, slab: Slab, file: SlabFile) -> _Descriptor:
-        which = (slab.number, file)
-        descriptor = self._descriptors.get(which)
-        if descriptor is None:
-            flags = (
-                os.O_RDWR
-                | os.O_NONBLOCK
-                | os.O_CLOEXEC
-                | os.O_NOFOLLOW
-                | (os.O_DIRECT if file is SlabFile.DIRECT else 0)
-            )
-            fd = os.open(_name(slab, file), flags, dir_fd=self._slabs_fd)
-            descriptor = self._descriptors[which] = _Descriptor(fd)
-        self._descriptors.move_to_end(which)
-        descriptor.users += 1
-        if len(self._descriptors) > OPEN_FILES:
-            self._close_least_used()
-        return descriptor
+    def _open_anew(self, slab: Slab, file: SlabFile) -> OpenFile:
+        flags = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags |= os.O_DIRECT if file is SlabFile.DIRECT else 0
+        return OpenFile(os.open(_name(slab, file), flags, dir_fd=self._slabs_fd))
 
-    def _close_least_used(self) -> None:
-        for which, descriptor in list(self._descriptors.items()):
-            if len(self._descriptors) <= OPEN_FILES:
-                return
-            if not descriptor.users:
-                del self._descriptors[which]
-                os.close(descriptor.fd)
-
-    def _release(self, descriptors: Iterable[_Descriptor]) -> None:
-        with self._descriptors_lock:
-            for descriptor in descriptors:
-                descriptor.users -= 1
-                if descriptor.dropped and descriptor.users == 0:
-                    os.close(descriptor.fd)
-
-    def close_dropped(self, known: Iterable[int]) -> None:
-        """Close the descriptors of slabs whose numbers are not in ``known``; those in use are closed by their last
-        user.
-
-        No two slabs have one number. Slabs dropped by another process are noticed when one of its new slabs is used for
-        the first time, so that few descriptors stay open in vain.
-        """
-        numbers = set(known)
-        with self._descriptors_lock:
-            for which in [which for which in self._descriptors if which[0] not in numbers]:
-                descriptor = self._descriptors.pop(which)
-                descriptor.dropped = True
-                if descriptor.users == 0:
-                    os.close(descriptor.fd)
+    def close_files(self) -> None:
+        """Let go of all files of slabs: some were dropped. No two slabs have one number, so that none is taken for
+        another."""
+        self._open.cache_clear()
 
     # -- identities ------------------------------------------------------------------------------------------------
 

@@ -82,8 +82,8 @@ class MovePages(native.Arguments):
         "slabs slots positions opened addresses segments keys start rows results into_memory page_count opened_count "
         "segment_count payload slot_size created flags at_once row_count row_words seal_word taken"
     )
-    arrays: tuple[object, ...]
-    """Whose memory this is."""
+    used: tuple[object, ...]
+    """Whose memory and descriptors these are."""
 
 
 _WORDS = struct.Struct(f"{len(MovePages._fields_)}q")
@@ -91,8 +91,8 @@ _WORDS = struct.Struct(f"{len(MovePages._fields_)}q")
 
 
 class Moving:
-    """The pages of one call on their way, which up to ``threads`` threads may ``move``; a context that keeps their
-    slots open. What became of them is asked once all have returned."""
+    """The pages of one call on their way, which up to ``threads`` threads may ``move``. What became of them is asked
+    once all have returned."""
 
     def __init__(
         self,
@@ -101,7 +101,6 @@ class Moving:
         results: npt.NDArray[np.int64],
         threads: int,
         move: Callable[..., object],
-        release: Callable[[], None],
     ) -> None:
         """``pages`` are in the order of their places, ``results`` of each 0 when it is moved and right, -errno, or
         else 1; ``others`` cannot be moved here."""
@@ -111,13 +110,6 @@ class Moving:
         self._pages = pages
         self._others = others
         self._results = results
-        self._release = release
-
-    def __enter__(self) -> Moving:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._release()
 
     @property
     def all_done(self) -> bool:
@@ -243,63 +235,55 @@ class SlotIo:
         numbers = found.slab_numbers()
         slabs = list(filter(None, map(slab_of, numbers)))
         file = SlabFile.DIRECT if direct else SlabFile.SLOTS
-        opened, release = self._directory.open_all(slabs, file, headers=not into_memory)
-        try:
-            if len(opened) < len(numbers):
-                # A slab that cannot be opened is left to the other way.
-                can_be_read = np.isin(found.slabs, opened[:, 0])
-                found, others = found.select(can_be_read), found.select(~can_be_read)
-                count = len(found.positions)
-            if mode == "direct" and not direct:
-                self._metrics.add("io", "unaligned", count)
-            rows, results = self._directory.index.memory.rows, np.empty(count, np.int64)
-            results.fill(_LEFT)
-            arrays = (
-                found.slabs,
-                found.slots,
-                found.positions,
-                opened,
-                memory.pages,
-                memory.segment_sizes,
-                key_words(batch.keys),
-                _START,
-                rows,
-                results,
-            )
-            at_once, slot_size = AT_ONCE_DIRECT if direct else AT_ONCE, slot_size_of(payload)
-            of_call = _WORDS.pack(
-                *map(native.address, arrays),
-                into_memory,
-                count,
-                len(opened),
-                len(memory.segment_sizes),
-                payload,
-                slot_size,
-                0 if into_memory else int(time.time() * 1000),
-                # The flags are for the page cache.
-                0 if direct else self.read_flags if into_memory else self.write_flags,
-                at_once,
-                len(rows),
-                ROW_WORDS,
-                SEAL,
-                0,
-            )
-        except BaseException:
-            release()
-            raise
+        opened, files = self._directory.open_all(slabs, file, headers=not into_memory)
+        if len(opened) < len(numbers):
+            # A slab that cannot be opened is left to the other way.
+            can_be_read = np.isin(found.slabs, opened[:, 0])
+            found, others = found.select(can_be_read), found.select(~can_be_read)
+            count = len(found.positions)
+        if mode == "direct" and not direct:
+            self._metrics.add("io", "unaligned", count)
+        rows, results = self._directory.index.memory.rows, np.empty(count, np.int64)
+        results.fill(_LEFT)
+        arrays = (
+            found.slabs,
+            found.slots,
+            found.positions,
+            opened,
+            memory.pages,
+            memory.segment_sizes,
+            key_words(batch.keys),
+            _START,
+            rows,
+            results,
+        )
+        at_once, slot_size = AT_ONCE_DIRECT if direct else AT_ONCE, slot_size_of(payload)
+        of_call = _WORDS.pack(
+            *map(native.address, arrays),
+            into_memory,
+            count,
+            len(opened),
+            len(memory.segment_sizes),
+            payload,
+            slot_size,
+            0 if into_memory else int(time.time() * 1000),
+            # The flags are for the page cache.
+            0 if direct else self.read_flags if into_memory else self.write_flags,
+            at_once,
+            len(rows),
+            ROW_WORDS,
+            SEAL,
+            0,
+        )
         arguments = MovePages.from_buffer_copy(of_call)
         # Kept by the frame of each thread: one that the interpreter leaves behind at its end still moves.
-        arguments.arrays = batch, arrays
+        arguments.used = batch, arrays, files
         threads = min(threads, -(-count // max(1, at_once // slot_size)))
-        return Moving(found, others, results, threads, lambda *_: core(arguments), release)
+        return Moving(found, others, results, threads, lambda *_: core(arguments))
 
 
 def _nothing_but(others: SlotReferences) -> Moving:
-    return Moving(NO_SLOTS, others, np.empty(0, np.int64), 0, _nothing, _nothing)
-
-
-def _nothing(*_: object) -> None:
-    """There is nothing to do."""
+    return Moving(NO_SLOTS, others, np.empty(0, np.int64), 0, lambda *_: None)
 
 
 def _aligned(memory: Addresses) -> bool:

@@ -251,8 +251,8 @@ class SlabStore(PathStore):
                 doubtful = [(page, "length") for page in found.select(wrong).pages()]
                 found = found.select(~wrong)
         readers = self._readers
-        with self._io.to_read(batch, found, self._allocator.slab, readers) as moving:
-            self._workers.run(moving.threads, moving.move, readers)
+        moving = self._io.to_read(batch, found, self._allocator.slab, readers)
+        self._workers.run(moving.threads, moving.move, readers)
         if moving.all_done:
             _fill(results, found.positions, GetResult.HIT)
         else:
@@ -470,8 +470,8 @@ class SlabStore(PathStore):
             return
         published: list[int] | None = None
         try:
-            with self._io.to_write(batch, taken, self._allocator.slab, self._writers) as moving:
-                self._workers.run(moving.threads, moving.move, self._writers)
+            moving = self._io.to_write(batch, taken, self._allocator.slab, self._writers)
+            self._workers.run(moving.threads, moving.move, self._writers)
             written = taken if moving.all_done else self._finish_writing(batch, moving, results)
             published = self._index.publish(ticket, batch.keys, taken, written, self._oldest(), milliseconds(), tenant)
         finally:
