@@ -70,6 +70,9 @@ FORMER = {
     "test_a_lead_of_less_than_a_hundredth_is_not_worth_a_change": (
         "-> test_a_lead_of_less_than_a_sixteenth_is_not_worth_a_change"
     ),
+    "test_a_file_system_that_cannot_preallocate_gets_page_files": (
+        "where the kernel cannot preallocate the C library writes: local file systems need no trial"
+    ),
     "test_stats_has_a_line_of_it": "hicache-ext curve shows it, and stats --json has it",
     "test_prompts_of_json_lines_are_told_by_their_lines": _OPTION,
     "test_every_combination_passes_config_check_and_says_why_for_each_tier": (

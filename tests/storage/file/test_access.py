@@ -145,7 +145,7 @@ def slabs_of_this_version(path: Path) -> dict[str, Path]:
     """The files of a directory in which a server of slabs is at work, by name."""
     used(path, "slab")
     home = slab_home(path)
-    files = {name: home / name for name in ("hicache_ext.json", "lock", "members", "ranks", "0123456789.sock")}
+    files = {name: home / name for name in ("hicache_ext.json", "lock", "members", "0123456789.sock")}
     files |= {name: home / "slabs" / name for name in ("00000000-4096.slab", "00000000-4096.headers")}
     for file in files.values():
         if file.suffix == ".sock":

@@ -14,8 +14,6 @@ docs/decisions/layout-and-io-auto.md.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import json
 import logging
 import os
@@ -243,9 +241,6 @@ def _has(directory: Path, name: re.Pattern[str]) -> bool:
 
 Layout = Literal["pages", "slab"]
 
-_FALLOCATE_PROBE = 1 << 20
-
-
 @dataclass(frozen=True, slots=True)
 class LayoutChoice:
     layout: Layout
@@ -269,9 +264,6 @@ def choose_layout(
     if not file_system.in_place:
         elsewhere = "writes changed blocks elsewhere, so that preallocated slabs reserve no room"
         return LayoutChoice("pages", f"{file_system.reason}, but {elsewhere}")
-    refusal = _cannot_allocate(path)
-    if refusal is not None:
-        return LayoutChoice("pages", f"{file_system.type} is local and cannot preallocate: {refusal}")
     if native.is_absent():
         return LayoutChoice("pages", f"slabs need the native core, which is not there: {native.why_not()}")
     return LayoutChoice("slab", file_system.reason)
@@ -284,25 +276,3 @@ def _layout_of_manifest(path: Path) -> Layout | None:
         # The store reports what is wrong.
         return None
     return "pages" if layout == "pages" else "slab" if layout == "slab" else None
-
-
-def _cannot_allocate(path: Path) -> str | None:
-    """Why the file system cannot preallocate, None when it can.
-
-    By the system call: posix_fallocate would write zeros itself where the file system cannot preallocate.
-    """
-    directory = path
-    while not directory.is_dir() and directory != directory.parent:
-        directory = directory.parent
-    try:
-        fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        # The store reports a directory that cannot be written; one without unnamed files can still preallocate.
-        return None if error.errno in (errno.EACCES, errno.EROFS, errno.EOPNOTSUPP, errno.EISDIR) else error.strerror
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(_FALLOCATE_PROBE)) == 0:
-            return None
-        return os.strerror(ctypes.get_errno())
-    finally:
-        os.close(fd)

@@ -47,7 +47,6 @@ from hicache_ext.runtime.file_systems import mount_points
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.base import leading
-from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook, RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo
@@ -329,11 +328,6 @@ class SpreadStore:
     def demote_pages(self, hashes: Sequence[bytes]) -> int:
         with self._calls:
             return sum([store.demote_pages(hashes) for store in self.parts])
-
-    def diagnose(self) -> Sequence[Finding]:
-        from hicache_ext.storage.tiers.file.diagnosis import diagnose
-
-        return diagnose(self, [self._parts[number].path for number in self._usable])
 
     def can_resize(self, capacity: int | None) -> bool:
         if capacity is None and self.out_of_service():

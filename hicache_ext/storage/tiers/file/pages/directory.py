@@ -10,7 +10,7 @@
     PATH/tmp/                                 pages being written where O_TMPFILE is missing; trees being cleared
     PATH/pins/                                pinned pages (pins.py)
     PATH/hints/                               what decode nodes announce (hints.py), in the first path of a tier
-    PATH/expiry.lock, ttl.json, io_probe.*    see path_store.py, devices.py
+    PATH/ttl.json, io_probe.*                 see path_store.py, devices.py
 
 Only names of exactly these forms are read, counted or removed. Other files stay: where clear() moves the directory
 around them, they are put back; a directory with a page's name is moved aside whole.

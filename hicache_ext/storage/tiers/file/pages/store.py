@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ import numpy.typing as npt
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.page.pack import Pack
 from hicache_ext.runtime.background import BackgroundLoop
-from hicache_ext.runtime.file_lock import OfdLock
 from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.reports import RecentMean
@@ -63,10 +62,6 @@ _COUNT_INTERVAL = 60.0
 
 _LEADING_AT_ONCE = 1024
 
-_SWEEPS_PER_TTL = 16
-_SHORTEST_INTERVAL = 0.5
-_LONGEST_INTERVAL = 600.0
-
 
 class PageFileStore(PathStore):
     """PageStore over one directory."""
@@ -86,15 +81,23 @@ class PageFileStore(PathStore):
         flags = flags_of(self._plan.read), flags_of(self._plan.write)
         if tenants.in_force() is not None:
             logger.warning("tier %s: %s is of page files, where tenants share nothing out", self.name, path)
-        self._directory = PageDirectory(path, self.name)
-        self._resources.callback(self._directory.close)
-        self._open_account()
-        common = self.name, self._directory, self._usage, self.metrics, self._count_error, flags
-        self._packs = Packs(*common, self._look_over)
-        self._resources.callback(self._packs.close)
-        self.pins = PinnedPages(self.name, path, _pin_limit(self._capacity), self._directory.occupied_by)
-        self._evictor = Evictor(self._directory, self.metrics, self.pins, evicted_age)
-        self._contents = TreeContents(self._directory)
+        self._directory = directory = PageDirectory(path, self.name)
+        self._resources.callback(directory.close)
+        account = path / "usage"
+        try:
+            self._usage = Usage(account, directory.members, directory.members_path, directory.writers)
+            self._resources.callback(self._usage.close)
+            self._is_full = bool(self.no_space_since)
+            common = self.name, directory, self._usage, self.metrics, self._count_error, flags
+            self._packs = Packs(*common, self._look_over)
+            self._resources.callback(self._packs.close)
+            self._upkeep = Upkeep(self.name, directory, self._usage, self._ttl, self._expire)
+            self._resources.callback(self._upkeep.close)
+        except OSError as error:
+            raise StoreSetupError(self.name, f"account {str(account)!r}: {error.strerror or error}") from error
+        self.pins = PinnedPages(self.name, path, _pin_limit(self._capacity), directory.occupied_by)
+        self._evictor = Evictor(directory, self.metrics, self.pins, evicted_age)
+        self._contents = TreeContents(directory)
         self._no_writes_until = 0.0
         self._no_growth_until = 0.0
         self._full_pause = 0.0
@@ -102,23 +105,6 @@ class PageFileStore(PathStore):
         """Bytes that the pages took when the file system was full."""
         self._pages = 0
         self._count_pages_at = 0.0
-        self._sweep_interval = max(_SHORTEST_INTERVAL, min((self._ttl or 0.0) / _SWEEPS_PER_TTL, _LONGEST_INTERVAL))
-        self._sweep = BackgroundLoop(f"hicache-{self.name}-ttl", self._sweep_once)
-        # Waits for a sweep under way, which ends early.
-        self._resources.callback(self._sweep.stop)
-        if self._ttl is not None:
-            self._sweep.wake(self._sweep_interval)
-
-    def _open_account(self) -> None:
-        directory = self._directory
-        path = directory.path / "usage"
-        try:
-            self._usage = Usage(path, directory.members, directory.members_path, directory.writers)
-            self._resources.callback(self._usage.close)
-            self._is_full = bool(self.no_space_since)
-            self._resources.callback(Upkeep(self.name, directory, self._usage).close)
-        except OSError as error:
-            raise StoreSetupError(self.name, f"account {str(path)!r}: {error.strerror or error}") from error
 
     def _register(self, digest: bytes, document: dict[str, Any]) -> None:
         super()._register(digest, document)
@@ -335,23 +321,7 @@ class PageFileStore(PathStore):
     def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
         return sum(map(self._packs.remove, copies.keys(), copies.values()))
 
-    def _sweep_once(self) -> float:
-        """Remove expired pages, unless another process does [the thread of the sweep]."""
-        removed = 0
-        try:
-            with closing(OfdLock(self._path / "expiry.lock")) as lock:
-                if lock.try_acquire():
-                    try:
-                        removed = self.remove_expired(self._sweep)
-                    finally:
-                        lock.release()
-        except OSError as error:
-            logger.warning("tier %s: removing expired pages of %s: %s", self.name, self._path, error)
-        if removed:
-            logger.info("tier %s: %d expired pages of %s removed", self.name, removed, self._path)
-        return self._sweep_interval
-
-    def remove_expired(self, loop: BackgroundLoop) -> int:
+    def _expire(self, loop: BackgroundLoop) -> int:
         """Remove the pages older than the ttl, until ``loop`` is stopped; how many that were."""
         return self._packs.remove_expired(loop, oldest_valid_ms(self._ttl))
 

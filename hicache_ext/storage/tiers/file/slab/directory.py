@@ -37,7 +37,7 @@ from hicache_ext.runtime.access import access_in, make_directory, make_tier_dire
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock, free_lock
 from hicache_ext.runtime.file_signature import why_replaced
-from hicache_ext.runtime.members import Members, living_members
+from hicache_ext.runtime.members import Members
 from hicache_ext.runtime.whole_file import read_small, sync_whole, write_whole
 from hicache_ext.storage.tiers.file.manifest import adopt_slabs, slab_home
 from hicache_ext.storage.tiers.file.modes import SLAB_FILE
@@ -49,9 +49,9 @@ from hicache_ext.storage.tiers.file.slab.index_memory import (
     MOST_SLABS,
     IndexMemory,
     IndexSharing,
+    index_of_others,
     new_index,
     remove_left_sockets,
-    shared_index,
 )
 from hicache_ext.storage.tiers.file.slab.index_words import BAD_HEADERS, Words
 from hicache_ext.storage.tiers.file.slab.shapes import (
@@ -73,7 +73,6 @@ CHANGING, JOINING, REBUILDING, NOTING = range(4)
 _JOINING_BOUND = CHANGE_LOCK_BOUND
 """Seconds that an opening waits for processes that may be stopped."""
 _NO_CHANGE = "a process that changes its index does not go on: stopped, perhaps"
-_PAUSE = 0.02
 _REBUILD_AWAITED = 1.0
 """Seconds for which an opening waits for a rebuild, so that one of some hundred thousand pages is over."""
 _NOTE = re.compile(rb"([0-9]{13}) ([0-9a-f]{8})")
@@ -140,8 +139,15 @@ class SlabDirectory:
                     errno.ETIMEDOUT, "another process that is opening it does not go on: stopped, perhaps"
                 )
             found: list[tuple[int, int, int]] = []
-            fd, living = self._shared_index()
+            fd, living = index_of_others(self.home, self._home_fd, _JOINING_BOUND)
             is_new = fd is None
+            if fd is None and living:
+                raise TimeoutError(
+                    errno.ETIMEDOUT,
+                    f"{len(living)} processes use it and none of them gives its index: they are stopped, run under "
+                    "accounts that are neither the directory's owner nor in its group, or do not share memory with "
+                    "this one (another machine or virtual machine)",
+                )
             if fd is None:
                 found = self._found_slabs()
                 fd = new_index(max(capacity, sum(slot_size * slots for _, slot_size, slots in found)))
@@ -173,24 +179,6 @@ class SlabDirectory:
             # In this order: closing waits for who holds it, and that may be this thread.
             joining.release()
             joining.close()
-
-    def _shared_index(self) -> tuple[int | None, list[int]]:
-        """The memory of the others' index, None where there are no others; who they are. Raises TimeoutError."""
-        deadline = time.monotonic() + _JOINING_BOUND
-        while living := living_members(self.home / "members"):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(
-                    errno.ETIMEDOUT,
-                    f"{len(living)} processes use it and none of them gives its index: they are stopped, run under "
-                    "accounts that are neither the directory's owner nor in its group, or do not share memory with "
-                    "this one (another machine or virtual machine)",
-                )
-            fd = shared_index(self._home_fd, living, left)
-            if fd is not None:
-                return fd, living
-            time.sleep(_PAUSE)
-        return None, []
 
     def _found_slabs(self) -> list[tuple[int, int, int]]:
         """Number, slot size and slots of the slabs that are here, by their names and the sizes of both files. What has
