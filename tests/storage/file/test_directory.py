@@ -34,7 +34,7 @@ from hicache_ext.testing.conformance.pages import (
     store_pages,
 )
 from tests.storage.file.page_files import store_one_by_one
-from tests.storage.raw_access import account_and_walk
+from tests.storage.raw_access import account_and_walk, occupied_in
 
 _SPAWN = multiprocessing.get_context("spawn")
 
@@ -264,7 +264,7 @@ def test_only_what_was_made_is_charged_for_directories(directory):
     assert sum(directory.create_parent(first)) == 2 * 4096
     assert sum(directory.create_parent(same)) == 0
     assert sum(directory.create_parent(directory.page_path(page_key(2)))) == 4096
-    assert directory.count_occupied() == 3 * 4096
+    assert occupied_in(directory) == 3 * 4096
 
 
 # -- strangers ---------------------------------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ def test_a_directory_removed_under_a_server_is_shared_again_with_the_next_one(pl
     for number in range(10):
         assert store_pages(first, [page_key(f"first {number}")]) == [SetResult.STORED]
         assert store_pages(second, [page_key(f"second {number}")]) == [SetResult.STORED]
-    assert first.used_bytes() == second.used_bytes() == second._directory.count_occupied()
+    assert first.used_bytes() == second.used_bytes() == occupied_in(second._directory)
     assert first._usage._members.living() == second._usage._members.living()
     assert len(second._usage._members.living()) == 2
     assert not second._usage.in_doubt()

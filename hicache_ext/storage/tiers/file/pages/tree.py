@@ -293,12 +293,9 @@ class PageTree:
                     taken[position] += 1 if number else occupied(found.length)
         return taken
 
-    def count_occupied(self) -> int:
-        """Bytes of disk of all files of pages and their directories; walks everything."""
-        return sum(found for _, found in self.occupied_parts())
-
     def occupied_parts(self) -> Iterator[tuple[float, int]]:
-        """``count_occupied`` part by part: (share of the directory walked by now, bytes of disk in this part).
+        """The bytes of disk of all files of pages and their directories, part by part: (share of the directory walked by
+        now, bytes of disk in this part).
 
         A part is the fan-out directories of one name, which hashes fill evenly. Every so often it also is a part of the
         packs, which the ids of packs spread evenly: each time all names are walked.

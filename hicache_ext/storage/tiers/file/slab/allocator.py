@@ -240,9 +240,7 @@ class SlotAllocator:
     ) -> dict[int, Words]:
         """Allocate slots for as many of the pages as possible, the first ones first: rows, by slot size. ``ticket``:
         the number with which they are published. ``wanted``: the pages for each slot size; ``tenancy``: as for
-        ``SlabIndex.take``. Raises IndexBusyError where there are none, OSError where the directory was removed.
-        """
-        self._directory.check_is_there()
+        ``SlabIndex.take``. Raises IndexBusyError where there are none."""
         if self._is_beyond and time.monotonic() < self._held_back_until:
             # Calls that never pause would keep a page under way in every slab.
             return dict.fromkeys(wanted, np.empty(0, np.int64))

@@ -36,7 +36,6 @@ from hicache_ext.errors import IndexBusyError, StoreSetupError
 from hicache_ext.runtime.access import access_in, make_directory, make_tier_directory, move_aside, settle
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock, free_lock
-from hicache_ext.runtime.file_signature import why_replaced
 from hicache_ext.runtime.members import Members
 from hicache_ext.runtime.whole_file import read_small, sync_whole, write_whole
 from hicache_ext.storage.tiers.file.manifest import adopt_slabs, slab_home
@@ -79,7 +78,6 @@ _NOTE = re.compile(rb"([0-9]{13}) ([0-9a-f]{8})")
 """Milliseconds and their checksum."""
 _LONGEST_TICK = 10
 """Milliseconds by which the time of a file may lie before the time of the clock: a tick of the kernel."""
-_LOOK_INTERVAL = 1.0
 OPEN_FILES = 512
 """Descriptors of slabs that a process keeps open per path, at most."""
 
@@ -105,14 +103,11 @@ class SlabDirectory:
         self.identities = path / "identities"
         self._open = functools.lru_cache(OPEN_FILES)(self._open_anew)
         self._resources = ExitStack()
-        self._looked = 0.0
         try:
             make_tier_directory(path)
             adopt_slabs(path, tier)
             make_directory(self.identities)
             self._home_fd = self._opened_directory(self.home)
-            # Some file systems number their inodes anew at every look.
-            self._numbers_hold = why_replaced(self._home_fd, self.home) is None
             self._slabs_fd = self._opened_directory(self.home / "slabs")
             self._noting = OfdLock(self.home / "lock", NOTING)
             self._resources.callback(self._noting.close)
@@ -206,18 +201,6 @@ class SlabDirectory:
                 with suppress(OSError):
                     move_aside(self.home / "slabs" / name)
         return list(found.values())
-
-    def check_is_there(self) -> None:
-        """Raises FileNotFoundError where the directory was removed or replaced. Mostly from memory."""
-        now = time.monotonic()
-        if now - self._looked >= _LOOK_INTERVAL:
-            self._looked = now
-            if self._numbers_hold:
-                reason = why_replaced(self._home_fd, self.home)
-            else:
-                reason = None if os.fstat(self._home_fd).st_nlink else "the directory was removed"
-            if reason is not None:
-                raise FileNotFoundError(errno.ENOENT, reason, str(self.home))
 
     def close(self) -> None:
         """Release everything. What others use stays."""

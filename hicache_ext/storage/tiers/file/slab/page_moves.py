@@ -26,7 +26,7 @@ from hicache_ext.runtime import vectored
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.store import PageBatch, key_words
-from hicache_ext.storage.tiers.file.devices import RWF_DONTCACHE, IoPlan, Mode
+from hicache_ext.storage.tiers.file.devices import IoPlan, flags_of
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index_words import ROW_WORDS, SEAL
@@ -49,26 +49,12 @@ _LEFT = 1
 _START = np.frombuffer(bytearray(envelope.PAGE_START), np.int64)
 
 _SEAL = slice(SEAL, SEAL + envelope.SEAL_LENGTH // 8)
-_UNKNOWN_FLAG = (errno.EOPNOTSUPP, errno.EINVAL)
 ALIGNMENT = 512
 """The smallest block of a disk. Where it is larger the kernel says EINVAL, and the page goes the other way."""
 
 
 Page = Sequence[memoryview]
 """The segments of a payload."""
-
-
-def _flags(mode: Mode) -> int:
-    # Also for the pages that cannot be direct.
-    return 0 if mode == "buffered" else RWF_DONTCACHE
-
-
-def _is_aligned(page: Page) -> bool:
-    if sum([segment.nbytes for segment in page]) % BLOCK:
-        return False
-    return not any(
-        segment.nbytes % ALIGNMENT or (segment.nbytes and address_of(segment) % ALIGNMENT) for segment in page
-    )
 
 
 _MOST_SEGMENTS = IOV_MAX - 1
@@ -141,16 +127,22 @@ class SlotIo:
         self._directory = directory
         self._plan = plan
         self._metrics = metrics
-        self.read_flags = _flags(plan.read)
-        self.write_flags = _flags(plan.write)
+
+    # Of one page that the core has left: always through the page cache.
 
     def read(self, slab: Slab, slot: int, page: Page) -> int:
         """The payload of a slot: the bytes read."""
-        return self._move(vectored.read_into, slab, slot, page, reading=True)
+        if self._plan.read == "direct":
+            self._metrics.add("io", "unaligned", 1)
+        with self._directory.opened(slab) as descriptor:
+            return vectored.read_into(descriptor, page, slot * slab.slot_size)
 
     def write(self, slab: Slab, slot: int, header: bytes, page: Page) -> bool:
         """A payload into its slot, then its header and seal. False when not all of it was written."""
-        moved = self._move(vectored.write_from, slab, slot, page, reading=False)
+        if self._plan.write == "direct":
+            self._metrics.add("io", "unaligned", 1)
+        with self._directory.opened(slab) as descriptor:
+            moved = vectored.write_from(descriptor, page, slot * slab.slot_size)
         if moved != sum([segment.nbytes for segment in page]):
             return False
         with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
@@ -176,32 +168,6 @@ class SlotIo:
         with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
             header = bytearray(HEADER)
             return bytes(header[: vectored.read_into(descriptor, [memoryview(header)], slot * HEADER)])
-
-    def _move(self, move: Callable[..., int], slab: Slab, slot: int, page: Page, *, reading: bool) -> int:
-        """The bytes that ``move`` moved."""
-        offset = slot * slab.slot_size
-        if (self._plan.read if reading else self._plan.write) == "direct":
-            if _is_aligned(page):
-                try:
-                    with self._directory.opened(slab, SlabFile.DIRECT) as descriptor:
-                        return move(descriptor, page, offset)
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise
-            self._metrics.add("io", "unaligned", 1)
-        flags = self.read_flags if reading else self.write_flags
-        with self._directory.opened(slab) as descriptor:
-            try:
-                return move(descriptor, page, offset, flags)
-            except OSError as error:
-                if not (flags and error.errno in _UNKNOWN_FLAG):
-                    raise
-                # A file system, or a kernel, that does not know the flag.
-                if reading:
-                    self.read_flags = 0
-                else:
-                    self.write_flags = 0
-                return move(descriptor, page, offset)
 
     def to_read(
         self, batch: PageBatch, pages: SlotReferences, slab_of: Callable[[int], Slab | None], threads: int
@@ -268,7 +234,7 @@ class SlotIo:
             slot_size,
             0 if into_memory else int(time.time() * 1000),
             # The flags are for the page cache.
-            0 if direct else self.read_flags if into_memory else self.write_flags,
+            0 if direct else flags_of(mode),
             at_once,
             len(rows),
             ROW_WORDS,
