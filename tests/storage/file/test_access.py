@@ -182,17 +182,6 @@ def test_in_mode_group_everything_is_for_the_group_whatever_the_umask(tmp_path: 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_files_of_a_page_tier_without_unnamed_files_are_private_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
-) -> None:
-    from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
-
-    monkeypatch.setattr(PageDirectory, "_supports_unnamed_files", lambda self: False)
-    used(tmp_path / "l3", layout)
-    assert modes(tmp_path / "l3") == PRIVATE
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_tools_keep_to_the_mode_that_the_server_chose(
     tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

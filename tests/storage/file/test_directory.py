@@ -51,8 +51,7 @@ def _open_and_write(place: str, start, number: int) -> None:
 
 def _stand_still(place: str, ready) -> None:
     directory = PageDirectory(Path(place), "disk")
-    directory._unnamed_files = False
-    fd, temp_path = directory.open_unpublished(directory.page_path(page_key("unfinished")))
+    fd, temp_path = directory.open_unpublished()
     os.write(fd, b"half a page")
     ready.put(temp_path)
     time.sleep(60)
@@ -192,20 +191,16 @@ def test_an_account_that_cannot_be_opened_is_refused(place, directory, monkeypat
         PageFileStore("disk", place, capacity=None)
 
 
-@pytest.mark.parametrize("unnamed", [True, False])
-def test_of_two_writers_the_first_to_publish_wins(directory, unnamed):
-    if unnamed and not directory._unnamed_files:
-        pytest.skip("missing: O_TMPFILE on this file system")
-    directory._unnamed_files = unnamed
+def test_of_two_writers_the_first_to_publish_wins(directory):
     path = directory.page_path(page_key("race"))
     sum(directory.create_parent(path))
-    first, second = directory.open_unpublished(path), directory.open_unpublished(path)
+    first, second = directory.open_unpublished(), directory.open_unpublished()
     os.write(first[0], b"first")
     os.write(second[0], b"second")
     assert not os.path.exists(path)
-    directory.publish(*second, path)
+    directory.publish(second[1], path)
     with pytest.raises(FileExistsError):
-        directory.publish(*first, path)
+        directory.publish(first[1], path)
     for fd, temp_path in (first, second):
         os.close(fd)
         directory.discard(temp_path)
@@ -220,13 +215,12 @@ def test_without_renameat2_publishing_is_still_whole_or_nothing(directory, monke
             return -1
 
     monkeypatch.setattr(directory_module, "_libc", OldKernel)
-    directory._unnamed_files = False
     path = directory.page_path(page_key("race"))
     sum(directory.create_parent(path))
-    first, second = directory.open_unpublished(path), directory.open_unpublished(path)
-    directory.publish(*first, path)
+    first, second = directory.open_unpublished(), directory.open_unpublished()
+    directory.publish(first[1], path)
     with pytest.raises(FileExistsError):
-        directory.publish(*second, path)
+        directory.publish(second[1], path)
     os.close(first[0])
     os.close(second[0])
     directory.discard(second[1])

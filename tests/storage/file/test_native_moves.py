@@ -175,7 +175,7 @@ def move(slabs: Slabs, batch: PageBatch, placed: SlotReferences, *, write: bool,
     """Everything that the native core does of a call."""
     plan, metrics = IoPlan(read=mode, write=mode), TierMetrics("disk")
     moves = SlotIo(slabs, plan, metrics)
-    moving = (moves.to_write if write else moves.to_read)(batch, placed, slabs.slab, 2)
+    moving = moves.to_move(batch, placed, slabs.slab, 2, into_memory=not write)
     for _ in range(moving.threads):
         moving.move()
     return moving
@@ -329,8 +329,7 @@ def test_threads_share_the_pages_of_a_call_and_leave_none(tmp_path, monkeypatch,
         for page, key in enumerate(keys if write else []):
             memory.fill(page, payload_of(key, sum(sizes)))
         moves = SlotIo(slabs, plan, metrics)
-        choose = moves.to_write if write else moves.to_read
-        moving = choose(PageBatch(keys, memory.pages), placed, slabs.slab, 4)
+        moving = moves.to_move(PageBatch(keys, memory.pages), placed, slabs.slab, 4, into_memory=not write)
         with ThreadPoolExecutor(4) as pool:
             counts = list(pool.map(moving.move, range(4)))
         assert moving.threads == 4
@@ -458,7 +457,7 @@ def test_a_slab_that_is_dropped_between_opening_and_reading_gives_nothing(tmp_pa
     slabs, batch, placed = one_page(tmp_path, [1000])
     plan, metrics = IoPlan(read="buffered", write="buffered"), TierMetrics("disk")
     moves = SlotIo(slabs, plan, metrics)
-    moving = moves.to_read(batch, placed, slabs.slab, 1)
+    moving = moves.to_move(batch, placed, slabs.slab, 1, into_memory=True)
     os.truncate(slabs.path(slabs.slab(0)), 0)
     slabs.path(slabs.slab(0)).unlink()
     moving.move()

@@ -520,12 +520,12 @@ class Packs:
 
     def _write_whole(self, path: str, buffers: Sequence[memoryview], length: int, *, is_new_name: bool) -> bool:
         """False: another writer of a name that is not new was first."""
-        fd, temp_path = self._directory.open_unpublished(path)
+        fd, temp_path = self._directory.open_unpublished()
         published = False
         try:
             if vectored.write_from(fd, buffers, 0, self._write_flags) != length:
                 raise OSError(errno.ENOSPC, "short write", path)
-            self._directory.publish(fd, temp_path, path, is_new_name=is_new_name)
+            self._directory.publish(temp_path, path, is_new_name=is_new_name)
             published = True
         except FileExistsError:
             if is_new_name:

@@ -33,7 +33,7 @@ from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.packs import HEADER_LENGTH, Packs
 from hicache_ext.storage.tiers.file.pages.space import Evictor, Upkeep
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK, file_length, occupied
-from hicache_ext.storage.tiers.file.path_store import NO_SPACE, Fullness, PathStore, oldest_valid_ms
+from hicache_ext.storage.tiers.file.path_store import NO_SPACE, NO_SPACE_PAUSES, Fullness, PathStore, oldest_valid_ms
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.usage import Grant, Removal, Usage
 
@@ -41,10 +41,6 @@ logger = logging.getLogger(__name__)
 
 _EVICTION_SHARE = 1 / 16
 """Share of the capacity freed at once, so that the walk is paid for by many batches."""
-_NO_SPACE_PAUSE = 1.0
-"""Seconds for which a file system that is full is not asked for more: pages take the place of cold ones, or, where
-others take what that frees, are not written. Twice as long each time that it has no space again."""
-_LONGEST_NO_SPACE_PAUSE = 300.0
 _FULL_DISK_SHARE = 1 / 64
 """As ``_EVICTION_SHARE``, where the file system is full before the tier is."""
 _GROWN_SHARE = 33 / 32
@@ -100,7 +96,8 @@ class PageFileStore(PathStore):
         self._contents = TreeContents(directory)
         self._no_writes_until = 0.0
         self._no_growth_until = 0.0
-        self._full_pause = 0.0
+        self._times_full = 0
+        """Since the file system had space."""
         self._full_at = 0
         """Bytes that the pages took when the file system was full."""
         self._pages = 0
@@ -291,7 +288,7 @@ class PageFileStore(PathStore):
         try:
             if not _CLEARED_SHARE * before < self.used_bytes() <= _GROWN_SHARE * before:
                 self._is_full = not self._note_space(None)
-                self._full_pause = 0.0
+                self._times_full = 0
         except OSError as error:
             self._count_error(error)
 
@@ -304,9 +301,9 @@ class PageFileStore(PathStore):
         self._count_error(error)
         if error.errno in NO_SPACE:
             if not self._is_kept_small():
-                self._full_pause = min(2 * self._full_pause or _NO_SPACE_PAUSE, _LONGEST_NO_SPACE_PAUSE)
+                self._times_full += 1
                 self._note_size()
-                self._no_growth_until = time.monotonic() + self._full_pause
+                self._no_growth_until = time.monotonic() + NO_SPACE_PAUSES.limit(self._times_full)
                 self._is_full = True
                 self._note_space(error)
             return SetResult.REJECTED

@@ -390,7 +390,7 @@ class Rebuild:
     """Makes an index anew from the headers of the pages, in the background, while the tier serves what was found.
 
     Slots that were not looked at yet are UNKNOWN: nobody reads or takes them. One process at a time does it, under a
-    lock that the kernel takes back; when it ends, another one goes on where it was. Payloads are checked when they are
+    lock that the kernel takes back; when it ends, another one goes on with the slabs that are left. Payloads are checked when they are
     read.
     """
 
@@ -466,14 +466,12 @@ class Rebuild:
             self._directory.allocate(slab, SlabFile.HEADERS, slab.headers_size)
             self._directory.allocate(slab, SlabFile.SLOTS, slab.size)
             with self._directory.opened(slab, SlabFile.HEADERS) as fd:
-                begin = self._index.looked_at(slab)
-                while begin < slab.slots:
+                for begin in range(0, slab.slots, _PORTION):
                     if self._loop.stopping:
                         return False
                     count = min(_PORTION, slab.slots - begin)
                     self._adopt(slab, begin, read_headers(fd, begin, count))
-                    begin += count
-                    self._say(done + begin)
+                    self._say(done + begin + count)
         except OSError as error:
             if not self._is_lost(slab, error):
                 return False

@@ -88,7 +88,7 @@ SIZE_WORDS = 8
 
 SLAB_NUMBER, SLOT_SIZE, SLOTS, FIRST, SLAB_STATE, FREE_SLOTS, CURSOR, OF = range(8)
 """Words of a slab: its number; bytes of a slot; slots; the row of slot 0; below; at least so many slots are free,
-perhaps; where free ones are looked for; the member that makes or drops it; how many slots a rebuild has looked at; of
+perhaps; where free ones are looked for; the member that makes or drops it; of
 a slab that is READY, how many slots up to CURSOR were looked at without finding a free one."""
 SLAB_WORDS = 8
 NO_SLAB, MAKING, READY, SCANNING, DROPPING = range(5)

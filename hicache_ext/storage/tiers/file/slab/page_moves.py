@@ -169,26 +169,16 @@ class SlotIo:
             header = bytearray(HEADER)
             return bytes(header[: vectored.read_into(descriptor, [memoryview(header)], slot * HEADER)])
 
-    def to_read(
-        self, batch: PageBatch, pages: SlotReferences, slab_of: Callable[[int], Slab | None], threads: int
-    ) -> Moving:
-        """These pages of the batch, from their slots."""
-        return self._moving(True, batch, pages, slab_of, threads)
-
-    def to_write(
-        self, batch: PageBatch, pages: SlotReferences, slab_of: Callable[[int], Slab | None], threads: int
-    ) -> Moving:
-        """These pages of the batch, into their slots."""
-        return self._moving(False, batch, pages, slab_of, threads)
-
-    def _moving(
+    def to_move(
         self,
-        into_memory: bool,
         batch: PageBatch,
         pages: SlotReferences,
         slab_of: Callable[[int], Slab | None],
         threads: int,
+        *,
+        into_memory: bool,
     ) -> Moving:
+        """These pages of the batch, from their slots ``into_memory``, or into their slots."""
         core, count = self._core, len(pages.positions)
         if not count or not are_of_one_size(batch.sizes):
             return _nothing_but(pages)

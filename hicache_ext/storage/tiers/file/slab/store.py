@@ -251,7 +251,7 @@ class SlabStore(PathStore):
                 doubtful = [(page, "length") for page in found.select(wrong).pages()]
                 found = found.select(~wrong)
         readers = self._readers
-        moving = self._io.to_read(batch, found, self._allocator.slab, readers)
+        moving = self._io.to_move(batch, found, self._allocator.slab, readers, into_memory=True)
         self._workers.run(moving.threads, moving.move, readers)
         if moving.all_done:
             _fill(results, found.positions, GetResult.HIT)
@@ -470,7 +470,7 @@ class SlabStore(PathStore):
             return
         published: list[int] | None = None
         try:
-            moving = self._io.to_write(batch, taken, self._allocator.slab, self._writers)
+            moving = self._io.to_move(batch, taken, self._allocator.slab, self._writers, into_memory=False)
             self._workers.run(moving.threads, moving.move, self._writers)
             written = taken if moving.all_done else self._finish_writing(batch, moving, results)
             published = self._index.publish(ticket, batch.keys, taken, written, self._oldest(), milliseconds(), tenant)
