@@ -80,8 +80,9 @@ FORMER = {
         ),
         "a path notices that, whatever its layout: -> test_another_directory_in_the_place_of_a_renamed_one_is_served",
     ),
-    "test_files_of_a_page_tier_without_unnamed_files_are_private_too": (
-        "page files are written under a temporary name on every file system"
+    **dict.fromkeys(
+        ("test_files_of_a_page_tier_without_unnamed_files_are_private_too", "TestPageFileStoreWithoutUnnamedFiles"),
+        "page files are written under a temporary name on every file system",
     ),
     "test_stats_has_a_line_of_it": "hicache-ext curve shows it, and stats --json has it",
     "test_prompts_of_json_lines_are_told_by_their_lines": _OPTION,

@@ -20,7 +20,7 @@ from hicache_ext.runtime.access import make_directory, move_aside
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.file.manifest import manifest_text
 from hicache_ext.storage.tiers.file.pages import directory as directory_module
-from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
+from hicache_ext.storage.tiers.file.pages.directory import PageDirectory, unlink_quietly
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pages.tree import load_document
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
@@ -203,7 +203,7 @@ def test_of_two_writers_the_first_to_publish_wins(directory):
         directory.publish(first[1], path)
     for fd, temp_path in (first, second):
         os.close(fd)
-        directory.discard(temp_path)
+        unlink_quietly(temp_path)
     assert Path(path).read_bytes() == b"second"
     assert list(directory.temporary.iterdir()) == []
 
@@ -223,7 +223,7 @@ def test_without_renameat2_publishing_is_still_whole_or_nothing(directory, monke
         directory.publish(second[1], path)
     os.close(first[0])
     os.close(second[0])
-    directory.discard(second[1])
+    unlink_quietly(second[1])
     assert list(directory.temporary.iterdir()) == []
 
 

@@ -107,9 +107,6 @@ class PageDirectory(PageTree):
         else:
             _rename_without_replacing(temp_path, page_path)
 
-    def discard(self, temp_path: str) -> None:
-        _unlink_quietly(temp_path)
-
     def remove_page(self, page_path: str, seen: os.stat_result | None = None) -> int:
         """Remove whatever has the name of a page or a pack; the size of the file removed.
 
@@ -184,7 +181,7 @@ class PageDirectory(PageTree):
             if entry.name.endswith(".clear"):
                 self.delete_detached(Path(entry.path))
             else:
-                _unlink_quietly(entry.path)
+                unlink_quietly(entry.path)
         return len(left)
 
 
@@ -239,10 +236,10 @@ def _delete(entry: os.DirEntry[str]) -> int:
         size = entry.stat(follow_symlinks=False).st_size
     except OSError:
         return 0
-    return occupied(size) if _unlink_quietly(entry.path) else 0
+    return occupied(size) if unlink_quietly(entry.path) else 0
 
 
-def _unlink_quietly(path: str) -> bool:
+def unlink_quietly(path: str) -> bool:
     try:
         os.unlink(path)
     except OSError:
@@ -262,7 +259,7 @@ def _rename_without_replacing(source: str, target: str) -> None:
     if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         os.link(source, target)
         # Published now; a second name left in tmp/ is removed by the next start.
-        _unlink_quietly(source)
+        unlink_quietly(source)
         return
     raise OSError(code, os.strerror(code), target)
 

@@ -34,7 +34,7 @@ from hicache_ext.storage.contract.pack_index import Place, Run, runs
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, key_words
 from hicache_ext.storage.tiers.file.modes import BUCKET_NAME
 from hicache_ext.storage.tiers.file.pages.catalogue import PackCatalogue
-from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
+from hicache_ext.storage.tiers.file.pages.directory import PageDirectory, unlink_quietly
 from hicache_ext.storage.tiers.file.pages.tree import (
     ABSENT,
     PackFile,
@@ -533,7 +533,7 @@ class Packs:
         finally:
             os.close(fd)
             if not published:
-                self._directory.discard(temp_path)
+                unlink_quietly(temp_path)
         return published
 
     # -- removal ---------------------------------------------------------------------------------------------------

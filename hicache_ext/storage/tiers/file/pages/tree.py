@@ -190,13 +190,6 @@ def directories(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.Dir
     return (entry for entry in entries(directory, name) if entry.is_dir(follow_symlinks=False))
 
 
-def _is_directory(path: str) -> bool:
-    try:
-        return stat.S_ISDIR(os.lstat(path).st_mode)
-    except OSError:
-        return False
-
-
 class PageTree:
     """The page files of one directory. Thread-safe."""
 
@@ -307,7 +300,7 @@ class PageTree:
                 # The directory of the identity.
                 found += BLOCK * (number == 0)
                 fan_out = f"{identity.path}/{number:02x}"
-                if _is_directory(fan_out):
+                if os.path.isdir(fan_out) and not os.path.islink(fan_out):
                     found += BLOCK + sum(counted_for(path, status) for path, status in self.files_in(fan_out))
                 if number % parts_apart:
                     continue
