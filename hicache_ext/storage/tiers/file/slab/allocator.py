@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import enum
 import json
+import math
 import threading
 import time
 from collections import defaultdict, deque
@@ -458,21 +459,18 @@ class ClockTimes:
     this process saw it. One thread at a time."""
 
     def __init__(self) -> None:
-        self._values: list[int] = []
-        self._times: list[float] = []
+        self._known: list[tuple[int, float]] = []
         self._interval = _CLOCK_INTERVAL
 
     def note(self, value: int, now: float) -> None:
         """The clock is at ``value``; ``now`` in wall-clock seconds."""
-        if self._times and now - self._times[-1] < self._interval:
-            return
-        self._values.append(value)
-        self._times.append(now)
-        if len(self._times) >= _MOST_CLOCK_VALUES:
-            self._values, self._times = self._values[::2], self._times[::2]
+        if not self._known or now - self._known[-1][1] >= self._interval:
+            self._known.append((value, now))
+        if len(self._known) >= _MOST_CLOCK_VALUES:
+            self._known = self._known[::2]
             self._interval *= 2
 
     def when(self, value: int) -> float | None:
         """When the clock passed ``value``, rather too early; None before the first note."""
-        after = bisect.bisect_right(self._values, value)
-        return self._times[after - 1] if after else None
+        after = bisect.bisect_right(self._known, (value, math.inf))
+        return self._known[after - 1][1] if after else None
