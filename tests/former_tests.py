@@ -70,6 +70,20 @@ FORMER = {
     "test_a_lead_of_less_than_a_hundredth_is_not_worth_a_change": (
         "-> test_a_lead_of_less_than_a_sixteenth_is_not_worth_a_change"
     ),
+    "test_a_file_system_that_cannot_preallocate_gets_page_files": (
+        "where the kernel cannot preallocate the C library writes: local file systems need no trial"
+    ),
+    **dict.fromkeys(
+        (
+            "test_a_directory_that_was_removed_is_noticed_and_the_next_one_is_another",
+            "test_a_directory_that_was_renamed_is_noticed_and_the_next_one_is_another",
+        ),
+        "a path notices that, whatever its layout: -> test_another_directory_in_the_place_of_a_renamed_one_is_served",
+    ),
+    **dict.fromkeys(
+        ("test_files_of_a_page_tier_without_unnamed_files_are_private_too", "TestPageFileStoreWithoutUnnamedFiles"),
+        "page files are written under a temporary name on every file system",
+    ),
     "test_stats_has_a_line_of_it": "hicache-ext curve shows it, and stats --json has it",
     "test_prompts_of_json_lines_are_told_by_their_lines": _OPTION,
     "test_every_combination_passes_config_check_and_says_why_for_each_tier": (

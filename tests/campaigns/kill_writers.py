@@ -78,16 +78,13 @@ kill_writers.work(Path(sys.argv[1]), kill_writers.MODES[int(sys.argv[2])], int(s
 class Mode:
     name: str
     capacity: int | None
-    unnamed_files: bool
     removes: bool
 
 
 MODES = [
-    Mode("writes", None, True, False),
-    Mode("writes, temp names (as on NFS)", None, False, False),
-    Mode("evicts", 3 << 20, True, False),
-    Mode("evicts, temp names", 3 << 20, False, False),
-    Mode("removes and clears", None, True, True),
+    Mode("writes", None, False),
+    Mode("evicts", 3 << 20, False),
+    Mode("removes and clears", None, True),
 ]
 
 
@@ -136,7 +133,6 @@ def some_of_two_chains(chance: random.Random) -> list[bytes]:
 
 def open_store(place: Path, mode: Mode, transforms: bool) -> PageStore:
     store = PageFileStore("disk", place, capacity=mode.capacity)
-    store._directory._unnamed_files &= mode.unnamed_files
     return both(store, (IDENTITY, OTHER_IDENTITY), ENCODED) if transforms else store
 
 

@@ -15,6 +15,7 @@ from hicache_ext.errors import FormatError
 from hicache_ext.page import envelope
 from hicache_ext.storage.tiers.file.multipath import PathChoice
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
+from hicache_ext.storage.tiers.file.pages.tree import PageTree
 from hicache_ext.storage.tiers.file.slab.index import milliseconds
 from hicache_ext.storage.tiers.file.slab.index_words import SEAL
 from hicache_ext.storage.tiers.file.slab.listing import SlabListing
@@ -230,6 +231,11 @@ class SpreadRaw:
         return list(itertools.chain.from_iterable(raw.keys() for raw in self._raws))
 
 
+def occupied_in(tree: PageTree) -> int:
+    """Bytes of disk of all files of pages and their directories."""
+    return sum(found for _, found in tree.occupied_parts())
+
+
 def account_and_walk(store: PageFileStore) -> tuple[int, int]:
     """What the account of a store's directory says, and what a walk over it finds."""
-    return store.used_bytes(), store._directory.count_occupied()
+    return store.used_bytes(), occupied_in(store._directory)

@@ -9,7 +9,6 @@ import pytest
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.tiering.settings import TieringSettings
 from hicache_ext.storage.tiering.tiered import TieredStore
-from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
@@ -48,14 +47,6 @@ class TestPageFileStoreWithACapacity(PageStoreTests):
     @pytest.fixture
     def medium(self, tmp_path):
         return PageFiles(tmp_path, capacity=128 * MIB)
-
-
-class TestPageFileStoreWithoutUnnamedFiles(TestPageFileStore):
-    """As on NFS: temp name and rename instead of O_TMPFILE and linkat."""
-
-    @pytest.fixture(autouse=True)
-    def _no_unnamed_files(self, monkeypatch):
-        monkeypatch.setattr(PageDirectory, "_supports_unnamed_files", lambda self: False)
 
 
 class TestTieredStore(PageStoreTests):

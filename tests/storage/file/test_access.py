@@ -145,7 +145,7 @@ def slabs_of_this_version(path: Path) -> dict[str, Path]:
     """The files of a directory in which a server of slabs is at work, by name."""
     used(path, "slab")
     home = slab_home(path)
-    files = {name: home / name for name in ("hicache_ext.json", "lock", "members", "ranks", "0123456789.sock")}
+    files = {name: home / name for name in ("hicache_ext.json", "lock", "members", "0123456789.sock")}
     files |= {name: home / "slabs" / name for name in ("00000000-4096.slab", "00000000-4096.headers")}
     for file in files.values():
         if file.suffix == ".sock":
@@ -179,17 +179,6 @@ def test_in_mode_group_everything_is_for_the_group_whatever_the_umask(tmp_path: 
     for path in (tmp_path / "new", tmp_path / "b"):
         assert modes(path) == SHARED
         assert {entry.stat().st_gid for entry in [path, *path.rglob("*")]} == {TEAM}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_files_of_a_page_tier_without_unnamed_files_are_private_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
-) -> None:
-    from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
-
-    monkeypatch.setattr(PageDirectory, "_supports_unnamed_files", lambda self: False)
-    used(tmp_path / "l3", layout)
-    assert modes(tmp_path / "l3") == PRIVATE
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import threading
 import time
+from typing import get_args
 
 import pytest
 
 from hicache_ext.storage.tiers.file import devices as device_probe
-from hicache_ext.storage.tiers.file.devices import MODES, Measured, measured_device, takes_direct
+from hicache_ext.storage.tiers.file.devices import Measured, Mode, measured_device, takes_direct
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def test_every_mode_that_works_here_has_a_rate_in_both_directions(tmp_path):
     measured = measured_device(tmp_path)
     for rates in (measured.read, measured.write):
         assert "buffered" in rates
-        assert set(rates) <= set(MODES)
+        assert set(rates) <= set(get_args(Mode))
         assert all(rate > 0 for by_threads in rates.values() for rate in by_threads.values())
     assert measured.rate("read", "buffered")
 

@@ -20,7 +20,7 @@ from hicache_ext.runtime.access import make_directory, move_aside
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.file.manifest import manifest_text
 from hicache_ext.storage.tiers.file.pages import directory as directory_module
-from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
+from hicache_ext.storage.tiers.file.pages.directory import PageDirectory, unlink_quietly
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pages.tree import load_document
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
@@ -34,7 +34,7 @@ from hicache_ext.testing.conformance.pages import (
     store_pages,
 )
 from tests.storage.file.page_files import store_one_by_one
-from tests.storage.raw_access import account_and_walk
+from tests.storage.raw_access import account_and_walk, occupied_in
 
 _SPAWN = multiprocessing.get_context("spawn")
 
@@ -51,8 +51,7 @@ def _open_and_write(place: str, start, number: int) -> None:
 
 def _stand_still(place: str, ready) -> None:
     directory = PageDirectory(Path(place), "disk")
-    directory._unnamed_files = False
-    fd, temp_path = directory.open_unpublished(directory.page_path(page_key("unfinished")))
+    fd, temp_path = directory.open_unpublished()
     os.write(fd, b"half a page")
     ready.put(temp_path)
     time.sleep(60)
@@ -192,23 +191,19 @@ def test_an_account_that_cannot_be_opened_is_refused(place, directory, monkeypat
         PageFileStore("disk", place, capacity=None)
 
 
-@pytest.mark.parametrize("unnamed", [True, False])
-def test_of_two_writers_the_first_to_publish_wins(directory, unnamed):
-    if unnamed and not directory._unnamed_files:
-        pytest.skip("missing: O_TMPFILE on this file system")
-    directory._unnamed_files = unnamed
+def test_of_two_writers_the_first_to_publish_wins(directory):
     path = directory.page_path(page_key("race"))
     sum(directory.create_parent(path))
-    first, second = directory.open_unpublished(path), directory.open_unpublished(path)
+    first, second = directory.open_unpublished(), directory.open_unpublished()
     os.write(first[0], b"first")
     os.write(second[0], b"second")
     assert not os.path.exists(path)
-    directory.publish(*second, path)
+    directory.publish(second[1], path)
     with pytest.raises(FileExistsError):
-        directory.publish(*first, path)
+        directory.publish(first[1], path)
     for fd, temp_path in (first, second):
         os.close(fd)
-        directory.discard(temp_path)
+        unlink_quietly(temp_path)
     assert Path(path).read_bytes() == b"second"
     assert list(directory.temporary.iterdir()) == []
 
@@ -220,16 +215,15 @@ def test_without_renameat2_publishing_is_still_whole_or_nothing(directory, monke
             return -1
 
     monkeypatch.setattr(directory_module, "_libc", OldKernel)
-    directory._unnamed_files = False
     path = directory.page_path(page_key("race"))
     sum(directory.create_parent(path))
-    first, second = directory.open_unpublished(path), directory.open_unpublished(path)
-    directory.publish(*first, path)
+    first, second = directory.open_unpublished(), directory.open_unpublished()
+    directory.publish(first[1], path)
     with pytest.raises(FileExistsError):
-        directory.publish(*second, path)
+        directory.publish(second[1], path)
     os.close(first[0])
     os.close(second[0])
-    directory.discard(second[1])
+    unlink_quietly(second[1])
     assert list(directory.temporary.iterdir()) == []
 
 
@@ -264,7 +258,7 @@ def test_only_what_was_made_is_charged_for_directories(directory):
     assert sum(directory.create_parent(first)) == 2 * 4096
     assert sum(directory.create_parent(same)) == 0
     assert sum(directory.create_parent(directory.page_path(page_key(2)))) == 4096
-    assert directory.count_occupied() == 3 * 4096
+    assert occupied_in(directory) == 3 * 4096
 
 
 # -- strangers ---------------------------------------------------------------------------------------------------------
@@ -353,7 +347,7 @@ def test_a_directory_removed_under_a_server_is_shared_again_with_the_next_one(pl
     for number in range(10):
         assert store_pages(first, [page_key(f"first {number}")]) == [SetResult.STORED]
         assert store_pages(second, [page_key(f"second {number}")]) == [SetResult.STORED]
-    assert first.used_bytes() == second.used_bytes() == second._directory.count_occupied()
+    assert first.used_bytes() == second.used_bytes() == occupied_in(second._directory)
     assert first._usage._members.living() == second._usage._members.living()
     assert len(second._usage._members.living()) == 2
     assert not second._usage.in_doubt()

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from hicache_ext.cli.main import main
+from hicache_ext.runtime.background import Backoff
 from hicache_ext.storage.contract.diagnosis import Level
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.tiers.file import multipath
-from hicache_ext.storage.tiers.file.diagnosis import of_paths
+from hicache_ext.storage.tiers.file.examination import of_paths
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.storage.tiers.file.pages import store as page_files
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
@@ -48,8 +49,8 @@ def test_a_disk_that_is_full_before_the_tier_is_says_so_everywhere_until_a_write
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`stats` said "full 12 %", and nothing else a word."""
-    monkeypatch.setattr(allocator, "_FULL_DISK_PAUSE", 0.01)
-    monkeypatch.setattr(page_files, "_NO_SPACE_PAUSE", 0.01)
+    monkeypatch.setattr(allocator, "NO_SPACE_PAUSES", Backoff(0.01, 0.01))
+    monkeypatch.setattr(page_files, "NO_SPACE_PAUSES", Backoff(0.01, 0.01))
     monkeypatch.setattr(multipath, "_LOOK_INTERVAL", 0.0)
     store = open_slab_tier(small_disk / "l3", capacity=CAPACITY, layout=layout)
     began = int(time.time())
@@ -107,7 +108,7 @@ class FullDisk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> FullDisk:
     disk = FullDisk()
-    monkeypatch.setattr(allocator, "_FULL_DISK_PAUSE", 3600.0)
+    monkeypatch.setattr(allocator, "NO_SPACE_PAUSES", Backoff(3600.0, 3600.0))
     monkeypatch.setattr(SlabDirectory, "create_slab_files", disk.around(SlabDirectory.create_slab_files))
     delete = SlabDirectory.delete_slab_files
 
@@ -151,8 +152,7 @@ def test_the_disk_is_asked_for_room_once_in_a_while_and_not_by_every_write(store
 def test_the_tier_grows_again_when_there_is_room(
     store: SpreadStore, disk: FullDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(allocator, "_FULL_DISK_PAUSE", 0.01)
-    monkeypatch.setattr(allocator, "_LONGEST_FULL_DISK_PAUSE", 0.01)
+    monkeypatch.setattr(allocator, "NO_SPACE_PAUSES", Backoff(0.01, 0.01))
     write(store, "more")
     disk.room = True
     time.sleep(0.02)
@@ -180,7 +180,7 @@ def test_room_that_others_take_again_and_again_is_asked_for_less_and_less_often(
 ) -> None:
     """A slab was given up every second for nothing: the tier of a busy disk was gone in minutes."""
     now = [time.monotonic()]
-    monkeypatch.setattr(allocator, "_FULL_DISK_PAUSE", 1.0)
+    monkeypatch.setattr(allocator, "NO_SPACE_PAUSES", Backoff(1.0, 300.0))
     monkeypatch.setattr(allocator.time, "monotonic", lambda: now[0])
     for number in range(300):
         store_pages(store, page_keys(1, f"small {number}"), [1000])
@@ -248,7 +248,7 @@ def test_a_file_system_without_inodes_keeps_the_newest_page_files_also_after_a_r
 def test_doctor_looks_at_inodes(small_disk: Path, capacity: int, level: Level) -> None:
     subprocess.run(["mount", "-o", "remount,size=1g,nr_inodes=300", str(small_disk)], check=True)
     store = open_slab_tier(small_disk / "l3", capacity=capacity, layout="pages")
-    (found,) = (one for one in of_paths([small_disk], [], capacity, store) if one.subject == "capacity")
+    (found,) = (one for one in of_paths([small_disk], capacity, store) if one.subject == "capacity")
     assert found.level is level
     assert ("inodes" in found.seen) == (level is Level.WARNING)
     store.close()
@@ -260,8 +260,8 @@ class Quota:
     def __init__(self, path: Path, most: int, code: int) -> None:
         self.path, self.most, self.code, self.refused = path, most, code, 0
 
-    def around(self, open_unpublished: Callable[..., tuple[int, str | None]]) -> Callable[..., tuple[int, str | None]]:
-        def within(*arguments: object) -> tuple[int, str | None]:
+    def around(self, open_unpublished: Callable[..., tuple[int, str]]) -> Callable[..., tuple[int, str]]:
+        def within(*arguments: object) -> tuple[int, str]:
             if sum(1 for kind in ("*.page", "*.pack") for _ in self.path.rglob(kind)) >= self.most:
                 self.refused += 1
                 raise OSError(self.code, "no room")

@@ -645,8 +645,7 @@ def _adopt(index: SlabIndex) -> None:
     (slab,) = index.unknown_slabs()
     words = keys_of(range(14, 26)).words.copy()
     facts = np.zeros(12, np.int64), np.full(12, 1000), 994 + np.arange(12), np.ones((12, 2), np.int64)
-    begin = index.looked_at(slab)
-    index.adopt(slab, begin, words[begin:], *(fact[begin:] for fact in facts))
+    index.adopt(slab, 0, words, *facts)
     index.end_slab(slab)
 
 

@@ -192,18 +192,19 @@ def test_it_serves_while_it_runs_and_what_is_not_looked_at_is_nobody_s(
 def test_it_goes_on_where_another_one_was_ended(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory_module, "_PORTION", 10)
     monkeypatch.setattr(directory_module, "_REBUILD_AWAITED", 0.0)
-    put_slab(place, 0, [header(key_of(number)) for number in range(40)])
+    for slab in range(2):
+        put_slab(place, slab, [header(key_of(20 * slab + number)) for number in range(20)])
     real, begins = directory_module.read_headers, []
 
     def read(fd: int, begin: int, count: int) -> object:
         begins.append(begin)
-        if begins == [0, 10, 20]:
+        if begins == [0, 10, 0, 10]:
             raise RuntimeError("ended in the middle")
         return real(fd, begin, count)
 
     monkeypatch.setattr(directory_module, "read_headers", read)
     with opened(place) as directory:
-        assert begins == [0, 10, 20, 20, 30]
+        assert begins == [0, 10, 0, 10, 0, 10]
         assert directory.index.found == 40
 
 

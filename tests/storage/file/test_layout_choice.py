@@ -101,10 +101,3 @@ def test_a_directory_keeps_the_layout_its_manifest_names(tmp_path, mounted, held
     (tmp_path / "tier" / where / "hicache_ext.json").write_text(manifest_text(number, held))
     choice = choose_layout(tmp_path / "tier", CAPACITY, table)
     assert (choice.layout, "already" in choice.reason) == (held, True)
-
-
-def test_a_file_system_that_cannot_preallocate_gets_page_files(tmp_path, mounted, monkeypatch):
-    monkeypatch.setattr("hicache_ext.storage.tiers.file.manifest._cannot_allocate", lambda _: "Operation not supported")
-    choice = choose_layout(tmp_path / "tier", CAPACITY, mounted("xfs"))
-    assert choice.layout == "pages"
-    assert "xfs is local and cannot preallocate: Operation not supported" in choice.reason

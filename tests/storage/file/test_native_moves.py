@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
+import logging
 import mmap
 import os
 import random
@@ -12,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +34,7 @@ from hicache_ext.storage.tiers.file.devices import IoPlan
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pages.tree import alone
 from hicache_ext.storage.tiers.file.slab import page_moves
+from hicache_ext.storage.tiers.file.slab.directory import OpenFile
 from hicache_ext.storage.tiers.file.slab.index_words import ROW_WORDS, SEAL
 from hicache_ext.storage.tiers.file.slab.page_moves import Moving, SlotIo
 from hicache_ext.storage.tiers.file.slab.shapes import (
@@ -63,6 +66,9 @@ SLOTS = 24
 """In each slab."""
 
 
+_FLAGS = {file: os.O_RDWR | (os.O_DIRECT if file is SlabFile.DIRECT else 0) for file in SlabFile}
+
+
 class Slabs:
     """Slabs that nobody has written yet, for pages of one size, in the place of a SlabDirectory."""
 
@@ -90,20 +96,23 @@ class Slabs:
 
     @contextmanager
     def opened(self, slab: Slab, file: SlabFile = SlabFile.SLOTS) -> Iterator[int]:
-        descriptor = os.open(self.path(slab, file), os.O_RDWR | (os.O_DIRECT if file is SlabFile.DIRECT else 0))
+        descriptor = os.open(self.path(slab, file), _FLAGS[file])
         try:
             yield descriptor
         finally:
             os.close(descriptor)
 
-    def open_all(self, slabs: Iterable[Slab], file: SlabFile, *, headers: bool) -> tuple[Any, Callable[[], None]]:
-        rows, resources = [], ExitStack()
+    def open_all(self, slabs: Iterable[Slab], file: SlabFile, *, headers: bool) -> tuple[Any, list[OpenFile]]:
+        rows, used = [], []
         for slab in slabs:
             with suppress(OSError):
-                of_slots = resources.enter_context(self.opened(slab, file))
-                of_headers = resources.enter_context(self.opened(slab, SlabFile.HEADERS)) if headers else -1
+                used.append(OpenFile(os.open(self.path(slab, file), _FLAGS[file])))
+                of_slots, of_headers = used[-1].fd, -1
+                if headers:
+                    used.append(OpenFile(os.open(self.path(slab, SlabFile.HEADERS), os.O_RDWR)))
+                    of_headers = used[-1].fd
                 rows.append((slab.number, of_slots, of_headers, slab.first_row))
-        return np.array(rows, np.int64).reshape(-1, 4), resources.close
+        return np.array(rows, np.int64).reshape(-1, 4), used
 
     def slots(self) -> dict[tuple[int, int], tuple[bytes, bytes, bytes]]:
         """What every slot of every slab holds, the header and the seal of its page."""
@@ -166,9 +175,9 @@ def move(slabs: Slabs, batch: PageBatch, placed: SlotReferences, *, write: bool,
     """Everything that the native core does of a call."""
     plan, metrics = IoPlan(read=mode, write=mode), TierMetrics("disk")
     moves = SlotIo(slabs, plan, metrics)
-    with (moves.to_write if write else moves.to_read)(batch, placed, slabs.slab, 2) as moving:
-        for _ in range(moving.threads):
-            moving.move()
+    moving = moves.to_move(batch, placed, slabs.slab, 2, into_memory=not write)
+    for _ in range(moving.threads):
+        moving.move()
     return moving
 
 
@@ -320,8 +329,8 @@ def test_threads_share_the_pages_of_a_call_and_leave_none(tmp_path, monkeypatch,
         for page, key in enumerate(keys if write else []):
             memory.fill(page, payload_of(key, sum(sizes)))
         moves = SlotIo(slabs, plan, metrics)
-        choose = moves.to_write if write else moves.to_read
-        with choose(PageBatch(keys, memory.pages), placed, slabs.slab, 4) as moving, ThreadPoolExecutor(4) as pool:
+        moving = moves.to_move(PageBatch(keys, memory.pages), placed, slabs.slab, 4, into_memory=not write)
+        with ThreadPoolExecutor(4) as pool:
             counts = list(pool.map(moving.move, range(4)))
         assert moving.threads == 4
         assert moving.all_done
@@ -448,10 +457,10 @@ def test_a_slab_that_is_dropped_between_opening_and_reading_gives_nothing(tmp_pa
     slabs, batch, placed = one_page(tmp_path, [1000])
     plan, metrics = IoPlan(read="buffered", write="buffered"), TierMetrics("disk")
     moves = SlotIo(slabs, plan, metrics)
-    with moves.to_read(batch, placed, slabs.slab, 1) as moving:
-        os.truncate(slabs.path(slabs.slab(0)), 0)
-        slabs.path(slabs.slab(0)).unlink()
-        moving.move()
+    moving = moves.to_move(batch, placed, slabs.slab, 1, into_memory=True)
+    os.truncate(slabs.path(slabs.slab(0)), 0)
+    slabs.path(slabs.slab(0)).unlink()
+    moving.move()
     assert moving.left().positions.tolist() == [0]
 
 
@@ -654,7 +663,8 @@ def test_threads_come_and_go_each_with_memory_of_its_own(tmp_path):
     other.close()
 
 
-def test_a_piece_that_raises_leaves_no_slot_taken_and_no_descriptor_in_use(tmp_path, monkeypatch):
+def test_a_piece_that_raises_leaves_no_slot_taken_and_no_descriptor_in_use(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.CRITICAL, "hicache_ext")  # a record of an error keeps its frames
     store = SlabStore("disk", tmp_path / "tier", capacity=64 * MIB)
     keys = page_keys(20)
 
@@ -669,7 +679,12 @@ def test_a_piece_that_raises_leaves_no_slot_taken_and_no_descriptor_in_use(tmp_p
     with monkeypatch.context() as patched:
         patched.setattr(native.Core, "__call__", fail)
         assert read_pages(store, keys)[0] == [GetResult.ERROR] * 20
-    assert [descriptor.users for descriptor in store._directory._descriptors.values()] == [0, 0]
+    open_files = sum("/slabs/" in os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
+    assert open_files == 2
+    store._directory.close_files()
+    gc.collect()
+    open_files = sum("/slabs/" in os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
+    assert open_files == 0
     assert_hits(store, keys)
     assert faults_of_index(tmp_path / "tier") == []
     store.close()
@@ -749,7 +764,7 @@ def test_sizes_that_make_no_sense_move_nothing(tmp_path, monkeypatch):
         ("page_count", -1),
     ]
     for arguments in made:
-        results = arguments.arrays[1][-1]
+        results = arguments.used[1][-1]
         for name, value in wrong:
             known = getattr(arguments, name)
             setattr(arguments, name, value)
@@ -760,7 +775,8 @@ def test_sizes_that_make_no_sense_move_nothing(tmp_path, monkeypatch):
         arguments.taken = 1
         assert core(arguments) == 0
         assert results.tolist() == [1]
-        # The slab is closed again.
+        # The slab is closed.
+        arguments.used = arguments.used[:2]
         arguments.taken = 0
         assert core(arguments) == 0
         assert results.tolist() == [-errno.EBADF]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hicache_ext.page import pack as pack_format
 from hicache_ext.page.pack import SMALL, Pack, new_id
+from hicache_ext.runtime.background import Backoff
 from hicache_ext.storage.contract import pack_index
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.file.inspection import open_inspector
@@ -317,12 +318,8 @@ def test_a_page_that_is_written_alone_after_its_pack_went_bad_is_read(store, pac
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("unnamed_files", [True, False])
-def test_a_disk_that_fails_at_random_never_gives_a_wrong_page_or_an_exception(
-    store, place, monkeypatch, seed, unnamed_files
-):
-    monkeypatch.setattr(store_module, "_NO_SPACE_PAUSE", 0.0)
-    store._directory._unnamed_files &= unnamed_files
+def test_a_disk_that_fails_at_random_never_gives_a_wrong_page_or_an_exception(store, place, monkeypatch, seed):
+    monkeypatch.setattr(store_module, "NO_SPACE_PAUSES", Backoff(0.0, 0.0))
     keys = page_keys(60)
     calls = (*DiskFaults.CALLS, "rename", "lstat", "listdir", "utime")
     with DiskFaults(place, seed=seed, rate=0.2, calls=calls) as faults:
@@ -429,7 +426,7 @@ def test_a_pack_older_than_the_ttl_is_absent_and_is_removed(open_store, place, m
     monkeypatch.undo()
     store_pages(store, page_keys(3, "young"))
     assert store.contains([*KEYS, *page_keys(3, "young")]) == [False] * 6 + [True] * 3
-    assert store.remove_expired(store._sweep) == 6
+    assert store._expire(store._upkeep._loop) == 6
     assert len(_packs(place)) == 1
     assert store.metrics.value("evicted", "ttl") == 6
     assert account_and_walk(store)[0] == account_and_walk(store)[1]

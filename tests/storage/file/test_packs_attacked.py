@@ -39,7 +39,7 @@ def _refused(monkeypatch: pytest.MonkeyPatch, bucket: Path, *calls: str, code: i
 
     def refusing(call: Callable[..., Any]) -> Callable[..., Any]:
         def refuse(path: Any, *arguments: Any, **options: Any) -> Any:
-            if str(path).startswith(str(bucket)):
+            if any(str(one).startswith(str(bucket)) for one in (path, *arguments)):
                 raise OSError(code, os.strerror(code), str(path))
             return call(path, *arguments, **options)
 
@@ -54,7 +54,7 @@ def _refused(monkeypatch: pytest.MonkeyPatch, bucket: Path, *calls: str, code: i
 
 def test_a_bucket_that_cannot_be_written_to_does_not_stop_all_writes(store, open_store, place, pack, monkeypatch):
     """It was the newest one: each write of the identity went there, and failed."""
-    _refused(monkeypatch, pack.parent, "open")
+    _refused(monkeypatch, pack.parent, "open", "rename")
     more = page_keys(4, "more")
     store_pages(store, more)
     assert store_pages(store, more) in ([SetResult.STORED] * 4, [SetResult.EXISTS] * 4)
@@ -144,10 +144,9 @@ def test_a_bad_page_that_cannot_be_read_a_second_time_costs_no_neighbour(store, 
     assert_hits(store, KEYS)
 
 
-@pytest.mark.parametrize("when", ["pwritev", "link", "rename"])
+@pytest.mark.parametrize("when", ["pwritev", "rename"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_disk_that_is_full_in_the_middle_of_a_pack_leaves_nothing_of_it(store, place, monkeypatch, when, code):
-    store._directory._unnamed_files &= when != "rename"
     full = [True]
 
     def filling(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,19 +31,17 @@ from hicache_ext.testing.conformance.pages import page_key, store_pages
 
 store = PageFileStore("theirs", Path(sys.argv[1]), capacity=1 << 20)
 directory, usage = store._directory, store._usage
-# As on a file system without O_TMPFILE.
-directory._unnamed_files = False
 print(os.getpid(), flush=True)
 for line in sys.stdin:
     command = line.strip()
     if command == "begin a page":
         path = directory.page_path(page_key("theirs"))
         sum(directory.create_parent(path))
-        fd, temporary = directory.open_unpublished(path)
+        fd, temporary = directory.open_unpublished()
         os.write(fd, b"half")
         print(temporary, flush=True)
     elif command == "end it":
-        directory.publish(fd, temporary, path)
+        directory.publish(temporary, path)
         print(True, flush=True)
     elif command == "reserve":
         print(bool(usage.reserve(500_000, 1 << 20, lambda need: [])), flush=True)

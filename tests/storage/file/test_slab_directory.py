@@ -71,10 +71,10 @@ def test_a_file_in_use_stays_open_whatever_the_limit(directory: SlabDirectory) -
             with directory.opened(slab):
                 pass
         assert os.fstat(fd).st_size == slabs[0].size
-    opened, release = directory.open_all(slabs, SlabFile.SLOTS, headers=True)
+    opened, files = directory.open_all(slabs, SlabFile.SLOTS, headers=True)
     assert opened[:, 0].tolist() == [slab.number for slab in slabs]
     assert all(os.fstat(fd).st_size for fd in opened[:, 1:3].ravel().tolist())
-    release()
+    del files
     with directory.opened(slabs[0]):
         assert open_files_of(directory) == 4
 
@@ -83,7 +83,7 @@ def test_files_of_a_dropped_slab_are_closed_by_their_last_user(directory: SlabDi
     slabs = made(directory, 2)
     with directory.opened(slabs[0]) as fd:
         directory.delete_slab_files(slabs[0])
-        directory.close_dropped([slabs[1].number])
+        directory.close_files()
         assert os.fstat(fd).st_size == 0
         with pytest.raises(FileNotFoundError), directory.opened(slabs[0]):
             pass
@@ -93,9 +93,8 @@ def test_files_of_a_dropped_slab_are_closed_by_their_last_user(directory: SlabDi
 def test_a_file_that_cannot_be_opened_is_left_out_of_many(directory: SlabDirectory) -> None:
     slabs = made(directory, 3)
     directory.delete_slab_files(slabs[1])
-    opened, release = directory.open_all(slabs, SlabFile.SLOTS, headers=True)
+    opened, _ = directory.open_all(slabs, SlabFile.SLOTS, headers=True)
     assert opened[:, 0].tolist() == [slabs[0].number, slabs[2].number]
-    release()
 
 
 def test_files_have_all_their_blocks_and_none_is_left_of_a_full_disk(
@@ -179,37 +178,17 @@ def test_stores_of_one_process_share_the_index_of_their_directory_until_the_last
             assert len(taken) == 1 and second.index.free_dead() == 0
         assert present(second.index, keys_of(range(4))) == [0, 1, 2]
         assert second.index.free_dead() == 1
-        second.check_is_there()
     assert list((place / "v3").glob("*.sock")) == []
 
 
-def test_a_directory_that_was_removed_is_noticed_and_the_next_one_is_another(place: Path) -> None:
-    with closing(SlabDirectory(place, "disk", CAPACITY)) as first:
-        first.check_is_there()
+def test_a_directory_that_is_made_where_one_was_removed_is_another(place: Path) -> None:
+    with closing(SlabDirectory(place, "disk", CAPACITY)):
         shutil.rmtree(place)
-        first._looked = 0.0
-        with pytest.raises(FileNotFoundError):
-            first.check_is_there()
         with closing(SlabDirectory(place, "disk", CAPACITY)) as second:
-            second.check_is_there()
             made(second, 1)
 
 
 # -- what others have put there ----------------------------------------------------------------------------------------
-
-
-def test_a_directory_that_was_renamed_is_noticed_and_the_next_one_is_another(place: Path) -> None:
-    """Its files went on being written where nobody looks for them."""
-    with closing(SlabDirectory(place, "disk", CAPACITY)) as first:
-        place.rename(place.with_name("renamed"))
-        first._looked = 0.0
-        with pytest.raises(FileNotFoundError, match="not there any more"):
-            first.check_is_there()
-        with closing(SlabDirectory(place, "disk", CAPACITY)) as second:
-            first._looked = 0.0
-            with pytest.raises(FileNotFoundError, match="another directory is there"):
-                first.check_is_there()
-            second.check_is_there()
 
 
 @pytest.mark.parametrize("name", ["members", "lock", "hicache_ext.json"])

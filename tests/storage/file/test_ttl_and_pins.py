@@ -12,7 +12,7 @@ import pytest
 from hicache_ext.page import envelope
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.file import pins
-from hicache_ext.storage.tiers.file.pages import store as expiry
+from hicache_ext.storage.tiers.file.pages import space
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pins import add_pin
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
@@ -156,8 +156,8 @@ def test_expired_pages_leave_their_slots_to_new_ones_and_none_is_evicted(tmp_pat
 
 
 def test_expired_page_files_are_deleted_without_anybody_asking_for_them(clock, monkeypatch, tmp_path):
-    monkeypatch.setattr(expiry, "_LONGEST_INTERVAL", 0.05)
-    monkeypatch.setattr(expiry, "_SHORTEST_INTERVAL", 0.05)
+    monkeypatch.setattr(space, "_LONGEST_SWEEP_INTERVAL", 0.05)
+    monkeypatch.setattr(space, "_SHORTEST_SWEEP_INTERVAL", 0.05)
     store = PageFileStore("disk", tmp_path, capacity=64 * MIB, ttl=HOUR)
     old, young = page_keys(40, "old"), page_keys(40, "young")
     store_pages(store, old, SIZES)
@@ -198,13 +198,19 @@ def test_an_expired_page_that_another_writer_replaces_meanwhile_exists(tmp_path,
         second.close()
 
 
+def swept(store: PageFileStore) -> float:
+    """Once a sweep is due and done: the seconds until the next look."""
+    store._upkeep._sweep_at = 0.0
+    return store._upkeep._run()
+
+
 def test_a_sweep_leaves_the_next_one_to_whoever_comes_first(clock, tmp_path):
     stores = [PageFileStore("disk", tmp_path, capacity=64 * MIB, ttl=HOUR) for _ in range(2)]
     descriptors = len(os.listdir("/proc/self/fd"))
     for number, store in enumerate([*stores, *stores]):
         store_pages(store, page_keys(4, f"round {number}"), SIZES)
         clock[0] += HOUR + 60
-        store._sweep_once()
+        swept(store)
         assert not [*tmp_path.rglob("*.page"), *tmp_path.rglob("*.pack")]
     assert len(os.listdir("/proc/self/fd")) == descriptors
     for store in stores:
@@ -214,7 +220,7 @@ def test_a_sweep_leaves_the_next_one_to_whoever_comes_first(clock, tmp_path):
 def test_a_sweep_of_a_directory_that_is_gone_ends_and_is_repeated(tmp_path):
     store = PageFileStore("disk", tmp_path / "tier", capacity=64 * MIB, ttl=HOUR)
     shutil.rmtree(tmp_path / "tier")
-    assert store._sweep_once() > 0
+    assert swept(store) > 0
     store.close()
 
 
@@ -234,7 +240,7 @@ def test_a_rebuilt_index_knows_how_old_pages_are(tmp_path, clock):
 
 def test_closing_ends_the_sweeper(opened):
     opened(ttl=HOUR).close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "hicache-disk-ttl"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "hicache-disk-upkeep"]
 
 
 # -- pins --------------------------------------------------------------------------------------------------------------

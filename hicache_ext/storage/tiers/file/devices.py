@@ -10,9 +10,11 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 from hicache_ext.runtime import vectored
 from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, OfdLock
@@ -52,7 +54,6 @@ def is_device_error(error: BaseException | None) -> bool:
 
 
 Mode = Literal["buffered", "dontcache", "direct"]
-MODES: tuple[Mode, ...] = get_args(Mode)
 
 RWF_DONTCACHE = 0x80
 
@@ -92,14 +93,6 @@ class Measured:
         rates: dict[Mode, dict[int, float]] = getattr(self, direction)
         return rates.get(mode, {}).get(_MODES_COMPARED_WITH)
 
-    def as_document(self) -> dict[str, Any]:
-        return {"read": self.read, "write": self.write}
-
-    @classmethod
-    def from_document(cls, document: dict[str, Any]) -> Measured:
-        """Raises KeyError, TypeError, ValueError or AttributeError if ``as_document`` did not make it."""
-        return cls(*(_rates(document[direction]) for direction in ("read", "write")))
-
 
 def measured_device(path: Path) -> Measured:
     """The measurement of the existing directory ``path`` in this boot; measures if there is none.
@@ -108,12 +101,10 @@ def measured_device(path: Path) -> Measured:
     been measuring for too long.
     """
     facts = {"version": _VERSION, "boot": boot_id() or "unknown", "device": path.stat().st_dev}
-    kept = _kept(path, facts)
-    if kept is not None:
+    if (kept := _kept(path, facts)) is not None:
         return kept
     with _lock(path) as held:
-        kept = _kept(path, facts)
-        if kept is not None:
+        if (kept := _kept(path, facts)) is not None:
             return kept
         if not held:
             return Measured()
@@ -123,7 +114,7 @@ def measured_device(path: Path) -> Measured:
             if error.errno not in _NOT_SUPPORTED:
                 raise
             measured = Measured()
-        _keep(path, {**facts, **measured.as_document()})
+        write_whole(path / _PROBE_FILE, json.dumps({**facts, **asdict(measured)}, indent=1) + "\n")
         return measured
 
 
@@ -241,26 +232,13 @@ def _lock(path: Path) -> Iterator[bool]:
 
 
 def _kept(path: Path, facts: dict[str, Any]) -> Measured | None:
+    """None where it is absent, damaged, or of something else."""
     document = read_document(path / _PROBE_FILE) or {}
-    try:
-        if {name: document[name] for name in facts} != facts:
-            return None
-        return Measured.from_document(document)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        # Absent or damaged: measure again.
+    if {name: document.get(name) for name in facts} != facts:
         return None
-
-
-def _keep(path: Path, document: dict[str, Any]) -> None:
-    write_whole(path / _PROBE_FILE, json.dumps(document, indent=1) + "\n")
-
-
-def _rates(document: dict[str, dict[str, float]]) -> dict[Mode, dict[int, float]]:
-    return {
-        mode: {int(threads): float(rate) for threads, rate in document[mode].items()}
-        for mode in MODES
-        if mode in document
-    }
+    with contextlib.suppress(ValueError):
+        return TypeAdapter(Measured).validate_python({name: document.get(name) for name in ("read", "write")})
+    return None
 
 
 IoSetting = Literal["auto", "direct", "buffered"]

@@ -1,6 +1,6 @@
 """PATH/hicache_ext.json and PATH/v3/hicache_ext.json: the layout and the format of a directory of the file tier.
 
-Page files (format 2; format 1 had packs in a directory of their own) are in PATH itself, with the manifest in PATH.
+Page files (format 2) are in PATH itself, with the manifest in PATH.
 Slabs are in PATH/v3, with a manifest there and none in PATH. Versions to come have directories of their own (``v4``).
 
 A manifest that cannot be read, because of a flipped bit say, is made anew from the names of the files next to it.
@@ -14,8 +14,6 @@ docs/decisions/layout-and-io-auto.md.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import json
 import logging
 import os
@@ -46,8 +44,6 @@ FORMATS = {"pages": 2, "slab": SLAB_VERSION}
 """Layout -> format of its files."""
 
 _SLABS = "slabs"
-_CLEARED_PACKS = re.compile(r".+\.[0-9]+\.[0-9a-f]{32}\.packs")
-"""In PATH/tmp of format 1."""
 
 
 def slab_home(path: Path) -> Path:
@@ -83,7 +79,7 @@ def layout_in(path: Path) -> str | None:
     recorded = format_and_layout(path)
     if recorded is not None:
         return recorded[1]
-    if _format_of_pages(path):
+    if _holds_pages(path):
         return "pages"
     return "slab" if holds_slabs(path) else None
 
@@ -121,8 +117,8 @@ def check_before_start(path: Path, layout: str, tier: str) -> None:
     was_there = {directory: _is_there(directory / MANIFEST) for directory in (path, home)}
     recorded = format_and_layout(path)
     if recorded is None:
-        if found := _format_of_pages(path):
-            recorded = found, "pages"
+        if _holds_pages(path):
+            recorded = FORMATS["pages"], "pages"
         elif was_there[path] and not holds_only_ours(path):
             raise _not_ours(path, tier)
     if recorded is not None and (layout == "slab" or recorded != (FORMATS["pages"], "pages")):
@@ -215,14 +211,11 @@ def _not_ours(directory: Path, tier: str) -> StoreSetupError:
     return StoreSetupError(tier, f"{str(directory / MANIFEST)!r} is not a manifest of this package")
 
 
-def _format_of_pages(path: Path) -> int:
-    """Return the format of the page files in PATH itself, without a look into its manifest; 0 without any. Pages alone
-    are the same in both formats: without packs they are of this one."""
-    if _has(path / "packs", IDENTITY_NAME) or _has(path / "tmp", _CLEARED_PACKS):
-        return 1
+def _holds_pages(path: Path) -> bool:
+    """Whether PATH itself has page files, without a look into its manifest."""
     # Nothing was stored yet, perhaps. Without any manifest, empty directories prove nothing.
     known = _is_there(path / MANIFEST) and all((path / name).is_dir() for name in ("pages", "identities", "tmp"))
-    return FORMATS["pages"] if known or _has(path / "pages", IDENTITY_NAME) else 0
+    return known or _has(path / "pages", IDENTITY_NAME)
 
 
 def _is_there(manifest: Path) -> bool:
@@ -242,8 +235,6 @@ def _has(directory: Path, name: re.Pattern[str]) -> bool:
 
 
 Layout = Literal["pages", "slab"]
-
-_FALLOCATE_PROBE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,9 +260,6 @@ def choose_layout(
     if not file_system.in_place:
         elsewhere = "writes changed blocks elsewhere, so that preallocated slabs reserve no room"
         return LayoutChoice("pages", f"{file_system.reason}, but {elsewhere}")
-    refusal = _cannot_allocate(path)
-    if refusal is not None:
-        return LayoutChoice("pages", f"{file_system.type} is local and cannot preallocate: {refusal}")
     if native.is_absent():
         return LayoutChoice("pages", f"slabs need the native core, which is not there: {native.why_not()}")
     return LayoutChoice("slab", file_system.reason)
@@ -284,25 +272,3 @@ def _layout_of_manifest(path: Path) -> Layout | None:
         # The store reports what is wrong.
         return None
     return "pages" if layout == "pages" else "slab" if layout == "slab" else None
-
-
-def _cannot_allocate(path: Path) -> str | None:
-    """Why the file system cannot preallocate, None when it can.
-
-    By the system call: posix_fallocate would write zeros itself where the file system cannot preallocate.
-    """
-    directory = path
-    while not directory.is_dir() and directory != directory.parent:
-        directory = directory.parent
-    try:
-        fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        # The store reports a directory that cannot be written; one without unnamed files can still preallocate.
-        return None if error.errno in (errno.EACCES, errno.EROFS, errno.EOPNOTSUPP, errno.EISDIR) else error.strerror
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(_FALLOCATE_PROBE)) == 0:
-            return None
-        return os.strerror(ctypes.get_errno())
-    finally:
-        os.close(fd)

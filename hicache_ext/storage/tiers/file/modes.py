@@ -7,6 +7,7 @@ A file that is not ours keeps its mode, and so does a directory that holds one. 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import stat
@@ -26,8 +27,6 @@ SLAB_VERSION = 3
 VERSION_NAME = re.compile(r"v([0-9]{1,9})")
 """A directory in PATH with one version's files."""
 
-_PAGES = "pages"
-
 IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
 FANOUT_NAME = re.compile(r"[0-9a-f]{2}")
 """A directory of pages alone."""
@@ -40,37 +39,46 @@ PAGE_NAME = re.compile(r"[0-9a-f]{64}\.page")
 SLAB_FILE = re.compile(r"([0-9a-f]{8})-([0-9]+)\.(slab|headers)")
 TEMPORARY_FILE = re.compile(r"([0-9]+|.+:[0-9]+:(?:[0-9]+|gone))\.[0-9]+\.(?:tmp|[0-9a-f]{32}\.clear)")
 """In PATH/tmp; its first group is the writer (``usage.Writers``)."""
-_FILES = re.compile(
-    r"hicache_ext\.json|usage|lock|members|trust|ttl\.json|expiry\.lock|io_probe\.(json|lock)"
-    r"|\.(hicache_ext\.json|trust|ttl\.json|io_probe\.json)\.[0-9]+\.[0-9]+|\.probe\.[0-9]+"
-)
-"""Our files in PATH."""
 _OF_IDENTITY = r"([0-9a-f]{32}|all)\.(json|cleared)"
 
 
 @dataclass(frozen=True, slots=True)
 class _Directory:
-    """What is ours in a directory: names of files, and directories by name."""
+    """What is ours in a directory: files by what their names match, and so directories."""
 
-    files: re.Pattern[str]
+    files: str
     directories: Mapping[str, _Directory] = field(default_factory=dict)
+    is_large: bool = False
+    """It holds page files: who else has something in it is not looked for, and it is corrected only where its own mode
+    is wrong."""
 
 
-_SLABS = _Directory(SLAB_FILE)
-_SLAB_HOME = _Directory(
-    re.compile(r"hicache_ext\.json|\.hicache_ext\.json\.[0-9]+\.[0-9]+|lock|members|ranks|[0-9a-f]{1,10}\.sock"),
-    {"slabs": _SLABS},
+_NONE = "(?!)"
+_PAGES_OF_IDENTITY = _Directory(
+    _NONE,
+    {
+        FANOUT_NAME.pattern: _Directory(PAGE_NAME.pattern, is_large=True),
+        BUCKET_NAME.pattern: _Directory(PACK_NAME.pattern, is_large=True),
+    },
+    is_large=True,
 )
-_DIRECTORIES = {
-    IDENTITIES: _Directory(re.compile(rf"{_OF_IDENTITY}|\.{_OF_IDENTITY}\.[0-9]+\.[0-9]+")),
-    "pins": _Directory(re.compile(r".+\.json|\..+\.json\.[0-9]+\.[0-9]+")),
-    "hints": _Directory(re.compile(r".+\.(hint|new)")),
-    "tmp": _Directory(TEMPORARY_FILE),
-    _PAGES: _Directory(IDENTITY_NAME),
-    "weights": _Directory(re.compile(r"[0-9a-f]{32}")),
-}
-"""Our directories in PATH."""
-_TIER = _Directory(_FILES, _DIRECTORIES)
+_SLAB_HOME = _Directory(
+    r"hicache_ext\.json|\.hicache_ext\.json\.[0-9]+\.[0-9]+|lock|members|[0-9a-f]{1,10}\.sock",
+    {"slabs": _Directory(SLAB_FILE.pattern)},
+)
+_TIER = _Directory(
+    r"hicache_ext\.json|usage|members|ttl\.json|io_probe\.(json|lock)"
+    r"|\.(hicache_ext\.json|ttl\.json|io_probe\.json)\.[0-9]+\.[0-9]+|\.probe\.[0-9]+",
+    {
+        IDENTITIES: _Directory(rf"{_OF_IDENTITY}|\.{_OF_IDENTITY}\.[0-9]+\.[0-9]+"),
+        "pins": _Directory(r".+\.json|\..+\.json\.[0-9]+\.[0-9]+"),
+        "hints": _Directory(r".+\.(hint|new)"),
+        "tmp": _Directory(TEMPORARY_FILE.pattern, {TEMPORARY_FILE.pattern: _PAGES_OF_IDENTITY}),
+        "pages": _Directory(_NONE, {IDENTITY_NAME.pattern: _PAGES_OF_IDENTITY}),
+        "weights": _Directory(r"[0-9a-f]{32}"),
+    },
+)
+"""PATH; there also are the directories of versions (``_inside``)."""
 _NOBODYS = re.compile(r"lost\+found|.+\.not-ours-[0-9a-f]{8}|\.hicache-ext-trial-.+")
 """Not ours, and not harmed when PATH is closed to others."""
 
@@ -100,13 +108,15 @@ def holds_only_ours(directory: Path) -> bool:
     """Whether PATH, or one version's directory in it, has something of ours beside its manifest and nothing of others,
     going by names alone. Never raises OSError."""
     known = _SLAB_HOME if VERSION_NAME.fullmatch(directory.name) else _TIER
-    ours, others = _ours_and_others(directory, known)
-    names = {entry.name for entry in ours} - {MANIFEST}
-    # Something else may have taken the place of a directory of ours.
-    names |= known.directories.keys() & set(others)
-    if known is _TIER:
-        names |= {name for name in others if VERSION_NAME.fullmatch(name) and (directory / name / MANIFEST).is_file()}
-    return bool(names) and all(name in names or _NOBODYS.fullmatch(name) for name in others)
+
+    def is_ours(name: str) -> bool:
+        if known is _TIER and VERSION_NAME.fullmatch(name):
+            return (directory / name / MANIFEST).is_file()
+        return any(re.fullmatch(ours, name) for ours in (known.files, *known.directories))
+
+    names = {entry.name for entry in _entries(directory)}
+    ours = set(filter(is_ours, names))
+    return bool(ours - {MANIFEST}) and all(_NOBODYS.fullmatch(name) for name in names - ours)
 
 
 def name_in(directory: str) -> re.Pattern[str]:
@@ -132,47 +142,33 @@ class _Modes:
         self._changed = 0
         self._theirs: list[str] = []
         self._failed: list[str] = []
+        self._until = math.inf if access.group else time.monotonic() + _PAGE_FILES_SECONDS
 
     def put_right(self, *, is_tier: bool) -> None:
-        entries = _entries(self._path)
-        strangers = [stranger for entry in entries if (stranger := self._stranger(entry, is_tier))]
         mode = stat.S_IMODE(self._path.stat().st_mode)
+        if is_tier:
+            self._put_all(self._path, _TIER)
+        else:
+            # What another process makes that starts now has the right mode already.
+            ours, others = _ours_and_others(self._path, _TIER)
+            self._put_shared(self._path, [*others, *[entry.name for entry, _ in ours if not self._is_right(entry)]])
+        self._say(mode)
+
+    def _put_all(self, path: Path, directory: _Directory) -> None:
+        """Correct a directory of ours and what is ours in it."""
+        ours, others = _ours_and_others(path, directory)
         # Close from outside inwards, open from inside outwards: after a kill at any point nothing is open that should
         # not be, and the next start goes on.
         if not self._access.group:
-            self._put_shared(self._path, strangers)
-        for entry in entries if is_tier else ():
-            if not _has_our_name(entry):
-                continue
-            if entry.name == _PAGES and entry.is_dir(follow_symlinks=False):
-                self._put_pages_right(entry)
-            else:
-                self._put_all(entry, _directory(entry))
+            self._put_shared(path, others)
+        for entry, inside in ours:
+            if inside is not None:
+                if not (inside.is_large and self._is_right(entry)):
+                    self._put_all(Path(entry.path), inside)
+            elif not directory.is_large or time.monotonic() < self._until:
+                self._put(entry)
         if self._access.group:
-            self._put_shared(self._path, strangers)
-        self._say(mode)
-
-    def _stranger(self, entry: os.DirEntry[str], is_tier: bool) -> str:
-        """The name of what is not this tier's in an entry of PATH; mostly empty."""
-        if _NOBODYS.fullmatch(entry.name) or _is_other_version(entry):
-            return ""
-        if not _has_our_name(entry):
-            return entry.name
-        if not is_tier:
-            # Made by another process that starts now: its mode is right already.
-            return "" if self._is_right(entry) else entry.name
-        directory = _directory(entry)
-        others = [] if directory is None else _others_below(entry, directory)
-        return f"{entry.name}/{others[0]}" if others else ""
-
-    def _put_all(self, entry: os.DirEntry[str], directory: _Directory | None) -> None:
-        """Correct an entry of ours and, if it is a directory, what is ours in it."""
-        if directory is None:
-            self._put(entry)
-            return
-        self._put_shared(Path(entry.path), _others_below(entry, directory))
-        for inner in _ours_and_others(entry.path, directory)[0]:
-            self._put_all(inner, directory.directories.get(inner.name))
+            self._put_shared(path, others)
 
     def _put_shared(self, directory: Path, strangers: list[str]) -> None:
         """Correct PATH, or a directory in it, unless it also holds files of others."""
@@ -197,34 +193,6 @@ class _Modes:
             if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
             else "",
         )
-
-    def _put_pages_right(self, pages: os.DirEntry[str]) -> None:
-        """Page files are many: they are corrected only when the mode of their directory was wrong."""
-        status = pages.stat(follow_symlinks=False)
-        if not self._is_wrong(status):
-            return
-        until = float("inf") if self._access.group else time.monotonic() + _PAGE_FILES_SECONDS
-        identities, strangers = _ours_and_others(pages.path, _DIRECTORIES[_PAGES])
-        if not self._access.group:
-            self._put_shared(Path(pages.path), strangers)
-        for identity in identities:
-            if strangers and self._is_right(identity):
-                # Beside files of others the mode of the directory stays wrong and cannot say that this was done.
-                continue
-            if not self._access.group:
-                self._put(identity)
-            for place in _entries(identity.path):
-                if not FILES_NAME.fullmatch(place.name):
-                    continue
-                self._put(place)
-                names = name_in(place.path)
-                for page in _entries(place.path) if time.monotonic() < until else ():
-                    if names.fullmatch(page.name):
-                        self._put(page)
-            if self._access.group:
-                self._put(identity)
-        if self._access.group:
-            self._put_shared(Path(pages.path), strangers)
 
     def _put(self, entry: os.DirEntry[str]) -> None:
         try:
@@ -316,17 +284,33 @@ def _entries(directory: str | Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _has_our_name(entry: os.DirEntry[str]) -> bool:
-    if entry.is_dir(follow_symlinks=False):
-        return _directory(entry) is not None
-    return entry.is_file(follow_symlinks=False) and _FILES.fullmatch(entry.name) is not None
+def _ours_and_others(
+    path: Path | str, directory: _Directory
+) -> tuple[list[tuple[os.DirEntry[str], _Directory | None]], list[str]]:
+    """What is ours in a directory of ours, directories with what they are; and the names of what is not, and harmed
+    when it is closed, there and below it."""
+    ours: list[tuple[os.DirEntry[str], _Directory | None]] = []
+    others: list[str] = []
+    for entry in _entries(path):
+        inside = _inside(entry, directory)
+        if inside is not None or (
+            re.fullmatch(directory.files, entry.name) and not entry.is_dir(follow_symlinks=False)
+        ):
+            ours.append((entry, inside))
+            if inside is not None and not inside.is_large:
+                others += [f"{entry.name}/{name}" for name in _ours_and_others(entry.path, inside)[1]]
+        elif directory is not _TIER or not (_NOBODYS.fullmatch(entry.name) or _is_other_version(entry)):
+            others.append(entry.name)
+    return ours, others
 
 
-def _directory(entry: os.DirEntry[str]) -> _Directory | None:
-    """What is ours in an entry of PATH; None where it is no directory of ours."""
+def _inside(entry: os.DirEntry[str], directory: _Directory) -> _Directory | None:
+    """What an entry of a directory of ours is; None where it is no directory of ours."""
     if not entry.is_dir(follow_symlinks=False):
         return None
-    return _SLAB_HOME if _version_of(entry) == SLAB_VERSION else _DIRECTORIES.get(entry.name)
+    if directory is _TIER and _version_of(entry) == SLAB_VERSION:
+        return _SLAB_HOME
+    return next((inside for name, inside in directory.directories.items() if re.fullmatch(name, entry.name)), None)
 
 
 def _version_of(entry: os.DirEntry[str]) -> int | None:
@@ -338,29 +322,3 @@ def _version_of(entry: os.DirEntry[str]) -> int | None:
 
 def _is_other_version(entry: os.DirEntry[str]) -> bool:
     return _version_of(entry) not in (None, SLAB_VERSION)
-
-
-def _others_below(entry: os.DirEntry[str], directory: _Directory) -> list[str]:
-    """The names of what is not ours in a directory of ours, and below it."""
-    ours, others = _ours_and_others(entry.path, directory)
-    for inner in ours:
-        inside = directory.directories.get(inner.name)
-        if inside is not None:
-            others += [f"{inner.name}/{name}" for name in _others_below(inner, inside)]
-    return others
-
-
-def _ours_and_others(path: str | Path, directory: _Directory) -> tuple[list[os.DirEntry[str]], list[str]]:
-    """Our entries in a directory of ours, and the names of the others."""
-    ours: list[os.DirEntry[str]] = []
-    others: list[str] = []
-    for inner in _entries(path):
-        if inner.name in directory.directories:
-            is_ours = inner.is_dir(follow_symlinks=False)
-        else:
-            is_ours = directory.files.fullmatch(inner.name) is not None
-        if is_ours:
-            ours.append(inner)
-        else:
-            others.append(inner.name)
-    return ours, others

@@ -47,7 +47,6 @@ from hicache_ext.runtime.file_systems import mount_points
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.base import leading
-from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook, RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo
@@ -250,7 +249,7 @@ class SpreadStore:
         try:
             self._open_all()
             # Each path's own threads do the work; these only wait for them.
-            self._workers = ThreadPool(f"hicache-{name}-paths", len(paths)) if len(paths) > 1 else None
+            self._workers = ThreadPool(f"hicache-{name}-paths", len(paths) if len(paths) > 1 else 0)
         except BaseException:
             self._stop_probing()
             self._close_stores()
@@ -329,11 +328,6 @@ class SpreadStore:
     def demote_pages(self, hashes: Sequence[bytes]) -> int:
         with self._calls:
             return sum([store.demote_pages(hashes) for store in self.parts])
-
-    def diagnose(self) -> Sequence[Finding]:
-        from hicache_ext.storage.tiers.file.diagnosis import diagnose
-
-        return diagnose(self, [self._parts[number].path for number in self._usable])
 
     def can_resize(self, capacity: int | None) -> bool:
         if capacity is None and self.out_of_service():
@@ -416,8 +410,7 @@ class SpreadStore:
             return
         self._stop_probing()
         self._last_look.close(_CLOSE_TIMEOUT)
-        if self._workers is not None:
-            self._workers.close()
+        self._workers.close()
         self._close_stores()
 
     def _use(self, numbers: Sequence[int]) -> None:
@@ -465,28 +458,18 @@ class SpreadStore:
             only = self._only
             if only is not None:
                 return self._call(only, kind, argument, otherwise)
-            self._split(kind, keys, part_of, otherwise)
-            return otherwise
+            # Of every path that has some of ``keys``, all paths simultaneously.
+            split, results = self._by_path(keys, to_write=kind == "set"), otherwise
 
-    def _split(
-        self, kind: str, keys: Sequence[bytes], part_of: Callable[[Sequence[int]], Any], results: list[Any]
-    ) -> None:
-        """Call ``kind`` of every path that has some of ``keys``, all paths at once; the answers of those in service
-        go to their places in ``results``."""
-        split = self._by_path(keys, to_write=kind == "set")
+            def one(which: int) -> None:
+                number, positions = split[which]
+                rejected = [results[position] for position in positions]
+                answers = self._call(number, kind, part_of(positions), rejected)
+                for position, answer in zip(positions, answers, strict=True):
+                    results[position] = answer
 
-        def one(which: int) -> None:
-            number, positions = split[which]
-            rejected = [results[position] for position in positions]
-            answers = self._call(number, kind, part_of(positions), rejected)
-            for position, answer in zip(positions, answers, strict=True):
-                results[position] = answer
-
-        if self._workers is None or len(split) < 2:
-            for which in range(len(split)):
-                one(which)
-        else:
             self._workers.run(len(split), one)
+            return results
 
     def _call(self, number: int, kind: str, argument: Any, otherwise: _Answer) -> _Answer:
         """The answer of one path's store, ``otherwise`` when it is out of service; takes the path out when it keeps

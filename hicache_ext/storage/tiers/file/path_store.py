@@ -29,7 +29,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.background import BackgroundLoop, Backoff
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
@@ -81,6 +81,9 @@ _LOOKED_AT_ONCE = 8 << 20
 _MOST_PLACES = 4096
 """Slabs or packs that wait for their scrub."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+NO_SPACE_PAUSES = Backoff(1.0, 300.0)
+"""Seconds for which a disk that is full is not asked for more: pages take the place of cold ones meanwhile, or, where
+others take what that frees, are not written. Longer each time that it has no space again."""
 _NO_SPACE_SAID = 600.0
 """Seconds between two lines of the log about it."""
 

@@ -7,10 +7,10 @@
     PATH/usage                                the shared account (usage.py)
     PATH/identities/<identity>.json           the facts behind an identity digest, for people and tools
     PATH/pages/                               pages, in packs and alone (tree.py)
-    PATH/tmp/                                 pages being written where O_TMPFILE is missing; trees being cleared
+    PATH/tmp/                                 pages being written; trees being cleared
     PATH/pins/                                pinned pages (pins.py)
     PATH/hints/                               what decode nodes announce (hints.py), in the first path of a tier
-    PATH/expiry.lock, ttl.json, io_probe.*    see path_store.py, devices.py
+    PATH/ttl.json, io_probe.*                 see path_store.py, devices.py
 
 Only names of exactly these forms are read, counted or removed. Other files stay: where clear() moves the directory
 around them, they are put back; a directory with a page's name is moved aside whole.
@@ -59,11 +59,6 @@ class PageDirectory(PageTree):
             raise StoreSetupError(tier, f"directory {str(path)!r}: {error.strerror or error}") from error
         self.writers = Writers(path, self.members.is_alive)
         self._access = access_in(path)
-        try:
-            self._unnamed_files = self._supports_unnamed_files()
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         """Leave the members of the directory. What this process has in tmp/ counts as left over from then on."""
@@ -82,42 +77,35 @@ class PageDirectory(PageTree):
             yield _make_directory(fan_out, self._access)
 
     def clear_the_way(self, page_path: str) -> None:
-        """Move aside what is no directory and has the name of one that the page is in. Never raises OSError."""
+        """Move aside what is no directory and has the name of one that the page is in; tmp/, where that is gone, is made
+        anew. Never raises OSError."""
+        with suppress(OSError):
+            make_directory(self.temporary, self._access)
         fan_out = os.path.dirname(page_path)
         for place in (os.path.dirname(fan_out), fan_out):
             with suppress(OSError):
                 if not stat.S_ISDIR(os.lstat(place).st_mode):
                     move_aside(Path(place), unless=stat.S_ISDIR)
 
-    def open_unpublished(self, page_path: str) -> tuple[int, str | None]:
-        """A descriptor for a page that nobody can see yet, and its temporary path (None: it has no name)."""
-        where, kind, temp_path = os.path.dirname(page_path), os.O_TMPFILE, None
-        if not self._unnamed_files:
-            where = temp_path = self._temp_path()
-            kind = os.O_CREAT | os.O_EXCL
-        fd = os.open(where, kind | os.O_WRONLY | os.O_CLOEXEC, self._access.file_mode)
+    def open_unpublished(self) -> tuple[int, str]:
+        """A descriptor for a page that nobody can see yet, and its temporary path."""
+        temp_path = f"{self.temporary}/{self.members.id}.{next(_TEMP_NUMBERS)}.tmp"
+        fd = os.open(temp_path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, self._access.file_mode)
         if self._access.group:
             # The umask has removed the group's rights.
             settle(fd, self._access.file_mode)
         return fd, temp_path
 
-    def publish(self, fd: int, temp_path: str | None, page_path: str, *, is_new_name: bool = False) -> None:
+    def publish(self, temp_path: str, page_path: str, *, is_new_name: bool = False) -> None:
         """Give the written file its name, at once and whole. ``is_new_name``: nobody else can have it.
 
         Raises OSError; FileExistsError when another writer was first.
         """
-        if temp_path is None:
-            # With the descriptor argument CPython calls linkat, which follows the /proc link; link does not.
-            os.link(f"/proc/self/fd/{fd}", page_path, src_dir_fd=fd, follow_symlinks=True)
-        elif is_new_name:
+        if is_new_name:
             # One round trip to a server; to link and to unlink are two.
             os.rename(temp_path, page_path)
         else:
             _rename_without_replacing(temp_path, page_path)
-
-    def discard(self, temp_path: str | None) -> None:
-        if temp_path is not None:
-            _unlink_quietly(temp_path)
 
     def remove_page(self, page_path: str, seen: os.stat_result | None = None) -> int:
         """Remove whatever has the name of a page or a pack; the size of the file removed.
@@ -193,27 +181,8 @@ class PageDirectory(PageTree):
             if entry.name.endswith(".clear"):
                 self.delete_detached(Path(entry.path))
             else:
-                _unlink_quietly(entry.path)
+                unlink_quietly(entry.path)
         return len(left)
-
-    def _temp_path(self) -> str:
-        return f"{self.temporary}/{self.members.id}.{next(_TEMP_NUMBERS)}.tmp"
-
-    def _supports_unnamed_files(self) -> bool:
-        """Whether O_TMPFILE and linkat work here: then a kill leaves nothing behind, not even a temp file."""
-        probe = self._temp_path()
-        try:
-            fd = os.open(self.temporary, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-        except OSError:
-            return False
-        try:
-            os.link(f"/proc/self/fd/{fd}", probe, src_dir_fd=fd, follow_symlinks=True)
-        except OSError:
-            return False
-        finally:
-            os.close(fd)
-            _unlink_quietly(probe)
-        return True
 
 
 def _make_directory(path: str | Path, access: Access) -> int:
@@ -267,10 +236,10 @@ def _delete(entry: os.DirEntry[str]) -> int:
         size = entry.stat(follow_symlinks=False).st_size
     except OSError:
         return 0
-    return occupied(size) if _unlink_quietly(entry.path) else 0
+    return occupied(size) if unlink_quietly(entry.path) else 0
 
 
-def _unlink_quietly(path: str) -> bool:
+def unlink_quietly(path: str) -> bool:
     try:
         os.unlink(path)
     except OSError:
@@ -290,7 +259,7 @@ def _rename_without_replacing(source: str, target: str) -> None:
     if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         os.link(source, target)
         # Published now; a second name left in tmp/ is removed by the next start.
-        _unlink_quietly(source)
+        unlink_quietly(source)
         return
     raise OSError(code, os.strerror(code), target)
 

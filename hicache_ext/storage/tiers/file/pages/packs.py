@@ -34,7 +34,7 @@ from hicache_ext.storage.contract.pack_index import Place, Run, runs
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, key_words
 from hicache_ext.storage.tiers.file.modes import BUCKET_NAME
 from hicache_ext.storage.tiers.file.pages.catalogue import PackCatalogue
-from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
+from hicache_ext.storage.tiers.file.pages.directory import PageDirectory, unlink_quietly
 from hicache_ext.storage.tiers.file.pages.tree import (
     ABSENT,
     PackFile,
@@ -520,12 +520,12 @@ class Packs:
 
     def _write_whole(self, path: str, buffers: Sequence[memoryview], length: int, *, is_new_name: bool) -> bool:
         """False: another writer of a name that is not new was first."""
-        fd, temp_path = self._directory.open_unpublished(path)
+        fd, temp_path = self._directory.open_unpublished()
         published = False
         try:
             if vectored.write_from(fd, buffers, 0, self._write_flags) != length:
                 raise OSError(errno.ENOSPC, "short write", path)
-            self._directory.publish(fd, temp_path, path, is_new_name=is_new_name)
+            self._directory.publish(temp_path, path, is_new_name=is_new_name)
             published = True
         except FileExistsError:
             if is_new_name:
@@ -533,7 +533,7 @@ class Packs:
         finally:
             os.close(fd)
             if not published:
-                self._directory.discard(temp_path)
+                unlink_quietly(temp_path)
         return published
 
     # -- removal ---------------------------------------------------------------------------------------------------

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import random
 import stat
 import threading
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.file_lock import OfdLock
@@ -169,17 +170,34 @@ _LONGEST_REST = 0.2
 _WAIT_AT_START = 1.0
 _WAIT_AT_END = 5.0
 """Seconds that close() waits: a disk may hold it up, or many files are being removed."""
+_SWEEPS_PER_TTL = 16
+_SHORTEST_SWEEP_INTERVAL = 0.5
+_LONGEST_SWEEP_INTERVAL = 600.0
 
 
 class Upkeep:
-    """Removes left-overs of killed processes, and puts the account right by a count, beside the calls: on a thread of
-    its own, of one process at a time, without a lock that a call needs. Threads: any."""
+    """Removes left-overs of killed processes and expired pages, and puts the account right by a count, beside the
+    calls: on a thread of its own, of one process at a time, without a lock that a call needs. Threads: any."""
 
-    def __init__(self, tier: str, directory: PageDirectory, usage: Usage) -> None:
-        """Begins. Small directories are in order when it returns; it waits a second at most. Raises OSError."""
+    def __init__(
+        self,
+        tier: str,
+        directory: PageDirectory,
+        usage: Usage,
+        ttl: float | None,
+        expire: Callable[[BackgroundLoop], int],
+    ) -> None:
+        """Begins. Small directories are in order when it returns; it waits a second at most. Raises OSError.
+
+        ``expire`` removes pages older than the ``ttl`` until the loop is stopped; how many that were."""
         self._tier = tier
         self._directory = directory
         self._usage = usage
+        self._expire = expire
+        self._sweep_interval = math.inf
+        if ttl is not None:
+            self._sweep_interval = max(_SHORTEST_SWEEP_INTERVAL, min(ttl / _SWEEPS_PER_TTL, _LONGEST_SWEEP_INTERVAL))
+        self._sweep_at = time.monotonic() + self._sweep_interval
         self._turn = OfdLock(directory.members_path, _BYTE)
         self._first = threading.Event()
         self._loop = BackgroundLoop(f"hicache-{tier}-upkeep", self._run)
@@ -194,16 +212,24 @@ class Upkeep:
 
     def _run(self) -> float:
         try:
-            if (not self._first.is_set() or self._usage.in_doubt()) and self._turn.try_acquire():
+            is_due = time.monotonic() >= self._sweep_at
+            if (is_due or not self._first.is_set() or self._usage.in_doubt()) and self._turn.try_acquire():
                 try:
                     self._put_right()
+                    if is_due:
+                        self._sweep()
                 finally:
                     self._turn.release()
         except OSError as error:
             logger.warning("tier %s: upkeep of %s: %s", self._tier, self._directory.path, error)
         finally:
             self._first.set()
-        return _INTERVAL
+        return min(_INTERVAL, self._sweep_interval)
+
+    def _sweep(self) -> None:
+        self._sweep_at = time.monotonic() + self._sweep_interval
+        if removed := self._expire(self._loop):
+            logger.info("tier %s: %d expired pages of %s removed", self._tier, removed, self._directory.path)
 
     def _put_right(self) -> None:
         self._directory.remove_left_overs()

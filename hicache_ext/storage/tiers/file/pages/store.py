@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ import numpy.typing as npt
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.page.pack import Pack
 from hicache_ext.runtime.background import BackgroundLoop
-from hicache_ext.runtime.file_lock import OfdLock
 from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.reports import RecentMean
@@ -34,7 +33,7 @@ from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.packs import HEADER_LENGTH, Packs
 from hicache_ext.storage.tiers.file.pages.space import Evictor, Upkeep
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK, file_length, occupied
-from hicache_ext.storage.tiers.file.path_store import NO_SPACE, Fullness, PathStore, oldest_valid_ms
+from hicache_ext.storage.tiers.file.path_store import NO_SPACE, NO_SPACE_PAUSES, Fullness, PathStore, oldest_valid_ms
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.usage import Grant, Removal, Usage
 
@@ -42,10 +41,6 @@ logger = logging.getLogger(__name__)
 
 _EVICTION_SHARE = 1 / 16
 """Share of the capacity freed at once, so that the walk is paid for by many batches."""
-_NO_SPACE_PAUSE = 1.0
-"""Seconds for which a file system that is full is not asked for more: pages take the place of cold ones, or, where
-others take what that frees, are not written. Twice as long each time that it has no space again."""
-_LONGEST_NO_SPACE_PAUSE = 300.0
 _FULL_DISK_SHARE = 1 / 64
 """As ``_EVICTION_SHARE``, where the file system is full before the tier is."""
 _GROWN_SHARE = 33 / 32
@@ -62,10 +57,6 @@ _COUNT_INTERVAL = 60.0
 """Seconds between two such counts."""
 
 _LEADING_AT_ONCE = 1024
-
-_SWEEPS_PER_TTL = 16
-_SHORTEST_INTERVAL = 0.5
-_LONGEST_INTERVAL = 600.0
 
 
 class PageFileStore(PathStore):
@@ -86,39 +77,31 @@ class PageFileStore(PathStore):
         flags = flags_of(self._plan.read), flags_of(self._plan.write)
         if tenants.in_force() is not None:
             logger.warning("tier %s: %s is of page files, where tenants share nothing out", self.name, path)
-        self._directory = PageDirectory(path, self.name)
-        self._resources.callback(self._directory.close)
-        self._open_account()
-        common = self.name, self._directory, self._usage, self.metrics, self._count_error, flags
-        self._packs = Packs(*common, self._look_over)
-        self._resources.callback(self._packs.close)
-        self.pins = PinnedPages(self.name, path, _pin_limit(self._capacity), self._directory.occupied_by)
-        self._evictor = Evictor(self._directory, self.metrics, self.pins, evicted_age)
-        self._contents = TreeContents(self._directory)
+        self._directory = directory = PageDirectory(path, self.name)
+        self._resources.callback(directory.close)
+        account = path / "usage"
+        try:
+            self._usage = Usage(account, directory.members, directory.members_path, directory.writers)
+            self._resources.callback(self._usage.close)
+            self._is_full = bool(self.no_space_since)
+            common = self.name, directory, self._usage, self.metrics, self._count_error, flags
+            self._packs = Packs(*common, self._look_over)
+            self._resources.callback(self._packs.close)
+            self._upkeep = Upkeep(self.name, directory, self._usage, self._ttl, self._expire)
+            self._resources.callback(self._upkeep.close)
+        except OSError as error:
+            raise StoreSetupError(self.name, f"account {str(account)!r}: {error.strerror or error}") from error
+        self.pins = PinnedPages(self.name, path, _pin_limit(self._capacity), directory.occupied_by)
+        self._evictor = Evictor(directory, self.metrics, self.pins, evicted_age)
+        self._contents = TreeContents(directory)
         self._no_writes_until = 0.0
         self._no_growth_until = 0.0
-        self._full_pause = 0.0
+        self._times_full = 0
+        """Since the file system had space."""
         self._full_at = 0
         """Bytes that the pages took when the file system was full."""
         self._pages = 0
         self._count_pages_at = 0.0
-        self._sweep_interval = max(_SHORTEST_INTERVAL, min((self._ttl or 0.0) / _SWEEPS_PER_TTL, _LONGEST_INTERVAL))
-        self._sweep = BackgroundLoop(f"hicache-{self.name}-ttl", self._sweep_once)
-        # Waits for a sweep under way, which ends early.
-        self._resources.callback(self._sweep.stop)
-        if self._ttl is not None:
-            self._sweep.wake(self._sweep_interval)
-
-    def _open_account(self) -> None:
-        directory = self._directory
-        path = directory.path / "usage"
-        try:
-            self._usage = Usage(path, directory.members, directory.members_path, directory.writers)
-            self._resources.callback(self._usage.close)
-            self._is_full = bool(self.no_space_since)
-            self._resources.callback(Upkeep(self.name, directory, self._usage).close)
-        except OSError as error:
-            raise StoreSetupError(self.name, f"account {str(path)!r}: {error.strerror or error}") from error
 
     def _register(self, digest: bytes, document: dict[str, Any]) -> None:
         super()._register(digest, document)
@@ -305,7 +288,7 @@ class PageFileStore(PathStore):
         try:
             if not _CLEARED_SHARE * before < self.used_bytes() <= _GROWN_SHARE * before:
                 self._is_full = not self._note_space(None)
-                self._full_pause = 0.0
+                self._times_full = 0
         except OSError as error:
             self._count_error(error)
 
@@ -318,9 +301,9 @@ class PageFileStore(PathStore):
         self._count_error(error)
         if error.errno in NO_SPACE:
             if not self._is_kept_small():
-                self._full_pause = min(2 * self._full_pause or _NO_SPACE_PAUSE, _LONGEST_NO_SPACE_PAUSE)
+                self._times_full += 1
                 self._note_size()
-                self._no_growth_until = time.monotonic() + self._full_pause
+                self._no_growth_until = time.monotonic() + NO_SPACE_PAUSES.limit(self._times_full)
                 self._is_full = True
                 self._note_space(error)
             return SetResult.REJECTED
@@ -335,23 +318,7 @@ class PageFileStore(PathStore):
     def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
         return sum(map(self._packs.remove, copies.keys(), copies.values()))
 
-    def _sweep_once(self) -> float:
-        """Remove expired pages, unless another process does [the thread of the sweep]."""
-        removed = 0
-        try:
-            with closing(OfdLock(self._path / "expiry.lock")) as lock:
-                if lock.try_acquire():
-                    try:
-                        removed = self.remove_expired(self._sweep)
-                    finally:
-                        lock.release()
-        except OSError as error:
-            logger.warning("tier %s: removing expired pages of %s: %s", self.name, self._path, error)
-        if removed:
-            logger.info("tier %s: %d expired pages of %s removed", self.name, removed, self._path)
-        return self._sweep_interval
-
-    def remove_expired(self, loop: BackgroundLoop) -> int:
+    def _expire(self, loop: BackgroundLoop) -> int:
         """Remove the pages older than the ttl, until ``loop`` is stopped; how many that were."""
         return self._packs.remove_expired(loop, oldest_valid_ms(self._ttl))
 

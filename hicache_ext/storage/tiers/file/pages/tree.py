@@ -190,13 +190,6 @@ def directories(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.Dir
     return (entry for entry in entries(directory, name) if entry.is_dir(follow_symlinks=False))
 
 
-def _is_directory(path: str) -> bool:
-    try:
-        return stat.S_ISDIR(os.lstat(path).st_mode)
-    except OSError:
-        return False
-
-
 class PageTree:
     """The page files of one directory. Thread-safe."""
 
@@ -293,12 +286,9 @@ class PageTree:
                     taken[position] += 1 if number else occupied(found.length)
         return taken
 
-    def count_occupied(self) -> int:
-        """Bytes of disk of all files of pages and their directories; walks everything."""
-        return sum(found for _, found in self.occupied_parts())
-
     def occupied_parts(self) -> Iterator[tuple[float, int]]:
-        """``count_occupied`` part by part: (share of the directory walked by now, bytes of disk in this part).
+        """The bytes of disk of all files of pages and their directories, part by part: (share of the directory walked by
+        now, bytes of disk in this part).
 
         A part is the fan-out directories of one name, which hashes fill evenly. Every so often it also is a part of the
         packs, which the ids of packs spread evenly: each time all names are walked.
@@ -310,7 +300,7 @@ class PageTree:
                 # The directory of the identity.
                 found += BLOCK * (number == 0)
                 fan_out = f"{identity.path}/{number:02x}"
-                if _is_directory(fan_out):
+                if os.path.isdir(fan_out) and not os.path.islink(fan_out):
                     found += BLOCK + sum(counted_for(path, status) for path, status in self.files_in(fan_out))
                 if number % parts_apart:
                     continue

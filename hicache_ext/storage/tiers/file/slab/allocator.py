@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import enum
 import json
+import math
 import threading
 import time
 from collections import defaultdict, deque
@@ -30,7 +31,7 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import PageKeys
 from hicache_ext.storage.tiers.file.pages.tree import load_document
-from hicache_ext.storage.tiers.file.path_store import NO_SPACE, Fullness
+from hicache_ext.storage.tiers.file.path_store import NO_SPACE, NO_SPACE_PAUSES, Fullness
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index import Evicted
@@ -82,13 +83,9 @@ class Companions:
         self._path = path
         self._lock = threading.Lock()
         self._identities: Collection[bytes] = ()
-        self._seen: set[bytes] = set()
-        self._new: list[bytes] = []
-        self._unknown: list[bytes] = []
-        """Without a document that says enough."""
+        self._known: dict[bytes, Facts | None] = {}
+        """None: without a document that says enough."""
         self._looked = 0.0
-        self._families: defaultdict[str, dict[bytes, Facts]] = defaultdict(dict)
-        """By model."""
         self._of: Mapping[bytes, Sequence[bytes]] = {}
 
     def of(self, identities: Collection[bytes]) -> Mapping[bytes, Sequence[bytes]]:
@@ -96,36 +93,31 @@ class Companions:
         ``identities``: another object where there are more than before. Answers with the same object as before where
         nothing is new."""
         with self._lock:
-            if identities is not self._identities:
-                self._new += [digest for digest in identities if digest not in self._seen]
-                self._seen.update(self._new)
-                self._identities = identities
-            if self._unknown and time.monotonic() - self._looked >= _MISSING_INTERVAL:
-                self._new += self._unknown
-                self._unknown = []
-            if self._new:
-                self._looked = time.monotonic()
-                some, self._new = self._new[:_AT_ONCE], self._new[_AT_ONCE:]
-                self._look(some)
+            again = time.monotonic() - self._looked >= _MISSING_INTERVAL
+            if identities is not self._identities or again:
+                new = [digest for digest in identities if digest not in self._known]
+                self._identities = identities if len(new) <= _AT_ONCE else ()
+                if again:
+                    self._looked = time.monotonic()
+                    new += [digest for digest, facts in self._known.items() if facts is None]
+                for digest in new[:_AT_ONCE]:
+                    document = load_document(self._path, digest)
+                    self._known[digest] = None if document is None else Facts.of(document)
+                if new and (found := self._related()) != self._of:
+                    self._of = found
             return self._of
 
-    def _look(self, digests: Sequence[bytes]) -> None:
-        changed = dict(self._of)
-        for digest in digests:
-            document = load_document(self._path, digest)
-            facts = None if document is None else Facts.of(document)
-            if facts is None:
-                self._unknown.append(digest)
-                continue
-            family = self._families[facts.model]
-            if facts.is_kv:
-                changed[digest] = [other for other, its in family.items() if its.needs(facts)]
-            for kv, its in family.items():
-                if facts.needs(its):
-                    changed[kv] = [*changed[kv], digest]
-            family[digest] = facts
-        if changed != self._of:
-            self._of = changed
+    def _related(self) -> dict[bytes, list[bytes]]:
+        families: defaultdict[str, list[tuple[bytes, Facts]]] = defaultdict(list)
+        for digest, facts in self._known.items():
+            if facts is not None:
+                families[facts.model].append((digest, facts))
+        return {
+            digest: [other for other, its in family if its.needs(facts)]
+            for family in families.values()
+            for digest, facts in family
+            if facts.is_kv
+        }
 
 
 _SLABS_AT_CAPACITY = 16
@@ -139,10 +131,6 @@ _ATTEMPTS = 64
 """To take slots: slabs of other slot sizes that one write may take away, and portions that are evicted for it."""
 _FILES_INTERVAL = 10.0
 """Seconds between two looks whether the files of all slabs are there."""
-_FULL_DISK_PAUSE = 1.0
-"""Seconds for which a disk without room is not asked for more: pages take the slots of colder ones meanwhile. Twice as
-long each time that it has none again, so that others who take all room do not take slab after slab."""
-_LONGEST_FULL_DISK_PAUSE = 300.0
 _HELD_BACK = 10.0
 """Seconds for which writes are rejected, at most, while slabs beyond a lower capacity have pages under way."""
 _CLOCK_INTERVAL = 1.0
@@ -197,7 +185,8 @@ class SlotAllocator:
         """Slot sizes for which no slab could be added, each with the slabs as they were (``View.changes``)."""
         self._disk_full_until = 0.0
         """time.monotonic(); no slab is added before."""
-        self._disk_full_pause = 0.0
+        self._times_full = 0
+        """Since the disk had room."""
         self._to_finish: deque[Slab] = deque()
         """Slabs whose files are there, and whose index was held by another process."""
         self._times_lock = threading.Lock()
@@ -245,9 +234,7 @@ class SlotAllocator:
     ) -> dict[int, Words]:
         """Allocate slots for as many of the pages as possible, the first ones first: rows, by slot size. ``ticket``:
         the number with which they are published. ``wanted``: the pages for each slot size; ``tenancy`` and ``bound``:
-        as for ``SlabIndex.take``. Raises IndexBusyError where there are none, OSError where the directory was removed.
-        """
-        self._directory.check_is_there()
+        as for ``SlabIndex.take``. Raises IndexBusyError where there are none."""
         if self._is_beyond and time.monotonic() < self._held_back_until:
             # Calls that never pause would keep a page under way in every slab.
             return dict.fromkeys(wanted, np.empty(0, np.int64))
@@ -415,15 +402,15 @@ class SlotAllocator:
     def _make_files(self, slab: Slab) -> _Growth:
         try:
             self._directory.create_slab_files(slab)
-            self._disk_full_pause = 0.0
+            self._times_full = 0
             self._note_space(None)
             return _Growth.GREW
         except OSError as error:
             self._failed(error)
             if error.errno not in NO_SPACE:
                 return _Growth.FAILED
-            self._disk_full_pause = min(2 * self._disk_full_pause or _FULL_DISK_PAUSE, _LONGEST_FULL_DISK_PAUSE)
-            self._disk_full_until = time.monotonic() + self._disk_full_pause
+            self._times_full += 1
+            self._disk_full_until = time.monotonic() + NO_SPACE_PAUSES.limit(self._times_full)
             self._note_space(error)
             return _Growth.DISK_FULL
 
@@ -443,7 +430,6 @@ class SlotAllocator:
     def _drop_slab(self, slab: Slab, most_pages: int | None = None) -> bool:
         dropped = self._index.drop_slab(slab, most_pages)
         if dropped:
-            self._slabs.pop(slab.number, None)
             self._forget(slab)
             self._look_at_slabs()
         return dropped
@@ -475,9 +461,11 @@ class SlotAllocator:
             self._is_beyond = _occupied(self._index.all_slabs()) > self._capacity
 
     def _look_at_slabs(self) -> None:
-        """Learn of slabs added and dropped by any process."""
-        self._slabs = dict(self._index.view().slabs)
-        self._directory.close_dropped(self._slabs)
+        """Learn of slabs added and dropped by any process. Those that others dropped are noticed when one of their new
+        slabs is used for the first time, so that few files stay open in vain."""
+        before, self._slabs = self._slabs, dict(self._index.view().slabs)
+        if before.keys() - self._slabs.keys():
+            self._directory.close_files()
 
 
 def _occupied(slabs: Sequence[Slab]) -> int:
@@ -490,21 +478,18 @@ class ClockTimes:
     this process saw it. One thread at a time."""
 
     def __init__(self) -> None:
-        self._values: list[int] = []
-        self._times: list[float] = []
+        self._known: list[tuple[int, float]] = []
         self._interval = _CLOCK_INTERVAL
 
     def note(self, value: int, now: float) -> None:
         """The clock is at ``value``; ``now`` in wall-clock seconds."""
-        if self._times and now - self._times[-1] < self._interval:
-            return
-        self._values.append(value)
-        self._times.append(now)
-        if len(self._times) >= _MOST_CLOCK_VALUES:
-            self._values, self._times = self._values[::2], self._times[::2]
+        if not self._known or now - self._known[-1][1] >= self._interval:
+            self._known.append((value, now))
+        if len(self._known) >= _MOST_CLOCK_VALUES:
+            self._known = self._known[::2]
             self._interval *= 2
 
     def when(self, value: int) -> float | None:
         """When the clock passed ``value``, rather too early; None before the first note."""
-        after = bisect.bisect_right(self._values, value)
-        return self._times[after - 1] if after else None
+        after = bisect.bisect_right(self._known, (value, math.inf))
+        return self._known[after - 1][1] if after else None

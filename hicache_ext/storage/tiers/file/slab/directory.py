@@ -24,13 +24,10 @@ import logging
 import os
 import re
 import stat
-import threading
 import time
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -39,8 +36,7 @@ from hicache_ext.errors import IndexBusyError, StoreSetupError
 from hicache_ext.runtime.access import access_in, make_directory, make_tier_directory, move_aside, settle
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock, free_lock
-from hicache_ext.runtime.file_signature import why_replaced
-from hicache_ext.runtime.members import Members, living_members
+from hicache_ext.runtime.members import Members
 from hicache_ext.runtime.whole_file import read_small, sync_whole, write_whole
 from hicache_ext.storage.tiers.file.manifest import adopt_slabs, slab_home
 from hicache_ext.storage.tiers.file.modes import SLAB_FILE
@@ -52,9 +48,9 @@ from hicache_ext.storage.tiers.file.slab.index_memory import (
     MOST_SLABS,
     IndexMemory,
     IndexSharing,
+    index_of_others,
     new_index,
     remove_left_sockets,
-    shared_index,
 )
 from hicache_ext.storage.tiers.file.slab.index_words import BAD_HEADERS, Words
 from hicache_ext.storage.tiers.file.slab.shapes import (
@@ -76,25 +72,24 @@ CHANGING, JOINING, REBUILDING, NOTING = range(4)
 _JOINING_BOUND = CHANGE_LOCK_BOUND
 """Seconds that an opening waits for processes that may be stopped."""
 _NO_CHANGE = "a process that changes its index does not go on: stopped, perhaps"
-_PAUSE = 0.02
 _REBUILD_AWAITED = 1.0
 """Seconds for which an opening waits for a rebuild, so that one of some hundred thousand pages is over."""
 _NOTE = re.compile(rb"([0-9]{13}) ([0-9a-f]{8})")
 """Milliseconds and their checksum."""
 _LONGEST_TICK = 10
 """Milliseconds by which the time of a file may lie before the time of the clock: a tick of the kernel."""
-_LOOK_INTERVAL = 1.0
 OPEN_FILES = 512
 """Descriptors of slabs that a process keeps open per path, at most."""
 
 
-@dataclass(slots=True)
-class _Descriptor:
-    """An open file of a slab. ``dropped``: nobody new uses it, its last user closes it."""
+class OpenFile:
+    """A file of a slab. It is closed when the last one who uses it lets go of it."""
 
-    fd: int
-    users: int = 0
-    dropped: bool = False
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.fd)
 
 
 class SlabDirectory:
@@ -106,17 +101,13 @@ class SlabDirectory:
         self.path = path = path.resolve()
         self.home = slab_home(path)
         self.identities = path / "identities"
-        self._descriptors: OrderedDict[tuple[int, SlabFile], _Descriptor] = OrderedDict()
-        self._descriptors_lock = threading.Lock()
+        self._open = functools.lru_cache(OPEN_FILES)(self._open_anew)
         self._resources = ExitStack()
-        self._looked = 0.0
         try:
             make_tier_directory(path)
             adopt_slabs(path, tier)
             make_directory(self.identities)
             self._home_fd = self._opened_directory(self.home)
-            # Some file systems number their inodes anew at every look.
-            self._numbers_hold = why_replaced(self._home_fd, self.home) is None
             self._slabs_fd = self._opened_directory(self.home / "slabs")
             self._noting = OfdLock(self.home / "lock", NOTING)
             self._resources.callback(self._noting.close)
@@ -143,8 +134,15 @@ class SlabDirectory:
                     errno.ETIMEDOUT, "another process that is opening it does not go on: stopped, perhaps"
                 )
             found: list[tuple[int, int, int]] = []
-            fd, living = self._shared_index()
+            fd, living = index_of_others(self.home, self._home_fd, _JOINING_BOUND)
             is_new = fd is None
+            if fd is None and living:
+                raise TimeoutError(
+                    errno.ETIMEDOUT,
+                    f"{len(living)} processes use it and none of them gives its index: they are stopped, run under "
+                    "accounts that are neither the directory's owner nor in its group, or do not share memory with "
+                    "this one (another machine or virtual machine)",
+                )
             if fd is None:
                 found = self._found_slabs()
                 fd = new_index(max(capacity, sum(slot_size * slots for _, slot_size, slots in found)))
@@ -177,24 +175,6 @@ class SlabDirectory:
             joining.release()
             joining.close()
 
-    def _shared_index(self) -> tuple[int | None, list[int]]:
-        """The memory of the others' index, None where there are no others; who they are. Raises TimeoutError."""
-        deadline = time.monotonic() + _JOINING_BOUND
-        while living := living_members(self.home / "members"):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(
-                    errno.ETIMEDOUT,
-                    f"{len(living)} processes use it and none of them gives its index: they are stopped, run under "
-                    "accounts that are neither the directory's owner nor in its group, or do not share memory with "
-                    "this one (another machine or virtual machine)",
-                )
-            fd = shared_index(self._home_fd, living, left)
-            if fd is not None:
-                return fd, living
-            time.sleep(_PAUSE)
-        return None, []
-
     def _found_slabs(self) -> list[tuple[int, int, int]]:
         """Number, slot size and slots of the slabs that are here, by their names and the sizes of both files. What has
         the name of such a file and is none goes. Raises OSError."""
@@ -222,22 +202,10 @@ class SlabDirectory:
                     move_aside(self.home / "slabs" / name)
         return list(found.values())
 
-    def check_is_there(self) -> None:
-        """Raises FileNotFoundError where the directory was removed or replaced. Mostly from memory."""
-        now = time.monotonic()
-        if now - self._looked >= _LOOK_INTERVAL:
-            self._looked = now
-            if self._numbers_hold:
-                reason = why_replaced(self._home_fd, self.home)
-            else:
-                reason = None if os.fstat(self._home_fd).st_nlink else "the directory was removed"
-            if reason is not None:
-                raise FileNotFoundError(errno.ENOENT, reason, str(self.home))
-
     def close(self) -> None:
         """Release everything. What others use stays."""
         self._resources.close()
-        self.close_dropped(())
+        self.close_files()
 
     def _opened_directory(self, path: Path) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -311,77 +279,33 @@ class SlabDirectory:
     @contextmanager
     def opened(self, slab: Slab, file: SlabFile = SlabFile.SLOTS) -> Iterator[int]:
         """A descriptor of a file of the slab; valid inside, and kept open. Raises OSError."""
-        with self._descriptors_lock:
-            descriptor = self._use(slab, file)
-        try:
-            yield descriptor.fd
-        finally:
-            self._release([descriptor])
+        opened = self._open(slab, file)
+        yield opened.fd
 
-    def open_all(self, slabs: Sequence[Slab], file: SlabFile, *, headers: bool) -> tuple[Words, Callable[[], None]]:
-        """``opened`` for those of these slabs that can be opened, until the returned function is called: a row per slab
-        for moves.c, with number, descriptor, that of its headers (-1: none), first row."""
-        used: list[_Descriptor] = []
+    def open_all(self, slabs: Sequence[Slab], file: SlabFile, *, headers: bool) -> tuple[Words, list[OpenFile]]:
+        """``opened`` for those of these slabs that can be opened, as long as the files returned are held: a row per
+        slab for moves.c, with number, descriptor, that of its headers (-1: none), first row."""
+        used: list[OpenFile] = []
         rows: list[tuple[int, int, int, int]] = []
-        with self._descriptors_lock:
-            for slab in slabs:
-                with suppress(OSError):
-                    used.append(self._use(slab, file))
-                    fd, of_headers = used[-1].fd, -1
-                    if headers:
-                        used.append(self._use(slab, SlabFile.HEADERS))
-                        of_headers = used[-1].fd
-                    rows.append((slab.number, fd, of_headers, slab.first_row))
-        return np.array(rows, np.int64).reshape(-1, 4), functools.partial(self._release, used)
+        for slab in slabs:
+            with suppress(OSError):
+                used.append(self._open(slab, file))
+                fd, of_headers = used[-1].fd, -1
+                if headers:
+                    used.append(self._open(slab, SlabFile.HEADERS))
+                    of_headers = used[-1].fd
+                rows.append((slab.number, fd, of_headers, slab.first_row))
+        return np.array(rows, np.int64).reshape(-1, 4), used
 
-    def _use(self, slab: Slab, file: SlabFile) -> _Descriptor:
-        which = (slab.number, file)
-        descriptor = self._descriptors.get(which)
-        if descriptor is None:
-            flags = (
-                os.O_RDWR
-                | os.O_NONBLOCK
-                | os.O_CLOEXEC
-                | os.O_NOFOLLOW
-                | (os.O_DIRECT if file is SlabFile.DIRECT else 0)
-            )
-            fd = os.open(_name(slab, file), flags, dir_fd=self._slabs_fd)
-            descriptor = self._descriptors[which] = _Descriptor(fd)
-        self._descriptors.move_to_end(which)
-        descriptor.users += 1
-        if len(self._descriptors) > OPEN_FILES:
-            self._close_least_used()
-        return descriptor
+    def _open_anew(self, slab: Slab, file: SlabFile) -> OpenFile:
+        flags = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags |= os.O_DIRECT if file is SlabFile.DIRECT else 0
+        return OpenFile(os.open(_name(slab, file), flags, dir_fd=self._slabs_fd))
 
-    def _close_least_used(self) -> None:
-        for which, descriptor in list(self._descriptors.items()):
-            if len(self._descriptors) <= OPEN_FILES:
-                return
-            if not descriptor.users:
-                del self._descriptors[which]
-                os.close(descriptor.fd)
-
-    def _release(self, descriptors: Iterable[_Descriptor]) -> None:
-        with self._descriptors_lock:
-            for descriptor in descriptors:
-                descriptor.users -= 1
-                if descriptor.dropped and descriptor.users == 0:
-                    os.close(descriptor.fd)
-
-    def close_dropped(self, known: Iterable[int]) -> None:
-        """Close the descriptors of slabs whose numbers are not in ``known``; those in use are closed by their last
-        user.
-
-        No two slabs have one number. Slabs dropped by another process are noticed when one of its new slabs is used for
-        the first time, so that few descriptors stay open in vain.
-        """
-        numbers = set(known)
-        with self._descriptors_lock:
-            for which in [which for which in self._descriptors if which[0] not in numbers]:
-                descriptor = self._descriptors.pop(which)
-                descriptor.dropped = True
-                if descriptor.users == 0:
-                    os.close(descriptor.fd)
+    def close_files(self) -> None:
+        """Let go of all files of slabs: some were dropped. No two slabs have one number, so that none is taken for
+        another."""
+        self._open.cache_clear()
 
     # -- identities ------------------------------------------------------------------------------------------------
 
@@ -466,7 +390,7 @@ class Rebuild:
     """Makes an index anew from the headers of the pages, in the background, while the tier serves what was found.
 
     Slots that were not looked at yet are UNKNOWN: nobody reads or takes them. One process at a time does it, under a
-    lock that the kernel takes back; when it ends, another one goes on where it was. Payloads are checked when they are
+    lock that the kernel takes back; when it ends, another one goes on with the slabs that are left. Payloads are checked when they are
     read.
     """
 
@@ -542,14 +466,12 @@ class Rebuild:
             self._directory.allocate(slab, SlabFile.HEADERS, slab.headers_size)
             self._directory.allocate(slab, SlabFile.SLOTS, slab.size)
             with self._directory.opened(slab, SlabFile.HEADERS) as fd:
-                begin = self._index.looked_at(slab)
-                while begin < slab.slots:
+                for begin in range(0, slab.slots, _PORTION):
                     if self._loop.stopping:
                         return False
                     count = min(_PORTION, slab.slots - begin)
                     self._adopt(slab, begin, read_headers(fd, begin, count))
-                    begin += count
-                    self._say(done + begin)
+                    self._say(done + begin + count)
         except OSError as error:
             if not self._is_lost(slab, error):
                 return False

@@ -1110,11 +1110,6 @@ class SlabIndex:
         table = self.memory.slab_table()
         return slabs_of(table[table[:, SLAB_STATE] == SCANNING])
 
-    def looked_at(self, slab: Slab) -> int:
-        """So many slots of a slab were looked at."""
-        position = self._position(slab, SCANNING)
-        return slab.slots if position < 0 else min(max(0, int(self.memory.slabs[position, OF])), slab.slots)
-
     def adopt(
         self, slab: Slab, begin: int, keys: Words, numbers: Words, lengths: Words, created: Words, seals: Words
     ) -> None:
@@ -1134,7 +1129,6 @@ class SlabIndex:
                 found = self.memory.table.adopt(*columns, first, slab.slot_size, now)
                 states = self.memory.rows[first : first + len(columns[0]), STATE]
                 of_slab[FREE_SLOTS] += int((states == FREE).sum())
-                of_slab[OF] = begin + at + len(columns[0])
                 self.memory.header[index_words.FOUND] += found
 
     def end_slab(self, slab: Slab) -> bool:
@@ -1148,8 +1142,6 @@ class SlabIndex:
         with self._changing():
             if complete:
                 self._set_state(slab, SCANNING, READY)
-            elif (position := self._position(slab, SCANNING)) >= 0:
-                self.memory.slabs[position, OF] = 0
         return complete
 
     def end_rebuild(self) -> None:

@@ -39,6 +39,7 @@ import numpy as np
 from hicache_ext.runtime.access import access_in, is_for_group
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.file_lock import close_in_forks
+from hicache_ext.runtime.members import living_members
 from hicache_ext.storage.tiers.file.slab import index_words, miniatures
 from hicache_ext.storage.tiers.file.slab.index_words import Table, Words
 
@@ -241,6 +242,7 @@ _CREDENTIALS = struct.Struct("iII")
 _MOST_GROUPS = 256
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE = 0.05
+_PAUSE_OF_ASKING = 0.02
 
 
 class IndexSharing:
@@ -336,6 +338,19 @@ def shared_index(home_fd: int, members: Sequence[int], seconds: float) -> int | 
         for asked in waiting.values():
             asked.close()
     return None
+
+
+def index_of_others(home: Path, home_fd: int, seconds: float) -> tuple[int | None, list[int]]:
+    """``shared_index`` of the processes that use the directory ``home``, asked for so long; and who they are. One that
+    is starting or ending has no socket."""
+    deadline = time.monotonic() + seconds
+    while living := living_members(home / "members"):
+        left = deadline - time.monotonic()
+        fd = shared_index(home_fd, living, left)
+        if fd is not None or left <= 0:
+            return fd, living
+        time.sleep(_PAUSE_OF_ASKING)
+    return None, []
 
 
 def remove_left_sockets(home_fd: int, living: Sequence[int]) -> None:

@@ -88,7 +88,7 @@ SIZE_WORDS = 8
 
 SLAB_NUMBER, SLOT_SIZE, SLOTS, FIRST, SLAB_STATE, FREE_SLOTS, CURSOR, OF = range(8)
 """Words of a slab: its number; bytes of a slot; slots; the row of slot 0; below; at least so many slots are free,
-perhaps; where free ones are looked for; the member that makes or drops it; how many slots a rebuild has looked at; of
+perhaps; where free ones are looked for; the member that makes or drops it; of
 a slab that is READY, how many slots up to CURSOR were looked at without finding a free one."""
 SLAB_WORDS = 8
 NO_SLAB, MAKING, READY, SCANNING, DROPPING = range(5)
@@ -202,90 +202,35 @@ def _address_or_none(tenancy: Words | None) -> int:
     return 0 if tenancy is None else address(tenancy)
 
 
-class Find(Arguments):
-    function = "hicache_find"
-    _fields_ = words("table keys numbers found key_count number oldest")
+def _call(function: str, fields: str) -> type[Arguments]:
+    """What a function of native/table.c takes."""
+    return type(function, (Arguments,), {"function": function, "_fields_": words(fields)})
 
 
-class Locate(Arguments):
-    function = "hicache_locate"
-    _fields_ = words("table keys numbers slabs located key_count number slab_count oldest")
-
-
-class Touch(Arguments):
-    function = "hicache_touch"
-    _fields_ = words("table chain chain_length capacity sampled")
-
-
-class RankAgain(Arguments):
-    function = "hicache_rank_again"
-    _fields_ = words("table capacity most")
-
-
-class Learn(Arguments):
-    function = "hicache_learn"
-    _fields_ = words("table capacity sampled rows most")
-
-
-class GrowSets(Arguments):
-    function = "hicache_grow_sets"
-    _fields_ = words("table wanted")
-
-
-class TakeFree(Arguments):
-    function = "hicache_take_free"
-    _fields_ = words("table slabs known of_size taken of_size_count wanted most pending ticket")
-
-
-class Sample(Arguments):
-    function = "hicache_sample"
-    _fields_ = words("table slabs dead ranks slab_count dead_count rank_count oldest first step tenancy")
-
-
-class Coldest(Arguments):
-    function = "hicache_coldest"
-    _fields_ = words("table dead victims dead_count oldest begin end together cold cool tenancy")
-
-
-class Evict(Arguments):
-    function = "hicache_evict"
-    _fields_ = words("table victims spared dead victim_count spared_count dead_count headroom oldest tenancy")
-
-
-class EvictBeside(Arguments):
-    function = "hicache_evict_beside"
-    _fields_ = words(
-        "table hashes states beside needed freed "
-        "gone_count beside_rows beside_width needed_rows needed_width freed_most oldest"
-    )
-
-
-class Seize(Arguments):
-    function = "hicache_seize"
-    _fields_ = words("table found found_count pending ticket")
-
-
-class GiveBack(Arguments):
-    function = "hicache_give_back"
-    _fields_ = words("table taken taken_count pending ticket")
-
-
-class Count(Arguments):
-    function = "hicache_count"
-    _fields_ = words("table counts begin end oldest")
-
-
-class Publish(Arguments):
-    function = "hicache_publish"
-    _fields_ = words(
-        "table keys numbers positions taken lengths published key_count number taken_count pending ticket "
-        "created oldest capacity ghost_limit sampled tenant"
-    )
-
-
-class Adopt(Arguments):
-    function = "hicache_adopt"
-    _fields_ = words("table keys numbers lengths created seals key_count first slot_size now")
+Find = _call("hicache_find", "table keys numbers found key_count number oldest")
+Locate = _call("hicache_locate", "table keys numbers slabs located key_count number slab_count oldest")
+Touch = _call("hicache_touch", "table chain chain_length capacity sampled")
+RankAgain = _call("hicache_rank_again", "table capacity most")
+Learn = _call("hicache_learn", "table capacity sampled rows most")
+GrowSets = _call("hicache_grow_sets", "table wanted")
+TakeFree = _call("hicache_take_free", "table slabs known of_size taken of_size_count wanted most pending ticket")
+Sample = _call("hicache_sample", "table slabs dead ranks slab_count dead_count rank_count oldest first step tenancy")
+Coldest = _call("hicache_coldest", "table dead victims dead_count oldest begin end together cold cool tenancy")
+Evict = _call("hicache_evict", "table victims spared dead victim_count spared_count dead_count headroom oldest tenancy")
+EvictBeside = _call(
+    "hicache_evict_beside",
+    "table hashes states beside needed freed "
+    "gone_count beside_rows beside_width needed_rows needed_width freed_most oldest",
+)
+Seize = _call("hicache_seize", "table found found_count pending ticket")
+GiveBack = _call("hicache_give_back", "table taken taken_count pending ticket")
+Count = _call("hicache_count", "table counts begin end oldest")
+Publish = _call(
+    "hicache_publish",
+    "table keys numbers positions taken lengths published key_count number taken_count pending ticket "
+    "created oldest capacity ghost_limit sampled tenant",
+)
+Adopt = _call("hicache_adopt", "table keys numbers lengths created seals key_count first slot_size now")
 
 
 class Table(Arguments):

@@ -7,7 +7,6 @@ them, the index they share says which of these pages count. They may be writing,
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +24,7 @@ from hicache_ext.storage.tiers.file.modes import SLAB_FILE
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.directory import cleared_at
 from hicache_ext.storage.tiers.file.slab.index import IN_USE, slabs_of
-from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory, shared_index
+from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory, index_of_others
 from hicache_ext.storage.tiers.file.slab.index_words import Words, are_remembered, hashes_of
 from hicache_ext.storage.tiers.file.slab.shapes import (
     CREATED_MS,
@@ -40,7 +39,6 @@ from hicache_ext.storage.tiers.file.slab.shapes import (
 _PORTION = 4096
 _PATIENCE = 2.0
 """Seconds for which servers are asked for their index."""
-_PAUSE = 0.02
 
 
 class Place(NamedTuple):
@@ -239,19 +237,13 @@ def servers_out_of_reach(home: Path) -> bool:
 def _memory_of_servers(home: Path) -> tuple[IndexMemory | None, bool]:
     """The index that servers share, for looking only; and whether there are servers that cannot be asked."""
     try:
-        deadline = time.monotonic() + _PATIENCE
-        while living := living_members(home / "members"):
-            home_fd = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                fd = shared_index(home_fd, living, deadline - time.monotonic())
-            finally:
-                os.close(home_fd)
-            if fd is not None:
-                return IndexMemory(fd, to_change=False), False
-            if time.monotonic() >= deadline:
-                return None, True
-            # One that is starting or ending has no socket.
-            time.sleep(_PAUSE)
+        home_fd = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fd, living = index_of_others(home, home_fd, _PATIENCE)
+        finally:
+            os.close(home_fd)
+        return (None if fd is None else IndexMemory(fd, to_change=False)), fd is None and bool(living)
+    except FileNotFoundError:
         return None, False
     except (OSError, ValueError):
         return None, True

@@ -26,7 +26,7 @@ from hicache_ext.runtime import vectored
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.store import PageBatch, key_words
-from hicache_ext.storage.tiers.file.devices import RWF_DONTCACHE, IoPlan, Mode
+from hicache_ext.storage.tiers.file.devices import IoPlan, flags_of
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index_words import ROW_WORDS, SEAL
@@ -49,26 +49,12 @@ _LEFT = 1
 _START = np.frombuffer(bytearray(envelope.PAGE_START), np.int64)
 
 _SEAL = slice(SEAL, SEAL + envelope.SEAL_LENGTH // 8)
-_UNKNOWN_FLAG = (errno.EOPNOTSUPP, errno.EINVAL)
 ALIGNMENT = 512
 """The smallest block of a disk. Where it is larger the kernel says EINVAL, and the page goes the other way."""
 
 
 Page = Sequence[memoryview]
 """The segments of a payload."""
-
-
-def _flags(mode: Mode) -> int:
-    # Also for the pages that cannot be direct.
-    return 0 if mode == "buffered" else RWF_DONTCACHE
-
-
-def _is_aligned(page: Page) -> bool:
-    if sum([segment.nbytes for segment in page]) % BLOCK:
-        return False
-    return not any(
-        segment.nbytes % ALIGNMENT or (segment.nbytes and address_of(segment) % ALIGNMENT) for segment in page
-    )
 
 
 _MOST_SEGMENTS = IOV_MAX - 1
@@ -82,8 +68,8 @@ class MovePages(native.Arguments):
         "slabs slots positions opened addresses segments keys start rows results into_memory page_count opened_count "
         "segment_count payload slot_size created flags at_once row_count row_words seal_word taken"
     )
-    arrays: tuple[object, ...]
-    """Whose memory this is."""
+    used: tuple[object, ...]
+    """Whose memory and descriptors these are."""
 
 
 _WORDS = struct.Struct(f"{len(MovePages._fields_)}q")
@@ -91,8 +77,8 @@ _WORDS = struct.Struct(f"{len(MovePages._fields_)}q")
 
 
 class Moving:
-    """The pages of one call on their way, which up to ``threads`` threads may ``move``; a context that keeps their
-    slots open. What became of them is asked once all have returned."""
+    """The pages of one call on their way, which up to ``threads`` threads may ``move``. What became of them is asked
+    once all have returned."""
 
     def __init__(
         self,
@@ -101,7 +87,6 @@ class Moving:
         results: npt.NDArray[np.int64],
         threads: int,
         move: Callable[..., object],
-        release: Callable[[], None],
     ) -> None:
         """``pages`` are in the order of their places, ``results`` of each 0 when it is moved and right, -errno, or
         else 1; ``others`` cannot be moved here."""
@@ -111,13 +96,6 @@ class Moving:
         self._pages = pages
         self._others = others
         self._results = results
-        self._release = release
-
-    def __enter__(self) -> Moving:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._release()
 
     @property
     def all_done(self) -> bool:
@@ -149,16 +127,22 @@ class SlotIo:
         self._directory = directory
         self._plan = plan
         self._metrics = metrics
-        self.read_flags = _flags(plan.read)
-        self.write_flags = _flags(plan.write)
+
+    # Of one page that the core has left: always through the page cache.
 
     def read(self, slab: Slab, slot: int, page: Page) -> int:
         """The payload of a slot: the bytes read."""
-        return self._move(vectored.read_into, slab, slot, page, reading=True)
+        if self._plan.read == "direct":
+            self._metrics.add("io", "unaligned", 1)
+        with self._directory.opened(slab) as descriptor:
+            return vectored.read_into(descriptor, page, slot * slab.slot_size)
 
     def write(self, slab: Slab, slot: int, header: bytes, page: Page) -> bool:
         """A payload into its slot, then its header and seal. False when not all of it was written."""
-        moved = self._move(vectored.write_from, slab, slot, page, reading=False)
+        if self._plan.write == "direct":
+            self._metrics.add("io", "unaligned", 1)
+        with self._directory.opened(slab) as descriptor:
+            moved = vectored.write_from(descriptor, page, slot * slab.slot_size)
         if moved != sum([segment.nbytes for segment in page]):
             return False
         with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
@@ -185,52 +169,16 @@ class SlotIo:
             header = bytearray(HEADER)
             return bytes(header[: vectored.read_into(descriptor, [memoryview(header)], slot * HEADER)])
 
-    def _move(self, move: Callable[..., int], slab: Slab, slot: int, page: Page, *, reading: bool) -> int:
-        """The bytes that ``move`` moved."""
-        offset = slot * slab.slot_size
-        if (self._plan.read if reading else self._plan.write) == "direct":
-            if _is_aligned(page):
-                try:
-                    with self._directory.opened(slab, SlabFile.DIRECT) as descriptor:
-                        return move(descriptor, page, offset)
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise
-            self._metrics.add("io", "unaligned", 1)
-        flags = self.read_flags if reading else self.write_flags
-        with self._directory.opened(slab) as descriptor:
-            try:
-                return move(descriptor, page, offset, flags)
-            except OSError as error:
-                if not (flags and error.errno in _UNKNOWN_FLAG):
-                    raise
-                # A file system, or a kernel, that does not know the flag.
-                if reading:
-                    self.read_flags = 0
-                else:
-                    self.write_flags = 0
-                return move(descriptor, page, offset)
-
-    def to_read(
-        self, batch: PageBatch, pages: SlotReferences, slab_of: Callable[[int], Slab | None], threads: int
-    ) -> Moving:
-        """These pages of the batch, from their slots."""
-        return self._moving(True, batch, pages, slab_of, threads)
-
-    def to_write(
-        self, batch: PageBatch, pages: SlotReferences, slab_of: Callable[[int], Slab | None], threads: int
-    ) -> Moving:
-        """These pages of the batch, into their slots."""
-        return self._moving(False, batch, pages, slab_of, threads)
-
-    def _moving(
+    def to_move(
         self,
-        into_memory: bool,
         batch: PageBatch,
         pages: SlotReferences,
         slab_of: Callable[[int], Slab | None],
         threads: int,
+        *,
+        into_memory: bool,
     ) -> Moving:
+        """These pages of the batch, from their slots ``into_memory``, or into their slots."""
         core, count = self._core, len(pages.positions)
         if not count or not are_of_one_size(batch.sizes):
             return _nothing_but(pages)
@@ -243,63 +191,55 @@ class SlotIo:
         numbers = found.slab_numbers()
         slabs = list(filter(None, map(slab_of, numbers)))
         file = SlabFile.DIRECT if direct else SlabFile.SLOTS
-        opened, release = self._directory.open_all(slabs, file, headers=not into_memory)
-        try:
-            if len(opened) < len(numbers):
-                # A slab that cannot be opened is left to the other way.
-                can_be_read = np.isin(found.slabs, opened[:, 0])
-                found, others = found.select(can_be_read), found.select(~can_be_read)
-                count = len(found.positions)
-            if mode == "direct" and not direct:
-                self._metrics.add("io", "unaligned", count)
-            rows, results = self._directory.index.memory.rows, np.empty(count, np.int64)
-            results.fill(_LEFT)
-            arrays = (
-                found.slabs,
-                found.slots,
-                found.positions,
-                opened,
-                memory.pages,
-                memory.segment_sizes,
-                key_words(batch.keys),
-                _START,
-                rows,
-                results,
-            )
-            at_once, slot_size = AT_ONCE_DIRECT if direct else AT_ONCE, slot_size_of(payload)
-            of_call = _WORDS.pack(
-                *map(native.address, arrays),
-                into_memory,
-                count,
-                len(opened),
-                len(memory.segment_sizes),
-                payload,
-                slot_size,
-                0 if into_memory else int(time.time() * 1000),
-                # The flags are for the page cache.
-                0 if direct else self.read_flags if into_memory else self.write_flags,
-                at_once,
-                len(rows),
-                ROW_WORDS,
-                SEAL,
-                0,
-            )
-        except BaseException:
-            release()
-            raise
+        opened, files = self._directory.open_all(slabs, file, headers=not into_memory)
+        if len(opened) < len(numbers):
+            # A slab that cannot be opened is left to the other way.
+            can_be_read = np.isin(found.slabs, opened[:, 0])
+            found, others = found.select(can_be_read), found.select(~can_be_read)
+            count = len(found.positions)
+        if mode == "direct" and not direct:
+            self._metrics.add("io", "unaligned", count)
+        rows, results = self._directory.index.memory.rows, np.empty(count, np.int64)
+        results.fill(_LEFT)
+        arrays = (
+            found.slabs,
+            found.slots,
+            found.positions,
+            opened,
+            memory.pages,
+            memory.segment_sizes,
+            key_words(batch.keys),
+            _START,
+            rows,
+            results,
+        )
+        at_once, slot_size = AT_ONCE_DIRECT if direct else AT_ONCE, slot_size_of(payload)
+        of_call = _WORDS.pack(
+            *map(native.address, arrays),
+            into_memory,
+            count,
+            len(opened),
+            len(memory.segment_sizes),
+            payload,
+            slot_size,
+            0 if into_memory else int(time.time() * 1000),
+            # The flags are for the page cache.
+            0 if direct else flags_of(mode),
+            at_once,
+            len(rows),
+            ROW_WORDS,
+            SEAL,
+            0,
+        )
         arguments = MovePages.from_buffer_copy(of_call)
         # Kept by the frame of each thread: one that the interpreter leaves behind at its end still moves.
-        arguments.arrays = batch, arrays
+        arguments.used = batch, arrays, files
         threads = min(threads, -(-count // max(1, at_once // slot_size)))
-        return Moving(found, others, results, threads, lambda *_: core(arguments), release)
+        return Moving(found, others, results, threads, lambda *_: core(arguments))
 
 
 def _nothing_but(others: SlotReferences) -> Moving:
-    return Moving(NO_SLOTS, others, np.empty(0, np.int64), 0, _nothing, _nothing)
-
-
-def _nothing(*_: object) -> None:
-    """There is nothing to do."""
+    return Moving(NO_SLOTS, others, np.empty(0, np.int64), 0, lambda *_: None)
 
 
 def _aligned(memory: Addresses) -> bool:

@@ -18,7 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,24 +61,14 @@ _NEVER = np.int64(-1) << 63
 """In place of a HASH: nothing is known of the slot. A page with this very HASH has its header read each time."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What is known of the slots of one slab, a word each."""
-
-    hashes: Words
-    """HASH of the page whose header was read."""
-    blocks: Words
-    """Its block hash."""
-
-
 class SlabContents:
     """Of one directory. 16 bytes a slot, from the first look on. For one thread at a time."""
 
     def __init__(self, directory: SlabDirectory) -> None:
         self._directory = directory
         self._index = directory.index
-        self._seen: dict[int, _Seen] = {}
-        """By number of slab."""
+        self._seen: dict[int, tuple[Words, Words]] = {}
+        """By number of slab, a word for each slot: HASH of the page whose header was read, and its block hash."""
 
     def block_hashes(self, digest: bytes, oldest: int) -> Words:
         """As ``PageLister``; pages written before ``oldest`` (wall-clock milliseconds) do not count. Raises OSError."""
@@ -102,16 +92,16 @@ class SlabContents:
         pages &= index_words.is_current(memory.identities, states)
         pages &= index_words.are_valid(memory.header, rows[:, index_words.CREATED], oldest)
         seen = self._seen.get(slab.number)
-        if seen is None or len(seen.hashes) != slab.slots:
+        if seen is None or len(seen[0]) != slab.slots:
             # The table may call another one by its number.
-            seen = self._seen[slab.number] = _Seen(np.full(slab.slots, _NEVER), np.zeros(slab.slots, np.int64))
-        new = np.flatnonzero(pages & (seen.hashes[begin:end] != hashes))
+            seen = self._seen[slab.number] = np.full(slab.slots, _NEVER), np.zeros(slab.slots, np.int64)
+        new = np.flatnonzero(pages & (seen[0][begin:end] != hashes))
         if len(new):
-            self._read_headers(slab, begin + new, hashes[new], seen)
-        blocks: Words = seen.blocks[begin:end][pages & (seen.hashes[begin:end] == hashes)]
+            self._read_headers(slab, begin + new, hashes[new], *seen)
+        blocks: Words = seen[1][begin:end][pages & (seen[0][begin:end] == hashes)]
         return blocks
 
-    def _read_headers(self, slab: Slab, slots: Words, hashes: Words, seen: _Seen) -> None:
+    def _read_headers(self, slab: Slab, slots: Words, hashes: Words, known: Words, blocks: Words) -> None:
         """Of these slots, in order; ``hashes``: of the pages that the index has there."""
         first, last = int(slots[0]), int(slots[-1])
         try:
@@ -122,8 +112,8 @@ class SlabContents:
             return
         keys = np.ascontiguousarray(headers[slots - first][:, KEY])
         right = hashes_of(keys) == hashes
-        seen.hashes[slots[right]] = hashes[right]
-        seen.blocks[slots[right]] = keys[right, _FIRST_OF_PAGE_HASH].byteswap()
+        known[slots[right]] = hashes[right]
+        blocks[slots[right]] = keys[right, _FIRST_OF_PAGE_HASH].byteswap()
 
 
 logger = logging.getLogger(__name__)
@@ -251,8 +241,8 @@ class SlabStore(PathStore):
                 doubtful = [(page, "length") for page in found.select(wrong).pages()]
                 found = found.select(~wrong)
         readers = self._readers
-        with self._io.to_read(batch, found, self._allocator.slab, readers) as moving:
-            self._workers.run(moving.threads, moving.move, readers)
+        moving = self._io.to_move(batch, found, self._allocator.slab, readers, into_memory=True)
+        self._workers.run(moving.threads, moving.move, readers)
         if moving.all_done:
             _fill(results, found.positions, GetResult.HIT)
         else:
@@ -478,8 +468,8 @@ class SlabStore(PathStore):
             return is_worth_it
         published: list[int] | None = None
         try:
-            with self._io.to_write(batch, taken, self._allocator.slab, self._writers) as moving:
-                self._workers.run(moving.threads, moving.move, self._writers)
+            moving = self._io.to_move(batch, taken, self._allocator.slab, self._writers, into_memory=False)
+            self._workers.run(moving.threads, moving.move, self._writers)
             written = taken if moving.all_done else self._finish_writing(batch, moving, results)
             published = self._index.publish(ticket, batch.keys, taken, written, self._oldest(), milliseconds(), tenant)
         finally:
