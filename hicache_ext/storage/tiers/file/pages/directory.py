@@ -77,8 +77,8 @@ class PageDirectory(PageTree):
             yield _make_directory(fan_out, self._access)
 
     def clear_the_way(self, page_path: str) -> None:
-        """Move aside what is no directory and has the name of one that the page is in; tmp/, where that is gone, is made
-        anew. Never raises OSError."""
+        """Move aside what is no directory and has the name of one that the page is in. Make tmp/ anew where it is gone.
+        Never raises OSError."""
         with suppress(OSError):
             make_directory(self.temporary, self._access)
         fan_out = os.path.dirname(page_path)

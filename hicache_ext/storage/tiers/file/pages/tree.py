@@ -287,8 +287,8 @@ class PageTree:
         return taken
 
     def occupied_parts(self) -> Iterator[tuple[float, int]]:
-        """The bytes of disk of all files of pages and their directories, part by part: (share of the directory walked by
-        now, bytes of disk in this part).
+        """Yield the bytes of disk of all files of pages and their directories, part by part: (share of the directory
+        walked by now, bytes of disk in this part).
 
         A part is the fan-out directories of one name, which hashes fill evenly. Every so often it also is a part of the
         packs, which the ids of packs spread evenly: each time all names are walked.

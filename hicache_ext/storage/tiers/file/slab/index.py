@@ -613,7 +613,8 @@ class SlabIndex:
     def bound_behind(self, key: bytes, oldest: int) -> int:
         """The rank that pages must be below to make room for the page behind this one in its chain: NO_PAGE where this
         one is not there, or the policy is not last-use. Others learn from pages that are written and evicted."""
-        rows = self.locate([key], oldest).rows if self.memory.header[index_words.POLICY] == eviction.LAST_USE else ()
+        follows_last_use = self.memory.header[index_words.POLICY] == eviction.LAST_USE
+        rows = self.locate([key], oldest).rows if follows_last_use else _NONE
         return int(self.memory.rows[rows[0], index_words.PRIORITY]) if len(rows) else NO_PAGE
 
     def give_back(self, rows: Words, ticket: int) -> None:

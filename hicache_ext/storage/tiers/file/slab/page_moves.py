@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from hicache_ext import native
 from hicache_ext.page import envelope
-from hicache_ext.page.memory import Addresses, address_of, addresses_of
+from hicache_ext.page.memory import Addresses, addresses_of
 from hicache_ext.runtime import vectored
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.vectored import IOV_MAX
