@@ -24,6 +24,17 @@ _NUMBA = "nothing is compiled at run time, or kept: the native core is built wit
 FORMER = {
     **dict.fromkeys(
         (
+            "test_bounce_memory_is_merged_when_it_comes_back",
+            "test_guards_that_cannot_be_made_close_the_tiers_opened_before_them",
+            "test_a_tier_whose_guards_cannot_be_made_is_closed",
+        ),
+        "memory of calls with a timeout is taken call by call, from the lender that transformed pages use",
+    ),
+    "test_a_page_larger_than_the_bounce_memory_is_refused_and_said_once": (
+        "-> test_a_page_larger_than_the_bounce_memory_waits_until_nothing_is_lent"
+    ),
+    **dict.fromkeys(
+        (
             "test_generic_calls_take_tensors_and_raw_addresses",
             "test_a_read_through_a_smaller_target_is_a_miss_and_removes_nothing_it_should_keep",
             "test_an_address_without_memory_behind_it_is_a_miss",

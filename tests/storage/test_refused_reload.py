@@ -15,7 +15,6 @@ from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_config
 from hicache_ext.errors import StoreClosedError, StoreError, StoreSetupError
 from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.store import PageStore, SetResult
-from hicache_ext.storage.guards import pipeline
 from hicache_ext.storage.guards.breaker import TierBreaker
 from hicache_ext.storage.guards.pipeline import GuardedStore
 from hicache_ext.storage.opening import open_tiers
@@ -24,8 +23,6 @@ from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import store_pages
 from tests.storage.guards.hung import KEY
-
-TOO_MUCH = 200 << 40
 
 
 @pytest.fixture
@@ -82,36 +79,6 @@ def breaker(store: ReloadableStore) -> TierBreaker:
 
 def probers() -> int:
     return sum(thread.name.endswith("-probe") for thread in threading.enumerate())
-
-
-def test_guards_that_cannot_be_made_close_the_tiers_opened_before_them(
-    config: Callable[..., HicacheExtConfig],
-    opened: list[PageStore],
-    store: ReloadableStore,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    store.close()
-    store = open_tiers(config())
-    before = store.arrangement
-    monkeypatch.setattr(pipeline, "BOUNCE_MEMORY", TOO_MUCH)
-    for _ in range(3):
-        sentence = (
-            r"tier 'disk' cannot start: \d+ bytes of memory for calls with a timeout are not to be had: .*; leave"
-        )
-        with pytest.raises(StoreSetupError, match=sentence):
-            store.reload(config("more", timeout="50s"))
-    assert [is_closed(tier) for tier in opened] == [True, False, True, True, True]
-    assert store.arrangement is before
-    store.close()
-
-
-def test_a_tier_whose_guards_cannot_be_made_is_closed(
-    config: Callable[..., HicacheExtConfig], opened: list[PageStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pipeline, "BOUNCE_MEMORY", TOO_MUCH)
-    with pytest.raises(StoreSetupError, match="memory for calls with a timeout"):
-        open_tiers(config(timeout="60s"))
-    assert [is_closed(tier) for tier in opened] == [True]
 
 
 def test_a_tier_that_does_not_close_delays_a_refused_start_by_its_timeout_alone(

@@ -158,7 +158,7 @@ OF_EVERY_TIER: Mapping[str, Sequence[str]] = {
         *("short_header", "magic", "header_checksum", "version", "header_length", "identity", "page_hash"),
         *("payload_length", "no_checksum", "checksum", "length", "truncated", "longer"),
     ),
-    "rejected": ("breaker", "paused", "concurrency", "stuck", "bounce_memory", "not_open"),
+    "rejected": ("breaker", "paused", "concurrency", "stuck", "not_open"),
     "error": ("raised",),
     "failure": ("get", "set", "exists", "contains", "queue", "remove", "clear", "closed"),
     "timeout": _CALLS,

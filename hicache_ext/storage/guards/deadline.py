@@ -12,19 +12,17 @@ from __future__ import annotations
 import contextvars
 import functools
 import logging
-import mmap
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hicache_ext.errors import NotBegunError, StoreClosedError, StoreSetupError, TooLateError
+from hicache_ext.errors import NotBegunError, StoreClosedError, TooLateError
 from hicache_ext.page.page_object import gather, scatter
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.threads import ThreadPool, call_within
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
+from hicache_ext.storage.contract.transforming.page_memory import Lease, LentMemory
 from hicache_ext.storage.guards.time_limits import Call
 
 logger = logging.getLogger(__name__)
@@ -36,97 +34,20 @@ MOST_STUCK_CALLS = 8
 """Calls left behind at which further ones are refused: each holds a thread."""
 _PORTIONS = 4
 """A batch takes at most this part of the bounce memory at a time, so that several calls can have some."""
-_ALIGNMENT = 4096
-
-
-@dataclass(slots=True)
-class Lease:
-    """One contiguous piece of bounce memory; return it with ``BounceMemory.give_back``."""
-
-    memory: memoryview
-    offset: int
-    length: int
-    in_use: bool = False
-    """A call may still touch it. One that was left behind gives it back when it ends."""
-
-
-class BounceMemory:
-    """``size`` bytes, lent in pieces to calls that may outlive their callers. Threads: any.
-
-    One anonymous mapping: pages are allocated as they are used, and a store that must register memory (RDMA) does it
-    once.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = -(-size // _ALIGNMENT) * _ALIGNMENT
-        self.memory = memoryview(mmap.mmap(-1, self.size))
-        self._condition = threading.Condition()
-        self._free: list[tuple[int, int]] = [(0, self.size)]
-        """(offset, length), sorted by offset; adjacent pieces are merged."""
-        self._stuck = 0
-
-    @property
-    def lent(self) -> int:
-        """Bytes lent now."""
-        with self._condition:
-            return self.size - sum(length for _, length in self._free)
-
-    def take(self, length: int, deadline: float) -> Lease | None:
-        """A piece of ``length`` bytes; waits for one until ``deadline`` (monotonic), then None.
-
-        None immediately where calls left behind hold so much that the others cannot give back enough.
-        """
-        wanted = max(_ALIGNMENT, -(-length // _ALIGNMENT) * _ALIGNMENT)
-        with self._condition:
-            while True:
-                for number, (offset, free) in enumerate(self._free):
-                    if free >= wanted:
-                        self._free[number : number + 1] = [(offset + wanted, free - wanted)] if free > wanted else []
-                        return Lease(self.memory[offset : offset + length], offset, wanted)
-                left = deadline - time.monotonic()
-                if left <= 0 or wanted > self.size - self._stuck:
-                    return None
-                self._condition.wait(left)
-
-    def leave_behind(self, lease: Lease) -> None:
-        """The call that holds this piece goes on without its caller."""
-        with self._condition:
-            self._stuck += lease.length
-            self._condition.notify_all()
-
-    def give_back(self, lease: Lease, *, stuck: bool = False) -> None:
-        """Take a piece back. ``stuck``: by the call that was left behind, which may end while it is being left."""
-        with self._condition:
-            if stuck:
-                self._stuck -= lease.length
-            self._free.append((lease.offset, lease.length))
-            self._free.sort()
-            merged: list[tuple[int, int]] = []
-            for offset, length in self._free:
-                if merged and sum(merged[-1]) == offset:
-                    merged[-1] = (merged[-1][0], merged[-1][1] + length)
-                else:
-                    merged.append((offset, length))
-            self._free = merged
-            self._condition.notify_all()
 
 
 class Deadline:
     """Ends each call of ``store`` by its own deadline. Threads: any."""
 
     def __init__(self, store: PageStore, bounce_memory: int) -> None:
-        """``bounce_memory``: bytes. A larger page is REJECTED. Raises StoreSetupError if it cannot be had."""
+        """``bounce_memory``: bytes for all calls under way; a page that is larger waits until they have ended."""
         self._store = store
-        try:
-            self.bounce = BounceMemory(bounce_memory)
-        except (OSError, OverflowError, ValueError) as error:
-            reason = f"{bounce_memory} bytes of memory for calls with a timeout are not to be had: {error}"
-            raise StoreSetupError(store.name, reason, ["leave `timeout` out, or set it to off"]) from error
+        self.bounce = LentMemory(bounce_memory)
+        self._portion = bounce_memory // _PORTIONS
         self._threads = ThreadPool(f"hicache-{store.name}-deadline")
         self._calls = CallGate(store.name)
         self._being_written: dict[int, PageBatch] = {}
         """Writes under way, and those left behind."""
-        self._reported_too_large = False
 
     def being_written(self) -> set[bytes]:
         """Pages whose write may still reach the store, also after its caller was answered TIMEOUT."""
@@ -153,7 +74,7 @@ class Deadline:
         results = [kind.TIMEOUT] * len(batch)
         with self._calls:
             try:
-                for portion in self._portions(batch, results, kind.REJECTED):
+                for portion in self._portions_of(batch.sizes):
                     try:
                         answers = self._transfer_portion(call, batch.select(portion), move)
                     except (TooLateError, NotBegunError, StoreClosedError):
@@ -218,39 +139,25 @@ class Deadline:
                         scatter(source, segments)
             return answers
 
-    def _portions(self, batch: PageBatch, results: list[R], too_large: R) -> Iterator[Sequence[int]]:
+    def _portions_of(self, sizes: Sequence[int]) -> Iterator[Sequence[int]]:
         """Positions, cut so that each portion fits its part of the bounce memory."""
-        limit = self.bounce.size // _PORTIONS
-        if 0 < sum(batch.sizes) <= limit:
-            yield range(len(batch))
-            return
-        portion: list[int] = []
-        filled = 0
-        for position, size in enumerate(batch.sizes):
-            if size > self.bounce.size:
-                results[position] = too_large
-                self._say_too_large(size)
-                continue
-            if portion and filled + size > limit:
-                yield portion
-                portion, filled = [], 0
-            portion.append(position)
+        first, filled = 0, 0
+        for position, size in enumerate(sizes):
+            if filled and filled + size > self._portion:
+                yield range(first, position)
+                first, filled = position, 0
             filled += size
-        if portion:
-            yield portion
+        if first < len(sizes):
+            yield range(first, len(sizes))
 
     @contextmanager
     def _lent(self, batch: PageBatch, deadline: float) -> Iterator[tuple[Lease, PageBatch]]:
         """A piece of bounce memory, and the batch over it, a segment for each page."""
-        lease = self.bounce.take(sum(batch.sizes), deadline)
+        lease = self.bounce.take(batch.sizes, deadline)
         if lease is None:
             raise TooLateError if time.monotonic() >= deadline else NotBegunError
         try:
-            pages, offset = [], 0
-            for size in batch.sizes:
-                pages.append([lease.memory[offset : offset + size]])
-                offset += size
-            yield lease, PageBatch(batch.keys, pages, batch.sizes)
+            yield lease, PageBatch(batch.keys, [[piece] for piece in lease.pieces], batch.sizes)
         finally:
             if not lease.in_use:
                 self.bounce.give_back(lease)
@@ -280,18 +187,6 @@ class Deadline:
         if lease is not None:
             lease.in_use = False
         return running.result()
-
-    def _say_too_large(self, size: int) -> None:
-        self._count("rejected", "bounce_memory")
-        if not self._reported_too_large:
-            self._reported_too_large = True
-            logger.warning(
-                "hicache_ext: tier %s: a page of %d bytes is larger than the memory of calls with a timeout (%d); "
-                "it is refused",
-                self._store.name,
-                size,
-                self.bounce.size,
-            )
 
     def _count(self, event: str, reason: str, amount: int = 1) -> None:
         if amount:

@@ -57,7 +57,7 @@ EXISTS_BUDGET = 0.005
 SLOW_CALL = 0.5
 """Seconds, besides what the bytes take at 100 MB/s."""
 BOUNCE_MEMORY = 256 * 1024 * 1024
-"""Bytes; a page must fit, and only what is used is allocated."""
+"""Bytes for all calls under way of a tier; only what is used is allocated."""
 
 LEAST_READ = 0.25
 """Seconds. Less would cut good calls: a busy machine, a server that forks, a new connection."""
@@ -109,13 +109,12 @@ def plan_guards(tier: TierConfig) -> GuardPlan:
 
 
 def guarded(store: PageStore, plan: GuardPlan) -> PageStore:
-    """``store`` with its guards around it, or itself where it has none; closing that closes ``store``. Raises
-    StoreSetupError."""
+    """``store`` with its guards around it, or itself where it has none; closing that closes ``store``."""
     return store if plan == GuardPlan() else GuardedStore(store, plan)
 
 
 class GuardedStore(DelegatingStore):
-    """A store behind the guards of a plan. Threads: any. Raises StoreSetupError."""
+    """A store behind the guards of a plan. Threads: any."""
 
     def __init__(
         self,
@@ -136,7 +135,6 @@ class GuardedStore(DelegatingStore):
         self.deadline: Deadline | None = None
         probes = self._read_to_probe, self._look_up_to_probe
         self.breaker = None if plan.breaker is None else TierBreaker(inner, plan.breaker, *probes, clock)
-        self.prepare(plan)
         self.put_limits(plan)
 
     # -- what others ask of the guards ---------------------------------------------------------------------------------
@@ -151,14 +149,11 @@ class GuardedStore(DelegatingStore):
     def gauges(self) -> dict[str, float]:
         return {} if self.breaker is None else {"breaker_state": self.breaker.state.level}
 
-    def prepare(self, plan: GuardPlan) -> None:
-        """Get what the timeouts of another plan need; calls are as before. Raises StoreSetupError."""
-        if plan.bounce_memory and self.deadline is None:
-            self.deadline = Deadline(self.inner, plan.bounce_memory)
-
     def put_limits(self, plan: GuardPlan) -> None:
         """Calls that begin from now on have the timeouts of this plan. All else stays: a tier that is down is not up
         because its limits have changed."""
+        if plan.bounce_memory and self.deadline is None:
+            self.deadline = Deadline(self.inner, plan.bounce_memory)
         timeout = plan.timeout if plan.timeout is not None else math.inf
         write_timeout = plan.write_timeout if plan.write_timeout is not None else timeout
         # Without a breaker nobody would try a tier again that was cut too early, so nothing is learnt.

@@ -115,7 +115,6 @@ class ReloadableStore(TieredStore):
                 opened = open_live_tiers(new, config.role, measured=_is_measured(self._config))
                 for tier in opened.values():
                     undo.callback(tier.close)
-                limits = [new_limits(tier, wanted[name]) for name, tier in changed.items()]
                 seals = {name: seal for name in changed if (seal := _new_seal(name, before[name], wanted[name]))}
                 for name, tier in changed.items():
                     undo.callback(_end, name, functools.partial(_resize, tier, tier.config))
@@ -138,9 +137,8 @@ class ReloadableStore(TieredStore):
             self.forget_what_was_fetched(before[name])
         for name, tier in changed.items():
             tier.admit_by(admission_of(wanted[name], config.role))
+            _put_limits(tier, wanted[name])
             tier.config = wanted[name]
-        for put_in_force in limits:
-            put_in_force()
         for name, tier in before.items():
             if name not in wanted:
                 _end(name, tier.close)
@@ -321,16 +319,14 @@ def guard(config: TierConfig, bare: PageStore) -> PageStore:
     return guarded(bare, plan_guards(config))
 
 
-def new_limits(tier: TierHandle, config: TierConfig) -> Callable[[], None]:
-    """Get what a tier in use needs for its timeout in ``config``; what is returned puts that in force. Guards that it
-    has stay, with what they know of it. Raises StoreSetupError."""
+def _put_limits(tier: TierHandle, config: TierConfig) -> None:
+    """Put the timeout of ``config`` in force. Guards that the tier has stay, with what they know of it."""
     if tier.guarded is tier.bare:
-        return functools.partial(tier.put_guards, guard(config, tier.bare))
+        tier.put_guards(guard(config, tier.bare))
+        return
     from hicache_ext.storage.guards.pipeline import plan_guards
 
-    guards, plan = cast("GuardedStore", tier.guarded), plan_guards(config)
-    guards.prepare(plan)
-    return functools.partial(guards.put_limits, plan)
+    cast("GuardedStore", tier.guarded).put_limits(plan_guards(config))
 
 
 def _may_have_guards(config: TierConfig) -> bool:

@@ -326,12 +326,15 @@ class TierHandle(DelegatingStore):
     # -- what the queues ask ---------------------------------------------------------------------------------------
 
     def write_queued(self, batch: PageBatch) -> list[SetResult]:
+        """Write pages to the store. May raise [the queue's thread]."""
         return self._write(batch)
 
     def may_write(self) -> bool:
+        """Whether pages may be written now: not while a clear() that came before them is under way."""
         return not (self._clears_all or self._cleared)
 
     def hide(self, keys: Iterable[bytes]) -> None:
+        """These pages are being written and must not be seen: they are removed again after the write."""
         with self._lock:
             before = len(self.hidden)
             self.hidden = self.hidden.union(keys)

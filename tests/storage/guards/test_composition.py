@@ -102,7 +102,6 @@ def test_another_timeout_leaves_the_guards_as_they_are() -> None:
     store.breaker.trip("gone")
     for timeout, seconds in (("4s", 4.0), ("off", math.inf), ("auto", 1.0)):
         plan = plan_guards(file_tier(path="/nfs/cache", timeout=timeout))
-        store.prepare(plan)
         before = store._reads.longest
         assert store._reads.seconds(1) == before
         store.put_limits(plan)

@@ -11,7 +11,8 @@ import pytest
 
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.guards.deadline import MOST_STUCK_CALLS, BounceMemory
+from hicache_ext.storage.contract.transforming.page_memory import LentMemory
+from hicache_ext.storage.guards.deadline import MOST_STUCK_CALLS
 from hicache_ext.storage.guards.pipeline import GuardedStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import (
@@ -157,14 +158,18 @@ def test_a_batch_larger_than_the_bounce_memory_goes_through_in_portions() -> Non
     store.close()
 
 
-def test_a_page_larger_than_the_bounce_memory_is_refused_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_page_larger_than_the_bounce_memory_waits_until_nothing_is_lent() -> None:
     store = guard(PageStoreWrapper(MemoryPageStore()), bounce=MIB)
-    small, large = page_keys(2)
-    sizes = [[1000], [MIB + 1]]
-    for _ in range(2):
-        results = store.set(PageBatch([small, large], filled([small, large], sizes).buffers))
-        assert results[0].durable and results[1] is SetResult.REJECTED
-    assert caplog.text.count("larger than the memory of calls with a timeout") == 1
+    keys, sizes = page_keys(2), [[1000], [MIB + 1]]
+    assert store.set(PageBatch(keys, filled(keys, sizes).buffers)) == [SetResult.STORED] * 2
+    other = store.deadline.bounce.take([10], 0.0)
+    assert other is not None
+    set_timeout(store, TIMEOUT)
+    pages = HostPages(sizes)
+    assert store.get(PageBatch(keys, pages.buffers)) == [GetResult.HIT, GetResult.TIMEOUT]
+    store.deadline.bounce.give_back(other)
+    set_timeout(store, PATIENCE)
+    assert store.get(PageBatch(keys, pages.buffers)) == [GetResult.HIT] * 2
     store.close()
 
 
@@ -250,28 +255,20 @@ def test_eight_threads_share_little_bounce_memory() -> None:
     store.close()
 
 
-def test_bounce_memory_is_merged_when_it_comes_back() -> None:
-    memory = BounceMemory(5 * 4096)
-    now = time.monotonic()
-    leases = [memory.take(4000, now) for _ in range(5)]
-    assert all(leases) and memory.take(1, now) is None
-    for number in (3, 1, 0, 2, 4):
-        lease = leases[number]
-        assert lease is not None
-        memory.give_back(lease)
-    whole = memory.take(5 * 4096, now)
-    assert whole is not None and whole.memory.nbytes == 5 * 4096
-
-
 def test_pieces_of_bounce_memory_never_overlap() -> None:
-    memory = BounceMemory(64 * 4096)
+    memory = LentMemory(64 * 4096)
     now = time.monotonic()
-    held = [(number, memory.take(4096 * (number % 5 + 1), now)) for number in range(15)]
-    for number, lease in held:
-        assert lease is not None
-        lease.memory[:] = bytes([number]) * lease.memory.nbytes
-    for number, lease in held:
-        assert lease is not None and bytes(lease.memory) == bytes([number]) * lease.memory.nbytes
+    for _ in range(2):  # the second time of what was given back
+        held = [(number, memory.take([4096 * (number % 5 + 1), 1], now)) for number in range(10)]
+        for number, lease in held:
+            assert lease is not None
+            for piece in lease.pieces:
+                piece[:] = bytes([number]) * piece.nbytes
+        for number, lease in held:
+            assert lease is not None
+            assert b"".join(lease.pieces) == bytes([number]) * (4096 * (number % 5 + 1) + 1)
+            memory.give_back(lease)
+    assert memory.lent == 0
 
 
 def test_the_payload_of_every_page_of_a_batch_reaches_its_own_segments() -> None:

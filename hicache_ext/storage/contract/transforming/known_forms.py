@@ -24,7 +24,7 @@ from hicache_ext.storage.contract.abilities import RemovesCopies, ability
 from hicache_ext.storage.contract.bad_pages import RemovalBudget
 from hicache_ext.storage.contract.base import one_for_each
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, PageStore, identities_of
-from hicache_ext.storage.contract.transforming.page_memory import PageMemory
+from hicache_ext.storage.contract.transforming.page_memory import LentMemory
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ _KEPT_IN_MIND = 30.0
 class BadSeals:
     """Those of one store."""
 
-    def __init__(self, inner: PageStore, memory: PageMemory, *, shared: bool) -> None:
+    def __init__(self, inner: PageStore, memory: LentMemory, *, shared: bool) -> None:
         self._inner = inner
         self._memory = memory
         self._budget = RemovalBudget(inner.name, time.monotonic) if shared else None

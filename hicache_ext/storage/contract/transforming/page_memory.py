@@ -1,4 +1,7 @@
-"""Memory in which pages are transformed. It is kept for the next calls: new memory costs more than the cipher."""
+"""Memory of our own for pages: what transforms them works in it, and calls that cannot be ended (guards/deadline.py).
+
+It is kept for the next calls: new memory costs more than a cipher.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,45 +29,89 @@ _ALIGNMENT = 4096
 _LONGEST_WAIT = 60.0
 
 
-class PageMemory:
-    """Threads: any."""
+@dataclass(eq=False, slots=True)
+class Lease:
+    """Memory that is lent; return it with ``LentMemory.give_back``."""
 
-    def __init__(self) -> None:
+    whole: npt.NDArray[np.uint8]
+    pieces: list[memoryview]
+    """One for each page, aligned to blocks."""
+    in_use: bool = False
+    """A call may still touch it. One that was left behind gives it back when it ends."""
+
+
+class LentMemory:
+    """Memory for the pages of calls, also of such as outlive their callers. Threads: any."""
+
+    def __init__(self, most: int = _MOST_LENT) -> None:
+        """``most``: bytes lent to all calls under way; to one that needs more, when nothing else is lent."""
+        self._most = most
         self._changed = threading.Condition()
         self._lent = 0
+        self._stuck = 0
         self._kept: list[npt.NDArray[np.uint8]] = []
         self._own = threading.local()
 
-    @contextmanager
-    def lent(self, lengths: Sequence[int]) -> Iterator[list[memoryview]]:
-        """A piece for each page, aligned to blocks. Waits while much is lent. Raises TimeoutError."""
+    @property
+    def lent(self) -> int:
+        """Bytes lent now."""
+        return self._lent
+
+    def take(self, lengths: Sequence[int], deadline: float) -> Lease | None:
+        """A piece for each page; waits while much is lent, until ``deadline`` (time.monotonic()), then None.
+
+        None immediately where calls left behind hold so much that the others cannot give back enough.
+        """
         places, end = [], 0
         for length in lengths:
             places.append(end)
             end += -(-length // _ALIGNMENT) * _ALIGNMENT
-        needed, deadline = end + _ALIGNMENT, call_deadline(_LONGEST_WAIT)
+        needed = end + _ALIGNMENT
         with self._changed:
-            while self._lent and self._lent + needed > _MOST_LENT:
-                if not self._changed.wait(deadline - time.monotonic()):
-                    raise TimeoutError("no memory for pages in time")
+            while self._lent and self._lent + needed > self._most:
+                left = deadline - time.monotonic()
+                if left <= 0 or (self._stuck and self._stuck + needed > self._most):
+                    return None
+                self._changed.wait(left)
             fitting = [kept for kept in self._kept if needed <= kept.nbytes <= 4 * needed]
             whole = min(fitting, key=len, default=None)
             if whole is None:
                 whole = np.empty(needed, np.uint8)
             self._kept = [kept for kept in self._kept if kept is not whole]
             self._lent += whole.nbytes
+        # The memory of numpy begins anywhere.
+        first, view = -whole.ctypes.data % _ALIGNMENT, whole.data
+        return Lease(
+            whole, [view[first + at : first + at + length] for at, length in zip(places, lengths, strict=True)]
+        )
+
+    def leave_behind(self, lease: Lease) -> None:
+        """The call that holds this goes on without its caller."""
+        with self._changed:
+            self._stuck += lease.whole.nbytes
+            self._changed.notify_all()
+
+    def give_back(self, lease: Lease, *, stuck: bool = False) -> None:
+        """Take memory back. ``stuck``: by the call that was left behind, which may end while it is being left."""
+        with self._changed:
+            if stuck:
+                self._stuck -= lease.whole.nbytes
+            self._lent -= lease.whole.nbytes
+            self._kept.append(lease.whole)
+            while sum([kept.nbytes for kept in self._kept]) > _MOST_KEPT:
+                del self._kept[0]
+            self._changed.notify_all()
+
+    @contextmanager
+    def lent_to_call(self, lengths: Sequence[int]) -> Iterator[list[memoryview]]:
+        """A piece for each page, until the end of the block. Raises TimeoutError."""
+        lease = self.take(lengths, call_deadline(_LONGEST_WAIT))
+        if lease is None:
+            raise TimeoutError("no memory for pages in time")
         try:
-            # The memory of numpy begins anywhere.
-            first = -whole.ctypes.data % _ALIGNMENT
-            view = whole.data
-            yield [view[first + place : first + place + length] for place, length in zip(places, lengths, strict=True)]
+            yield lease.pieces
         finally:
-            with self._changed:
-                self._lent -= whole.nbytes
-                self._kept.append(whole)
-                while sum([kept.nbytes for kept in self._kept]) > _MOST_KEPT:
-                    del self._kept[0]
-                self._changed.notify_all()
+            self.give_back(lease)
 
     def of_thread(self, length: int) -> memoryview:
         """Memory of this thread, until it asks again."""

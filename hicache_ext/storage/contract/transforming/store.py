@@ -46,7 +46,7 @@ from hicache_ext.storage.contract.transforming.known_forms import (
     stored_keys,
     stored_keys_of,
 )
-from hicache_ext.storage.contract.transforming.page_memory import PageMemory, Portions
+from hicache_ext.storage.contract.transforming.page_memory import LentMemory, Portions
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class TransformedStore(DelegatingStore):
         """``block``: bytes of which ``inner`` stores whole ones anyway."""
         super().__init__(inner)
         self._portions = Portions(inner.describe())
-        self._memory = PageMemory()
+        self._memory = LentMemory()
         self._documents: dict[bytes, Mapping[str, Any]] = {}
         self._known = KnownForms(Transforms(codec, seal, block), self._documents)
         self._bad = BadSeals(inner, self._memory, shared=inner.describe().shared)
@@ -253,7 +253,7 @@ class TransformedStore(DelegatingStore):
     ) -> list[GetResult]:
         """Read the pages at these positions, which are stored under ``names``; ``forms``: of all pages."""
         lengths = [known.length(forms[i], batch.sizes[i]) for i in positions]
-        with self._memory.lent(lengths) as rooms:
+        with self._memory.lent_to_call(lengths) as rooms:
             asked = PageBatch(names, [[room] for room in rooms], lengths, [batch.sizes[i] for i in positions])
             began = time.monotonic()
             answers = one_for_each(self.inner.get(asked), len(positions))
@@ -353,7 +353,7 @@ class TransformedStore(DelegatingStore):
         stored = stored_keys_of(keys, chosen)
         lengths = [known.length(form, size) for form, size in zip(chosen, batch.sizes, strict=True)]
         salts = new_salts(len(batch))
-        with self._memory.lent(lengths) as rooms:
+        with self._memory.lent_to_call(lengths) as rooms:
 
             def pack(page: int) -> None:
                 salt = salts[page * SALT_LENGTH : (page + 1) * SALT_LENGTH]
