@@ -7,8 +7,8 @@ into a learnt deadline the breaker is in *doubt*: the tier hangs, or is slower t
 pause writes alone (``WritePause``), and those that ran into a deadline have the tier probed. A connection that is gone
 counts for both.
 
-A probe does what failed: it reads the page whose read failed, or one that is absent, and looks it up where look-ups
-failed; on a thread of its own into memory of its own, never on SGLang's threads, never into host pages. States, slow
+A probe reads the page whose read failed, or one that is absent, and looks it up; on a thread of its own into memory of
+its own, never on SGLang's threads, never into host pages. States, slow
 start and pauses: runtime/breaker.py. Reasons: docs/decisions/time-limits-of-calls.md.
 """
 
@@ -105,8 +105,6 @@ class TierBreaker(Breaker):
         """(when, whether bad, or damaged)."""
         self._suspect: tuple[bytes, int] | None = None
         """Key and payload bytes of a page whose read failed."""
-        self._failed: set[str] = set()
-        """What a probe asks for: of "read" and "look-up" those that failed."""
         self._opened_at = 0.0
         super().__init__(
             f"hicache-{store.name}-probe",
@@ -144,12 +142,12 @@ class TierBreaker(Breaker):
             if late:
                 self.record_write(ticket, *_ran_out_of_time(call, "removal", seconds))
         elif late:
-            self.record(ticket, *_ran_out_of_time(call, "look-up", seconds), "look-up")
+            self.record(ticket, *_ran_out_of_time(call, "look-up", seconds))
         elif unanswered.pages and 2 * unanswered.pages >= unanswered.of:
             reason = f"{unanswered.pages} of {unanswered.of} pages could not be looked up ({unanswered.reason})"
-            self.record(ticket, Outcome.FAILED, reason, "look-up")
+            self.record(ticket, Outcome.FAILED, reason)
         elif seconds > self.settings.slow_call + found * _SLOWEST_LOOK_UP:
-            self.record(ticket, Outcome.SLOW, f"a look-up took {seconds:.2g} s", "look-up")
+            self.record(ticket, Outcome.SLOW, f"a look-up took {seconds:.2g} s")
         elif found:
             self.record(ticket, Outcome.GOOD)
 
@@ -182,8 +180,7 @@ class TierBreaker(Breaker):
         if writes:
             self.record_write(ticket, Outcome.FAILED, reason)
         if not writes or isinstance(error, ConnectionError):
-            looks = call.name in ("contains", "count_leading")
-            self.record(ticket, Outcome.FAILED, reason, "look-up" if looks else "read")
+            self.record(ticket, Outcome.FAILED, reason)
 
     def record_write(self, ticket: int, outcome: Outcome, reason: str = "") -> None:
         """How a write ended, as ``record``: nothing but writes is held back for it."""
@@ -209,12 +206,10 @@ class TierBreaker(Breaker):
         if self.writes.reason.endswith(_LEARNT):
             self.writes.end()
 
-    def record(self, ticket: int, outcome: Outcome, reason: str = "", what: str = "read") -> None:
+    def record(self, ticket: int, outcome: Outcome, reason: str = "") -> None:
         """How the read or look-up ended that ``ticket`` was given for; ``reason`` is for the log."""
         if outcome is Outcome.UNKNOWN:
             return
-        if outcome is not Outcome.GOOD:
-            self._failed.add(what)
         too_much = self._is_too_much("reads and look-ups", ticket, outcome is not Outcome.GOOD)
         if too_much or outcome in (Outcome.TIMEOUT, Outcome.LATE):
             self.trip(reason, ticket, in_doubt=outcome is Outcome.LATE)
@@ -256,24 +251,19 @@ class TierBreaker(Breaker):
             case BreakerState.CLOSED:
                 # They were paused on evidence of the time before.
                 self.writes.end()
-                self._failed.clear()
                 logger.warning("hicache_ext: tier %s is in full use again", name)
 
     # -- probing ---------------------------------------------------------------------------------------------------
 
     def _is_healthy(self) -> bool:
-        """Whether what failed, a read where nothing did, is answered in time."""
+        """Whether a read and a look-up are answered in time."""
         key, size = self._suspect or (_PROBE_KEY, 1)
-        healthy = True
+        begun, healthy, longest = self._clock(), False, self.settings.slow_call
         try:
-            for what in self._failed.copy() or {"read"}:
+            (result,) = self._read(PageBatch([key], [[memoryview(bytearray(size))]]))
+            if result in _ANSWERS and self._clock() - begun <= longest + size / _SLOWEST_BANDWIDTH:
                 begun = self._clock()
-                if what == "read":
-                    (result,) = self._read(PageBatch([key], [[memoryview(bytearray(size))]]))
-                    answered, longest = result in _ANSWERS, self.settings.slow_call + size / _SLOWEST_BANDWIDTH
-                else:
-                    answered, longest = self._look_up(key), self.settings.slow_call
-                healthy = healthy and answered and self._clock() - begun <= longest
+                healthy = self._look_up(key) and self._clock() - begun <= longest
         except Exception as error:  # noqa: BLE001 - whatever it raises, it is not well
             logger.debug("hicache_ext: tier %s: the probe raised %r", self._store.name, error)
             healthy = False
