@@ -14,18 +14,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.background import BackgroundLoop, Backoff
 from hicache_ext.runtime.log_limit import LimitedLog
+from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.base import one_for_each
 from hicache_ext.storage.contract.store import PageBatch, SetResult, counted
 from hicache_ext.storage.tiering.generations import StillWanted, always
 from hicache_ext.storage.tiering.settings import QueueSettings
-
-if TYPE_CHECKING:
-    from hicache_ext.storage.tiering.tier_handle import TierHandle
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +41,24 @@ _LONGEST_WAIT = 600.0
 """Seconds after its first refusal at which a page is dropped: it must not take the place of others for ever."""
 
 
+class QueueOwner(Protocol):
+    """The tier of a queue: ``TierHandle``, which makes its queues."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def metrics(self) -> TierMetrics: ...
+
+    hidden: frozenset[bytes]
+
+    def hide(self, keys: Iterable[bytes]) -> None: ...
+
+    def write_queued(self, batch: PageBatch) -> list[SetResult]: ...
+
+    def may_write(self) -> bool: ...
+
+
 @dataclass(slots=True)
 class _Refusals:
     since: float
@@ -58,7 +74,7 @@ class WriteBehind:
 
     def __init__(
         self,
-        tier: TierHandle,
+        tier: QueueOwner,
         settings: QueueSettings,
         *,
         queue: str,
@@ -363,7 +379,7 @@ class PromotionQueue(WriteBehind):
     already), dropped (queue full, or cleared meanwhile), and then stored, exists or failed.
     """
 
-    def __init__(self, tier: TierHandle, settings: QueueSettings, wait_for_quiet: Callable[[], None]) -> None:
+    def __init__(self, tier: QueueOwner, settings: QueueSettings, wait_for_quiet: Callable[[], None]) -> None:
         super().__init__(tier, settings, queue="promotion", waits=False, before_batch=wait_for_quiet)
 
     def promote(self, batch: PageBatch, positions: Sequence[int], still_wanted: StillWanted) -> int:
