@@ -202,7 +202,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             from hicache_ext.sglang.scheduler_hooks import prefill_cost
             from hicache_ext.storage.tiering.pulling import PullRule
 
-            self._pull_rule = PullRule(config.pd.pull, lambda: self._store.tiers, prefill_cost())
+            self._pull_rule = PullRule(config.pd.pull, prefill_cost())
             self.export_also(self._pull_rule.metrics)
         if config.pd.hints.enabled and config.role == "prefill":
             from hicache_ext.sglang.announcements import CLOSE_TIMEOUT, hint_receiver

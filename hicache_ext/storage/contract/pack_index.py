@@ -83,7 +83,8 @@ class PackIndex:
         """Masks, by number of the pack."""
         self._numbers: dict[str, int] = {}
         self._tombstones: dict[str, list[Tombstone]] = {}
-        self._forgotten_pages: set[int] = set()
+        self._absent: list[int] = []
+        """The same of pages that are not found: the dead ones, and those that ``forget_page`` was told of."""
         self._hashes: npt.NDArray[np.int64] = np.empty(0, np.int64)
         """Sorted."""
         self._places: npt.NDArray[np.int64] = np.empty(0, np.int64)
@@ -115,6 +116,7 @@ class PackIndex:
             self._packs.append(pack)
             masks = [tombstone.mask for tombstone in self._tombstones.get(pack.id, ())]
             self._dead.append(functools.reduce(operator.or_, masks, 0))
+            self._absent.append(self._dead[number])
             self._numbers[pack.id] = number
             self._page_count += pack.count
             for position, found in enumerate(pack.numbers):
@@ -137,6 +139,7 @@ class PackIndex:
             if number is None:
                 return None
             self._dead[number] |= tombstone.mask
+            self._absent[number] |= tombstone.mask
             pack = self._packs[number]
             assert pack is not None
             return pack if self._dead[number] & pack.all_dead == pack.all_dead else None
@@ -184,7 +187,7 @@ class PackIndex:
         with self._lock:
             number = self._numbers.get(place.pack.id)
             if number is not None:
-                self._forgotten_pages.add(number << _POSITION_BITS | place.position)
+                self._absent[number] |= place.mask
 
     def clear(self) -> None:
         """Forget everything."""
@@ -230,7 +233,7 @@ class PackIndex:
             counts = np.searchsorted(self._hashes, wanted, "right") - begins
             # One more, for what would stand behind the last.
             first = np.append(self._places, 0)[begins]
-            recent, packs, dead, forgotten = self._recent, self._packs, self._dead, self._forgotten_pages
+            recent, packs, absent = self._recent, self._packs, self._absent
             members: Iterable[tuple[int, Sequence[int]]]
             if recent:
                 members = enumerate(zip(wanted.tolist(), begins.tolist(), counts.tolist(), first.tolist(), strict=True))
@@ -248,7 +251,7 @@ class PackIndex:
                 # As nearly always, and so without a call.
                 place = place if count else added[0]
                 pack, position = packs[place >> _POSITION_BITS], place & _POSITIONS
-                if pack is None or dead[place >> _POSITION_BITS] >> position & 1 or place in forgotten:
+                if pack is None or absent[place >> _POSITION_BITS] >> position & 1:
                     continue
                 # Place(pack, position), in a third of the time.
                 found[member] = tuple.__new__(Place, (pack, position))
@@ -269,7 +272,7 @@ class PackIndex:
         for place in places:
             number, position = place >> _POSITION_BITS, place & _POSITIONS
             pack = self._packs[number]
-            if pack is not None and not self._dead[number] >> position & 1 and place not in self._forgotten_pages:
+            if pack is not None and not self._absent[number] >> position & 1:
                 living.append(Place(pack, position))
         return living
 
@@ -288,13 +291,9 @@ class PackIndex:
         order = np.argsort(hashes, kind="stable")
         order = order[places[order] >= 0]
         self._hashes, self._places = hashes[order], places[order]
-        self._forgotten_pages = {
-            int(new_numbers[place >> _POSITION_BITS]) << _POSITION_BITS | place & _POSITIONS
-            for place in self._forgotten_pages
-            if new_numbers[place >> _POSITION_BITS] >= 0
-        }
         self._packs = [self._packs[number] for number in kept]
         self._dead = [self._dead[number] for number in kept]
+        self._absent = [self._absent[number] for number in kept]
         self._numbers = {pack.id: number for number, pack in enumerate(self._packs) if pack is not None}
         self._recent = {}
         self._stale = 0

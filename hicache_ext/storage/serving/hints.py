@@ -140,8 +140,6 @@ class HintSender:
         self._metrics.add("hint", "sent")
 
 
-_LOG_INTERVAL = 60.0
-
 BringInward = Callable[[Sequence[bytes]], Mapping[str, int]]
 """Fetches the pages of these hashes to the local tier; returns how many were present, fetched, absent, dropped."""
 
@@ -169,9 +167,7 @@ class HintReceiver:
         self._most_pages = most_pages
         self._interval = interval
         self.metrics = TierMetrics("hints", prefix="hints_")
-        self._failures = LimitedLog(logger, _LOG_INTERVAL)
-        self._last_log = time.monotonic()
-        self._last_logged: dict[str, int] = {}
+        self._failures = LimitedLog(logger, 60.0)
         self._since: frozenset[str] | None = None
         """What was on the board the last time."""
         self._loop = BackgroundLoop("hicache-ext-hints", self._look)
@@ -180,7 +176,6 @@ class HintReceiver:
     def close(self, timeout: float) -> None:
         """End the thread, unless a store holds it for longer than ``timeout``."""
         self._loop.stop(timeout)
-        self._log()
 
     def _look(self) -> float:
         try:
@@ -197,8 +192,6 @@ class HintReceiver:
             except Exception as error:  # noqa: BLE001 - whatever a store raises, the next hint may be followed
                 self.metrics.add("hint", "failed")
                 self._failures.log(logging.ERROR, "follow", "hicache_ext: following a hint", exc_info=error)
-        if time.monotonic() - self._last_log >= _LOG_INTERVAL:
-            self._log()
         return self._interval
 
     def _take(self, data: bytes) -> None:
@@ -212,11 +205,3 @@ class HintReceiver:
         else:
             self.metrics.add("hint", "received")
             self.metrics.add_many("page", self._bring_inward(hint.page_hashes))
-
-    def _log(self) -> None:
-        """One line with all counters, if any has changed since the last one."""
-        self._last_log = time.monotonic()
-        counters = {".".join(filter(None, key)): amount for key, amount in sorted(self.metrics.snapshot().items())}
-        if counters != self._last_logged:
-            self._last_logged = counters
-            logger.info("hicache_ext: hints: %s", counters)

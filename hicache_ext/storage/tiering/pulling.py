@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -27,7 +28,6 @@ from hicache_ext.errors import StoreClosedError
 from hicache_ext.runtime.background import once_in_background
 from hicache_ext.runtime.linear_cost import LinearCost
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 
@@ -127,15 +127,13 @@ _COUNTED = (GetResult.HIT, GetResult.TIMEOUT, GetResult.ERROR)
 class MeasuredStore(DelegatingStore):
     """``inner``, measured: ``read_cost`` in bytes, ``look_up_cost`` in keys.
 
-    While a thread looks up for a question of SGLang's (``asked_by``), its look-ups count for that, and end here where
-    they cannot pay.
+    Look-ups for a question of SGLang's (``PullRule.looking_up``) count for that, and end here where they cannot pay.
     """
 
     def __init__(self, inner: PageStore) -> None:
         super().__init__(inner)
         self.read_cost = LinearCost()
         self.look_up_cost = LinearCost()
-        self._of_thread = threading.local()
         self._last_probe = -float("inf")
 
     def get(self, batch: PageBatch) -> list[GetResult]:
@@ -157,7 +155,7 @@ class MeasuredStore(DelegatingStore):
     def _look_up(
         self, call: Callable[[Sequence[bytes]], _T], keys: Sequence[bytes], none: _T, found: Callable[[_T], int]
     ) -> _T:
-        asked: Asked | None = getattr(self._of_thread, "asked", None)
+        asked = _asked.get()
         if asked is not None and not asked.pays(self):
             asked.not_asked[self] = None
             return none
@@ -167,10 +165,6 @@ class MeasuredStore(DelegatingStore):
         if asked is not None:
             asked.found[self] += found(answer)
         return answer
-
-    def asked_by(self, asked: Asked | None) -> None:
-        """The look-ups of this thread are for that question from now on, or for none."""
-        self._of_thread.asked = asked
 
     def probed(self) -> None:
         """A background measurement begins."""
@@ -211,10 +205,6 @@ class Decision:
         return f"{'pull' if self.pull else 'recompute'} {self.tokens} tokens: {self.reason}{times}"
 
 
-Tiers = Callable[[], Sequence[PageStore]]
-"""The tiers in use; a reload may change them."""
-
-
 @dataclass(slots=True)
 class Asked:
     """One question of SGLang: how many of ``pages`` leading pages to pull."""
@@ -238,12 +228,15 @@ class Asked:
         return self.pages * self.page_tokens
 
 
-class PullRule:
-    """The rule over the measured ones of ``tiers()``. Thread-safe; a decision costs a few microseconds."""
+_asked: ContextVar[Asked | None] = ContextVar("hicache_ext_asked", default=None)
+"""The question that this thread looks up for."""
 
-    def __init__(self, config: PullConfig, tiers: Tiers, compute_cost: SizedCost) -> None:
+
+class PullRule:
+    """Thread-safe; a decision costs a few microseconds."""
+
+    def __init__(self, config: PullConfig, compute_cost: SizedCost) -> None:
         self._config = config
-        self._in_use = tiers
         self._compute_cost = compute_cost
         self.metrics = TierMetrics("pull", prefix="pull_")
         self._was_too_dear = False
@@ -258,14 +251,11 @@ class PullRule:
             self._count(Decision(False, "short", asked.tokens))
             yield None
             return
-        tiers = [tier for store in self._in_use() if (tier := ability(store, MeasuredStore)) is not None]
-        for tier in tiers:
-            tier.asked_by(asked)
+        token = _asked.set(asked)
         try:
             yield asked
         finally:
-            for tier in tiers:
-                tier.asked_by(None)
+            _asked.reset(token)
 
     def _is_worth_asking(self, asked: Asked, tier: MeasuredStore) -> bool:
         """Whether looking up and reading all pages that other tiers lack can be cheaper than computing.

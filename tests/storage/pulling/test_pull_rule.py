@@ -14,6 +14,7 @@ from hicache_ext.config.sections import PullConfig
 from hicache_ext.runtime.linear_cost import LinearCost
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch
+from hicache_ext.storage.tiering import pulling
 from hicache_ext.storage.tiering.pulling import PROBE_INTERVAL, Asked, MeasuredStore, PullRule, SizedCost
 from tests.rigs.known_rate import KnownRate
 from tests.waiting import wait_until
@@ -83,7 +84,7 @@ def rule_of(
 ) -> PullRule:
     config = PullConfig(**{"mode": mode, "min_tokens": 64, **settings})
     known = KnownRate(prefill_rate) if prefill_rate is not None else compute
-    rule = PullRule(config, lambda: tiers, known or SizedCost())
+    rule = PullRule(config, known or SizedCost())
     rule._probe_interval = probe_interval
     return rule
 
@@ -213,14 +214,14 @@ def test_a_store_measures_hits_and_trouble_and_not_misses() -> None:
     assert tier.read_cost.predict(100) is not None
     tier.contains([b"lost"])
     asked = Asked(6, 16, 100, 1, lambda tier: asked.found[tier] < 3)
-    tier.asked_by(asked)
+    token = pulling._asked.set(asked)
     tier.contains([b"a", b"b"])
     tier.count_leading([b"a"])
     assert asked.found == {tier: 3} and not asked.not_asked
     assert tier.count_leading([b"a", b"b", b"c"]) == 0
     assert tier.contains([b"a", b"b", b"c"]) == [False] * 3
     assert asked.found == {tier: 3} and list(asked.not_asked) == [tier]
-    tier.asked_by(None)
+    pulling._asked.reset(token)
     assert tier.count_leading([b"a", b"b", b"c"]) == 3
 
 

@@ -389,9 +389,9 @@ _MOST_FAILURES = 6
 class Rebuild:
     """Makes an index anew from the headers of the pages, in the background, while the tier serves what was found.
 
-    Slots that were not looked at yet are UNKNOWN: nobody reads or takes them. One process at a time does it, under a
-    lock that the kernel takes back; when it ends, another one goes on with the slabs that are left. Payloads are checked
-    when they are read.
+    Slots that were not looked at yet are UNKNOWN: nobody reads or takes them. One process at a time does it, under
+    a lock that the kernel takes back; when it ends, another one goes on with the slabs that are left. Payloads are
+    checked when they are read.
     """
 
     def __init__(self, tier: str, directory: SlabDirectory, lock: OfdLock) -> None:
