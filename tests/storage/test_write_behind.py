@@ -237,6 +237,17 @@ def test_a_page_that_the_tier_never_takes_is_not_in_the_way_of_others_and_is_dro
     tier.close()
 
 
+def test_a_page_that_is_not_worth_storing_is_offered_once() -> None:
+    """A full tier says so of what follows the chain that fills it: no later moment makes it worth more."""
+    store = MoodyStore()
+    store.answer = SetResult.REFUSED
+    tier = TierHandle(store)
+    later(tier, page_keys(100))
+    assert tier.wait_until_written(30)
+    assert sum(store.batches) == 100 and tier.metrics.total("dropped_pages") == 0
+    tier.close()
+
+
 def test_pages_that_are_there_already_do_not_say_that_the_tier_takes_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """While writes pause, each batch has EXISTS for what another server wrote, and REJECTED for the rest."""
     monkeypatch.setattr(write_behind, "_REFUSED", Backoff(0.01, 0.05))

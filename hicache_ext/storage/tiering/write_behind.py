@@ -323,7 +323,7 @@ class WriteBehind:
         """What becomes of each page of a batch; how many were dropped. The condition is held."""
         now = time.monotonic()
         dropped = 0
-        there = (SetResult.STORED, SetResult.EXISTS)
+        there = (SetResult.STORED, SetResult.EXISTS, SetResult.REFUSED)
         # Those of a write that ended after close() do not wait any more.
         waiting = [(key, result) for key, result in zip(keys, results, strict=True) if key in self._waiting]
         self._drop([key for key, result in waiting if result in there or key in self._tier.hidden])
