@@ -17,8 +17,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 Requests = Sequence[Sequence[int]]
-TUNED_ON = (1, 2, 3, 22, 23)
-REPORTED = (31, 32)
+TUNED_ON = (1, 2, 3, 22, 23, 31, 32, 33, 34)
+REPORTED = (41, 42)
 
 
 class _Source:
