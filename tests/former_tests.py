@@ -22,6 +22,27 @@ _COMPLETION = "hicache-ext completion is gone"
 _NUMBA = "nothing is compiled at run time, or kept: the native core is built with the package"
 
 FORMER = {
+    "test_a_load_larger_than_staging_memory_moves_on_in_portions": (
+        "-> test_of_a_prompt_larger_than_staging_memory_the_beginning_is_restored_and_the_scheduler_waits_for_nothing"
+    ),
+    "test_a_request_that_waits_is_answered_from_memory_for_a_moment": (
+        "-> test_a_request_that_nobody_asked_about_before_is_computed_and_no_store_is_asked"
+    ),
+    "test_a_store_that_hangs_costs_one_request_its_deadline": (
+        "-> test_look_ups_and_loads_answer_at_once_while_every_call_of_the_store_hangs"
+    ),
+    "test_a_turn_of_a_streaming_session_is_not_looked_up_before_sglang_does": (
+        "-> test_a_turn_of_a_streaming_session_is_computed_from_what_the_session_has"
+    ),
+    "test_memory_that_waits_for_nobody_makes_place_for_a_load": (
+        "-> test_requests_that_find_no_memory_are_computed_and_no_store_is_taken_for_one_that_hangs"
+    ),
+    "test_what_cannot_be_read_ahead_is_computed": (
+        "-> test_requests_that_find_no_memory_are_computed_and_no_store_is_taken_for_one_that_hangs"
+    ),
+    "test_what_is_being_read_ahead_keeps_no_load_from_its_pages": (
+        "-> test_what_is_being_read_keeps_a_load_that_is_in_memory_from_nothing"
+    ),
     **dict.fromkeys(
         (
             "test_bounce_memory_is_merged_when_it_comes_back",

@@ -182,10 +182,12 @@ def test_stores_of_one_process_share_the_index_of_their_directory_until_the_last
 
 
 def test_a_directory_that_is_made_where_one_was_removed_is_another(place: Path) -> None:
-    with closing(SlabDirectory(place, "disk", CAPACITY)):
+    with closing(SlabDirectory(place, "disk", CAPACITY)) as first:
+        store(first.index, keys_of(range(3)))
         shutil.rmtree(place)
         with closing(SlabDirectory(place, "disk", CAPACITY)) as second:
             made(second, 1)
+            assert present(second.index, keys_of(range(4))) == []
 
 
 # -- what others have put there ----------------------------------------------------------------------------------------
