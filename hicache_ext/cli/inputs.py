@@ -74,14 +74,15 @@ def tokenizer_of(model: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model)
     except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything; the user gets its first line
-        problem = _without_tokenizer(model) or (
+        problem = unusable_model(model) or (
             f"no tokenizer could be loaded from {model!r}: {(str(error) or type(error).__name__).splitlines()[0]}"
         )
         raise ConfigError("--model", problem, "the directory or name of the model") from None
 
 
-def _without_tokenizer(model: str) -> str | None:
-    """What can be seen from here; transformers takes a directory that is not there for a name, and says so."""
+def unusable_model(model: str) -> str | None:
+    """Say why no tokenizer can be in it, as far as can be seen from here; transformers takes a directory that is not
+    there for a name."""
     path = Path(model)
     if path.is_dir():
         if any(path.glob("*token*")) or any(path.glob("vocab*")):

@@ -36,6 +36,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hicache_ext.cli.inputs import unusable_model
 from hicache_ext.cli.output import describe, show
 from hicache_ext.cli.reload_command import facts_of
 from hicache_ext.cli.stats_command import read_samples
@@ -162,6 +163,8 @@ def _demonstrate(arguments: argparse.Namespace) -> int:
             model = str(make_small_model(Path(directory) / NAME))
             # Less memory than the default is sooner allocated.
             flags = [*arguments_to_serve(), "--max-total-tokens", "8192", *flags]
+        elif problem := unusable_model(model):
+            raise ConfigError("--model", problem, "the directory or name of a model")
         tier = {"type": "file", "path": f"{directory}/pages", "capacity": "16GiB"}
         ours = not any(flag.startswith("--hicache-storage-backend") for flag in flags)
         server = SglangServer(

@@ -59,9 +59,9 @@ def test_a_demo_kills_its_server_and_goes_on_from_disk(
     wrong: float, code: int, verdict: str, started: type[Started], capsys: pytest.CaptureFixture[str]
 ) -> None:
     started.wrong_pages = wrong
-    assert main(["demo", "--model", "/m", "--json", "--", "--tp", "2"]) == code
+    assert main(["demo", "--model", "org/m", "--json", "--", "--tp", "2"]) == code
     document = json.loads(capsys.readouterr().out)
-    assert started.seen == ["start /m --tp 2", "kill", "start /m --tp 2", "kill"]
+    assert started.seen == ["start org/m --tp 2", "kill", "start org/m --tp 2", "kill"]
     assert document["verdict"] == verdict
     assert {case["restarted"] for case in document["cases"] if case["restored_tokens"]} == {False, True}
     assert [field for field in fields_of(document) if not is_documented(field, documented()["demo"])] == []
@@ -72,7 +72,7 @@ def test_a_demo_of_which_nothing_came_back_is_a_problem(
 ) -> None:
     monkeypatch.setattr(prove_command, "_WAITS", ())
     monkeypatch.setattr(started, "kill", lambda server: server.storage.clear() or server.flush_cache())
-    assert main(["demo", "--model", "/m"]) == 1
+    assert main(["demo", "--model", "org/m"]) == 1
     assert "not shown" in capsys.readouterr().out
 
 
@@ -84,15 +84,20 @@ def test_a_demo_that_is_told_to_end_takes_its_servers_away_first(
         signal.pause()
 
     monkeypatch.setattr(started, "generate", told)
-    assert main(["demo", "--model", "/m"]) == 130
-    assert started.seen == ["start /m", "kill"]
+    assert main(["demo", "--model", "org/m"]) == 130
+    assert started.seen == ["start org/m", "kill"]
+
+
+def test_a_model_that_is_not_there_is_said_before_a_server_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--model", "/nonexistent"]) == 2
+    assert "--model: '/nonexistent': there is no such directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--port", "--host=0.0.0.0"])
 def test_the_address_of_a_server_that_is_started_is_no_flag(
     flag: str, started: type[Started], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["demo", "--model", "/m", "--", flag, "30000"]) == 2
+    assert main(["demo", "--model", "org/m", "--", flag, "30000"]) == 2
     assert "--host and --port are chosen" in capsys.readouterr().err
     assert not started.seen
 

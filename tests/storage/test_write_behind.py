@@ -238,7 +238,7 @@ def test_a_page_that_the_tier_never_takes_is_not_in_the_way_of_others_and_is_dro
 
 
 def test_a_page_that_is_not_worth_storing_is_offered_once() -> None:
-    """A full tier says so of what follows the chain that fills it: no later moment makes it worth more."""
+    """A tier may have an admission of its own."""
     store = MoodyStore()
     store.answer = SetResult.REFUSED
     tier = TierHandle(store)

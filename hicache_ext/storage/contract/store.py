@@ -60,8 +60,7 @@ class SetResult(enum.Enum):
     EXISTS = "exists"
     """It was there; the first writer wins."""
     REFUSED = "refused"
-    """Not stored, because it is not worth it: by admission (tiering/admission.py), or because in a full tier it would
-    take the place of a page before it in its chain. As good an answer as any."""
+    """Not stored, because it is not worth it: admission (tiering/admission). As good an answer as any."""
     REJECTED = "rejected"
     """Not stored and not an error: no space, larger than the tier takes, breaker open."""
     TIMEOUT = "timeout"

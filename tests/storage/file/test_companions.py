@@ -93,6 +93,22 @@ def test_a_document_that_comes_late_is_looked_for_again(tmp_path: Path, monkeypa
     assert companions.of(known) == {kv.digest(): [state.digest()]}
 
 
+def test_documents_that_are_lost_keep_nobody_from_their_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(companions_module, "_MISSING_INTERVAL", 0.0)
+    (tmp_path / "identities").mkdir()
+    kv, state = identity(), identity("mamba")
+    save_document(tmp_path, kv.digest(), kv.document())
+    companions = Companions(tmp_path)
+    lost = [number.to_bytes(16, "big") for number in range(companions_module._AT_ONCE + 44)]
+    known = [*lost, kv.digest(), state.digest()]
+    for _ in range(4):
+        companions.of(known)
+    save_document(tmp_path, state.digest(), state.document())
+    for _ in range(4):
+        found = companions.of(known)
+    assert found == {kv.digest(): [state.digest()]}
+
+
 # -- in the index ------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from hicache_ext.runtime.background import Backoff
 from hicache_ext.storage.tiers.file.slab import directory as directory_module
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, milliseconds
+from hicache_ext.storage.tiers.file.slab.index_words import BAD_HEADERS, FREE_SLOTS
 from hicache_ext.storage.tiers.file.slab.shapes import Slab
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from tests.rigs.bare_index import counts
@@ -193,7 +194,8 @@ def test_it_goes_on_where_another_one_was_ended(place: Path, monkeypatch: pytest
     monkeypatch.setattr(directory_module, "_PORTION", 10)
     monkeypatch.setattr(directory_module, "_REBUILD_AWAITED", 0.0)
     for slab in range(2):
-        put_slab(place, slab, [header(key_of(20 * slab + number)) for number in range(20)])
+        found = [header(key_of(20 * slab + number)) for number in range(20)]
+        put_slab(place, slab, [b"damaged", *found[1:9], b"", *found[10:]])
     real, begins = directory_module.read_headers, []
 
     def read(fd: int, begin: int, count: int) -> object:
@@ -205,7 +207,10 @@ def test_it_goes_on_where_another_one_was_ended(place: Path, monkeypatch: pytest
     monkeypatch.setattr(directory_module, "read_headers", read)
     with opened(place) as directory:
         assert begins == [0, 10, 0, 10, 0, 10]
-        assert directory.index.found == 40
+        assert directory.index.found == 36
+        # What was looked at twice counts once.
+        assert directory.index.memory.header[BAD_HEADERS] == 2
+        assert directory.index.memory.slabs[:2, FREE_SLOTS].tolist() == [2, 2]
 
 
 def test_a_slab_that_cannot_be_read_is_given_up_and_the_others_are_found(

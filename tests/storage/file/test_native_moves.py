@@ -75,7 +75,7 @@ class Slabs:
     def __init__(self, place: Path, payload: int, numbers: Iterable[int] = (0,), slots: int = SLOTS) -> None:
         place.mkdir(exist_ok=True)
         self.payload, self.slot = payload, slot_size_of(payload)
-        self._place = place
+        self.home = self._place = place
         # The rows of each slab lie between others.
         self._slabs = {
             number: Slab(number, self.slot, slots, 3 + row * (slots + 3)) for row, number in enumerate(numbers)

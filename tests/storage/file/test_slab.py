@@ -99,17 +99,28 @@ def test_a_chain_longer_than_the_tier_leaves_its_beginning_there(tmp_path: Path)
     store_pages(store, earlier, SIZES)
     results = store_pages(store, chain, SIZES)
     stored = results.count(SetResult.STORED)
-    assert results == [SetResult.STORED] * stored + [SetResult.REFUSED] * (len(chain) - stored)
+    assert results == [SetResult.STORED] * stored + [SetResult.REJECTED] * (len(chain) - stored)
     assert stored * SIZE > 0.85 * 64 * MIB
     assert assert_right(store, chain).count(GetResult.HIT) == store.count_leading(chain) == stored
     assert GetResult.HIT not in assert_right(store, earlier)
     # And once more, with all that it has before.
-    assert set(store_pages(store, chain, SIZES)[stored:]) == {SetResult.REFUSED}
+    assert set(store_pages(store, chain, SIZES)[stored:]) == {SetResult.REJECTED}
     assert store.count_leading(chain) == stored
     # Another chain has what it needs.
     others = page_keys(200, "other")
     assert set(store_pages(store, others, SIZES)) == {SetResult.STORED}
     assert store.count_leading(others) == 200
+    store.close()
+
+
+def test_a_prompt_that_is_there_in_part_takes_room_from_a_model_that_is_gone(tmp_path: Path) -> None:
+    """Its first pages keep the others from their own slots, and not from those of colder pages of another size."""
+    store = open_store(tmp_path)
+    store_pages(store, page_keys(2000, "gone"), SIZES)
+    large = tuple(3 * size for size in SIZES)
+    prompt = page_keys(100)
+    assert store_pages(store, prompt[:4], large) == [SetResult.STORED] * 4
+    assert store_pages(store, prompt, large) == [SetResult.EXISTS] * 4 + [SetResult.STORED] * 96
     store.close()
 
 

@@ -36,6 +36,8 @@ class Lease:
     whole: npt.NDArray[np.uint8]
     pieces: list[memoryview]
     """One for each page, aligned to blocks."""
+    needed: int
+    """Bytes that count as lent; ``whole`` may have some more."""
     in_use: bool = False
     """A call may still touch it. One that was left behind gives it back when it ends."""
 
@@ -78,25 +80,24 @@ class LentMemory:
             if whole is None:
                 whole = np.empty(needed, np.uint8)
             self._kept = [kept for kept in self._kept if kept is not whole]
-            self._lent += whole.nbytes
+            self._lent += needed
         # The memory of numpy begins anywhere.
         first, view = -whole.ctypes.data % _ALIGNMENT, whole.data
-        return Lease(
-            whole, [view[first + at : first + at + length] for at, length in zip(places, lengths, strict=True)]
-        )
+        pieces = [view[first + at : first + at + length] for at, length in zip(places, lengths, strict=True)]
+        return Lease(whole, pieces, needed)
 
     def leave_behind(self, lease: Lease) -> None:
         """The call that holds this goes on without its caller."""
         with self._changed:
-            self._stuck += lease.whole.nbytes
+            self._stuck += lease.needed
             self._changed.notify_all()
 
     def give_back(self, lease: Lease, *, stuck: bool = False) -> None:
         """Take memory back. ``stuck``: by the call that was left behind, which may end while it is being left."""
         with self._changed:
             if stuck:
-                self._stuck -= lease.whole.nbytes
-            self._lent -= lease.whole.nbytes
+                self._stuck -= lease.needed
+            self._lent -= lease.needed
             self._kept.append(lease.whole)
             while sum([kept.nbytes for kept in self._kept]) > _MOST_KEPT:
                 del self._kept[0]

@@ -215,9 +215,9 @@ class Upkeep:
             is_due = time.monotonic() >= self._sweep_at
             if (is_due or not self._first.is_set() or self._usage.in_doubt()) and self._turn.try_acquire():
                 try:
-                    self._put_right()
                     if is_due:
                         self._sweep()
+                    self._put_right()
                 finally:
                     self._turn.release()
         except OSError as error:

@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +102,8 @@ class Companions:
                     new += [digest for digest, facts in self._known.items() if facts is None]
                 for digest in new[:_AT_ONCE]:
                     document = load_document(self._path, digest)
+                    # Behind those that have not had their turn.
+                    self._known.pop(digest, None)
                     self._known[digest] = None if document is None else Facts.of(document)
                 if new and (found := self._related()) != self._of:
                     self._of = found
@@ -251,11 +253,6 @@ class SlotAllocator:
                 raise
         return taken
 
-    def is_full(self, slot_sizes: Iterable[int]) -> bool:
-        """Whether slots of these sizes are only had by eviction."""
-        slabs = self._index.view().changes
-        return all(self._full.get(slot_size) == slabs for slot_size in slot_sizes)
-
     def _take(
         self,
         slot_size: int,
@@ -298,10 +295,10 @@ class SlotAllocator:
                 # A tenant that has less than its share takes it back from pages that another one has leased.
                 below, spared = None, self._spared(leased=False)
             elif not len(rows) and not evicted.slots:
-                if bound < NO_PAGE:
-                    return
                 # Of a full disk one slab in a while: others may take the room of each that is given up.
-                if (disk_full and not found_full) or not self._reclaim(slot_size, oldest, tenancy, needed=True):
+                if (disk_full and not found_full) or not self._reclaim(
+                    slot_size, oldest, tenancy, needed=True, whatever=bound == NO_PAGE
+                ):
                     # Nothing is left to evict.
                     return
                 self._disk_full_until = 0.0
@@ -345,11 +342,13 @@ class SlotAllocator:
         if self._is_beyond and not self._shrinking.locked():
             self.shrink()
 
-    def _reclaim(self, slot_size: int, oldest: int, tenancy: Words | None, *, needed: bool) -> bool:
+    def _reclaim(
+        self, slot_size: int, oldest: int, tenancy: Words | None, *, needed: bool, whatever: bool = True
+    ) -> bool:
         """Take a slab away from another slot size, so that a model that is gone does not keep its share for ever.
 
-        ``needed``: pages wait for it. Otherwise one slab is taken per as many evictions as it has slots, and only while
-        its pages have lower priorities than those evicted here.
+        ``needed``: pages wait for it, and it goes ``whatever`` it is worth. Otherwise one slab is taken per as many
+        evictions as it has slots, and only while its pages have lower priorities than those evicted here.
         """
         slots = [slab.slots for slab in self._index.view().slabs.values()]
         if not self._index.rebuilt:
@@ -359,7 +358,7 @@ class SlotAllocator:
         if not slots or not (needed or evicted >= min(slots)):
             return False
         spared = self._spared()
-        for slab in self._index.colder_slabs(slot_size, oldest, needed=needed, tenancy=tenancy):
+        for slab in self._index.colder_slabs(slot_size, oldest, needed=needed and whatever, tenancy=tenancy):
             if needed or (evicted >= slab.slots and not (len(spared) and self._index.holds_any(slab, spared))):
                 self._evicted_since_reclaim[slot_size] = 0
                 return self._drop_slab(slab)

@@ -52,7 +52,7 @@ from hicache_ext.storage.tiers.file.slab.index_memory import (
     new_index,
     remove_left_sockets,
 )
-from hicache_ext.storage.tiers.file.slab.index_words import BAD_HEADERS, Words
+from hicache_ext.storage.tiers.file.slab.index_words import BAD_HEADERS, STATE, STATES, UNKNOWN, Words
 from hicache_ext.storage.tiers.file.slab.shapes import (
     CREATED_MS,
     HEADER,
@@ -501,7 +501,10 @@ class Rebuild:
 
     def _adopt(self, slab: Slab, begin: int, headers: Numbers) -> None:
         seals, valid = checked_headers(headers)
-        if bad := int((headers.any(axis=1) & ~valid).sum()):
+        first = slab.first_row + begin
+        states = self._index.memory.rows[first : first + len(headers), STATE] & STATES
+        # What an earlier look has counted is not unknown any more.
+        if bad := int((headers.any(axis=1) & ~valid & (states == UNKNOWN)).sum()):
             self._bad.add(slab.number)
             # For all processes: nobody else sees the headers.
             self._index.memory.header[BAD_HEADERS] += bad

@@ -1126,10 +1126,10 @@ class SlabIndex:
                 if position < 0:
                     # Dropped meanwhile.
                     return
-                of_slab = self.memory.slabs[position]
-                found = self.memory.table.adopt(*columns, first, slab.slot_size, now)
                 states = self.memory.rows[first : first + len(columns[0]), STATE]
-                of_slab[FREE_SLOTS] += int((states == FREE).sum())
+                unknown = states & STATES == index_words.UNKNOWN
+                found = self.memory.table.adopt(*columns, first, slab.slot_size, now)
+                self.memory.slabs[position, FREE_SLOTS] += int((unknown & (states == FREE)).sum())
                 self.memory.header[index_words.FOUND] += found
 
     def end_slab(self, slab: Slab) -> bool:

@@ -12,9 +12,11 @@ shm``). A page that is not aligned goes through the page cache without staying t
 from __future__ import annotations
 
 import errno
+import os
 import struct
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +28,7 @@ from hicache_ext.runtime import vectored
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.store import PageBatch, key_words
-from hicache_ext.storage.tiers.file.devices import IoPlan, flags_of
+from hicache_ext.storage.tiers.file.devices import RWF_DONTCACHE, IoPlan
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index_words import ROW_WORDS, SEAL
@@ -127,6 +129,8 @@ class SlotIo:
         self._directory = directory
         self._plan = plan
         self._metrics = metrics
+        self._flags = RWF_DONTCACHE if _knows_flags(directory.home / "lock") else 0
+        """Of all pages that are not to stay in the page cache, also those that cannot be direct."""
 
     # Of one page that the core has left: always through the page cache.
 
@@ -224,7 +228,7 @@ class SlotIo:
             slot_size,
             0 if into_memory else int(time.time() * 1000),
             # The flags are for the page cache.
-            0 if direct else flags_of(mode),
+            0 if direct or mode == "buffered" else self._flags,
             at_once,
             len(rows),
             ROW_WORDS,
@@ -236,6 +240,16 @@ class SlotIo:
         arguments.used = batch, arrays, files
         threads = min(threads, -(-count // max(1, at_once // slot_size)))
         return Moving(found, others, results, threads, lambda *_: core(arguments))
+
+
+def _knows_flags(path: Path) -> bool:
+    """Whether the file system and the kernel let a read leave nothing in the page cache."""
+    try:
+        with path.open("rb") as file:
+            os.preadv(file.fileno(), [bytearray(1)], 0, RWF_DONTCACHE)
+    except OSError:
+        return False
+    return True
 
 
 def _nothing_but(others: SlotReferences) -> Moving:

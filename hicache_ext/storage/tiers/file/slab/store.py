@@ -395,7 +395,6 @@ class SlabStore(PathStore):
                 # No portion can evict its own pages or leave none to the others.
                 for portion in self._portions(positions, batch.sizes, slot_size_of, self._capacity, _PORTIONS):
                     if not self._set_portion(batch, portion, results, tenancy):
-                        _fill(results, [p for p in positions if results[p] is SetResult.REJECTED], SetResult.REFUSED)
                         break
             self._allocator.look_after([slot_size_of(size) for size in set(batch.sizes)], self._oldest(), tenancy)
         except IndexBusyError:
@@ -435,8 +434,8 @@ class SlabStore(PathStore):
     def _set_portion(
         self, batch: PageBatch, positions: list[int], results: list[SetResult], tenancy: Words | None
     ) -> bool:
-        """Write pages; False where not all are, because each slot has a page that is worth more, like those before them
-        in their chain. Raises IndexBusyError, OSError."""
+        """Write pages; False where not all have slots, and the page before them is there: what follows would stand
+        behind a gap. Raises IndexBusyError, OSError."""
         sizes = batch.sizes
         wanted: dict[int, Numbers] = {}
         if are_of_one_size(sizes):
@@ -458,14 +457,14 @@ class SlabStore(PathStore):
             evicted[:] = 0
         lacking = len(positions) - sum(map(len, places.values()))
         self.metrics.add("rejected", "capacity", lacking)
-        is_worth_it = not lacking or bound == NO_PAGE or not self._allocator.is_full(wanted)
+        goes_on = not lacking or bound == NO_PAGE
         parts = []
         for slot_size, rows in places.items():
             at = wanted[slot_size][: len(rows)]
             parts.append(SlotReferences(*self._index.places_of(rows), sizes_at(sizes, at), at, rows))
         taken = SlotReferences.joined(parts).by_position()
         if not len(taken):
-            return is_worth_it
+            return goes_on
         published: list[int] | None = None
         try:
             moving = self._io.to_move(batch, taken, self._allocator.slab, self._writers, into_memory=False)
@@ -480,7 +479,7 @@ class SlabStore(PathStore):
         else:
             for position, outcome in zip(written.positions.tolist(), published, strict=True):
                 results[position] = _PUBLISHED[outcome]
-        return is_worth_it
+        return goes_on
 
     def _finish_writing(self, batch: PageBatch, moving: Moving, results: list[SetResult]) -> SlotReferences:
         """What native code did not write; all pages that are written, by position."""
