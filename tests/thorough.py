@@ -2,7 +2,7 @@
 
 A test of which another one in ``make test`` says as much is marked where it stands. Here are the kinds of which
 there are many: of servers and of conformance suites what stays is listed, and of products of parameters it is worked
-out. docs/decisions/time-of-the-tests.md says why.
+out. docs/decisions/tests-and-tools.md says why.
 """
 
 from __future__ import annotations

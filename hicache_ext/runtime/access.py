@@ -3,7 +3,7 @@
 PATH holds KV of prompts, so it is private (directories 0700, files 0600) unless the configuration says ``mode: group``
 (02770, 0660), whatever the umask. Whoever makes a file takes the mode from ``PATH/identities``, which is always the
 tier's own (PATH itself may be a mount point). So servers and tools agree without the configuration.
-Reasons: docs/decisions/liveness.md.
+Reasons: docs/decisions/shared-directories.md.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ them to processes of any PID namespace. Two descriptions exclude each other with
 ``os.fork`` inherits the description and would keep the parent's locks: ``close_in_forks`` ends that.
 
 Waits are bounded: the holder may be stopped (SIGSTOP, freezer) or hang on its disk. ``ChangeLock`` is for what calls
-need: held briefly, waited for briefly. Reasons: docs/decisions/liveness.md.
+need: held briefly, waited for briefly. Reasons: docs/decisions/shared-directories.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The byte's offset is the process' random id. The kernel takes the lock back when the process ends, however it ends, so
 an id is alive exactly while its byte is locked: in any PID or UTS namespace, and also while the process is stopped.
-Reasons: docs/decisions/liveness.md.
+Reasons: docs/decisions/shared-directories.md.
 """
 
 from __future__ import annotations

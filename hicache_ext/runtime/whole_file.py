@@ -3,7 +3,7 @@
 A rename alone is not enough: the disk may have the new name before the bytes, and the file is then empty. So the bytes
 are synced first, then the file gets its name, then the directory is synced. That costs two round trips to the disk
 (milliseconds, more under load): nothing is written so per page, and on SGLang's scheduler thread only with
-``sync=False``. Reasons: docs/decisions/power-loss-of-small-files.md.
+``sync=False``. Reasons: docs/decisions/shared-directories.md.
 """
 
 from __future__ import annotations

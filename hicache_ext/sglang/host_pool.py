@@ -3,7 +3,7 @@
 A host pool answers ``get_page_buffer_meta(indices)`` with the addresses and sizes of the contiguous runs of each page.
 In all of SGLang's pools these addresses are linear in the page number; that is measured once at registration, so that a
 batch costs slices instead of SGLang's Python loops. Pages of a pool without addresses, or with others, are copied
-(``CopiedPages``). Reasons: docs/decisions/copied-pages.md.
+(``CopiedPages``). Reasons: docs/decisions/sglang.md.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def is_logical_anchor(pool: Any) -> bool:
 # tensor and take it back: ``get_data_page(index)`` and ``set_from_flat_data_page(index, tensor)``.
 #
 # A read goes into memory of our own. A page is put into its place in the host pool only after the store has verified
-# it, and before the call returns. Reasons: docs/decisions/copied-pages.md.
+# it, and before the call returns. Reasons: docs/decisions/sglang.md.
 
 COPIES_AT_ONCE = 64 << 20
 """Bytes of copies that one call holds; a page that is larger is copied alone. SGLang makes two calls at a time."""

@@ -3,7 +3,7 @@
 The exporting thread asks once a second (``TierReports.sources``) and must not wait: a tier answers from memory, and
 what only its medium knows is read by a thread of the tier (``LastLook``). Series exist before their first event,
 because a rate does not see the first event of a series that begins with it, and a tier that was never reached has no
-events. Reasons: docs/decisions/metrics.md.
+events. Reasons: docs/decisions/metrics-and-events.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A round trip for diagnoses: pages of an identity of its own are written, read back, compared and removed.
 
 For a store in a directory the trial has a directory of its own beside it, so that it touches neither the pages (a full
-tier would evict some) nor the index nor the records. Reasons: docs/decisions/tools-that-look.md.
+tier would evict some) nor the index nor the records. Reasons: docs/decisions/tests-and-tools.md.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ counts for both.
 
 A probe reads the page whose read failed, or one that is absent, and looks it up; on a thread of its own into memory of
 its own, never on SGLang's threads, never into host pages. States, slow
-start and pauses: runtime/breaker.py. Reasons: docs/decisions/time-limits-of-calls.md.
+start and pauses: runtime/breaker.py. Reasons: docs/decisions/guards.md.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ For stores that cannot end a call themselves (a hung NFS mount, a client library
 thread, with *bounce memory* of the guard in place of SGLang's host pages: a read is copied into the host pages only if
 it ended in time; a write goes out from a copy. A late call is left behind and keeps its piece of that memory until it
 ends. When too many calls are left behind, or they hold too much, further calls are REJECTED immediately.
-Reasons and cost: docs/decisions/time-limits-of-calls.md.
+Reasons and cost: docs/decisions/guards.md.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ few as well, it gets ``longest``.
 A call cut at a learnt limit shows that the limits of all sizes are too low: the next call of any size gets four times
 as much. So a tier that became slower is in use again after a call or two, and a tier that hangs does not cost one limit
 per size. A call cut at ``longest`` says nothing about other sizes: a large call may always need that long.
-Measurements: docs/decisions/time-limits-of-calls.md.
+Measurements: docs/decisions/guards.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A look at the tiers every ``interval`` is compared with what was published; the difference is what is sent. So nothing
 waits in a queue of ours, whoever changed the tiers is of no matter, and what goes wrong now is made up for by the next
-look. Reasons: docs/decisions/kv-events.md.
+look. Reasons: docs/decisions/metrics-and-events.md.
 
 PUB: ``(topic, number, batch)``; each batch has the number after that of the one before, 8 bytes, big-endian. A batch
 without events comes when there was none for ``HEARTBEAT``: a subscriber that lost the last one learns of it.

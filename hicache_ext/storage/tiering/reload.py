@@ -2,7 +2,7 @@
 
 A reload that is refused, or whose new tiers cannot be opened, changes nothing. An accepted one takes effect between two
 calls (``TieredStore.rearrange``), and what waits for tiers that stay goes on. It runs on the caller's thread, never on
-SGLang's. Reasons: docs/decisions/what-waits-for-a-tier.md.
+SGLang's. Reasons: docs/decisions/several-tiers.md.
 """
 
 from __future__ import annotations

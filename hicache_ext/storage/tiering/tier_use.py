@@ -4,7 +4,7 @@ Several tiers are mostly a near, private one and a far, shared one. By default p
 to the near one (``promote_to``), or the far tier would be read again and again. And a write waits for the near tier
 only (``store_policies``), or a slow pool would delay writes to the disk. On a decode node everything is written at once
 by default: its writer has a thread of its own and must know what has reached the pool.
-Reasons: docs/decisions/reading-several-tiers.md.
+Reasons: docs/decisions/several-tiers.md.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Page files (format 2) are in PATH itself, with the manifest in PATH.
 Slabs are in PATH/v3, with a manifest there and none in PATH. Versions to come have directories of their own (``v4``).
 
 A manifest that cannot be read, because of a flipped bit say, is made anew from the names of the files next to it.
-Reasons: docs/decisions/power-loss-of-small-files.md.
+Reasons: docs/decisions/shared-directories.md.
 
 The layout that suits a new directory: slabs have an index in memory that one machine's processes share, and are
 preallocated. A file system that other machines may see, or that writes a changed block elsewhere, so that preallocated

@@ -504,7 +504,7 @@ def _board(tier: RedisTierConfig, topology: Topology, name: bytes, failure: str)
 # SCAN over the keys of a node: for clear(), which removes pages by UNLINK, and for the identity documents of a tier.
 #
 # It takes about a second per million keys, whatever they are. Why the keys hold no generation:
-# docs/decisions/what-waits-for-a-tier.md.
+# docs/decisions/several-tiers.md.
 
 
 _SCAN_COUNT = b"2000"

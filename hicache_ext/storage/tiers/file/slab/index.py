@@ -2,7 +2,7 @@
 
 It is memory (index_memory.py), changed under a lock that is waited for at most a second (``ChangeLock``), by steps none
 of which leaves anything to be repaired. A look-up takes no lock and no system call, nor does clearing an identity: that
-raises its generation, and its pages are out of reach at once. Reasons: docs/decisions/slab-index.md.
+raises its generation, and its pages are out of reach at once. Reasons: docs/decisions/slabs.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ place in a file of headers beside the slab.
 
 So payloads of neighbouring slots are neighbours on disk, each begins at a block border, and a page of whole blocks
 fills its slot. A read does not need the header: the index has the seal of every page. Reasons:
-docs/decisions/slab-writes.md.
+docs/decisions/slabs.md.
 
 ``SlotReferences`` are pages of a batch and the slots they are in, column by column, because a step of Python per page
 is what a small page costs most.
