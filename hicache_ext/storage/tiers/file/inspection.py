@@ -25,10 +25,10 @@ from hicache_ext.storage.tiers.file.manifest import (
 )
 from hicache_ext.storage.tiers.file.modes import MANIFEST
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
-from hicache_ext.storage.tiers.file.pages.tree import ABSENT, PackFile, PageTree, PlacedPage, is_alone, keys_in
+from hicache_ext.storage.tiers.file.pages.tree import ABSENT, PackFile, PageTree, is_alone, keys_in
 from hicache_ext.storage.tiers.file.slab.listing import SlabListing
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
-from hicache_ext.storage.tiers.file.usage import Writers, no_space_since, occupied_bytes
+from hicache_ext.storage.tiers.file.usage import gone_writers, no_space_since, occupied_bytes
 
 
 def open_inspector(path: Path) -> Inspector:
@@ -45,7 +45,7 @@ def open_editor(path: Path) -> Editor:
     if _layout(path) == "slab":
         return SlabEditor(path)
     # Without a capacity it never evicts; removals go through the shared usage record.
-    return PageFileEditor(str(path), path, capacity=None, plan=IoPlan(threads=1))
+    return PageFileStore(str(path), path, capacity=None, plan=IoPlan(threads=1))
 
 
 def _layout(path: Path) -> str:
@@ -94,24 +94,17 @@ class PageFileInspector(Inspector):
         for position in found.living:
             # Without a key nobody can ask for it.
             if (key := keys[position]) is not None:
-                place = PlacedPage(file, found, position)
-                yield StoredPage(key, size, used=status.st_mtime, written=written, place=place)
+                yield StoredPage(key, size, status.st_mtime, written, place=(file, found.pack, position))
 
     def _content(self, page: StoredPage) -> bytes | None:
-        return self._tree.read_page(page.place)
+        return self._tree.read_page(*page.place)
 
     def left_overs(self) -> int:
         living = set(living_members(self._tree.members_path))
-        return len(list(self._tree.left_overs(Writers(self.path, living.__contains__))))
+        return len(list(self._tree.left_overs(gone_writers(self.path, living.__contains__))))
 
     def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
         return self._tree.occupied_by(hashes)
-
-
-class PageFileEditor(PageFileStore):
-    def clean_up(self) -> int:
-        """Remove left-overs of killed processes; returns their number."""
-        return self._directory.remove_left_overs()
 
 
 class SlabEditor(SlabStore):
@@ -129,10 +122,10 @@ class SlabEditor(SlabStore):
         """A tool drops no slab: a server may have added one since the capacity was looked at."""
 
     def clean_up(self) -> int:
-        """As ``PageFileEditor``."""
+        """As ``PageFileStore``."""
         self._allocator.forget_left_slabs()
         return self._index.free_dead()
 
 
-Editor = PageFileEditor | SlabEditor
+Editor = PageFileStore | SlabEditor
 """One directory, whatever its layout, to be changed. Not thread-safe; close it."""

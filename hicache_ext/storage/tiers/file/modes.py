@@ -37,8 +37,8 @@ PACK_NAME = re.compile(r"[0-9a-f]{11}-[0-9a-f]{10}-.+\.pack")
 PAGE_NAME = re.compile(r"[0-9a-f]{64}\.page")
 """A page alone."""
 SLAB_FILE = re.compile(r"([0-9a-f]{8})-([0-9]+)\.(slab|headers)")
-TEMPORARY_FILE = re.compile(r"([0-9]+|.+:[0-9]+:(?:[0-9]+|gone))\.[0-9]+\.(?:tmp|[0-9a-f]{32}\.clear)")
-"""In PATH/tmp; its first group is the writer (``usage.Writers``)."""
+TEMPORARY_FILE = re.compile(r"([0-9]{1,15})\.[0-9]+\.(?:tmp|clear)")
+"""In PATH/tmp; its first group is the number of the member that writes."""
 _OF_IDENTITY = r"([0-9a-f]{32}|all)\.(json|cleared)"
 
 

@@ -109,17 +109,17 @@ class ReadOnlyStore(TierStore):
             return GetResult.MISS
         inspector, page = found
         with self._reading:
-            stored = inspector.read(page)
+            content = inspector.read(page)
         result = GetResult.MISS
-        if stored is not None:
-            reason = reason_it_is_bad(key, stored)
-            if reason is None and len(stored.content) - FIELDS_LENGTH != size:
+        if content is not None:
+            reason = reason_it_is_bad(page, content)
+            if reason is None and len(content) - FIELDS_LENGTH != size:
                 reason = "length"
             if reason is not None:
                 self.metrics.add("corrupt", reason)
                 result = GetResult.CORRUPT
-            elif not self._is_expired(decode_header(stored.content).created_ms / 1000):
-                scatter(memoryview(stored.content)[FIELDS_LENGTH:], segments)
+            elif not self._is_expired(decode_header(content).created_ms / 1000):
+                scatter(memoryview(content)[FIELDS_LENGTH:], segments)
                 return GetResult.HIT
         # Until the next listing it is absent.
         self._pages.pop(key, None)

@@ -35,7 +35,7 @@ from hicache_ext.storage.tiers.file.pages.space import Evictor, Upkeep
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK, file_length, occupied
 from hicache_ext.storage.tiers.file.path_store import NO_SPACE, NO_SPACE_PAUSES, Fullness, PathStore, oldest_valid_ms
 from hicache_ext.storage.tiers.file.pins import PinnedPages
-from hicache_ext.storage.tiers.file.usage import Grant, Removal, Usage
+from hicache_ext.storage.tiers.file.usage import NO_ROOM, Removal, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class PageFileStore(PathStore):
         self._resources.callback(directory.close)
         account = path / "usage"
         try:
-            self._usage = Usage(account, directory.members, directory.members_path, directory.writers)
+            self._usage = Usage(account, directory.members, directory.members_path, directory.is_gone)
             self._resources.callback(self._usage.close)
             self._is_full = bool(self.no_space_since)
             common = self.name, directory, self._usage, self.metrics, self._count_error, flags
@@ -119,6 +119,10 @@ class PageFileStore(PathStore):
         super().resize(capacity)
         self.pins.set_limit(_pin_limit(capacity))
 
+    def clean_up(self) -> int:
+        """Remove left-overs of killed processes; return their number."""
+        return self._directory.remove_left_overs()
+
     def used_bytes(self) -> int:
         """Bytes of disk that pages and reservations take, over all processes."""
         return self._usage.used(self._capacity)
@@ -142,11 +146,11 @@ class PageFileStore(PathStore):
 
     def _read(self, batch: PageBatch) -> list[GetResult]:
         oldest = oldest_valid_ms(self._ttl)
-        files = self._packs.runs(batch)
+        runs = self._packs.runs(batch)
         results = [GetResult.MISS] * len(batch)
-        read = self._workers.run(len(files), lambda number: self._packs.read(files[number], batch, oldest))
-        for pages, found in zip(files, read, strict=True):
-            for position, result in zip(pages.run.members, found, strict=True):
+        read = self._workers.run(len(runs), lambda number: self._packs.read(runs[number], batch, oldest))
+        for run, found in zip(runs, read, strict=True):
+            for position, result in zip(run.members, found, strict=True):
                 results[position] = result
         return results
 
@@ -240,7 +244,7 @@ class PageFileStore(PathStore):
             # another.
             share, least_files = 0, 2 * len(lengths)
         try:
-            grant = self._usage.reserve(
+            refused = self._usage.reserve(
                 reserved, limit, lambda need: self._evictor.evict(need, int(share), least_files)
             )
         except OSError as error:
@@ -248,11 +252,10 @@ class PageFileStore(PathStore):
             for position in portion:
                 results[position] = SetResult.ERROR
             return []
-        if grant is not Grant.GRANTED:
-            is_lacking = kept_small and grant is not Grant.HELD
+        if refused is not None:
+            is_lacking = kept_small and refused == NO_ROOM
             if again or not is_lacking:
-                reason = "no_space" if is_lacking else "held" if grant is Grant.HELD else "capacity"
-                self.metrics.add("rejected", reason, len(portion))
+                self.metrics.add("rejected", "no_space" if is_lacking else refused, len(portion))
             return portion if is_lacking else []
         stored = 0
         try:

@@ -46,7 +46,7 @@ from hicache_ext.storage.tiers.file.modes import (
     TEMPORARY_FILE,
     name_in,
 )
-from hicache_ext.storage.tiers.file.usage import Writers
+from hicache_ext.storage.tiers.file.usage import IsGone
 
 BLOCK = 4096
 """The space of a file is rounded up to a multiple of this."""
@@ -121,15 +121,6 @@ class PackFile:
         if is_alone(self.pack):
             return self.pack.page_bytes
         return packs.pack_length(self.pack.count, self.pack.page_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedPage:
-    """Where a page was seen."""
-
-    path: str
-    found: PackFile
-    position: int
 
 
 def alone(page_hash: bytes, page_bytes: int = 0) -> Pack:
@@ -242,15 +233,15 @@ class PageTree:
                 continue
             yield entry.path, status
 
-    def read_page(self, page: PlacedPage) -> bytes | None:
+    def read_page(self, path: str, pack: Pack, position: int) -> bytes | None:
         """A page as it is on disk, header and payload; None if it is gone. Raises OSError."""
         try:
-            return _read_at(page.path, page.found.pack, page.position)
+            return _read_at(path, pack, position)
         except ABSENT:
             # Renamed, perhaps, because another page of it was taken away.
-            for path, found in self.packs_in(os.path.dirname(page.path)):
-                if found.pack.id == page.found.pack.id and not found.dead >> page.position & 1:
-                    return _read_at(path, found.pack, page.position)
+            for other, found in self.packs_in(os.path.dirname(path)):
+                if found.pack.id == pack.id and not found.dead >> position & 1:
+                    return _read_at(other, pack, position)
         return None
 
     def count_pages(self, most: int) -> int:
@@ -313,21 +304,17 @@ class PageTree:
         """Whether the directory of an identity, wherever it is, holds a page, or cannot be read. Ends at the first
         page."""
         try:
-            places = directories(tree, FILES_NAME)
-            return any(next(page_files(place.path), None) is not None for place in places)
+            found = (entry for place in directories(tree, FILES_NAME) for entry in page_files(place.path))
+            return any(not entry.is_dir(follow_symlinks=False) for entry in found)
         except OSError:
             return True
 
-    def left_overs(self, writers: Writers) -> Iterator[os.DirEntry[str]]:
+    def left_overs(self, is_gone: IsGone) -> Iterator[os.DirEntry[str]]:
         """Left-overs of dead processes in tmp/: half-written pages, trees being cleared."""
         for entry in list(entries(self.temporary, TEMPORARY_FILE)):
-            writer = TEMPORARY_FILE.sub(r"\1", entry.name)
-            try:
-                last_change = entry.stat(follow_symlinks=False).st_ctime
-            except OSError:
-                continue
-            if writers.is_gone(writer, last_change):
-                yield entry
+            with suppress(OSError):
+                if is_gone(int(entry.name.partition(".")[0]), entry.stat(follow_symlinks=False).st_ctime):
+                    yield entry
 
 
 def hashes_in(found: PackFile) -> list[bytes]:
