@@ -17,11 +17,13 @@ from hicache_ext.storage.contract import pack_index
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.storage.tiers.file.inspector import reason_it_is_bad
-from hicache_ext.storage.tiers.file.pages import catalogue, space
+from hicache_ext.storage.tiers.file.pages import catalogue
 from hicache_ext.storage.tiers.file.pages import packs as packs_module
+from hicache_ext.storage.tiers.file.pages import store as page_files
 from hicache_ext.storage.tiers.file.pages import store as store_module
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.tree import MOST_PAGES, PackFile, file_name
+from hicache_ext.storage.tiers.file.path_store import oldest_valid_ms
 from hicache_ext.storage.tiers.file.pins import add_pin
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,
@@ -380,7 +382,7 @@ def test_packs_and_page_files_never_take_more_than_the_capacity(open_store):
 
 
 def test_eviction_of_a_large_directory_goes_over_buckets_and_fan_outs(open_store, monkeypatch):
-    monkeypatch.setattr(space, "_SAMPLE", 4)
+    monkeypatch.setattr(page_files, "_SAMPLE", 4)
     monkeypatch.setattr(catalogue, "PACKS_IN_A_BUCKET", 3)
     store = open_store(capacity=CAPACITY)
     for number in range(150):
@@ -428,7 +430,7 @@ def test_a_pack_older_than_the_ttl_is_absent_and_is_removed(open_store, place, m
     monkeypatch.undo()
     store_pages(store, page_keys(3, "young"))
     assert store.contains([*KEYS, *page_keys(3, "young")]) == [False] * 6 + [True] * 3
-    assert store._expire(store._upkeep._loop) == 6
+    assert store._packs.remove_expired(store._upkeep, oldest_valid_ms(store._ttl)) == 6
     assert len(_packs(place)) == 1
     assert store.metrics.value("evicted", "ttl") == 6
     assert account_and_walk(store)[0] == account_and_walk(store)[1]

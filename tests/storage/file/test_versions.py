@@ -99,7 +99,7 @@ OURS: dict[str, Callable[[Path], Path]] = {
 def test_slabs_make_a_directory_one_of_slabs_whatever_became_of_its_manifest(tmp_path: Path, state: str) -> None:
     path = OURS[state](tmp_path)
     assert layout_in(path) == "slab"
-    assert choose_layout(path, CAPACITY, shared=True).layout == "slab", "auto keeps it"
+    assert choose_layout(path, CAPACITY, shared=True)[0] == "slab", "auto keeps it"
     check_before_start(path, "slab", "disk")
     before = content(path)
     with pytest.raises(StoreSetupError, match=r"holds format 3, layout 'slab'; this tier writes format 2, layout"):
@@ -111,7 +111,7 @@ def test_slabs_make_a_directory_one_of_slabs_whatever_became_of_its_manifest(tmp
 
 def test_page_files_keep_their_directory_and_slabs_are_refused_there(tmp_path: Path) -> None:
     path = make_pages(tmp_path)
-    assert (layout_in(path), choose_layout(path, CAPACITY).layout) == ("pages", "pages")
+    assert (layout_in(path), choose_layout(path, CAPACITY)[0]) == ("pages", "pages")
     with pytest.raises(StoreSetupError, match="holds format 2, layout 'pages'; this tier writes format 3"):
         adopt_slabs(path, "disk")
     assert not slab_home(path).exists()

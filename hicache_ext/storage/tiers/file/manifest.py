@@ -20,9 +20,9 @@ import os
 import re
 import stat
 import zlib
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from hicache_ext import native
 from hicache_ext.errors import StoreSetupError
@@ -237,38 +237,24 @@ def _has(directory: Path, name: re.Pattern[str]) -> bool:
 Layout = Literal["pages", "slab"]
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutChoice:
-    layout: Layout
-    reason: str
-
-
 def choose_layout(
     path: Path, capacity: int | None, mountinfo: Path = MOUNTINFO, *, shared: bool = False
-) -> LayoutChoice:
-    """What ``layout: auto`` means for ``path``. A directory that is a tier already keeps its layout. Never raises."""
-    kept = _layout_of_manifest(path)
-    if kept is not None:
-        return LayoutChoice(kept, "the directory has that layout already")
+) -> tuple[Layout, str]:
+    """Return what ``layout: auto`` means for ``path``, and why. A directory that is a tier already keeps its layout.
+    Never raises."""
+    with suppress(OSError):  # The store reports what is wrong.
+        if (kept := layout_in(path)) in ("pages", "slab"):
+            return cast(Layout, kept), "the directory has that layout already"
     if shared:
-        return LayoutChoice("pages", "shared is true, and slabs belong to one machine")
+        return "pages", "shared is true, and slabs belong to one machine"
     if capacity is None:
-        return LayoutChoice("pages", "capacity is unlimited, and slabs are preallocated")
+        return "pages", "capacity is unlimited, and slabs are preallocated"
     file_system = file_system_of(path, mountinfo)
     if not file_system.local:
-        return LayoutChoice("pages", file_system.reason)
+        return "pages", file_system.reason
     if not file_system.in_place:
         elsewhere = "writes changed blocks elsewhere, so that preallocated slabs reserve no room"
-        return LayoutChoice("pages", f"{file_system.reason}, but {elsewhere}")
+        return "pages", f"{file_system.reason}, but {elsewhere}"
     if native.is_absent():
-        return LayoutChoice("pages", f"slabs need the native core, which is not there: {native.why_not()}")
-    return LayoutChoice("slab", file_system.reason)
-
-
-def _layout_of_manifest(path: Path) -> Layout | None:
-    try:
-        layout = layout_in(path)
-    except OSError:
-        # The store reports what is wrong.
-        return None
-    return "pages" if layout == "pages" else "slab" if layout == "slab" else None
+        return "pages", f"slabs need the native core, which is not there: {native.why_not()}"
+    return "slab", file_system.reason

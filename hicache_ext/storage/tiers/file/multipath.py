@@ -59,20 +59,22 @@ _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 """From the finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
 
 
-class PathChoice:
-    """Pure; any thread. A path is known by its name as written in the configuration."""
+Seeds = NDArray[np.uint64]
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._seeds = np.array([xxhash.xxh3_64_intdigest(os.fsencode(name)) for name in names], dtype=np.uint64)
 
-    def choose(self, keys: Sequence[bytes], usable: Sequence[int]) -> list[int]:
-        """For each 48-byte key one of the path numbers ``usable``, of which there is at least one."""
-        if len(usable) == 1 or not keys:
-            return [usable[0]] * len(keys)
-        # The end of a page hash: page files use its start for the fan-out directory.
-        ends = np.frombuffer(b"".join(keys), dtype="<u8").reshape(len(keys), KEY_LENGTH // 8)[:, -1]
-        scores = _mixed(ends[:, np.newaxis] ^ self._seeds[list(usable)][np.newaxis, :])
-        return [usable[best] for best in scores.argmax(axis=1).tolist()]
+def path_seeds(names: Sequence[str]) -> Seeds:
+    """For ``choose_paths``, of the names of the paths as written in the configuration."""
+    return np.array([xxhash.xxh3_64_intdigest(os.fsencode(name)) for name in names], dtype=np.uint64)
+
+
+def choose_paths(keys: Sequence[bytes], seeds: Seeds, usable: Sequence[int]) -> list[int]:
+    """Return for each 48-byte key one of the path numbers ``usable``, of which there is at least one."""
+    if len(usable) == 1 or not keys:
+        return [usable[0]] * len(keys)
+    # The end of a page hash: page files use its start for the fan-out directory.
+    ends = np.frombuffer(b"".join(keys), dtype="<u8").reshape(len(keys), KEY_LENGTH // 8)[:, -1]
+    scores = _mixed(ends[:, np.newaxis] ^ seeds[list(usable)][np.newaxis, :])
+    return [usable[best] for best in scores.argmax(axis=1).tolist()]
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -238,7 +240,7 @@ class SpreadStore:
         self._evicted_age = evicted_age or RecentMean()
         self._last_look = LastLook(name, self._look, _LOOK_INTERVAL)
         self._parts = [self._part(number, path, first_probe) for number, path in enumerate(paths)]
-        self._choice = PathChoice([str(path) for path in paths])
+        self._seeds = path_seeds([str(path) for path in paths])
         self._use(())
         self._identities: dict[bytes, dict[str, Any]] = {}
         self._state = threading.Lock()
@@ -426,24 +428,21 @@ class SpreadStore:
         usable = self._usable
         if not usable or not keys:
             return []
-        chosen = self._choice.choose(keys, usable)
-        refusing = [number for number in usable if self._takes_no_writes(number, to_write)]
+        chosen = choose_paths(keys, self._seeds, usable)
+        # Pages of theirs that are not there are elsewhere, or go there.
+        writes = {number: self._parts[number].writes for number in usable}
+        refusing = [n for n, of_path in writes.items() if (of_path.reason if to_write else of_path.in_doubt)]
         others = [number for number in usable if number not in refusing]
         for number in refusing if others else ():
             its = [position for position, choice in enumerate(chosen) if choice == number]
             there = self._call(number, "contains", _chosen(keys, its), [False] * len(its)) if its else []
             absent = [position for position, is_there in zip(its, there, strict=True) if not is_there]
-            for position, other in zip(absent, self._choice.choose(_chosen(keys, absent), others), strict=True):
+            for position, other in zip(absent, choose_paths(_chosen(keys, absent), self._seeds, others), strict=True):
                 chosen[position] = other
         positions: dict[int, list[int]] = {}
         for position, number in enumerate(chosen):
             positions.setdefault(number, []).append(position)
         return list(positions.items())
-
-    def _takes_no_writes(self, number: int, to_write: bool) -> bool:
-        """Whether pages of the path that are not there are elsewhere, or go there (``to_write``)."""
-        writes = self._parts[number].writes
-        return bool(writes.reason) if to_write else writes.in_doubt
 
     def _asked(
         self,
@@ -507,15 +506,9 @@ class SpreadStore:
     # -- out of service and back -----------------------------------------------------------------------------------
 
     def _part(self, number: int, path: Path, first_probe: float) -> _Part:
-        def probe() -> bool:
-            return self._try_again(number)
-
-        def changed(state: BreakerState, reason: str) -> None:
-            self._changed(number, state, reason)
-
-        backoff = Backoff(first_probe, _LONGEST_PAUSE)
-        part = _Part(path)
-        part.breaker = Breaker(f"hicache-{self.name}-paths", probe, backoff, on_change=changed, watch=part.why_replaced)
+        part, name, backoff = _Part(path), f"hicache-{self.name}-paths", Backoff(first_probe, _LONGEST_PAUSE)
+        probe, changed = partial(self._try_again, number), partial(self._changed, number)
+        part.breaker = Breaker(name, probe, backoff, on_change=changed, watch=part.why_replaced)
         return part
 
     def _open_all(self) -> None:
