@@ -100,12 +100,8 @@ _LOOK_INTERVAL = 5.0
 """Seconds between two looks at how full the paths are, while somebody asks."""
 _CLEAR_IN_DOUBT = 60.0
 """Seconds after which the disk knows of a clear: it is synced in the background, or the kernel writes it."""
-_SUCCESS: dict[str, tuple[Any, ...]] = {
-    "get": (GetResult.HIT,),
-    "set": (SetResult.STORED, SetResult.EXISTS),
-    "contains": (True,),
-}
-"""What a call of each kind says of a page that it moved or found."""
+_SUCCESS = (GetResult.HIT, SetResult.STORED, SetResult.EXISTS, True)
+"""What a call says of a page that it moved or found."""
 
 
 OpenPath = Callable[[Path, Trouble], PathStore]
@@ -485,7 +481,7 @@ class SpreadStore:
             return otherwise
         if kind == "set" and SetResult.STORED in cast("list[SetResult]", answer) and part.writes.end():
             logger.warning("tier %s: path %s takes writes again", self.name, part.path)
-        if part.errors == errors or _achieved(kind, answer):
+        if part.errors == errors or _achieved(answer):
             part.failed_calls[kind] = 0
             return answer
         part.failed_calls[kind] += 1
@@ -641,11 +637,9 @@ def _try_to_write(path: Path) -> None:
         os.close(fd)
 
 
-def _achieved(kind: str, answer: Any) -> bool:
-    """Whether a call moved or found a page, although the device failed meanwhile."""
-    if kind == "count_leading":
-        return bool(answer)
-    return any(success in answer for success in _SUCCESS.get(kind, ()))
+def _achieved(answer: object) -> bool:
+    """Whether a call moved, found or removed a page, although the device failed meanwhile."""
+    return any(result in _SUCCESS for result in answer) if isinstance(answer, list) else bool(answer)
 
 
 def _chosen(keys: Sequence[bytes], positions: Sequence[int]) -> Sequence[bytes]:

@@ -399,10 +399,9 @@ def _held(path: Path) -> str:
 def occupied_bytes(directory: Path) -> int:
     """Bytes of disk that count towards the capacity of a directory of the file tier: page files by their record, read
     without its lock; slabs are few files, which are counted. Raises OSError."""
-    with suppress(FileNotFoundError, PermissionError, IsADirectoryError), (directory / "usage").open("rb") as file:
-        record = _record_in(file.read(_RECORD_LIMIT))
-        if record is not None and record.counted:
-            return record.used(None)
+    record = _recorded(directory)
+    if record is not None and record.counted:
+        return record.used(None)
     total = 0
     for part in (slab_home(directory), directory / "pages", directory / "tmp"):
         for folder, _, names in os.walk(part):
@@ -414,9 +413,13 @@ def occupied_bytes(directory: Path) -> int:
 
 def no_space_since(directory: Path) -> int:
     """As in the record of a directory of page files, read without its lock; 0 without one. Raises OSError."""
+    return (_recorded(directory) or UsageRecord()).no_space_since
+
+
+def _recorded(directory: Path) -> UsageRecord | None:
     with suppress(FileNotFoundError, PermissionError, IsADirectoryError), (directory / "usage").open("rb") as file:
-        return (_record_in(file.read(_RECORD_LIMIT)) or UsageRecord()).no_space_since
-    return 0
+        return _record_in(file.read(_RECORD_LIMIT))
+    return None
 
 
 def _checksum(body: bytes) -> bytes:

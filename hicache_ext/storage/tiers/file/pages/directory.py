@@ -51,7 +51,7 @@ class PageDirectory(PageTree):
         try:
             check_before_start(path, "pages", tier)
             make_tier_directory(path)
-            for directory in (self.identities, self.pages, self.temporary):
+            for directory in (self.identities, self.pages_path, self.temporary):
                 make_directory(directory)
             adopt_pages(path, tier)
             self.members = Members(self.members_path)
@@ -136,7 +136,7 @@ class PageDirectory(PageTree):
         """Remove the directories of pages and identities that are empty; bytes of disk freed. Writers make them
         anew."""
         freed = 0
-        for identity in directories(self.pages, IDENTITY_NAME):
+        for identity in directories(self.pages_path, IDENTITY_NAME):
             for inner in directories(identity.path, FILES_NAME):
                 freed += _remove_directory(inner.path)
             freed += _remove_directory(identity.path)
@@ -145,7 +145,7 @@ class PageDirectory(PageTree):
     def detach_identity(self, identity: bytes) -> Path | None:
         """Take all pages of an identity out of sight at once; the tree to delete, if there was one. Raises OSError."""
         moved = self.temporary / f"{self.members.id}.{next(_TEMP_NUMBERS)}.clear"
-        home = self.pages / identity.hex()
+        home = self.pages_path / identity.hex()
         try:
             if not stat.S_ISDIR(os.lstat(home).st_mode):
                 return None
@@ -178,7 +178,7 @@ class PageDirectory(PageTree):
 
     def remove_left_overs(self) -> int:
         """Delete what processes that no longer run have left in tmp/; the number of entries."""
-        left = list(self.left_overs(self.is_gone))
+        left = list(self.left_behind(self.is_gone))
         for entry in left:
             if entry.name.endswith(".clear"):
                 self.delete_detached(Path(entry.path))

@@ -106,7 +106,7 @@ class Packs:
         self._look_over = look_over
         self._bad_log = LimitedLog(logger)
         self._read_flags, self._write_flags = flags
-        self._most_pages = most_pages(directory.pages)
+        self._most_pages = most_pages(directory.pages_path)
         self.catalogue = PackCatalogue(tier, directory, note_error)
         # Loaded now, and not in front of the first look-up.
         native.core()

@@ -34,12 +34,12 @@ from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.file_lock import OfdLock
 from hicache_ext.runtime.members import ID_LIMIT
 from hicache_ext.storage.contract import tenants
-from hicache_ext.storage.contract.base import error_reason
+from hicache_ext.storage.contract.base import error_reason, leading_in_portions
 from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.devices import flags_of
-from hicache_ext.storage.tiers.file.pages.catalogue import TreeContents
+from hicache_ext.storage.tiers.file.pages.catalogue import Contents, blocks_in, read_contents
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.packs import HEADER_LENGTH, Packs
 from hicache_ext.storage.tiers.file.pages.tree import (
@@ -136,7 +136,7 @@ class PageFileStore(PathStore):
         self.pins = PinnedPages(self.name, path, _pin_limit(self._capacity), directory.occupied_by)
         self._evicted_age = evicted_age
         self._undeletable: set[str] = set()
-        self._contents = TreeContents(directory)
+        self._contents: dict[bytes, Contents] = {}
         self._no_writes_until = 0.0
         self._no_growth_until = 0.0
         self._times_full = 0
@@ -151,7 +151,8 @@ class PageFileStore(PathStore):
         self._packs.catalogue.prepare(digest)
 
     def _block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
-        return self._contents.block_hashes(digest)
+        self._contents[digest] = read_contents(self._directory, digest, self._contents.get(digest, {}))
+        return blocks_in(self._contents[digest])
 
     def _demote(self, hashes: Sequence[bytes]) -> int:
         identities = self._directory.known_identities()
@@ -211,11 +212,7 @@ class PageFileStore(PathStore):
         return self._packs.has(keys, oldest_valid_ms(self._ttl))
 
     def _lead(self, keys: Sequence[bytes]) -> int:
-        for first in range(0, len(keys), _LEADING_AT_ONCE):
-            present = self._has(keys[first : first + _LEADING_AT_ONCE])
-            if False in present:
-                return first + present.index(False)
-        return len(keys)
+        return leading_in_portions(keys, self._has, _LEADING_AT_ONCE)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Reads a directory of page files: names, counts, keys, identities. Changes are in directory.py.
+"""Reads a directory of page files, for stores and tools: names, counts, keys, identities. Changes are in directory.py.
 
 ::
 
@@ -27,6 +27,7 @@ from base64 import urlsafe_b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,11 @@ from hicache_ext.errors import FormatError
 from hicache_ext.page import envelope
 from hicache_ext.page import pack as packs
 from hicache_ext.page.envelope import IDENTITY_LENGTH, PAGE_HASH_LENGTH
-from hicache_ext.page.pack import HASH_BYTES, Pack, parse_pack, short_hash
+from hicache_ext.page.pack import HASH_BYTES, Pack, milliseconds_of, parse_pack, short_hash
 from hicache_ext.page.transforms.forms import STORED_AS
+from hicache_ext.runtime.members import living_members
 from hicache_ext.runtime.whole_file import read_document, write_whole
+from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage
 from hicache_ext.storage.tiers.file.modes import (
     BUCKET_NAME,
     FANOUT_NAME,
@@ -46,7 +49,7 @@ from hicache_ext.storage.tiers.file.modes import (
     TEMPORARY_FILE,
     name_in,
 )
-from hicache_ext.storage.tiers.file.usage import IsGone
+from hicache_ext.storage.tiers.file.usage import IsGone, gone_writers, no_space_since
 
 BLOCK = 4096
 """The space of a file is rounded up to a multiple of this."""
@@ -181,14 +184,16 @@ def directories(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.Dir
     return (entry for entry in entries(directory, name) if entry.is_dir(follow_symlinks=False))
 
 
-class PageTree:
+class PageTree(Inspector):
     """The page files of one directory. Thread-safe."""
+
+    layout = "pages"
 
     def __init__(self, path: Path) -> None:
         """Reads nothing yet."""
-        self.path = path
-        self.pages = path / "pages"
-        self._pages_text = str(self.pages)
+        super().__init__(path)
+        self.pages_path = path / "pages"
+        self._pages_text = str(self.pages_path)
         self.identities = path / "identities"
         self.temporary = path / "tmp"
         self.members_path = path / "members"
@@ -204,7 +209,7 @@ class PageTree:
 
     def known_identities(self) -> list[bytes]:
         """Digests that have pages here."""
-        return [bytes.fromhex(entry.name) for entry in directories(self.pages, IDENTITY_NAME)]
+        return [bytes.fromhex(entry.name) for entry in directories(self.pages_path, IDENTITY_NAME)]
 
     def buckets(self, identity: bytes) -> list[str]:
         """Names of the buckets of an identity, the newest first."""
@@ -214,7 +219,7 @@ class PageTree:
     def file_directories(self, name: re.Pattern[str] = FILES_NAME) -> list[str]:
         """Paths of the directories of this name that may hold files of pages, of all identities."""
         found: list[str] = []
-        for identity in directories(self.pages, IDENTITY_NAME):
+        for identity in directories(self.pages_path, IDENTITY_NAME):
             found += [entry.path for entry in directories(identity.path, name)]
         return found
 
@@ -233,8 +238,33 @@ class PageTree:
                 continue
             yield entry.path, status
 
-    def read_page(self, path: str, pack: Pack, position: int) -> bytes | None:
-        """A page as it is on disk, header and payload; None if it is gone. Raises OSError."""
+    # -- for tools -------------------------------------------------------------------------------------------------
+
+    @property
+    def no_space_since(self) -> int:
+        return no_space_since(self.path)
+
+    def pages(self) -> Iterator[StoredPage]:
+        for directory in sorted(self.file_directories()):
+            identity = bytes.fromhex(Path(directory).parent.name)
+            for file, found in sorted(self.packs_in(directory), key=itemgetter(0)):
+                yield from self._pages_of(file, identity, found)
+
+    def _pages_of(self, file: str, identity: bytes, found: PackFile) -> Iterator[StoredPage]:
+        try:
+            status, keys = os.lstat(file), keys_in(file, identity, found.pack)
+        except ABSENT:
+            return
+        # When a page alone was written only its header tells.
+        written = None if is_alone(found.pack) else milliseconds_of(found.pack.id) / 1000
+        size = status.st_size if is_alone(found.pack) else found.pack.page_bytes
+        for position in found.living:
+            # Without a key nobody can ask for it.
+            if (key := keys[position]) is not None:
+                yield StoredPage(key, size, status.st_mtime, written, place=(file, found.pack, position))
+
+    def _content(self, page: StoredPage) -> bytes | None:
+        path, pack, position = page.place
         try:
             return _read_at(path, pack, position)
         except ABSENT:
@@ -243,6 +273,12 @@ class PageTree:
                 if found.pack.id == pack.id and not found.dead >> position & 1:
                     return _read_at(other, pack, position)
         return None
+
+    def left_overs(self) -> int:
+        living = set(living_members(self.members_path))
+        return len(list(self.left_behind(gone_writers(self.path, living.__contains__))))
+
+    # -- counting --------------------------------------------------------------------------------------------------
 
     def count_pages(self, most: int) -> int:
         """The number of pages, by names: estimated from ``most`` directories of either kind if there are more."""
@@ -287,7 +323,7 @@ class PageTree:
         parts_apart = _FAN_OUTS // _COUNT_PARTS
         for number in range(_FAN_OUTS):
             found = 0
-            for identity in directories(self.pages, IDENTITY_NAME):
+            for identity in directories(self.pages_path, IDENTITY_NAME):
                 # The directory of the identity.
                 found += BLOCK * (number == 0)
                 fan_out = f"{identity.path}/{number:02x}"
@@ -309,7 +345,7 @@ class PageTree:
         except OSError:
             return True
 
-    def left_overs(self, is_gone: IsGone) -> Iterator[os.DirEntry[str]]:
+    def left_behind(self, is_gone: IsGone) -> Iterator[os.DirEntry[str]]:
         """Left-overs of dead processes in tmp/: half-written pages, trees being cleared."""
         for entry in list(entries(self.temporary, TEMPORARY_FILE)):
             with suppress(OSError):
