@@ -30,7 +30,7 @@ from pathlib import Path
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import Access, access_in, make_directory, make_tier_directory, move_aside, settle
 from hicache_ext.runtime.members import Members
-from hicache_ext.storage.tiers.file.manifest import adopt_pages, check_before_start
+from hicache_ext.storage.tiers.file.manifest import adopt, check_before_start
 from hicache_ext.storage.tiers.file.modes import FILES_NAME, IDENTITY_NAME
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK, PageTree, directories, occupied, page_files
 from hicache_ext.storage.tiers.file.usage import gone_writers
@@ -53,7 +53,7 @@ class PageDirectory(PageTree):
             make_tier_directory(path)
             for directory in (self.identities, self.pages_path, self.temporary):
                 make_directory(directory)
-            adopt_pages(path, tier)
+            adopt(path, "pages", tier)
             self.members = Members(self.members_path)
         except OSError as error:
             raise StoreSetupError(tier, f"directory {str(path)!r}: {error.strerror or error}") from error
