@@ -21,6 +21,7 @@ takes one it is as before.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import threading
@@ -120,11 +121,10 @@ class _Part:
         self.errors = 0
         self.failed_calls: Counter[str] = Counter()
         self.writes = WritePause()
-        self.clear_all = False
-        self.cleared: set[bytes] = set()
-        """Identities that are to be cleared before the path comes back."""
-        self._doubtful: dict[bytes | None, tuple[float, int]] = {}
-        """Those (None: all) whose clearing a disk that dies may lose: since when, and the errors up to then."""
+        self.cleared: set[bytes | None] = set()
+        """Identities (None: all) that are to be cleared before the path comes back."""
+        self._doubtful: dict[bytes | None, float] = {}
+        """Those whose clearing a disk that dies may lose: until when. It is lasting once an error came before that."""
         self._fd: int | None = None
         """Of the directory that is in service."""
         self._opened: tuple[DirectorySignature | None, str] | None = None
@@ -174,38 +174,23 @@ class _Part:
     def note(self, error: Exception) -> None:
         if is_device_error(error):
             with self._lock:
-                self._forget_what_is_certain()
+                self._doubtful = dict.fromkeys(self._in_doubt(), math.inf)
                 self.errors += 1
                 self.last_error = error
 
     def note_clear(self, digests: Iterable[bytes | None]) -> None:
         """Of a path in service."""
         with self._lock:
-            self._forget_what_is_certain()
-            self._doubtful.update(dict.fromkeys(digests, (time.monotonic(), self.errors)))
+            self._doubtful = self._in_doubt() | dict.fromkeys(digests, time.monotonic() + _CLEAR_IN_DOUBT)
 
-    def _forget_what_is_certain(self) -> None:
-        """Of clears the disk knows that were made so long before its next error. The lock is held."""
+    def _in_doubt(self) -> dict[bytes | None, float]:
         now = time.monotonic()
-        self._doubtful = {
-            digest: (since, errors)
-            for digest, (since, errors) in self._doubtful.items()
-            if now - since < _CLEAR_IN_DOUBT or errors != self.errors
-        }
-
-    def clear_later(self, digests: Iterable[bytes | None]) -> None:
-        for digest in digests:
-            if digest is None:
-                self.clear_all = True
-            else:
-                self.cleared.add(digest)
+        return {digest: until for digest, until in self._doubtful.items() if now < until}
 
     def clear_again(self) -> None:
         """What the disk may have lost is to be cleared once more."""
         with self._lock:
-            self._forget_what_is_certain()
-            doubtful = list(self._doubtful)
-        self.clear_later(doubtful)
+            self.cleared.update(self._in_doubt())
 
 
 class SpreadStore:
@@ -391,7 +376,7 @@ class SpreadStore:
             with self._state:
                 usable = self._usable
                 for number, part in enumerate(self._parts):
-                    noted = part.note_clear if number in usable else part.clear_later
+                    noted = part.note_clear if number in usable else part.cleared.update
                     noted([None] if digests is None else digests)
             had_pages, failed = 0, None
             for number in usable:
@@ -595,13 +580,12 @@ class SpreadStore:
         """Clear what was cleared meanwhile, then use the path; False when another clear() came in between."""
         part = self._parts[number]
         with self._state:
-            clear_all, cleared = part.clear_all, list(part.cleared)
-            part.clear_all, part.cleared = False, set()
+            cleared, part.cleared = part.cleared, set()
             if self._closing:
                 part.give_up()
                 opened.close()
                 return True
-            if not clear_all and not cleared:
+            if not cleared:
                 if self._new_share is not None:
                     opened.resize(self._new_share[0])
                 part.store = opened
@@ -609,8 +593,8 @@ class SpreadStore:
                 part.writes.end()
                 self._use(sorted({*self._usable, number}))
                 return True
-            part.note_clear([None] if clear_all else cleared)
-        opened.clear(None if clear_all else cleared)
+            part.note_clear(cleared)
+        opened.clear(None if None in cleared else [digest for digest in cleared if digest is not None])
         return False
 
     def _close_stores(self) -> None:
