@@ -17,7 +17,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from hicache_ext import native
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.storage.contract.store import GetResult, SetResult
@@ -143,7 +142,6 @@ def test_a_look_into_a_directory_that_cannot_be_read_is_one_error(store, monkeyp
         return lstat(path, *arguments, **options)
 
     monkeypatch.setattr(os, "lstat", refuse)
-    monkeypatch.setattr(native, "core", lambda: None)
     assert store.contains(page_keys(20)) == [False] * 20
     assert store.metrics.value("error", "EACCES") == 1
 

@@ -192,19 +192,17 @@ class Usage:
             refused, missing = self._try_to_reserve(amount, capacity, beyond=True)
             if refused is not None or not missing:
                 return refused
+            refused = HELD
             try:
                 for freed in evict(missing):
                     self._end(stored=-freed)
                 with self.locked() as record:
-                    if record is None:
-                        refused = HELD
-                    elif capacity is not None and record.used(capacity) > capacity:
-                        refused = NO_ROOM
-            except BaseException:
-                self._end(operations=-1, reserved=-amount)
-                raise
-            if refused is not None:
-                self._end(operations=-1, reserved=-amount)
+                    used = None if record is None else record.used(capacity)
+                if used is not None:
+                    refused = NO_ROOM if capacity is not None and used > capacity else None
+            finally:
+                if refused is not None:
+                    self._end(operations=-1, reserved=-amount)
             return refused
 
     def _try_to_reserve(self, amount: int, capacity: int | None, *, beyond: bool) -> tuple[str | None, int]:

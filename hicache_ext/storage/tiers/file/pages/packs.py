@@ -65,6 +65,8 @@ _ATTEMPTS = 4
 _SHARE = 64
 """A pack takes at most this part of the capacity: packs are evicted whole."""
 _UNHEALED_LIMIT = 65536
+_NATIVE_FROM = 32
+"""Keys in a look-up of pages alone from which the native core looks. Of a bad disk it says nothing."""
 
 
 class FindPageFiles(native.Arguments):
@@ -153,7 +155,8 @@ class Packs:
         rest = [position for position, known in enumerate(present) if not known]
         wanted = [keys[position] for position in rest]
         # Each call of the system by itself would give the GIL to whoever computes, for milliseconds each time.
-        look_up = self._looked_up_alone if (core := native.core()) is None else partial(self._found_alone, core)
+        core = native.core() if len(rest) >= _NATIVE_FROM else None
+        look_up = self._looked_up_alone if core is None else partial(self._found_alone, core)
         for position, known in zip(rest, look_up(wanted, oldest_valid_ms), strict=True):
             unhealed = self._unhealed and (keys[position], keys[position][IDENTITY_LENGTH:].hex()) in self._unhealed
             present[position] = known and not unhealed

@@ -126,7 +126,8 @@ class PageFileStore(PathStore):
         try:
             self._usage = Usage(account, directory.members, directory.members_path, directory.is_gone)
             self._resources.callback(self._usage.close)
-            self._is_full = bool(self.no_space_since)
+            self._times_full = int(bool(self.no_space_since))
+            """Since the file system had space."""
             common = self.name, directory, self._usage, self.metrics, self._count_error, flags
             self._packs = Packs(*common, self._look_over)
             self._resources.callback(self._packs.close)
@@ -139,8 +140,6 @@ class PageFileStore(PathStore):
         self._contents: dict[bytes, Contents] = {}
         self._no_writes_until = 0.0
         self._no_growth_until = 0.0
-        self._times_full = 0
-        """Since the file system had space."""
         self._full_at = 0
         """Bytes that the pages took when the file system was full."""
         self._pages = 0
@@ -297,15 +296,16 @@ class PageFileStore(PathStore):
             return portion if is_lacking else []
         stored = 0
         try:
-            written = self._workers.run(len(files), lambda number: self._set_file(batch, files[number]))
+            written = self._workers.run(len(files), lambda number: self._packs.write(batch, files[number]))
             for members, (result, added) in zip(files, written, strict=True):
                 stored += added
+                of_file = self._failed_write(result) if isinstance(result, OSError) else result
                 for position in members:
-                    results[position] = result
+                    results[position] = of_file
         finally:
             self._usage.commit(reserved, stored)
         left = [position for position in portion if results[position] is SetResult.REJECTED]
-        if stored and not left and self._is_full and not self._is_kept_small():
+        if stored and not left and self._times_full and not self._is_kept_small():
             self._look_for_space()
         return left
 
@@ -327,16 +327,11 @@ class PageFileStore(PathStore):
             self._note_size()
             return
         try:
-            if not _CLEARED_SHARE * before < self.used_bytes() <= _GROWN_SHARE * before:
-                self._is_full = not self._note_space(None)
+            has_changed = not _CLEARED_SHARE * before < self.used_bytes() <= _GROWN_SHARE * before
+            if has_changed and self._note_space(None):
                 self._times_full = 0
         except OSError as error:
             self._count_error(error)
-
-    def _set_file(self, batch: PageBatch, positions: list[int]) -> tuple[SetResult, int]:
-        """Write pages as one file; their result and the bytes of disk that took."""
-        result, added = self._packs.write(batch, positions)
-        return self._failed_write(result) if isinstance(result, OSError) else result, added
 
     def _failed_write(self, error: OSError) -> SetResult:
         self._count_error(error)
@@ -345,7 +340,6 @@ class PageFileStore(PathStore):
                 self._times_full += 1
                 self._note_size()
                 self._no_growth_until = time.monotonic() + NO_SPACE_PAUSES.limit(self._times_full)
-                self._is_full = True
                 self._note_space(error)
             return SetResult.REJECTED
         logger.debug("tier %s: writing into %s: %s", self.name, self._directory.path, error)

@@ -25,7 +25,7 @@ import stat
 import time
 from base64 import urlsafe_b64encode
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -369,44 +369,38 @@ def keys_in(path: str, identity: bytes, pack: Pack) -> list[bytes | None]:
     if is_alone(pack):
         return [identity + bytes.fromhex(pack.id)]
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with _opened(path) as fd:
+            return _keys_in_file(fd, identity, pack)
     except OSError as error:
         if error.errno in _NO_FILE:
             return [None] * pack.count
         raise
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return [None] * pack.count
-        begin = pack.count * pack.page_bytes
-        try:
-            keys, _ = packs.decode_footer(_read(fd, packs.pack_length(pack.count, pack.page_bytes) - begin, begin))
-            if [short_hash(key) for key in keys] == _parts(pack) and keys[0][:IDENTITY_LENGTH] == identity:
-                return list(keys)
-        except FormatError:
-            pass
-        headers = [_read(fd, envelope.FIELDS_LENGTH, n * pack.page_bytes) for n in range(pack.count)]
-        # Also of a damaged header: the name says whether these bytes are the hash.
-        found = [identity + header[_HASH_AT : _HASH_AT + PAGE_HASH_LENGTH] for header in headers]
-        return [
-            key if len(key) == envelope.KEY_LENGTH and short_hash(key) == part else None
-            for key, part in zip(found, _parts(pack), strict=True)
-        ]
-    finally:
-        os.close(fd)
+
+
+def _keys_in_file(fd: int, identity: bytes, pack: Pack) -> list[bytes | None]:
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        return [None] * pack.count
+    begin = pack.count * pack.page_bytes
+    with suppress(FormatError):
+        keys, _ = packs.decode_footer(_read(fd, packs.pack_length(pack.count, pack.page_bytes) - begin, begin))
+        if [short_hash(key) for key in keys] == _parts(pack) and keys[0][:IDENTITY_LENGTH] == identity:
+            return list(keys)
+    headers = [_read(fd, envelope.FIELDS_LENGTH, n * pack.page_bytes) for n in range(pack.count)]
+    # Also of a damaged header: the name says whether these bytes are the hash.
+    found = [identity + header[_HASH_AT : _HASH_AT + PAGE_HASH_LENGTH] for header in headers]
+    return [
+        key if len(key) == envelope.KEY_LENGTH and short_hash(key) == part else None
+        for key, part in zip(found, _parts(pack), strict=True)
+    ]
 
 
 def header_at(path: str, offset: int) -> tuple[bytes | None, os.stat_result | None]:
     """What stands in front of a page, and the status of its file; None where it cannot be read."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with _opened(path) as fd:
+            return os.pread(fd, envelope.FIELDS_LENGTH, offset), os.fstat(fd)
     except OSError:
         return None, None
-    try:
-        return os.pread(fd, envelope.FIELDS_LENGTH, offset), os.fstat(fd)
-    except OSError:
-        return None, None
-    finally:
-        os.close(fd)
 
 
 def is_expired(created_ms: int, oldest_valid_ms: int) -> bool:
@@ -463,12 +457,19 @@ def pages_by_name(name: str) -> int:
     return len(_letters_by_name(name)) - (int(mask[0], 16).bit_count() if mask else 0)
 
 
-def _read_at(path: str, pack: Pack, position: int) -> bytes:
+@contextmanager
+def _opened(path: str) -> Iterator[int]:
+    """A descriptor of what has this name, to read. No link is followed, and nobody waits for the writer of a pipe."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        return os.pread(fd, pack.page_bytes or os.fstat(fd).st_size, position * pack.page_bytes)
+        yield fd
     finally:
         os.close(fd)
+
+
+def _read_at(path: str, pack: Pack, position: int) -> bytes:
+    with _opened(path) as fd:
+        return os.pread(fd, pack.page_bytes or os.fstat(fd).st_size, position * pack.page_bytes)
 
 
 def _parts(pack: Pack) -> list[bytes]:
