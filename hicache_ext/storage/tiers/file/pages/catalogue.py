@@ -188,8 +188,7 @@ class PackCatalogue:
 
     def prepare(self, identity: bytes) -> None:
         """Read the names of an identity in the background."""
-        with self._state:
-            self._known.setdefault(identity, _Known(self._tree.identity_path(identity)))
+        self._of(identity)
         self._loop.wake()
 
     # -- reading names ---------------------------------------------------------------------------------------------
@@ -203,11 +202,12 @@ class PackCatalogue:
         self._loop.wake(_INTERVAL)
         return known
 
-    def _refresh(self, known: _Known) -> None:
-        """Read again what others may have changed."""
+    def _refresh(self, known: _Known, *, everything: bool = False) -> None:
+        """Read again what others may have changed: at first, and for long with ``everything``, in all buckets."""
         with known.lock:
+            until = math.inf if everything else time.monotonic() + _AT_ONCE
             try:
-                self._look(known, everything=known.home.changed == -1, until=time.monotonic() + _AT_ONCE)
+                self._look(known, everything=everything or known.home.changed == -1, until=until)
             except OSError as error:
                 self._note_error(error)
 
@@ -274,11 +274,7 @@ class PackCatalogue:
 
     def _look_at_everything(self) -> float:
         for known in list(self._known.values()):
-            with known.lock:
-                try:
-                    self._look(known, everything=True, until=math.inf)
-                except OSError as error:
-                    self._note_error(error)
+            self._refresh(known, everything=True)
         return _INTERVAL
 
 

@@ -173,7 +173,8 @@ class PageDirectory(PageTree):
             freed += _remove_directory(inner.path)
         gone = _remove_directory(tree)
         if not gone and not self.has_pages(tree):
-            move_aside(tree)
+            with suppress(OSError):  # It stays to be looked at by the next start, too.
+                move_aside(tree)
         return freed + gone
 
     def remove_left_overs(self) -> int:

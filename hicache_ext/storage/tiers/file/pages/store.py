@@ -197,10 +197,6 @@ class PageFileStore(PathStore):
                 results[position] = result
         return results
 
-    def _look_at(self, batch: PageBatch) -> list[GetResult]:
-        # What is looked at was asked to be written, or is in a pack that was just read: a use already.
-        return self._read(batch)
-
     def _pages_in(self, place: tuple[bytes, Pack]) -> Iterator[tuple[list[bytes], list[int]]]:
         keys = self._packs.keys_in(*place)
         yield keys, [place[1].page_bytes - HEADER_LENGTH] * len(keys)
