@@ -315,7 +315,7 @@ FORMER = {
         "-> test_a_manifest_that_a_downgrade_left_empty_costs_no_page_in_slabs"
     ),
     "test_a_writer_of_an_earlier_version_counts_until_it_was_silent_for_ten_minutes": (
-        "-> test_a_writer_that_is_no_member_counts_until_it_was_silent_for_ten_minutes"
+        "-> test_an_account_with_a_writer_that_is_no_member_is_none_and_counted_anew"
     ),
     "test_every_guard_can_be_left_out": _KEY,
     "test_pins_replicas_and_groups_are_taken_by_the_engine": (
