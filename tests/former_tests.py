@@ -22,6 +22,13 @@ _COMPLETION = "hicache-ext completion is gone"
 _NUMBA = "nothing is compiled at run time, or kept: the native core is built with the package"
 
 FORMER = {
+    "test_a_writer_that_is_no_member_counts_until_it_was_silent_for_ten_minutes": (
+        "-> test_an_account_with_a_writer_that_is_no_member_is_none_and_counted_anew"
+    ),
+    "test_the_file_of_a_writer_of_an_earlier_version_is_removed_after_ten_minutes": _PAST,
+    "test_clear_leaves_strangers_files_where_they_were": (
+        "-> test_clear_moves_strangers_files_aside_with_the_directory_around_them"
+    ),
     "test_a_load_larger_than_staging_memory_moves_on_in_portions": (
         "-> test_of_a_prompt_larger_than_staging_memory_the_beginning_is_restored_and_the_scheduler_waits_for_nothing"
     ),
@@ -308,7 +315,7 @@ FORMER = {
         "-> test_a_manifest_that_a_downgrade_left_empty_costs_no_page_in_slabs"
     ),
     "test_a_writer_of_an_earlier_version_counts_until_it_was_silent_for_ten_minutes": (
-        "-> test_a_writer_that_is_no_member_counts_until_it_was_silent_for_ten_minutes"
+        "-> test_an_account_with_a_writer_that_is_no_member_is_none_and_counted_anew"
     ),
     "test_every_guard_can_be_left_out": _KEY,
     "test_pins_replicas_and_groups_are_taken_by_the_engine": (

@@ -417,15 +417,15 @@ def _look_at(inspector: Inspector, page: StoredPage, seals: StoredSeals) -> str 
     bad = None
     # Twice: a server may have written there during the first read.
     for _ in range(2):
-        stored = inspector.read(page)
-        if stored is None:
+        content = inspector.read(page)
+        if content is None:
             return "evicted"
-        reason = reason_it_is_bad(page.key, stored)
+        reason = reason_it_is_bad(page, content)
         if reason is not None:
             bad = _Bad(page.key, reason, None)
             continue
-        header = envelope.decode_header(stored.content)
-        payload = memoryview(stored.content)[header.header_length :]
+        header = envelope.decode_header(content)
+        payload = memoryview(content)[header.header_length :]
         try:
             return seals.kind(page.key, payload)
         except FormatError as error:

@@ -63,7 +63,7 @@ LATEST_KILL = 0.08
 
 
 UPKEEP = 75.0
-"""Seconds, generous, until the next upkeep of a directory (pages/space.py) is over."""
+"""Seconds, generous, until the next upkeep of a directory (pages/store.py) is over."""
 BOUND = 5.0
 """Seconds, generous, of one call beside a process that is stopped."""
 WORK = """

@@ -378,8 +378,8 @@ def test_verify_does_not_call_bad_what_it_could_not_look_at(
                 with pytest.raises(OSError, match="Too many open files"):
                     inspector.read(page)
         with cannot_open(errno.EIO, "Input/output error"):
-            assert [reason_it_is_bad(page.key, inspector.read(page)) for page in pages] == ["short_header"] * 8
-        assert [reason_it_is_bad(page.key, inspector.read(page)) for page in pages] == [None] * 8
+            assert [reason_it_is_bad(page, inspector.read(page)) for page in pages] == ["short_header"] * 8
+        assert [reason_it_is_bad(page, inspector.read(page)) for page in pages] == [None] * 8
         kind = type(inspector)
     with patch.object(kind, "read", side_effect=OSError(errno.EMFILE, "Too many open files")):
         code, out = run(capsys, "verify", path, "--remove")

@@ -81,7 +81,7 @@ SPOILT: dict[str, Callable[[Path], object]] = {
     "no members and no locks": lambda path: [file.unlink() for file in path.glob("v3/[lm]*")],
     "what a killed writer left": lambda path: (
         (path / "tmp").mkdir(exist_ok=True),
-        (path / "tmp" / "host:1:2.3.tmp").write_text("half a page"),
+        (path / "tmp" / "7.3.tmp").write_text("half a page"),
         (path / "v3" / "slabs").exists()
         and (
             (path / "v3" / "0123456789.sock").write_bytes(b""),
@@ -370,7 +370,7 @@ def test_pages_that_are_written_over_while_they_are_looked_at_are_not_called_bad
                 reasons = []
                 for _ in range(2):
                     stored = inspector.read(page)
-                    reasons.append("gone" if stored is None else reason_it_is_bad(page.key, stored) or "good")
+                    reasons.append("gone" if stored is None else reason_it_is_bad(page, stored) or "good")
                 told[reasons[0] if reasons[0] == "good" else reasons[1]] += 1
     stop.set()
     for writer in writers:

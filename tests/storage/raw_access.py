@@ -13,7 +13,7 @@ import xxhash
 
 from hicache_ext.errors import FormatError
 from hicache_ext.page import envelope
-from hicache_ext.storage.tiers.file.multipath import PathChoice
+from hicache_ext.storage.tiers.file.multipath import choose_paths, path_seeds
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pages.tree import PageTree
 from hicache_ext.storage.tiers.file.slab.index import milliseconds
@@ -214,11 +214,11 @@ class SpreadRaw:
     """The stored objects of a SpreadStore, each where its path's own raw access finds them."""
 
     def __init__(self, paths: Sequence[Path], raws: Sequence[RawFiles | RawSlots]) -> None:
-        self._choice = PathChoice([str(path) for path in paths])
+        self._seeds = path_seeds([str(path) for path in paths])
         self._raws = raws
 
     def _raw(self, key: bytes) -> RawFiles | RawSlots:
-        (number,) = self._choice.choose([key], range(len(self._raws)))
+        (number,) = choose_paths([key], self._seeds, range(len(self._raws)))
         return self._raws[number]
 
     def read(self, key: bytes) -> bytes | None:

@@ -283,11 +283,8 @@ def test_what_a_directory_held_before_it_became_a_tiers_is_nobody_s_but_its_owne
     tmp_path.chmod(0o755)
     opened(tmp_path, layout).close()
     assert stat.S_IMODE((tmp_path / "lock").stat().st_mode) == 0o666
-    with pytest.MonkeyPatch.context() as patch:
-        # Left-overs of killed writers go when they are old.
-        patch.setattr("hicache_ext.storage.tiers.file.usage.SILENCE", -1.0)
-        for _ in range(2):
-            used(tmp_path, layout)
+    for _ in range(2):
+        used(tmp_path, layout)
     assert {name: stat.S_IMODE((tmp_path / name).stat().st_mode) for name in theirs} == theirs
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
     assert {(tmp_path / name).read_text() for name, mode in theirs.items() if not mode & 0o100} == {"precious"}
@@ -539,7 +536,7 @@ def test_whoever_may_read_may_look(open_place: Path, layout: str) -> None:
     def look() -> Any:
         with closing(open_inspector(path)) as inspector:
             pages = list(inspector.pages())
-            reasons = [reason_it_is_bad(page.key, stored) for page in pages if (stored := inspector.read(page))]
+            reasons = [reason_it_is_bad(page, stored) for page in pages if (stored := inspector.read(page))]
             assert inspector.occupied() > 0
         return len(pages), reasons == [None] * 40, [main([command, str(path)]) for command in ("ls", "stat", "verify")]
 

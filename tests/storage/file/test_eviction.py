@@ -235,7 +235,7 @@ def test_a_start_does_not_wait_for_a_long_count_and_keeps_to_the_capacity_meanwh
             yield share, found
 
     monkeypatch.setattr(PageDirectory, "occupied_parts", slow)
-    monkeypatch.setattr("hicache_ext.storage.tiers.file.pages.space._WAIT_AT_START", 0.05)
+    monkeypatch.setattr("hicache_ext.storage.tiers.file.pages.store._WAIT_AT_START", 0.05)
     store = open_store(capacity=CAPACITY)
     assert store._usage.in_doubt()
     walked = 0
@@ -252,7 +252,7 @@ def test_a_start_does_not_wait_for_a_long_count_and_keeps_to_the_capacity_meanwh
 
 def test_in_a_large_directory_the_pages_just_written_stay(open_store, monkeypatch):
     """Of each part of the directory that was looked at everything went, whatever its age."""
-    monkeypatch.setattr("hicache_ext.storage.tiers.file.pages.space._SAMPLE", 64)
+    monkeypatch.setattr("hicache_ext.storage.tiers.file.pages.store._SAMPLE", 64)
     capacity = 12 << 20
     store = open_store(capacity=capacity)
     old, new = page_keys(600, prefix="old"), page_keys(150, prefix="new")

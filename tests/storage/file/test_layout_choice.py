@@ -32,15 +32,15 @@ def mounted(tmp_path):
 @pytest.mark.parametrize("kind", ["ext4", "xfs", "tmpfs"])
 def test_a_local_file_system_gets_slabs(tmp_path, mounted, kind):
     choice = choose_layout(tmp_path / "tier", CAPACITY, mounted(kind))
-    assert choice.layout == "slab"
-    assert kind in choice.reason
+    assert choice[0] == "slab"
+    assert kind in choice[1]
 
 
 @pytest.mark.parametrize("kind", ["btrfs", "zfs", "f2fs", "bcachefs"])
 def test_a_file_system_that_writes_elsewhere_gets_page_files(tmp_path, mounted, kind):
     choice = choose_layout(tmp_path / "tier", CAPACITY, mounted(kind))
-    assert choice.layout == "pages"
-    assert f"{kind} is local, but writes changed blocks elsewhere" in choice.reason
+    assert choice[0] == "pages"
+    assert f"{kind} is local, but writes changed blocks elsewhere" in choice[1]
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def test_a_file_system_that_writes_elsewhere_gets_page_files(tmp_path, mounted, 
 )
 def test_a_shared_or_unknown_file_system_gets_page_files_and_the_reason_names_it(tmp_path, mounted, kind):
     choice = choose_layout(tmp_path / "tier", CAPACITY, mounted(kind))
-    assert choice.layout == "pages"
-    assert kind in choice.reason
+    assert choice[0] == "pages"
+    assert kind in choice[1]
 
 
 def test_a_directory_that_is_not_there_yet_is_judged_by_the_mount_it_will_be_on(tmp_path, mounted):
@@ -83,12 +83,12 @@ def test_an_overlay_is_what_its_upper_layer_is(tmp_path, mounted):
 
 def test_without_a_mount_table_nothing_is_known_to_be_local(tmp_path):
     choice = choose_layout(tmp_path / "tier", CAPACITY, tmp_path / "no such table")
-    assert choice.layout == "pages"
+    assert choice[0] == "pages"
 
 
 def test_an_unlimited_capacity_gets_page_files(tmp_path, mounted):
     choice = choose_layout(tmp_path / "tier", None, mounted("ext4"))
-    assert (choice.layout, "unlimited" in choice.reason) == ("pages", True)
+    assert (choice[0], "unlimited" in choice[1]) == ("pages", True)
 
 
 @pytest.mark.parametrize(
@@ -100,4 +100,4 @@ def test_a_directory_keeps_the_layout_its_manifest_names(tmp_path, mounted, held
     (tmp_path / "tier" / where).mkdir(exist_ok=True)
     (tmp_path / "tier" / where / "hicache_ext.json").write_text(manifest_text(number, held))
     choice = choose_layout(tmp_path / "tier", CAPACITY, table)
-    assert (choice.layout, "already" in choice.reason) == (held, True)
+    assert (choice[0], "already" in choice[1]) == (held, True)

@@ -235,8 +235,8 @@ def test_what_was_cleared_before_it_was_known_that_the_disk_had_lost_it_does_not
 
 def test_a_clear_of_long_ago_is_not_done_again(rig, monkeypatch):
     store = rig.store()
-    store.clear([IDENTITY])
     monkeypatch.setattr(multipath, "_CLEAR_IN_DOUBT", 0.0)
+    store.clear([IDENTITY])
     # Nothing is cleared afterwards: the next error itself is what counts.
     store_pages(store, KEYS)
     broken(rig, store)

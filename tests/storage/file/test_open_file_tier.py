@@ -218,16 +218,15 @@ def test_the_settings_of_the_tiers_reach_the_store(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["pages", "slab"])
 def test_a_manifest_that_another_process_makes_between_two_looks_is_no_damaged_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: manifest.Layout
 ) -> None:
-    adopt = {"pages": manifest.adopt_pages, "slab": manifest.adopt_slabs}[layout]
     real = manifest.format_and_layout
 
     def read_and_made(directory: Path) -> Any:
         found = real(directory)
         with monkeypatch.context() as patch:
             patch.setattr(manifest, "format_and_layout", real)
-            adopt(tmp_path, "another")
+            manifest.adopt(tmp_path, layout, "another")
         return found
 
     monkeypatch.setattr(manifest, "format_and_layout", read_and_made)

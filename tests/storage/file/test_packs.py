@@ -17,11 +17,13 @@ from hicache_ext.storage.contract import pack_index
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.storage.tiers.file.inspector import reason_it_is_bad
-from hicache_ext.storage.tiers.file.pages import catalogue, space
+from hicache_ext.storage.tiers.file.pages import catalogue
 from hicache_ext.storage.tiers.file.pages import packs as packs_module
+from hicache_ext.storage.tiers.file.pages import store as page_files
 from hicache_ext.storage.tiers.file.pages import store as store_module
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.tree import MOST_PAGES, PackFile, file_name
+from hicache_ext.storage.tiers.file.path_store import oldest_valid_ms
 from hicache_ext.storage.tiers.file.pins import add_pin
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,
@@ -206,7 +208,8 @@ def test_a_file_of_pages_in_the_other_kind_of_directory_is_none(store, place, pa
     assert store._directory.count_pages(64) == 0
     assert store.clear(None) == 0
     assert store._clearing.wait(60)
-    assert all(stray.is_file() for stray in strays)
+    aside = [file.name for file in place.glob("tmp/*.clear.not-ours-*/*/*")]
+    assert sorted(aside) == sorted(stray.name for stray in strays)
 
 
 def test_clear_takes_packs_and_leaves_what_is_not_ours(store, place, pack):
@@ -216,7 +219,8 @@ def test_clear_takes_packs_and_leaves_what_is_not_ours(store, place, pack):
     assert store.contains(KEYS) == [False] * 6
     assert store._clearing.wait(60)
     assert not _packs(place)
-    assert sorted(file.name for file in (place / "pages").rglob("*") if file.is_file()) == ["README", "notes.txt"]
+    kept = [file.name for file in place.glob("tmp/*.clear.not-ours-*/**/*") if file.is_file()]
+    assert sorted(kept) == ["README", "notes.txt"]
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------
@@ -378,7 +382,7 @@ def test_packs_and_page_files_never_take_more_than_the_capacity(open_store):
 
 
 def test_eviction_of_a_large_directory_goes_over_buckets_and_fan_outs(open_store, monkeypatch):
-    monkeypatch.setattr(space, "_SAMPLE", 4)
+    monkeypatch.setattr(page_files, "_SAMPLE", 4)
     monkeypatch.setattr(catalogue, "PACKS_IN_A_BUCKET", 3)
     store = open_store(capacity=CAPACITY)
     for number in range(150):
@@ -426,7 +430,7 @@ def test_a_pack_older_than_the_ttl_is_absent_and_is_removed(open_store, place, m
     monkeypatch.undo()
     store_pages(store, page_keys(3, "young"))
     assert store.contains([*KEYS, *page_keys(3, "young")]) == [False] * 6 + [True] * 3
-    assert store._expire(store._upkeep._loop) == 6
+    assert store._packs.remove_expired(store._upkeep, oldest_valid_ms(store._ttl)) == 6
     assert len(_packs(place)) == 1
     assert store.metrics.value("evicted", "ttl") == 6
     assert account_and_walk(store)[0] == account_and_walk(store)[1]
@@ -488,7 +492,7 @@ def test_an_inspector_lists_and_reads_the_pages_of_packs(store, place, pack, foo
     for page in pages:
         stored = inspector.read(page)
         assert stored is not None
-        assert reason_it_is_bad(page.key, stored) is None
+        assert reason_it_is_bad(page, stored) is None
 
 
 def test_an_inspector_names_a_page_that_is_bad_in_a_pack(store, place, pack):
@@ -496,7 +500,7 @@ def test_an_inspector_names_a_page_that_is_bad_in_a_pack(store, place, pack):
     content[1128 + 200] ^= 1
     pack.write_bytes(content)
     inspector = open_inspector(place)
-    bad = [page.key for page in inspector.pages() if reason_it_is_bad(page.key, inspector.read(page))]
+    bad = [page.key for page in inspector.pages() if reason_it_is_bad(page, inspector.read(page))]
     assert bad == KEYS[1:2]
     assert store.remove(bad) == 1
     assert_hits(store, [KEYS[0], *KEYS[2:]])

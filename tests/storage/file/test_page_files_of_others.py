@@ -44,20 +44,20 @@ for line in sys.stdin:
         directory.publish(temporary, path)
         print(True, flush=True)
     elif command == "reserve":
-        print(bool(usage.reserve(500_000, 1 << 20, lambda need: [])), flush=True)
+        print(usage.reserve(500_000, 1 << 20, lambda need: []) is None, flush=True)
     elif command == "take the account":
         with usage.locked():
             print("taken", flush=True)
             sys.stdin.readline()
         print("free", flush=True)
     elif command == "evict and wait":
-        removed = store._evictor._removed
+        removed = store._evicted
         def wait(path):
-            store._evictor._removed = removed
+            store._evicted = removed
             print("evicting", flush=True)
             sys.stdin.readline()
             return removed(path)
-        store._evictor._removed = wait
+        store._evicted = wait
         print(store_pages(store, [page_key("one more")], [300_000])[0].name, flush=True)
 """
 

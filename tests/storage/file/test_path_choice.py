@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from hicache_ext.storage.tiers.file.multipath import PathChoice
+from hicache_ext.storage.tiers.file.multipath import choose_paths, path_seeds
 from hicache_ext.testing.conformance.pages import page_keys
 
 KEYS = page_keys(6000)
@@ -14,7 +14,7 @@ NAMES = ["/mnt/a", "/mnt/b", "/mnt/c", "/mnt/d"]
 
 
 def homes(names, usable=None):
-    numbers = PathChoice(names).choose(KEYS, range(len(names)) if usable is None else usable)
+    numbers = choose_paths(KEYS, path_seeds(names), range(len(names)) if usable is None else usable)
     return [names[number] for number in numbers]
 
 
@@ -48,4 +48,4 @@ def test_the_order_of_the_list_plays_no_role():
 
 def test_one_usable_path_has_everything_and_no_keys_are_no_error():
     assert set(homes(NAMES, usable=[2])) == {NAMES[2]}
-    assert PathChoice(NAMES).choose([], [0, 1]) == []
+    assert choose_paths([], path_seeds(NAMES), [0, 1]) == []

@@ -15,6 +15,7 @@ import pytest
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.file_lock import OfdLock
+from hicache_ext.storage.tiers.file.manifest import Layout
 from hicache_ext.storage.tiers.file.slab import directory as directory_module
 from hicache_ext.storage.tiers.file.slab.directory import JOINING, SlabDirectory, SlabFile
 from hicache_ext.storage.tiers.file.slab.index import EVERY
@@ -316,19 +317,19 @@ def test_a_path_that_hangs_while_it_is_opened_holds_up_no_other(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hangs, go_on = threading.Event(), threading.Event()
-    real = directory_module.adopt_slabs
+    real = directory_module.adopt
 
-    def adopt(path: Path, tier: str) -> None:
+    def adopt(path: Path, layout: Layout, tier: str) -> None:
         if path.name == "hangs":
             hangs.set()
             assert go_on.wait(PATIENCE)
-        real(path, tier)
+        real(path, layout, tier)
 
     def open_it() -> None:
         with closing(SlabDirectory(tmp_path / "hangs", "disk", CAPACITY)):
             pass
 
-    monkeypatch.setattr(directory_module, "adopt_slabs", adopt)
+    monkeypatch.setattr(directory_module, "adopt", adopt)
     opener = threading.Thread(target=open_it)
     opener.start()
     assert hangs.wait(PATIENCE)

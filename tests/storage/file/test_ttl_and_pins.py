@@ -12,7 +12,7 @@ import pytest
 from hicache_ext.page import envelope
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.file import pins
-from hicache_ext.storage.tiers.file.pages import space
+from hicache_ext.storage.tiers.file.pages import store as page_files
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pins import add_pin
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
@@ -156,8 +156,8 @@ def test_expired_pages_leave_their_slots_to_new_ones_and_none_is_evicted(tmp_pat
 
 
 def test_expired_page_files_are_deleted_without_anybody_asking_for_them(clock, monkeypatch, tmp_path):
-    monkeypatch.setattr(space, "_LONGEST_SWEEP_INTERVAL", 0.05)
-    monkeypatch.setattr(space, "_SHORTEST_SWEEP_INTERVAL", 0.05)
+    monkeypatch.setattr(page_files, "_LONGEST_SWEEP_INTERVAL", 0.05)
+    monkeypatch.setattr(page_files, "_SHORTEST_SWEEP_INTERVAL", 0.05)
     store = PageFileStore("disk", tmp_path, capacity=64 * MIB, ttl=HOUR)
     old, young = page_keys(40, "old"), page_keys(40, "young")
     store_pages(store, old, SIZES)
@@ -200,8 +200,8 @@ def test_an_expired_page_that_another_writer_replaces_meanwhile_exists(tmp_path,
 
 def swept(store: PageFileStore) -> float:
     """Once a sweep is due and done: the seconds until the next look."""
-    store._upkeep._sweep_at = 0.0
-    return store._upkeep._run()
+    store._sweep_at = 0.0
+    return store._keep_up()
 
 
 def test_a_sweep_leaves_the_next_one_to_whoever_comes_first(clock, tmp_path):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hicache_ext.runtime.file_lock import try_lock_bytes
 from hicache_ext.runtime.members import Members
-from hicache_ext.storage.tiers.file.usage import Grant, UnderWay, Usage, UsageRecord, Writers
+from hicache_ext.storage.tiers.file.usage import HELD, NO_ROOM, UnderWay, Usage, UsageRecord, gone_writers
 
 _SPAWN = multiprocessing.get_context("spawn")
 
@@ -35,7 +35,7 @@ class Account(Usage):
 
     def __init__(self, place: Path) -> None:
         self.members = Members(place / "members")
-        super().__init__(place / "usage", self.members, place / "members", Writers(place, self.members.is_alive))
+        super().__init__(place / "usage", self.members, place / "members", gone_writers(place, self.members.is_alive))
 
     def walk(self, *parts: int) -> bool:
         """A count that finds this in its parts."""
@@ -80,7 +80,7 @@ def _change(usage: Account, change: Callable[[UsageRecord], object]) -> None:
 
 def test_reserved_bytes_count_until_they_are_committed(open_usage):
     usage = open_usage(0)
-    assert usage.reserve(1000, None, _no_room) is Grant.GRANTED
+    assert usage.reserve(1000, None, _no_room) is None
     assert usage.used() == 1000
     usage.commit(1000, 300)
     assert usage.used() == 300
@@ -88,9 +88,9 @@ def test_reserved_bytes_count_until_they_are_committed(open_usage):
 
 def test_a_reservation_beyond_the_capacity_is_refused_and_leaves_no_trace(open_usage):
     usage = open_usage(600)
-    assert usage.reserve(500, 1000, _no_room) is Grant.NO_ROOM
+    assert usage.reserve(500, 1000, _no_room) == NO_ROOM
     assert usage.used() == 600
-    assert usage.reserve(400, 1000, _no_room) is Grant.GRANTED
+    assert usage.reserve(400, 1000, _no_room) is None
 
 
 def test_room_is_asked_for_exactly_what_is_missing(open_usage):
@@ -101,26 +101,26 @@ def test_room_is_asked_for_exactly_what_is_missing(open_usage):
         asked.append(need)
         return [200, 150]
 
-    assert usage.reserve(400, 1000, evict) is Grant.GRANTED
+    assert usage.reserve(400, 1000, evict) is None
     assert asked == [300]
     assert usage.used() == 900 - 350 + 400
 
 
 @pytest.mark.parametrize("amount", [1001, 10**9])
 def test_no_page_is_evicted_for_a_reservation_that_can_never_fit(open_usage, amount):
-    assert open_usage(900).reserve(amount, 1000, _in_vain) is Grant.NO_ROOM
+    assert open_usage(900).reserve(amount, 1000, _in_vain) == NO_ROOM
 
 
 def test_no_page_is_evicted_for_room_that_others_have_reserved(open_usage):
     first, second = open_usage(100), open_usage()
-    assert first.reserve(800, 1000, _no_room) is Grant.GRANTED
-    assert second.reserve(300, 1000, _in_vain) is Grant.NO_ROOM
+    assert first.reserve(800, 1000, _no_room) is None
+    assert second.reserve(300, 1000, _in_vain) == NO_ROOM
 
 
 def test_two_processes_do_not_evict_for_the_same_need(open_usage):
     first, second = open_usage(1000), open_usage()
     asked: list[int] = []
-    answers: list[Grant] = []
+    answers: list[str | None] = []
     waiting = threading.Thread(target=lambda: answers.append(second.reserve(100, 1000, _in_vain)))
 
     def evict(need: int) -> Iterator[int]:
@@ -130,9 +130,9 @@ def test_two_processes_do_not_evict_for_the_same_need(open_usage):
         # More than is needed, for those who come next.
         yield 500
 
-    assert first.reserve(100, 1000, evict) is Grant.GRANTED
+    assert first.reserve(100, 1000, evict) is None
     waiting.join(60)
-    assert (asked, answers) == ([100], [Grant.GRANTED])
+    assert (asked, answers) == ([100], [None])
     assert first.used() == 600
 
 
@@ -146,7 +146,7 @@ def test_the_account_is_free_while_a_process_evicts_and_sees_what_that_frees(ope
             second.commit(0, 0)
             yield 100
 
-    assert first.reserve(300, 1000, evict) is Grant.GRANTED
+    assert first.reserve(300, 1000, evict) is None
     assert seen == [1300, 1200, 1100]
 
 
@@ -165,12 +165,12 @@ def test_removals_are_accounted_when_they_end_also_by_an_exception(open_usage):
 
 def test_what_a_dead_writer_had_reserved_counts_as_stored_until_somebody_counts(open_usage):
     usage, killed = open_usage(100), open_usage()
-    assert killed.reserve(500, None, _no_room) is Grant.GRANTED
+    assert killed.reserve(500, None, _no_room) is None
     assert usage.used() == 600 and not usage.in_doubt()
     killed.leave()
     assert usage.in_doubt()
     asked: list[int] = []
-    assert usage.reserve(700, 1200, lambda need: asked.append(need) or [need]) is Grant.GRANTED
+    assert usage.reserve(700, 1200, lambda need: asked.append(need) or [need]) is None
     assert asked == [100]
     assert usage.used() == 1200 and usage.in_doubt()
     usage.commit(700, 0)
@@ -180,29 +180,21 @@ def test_what_a_dead_writer_had_reserved_counts_as_stored_until_somebody_counts(
 
 def test_a_writer_that_lives_is_not_taken_for_dead(open_usage):
     usage, other = open_usage(100), open_usage()
-    assert other.reserve(500, None, _no_room) is Grant.GRANTED
-    assert usage.reserve(900, 1000, _no_room) is Grant.NO_ROOM
+    assert other.reserve(500, None, _no_room) is None
+    assert usage.reserve(900, 1000, _no_room) == NO_ROOM
     assert not usage.in_doubt()
     other.commit(500, 0)
     assert usage.used() == 100
 
 
-@pytest.mark.parametrize(("silent", "counts"), [(500, True), (700, False)])
-def test_a_writer_that_is_no_member_counts_until_it_was_silent_for_ten_minutes(open_usage, silent, counts):
+def test_an_account_with_a_writer_that_is_no_member_is_none_and_counted_anew(open_usage):
     """Somebody with access to the directory wrote that name, and nothing tells who."""
     usage = open_usage(100)
-    stranger = UnderWay(1, 500, time.time() - silent)
-    _change(usage, lambda record: record.under_way.update({"elsewhere:17:4711": stranger}))
-    assert usage.in_doubt() is not counts
-    assert usage.reserve(950, 1000, _no_room) is Grant.NO_ROOM
-    assert usage.used() == 600
-    assert bool(_strangers(usage)) is counts
-
-
-def _strangers(usage: Account) -> list[str]:
-    with usage.locked() as record:
-        assert record is not None
-        return [name for name in record.under_way if ":" in name]
+    _change(usage, lambda record: record.under_way.update({"elsewhere:17:4711": UnderWay(1, 500, time.time())}))
+    assert usage.in_doubt()
+    assert usage.used(1000) == 1000
+    assert usage.walk(70)
+    assert (usage.in_doubt(), usage.used(1000)) == (False, 70)
 
 
 def test_an_eviction_is_on_record_before_its_first_file_goes(tmp_path, open_usage):
@@ -214,7 +206,7 @@ def test_an_eviction_is_on_record_before_its_first_file_goes(tmp_path, open_usag
         on_disk.append(_record_on_disk(tmp_path))
         return [need]
 
-    assert usage.reserve(400, 1000, evict) is Grant.GRANTED
+    assert usage.reserve(400, 1000, evict) is None
     assert list(on_disk[0]["under_way"]) == [str(usage.members.id)]
 
 
@@ -223,7 +215,7 @@ def test_many_threads_lose_nothing(open_usage):
 
     def work() -> None:
         for _ in range(50):
-            assert usage.reserve(10, None, _no_room) is Grant.GRANTED
+            assert usage.reserve(10, None, _no_room) is None
             usage.commit(10, 3)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -305,7 +297,7 @@ def test_what_comes_and_goes_while_somebody_counts_is_counted_once(tmp_path_fact
 
 def test_a_reservation_that_ends_amid_a_count_is_counted_once(open_usage):
     usage, other = open_usage(), open_usage()
-    assert other.reserve(500, None, _no_room) is Grant.GRANTED
+    assert other.reserve(500, None, _no_room) is None
 
     def walk() -> Iterator[tuple[float, int]]:
         yield 0.5, 100
@@ -371,7 +363,7 @@ def test_a_damaged_account_is_replaced_by_a_count(tmp_path, damaged):
 
 def test_no_changed_byte_of_the_account_is_believed(tmp_path, open_usage):
     usage = open_usage(123456)
-    assert usage.reserve(500, None, _no_room) is Grant.GRANTED
+    assert usage.reserve(500, None, _no_room) is None
     whole = (tmp_path / "usage").read_bytes()
     length = whole.index(b"\n")
     for place in range(length):
@@ -390,7 +382,7 @@ def test_while_nobody_knows_what_is_stored_as_much_goes_as_comes(tmp_path, open_
     assert usage.used(1000) == 1000
     asked: list[int] = []
     for amount in (100, 50, 60):
-        assert usage.reserve(amount, 1000, lambda need: asked.append(need) or [need]) is Grant.GRANTED
+        assert usage.reserve(amount, 1000, lambda need: asked.append(need) or [need]) is None
         usage.commit(amount, amount)
     assert asked == [100, 50, 60]
     assert usage.used(1000) == 1000
@@ -403,7 +395,7 @@ def test_of_a_file_that_had_grown_and_is_gone_only_as_much_goes_as_comes_until_s
     with usage.removing() as removal:
         removal.freed, removal.uncertain = 100, True
     asked: list[int] = []
-    assert usage.reserve(50, 1000, lambda need: asked.append(need) or [need]) is Grant.GRANTED
+    assert usage.reserve(50, 1000, lambda need: asked.append(need) or [need]) is None
     usage.commit(50, 50)
     assert asked == [50]
     while usage.in_doubt():
@@ -413,9 +405,9 @@ def test_of_a_file_that_had_grown_and_is_gone_only_as_much_goes_as_comes_until_s
 
 def test_what_is_under_way_survives_the_loss_of_the_account(tmp_path, open_usage):
     first, second = open_usage(0), open_usage()
-    assert first.reserve(300, 1000, _no_room) is Grant.GRANTED
+    assert first.reserve(300, 1000, _no_room) is None
     (tmp_path / "usage").write_bytes(b"")
-    assert first.reserve(1, None, _no_room) is Grant.GRANTED
+    assert first.reserve(1, None, _no_room) is None
     assert second.walk(0)
     assert second.used() == 301
 
@@ -448,14 +440,14 @@ def test_an_account_that_is_held_cannot_be_opened(tmp_path, held):
 
 def test_what_could_not_be_told_to_the_account_is_told_later(tmp_path, open_usage, caplog):
     usage, other = open_usage(1000), open_usage()
-    assert usage.reserve(300, None, _no_room) is Grant.GRANTED
+    assert usage.reserve(300, None, _no_room) is None
     fd = os.open(tmp_path / "usage", os.O_RDWR)
     assert try_lock_bytes(fd, 0)
     usage.commit(300, 200)
     with usage.removing() as removal:
         removal.freed = 50
         removal.uncertain = True
-    assert usage.reserve(1, None, _no_room) is Grant.HELD
+    assert usage.reserve(1, None, _no_room) == HELD
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "is not stored" not in caplog.text and "nothing is stored until it goes on" in caplog.text
     assert other.used() == 1300
@@ -479,7 +471,7 @@ def test_somebody_stopped_amid_an_eviction_does_not_keep_others_from_the_room_th
     thread.start()
     begun.wait(60)
     # The room that the first one waits for is taken; what is there beyond it can be had.
-    assert second.reserve(100, 1000, _in_vain) is Grant.HELD
-    assert second.reserve(100, 1300, _in_vain) is Grant.GRANTED
+    assert second.reserve(100, 1000, _in_vain) == HELD
+    assert second.reserve(100, 1300, _in_vain) is None
     done.set()
     thread.join(60)

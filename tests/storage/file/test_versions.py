@@ -11,8 +11,8 @@ import pytest
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.storage.tiers.file.manifest import (
-    adopt_pages,
-    adopt_slabs,
+    Layout,
+    adopt,
     check_before_start,
     check_manifest_is_there,
     choose_layout,
@@ -32,7 +32,7 @@ def content(path: Path) -> dict[str, bytes]:
 def make_slabs(path: Path) -> Path:
     """A directory that this version has used for slabs."""
     path.mkdir(exist_ok=True)
-    adopt_slabs(path, "disk")
+    adopt(path, "slab", "disk")
     for suffix in ("slab", "headers"):
         (slab_home(path) / "slabs" / f"00000000-4096.{suffix}").write_bytes(b"x" * 40960)
     return path
@@ -61,12 +61,12 @@ def make_newer(path: Path) -> Path:
 
 
 def test_slabs_of_this_version_are_in_a_directory_of_their_own_with_their_manifest(tmp_path: Path) -> None:
-    adopt_slabs(tmp_path, "disk")
+    adopt(tmp_path, "slab", "disk")
     assert json.loads((tmp_path / "v3" / "hicache_ext.json").read_text()) == MANIFEST_OF_SLABS
     assert slab_home(tmp_path) == tmp_path / "v3"
     assert [entry.name for entry in tmp_path.iterdir()] == ["v3"]
     before = content(tmp_path)
-    adopt_slabs(tmp_path, "disk")
+    adopt(tmp_path, "slab", "disk")
     assert content(tmp_path) == before
 
 
@@ -81,7 +81,7 @@ def _without_manifest(path: Path) -> Path:
 
 
 def _first_start_spoilt(path: Path) -> Path:
-    adopt_slabs(path, "disk")
+    adopt(path, "slab", "disk")
     (slab_home(path) / "hicache_ext.json").write_bytes(b"\0\0")
     return path
 
@@ -99,23 +99,23 @@ OURS: dict[str, Callable[[Path], Path]] = {
 def test_slabs_make_a_directory_one_of_slabs_whatever_became_of_its_manifest(tmp_path: Path, state: str) -> None:
     path = OURS[state](tmp_path)
     assert layout_in(path) == "slab"
-    assert choose_layout(path, CAPACITY, shared=True).layout == "slab", "auto keeps it"
+    assert choose_layout(path, CAPACITY, shared=True)[0] == "slab", "auto keeps it"
     check_before_start(path, "slab", "disk")
     before = content(path)
     with pytest.raises(StoreSetupError, match=r"holds format 3, layout 'slab'; this tier writes format 2, layout"):
-        adopt_pages(path, "disk")
+        adopt(path, "pages", "disk")
     assert content(path) == before
-    adopt_slabs(path, "disk")
+    adopt(path, "slab", "disk")
     assert json.loads((path / "v3" / "hicache_ext.json").read_text()) == MANIFEST_OF_SLABS
 
 
 def test_page_files_keep_their_directory_and_slabs_are_refused_there(tmp_path: Path) -> None:
     path = make_pages(tmp_path)
-    assert (layout_in(path), choose_layout(path, CAPACITY).layout) == ("pages", "pages")
+    assert (layout_in(path), choose_layout(path, CAPACITY)[0]) == ("pages", "pages")
     with pytest.raises(StoreSetupError, match="holds format 2, layout 'pages'; this tier writes format 3"):
-        adopt_slabs(path, "disk")
+        adopt(path, "slab", "disk")
     assert not slab_home(path).exists()
-    adopt_pages(path, "disk")
+    adopt(path, "pages", "disk")
 
 
 def test_page_files_and_slabs_in_one_directory_are_refused_whichever_is_asked_for(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_page_files_of_the_former_format_are_refused_and_stay_as_they_are(tmp_pa
         with pytest.raises(StoreSetupError, match="holds format 1, layout 'pages'"):
             check_before_start(path, layout, "disk")
     with pytest.raises(StoreSetupError, match=r"holds format 1, layout 'pages'.* remove that directory"):
-        adopt_pages(path, "disk")
+        adopt(path, "pages", "disk")
     assert content(path) == before
 
 
@@ -146,7 +146,7 @@ def test_pages_alone_of_the_former_format_are_those_of_this_one(tmp_path: Path) 
     path = make_pages(tmp_path)
     (path / "packs").mkdir()
     (path / "hicache_ext.json").write_text("spoilt")
-    adopt_pages(path, "disk")
+    adopt(path, "pages", "disk")
     assert (path / "hicache_ext.json").read_text() == manifest_text(2, "pages")
 
 
@@ -154,7 +154,7 @@ def test_a_directory_named_v3_of_somebody_else_is_no_tier(tmp_path: Path) -> Non
     (tmp_path / "v3").mkdir()
     (tmp_path / "v3" / "index.html").write_text("theirs")
     assert layout_in(tmp_path) is None
-    adopt_pages(tmp_path, "disk")
+    adopt(tmp_path, "pages", "disk")
 
 
 def test_a_manifest_of_somebody_else_in_a_directory_named_v3_is_refused_and_kept(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_manifest_of_somebody_else_in_a_directory_named_v3_is_refused_and_kept
     (tmp_path / "v3" / "hicache_ext.json").write_text("my own notes")
     before = content(tmp_path)
     with pytest.raises(StoreSetupError, match=r"v3/hicache_ext\.json' is not a manifest of this package"):
-        adopt_slabs(tmp_path, "disk")
+        adopt(tmp_path, "slab", "disk")
     assert content(tmp_path) == before
 
 
@@ -170,7 +170,7 @@ def test_a_manifest_of_somebody_else_in_a_directory_named_v3_is_refused_and_kept
 def test_an_unknown_format_in_the_directory_itself_is_refused_and_kept(tmp_path: Path, number: int) -> None:
     (tmp_path / "hicache_ext.json").write_text(manifest_text(number, "slab"))
     with pytest.raises(StoreSetupError, match=f"holds format {number}, layout 'slab'"):
-        adopt_slabs(tmp_path, "disk")
+        adopt(tmp_path, "slab", "disk")
     assert [entry.name for entry in tmp_path.iterdir()] == ["hicache_ext.json"]
 
 
@@ -185,16 +185,16 @@ def test_a_disk_that_is_gone_is_seen_by_its_manifests(tmp_path: Path) -> None:
 # -- a newer version ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("adopt", [adopt_slabs, adopt_pages])
+@pytest.mark.parametrize("layout", ["slab", "pages"])
 def test_a_newer_version_is_left_alone_and_named_in_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, adopt: Callable[[Path, str], None]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, layout: Layout
 ) -> None:
     newer = make_newer(tmp_path)
     (tmp_path / "v9").mkdir()  # somebody else's: no manifest in it
     (tmp_path / "v2").mkdir()
     before = content(newer)
     assert layout_in(tmp_path) is None, "this version begins empty there"
-    adopt(tmp_path, "disk")
+    adopt(tmp_path, layout, "disk")
     assert content(newer) == before
     (record,) = [record for record in caplog.records if "newer release" in record.getMessage()]
     assert record.levelno == logging.WARNING
@@ -205,7 +205,7 @@ def test_several_newer_versions_are_named_in_order(tmp_path: Path, caplog: pytes
     for name in ("v10", "v4"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "hicache_ext.json").write_text("{}")
-    adopt_slabs(tmp_path, "disk")
+    adopt(tmp_path, "slab", "disk")
     assert f"{tmp_path}/v4, {tmp_path}/v10 holds" in caplog.text
 
 

@@ -133,14 +133,14 @@ def test_a_shortage_makes_no_directory_one_of_page_files_and_passes(
     with monkeypatch.context() as patched:
         patched.setattr(ctypes, "CDLL", fail)
         assert not native.is_absent() and native.core() is None and native.why_not() == why
-        assert choose_layout(tmp_path / "l3", 1 << 30).layout == "slab"
+        assert choose_layout(tmp_path / "l3", 1 << 30)[0] == "slab"
         with pytest.raises(StoreSetupError) as refused:
             opened(tmp_path / "l3", "auto")
         assert str(refused.value) == f"tier 'disk' cannot start: directory {str(tmp_path / 'l3')!r}: {why}"
         assert isinstance(refused.value.__cause__, OSError)
         assert not (tmp_path / "l3").exists()
     assert native.core() is not None
-    assert choose_layout(tmp_path / "l3", 1 << 30).layout == "slab"
+    assert choose_layout(tmp_path / "l3", 1 << 30)[0] == "slab"
     opened(tmp_path / "l3", "auto").close()
 
 

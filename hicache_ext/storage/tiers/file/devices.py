@@ -9,7 +9,7 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -103,7 +103,9 @@ def measured_device(path: Path) -> Measured:
     facts = {"version": _VERSION, "boot": boot_id() or "unknown", "device": path.stat().st_dev}
     if (kept := _kept(path, facts)) is not None:
         return kept
-    with _lock(path) as held:
+    lock = OfdLock(path / _LOCK_FILE)
+    try:
+        held = lock.acquire(_LOCK_SECONDS)
         if (kept := _kept(path, facts)) is not None:
             return kept
         if not held:
@@ -116,6 +118,9 @@ def measured_device(path: Path) -> Measured:
             measured = Measured()
         write_whole(path / _PROBE_FILE, json.dumps({**facts, **asdict(measured)}, indent=1) + "\n")
         return measured
+    finally:
+        lock.release()
+        lock.close()
 
 
 def flags_of(mode: Mode) -> int:
@@ -218,17 +223,6 @@ class _Probe:
         except OSError:
             return None
         return moved / max(time.monotonic() - begun, 1e-9)
-
-
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[bool]:
-    """Whether this process got the lock of measurements; waits for it a little."""
-    lock = OfdLock(path / _LOCK_FILE)
-    try:
-        yield lock.acquire(_LOCK_SECONDS)
-    finally:
-        lock.release()
-        lock.close()
 
 
 def _kept(path: Path, facts: dict[str, Any]) -> Measured | None:

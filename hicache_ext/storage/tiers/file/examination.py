@@ -19,7 +19,7 @@ from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.trial import nearest_directory, trial_directory, try_store
 from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.storage.tiers.file.manifest import (
-    LayoutChoice,
+    Layout,
     check_before_start,
     format_and_layout,
     newer_versions,
@@ -53,16 +53,17 @@ def examine(name: str, tier: FileTierConfig) -> list[Finding]:
     Raises StoreSetupError where a server would not start, ConfigError.
     """
     paths = [Path(path) for path in tier.path]
-    layouts: dict[Path, LayoutChoice] = {}
+    layouts: dict[Path, Layout] = {}
+    reasons: dict[Path, str] = {}
     findings: list[Finding] = []
     broken: dict[Path, StoreSetupError] = {}
     with ExitStack() as trials:
         places: dict[Path, Path] = {}
         for path in paths:
             try:
-                layouts[path] = chosen_layout(name, tier, path)
-                check_before_start(path, layouts[path].layout, name)
-                findings += [*_as_found(path, layouts[path].layout, tier), *of_users(path, layouts[path].layout)]
+                layouts[path], reasons[path] = chosen_layout(name, tier, path)
+                check_before_start(path, layouts[path], name)
+                findings += [*_as_found(path, layouts[path], tier), *of_users(path, layouts[path])]
                 places[path] = trials.enter_context(trial_directory(path))
             except OSError as error:
                 remedies = ["run the doctor as the server's account"] if isinstance(error, PermissionError) else []
@@ -73,8 +74,7 @@ def examine(name: str, tier: FileTierConfig) -> list[Finding]:
         for path, refusal in broken.items():
             findings.append(Finding("path", Level.ERROR, f"{path}: {refusal.reason}", "look at its disk and mount"))
         store = trials.enter_context(closing(_trial_store(name, tier, layouts, places)))
-        why = list(dict.fromkeys(chosen.reason for path, chosen in layouts.items() if path in places))
-        findings += of_paths(list(places), tier.capacity, store, why)
+        findings += of_paths(list(places), tier.capacity, store, list(dict.fromkeys(map(reasons.__getitem__, places))))
         # Small pages where little fits, so that the trial does not evict its own.
         capacity = store.describe().details["capacity"]
         page = _TRIAL_PAGE if capacity is None else min(_TRIAL_PAGE, capacity // len(places) // 256)
@@ -82,13 +82,13 @@ def examine(name: str, tier: FileTierConfig) -> list[Finding]:
 
 
 def _trial_store(
-    name: str, tier: FileTierConfig, layouts: Mapping[Path, LayoutChoice], places: Mapping[Path, Path]
+    name: str, tier: FileTierConfig, layouts: Mapping[Path, Layout], places: Mapping[Path, Path]
 ) -> PageStore:
     """A small tier like this one, in other directories. Raises StoreSetupError or ConfigError, in which the tier's own
     paths are named."""
-    chosen = {choice.layout for choice in layouts.values()}
+    chosen = set(layouts.values())
     if tier.io == "direct" and chosen != {"slab"}:
-        pages = next(path for path, choice in layouts.items() if choice.layout != "slab")
+        pages = next(path for path, layout in layouts.items() if layout != "slab")
         raise StoreSetupError(name, f"io is 'direct', and {str(pages)!r} holds page files, which are not aligned")
     small = {
         "path": tuple(str(place) for place in places.values()),

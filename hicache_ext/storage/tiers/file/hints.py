@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import stat
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from hicache_ext.runtime.access import make_directory, open_file
+from hicache_ext.runtime.whole_file import read_small
 from hicache_ext.storage.contract.hint_board import AT_ONCE, BoardLimits
 
 _NAME = re.compile(r"[0-9]{20}-[A-Za-z0-9_.-]{1,200}\.(hint|new)")
@@ -61,14 +62,7 @@ def _names(directory: Path) -> list[str]:
 
 def _read(file: Path, longest: int) -> bytes | None:
     """None for what has gone meanwhile, is too long, or is no plain file."""
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > longest:
-            return None
-        return os.read(descriptor, longest)
-    finally:
-        os.close(descriptor)
+    with suppress(OSError):
+        hint = read_small(file)
+        return hint if 0 < len(hint) <= longest else None
+    return None

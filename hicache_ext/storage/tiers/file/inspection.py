@@ -7,16 +7,11 @@ changes the directory through the same code as the stores.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator, Sequence
-from operator import itemgetter
 from pathlib import Path
 
 from hicache_ext.errors import StoreError
-from hicache_ext.page.pack import milliseconds_of
-from hicache_ext.runtime.members import living_members
 from hicache_ext.storage.tiers.file.devices import IoPlan
-from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage
+from hicache_ext.storage.tiers.file.inspector import Inspector
 from hicache_ext.storage.tiers.file.manifest import (
     check_before_start,
     format_and_layout,
@@ -25,17 +20,17 @@ from hicache_ext.storage.tiers.file.manifest import (
 )
 from hicache_ext.storage.tiers.file.modes import MANIFEST
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
-from hicache_ext.storage.tiers.file.pages.tree import ABSENT, PackFile, PageTree, PlacedPage, is_alone, keys_in
+from hicache_ext.storage.tiers.file.pages.tree import PageTree
 from hicache_ext.storage.tiers.file.slab.listing import SlabListing
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
-from hicache_ext.storage.tiers.file.usage import Writers, no_space_since, occupied_bytes
+from hicache_ext.storage.tiers.file.usage import occupied_bytes
 
 
 def open_inspector(path: Path) -> Inspector:
     """Raises StoreError when ``path`` is no directory of the file tier that can be read."""
     layout = _layout(path)
     try:
-        return SlabListing(path) if layout == "slab" else PageFileInspector(path)
+        return SlabListing(path) if layout == "slab" else PageTree(path)
     except OSError as error:
         raise StoreError(f"{str(path)!r} cannot be read: {error.filename}: {error.strerror}") from error
 
@@ -45,7 +40,7 @@ def open_editor(path: Path) -> Editor:
     if _layout(path) == "slab":
         return SlabEditor(path)
     # Without a capacity it never evicts; removals go through the shared usage record.
-    return PageFileEditor(str(path), path, capacity=None, plan=IoPlan(threads=1))
+    return PageFileStore(str(path), path, capacity=None, plan=IoPlan(threads=1))
 
 
 def _layout(path: Path) -> str:
@@ -66,54 +61,6 @@ def _layout(path: Path) -> str:
     raise StoreError(f"{str(path)!r} is no directory of a file tier: it has no {MANIFEST}")
 
 
-class PageFileInspector(Inspector):
-    layout = "pages"
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._tree = PageTree(path)
-
-    @property
-    def no_space_since(self) -> int:
-        return no_space_since(self.path)
-
-    def pages(self) -> Iterator[StoredPage]:
-        for directory in sorted(self._tree.file_directories()):
-            identity = bytes.fromhex(Path(directory).parent.name)
-            for file, found in sorted(self._tree.packs_in(directory), key=itemgetter(0)):
-                yield from self._pages_of(file, identity, found)
-
-    def _pages_of(self, file: str, identity: bytes, found: PackFile) -> Iterator[StoredPage]:
-        try:
-            status, keys = os.lstat(file), keys_in(file, identity, found.pack)
-        except ABSENT:
-            return
-        # When a page alone was written only its header tells.
-        written = None if is_alone(found.pack) else milliseconds_of(found.pack.id) / 1000
-        size = status.st_size if is_alone(found.pack) else found.pack.page_bytes
-        for position in found.living:
-            # Without a key nobody can ask for it.
-            if (key := keys[position]) is not None:
-                place = PlacedPage(file, found, position)
-                yield StoredPage(key, size, used=status.st_mtime, written=written, place=place)
-
-    def _content(self, page: StoredPage) -> bytes | None:
-        return self._tree.read_page(page.place)
-
-    def left_overs(self) -> int:
-        living = set(living_members(self._tree.members_path))
-        return len(list(self._tree.left_overs(Writers(self.path, living.__contains__))))
-
-    def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
-        return self._tree.occupied_by(hashes)
-
-
-class PageFileEditor(PageFileStore):
-    def clean_up(self) -> int:
-        """Remove left-overs of killed processes; returns their number."""
-        return self._directory.remove_left_overs()
-
-
 class SlabEditor(SlabStore):
     """Evicts nothing: its capacity is what the directory takes."""
 
@@ -129,10 +76,10 @@ class SlabEditor(SlabStore):
         """A tool drops no slab: a server may have added one since the capacity was looked at."""
 
     def clean_up(self) -> int:
-        """As ``PageFileEditor``."""
+        """As ``PageFileStore``."""
         self._allocator.forget_left_slabs()
         return self._index.free_dead()
 
 
-Editor = PageFileEditor | SlabEditor
+Editor = PageFileStore | SlabEditor
 """One directory, whatever its layout, to be changed. Not thread-safe; close it."""

@@ -41,13 +41,6 @@ class Uses(NamedTuple):
     """Wall-clock seconds."""
 
 
-class StoredObject(NamedTuple):
-    content: bytes
-    """Header and payload; empty if what has the page's place cannot be read."""
-    seal: bytes | None = None
-    """The seal in the index (docs/page-format.md); None without an index."""
-
-
 _NOT_OF_THE_PAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
 """Errors of the reading process; all others are errors of the page."""
 
@@ -83,17 +76,15 @@ class Inspector(abc.ABC):
         """The pages of these tenants, about; empty where no server says."""
         return {}
 
-    def read(self, page: StoredPage) -> StoredObject | None:
-        """The page as it is on disk; None if it is gone. Raises OSError for errors that are not of the page
-        (``_NOT_OF_THE_PAGE``)."""
+    def read(self, page: StoredPage) -> bytes | None:
+        """Header and payload as they are on disk, nothing where what has the page's place cannot be read; None if it is
+        gone. Raises OSError for errors that are not of the page (``_NOT_OF_THE_PAGE``)."""
         try:
-            content = self._content(page)
+            return self._content(page)
         except OSError as error:
             if error.errno in _NOT_OF_THE_PAGE:
                 raise
-            # What has the page's place cannot be read: no page.
-            content = b""
-        return None if content is None else StoredObject(content, page.seal if any(page.seal) else None)
+            return b""
 
     @abc.abstractmethod
     def _content(self, page: StoredPage) -> bytes | None:
@@ -119,13 +110,13 @@ class Inspector(abc.ABC):
         """Release what it has open."""
 
 
-def reason_it_is_bad(key: bytes, stored: StoredObject) -> str | None:
-    """Why a page object is not the page ``key``; None when it is."""
-    content, seal = stored
+def reason_it_is_bad(page: StoredPage, content: bytes) -> str | None:
+    """Why what was read is not the page; None when it is."""
     try:
         header = envelope.decode_header(content)
     except FormatError as error:
         return error.reason
     payload = memoryview(content)[header.header_length :]
-    reason = envelope.reason_to_refuse(content[: header.header_length], key, [payload])
-    return "seal" if reason is None and seal not in (None, envelope.seal_of(content)) else reason
+    reason = envelope.reason_to_refuse(content[: header.header_length], page.key, [payload])
+    is_sealed = not any(page.seal) or page.seal == envelope.seal_of(content)
+    return reason or (None if is_sealed else "seal")

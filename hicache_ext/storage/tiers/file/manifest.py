@@ -20,9 +20,9 @@ import os
 import re
 import stat
 import zlib
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from hicache_ext import native
 from hicache_ext.errors import StoreSetupError
@@ -40,6 +40,7 @@ from hicache_ext.storage.tiers.file.modes import (
 
 logger = logging.getLogger(__name__)
 
+Layout = Literal["pages", "slab"]
 FORMATS = {"pages": 2, "slab": SLAB_VERSION}
 """Layout -> format of its files."""
 
@@ -139,30 +140,41 @@ def check_before_start(path: Path, layout: str, tier: str) -> None:
         )
 
 
-def adopt_pages(path: Path, tier: str) -> None:
-    """Make the manifest for page files in ``path`` if it is missing. Raises as ``check_before_start``."""
-    check_before_start(path, "pages", tier)
-    _complete(path, "pages", tier)
-    # Another process may have been first, with another layout.
-    check_before_start(path, "pages", tier)
-    _warn_of_newer_versions(path, tier)
+def adopt(path: Path, layout: Layout, tier: str) -> None:
+    """Make the manifest of this layout in ``path``, which must exist, and the directories of slabs, where they are
+    missing; they survive a power loss. Nothing in ``path`` itself is touched for slabs. Logs a warning of newer
+    versions.
 
-
-def adopt_slabs(path: Path, tier: str) -> None:
-    """Make ``slab_home(path)``, its directory of slabs and its manifest, where they are missing; they survive a power
-    loss. Nothing in ``path`` itself is touched. Logs a warning of newer versions.
-
-    ``path`` must exist. Raises as ``check_before_start``.
+    Raises as ``check_before_start``.
     """
-    check_before_start(path, "slab", tier)
-    home = slab_home(path)
-    for directory in (home, home / _SLABS):
-        if directory.is_symlink():
-            move_aside(directory, unless=stat.S_ISDIR)
-        make_directory(directory)
-    _complete(home, "slab", tier)
-    check_before_start(path, "slab", tier)
-    _warn_of_newer_versions(path, tier)
+    check_before_start(path, layout, tier)
+    home = path
+    if layout == "slab":
+        home = slab_home(path)
+        for directory in (home, home / _SLABS):
+            if directory.is_symlink():
+                move_aside(directory, unless=stat.S_ISDIR)
+            make_directory(directory)
+    if format_and_layout(home) is None:
+        manifest, text = home / MANIFEST, manifest_text(FORMATS[layout], layout)
+        if _is_there(manifest):
+            logger.warning(
+                "tier %s: %s cannot be read and is made anew, since the files in it are ours", tier, manifest
+            )
+            write_whole(manifest, text)
+        else:
+            if os.path.lexists(manifest):
+                move_aside(manifest, unless=stat.S_ISREG)
+            create_whole(manifest, text)
+    # Another process may have been first, with another layout.
+    check_before_start(path, layout, tier)
+    if newer := newer_versions(path):
+        logger.warning(
+            "tier %s: %s holds pages of a newer release, which this one cannot read: they stay, and their bytes do not "
+            "count in the capacity",
+            tier,
+            ", ".join(map(str, newer)),
+        )
 
 
 def check_manifest_is_there(path: Path) -> None:
@@ -171,31 +183,6 @@ def check_manifest_is_there(path: Path) -> None:
         read_small(slab_home(path) / MANIFEST)
     except FileNotFoundError:
         read_small(path / MANIFEST)
-
-
-def _complete(directory: Path, layout: str, tier: str) -> None:
-    """Make the manifest of what is ours."""
-    if format_and_layout(directory) is not None:
-        return
-    manifest, text = directory / MANIFEST, manifest_text(FORMATS[layout], layout)
-    if _is_there(manifest):
-        logger.warning("tier %s: %s cannot be read and is made anew, since the files in it are ours", tier, manifest)
-        write_whole(manifest, text)
-    else:
-        if os.path.lexists(manifest) and not _is_there(manifest):
-            move_aside(manifest, unless=stat.S_ISREG)
-        create_whole(manifest, text)
-
-
-def _warn_of_newer_versions(path: Path, tier: str) -> None:
-    newer = newer_versions(path)
-    if newer:
-        logger.warning(
-            "tier %s: %s holds pages of a newer release, which this one cannot read: they stay, and their bytes do not "
-            "count in the capacity",
-            tier,
-            ", ".join(map(str, newer)),
-        )
 
 
 def _mismatch(directory: Path, found: tuple[int, str], layout: str, tier: str) -> StoreSetupError:
@@ -234,41 +221,24 @@ def _has(directory: Path, name: re.Pattern[str]) -> bool:
         return False
 
 
-Layout = Literal["pages", "slab"]
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutChoice:
-    layout: Layout
-    reason: str
-
-
 def choose_layout(
     path: Path, capacity: int | None, mountinfo: Path = MOUNTINFO, *, shared: bool = False
-) -> LayoutChoice:
-    """What ``layout: auto`` means for ``path``. A directory that is a tier already keeps its layout. Never raises."""
-    kept = _layout_of_manifest(path)
-    if kept is not None:
-        return LayoutChoice(kept, "the directory has that layout already")
+) -> tuple[Layout, str]:
+    """Return what ``layout: auto`` means for ``path``, and why. A directory that is a tier already keeps its layout.
+    Never raises."""
+    with suppress(OSError):  # The store reports what is wrong.
+        if (kept := layout_in(path)) in ("pages", "slab"):
+            return cast(Layout, kept), "the directory has that layout already"
     if shared:
-        return LayoutChoice("pages", "shared is true, and slabs belong to one machine")
+        return "pages", "shared is true, and slabs belong to one machine"
     if capacity is None:
-        return LayoutChoice("pages", "capacity is unlimited, and slabs are preallocated")
+        return "pages", "capacity is unlimited, and slabs are preallocated"
     file_system = file_system_of(path, mountinfo)
     if not file_system.local:
-        return LayoutChoice("pages", file_system.reason)
+        return "pages", file_system.reason
     if not file_system.in_place:
         elsewhere = "writes changed blocks elsewhere, so that preallocated slabs reserve no room"
-        return LayoutChoice("pages", f"{file_system.reason}, but {elsewhere}")
+        return "pages", f"{file_system.reason}, but {elsewhere}"
     if native.is_absent():
-        return LayoutChoice("pages", f"slabs need the native core, which is not there: {native.why_not()}")
-    return LayoutChoice("slab", file_system.reason)
-
-
-def _layout_of_manifest(path: Path) -> Layout | None:
-    try:
-        layout = layout_in(path)
-    except OSError:
-        # The store reports what is wrong.
-        return None
-    return "pages" if layout == "pages" else "slab" if layout == "slab" else None
+        return "pages", f"slabs need the native core, which is not there: {native.why_not()}"
+    return "slab", file_system.reason

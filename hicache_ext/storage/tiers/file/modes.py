@@ -13,6 +13,7 @@ import re
 import stat
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,8 +38,8 @@ PACK_NAME = re.compile(r"[0-9a-f]{11}-[0-9a-f]{10}-.+\.pack")
 PAGE_NAME = re.compile(r"[0-9a-f]{64}\.page")
 """A page alone."""
 SLAB_FILE = re.compile(r"([0-9a-f]{8})-([0-9]+)\.(slab|headers)")
-TEMPORARY_FILE = re.compile(r"([0-9]+|.+:[0-9]+:(?:[0-9]+|gone))\.[0-9]+\.(?:tmp|[0-9a-f]{32}\.clear)")
-"""In PATH/tmp; its first group is the writer (``usage.Writers``)."""
+TEMPORARY_FILE = re.compile(r"([0-9]{1,15})\.[0-9]+\.(?:tmp|clear)")
+"""In PATH/tmp; its first group is the number of the member that writes."""
 _OF_IDENTITY = r"([0-9a-f]{32}|all)\.(json|cleared)"
 
 
@@ -80,7 +81,7 @@ _TIER = _Directory(
 )
 """PATH; there also are the directories of versions (``_inside``)."""
 _NOBODYS = re.compile(r"lost\+found|.+\.not-ours-[0-9a-f]{8}|\.hicache-ext-trial-.+")
-"""Not ours, and not harmed when PATH is closed to others."""
+"""Not ours, and not harmed when the directory around it is closed to others."""
 
 _PAGE_FILES_SECONDS = 10.0
 """Longest time for page files in a directory that was just closed to others: nobody can reach them any more,
@@ -151,7 +152,7 @@ class _Modes:
         else:
             # What another process makes that starts now has the right mode already.
             ours, others = _ours_and_others(self._path, _TIER)
-            self._put_shared(self._path, [*others, *[entry.name for entry, _ in ours if not self._is_right(entry)]])
+            self._put_shared(self._path, [*others, *[entry.name for entry, _ in ours if self._wrong(entry)]])
         self._say(mode)
 
     def _put_all(self, path: Path, directory: _Directory) -> None:
@@ -163,10 +164,10 @@ class _Modes:
             self._put_shared(path, others)
         for entry, inside in ours:
             if inside is not None:
-                if not (inside.is_large and self._is_right(entry)):
+                if not inside.is_large or self._wrong(entry):
                     self._put_all(Path(entry.path), inside)
-            elif not directory.is_large or time.monotonic() < self._until:
-                self._put(entry)
+            elif (not directory.is_large or time.monotonic() < self._until) and (status := self._wrong(entry)):
+                self._change(entry.path, status)
         if self._access.group:
             self._put_shared(path, others)
 
@@ -194,20 +195,12 @@ class _Modes:
             else "",
         )
 
-    def _put(self, entry: os.DirEntry[str]) -> None:
-        try:
+    def _wrong(self, entry: os.DirEntry[str]) -> os.stat_result | None:
+        """The status of an entry whose mode is not as it is to be; None for one that is gone, too."""
+        with suppress(OSError):
             status = entry.stat(follow_symlinks=False)
-        except OSError:
-            return
-        if self._is_wrong(status):
-            self._change(entry.path, status)
-
-    def _is_right(self, entry: os.DirEntry[str]) -> bool:
-        """Also True for an entry that is gone."""
-        try:
-            return not self._is_wrong(entry.stat(follow_symlinks=False))
-        except OSError:
-            return True
+            return status if self._is_wrong(status) else None
+        return None
 
     def _is_wrong(self, status: os.stat_result) -> bool:
         if self._access.gid is not None and status.st_gid != self._access.gid:
@@ -299,7 +292,7 @@ def _ours_and_others(
             ours.append((entry, inside))
             if inside is not None and not inside.is_large:
                 others += [f"{entry.name}/{name}" for name in _ours_and_others(entry.path, inside)[1]]
-        elif directory is not _TIER or not (_NOBODYS.fullmatch(entry.name) or _is_other_version(entry)):
+        elif not (_NOBODYS.fullmatch(entry.name) or (directory is _TIER and _is_other_version(entry))):
             others.append(entry.name)
     return ours, others
 

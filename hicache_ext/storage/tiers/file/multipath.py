@@ -21,6 +21,7 @@ takes one it is as before.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import threading
@@ -59,20 +60,22 @@ _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 """From the finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
 
 
-class PathChoice:
-    """Pure; any thread. A path is known by its name as written in the configuration."""
+Seeds = NDArray[np.uint64]
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._seeds = np.array([xxhash.xxh3_64_intdigest(os.fsencode(name)) for name in names], dtype=np.uint64)
 
-    def choose(self, keys: Sequence[bytes], usable: Sequence[int]) -> list[int]:
-        """For each 48-byte key one of the path numbers ``usable``, of which there is at least one."""
-        if len(usable) == 1 or not keys:
-            return [usable[0]] * len(keys)
-        # The end of a page hash: page files use its start for the fan-out directory.
-        ends = np.frombuffer(b"".join(keys), dtype="<u8").reshape(len(keys), KEY_LENGTH // 8)[:, -1]
-        scores = _mixed(ends[:, np.newaxis] ^ self._seeds[list(usable)][np.newaxis, :])
-        return [usable[best] for best in scores.argmax(axis=1).tolist()]
+def path_seeds(names: Sequence[str]) -> Seeds:
+    """For ``choose_paths``, of the names of the paths as written in the configuration."""
+    return np.array([xxhash.xxh3_64_intdigest(os.fsencode(name)) for name in names], dtype=np.uint64)
+
+
+def choose_paths(keys: Sequence[bytes], seeds: Seeds, usable: Sequence[int]) -> list[int]:
+    """Return for each 48-byte key one of the path numbers ``usable``, of which there is at least one."""
+    if len(usable) == 1 or not keys:
+        return [usable[0]] * len(keys)
+    # The end of a page hash: page files use its start for the fan-out directory.
+    ends = np.frombuffer(b"".join(keys), dtype="<u8").reshape(len(keys), KEY_LENGTH // 8)[:, -1]
+    scores = _mixed(ends[:, np.newaxis] ^ seeds[list(usable)][np.newaxis, :])
+    return [usable[best] for best in scores.argmax(axis=1).tolist()]
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -98,12 +101,8 @@ _LOOK_INTERVAL = 5.0
 """Seconds between two looks at how full the paths are, while somebody asks."""
 _CLEAR_IN_DOUBT = 60.0
 """Seconds after which the disk knows of a clear: it is synced in the background, or the kernel writes it."""
-_SUCCESS: dict[str, tuple[Any, ...]] = {
-    "get": (GetResult.HIT,),
-    "set": (SetResult.STORED, SetResult.EXISTS),
-    "contains": (True,),
-}
-"""What a call of each kind says of a page that it moved or found."""
+_SUCCESS = (GetResult.HIT, SetResult.STORED, SetResult.EXISTS, True)
+"""What a call says of a page that it moved or found."""
 
 
 OpenPath = Callable[[Path, Trouble], PathStore]
@@ -122,11 +121,10 @@ class _Part:
         self.errors = 0
         self.failed_calls: Counter[str] = Counter()
         self.writes = WritePause()
-        self.clear_all = False
-        self.cleared: set[bytes] = set()
-        """Identities that are to be cleared before the path comes back."""
-        self._doubtful: dict[bytes | None, tuple[float, int]] = {}
-        """Those (None: all) whose clearing a disk that dies may lose: since when, and the errors up to then."""
+        self.cleared: set[bytes | None] = set()
+        """Identities (None: all) that are to be cleared before the path comes back."""
+        self._doubtful: dict[bytes | None, float] = {}
+        """Those whose clearing a disk that dies may lose: until when. It is lasting once an error came before that."""
         self._fd: int | None = None
         """Of the directory that is in service."""
         self._opened: tuple[DirectorySignature | None, str] | None = None
@@ -176,38 +174,23 @@ class _Part:
     def note(self, error: Exception) -> None:
         if is_device_error(error):
             with self._lock:
-                self._forget_what_is_certain()
+                self._doubtful = dict.fromkeys(self._in_doubt(), math.inf)
                 self.errors += 1
                 self.last_error = error
 
     def note_clear(self, digests: Iterable[bytes | None]) -> None:
         """Of a path in service."""
         with self._lock:
-            self._forget_what_is_certain()
-            self._doubtful.update(dict.fromkeys(digests, (time.monotonic(), self.errors)))
+            self._doubtful = self._in_doubt() | dict.fromkeys(digests, time.monotonic() + _CLEAR_IN_DOUBT)
 
-    def _forget_what_is_certain(self) -> None:
-        """Of clears the disk knows that were made so long before its next error. The lock is held."""
+    def _in_doubt(self) -> dict[bytes | None, float]:
         now = time.monotonic()
-        self._doubtful = {
-            digest: (since, errors)
-            for digest, (since, errors) in self._doubtful.items()
-            if now - since < _CLEAR_IN_DOUBT or errors != self.errors
-        }
-
-    def clear_later(self, digests: Iterable[bytes | None]) -> None:
-        for digest in digests:
-            if digest is None:
-                self.clear_all = True
-            else:
-                self.cleared.add(digest)
+        return {digest: until for digest, until in self._doubtful.items() if now < until}
 
     def clear_again(self) -> None:
         """What the disk may have lost is to be cleared once more."""
         with self._lock:
-            self._forget_what_is_certain()
-            doubtful = list(self._doubtful)
-        self.clear_later(doubtful)
+            self.cleared.update(self._in_doubt())
 
 
 class SpreadStore:
@@ -238,7 +221,7 @@ class SpreadStore:
         self._evicted_age = evicted_age or RecentMean()
         self._last_look = LastLook(name, self._look, _LOOK_INTERVAL)
         self._parts = [self._part(number, path, first_probe) for number, path in enumerate(paths)]
-        self._choice = PathChoice([str(path) for path in paths])
+        self._seeds = path_seeds([str(path) for path in paths])
         self._use(())
         self._identities: dict[bytes, dict[str, Any]] = {}
         self._state = threading.Lock()
@@ -393,7 +376,7 @@ class SpreadStore:
             with self._state:
                 usable = self._usable
                 for number, part in enumerate(self._parts):
-                    noted = part.note_clear if number in usable else part.clear_later
+                    noted = part.note_clear if number in usable else part.cleared.update
                     noted([None] if digests is None else digests)
             had_pages, failed = 0, None
             for number in usable:
@@ -426,24 +409,21 @@ class SpreadStore:
         usable = self._usable
         if not usable or not keys:
             return []
-        chosen = self._choice.choose(keys, usable)
-        refusing = [number for number in usable if self._takes_no_writes(number, to_write)]
+        chosen = choose_paths(keys, self._seeds, usable)
+        # Pages of theirs that are not there are elsewhere, or go there.
+        writes = {number: self._parts[number].writes for number in usable}
+        refusing = [n for n, of_path in writes.items() if (of_path.reason if to_write else of_path.in_doubt)]
         others = [number for number in usable if number not in refusing]
         for number in refusing if others else ():
             its = [position for position, choice in enumerate(chosen) if choice == number]
             there = self._call(number, "contains", _chosen(keys, its), [False] * len(its)) if its else []
             absent = [position for position, is_there in zip(its, there, strict=True) if not is_there]
-            for position, other in zip(absent, self._choice.choose(_chosen(keys, absent), others), strict=True):
+            for position, other in zip(absent, choose_paths(_chosen(keys, absent), self._seeds, others), strict=True):
                 chosen[position] = other
         positions: dict[int, list[int]] = {}
         for position, number in enumerate(chosen):
             positions.setdefault(number, []).append(position)
         return list(positions.items())
-
-    def _takes_no_writes(self, number: int, to_write: bool) -> bool:
-        """Whether pages of the path that are not there are elsewhere, or go there (``to_write``)."""
-        writes = self._parts[number].writes
-        return bool(writes.reason) if to_write else writes.in_doubt
 
     def _asked(
         self,
@@ -486,7 +466,7 @@ class SpreadStore:
             return otherwise
         if kind == "set" and SetResult.STORED in cast("list[SetResult]", answer) and part.writes.end():
             logger.warning("tier %s: path %s takes writes again", self.name, part.path)
-        if part.errors == errors or _achieved(kind, answer):
+        if part.errors == errors or _achieved(answer):
             part.failed_calls[kind] = 0
             return answer
         part.failed_calls[kind] += 1
@@ -507,15 +487,9 @@ class SpreadStore:
     # -- out of service and back -----------------------------------------------------------------------------------
 
     def _part(self, number: int, path: Path, first_probe: float) -> _Part:
-        def probe() -> bool:
-            return self._try_again(number)
-
-        def changed(state: BreakerState, reason: str) -> None:
-            self._changed(number, state, reason)
-
-        backoff = Backoff(first_probe, _LONGEST_PAUSE)
-        part = _Part(path)
-        part.breaker = Breaker(f"hicache-{self.name}-paths", probe, backoff, on_change=changed, watch=part.why_replaced)
+        part, name, backoff = _Part(path), f"hicache-{self.name}-paths", Backoff(first_probe, _LONGEST_PAUSE)
+        probe, changed = partial(self._try_again, number), partial(self._changed, number)
+        part.breaker = Breaker(name, probe, backoff, on_change=changed, watch=part.why_replaced)
         return part
 
     def _open_all(self) -> None:
@@ -606,13 +580,12 @@ class SpreadStore:
         """Clear what was cleared meanwhile, then use the path; False when another clear() came in between."""
         part = self._parts[number]
         with self._state:
-            clear_all, cleared = part.clear_all, list(part.cleared)
-            part.clear_all, part.cleared = False, set()
+            cleared, part.cleared = part.cleared, set()
             if self._closing:
                 part.give_up()
                 opened.close()
                 return True
-            if not clear_all and not cleared:
+            if not cleared:
                 if self._new_share is not None:
                     opened.resize(self._new_share[0])
                 part.store = opened
@@ -620,8 +593,8 @@ class SpreadStore:
                 part.writes.end()
                 self._use(sorted({*self._usable, number}))
                 return True
-            part.note_clear([None] if clear_all else cleared)
-        opened.clear(None if clear_all else cleared)
+            part.note_clear(cleared)
+        opened.clear(None if None in cleared else [digest for digest in cleared if digest is not None])
         return False
 
     def _close_stores(self) -> None:
@@ -648,11 +621,9 @@ def _try_to_write(path: Path) -> None:
         os.close(fd)
 
 
-def _achieved(kind: str, answer: Any) -> bool:
-    """Whether a call moved or found a page, although the device failed meanwhile."""
-    if kind == "count_leading":
-        return bool(answer)
-    return any(success in answer for success in _SUCCESS.get(kind, ()))
+def _achieved(answer: object) -> bool:
+    """Whether a call moved, found or removed a page, although the device failed meanwhile."""
+    return any(result in _SUCCESS for result in answer) if isinstance(answer, list) else bool(answer)
 
 
 def _chosen(keys: Sequence[bytes], positions: Sequence[int]) -> Sequence[bytes]:

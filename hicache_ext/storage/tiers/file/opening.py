@@ -16,7 +16,7 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.tiers.file.devices import IoPlan, Measured, Trouble, choose_io, measured_device, takes_direct
-from hicache_ext.storage.tiers.file.manifest import LayoutChoice, check_before_start, choose_layout, layout_in
+from hicache_ext.storage.tiers.file.manifest import Layout, check_before_start, choose_layout, layout_in
 from hicache_ext.storage.tiers.file.modes import prepare_directory
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.storage.tiers.file.path_store import PathStore, record_ttl
@@ -50,13 +50,13 @@ def open_paths(name: str, tier: FileTierConfig) -> SpreadStore:
     for path in paths:
         # Before one of them is made. A disk that does not answer is left to the store: another path may serve.
         with suppress(OSError):
-            check_before_start(path, chosen_layout(name, tier, path).layout, name)
+            check_before_start(path, chosen_layout(name, tier, path)[0], name)
     return SpreadStore(name, paths, open_path, metrics, evicted_age=evicted_age, shared=shared)
 
 
-def chosen_layout(name: str, tier: FileTierConfig, path: Path) -> LayoutChoice:
-    """The layout that a server takes for ``path``. Changes nothing. Raises StoreSetupError where it would not start,
-    and OSError as the disk does."""
+def chosen_layout(name: str, tier: FileTierConfig, path: Path) -> tuple[Layout, str]:
+    """Return the layout that a server takes for ``path``, and why. Changes nothing. Raises StoreSetupError where it
+    would not start, and OSError as the disk does."""
     root = on_root_file_system(str(path)) if tier.require_mount else None
     if root is not None:
         raise StoreSetupError(
@@ -64,15 +64,15 @@ def chosen_layout(name: str, tier: FileTierConfig, path: Path) -> LayoutChoice:
             f"{str(path)!r} is on {root}, and require_mount is true",
             ["mount its disk, or set require_mount: false"],
         )
-    chosen = choose_layout(path, tier.capacity, shared=bool(tier.shared))
+    layout, reason = choose_layout(path, tier.capacity, shared=bool(tier.shared))
     if tier.layout != "auto":
-        chosen = LayoutChoice(tier.layout, "as configured")
-    if chosen.layout == "slab" and tier.capacity is None:
+        layout, reason = tier.layout, "as configured"
+    if layout == "slab" and tier.capacity is None:
         raise StoreSetupError(name, f"{str(path)!r} holds slabs, which need a capacity", ["set capacity to a size"])
-    if chosen.layout == "slab" and tier.shared:
+    if layout == "slab" and tier.shared:
         problem = f"{str(path)!r} holds slabs, which belong to one machine, and shared is true"
         raise StoreSetupError(name, problem, ["leave shared out, or name another directory"])
-    return chosen
+    return layout, reason
 
 
 def _access(key: str, tier: FileTierConfig) -> Access:
@@ -111,19 +111,19 @@ def _open_path(
 ) -> PathStore:
     """The store of one path with its share of the capacity."""
     try:
-        chosen = chosen_layout(name, tier, path)
-        check_before_start(path, chosen.layout, name)
+        layout, reason = chosen_layout(name, tier, path)
+        check_before_start(path, layout, name)
         prepare_directory(path, access, name, is_tier=layout_in(path) is not None)
-        plan = _plan(name, tier, path, chosen)
+        plan = _plan(name, tier, path, direct_possible=layout == "slab")
     except OSError as error:
         of_another = ["run the server as the account that owns it, or share it with mode: group"]
         remedies = of_another if isinstance(error, PermissionError) else []
         raise StoreSetupError(name, f"directory {str(path)!r}: {error.strerror or error}", remedies) from error
     share = None if tier.capacity is None else tier.capacity // len(tier.path)
-    logger.info("tier %s: %s: layout %s (%s); I/O %s (%s)", name, path, chosen.layout, chosen.reason, plan, plan.reason)
+    logger.info("tier %s: %s: layout %s (%s); I/O %s (%s)", name, path, layout, reason, plan, plan.reason)
     common: dict[str, Any] = {"ttl": tier.ttl, "metrics": metrics, "trouble": trouble, "evicted_age": evicted_age}
     store: PathStore
-    if chosen.layout == "slab":
+    if layout == "slab":
         from hicache_ext.storage.tiers.file.slab.store import SlabStore
 
         try:
@@ -139,9 +139,8 @@ def _open_path(
     return store
 
 
-def _plan(name: str, tier: FileTierConfig, path: Path, chosen: LayoutChoice) -> IoPlan:
+def _plan(name: str, tier: FileTierConfig, path: Path, *, direct_possible: bool) -> IoPlan:
     """Raises OSError as the disk does."""
-    direct_possible = chosen.layout == "slab"
     if tier.io == "direct" and not direct_possible:
         raise StoreSetupError(name, f"io is 'direct', and {str(path)!r} holds page files, which are not aligned")
     if tier.io == "direct" and not takes_direct(path):

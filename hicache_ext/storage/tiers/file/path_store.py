@@ -120,7 +120,7 @@ class Served(NamedTuple):
 
 
 class PathStore(TierStore):
-    """A layout writes the hooks of ``TierStore``, but for ``_write``: ``_write_absent``, ``_look_at``, ``_pages_in``,
+    """A layout writes the hooks of ``TierStore``, but for ``_write``: ``_write_absent``, ``_pages_in``,
     ``_open``, ``fullness``, ``_block_hashes`` and ``_demote``.
 
     Threads: any. The memory of a batch is touched only until the call returns.
@@ -232,9 +232,10 @@ class PathStore(TierStore):
     def _write_absent(self, batch: PageBatch) -> list[SetResult]:
         """As ``_write``; a page that is there is EXISTS, unread."""
 
-    @abc.abstractmethod
     def _look_at(self, batch: PageBatch) -> list[GetResult]:
         """As ``_read``, for pages that nobody wants: it counts as no use where that can be avoided."""
+        # What is looked at was asked to be written, or is beside what was just read: a use already.
+        return self._read(batch)
 
     @abc.abstractmethod
     def _pages_in(self, place: Any) -> Iterator[tuple[list[bytes], list[int]]]:

@@ -52,9 +52,8 @@ class ReadOnlyStore(TierStore):
         self._reading = threading.Lock()
         self._pages: dict[bytes, tuple[Inspector, StoredPage]] = {}
         """The last list, without what turned out to be no page of it."""
-        self._hidden: set[bytes] = set()
-        """Pages that were removed, identities that were cleared."""
-        self._all_hidden = False
+        self._hidden: set[bytes | None] = set()
+        """Pages that were removed, identities that were cleared; None: all."""
         try:
             for path in tier.path:
                 open_inspector(Path(path))
@@ -88,7 +87,7 @@ class ReadOnlyStore(TierStore):
 
     def _page(self, key: bytes) -> tuple[Inspector, StoredPage] | None:
         found = self._pages.get(key)
-        if found is None or self._all_hidden or key in self._hidden or key[:IDENTITY_LENGTH] in self._hidden:
+        if found is None or not self._hidden.isdisjoint((None, key, key[:IDENTITY_LENGTH])):
             return None
         # Of some pages only the header tells when they were written, but not after their last use.
         written = found[1].written or found[1].used
@@ -109,17 +108,17 @@ class ReadOnlyStore(TierStore):
             return GetResult.MISS
         inspector, page = found
         with self._reading:
-            stored = inspector.read(page)
+            content = inspector.read(page)
         result = GetResult.MISS
-        if stored is not None:
-            reason = reason_it_is_bad(key, stored)
-            if reason is None and len(stored.content) - FIELDS_LENGTH != size:
+        if content is not None:
+            reason = reason_it_is_bad(page, content)
+            if reason is None and len(content) - FIELDS_LENGTH != size:
                 reason = "length"
             if reason is not None:
                 self.metrics.add("corrupt", reason)
                 result = GetResult.CORRUPT
-            elif not self._is_expired(decode_header(stored.content).created_ms / 1000):
-                scatter(memoryview(stored.content)[FIELDS_LENGTH:], segments)
+            elif not self._is_expired(decode_header(content).created_ms / 1000):
+                scatter(memoryview(content)[FIELDS_LENGTH:], segments)
                 return GetResult.HIT
         # Until the next listing it is absent.
         self._pages.pop(key, None)
@@ -133,10 +132,7 @@ class ReadOnlyStore(TierStore):
         return 0
 
     def _clear(self, digests: Sequence[bytes] | None) -> int:
-        if digests is None:
-            self._all_hidden = True
-        else:
-            self._hidden.update(digests)
+        self._hidden.update([None] if digests is None else digests)
         return 0
 
     def _close(self) -> None:

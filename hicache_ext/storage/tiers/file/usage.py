@@ -12,7 +12,6 @@ restart. An account that cannot be read counts as full until then. Reasons: docs
 
 from __future__ import annotations
 
-import enum
 import errno
 import json
 import os
@@ -41,36 +40,18 @@ _READS = 3
 """Of a record that is being written, until one is whole."""
 SILENCE = 600.0
 """Seconds without a sign of life."""
+NO_ROOM, HELD = "capacity", "held"
+"""Why a reservation is refused; the second one: another process holds a lock and does nothing."""
+IsGone = Callable[[int, float], bool]
+"""Of a writer, named by the number of its member of the directory, and of its last sign of life (wall-clock time)."""
 
 
-class Writers:
-    """Who writes into one directory, by the names in its account and in tmp/, and who of them is gone. Thread-safe.
-
-    A writer is named by the number of its member of the directory (runtime/members.py). Of any other name in the
-    account, which anybody with access to the directory may have written, only silence tells that it is gone.
-    """
-
-    def __init__(self, path: Path, is_alive: Callable[[int], bool]) -> None:
-        """``is_alive``: whether a member may be running."""
-        self._is_alive = is_alive
-        # Between machines locks hold only where the mount has them (NFS with nolock, Lustre with localflock do not).
-        self._silence = 0.0 if file_system_of(path).local else SILENCE
-
-    def is_gone(self, name: str, last_change: float) -> bool:
-        """Whether the writer is not running any more. ``last_change``: its last sign of life, wall-clock time."""
-        silent_for = time.time() - last_change
-        if name.isascii() and name.isdecimal():
-            return silent_for >= self._silence and not self._is_alive(int(name))
-        return silent_for >= SILENCE
-
-
-class Grant(enum.Enum):
-    """The answer to a reservation."""
-
-    GRANTED = enum.auto()
-    NO_ROOM = enum.auto()
-    HELD = enum.auto()
-    """Another process holds a lock and does nothing."""
+def gone_writers(path: Path, is_alive: Callable[[int], bool]) -> IsGone:
+    """Return what says whether a writer of the directory ``path`` is not running any more. ``is_alive``: whether a
+    member (runtime/members.py) may be running."""
+    # Between machines locks hold only where the mount has them (NFS with nolock, Lustre with localflock do not).
+    silence = 0.0 if file_system_of(path).local else SILENCE
+    return lambda writer, last_change: time.time() - last_change >= silence and not is_alive(writer)
 
 
 @dataclass(slots=True)
@@ -89,8 +70,8 @@ class UsageRecord:
 
     stored: int = 0
     """Bytes; without ``counted`` what came and went since the account was lost."""
-    under_way: dict[str, UnderWay] = field(default_factory=dict)
-    """By writer (``Writers``)."""
+    under_way: dict[int, UnderWay] = field(default_factory=dict)
+    """By the number of the member that writes."""
     recount: bool = False
     """It may be wrong: somebody is to count."""
     counted: bool = True
@@ -131,13 +112,13 @@ class Usage:
     No call waits longer than the bounds of ``ChangeLock``.
     """
 
-    def __init__(self, path: Path, members: Members, members_path: Path, writers: Writers) -> None:
+    def __init__(self, path: Path, members: Members, members_path: Path, is_gone: IsGone) -> None:
         """``members``: this process among those that use the directory; it outlives the account.
 
         Raises TimeoutError where another process holds the account and does nothing.
         """
         self._members = members
-        self._writers = writers
+        self._is_gone = is_gone
         turns = f"the turn to evict from {str(path.parent)!r}"
         self._evictions = ChangeLock(OfdLock(members_path, _EVICTION_BYTE), turns)
         self._state = threading.Lock()
@@ -195,44 +176,43 @@ class Usage:
                     self._unsettled += settled
                 raise
 
-    def reserve(self, amount: int, capacity: int | None, evict: Callable[[int], Iterable[int]]) -> Grant:
-        """Begin an operation that needs ``amount`` bytes within ``capacity``.
+    def reserve(self, amount: int, capacity: int | None, evict: Callable[[int], Iterable[int]]) -> str | None:
+        """Begin an operation that needs ``amount`` bytes within ``capacity``; None, or why there is no room now.
 
         ``evict(bytes)`` evicts at least that many bytes if it can, and yields how many it has freed every so often. One
-        process at a time evicts, without the lock of the account. After GRANTED the caller always calls ``commit``.
+        process at a time evicts, without the lock of the account. After None the caller always calls ``commit``.
         """
-        grant, _ = self._try_to_reserve(amount, capacity, beyond=False)
-        if grant is not Grant.NO_ROOM:
-            return grant
+        refused, _ = self._try_to_reserve(amount, capacity, beyond=False)
+        if refused != NO_ROOM:
+            return refused
         with self._evictions.held() as mine:
             if not mine:
-                return Grant.HELD
+                return HELD
             # Another process may have made room meanwhile. If not, what is evicted is for us: it is reserved before.
-            grant, missing = self._try_to_reserve(amount, capacity, beyond=True)
-            if grant is not Grant.GRANTED or not missing:
-                return grant
+            refused, missing = self._try_to_reserve(amount, capacity, beyond=True)
+            if refused is not None or not missing:
+                return refused
+            refused = HELD
             try:
                 for freed in evict(missing):
                     self._end(stored=-freed)
                 with self.locked() as record:
-                    grant = Grant.HELD if record is None else Grant.GRANTED
-                    if record is not None and capacity is not None and record.used(capacity) > capacity:
-                        grant = Grant.NO_ROOM
-            except BaseException:
-                self._end(operations=-1, reserved=-amount)
-                raise
-            if grant is not Grant.GRANTED:
-                self._end(operations=-1, reserved=-amount)
-            return grant
+                    used = None if record is None else record.used(capacity)
+                if used is not None:
+                    refused = NO_ROOM if capacity is not None and used > capacity else None
+            finally:
+                if refused is not None:
+                    self._end(operations=-1, reserved=-amount)
+            return refused
 
-    def _try_to_reserve(self, amount: int, capacity: int | None, *, beyond: bool) -> tuple[Grant, int]:
-        """The answer, and after GRANTED the bytes that are to be evicted first. ``beyond``: also where there is no room
-        now, if eviction can make some."""
+    def _try_to_reserve(self, amount: int, capacity: int | None, *, beyond: bool) -> tuple[str | None, int]:
+        """As ``reserve``, and after None the bytes that are to be evicted first. ``beyond``: also where there is no
+        room now, if eviction can make some."""
         begun = False
         try:
             with self.locked() as record:
                 if record is None:
-                    return Grant.HELD, 0
+                    return HELD, 0
                 missing = 0
                 if record.recount and capacity is not None and record.stored > capacity:
                     # It cannot be, and is in doubt: nobody knows what is stored.
@@ -241,11 +221,11 @@ class Usage:
                     self._release_dead_writers(record)
                     # Where others have reserved too much no eviction can help: do not empty the cache for it.
                     if not beyond or record.reserved + amount > capacity:
-                        return Grant.NO_ROOM, 0
+                        return NO_ROOM, 0
                     missing = record.used(capacity) + amount - capacity
                 self._change(operations=1, reserved=amount)
                 begun = True
-                return Grant.GRANTED, missing
+                return None, missing
         except OSError:
             if begun:
                 self._change(operations=-1, reserved=-amount)
@@ -357,7 +337,7 @@ class Usage:
 
     def _settle(self, record: UsageRecord) -> int:
         """Put what this process has under way into the record; the bytes that are settled so."""
-        own = str(self._members.id)
+        own = self._members.id
         with self._state:
             operations, reserved, settled = self._operations, self._reserved, self._unsettled
             self._unsettled = 0
@@ -370,13 +350,13 @@ class Usage:
             record.under_way.pop(own, None)
         return settled
 
-    def _dead_writers(self, record: UsageRecord) -> list[str]:
-        return [name for name, left in record.under_way.items() if self._writers.is_gone(name, left.last_change)]
+    def _dead_writers(self, record: UsageRecord) -> list[int]:
+        return [writer for writer, left in record.under_way.items() if self._is_gone(writer, left.last_change)]
 
     def _release_dead_writers(self, record: UsageRecord) -> None:
-        for name in self._dead_writers(record):
+        for writer in self._dead_writers(record):
             # How much was published is unknown: to count all of it keeps the capacity.
-            record.stored += record.under_way.pop(name).reserved
+            record.stored += record.under_way.pop(writer).reserved
             record.recount = True
 
     def _look(self) -> UsageRecord | None:
@@ -417,10 +397,9 @@ def _held(path: Path) -> str:
 def occupied_bytes(directory: Path) -> int:
     """Bytes of disk that count towards the capacity of a directory of the file tier: page files by their record, read
     without its lock; slabs are few files, which are counted. Raises OSError."""
-    with suppress(FileNotFoundError, PermissionError, IsADirectoryError), (directory / "usage").open("rb") as file:
-        record = _record_in(file.read(_RECORD_LIMIT))
-        if record is not None and record.counted:
-            return record.used(None)
+    record = _recorded(directory)
+    if record is not None and record.counted:
+        return record.used(None)
     total = 0
     for part in (slab_home(directory), directory / "pages", directory / "tmp"):
         for folder, _, names in os.walk(part):
@@ -432,9 +411,13 @@ def occupied_bytes(directory: Path) -> int:
 
 def no_space_since(directory: Path) -> int:
     """As in the record of a directory of page files, read without its lock; 0 without one. Raises OSError."""
+    return (_recorded(directory) or UsageRecord()).no_space_since
+
+
+def _recorded(directory: Path) -> UsageRecord | None:
     with suppress(FileNotFoundError, PermissionError, IsADirectoryError), (directory / "usage").open("rb") as file:
-        return (_record_in(file.read(_RECORD_LIMIT)) or UsageRecord()).no_space_since
-    return 0
+        return _record_in(file.read(_RECORD_LIMIT))
+    return None
 
 
 def _checksum(body: bytes) -> bytes:
@@ -452,7 +435,7 @@ def _record_in(raw: bytes) -> UsageRecord | None:
         return UsageRecord(
             stored=_bytes(document["stored"], -_MOST_BYTES),
             under_way={
-                str(writer): UnderWay(_bytes(operations), _bytes(reserved), float(last_change))
+                int(writer): UnderWay(_bytes(operations), _bytes(reserved), float(last_change))
                 for writer, (operations, reserved, last_change) in document["under_way"].items()
             },
             recount=bool(document["recount"]),

@@ -8,9 +8,9 @@ every half a minute; a pack that is not where it was makes its bucket be read ag
 
 About 60 bytes of memory a page, of identities that were asked for.
 
-``TreeContents`` tells which pages there are, in packs and alone: names of packs have only the first bytes of each hash,
-and the rest is read from each pack once. A directory whose time of change is as it was is not read again: pages come
-and go by a change of it, whoever did it.
+``read_contents`` tells which pages there are, in packs and alone: names of packs have only the first bytes of each
+hash, and the rest is read from each pack once. A directory whose time of change is as it was is not read again: pages
+come and go by a change of it, whoever did it.
 """
 
 from __future__ import annotations
@@ -188,8 +188,7 @@ class PackCatalogue:
 
     def prepare(self, identity: bytes) -> None:
         """Read the names of an identity in the background."""
-        with self._state:
-            self._known.setdefault(identity, _Known(self._tree.identity_path(identity)))
+        self._of(identity)
         self._loop.wake()
 
     # -- reading names ---------------------------------------------------------------------------------------------
@@ -203,11 +202,12 @@ class PackCatalogue:
         self._loop.wake(_INTERVAL)
         return known
 
-    def _refresh(self, known: _Known) -> None:
-        """Read again what others may have changed."""
+    def _refresh(self, known: _Known, *, everything: bool = False) -> None:
+        """Read again what others may have changed: at first, and for long with ``everything``, in all buckets."""
         with known.lock:
+            until = math.inf if everything else time.monotonic() + _AT_ONCE
             try:
-                self._look(known, everything=known.home.changed == -1, until=time.monotonic() + _AT_ONCE)
+                self._look(known, everything=everything or known.home.changed == -1, until=until)
             except OSError as error:
                 self._note_error(error)
 
@@ -274,11 +274,7 @@ class PackCatalogue:
 
     def _look_at_everything(self) -> float:
         for known in list(self._known.values()):
-            with known.lock:
-                try:
-                    self._look(known, everything=True, until=math.inf)
-                except OSError as error:
-                    self._note_error(error)
+            self._refresh(known, everything=True)
         return _INTERVAL
 
 
@@ -302,50 +298,50 @@ class _Read:
     """By the id of the pack: its pages, dead ones, too. Not of pages alone: their names say it."""
 
 
-class TreeContents:
-    """Of one directory of page files. 8 bytes a page, 16 of one in a pack, from the first look on. For one
-    thread at a time."""
+Contents = dict[str, _Read]
+"""Of one identity, by the path of a directory: 8 bytes a page, 16 of one in a pack."""
 
-    def __init__(self, tree: PageTree) -> None:
-        self._tree = tree
-        self._read: dict[bytes, dict[str, _Read]] = {}
-        """By identity and path of a directory."""
 
-    def block_hashes(self, digest: bytes) -> Words:
-        """As ``PageLister``. Raises OSError."""
-        before, now = self._read.get(digest, {}), {}
-        for place in directories(self._tree.identity_path(digest), FILES_NAME):
-            if (read := self._read_again(place.path, digest, before.get(place.path))) is not None:
-                now[place.path] = read
-        self._read[digest] = now
-        return np.concatenate([_NONE, *[read.blocks for read in now.values()]])
+def read_contents(tree: PageTree, digest: bytes, before: Contents) -> Contents:
+    """Return what the directories of an identity hold; what was read ``before`` is not read again. Raises OSError."""
+    now: Contents = {}
+    for place in directories(tree.identity_path(digest), FILES_NAME):
+        if (read := _read_again(tree, place.path, digest, before.get(place.path))) is not None:
+            now[place.path] = read
+    return now
 
-    def _read_again(self, path: str, identity: bytes, before: _Read | None) -> _Read | None:
-        changed = _changed(path)
-        if not changed:
-            return None
-        if before is not None and before.settled and before.changed == changed:
-            return before
-        settled = time.time() - changed / 1e9 > _COARSE
-        known = {} if before is None else before.packs
-        packs: dict[str, Words] = {}
-        alone: list[bytes] = []
-        living = [_NONE]
-        for file, found in self._tree.packs_in(path):
-            if is_alone(found.pack):
-                alone.append(bytes.fromhex(found.pack.id)[:_BLOCK_BYTES])
+
+def blocks_in(contents: Contents) -> Words:
+    """Return the blocks of these pages, as ``PageLister`` does."""
+    return np.concatenate([_NONE, *[read.blocks for read in contents.values()]])
+
+
+def _read_again(tree: PageTree, path: str, identity: bytes, before: _Read | None) -> _Read | None:
+    changed = _changed(path)
+    if not changed:
+        return None
+    if before is not None and before.settled and before.changed == changed:
+        return before
+    settled = time.time() - changed / 1e9 > _COARSE
+    known = {} if before is None else before.packs
+    packs: dict[str, Words] = {}
+    alone: list[bytes] = []
+    living = [_NONE]
+    for file, found in tree.packs_in(path):
+        if is_alone(found.pack):
+            alone.append(bytes.fromhex(found.pack.id)[:_BLOCK_BYTES])
+            continue
+        blocks = known.get(found.pack.id)
+        if blocks is None:
+            try:
+                blocks = _blocks_of_pack(file, identity, found)
+            except OSError:
+                # Gone, or renamed meanwhile: the next look finds out.
+                settled = False
                 continue
-            blocks = known.get(found.pack.id)
-            if blocks is None:
-                try:
-                    blocks = _blocks_of_pack(file, identity, found)
-                except OSError:
-                    # Gone, or renamed meanwhile: the next look finds out.
-                    settled = False
-                    continue
-            packs[found.pack.id] = blocks
-            living.append(blocks[found.living])
-        return _Read(changed, settled, np.concatenate([*living, _blocks_of(b"".join(alone))]), packs)
+        packs[found.pack.id] = blocks
+        living.append(blocks[found.living])
+    return _Read(changed, settled, np.concatenate([*living, _blocks_of(b"".join(alone))]), packs)
 
 
 def _blocks_of_pack(file: str, identity: bytes, found: PackFile) -> Words:

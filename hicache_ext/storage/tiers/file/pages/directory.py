@@ -12,8 +12,8 @@
     PATH/hints/                               what decode nodes announce (hints.py), in the first path of a tier
     PATH/ttl.json, io_probe.*                 see path_store.py, devices.py
 
-Only names of exactly these forms are read, counted or removed. Other files stay: where clear() moves the directory
-around them, they are put back; a directory with a page's name is moved aside whole.
+Only names of exactly these forms are read, counted or removed. Other files stay: the directory around them that clear()
+moves is moved aside with them, and so is a directory with a page's name.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from pathlib import Path
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import Access, access_in, make_directory, make_tier_directory, move_aside, settle
 from hicache_ext.runtime.members import Members
-from hicache_ext.storage.tiers.file.manifest import adopt_pages, check_before_start
-from hicache_ext.storage.tiers.file.modes import FILES_NAME, IDENTITY_NAME, name_in
+from hicache_ext.storage.tiers.file.manifest import adopt, check_before_start
+from hicache_ext.storage.tiers.file.modes import FILES_NAME, IDENTITY_NAME
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK, PageTree, directories, occupied, page_files
-from hicache_ext.storage.tiers.file.usage import Writers
+from hicache_ext.storage.tiers.file.usage import gone_writers
 
 _TEMP_NUMBERS = itertools.count()
 """One count for the whole process: two stores of one process may share a directory."""
@@ -51,13 +51,13 @@ class PageDirectory(PageTree):
         try:
             check_before_start(path, "pages", tier)
             make_tier_directory(path)
-            for directory in (self.identities, self.pages, self.temporary):
+            for directory in (self.identities, self.pages_path, self.temporary):
                 make_directory(directory)
-            adopt_pages(path, tier)
+            adopt(path, "pages", tier)
             self.members = Members(self.members_path)
         except OSError as error:
             raise StoreSetupError(tier, f"directory {str(path)!r}: {error.strerror or error}") from error
-        self.writers = Writers(path, self.members.is_alive)
+        self.is_gone = gone_writers(path, self.members.is_alive)
         self._access = access_in(path)
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class PageDirectory(PageTree):
         """Remove the directories of pages and identities that are empty; bytes of disk freed. Writers make them
         anew."""
         freed = 0
-        for identity in directories(self.pages, IDENTITY_NAME):
+        for identity in directories(self.pages_path, IDENTITY_NAME):
             for inner in directories(identity.path, FILES_NAME):
                 freed += _remove_directory(inner.path)
             freed += _remove_directory(identity.path)
@@ -144,9 +144,8 @@ class PageDirectory(PageTree):
 
     def detach_identity(self, identity: bytes) -> Path | None:
         """Take all pages of an identity out of sight at once; the tree to delete, if there was one. Raises OSError."""
-        # The name holds the identity, so that files of others can be put back after a kill.
-        moved = self.temporary / f"{self.members.id}.{next(_TEMP_NUMBERS)}.{identity.hex()}.clear"
-        home = self.pages / identity.hex()
+        moved = self.temporary / f"{self.members.id}.{next(_TEMP_NUMBERS)}.clear"
+        home = self.pages_path / identity.hex()
         try:
             if not stat.S_ISDIR(os.lstat(home).st_mode):
                 return None
@@ -164,19 +163,23 @@ class PageDirectory(PageTree):
         return moved
 
     def delete_detached(self, tree: Path) -> int:
-        """Delete the pages that ``detach_identity`` moved; returns bytes of disk freed. Other files are put back."""
-        home = self.pages / tree.name.split(".")[-2]
+        """Delete the pages that ``detach_identity`` moved; return bytes of disk freed. Files of others are moved aside
+        with the directories around them; a page that cannot be deleted stays to be deleted by the next start."""
         freed = 0
         for inner in list(directories(tree, FILES_NAME)):
             for entry in list(page_files(inner.path)):
                 if not entry.is_dir(follow_symlinks=False):
                     freed += _delete(entry)
-            freed += _remove_directory(inner.path) or _put_back(inner.path, home / inner.name, self._access)
-        return freed + (_remove_directory(tree) or _put_back(tree, home, self._access))
+            freed += _remove_directory(inner.path)
+        gone = _remove_directory(tree)
+        if not gone and not self.has_pages(tree):
+            with suppress(OSError):  # It stays to be looked at by the next start, too.
+                move_aside(tree)
+        return freed + gone
 
     def remove_left_overs(self) -> int:
         """Delete what processes that no longer run have left in tmp/; the number of entries."""
-        left = list(self.left_overs(self.writers))
+        left = list(self.left_behind(self.is_gone))
         for entry in left:
             if entry.name.endswith(".clear"):
                 self.delete_detached(Path(entry.path))
@@ -203,31 +206,6 @@ def _remove_directory(path: str | Path) -> int:
     except OSError:
         return 0
     return BLOCK
-
-
-def _put_back(source: str | Path, target: Path, access: Access) -> int:
-    """Move files of others from ``source`` to ``target``, never over existing ones, and remove ``source``.
-
-    Returns the bytes of disk freed; negative where directories had to be made.
-    """
-    freed = 0
-    try:
-        with os.scandir(source) as listing:
-            found = list(listing)
-    except OSError:
-        # Another process removes the same tree, or the disk fails: what it is for stays out of sight.
-        return 0
-    for entry in found:
-        # A page that could not be deleted, or a directory with such pages, must stay out of sight.
-        if (FILES_NAME if entry.is_dir(follow_symlinks=False) else name_in(str(source))).fullmatch(entry.name):
-            continue
-        try:
-            freed -= _make_directory(target.parent, access) + _make_directory(target, access)
-            _rename_without_replacing(entry.path, f"{target}/{entry.name}")
-        except OSError:
-            # It stays under tmp/: moved, not lost.
-            continue
-    return freed + _remove_directory(source)
 
 
 def _delete(entry: os.DirEntry[str]) -> int:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -59,15 +60,13 @@ TOUCH_INTERVAL = 60.0
 """Seconds between two renewals of a file's recency (its mtime): eviction needs no finer order."""
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO)
 """Errors of open() that say: what has this name is nothing this tier can have written and may read."""
-_EXPIRED = "expired"
-"""The reason for a sound page older than the ttl."""
 _ATTEMPTS = 4
 """At a pack that others rename or remove meanwhile."""
 _SHARE = 64
 """A pack takes at most this part of the capacity: packs are evicted whole."""
 _UNHEALED_LIMIT = 65536
 _NATIVE_FROM = 32
-"""Keys in a look-up of pages alone from which the native core looks."""
+"""Keys in a look-up of pages alone from which the native core looks. Of a bad disk it says nothing."""
 
 
 class FindPageFiles(native.Arguments):
@@ -85,21 +84,6 @@ class FoundPack:
     page_bytes: int
     pages: int
     """How many of its pages can be read: less than it has where it is cut or too old, or is no file."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackRun:
-    """Pages that stand one behind the other in a pack; ``run.members`` are their positions in a batch."""
-
-    identity: bytes
-    run: Run
-
-    def place(self, number: int) -> Place:
-        return Place(self.run.pack, self.run.first + number)
-
-    def part(self, number: int) -> PackRun:
-        """The page ``number`` of the run alone."""
-        return PackRun(self.identity, Run(self.run.pack, self.run.first + number, [self.run.members[number]]))
 
 
 class Packs:
@@ -124,7 +108,7 @@ class Packs:
         self._look_over = look_over
         self._bad_log = LimitedLog(logger)
         self._read_flags, self._write_flags = flags
-        self._most_pages = most_pages(directory.pages)
+        self._most_pages = most_pages(directory.pages_path)
         self.catalogue = PackCatalogue(tier, directory, note_error)
         # Loaded now, and not in front of the first look-up.
         native.core()
@@ -169,14 +153,11 @@ class Packs:
         tells, so that one that is too old and was used lately counts until it is read or swept."""
         present = [known is not None for known in self.find(keys, oldest_valid_ms)]
         rest = [position for position, known in enumerate(present) if not known]
-        core = native.core() if len(rest) >= _NATIVE_FROM else None
         wanted = [keys[position] for position in rest]
-        if core is None:
-            found = self._looked_up_alone(wanted, oldest_valid_ms)
-        else:
-            # Each call of the system by itself would give the GIL to whoever computes, for milliseconds each time.
-            found = self._found_alone(core, wanted, oldest_valid_ms)
-        for position, known in zip(rest, found, strict=True):
+        # Each call of the system by itself would give the GIL to whoever computes, for milliseconds each time.
+        core = native.core() if len(rest) >= _NATIVE_FROM else None
+        look_up = self._looked_up_alone if core is None else partial(self._found_alone, core)
+        for position, known in zip(rest, look_up(wanted, oldest_valid_ms), strict=True):
             unhealed = self._unhealed and (keys[position], keys[position][IDENTITY_LENGTH:].hex()) in self._unhealed
             present[position] = known and not unhealed
         return present
@@ -263,52 +244,48 @@ class Packs:
         is_pack = stat.S_ISREG(status.st_mode) and not is_expired(milliseconds_of(pack.id), oldest_valid_ms)
         return FoundPack(path, dead, status, pack.page_bytes, status.st_size // pack.page_bytes if is_pack else 0)
 
-    def runs(self, batch: PageBatch) -> list[PackRun]:
+    def runs(self, batch: PageBatch) -> list[Run]:
         """All pages of a batch, to be read run by run: where names tell that they are, or alone."""
         found, rest = self._runs_in_packs(batch.keys, again=True)
-        return [*found, *[self._run_alone(batch, position) for position in rest]]
+        return [*found, *[_run_alone(batch, position) for position in rest]]
 
-    def _runs_in_packs(self, keys: Sequence[bytes], *, again: bool) -> tuple[list[PackRun], list[int]]:
+    def _runs_in_packs(self, keys: Sequence[bytes], *, again: bool) -> tuple[list[Run], list[int]]:
         """The pages that the catalogue has, and the positions of the others."""
-        found: list[PackRun] = []
+        found: list[Run] = []
         rest: list[int] = []
-        for identity, positions in _by_identity(keys):
+        for _, positions in _by_identity(keys):
             places = self.catalogue.find([keys[i] for i in positions], again=again)
             rest += [position for position, place in zip(positions, places, strict=True) if place is None]
-            for run in runs(places, PACK_BYTES):
-                members = [positions[member] for member in run.members]
-                found.append(PackRun(identity, Run(run.pack, run.first, members)))
+            in_packs = runs(places, PACK_BYTES)
+            found += [Run(run.pack, run.first, [positions[member] for member in run.members]) for run in in_packs]
         return found, rest
-
-    def _run_alone(self, batch: PageBatch, position: int) -> PackRun:
-        key, size = batch.keys[position], HEADER_LENGTH + batch.sizes[position]
-        return PackRun(key[:IDENTITY_LENGTH], Run(alone(key[IDENTITY_LENGTH:], size), 0, [position]))
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def read(self, pages: PackRun, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult]:
+    def read(self, run: Run, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult]:
         """Read the pages of a run into their memory."""
         return [
             self._look_again(batch, position, oldest_valid_ms) if result is None else result
-            for position, result in zip(pages.run.members, self._read(pages, batch, oldest_valid_ms), strict=True)
+            for position, result in zip(run.members, self._read(run, batch, oldest_valid_ms), strict=True)
         ]
 
     def _look_again(self, batch: PageBatch, position: int, oldest_valid_ms: int) -> GetResult:
         """A page that was not where it was expected: its pack was renamed or removed, or is that of another page."""
         one = batch.select([position])
         for _ in range(_ATTEMPTS):
-            for pages in self._runs_in_packs(one.keys, again=False)[0]:
-                (result,) = self._read(pages, one, oldest_valid_ms)
+            for run in self._runs_in_packs(one.keys, again=False)[0]:
+                (result,) = self._read(run, one, oldest_valid_ms)
                 if result is not None:
                     return result
-        (result,) = self._read(self._run_alone(one, 0), one, oldest_valid_ms)
+        (result,) = self._read(_run_alone(one, 0), one, oldest_valid_ms)
         return GetResult.MISS if result is None else result
 
-    def _read(self, pages: PackRun, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult | None]:
+    def _read(self, run: Run, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult | None]:
         """None: the page is not there (any more): look again."""
-        identity, pack, count = pages.identity, pages.run.pack, len(pages.run.members)
+        pack, count, first = run.pack, len(run.members), batch.keys[run.members[0]]
+        identity = first[:IDENTITY_LENGTH]
         path, dead = self.catalogue.path(identity, pack)
-        if any(dead & pages.place(number).mask for number in range(count)):
+        if dead >> run.first & (1 << count) - 1:
             # Taken away since it was found, as another thread has learned.
             return [None] * count
         try:
@@ -318,48 +295,48 @@ class Packs:
             self.catalogue.look_for(identity, pack)
             return [GetResult.MISS if is_alone(pack) else None] * count
         except OSError as error:
-            return self._not_opened(pages, batch, path, error)
+            return self._not_opened(run, batch, path, error)
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                return self._no_file(pages, batch, path, status)
+                return self._no_file(run, batch, path, status)
             if is_alone(pack):
                 if status.st_size != pack.page_bytes:
                     reason = "truncated" if status.st_size < pack.page_bytes else "longer"
-                    self._heal(batch.keys[pages.run.members[0]], pages.place(0), reason, status)
+                    self._heal(first, Place(pack, 0), reason, status)
                     return [GetResult.CORRUPT]
             elif is_expired(milliseconds_of(pack.id), oldest_valid_ms):
                 self._remove_expired(identity, PackFile(pack, dead), path, status)
                 return [GetResult.MISS] * count
-            results = self._read_run(fd, pages, batch, oldest_valid_ms)
+            results = self._read_run(fd, run, batch, oldest_valid_ms)
             if GetResult.HIT in results:
                 self.touch(fd, status)
             return results
         except OSError as error:
-            return [self._failed_read(batch, pages.part(number), path, error) for number in range(count)]
+            return self._failed_read(run, batch, path, error)
         finally:
             os.close(fd)
 
-    def _not_opened(self, pages: PackRun, batch: PageBatch, path: str, error: OSError) -> list[GetResult | None]:
-        count = len(pages.run.members)
+    def _not_opened(self, run: Run, batch: PageBatch, path: str, error: OSError) -> list[GetResult | None]:
+        first, count = batch.keys[run.members[0]], len(run.members)
         if error.errno not in _UNREADABLE:
-            return [self._failed_read(batch, pages.part(number), path, error) for number in range(count)]
-        if is_alone(pages.run.pack):
-            self._heal(batch.keys[pages.run.members[0]], pages.place(0), "unreadable")
+            return self._failed_read(run, batch, path, error)
+        if is_alone(run.pack):
+            self._heal(first, Place(run.pack, 0), "unreadable")
             return [GetResult.CORRUPT]
         # For others it may be readable: it is absent to this process, and its pages are written anew.
+        self._metrics.add("corrupt", "unreadable", count)
         for number in range(count):
-            self._metrics.add("corrupt", "unreadable")
-            self.catalogue.forget_page(pages.identity, pages.place(number))
+            self.catalogue.forget_page(first[:IDENTITY_LENGTH], Place(run.pack, run.first + number))
         logger.warning("tier %s: %s cannot be read: %s", self._tier, path, error)
         return [GetResult.CORRUPT] * count
 
-    def _no_file(self, pages: PackRun, batch: PageBatch, path: str, status: os.stat_result) -> list[GetResult | None]:
+    def _no_file(self, run: Run, batch: PageBatch, path: str, status: os.stat_result) -> list[GetResult | None]:
         """Free the name of a pack that something else has."""
-        pack, count = pages.run.pack, len(pages.run.members)
+        pack, count = run.pack, len(run.members)
         self._metrics.add("corrupt", "not_a_file", count)
-        self.catalogue.forget(pages.identity, pack)
-        self._unhealed.difference_update([(batch.keys[member], pack.id) for member in pages.run.members])
+        self.catalogue.forget(batch.keys[run.members[0]][:IDENTITY_LENGTH], pack)
+        self._unhealed.difference_update([(batch.keys[member], pack.id) for member in run.members])
         try:
             self._unlink(PackFile(pack), path, status)
             logger.warning("tier %s: %s was no file and is removed", self._tier, path)
@@ -369,13 +346,13 @@ class Packs:
         except OSError as error:
             self._note_error(error)
             logger.warning("tier %s: %s is no file and cannot be removed: %s", self._tier, path, error)
-            for member in pages.run.members:
+            for member in run.members:
                 self._remember_unhealed(batch.keys[member], pack)
         return [GetResult.CORRUPT] * count
 
-    def _read_run(self, fd: int, pages: PackRun, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult | None]:
-        run, page_bytes = pages.run, pages.run.pack.page_bytes
-        one_by_one = [pages] if len(run.members) == 1 else [pages.part(number) for number in range(len(run.members))]
+    def _read_run(self, fd: int, run: Run, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult | None]:
+        page_bytes = run.pack.page_bytes
+        one_by_one = [Run(run.pack, run.first + number, [member]) for number, member in enumerate(run.members)]
         if len(run.members) > 1 and any(HEADER_LENGTH + batch.sizes[i] != page_bytes for i in run.members):
             return [self._read_run(fd, page, batch, oldest_valid_ms)[0] for page in one_by_one]
         headers = [bytearray(HEADER_LENGTH) for _ in run.members]
@@ -388,18 +365,19 @@ class Packs:
             if len(run.members) > 1:
                 # One bad block is the misfortune of one page.
                 return [self._read_run(fd, page, batch, oldest_valid_ms)[0] for page in one_by_one]
-            return [self._failed_read(batch, pages, f"pack {run.pack.id}", error)]
+            return self._failed_read(run, batch, f"pack {run.pack.id}", error)
         return [
             self._checked(fd, page, batch, header, filled - number * page_bytes, oldest_valid_ms)
             for number, (page, header) in enumerate(zip(one_by_one, headers, strict=True))
         ]
 
     def _checked(
-        self, fd: int, page: PackRun, batch: PageBatch, header: bytearray, filled: int, oldest_valid_ms: int
+        self, fd: int, page: Run, batch: PageBatch, header: bytearray, filled: int, oldest_valid_ms: int
     ) -> GetResult | None:
         """The result of one page whose header and segments were read; ``filled``: bytes of it."""
-        identity, place, member = page.identity, page.place(0), page.run.members[0]
-        key, segments, pack = batch.keys[member], batch.buffers[member], place.pack
+        pack, (member,), place = page.pack, page.members, Place(page.pack, page.first)
+        key, segments = batch.keys[member], batch.buffers[member]
+        identity = key[:IDENTITY_LENGTH]
         reason = _reason(header, key, segments, filled, pack.page_bytes)
         if reason is None:
             if is_alone(pack) and is_expired(envelope.decode_header(header).created_ms, oldest_valid_ms):
@@ -418,7 +396,7 @@ class Packs:
         try:
             filled = vectored.read_into(fd, [memoryview(second), *elsewhere], place.offset, self._read_flags)
         except OSError as error:
-            return self._failed_read(batch, page, f"pack {pack.id}", error)
+            return self._failed_read(page, batch, f"pack {pack.id}", error)[0]
         if _reason(second, key, elsewhere, filled, pack.page_bytes) is None:
             # Damaged on the way here, by a network, a cache or this machine's memory: the page is not ours alone.
             self._metrics.add("suspect", "good")
@@ -426,12 +404,13 @@ class Packs:
             self._heal(key, place, reason, os.fstat(fd))
         return GetResult.CORRUPT
 
-    def _failed_read(self, batch: PageBatch, page: PackRun, path: str, error: OSError) -> GetResult:
-        self._note_error(error)
-        # Whether one block or the whole device is bad, this page cannot be had: the next write may replace it.
-        self._remember_unhealed(batch.keys[page.run.members[0]], page.run.pack)
+    def _failed_read(self, run: Run, batch: PageBatch, path: str, error: OSError) -> list[GetResult | None]:
+        for member in run.members:
+            self._note_error(error)
+            # Whether one block or the whole device is bad, this page cannot be had: the next write may replace it.
+            self._remember_unhealed(batch.keys[member], run.pack)
         logger.debug("tier %s: reading %s: %s", self._tier, path, error)
-        return GetResult.ERROR
+        return [GetResult.ERROR] * len(run.members)
 
     def touch(self, file: int | str, status: os.stat_result) -> None:
         """Renew the recency of a file of pages."""
@@ -562,36 +541,33 @@ class Packs:
         for _, positions in _by_identity(keys):
             wanted = [keys[position] for position in positions]
             for _ in range(_ATTEMPTS):
-                places = zip(wanted, self.catalogue.find(wanted, again=False), strict=True)
-                in_the_way = [
-                    (key, place)
-                    for key, place in places
-                    if place is not None and self._is_in_the_way(key, place, sizes[key], oldest_valid_ms)
-                ]
-                for key, place in in_the_way:
-                    expired = is_expired(milliseconds_of(place.pack.id), oldest_valid_ms)
-                    self._heal(key, place, _EXPIRED if expired else "unreadable")
+                in_the_way = False
+                for key, place in zip(wanted, self.catalogue.find(wanted, again=False), strict=True):
+                    if place is not None and (found := self._in_the_way(key, place, sizes[key], oldest_valid_ms)):
+                        in_the_way, pack = True, PackFile(place.pack, found.dead)
+                        if is_expired(milliseconds_of(place.pack.id), oldest_valid_ms):
+                            self._remove_expired(key[:IDENTITY_LENGTH], pack, found.path, found.status)
+                        else:
+                            self._heal(key, place, "unreadable")
                 if not in_the_way:
                     break
 
-    def _is_in_the_way(self, key: bytes, place: Place, size: int, oldest_valid_ms: int) -> bool:
-        """Whether a page is there that is not one of ``size`` bytes to be read. Another writer may just have stored it:
-        that one stays."""
-        status = self._status(key[:IDENTITY_LENGTH], place.pack, oldest_valid_ms)
-        if status is None or status.dead & place.mask:
-            return False
-        return status.page_bytes != size or place.position >= status.pages or (key, place.pack.id) in self._unhealed
+    def _in_the_way(self, key: bytes, place: Place, size: int, oldest_valid_ms: int) -> FoundPack | None:
+        """The pack of a page that is there and is not one of ``size`` bytes to be read. Another writer may just have
+        stored it: that one stays."""
+        found = self._status(key[:IDENTITY_LENGTH], place.pack, oldest_valid_ms)
+        if found is None or found.dead & place.mask:
+            return None
+        is_good = found.page_bytes == size and place.position < found.pages
+        return None if is_good and (key, place.pack.id) not in self._unhealed else found
 
     def _heal(self, key: bytes, place: Place, reason: str, seen: os.stat_result | None = None) -> bool:
-        """Take a page away that is not the page its name says, or too old; False when it stays.
+        """Take a page away that is not the page its name says; False when it stays.
 
         ``seen``: the status of the file of a page alone; one that has replaced it since is left alone.
         """
         identity, pack = key[:IDENTITY_LENGTH], place.pack
-        if reason == _EXPIRED:
-            self._metrics.add("evicted", "ttl")
-        else:
-            self._metrics.add("corrupt", reason)
+        self._metrics.add("corrupt", reason)
         what = f"page {place.position} of {self.catalogue.path(identity, pack)[0]}"
         self._unhealed.discard((key, pack.id))
         is_gone = True
@@ -609,7 +585,7 @@ class Packs:
             self._bad_log.log(
                 logging.WARNING, "bad", "tier %s: %s was bad (%s) and is removed", self._tier, what, reason
             )
-        if reason != _EXPIRED and not is_alone(pack):
+        if not is_alone(pack):
             self._look_over((identity, pack))
         return is_gone
 
@@ -657,6 +633,8 @@ class Packs:
             return 0
         except OSError as error:
             self._note_error(error)
+            # Its pages are written into another one.
+            self.catalogue.forget(identity, found.pack)
             return None
         self.catalogue.forget(identity, found.pack)
         self._metrics.add("evicted", "ttl", len(found.living))
@@ -687,6 +665,11 @@ class Packs:
         if len(self._unhealed) >= _UNHEALED_LIMIT:
             self._unhealed.clear()
         self._unhealed.add((key, pack.id))
+
+
+def _run_alone(batch: PageBatch, position: int) -> Run:
+    pack = alone(batch.keys[position][IDENTITY_LENGTH:], HEADER_LENGTH + batch.sizes[position])
+    return Run(pack, 0, [position])
 
 
 def _by_identity(keys: Sequence[bytes]) -> Iterable[tuple[bytes, list[int]]]:

@@ -4,14 +4,22 @@ are written together are one file, a pack; every other page is alone in one.
 No mapped memory, and no index but that of the packs' names in memory: only what NFS, Lustre and 3FS keep their word on,
 create, link, rename, unlink, locks. Files of a batch are read and written in parallel by a few threads, straight into
 and out of host memory (preadv and pwritev release the GIL). A file gets its name only when it is whole.
+
+Where room is lacking the files that were used longest ago go, packs whole. Beside the calls, on a thread of one process
+at a time, without a lock that a call needs, left-overs of killed processes and expired pages go, and a count puts the
+account right.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
+import random
+import stat
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -23,19 +31,30 @@ import numpy.typing as npt
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.page.pack import Pack
 from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.file_lock import OfdLock
+from hicache_ext.runtime.members import ID_LIMIT
 from hicache_ext.storage.contract import tenants
+from hicache_ext.storage.contract.base import error_reason, leading_in_portions
 from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.devices import flags_of
-from hicache_ext.storage.tiers.file.pages.catalogue import TreeContents
+from hicache_ext.storage.tiers.file.pages.catalogue import Contents, blocks_in, read_contents
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.packs import HEADER_LENGTH, Packs
-from hicache_ext.storage.tiers.file.pages.space import Evictor, Upkeep
-from hicache_ext.storage.tiers.file.pages.tree import BLOCK, file_length, occupied
+from hicache_ext.storage.tiers.file.pages.tree import (
+    BLOCK,
+    PackFile,
+    counted_for,
+    file_length,
+    hashes_in,
+    is_alone,
+    occupied,
+    short_hash_of,
+)
 from hicache_ext.storage.tiers.file.path_store import NO_SPACE, NO_SPACE_PAUSES, Fullness, PathStore, oldest_valid_ms
 from hicache_ext.storage.tiers.file.pins import PinnedPages
-from hicache_ext.storage.tiers.file.usage import Grant, Removal, Usage
+from hicache_ext.storage.tiers.file.usage import NO_ROOM, Removal, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +76,30 @@ _COUNT_INTERVAL = 60.0
 """Seconds between two such counts."""
 
 _LEADING_AT_ONCE = 1024
+
+_SAMPLE = 4096
+"""Files examined to find the oldest; with fewer, eviction follows the exact order of recency."""
+_PARTS = 4
+"""Of a sample the oldest of so many parts is removed."""
+_PASSES = 64
+"""Over a directory: a hundred millionth of its pages would be left."""
+_QUICK = 0.25
+"""Seconds that an eviction takes beyond what it must free."""
+_TELL_INTERVAL = 0.1
+"""Seconds between two reports of what was freed."""
+
+_UPKEEP_BYTE = ID_LIMIT
+"""Of the file of members, which nobody has as its id: one process at a time does it."""
+_UPKEEP_INTERVAL = 60.0
+"""Seconds between two looks at whether a count is needed."""
+_SHORT_WORK = 0.005
+_LONGEST_REST = 0.2
+_WAIT_AT_START = 1.0
+_WAIT_AT_END = 5.0
+"""Seconds that close() waits: a disk may hold it up, or many files are being removed."""
+_SWEEPS_PER_TTL = 16
+_SHORTEST_SWEEP_INTERVAL = 0.5
+_LONGEST_SWEEP_INTERVAL = 600.0
 
 
 class PageFileStore(PathStore):
@@ -81,23 +124,22 @@ class PageFileStore(PathStore):
         self._resources.callback(directory.close)
         account = path / "usage"
         try:
-            self._usage = Usage(account, directory.members, directory.members_path, directory.writers)
+            self._usage = Usage(account, directory.members, directory.members_path, directory.is_gone)
             self._resources.callback(self._usage.close)
-            self._is_full = bool(self.no_space_since)
+            self._times_full = int(bool(self.no_space_since))
+            """Since the file system had space."""
             common = self.name, directory, self._usage, self.metrics, self._count_error, flags
             self._packs = Packs(*common, self._look_over)
             self._resources.callback(self._packs.close)
-            self._upkeep = Upkeep(self.name, directory, self._usage, self._ttl, self._expire)
-            self._resources.callback(self._upkeep.close)
+            self._begin_upkeep()
         except OSError as error:
             raise StoreSetupError(self.name, f"account {str(account)!r}: {error.strerror or error}") from error
         self.pins = PinnedPages(self.name, path, _pin_limit(self._capacity), directory.occupied_by)
-        self._evictor = Evictor(directory, self.metrics, self.pins, evicted_age)
-        self._contents = TreeContents(directory)
+        self._evicted_age = evicted_age
+        self._undeletable: set[str] = set()
+        self._contents: dict[bytes, Contents] = {}
         self._no_writes_until = 0.0
         self._no_growth_until = 0.0
-        self._times_full = 0
-        """Since the file system had space."""
         self._full_at = 0
         """Bytes that the pages took when the file system was full."""
         self._pages = 0
@@ -108,7 +150,8 @@ class PageFileStore(PathStore):
         self._packs.catalogue.prepare(digest)
 
     def _block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
-        return self._contents.block_hashes(digest)
+        self._contents[digest] = read_contents(self._directory, digest, self._contents.get(digest, {}))
+        return blocks_in(self._contents[digest])
 
     def _demote(self, hashes: Sequence[bytes]) -> int:
         identities = self._directory.known_identities()
@@ -118,6 +161,10 @@ class PageFileStore(PathStore):
         """Pages beyond the capacity are evicted by the next write."""
         super().resize(capacity)
         self.pins.set_limit(_pin_limit(capacity))
+
+    def clean_up(self) -> int:
+        """Remove left-overs of killed processes; return their number."""
+        return self._directory.remove_left_overs()
 
     def used_bytes(self) -> int:
         """Bytes of disk that pages and reservations take, over all processes."""
@@ -142,17 +189,13 @@ class PageFileStore(PathStore):
 
     def _read(self, batch: PageBatch) -> list[GetResult]:
         oldest = oldest_valid_ms(self._ttl)
-        files = self._packs.runs(batch)
+        runs = self._packs.runs(batch)
         results = [GetResult.MISS] * len(batch)
-        read = self._workers.run(len(files), lambda number: self._packs.read(files[number], batch, oldest))
-        for pages, found in zip(files, read, strict=True):
-            for position, result in zip(pages.run.members, found, strict=True):
+        read = self._workers.run(len(runs), lambda number: self._packs.read(runs[number], batch, oldest))
+        for run, found in zip(runs, read, strict=True):
+            for position, result in zip(run.members, found, strict=True):
                 results[position] = result
         return results
-
-    def _look_at(self, batch: PageBatch) -> list[GetResult]:
-        # What is looked at was asked to be written, or is in a pack that was just read: a use already.
-        return self._read(batch)
 
     def _pages_in(self, place: tuple[bytes, Pack]) -> Iterator[tuple[list[bytes], list[int]]]:
         keys = self._packs.keys_in(*place)
@@ -164,11 +207,7 @@ class PageFileStore(PathStore):
         return self._packs.has(keys, oldest_valid_ms(self._ttl))
 
     def _lead(self, keys: Sequence[bytes]) -> int:
-        for first in range(0, len(keys), _LEADING_AT_ONCE):
-            present = self._has(keys[first : first + _LEADING_AT_ONCE])
-            if False in present:
-                return first + present.index(False)
-        return len(keys)
+        return leading_in_portions(keys, self._has, _LEADING_AT_ONCE)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -240,31 +279,29 @@ class PageFileStore(PathStore):
             # another.
             share, least_files = 0, 2 * len(lengths)
         try:
-            grant = self._usage.reserve(
-                reserved, limit, lambda need: self._evictor.evict(need, int(share), least_files)
-            )
+            refused = self._usage.reserve(reserved, limit, lambda need: self._evict(need, int(share), least_files))
         except OSError as error:
             self._count_error(error)
             for position in portion:
                 results[position] = SetResult.ERROR
             return []
-        if grant is not Grant.GRANTED:
-            is_lacking = kept_small and grant is not Grant.HELD
+        if refused is not None:
+            is_lacking = kept_small and refused == NO_ROOM
             if again or not is_lacking:
-                reason = "no_space" if is_lacking else "held" if grant is Grant.HELD else "capacity"
-                self.metrics.add("rejected", reason, len(portion))
+                self.metrics.add("rejected", "no_space" if is_lacking else refused, len(portion))
             return portion if is_lacking else []
         stored = 0
         try:
-            written = self._workers.run(len(files), lambda number: self._set_file(batch, files[number]))
+            written = self._workers.run(len(files), lambda number: self._packs.write(batch, files[number]))
             for members, (result, added) in zip(files, written, strict=True):
                 stored += added
+                of_file = self._failed_write(result) if isinstance(result, OSError) else result
                 for position in members:
-                    results[position] = result
+                    results[position] = of_file
         finally:
             self._usage.commit(reserved, stored)
         left = [position for position in portion if results[position] is SetResult.REJECTED]
-        if stored and not left and self._is_full and not self._is_kept_small():
+        if stored and not left and self._times_full and not self._is_kept_small():
             self._look_for_space()
         return left
 
@@ -286,16 +323,11 @@ class PageFileStore(PathStore):
             self._note_size()
             return
         try:
-            if not _CLEARED_SHARE * before < self.used_bytes() <= _GROWN_SHARE * before:
-                self._is_full = not self._note_space(None)
+            has_changed = not _CLEARED_SHARE * before < self.used_bytes() <= _GROWN_SHARE * before
+            if has_changed and self._note_space(None):
                 self._times_full = 0
         except OSError as error:
             self._count_error(error)
-
-    def _set_file(self, batch: PageBatch, positions: list[int]) -> tuple[SetResult, int]:
-        """Write pages as one file; their result and the bytes of disk that took."""
-        result, added = self._packs.write(batch, positions)
-        return self._failed_write(result) if isinstance(result, OSError) else result, added
 
     def _failed_write(self, error: OSError) -> SetResult:
         self._count_error(error)
@@ -304,7 +336,6 @@ class PageFileStore(PathStore):
                 self._times_full += 1
                 self._note_size()
                 self._no_growth_until = time.monotonic() + NO_SPACE_PAUSES.limit(self._times_full)
-                self._is_full = True
                 self._note_space(error)
             return SetResult.REJECTED
         logger.debug("tier %s: writing into %s: %s", self.name, self._directory.path, error)
@@ -317,10 +348,6 @@ class PageFileStore(PathStore):
 
     def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
         return sum(map(self._packs.remove, copies.keys(), copies.values()))
-
-    def _expire(self, loop: BackgroundLoop) -> int:
-        """Remove the pages older than the ttl, until ``loop`` is stopped; how many that were."""
-        return self._packs.remove_expired(loop, oldest_valid_ms(self._ttl))
 
     def _clear(self, digests: Sequence[bytes] | None) -> int:
         """Out of sight at once, for everybody: the trees of these identities are moved away, then deleted."""
@@ -362,6 +389,165 @@ class PageFileStore(PathStore):
         self.count_error(error)
         logger.warning("tier %s: clearing %s: %s", self.name, what, error)
 
+    # -- room ----------------------------------------------------------------------------------------------------------
+
+    def _evict(self, need: int, share: int, least_files: int = 0) -> Iterator[int]:
+        """Remove pages until ``need`` bytes and ``least_files`` files are freed, if possible, and up to ``share`` bytes
+        as long as that is quick: the walk is then paid for by many batches, and others wait for their turn meanwhile.
+
+        Yields the bytes freed, every so often. Never raises OSError. The order is exact in a small directory. In a
+        large one it is that of random samples of fan-out directories, which hashes fill evenly. For one thread of one
+        process at a time.
+        """
+        freed = told = files = 0
+        begun = told_at = time.monotonic()
+        buckets: set[str] = set()
+        try:
+            for used, path, size in self._oldest():
+                now = time.monotonic()
+                if freed >= need and files >= least_files and (freed >= share or now - begun > _QUICK):
+                    break
+                if now - told_at > _TELL_INTERVAL:
+                    yield freed - told
+                    told, told_at = freed, now
+                if self._evicted(path):
+                    freed += size
+                    files += 1
+                    found = PackFile.parse(os.path.basename(path))
+                    if found is None or not is_alone(found.pack):
+                        buckets.add(os.path.dirname(path))
+                    if used:  # A page that was demoted (packs.py) was used nobody knows when.
+                        self._evicted_age.note(max(0.0, time.time() - used))
+                    self.metrics.add("evicted", "capacity", 1 if found is None else len(found.living))
+            freed += self._directory.remove_buckets_if_empty(buckets)
+            if freed < need:
+                # Empty directories of old identities would take the space of pages in a small capacity.
+                freed += self._directory.remove_empty_directories()
+                # Nothing else is left: try again what could not be removed (the disk may have been read-only).
+                self._undeletable.clear()
+        except OSError as error:
+            self.metrics.add("error", error_reason(error))
+        self.metrics.add("bytes", "evicted", freed)
+        yield freed - told
+
+    def _oldest(self) -> Iterator[tuple[float, str, int]]:
+        """(last use, path, bytes of disk) of the pages to remove, in this order, until there are none."""
+        spared = self.pins.spared()
+        short = {short_hash_of(page_hash) for page_hash in spared}
+        for _ in range(_PASSES):
+            directories = self._directory.file_directories()
+            random.shuffle(directories)
+            remaining = iter(directories)
+            is_all = True
+            while sample := self._sample(remaining, spared, short):
+                is_all = is_all and len(sample) < _SAMPLE
+                sample.sort()
+                # Of a part of the directory the older pages only: those just written would go, too.
+                yield from sample if is_all else sample[: -(-len(sample) // _PARTS)]
+            if is_all:
+                return
+
+    def _sample(
+        self, directories: Iterator[str], spared: Set[bytes], short: Set[bytes]
+    ) -> list[tuple[float, str, int]]:
+        """At least ``_SAMPLE`` files of the next directories, if there are that many."""
+        sample: list[tuple[float, str, int]] = []
+        for directory in directories:
+            for path, status in self._directory.files_in(directory):
+                if (
+                    stat.S_ISREG(status.st_mode)
+                    and path not in self._undeletable
+                    and not (spared and _is_spared(path, spared, short))
+                ):
+                    sample.append((_last_use(path, status), path, counted_for(path, status)))
+            if len(sample) >= _SAMPLE:
+                break
+        return sample
+
+    def _evicted(self, path: str) -> bool:
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            # One file that cannot be removed must not stop eviction for ever.
+            self._undeletable.add(path)
+            self.metrics.add("error", error_reason(error))
+            return False
+        return True
+
+    # -- upkeep --------------------------------------------------------------------------------------------------------
+
+    def _begin_upkeep(self) -> None:
+        """Small directories are in order when it returns; it waits a second at most. Raises OSError."""
+        self._sweep_interval = math.inf
+        if self._ttl is not None:
+            shortest = max(_SHORTEST_SWEEP_INTERVAL, self._ttl / _SWEEPS_PER_TTL)
+            self._sweep_interval = min(shortest, _LONGEST_SWEEP_INTERVAL)
+        self._sweep_at = time.monotonic() + self._sweep_interval
+        self._turn = OfdLock(self._directory.members_path, _UPKEEP_BYTE)
+        self._resources.callback(self._turn.close)
+        self._first_upkeep = threading.Event()
+        self._upkeep = BackgroundLoop(f"hicache-{self.name}-upkeep", self._keep_up)
+        self._resources.callback(self._end_upkeep)
+        if self._upkeep.wake():
+            self._first_upkeep.wait(_WAIT_AT_START)
+
+    def _end_upkeep(self) -> None:
+        """Waits for a count under way, which ends early."""
+        if not self._upkeep.stop(_WAIT_AT_END):
+            logger.warning("tier %s: upkeep of %s has not ended yet", self.name, self._directory.path)
+
+    def _keep_up(self) -> float:
+        try:
+            is_due = time.monotonic() >= self._sweep_at
+            if (is_due or not self._first_upkeep.is_set() or self._usage.in_doubt()) and self._turn.try_acquire():
+                try:
+                    if is_due:
+                        self._sweep()
+                    self._put_right()
+                finally:
+                    self._turn.release()
+        except OSError as error:
+            logger.warning("tier %s: upkeep of %s: %s", self.name, self._directory.path, error)
+        finally:
+            self._first_upkeep.set()
+        return min(_UPKEEP_INTERVAL, self._sweep_interval)
+
+    def _sweep(self) -> None:
+        self._sweep_at = time.monotonic() + self._sweep_interval
+        if removed := self._packs.remove_expired(self._upkeep, oldest_valid_ms(self._ttl)):
+            logger.info("tier %s: %d expired pages of %s removed", self.name, removed, self._directory.path)
+
+    def _put_right(self) -> None:
+        self._directory.remove_left_overs()
+        if self._upkeep.stopping or not self._usage.in_doubt():
+            return
+        begun, before = time.monotonic(), self._usage.used()
+        if not self._usage.count(self._parts()):
+            return
+        took = time.monotonic() - begun
+        logger.log(
+            logging.INFO if took > _WAIT_AT_START else logging.DEBUG,
+            "tier %s: %s was counted in %.1f s: its pages take %d bytes; the account said %d",
+            self.name,
+            self._directory.path,
+            took,
+            self._usage.used(),
+            before,
+        )
+
+    def _parts(self) -> Iterator[tuple[float, int]]:
+        """A walk that leaves the processor to others half of the time."""
+        begun = time.monotonic()
+        for part in self._directory.occupied_parts():
+            yield part
+            took = time.monotonic() - begun
+            if self._upkeep.stopping or (took > _SHORT_WORK and not self._upkeep.rest(min(took, _LONGEST_REST))):
+                return
+            if took > _SHORT_WORK:
+                begun = time.monotonic()
+
 
 def _room(size: int) -> int:
     """Bytes of disk reserved for a file: with its directories in full, corrected by what was really made."""
@@ -370,3 +556,17 @@ def _room(size: int) -> int:
 
 def _pin_limit(capacity: int | None) -> int | None:
     return None if capacity is None else capacity // 2
+
+
+def _last_use(path: str, status: os.stat_result) -> float:
+    """Never, of a pack that is larger than it says: what it takes is in no account."""
+    return status.st_mtime if occupied(status.st_size) == counted_for(path, status) else 0.0
+
+
+def _is_spared(path: str, spared: Set[bytes], short: Set[bytes]) -> bool:
+    found = PackFile.parse(os.path.basename(path))
+    if found is None:
+        return False
+    if is_alone(found.pack):
+        return bytes.fromhex(found.pack.id) in spared
+    return not short.isdisjoint(hashes_in(found))

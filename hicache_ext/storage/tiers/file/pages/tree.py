@@ -1,4 +1,4 @@
-"""Reads a directory of page files: names, counts, keys, identities. Changes are in directory.py.
+"""Reads a directory of page files, for stores and tools: names, counts, keys, identities. Changes are in directory.py.
 
 ::
 
@@ -25,8 +25,9 @@ import stat
 import time
 from base64 import urlsafe_b64encode
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,11 @@ from hicache_ext.errors import FormatError
 from hicache_ext.page import envelope
 from hicache_ext.page import pack as packs
 from hicache_ext.page.envelope import IDENTITY_LENGTH, PAGE_HASH_LENGTH
-from hicache_ext.page.pack import HASH_BYTES, Pack, parse_pack, short_hash
+from hicache_ext.page.pack import HASH_BYTES, Pack, milliseconds_of, parse_pack, short_hash
 from hicache_ext.page.transforms.forms import STORED_AS
+from hicache_ext.runtime.members import living_members
 from hicache_ext.runtime.whole_file import read_document, write_whole
+from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage
 from hicache_ext.storage.tiers.file.modes import (
     BUCKET_NAME,
     FANOUT_NAME,
@@ -46,7 +49,7 @@ from hicache_ext.storage.tiers.file.modes import (
     TEMPORARY_FILE,
     name_in,
 )
-from hicache_ext.storage.tiers.file.usage import Writers
+from hicache_ext.storage.tiers.file.usage import IsGone, gone_writers, no_space_since
 
 BLOCK = 4096
 """The space of a file is rounded up to a multiple of this."""
@@ -123,15 +126,6 @@ class PackFile:
         return packs.pack_length(self.pack.count, self.pack.page_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedPage:
-    """Where a page was seen."""
-
-    path: str
-    found: PackFile
-    position: int
-
-
 def alone(page_hash: bytes, page_bytes: int = 0) -> Pack:
     """The pack that a page alone is. ``page_bytes`` 0: its file tells."""
     return Pack(page_hash.hex(), page_bytes, short_hash_of(page_hash))
@@ -190,14 +184,16 @@ def directories(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.Dir
     return (entry for entry in entries(directory, name) if entry.is_dir(follow_symlinks=False))
 
 
-class PageTree:
+class PageTree(Inspector):
     """The page files of one directory. Thread-safe."""
+
+    layout = "pages"
 
     def __init__(self, path: Path) -> None:
         """Reads nothing yet."""
-        self.path = path
-        self.pages = path / "pages"
-        self._pages_text = str(self.pages)
+        super().__init__(path)
+        self.pages_path = path / "pages"
+        self._pages_text = str(self.pages_path)
         self.identities = path / "identities"
         self.temporary = path / "tmp"
         self.members_path = path / "members"
@@ -213,7 +209,7 @@ class PageTree:
 
     def known_identities(self) -> list[bytes]:
         """Digests that have pages here."""
-        return [bytes.fromhex(entry.name) for entry in directories(self.pages, IDENTITY_NAME)]
+        return [bytes.fromhex(entry.name) for entry in directories(self.pages_path, IDENTITY_NAME)]
 
     def buckets(self, identity: bytes) -> list[str]:
         """Names of the buckets of an identity, the newest first."""
@@ -223,7 +219,7 @@ class PageTree:
     def file_directories(self, name: re.Pattern[str] = FILES_NAME) -> list[str]:
         """Paths of the directories of this name that may hold files of pages, of all identities."""
         found: list[str] = []
-        for identity in directories(self.pages, IDENTITY_NAME):
+        for identity in directories(self.pages_path, IDENTITY_NAME):
             found += [entry.path for entry in directories(identity.path, name)]
         return found
 
@@ -242,16 +238,47 @@ class PageTree:
                 continue
             yield entry.path, status
 
-    def read_page(self, page: PlacedPage) -> bytes | None:
-        """A page as it is on disk, header and payload; None if it is gone. Raises OSError."""
+    # -- for tools -------------------------------------------------------------------------------------------------
+
+    @property
+    def no_space_since(self) -> int:
+        return no_space_since(self.path)
+
+    def pages(self) -> Iterator[StoredPage]:
+        for directory in sorted(self.file_directories()):
+            identity = bytes.fromhex(Path(directory).parent.name)
+            for file, found in sorted(self.packs_in(directory), key=itemgetter(0)):
+                yield from self._pages_of(file, identity, found)
+
+    def _pages_of(self, file: str, identity: bytes, found: PackFile) -> Iterator[StoredPage]:
         try:
-            return _read_at(page.path, page.found.pack, page.position)
+            status, keys = os.lstat(file), keys_in(file, identity, found.pack)
+        except ABSENT:
+            return
+        # When a page alone was written only its header tells.
+        written = None if is_alone(found.pack) else milliseconds_of(found.pack.id) / 1000
+        size = status.st_size if is_alone(found.pack) else found.pack.page_bytes
+        for position in found.living:
+            # Without a key nobody can ask for it.
+            if (key := keys[position]) is not None:
+                yield StoredPage(key, size, status.st_mtime, written, place=(file, found.pack, position))
+
+    def _content(self, page: StoredPage) -> bytes | None:
+        path, pack, position = page.place
+        try:
+            return _read_at(path, pack, position)
         except ABSENT:
             # Renamed, perhaps, because another page of it was taken away.
-            for path, found in self.packs_in(os.path.dirname(page.path)):
-                if found.pack.id == page.found.pack.id and not found.dead >> page.position & 1:
-                    return _read_at(path, found.pack, page.position)
+            for other, found in self.packs_in(os.path.dirname(path)):
+                if found.pack.id == pack.id and not found.dead >> position & 1:
+                    return _read_at(other, pack, position)
         return None
+
+    def left_overs(self) -> int:
+        living = set(living_members(self.members_path))
+        return len(list(self.left_behind(gone_writers(self.path, living.__contains__))))
+
+    # -- counting --------------------------------------------------------------------------------------------------
 
     def count_pages(self, most: int) -> int:
         """The number of pages, by names: estimated from ``most`` directories of either kind if there are more."""
@@ -296,7 +323,7 @@ class PageTree:
         parts_apart = _FAN_OUTS // _COUNT_PARTS
         for number in range(_FAN_OUTS):
             found = 0
-            for identity in directories(self.pages, IDENTITY_NAME):
+            for identity in directories(self.pages_path, IDENTITY_NAME):
                 # The directory of the identity.
                 found += BLOCK * (number == 0)
                 fan_out = f"{identity.path}/{number:02x}"
@@ -313,21 +340,17 @@ class PageTree:
         """Whether the directory of an identity, wherever it is, holds a page, or cannot be read. Ends at the first
         page."""
         try:
-            places = directories(tree, FILES_NAME)
-            return any(next(page_files(place.path), None) is not None for place in places)
+            found = (entry for place in directories(tree, FILES_NAME) for entry in page_files(place.path))
+            return any(not entry.is_dir(follow_symlinks=False) for entry in found)
         except OSError:
             return True
 
-    def left_overs(self, writers: Writers) -> Iterator[os.DirEntry[str]]:
+    def left_behind(self, is_gone: IsGone) -> Iterator[os.DirEntry[str]]:
         """Left-overs of dead processes in tmp/: half-written pages, trees being cleared."""
         for entry in list(entries(self.temporary, TEMPORARY_FILE)):
-            writer = TEMPORARY_FILE.sub(r"\1", entry.name)
-            try:
-                last_change = entry.stat(follow_symlinks=False).st_ctime
-            except OSError:
-                continue
-            if writers.is_gone(writer, last_change):
-                yield entry
+            with suppress(OSError):
+                if is_gone(int(entry.name.partition(".")[0]), entry.stat(follow_symlinks=False).st_ctime):
+                    yield entry
 
 
 def hashes_in(found: PackFile) -> list[bytes]:
@@ -346,44 +369,38 @@ def keys_in(path: str, identity: bytes, pack: Pack) -> list[bytes | None]:
     if is_alone(pack):
         return [identity + bytes.fromhex(pack.id)]
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with _opened(path) as fd:
+            return _keys_in_file(fd, identity, pack)
     except OSError as error:
         if error.errno in _NO_FILE:
             return [None] * pack.count
         raise
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return [None] * pack.count
-        begin = pack.count * pack.page_bytes
-        try:
-            keys, _ = packs.decode_footer(_read(fd, packs.pack_length(pack.count, pack.page_bytes) - begin, begin))
-            if [short_hash(key) for key in keys] == _parts(pack) and keys[0][:IDENTITY_LENGTH] == identity:
-                return list(keys)
-        except FormatError:
-            pass
-        headers = [_read(fd, envelope.FIELDS_LENGTH, n * pack.page_bytes) for n in range(pack.count)]
-        # Also of a damaged header: the name says whether these bytes are the hash.
-        found = [identity + header[_HASH_AT : _HASH_AT + PAGE_HASH_LENGTH] for header in headers]
-        return [
-            key if len(key) == envelope.KEY_LENGTH and short_hash(key) == part else None
-            for key, part in zip(found, _parts(pack), strict=True)
-        ]
-    finally:
-        os.close(fd)
+
+
+def _keys_in_file(fd: int, identity: bytes, pack: Pack) -> list[bytes | None]:
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        return [None] * pack.count
+    begin = pack.count * pack.page_bytes
+    with suppress(FormatError):
+        keys, _ = packs.decode_footer(_read(fd, packs.pack_length(pack.count, pack.page_bytes) - begin, begin))
+        if [short_hash(key) for key in keys] == _parts(pack) and keys[0][:IDENTITY_LENGTH] == identity:
+            return list(keys)
+    headers = [_read(fd, envelope.FIELDS_LENGTH, n * pack.page_bytes) for n in range(pack.count)]
+    # Also of a damaged header: the name says whether these bytes are the hash.
+    found = [identity + header[_HASH_AT : _HASH_AT + PAGE_HASH_LENGTH] for header in headers]
+    return [
+        key if len(key) == envelope.KEY_LENGTH and short_hash(key) == part else None
+        for key, part in zip(found, _parts(pack), strict=True)
+    ]
 
 
 def header_at(path: str, offset: int) -> tuple[bytes | None, os.stat_result | None]:
     """What stands in front of a page, and the status of its file; None where it cannot be read."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with _opened(path) as fd:
+            return os.pread(fd, envelope.FIELDS_LENGTH, offset), os.fstat(fd)
     except OSError:
         return None, None
-    try:
-        return os.pread(fd, envelope.FIELDS_LENGTH, offset), os.fstat(fd)
-    except OSError:
-        return None, None
-    finally:
-        os.close(fd)
 
 
 def is_expired(created_ms: int, oldest_valid_ms: int) -> bool:
@@ -440,12 +457,19 @@ def pages_by_name(name: str) -> int:
     return len(_letters_by_name(name)) - (int(mask[0], 16).bit_count() if mask else 0)
 
 
-def _read_at(path: str, pack: Pack, position: int) -> bytes:
+@contextmanager
+def _opened(path: str) -> Iterator[int]:
+    """A descriptor of what has this name, to read. No link is followed, and nobody waits for the writer of a pipe."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        return os.pread(fd, pack.page_bytes or os.fstat(fd).st_size, position * pack.page_bytes)
+        yield fd
     finally:
         os.close(fd)
+
+
+def _read_at(path: str, pack: Pack, position: int) -> bytes:
+    with _opened(path) as fd:
+        return os.pread(fd, pack.page_bytes or os.fstat(fd).st_size, position * pack.page_bytes)
 
 
 def _parts(pack: Pack) -> list[bytes]:

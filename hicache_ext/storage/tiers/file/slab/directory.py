@@ -38,7 +38,7 @@ from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock, free_lock
 from hicache_ext.runtime.members import Members
 from hicache_ext.runtime.whole_file import read_small, sync_whole, write_whole
-from hicache_ext.storage.tiers.file.manifest import adopt_slabs, slab_home
+from hicache_ext.storage.tiers.file.manifest import adopt, slab_home
 from hicache_ext.storage.tiers.file.modes import SLAB_FILE
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK
 from hicache_ext.storage.tiers.file.slab.index import EVERY, SlabIndex
@@ -105,7 +105,7 @@ class SlabDirectory:
         self._resources = ExitStack()
         try:
             make_tier_directory(path)
-            adopt_slabs(path, tier)
+            adopt(path, "slab", tier)
             make_directory(self.identities)
             self._home_fd = self._opened_directory(self.home)
             self._slabs_fd = self._opened_directory(self.home / "slabs")
