@@ -20,8 +20,7 @@ from hicache_ext.runtime.shown import shown_text
 from hicache_ext.storage.contract.abilities import IdentityKeeper, ability
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
-from hicache_ext.storage.tiering.settings import PrefetchSettings, TieringSettings
-from hicache_ext.storage.tiering.tier_use import tier_use
+from hicache_ext.storage.tiering.tier_use import TieringSettings, tier_use
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.file.pages.tree import load_document
 
@@ -72,7 +71,7 @@ def warm_prompts(
         if not documents:
             raise no_identity(config, source_names)
         documents = choose_model(documents, model)
-        sources = TieredStore(opened, [], settings=TieringSettings(prefetch=PrefetchSettings(buffer=0)))
+        sources = TieredStore(opened, [], settings=TieringSettings(prefetch_buffer=0))
         target = open_tier(target_name, config.tiers[target_name])
         opened.append(target)
         for digest, document in documents.items():

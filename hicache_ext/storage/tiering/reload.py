@@ -24,9 +24,8 @@ from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.abilities import Resizable, ability
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import PageStore
-from hicache_ext.storage.tiering.settings import TieringSettings
 from hicache_ext.storage.tiering.tier_handle import TierHandle
-from hicache_ext.storage.tiering.tier_use import tier_use
+from hicache_ext.storage.tiering.tier_use import TieringSettings, tier_use
 from hicache_ext.storage.tiering.tiered import Arrangement, TieredStore
 
 if TYPE_CHECKING:

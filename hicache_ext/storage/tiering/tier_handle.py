@@ -29,7 +29,7 @@ from hicache_ext.storage.contract.base import leading
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 from hicache_ext.storage.tiering.generations import StillWanted, always, of_identities
-from hicache_ext.storage.tiering.settings import QueueSettings
+from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.write_behind import PromotionQueue, WriteBehind
 
 if TYPE_CHECKING:
@@ -73,8 +73,7 @@ class TierHandle(DelegatingStore):
         *,
         bare: PageStore | None = None,
         measured: DelegatingStore | None = None,
-        queue: QueueSettings | None = None,
-        promotions: QueueSettings | None = None,
+        settings: TieringSettings | None = None,
         before_promotion: Callable[[], None] = lambda: None,
     ) -> None:
         """``store`` with its guards, ``bare`` without them, ``measured`` around ``store``. Owns them."""
@@ -96,8 +95,9 @@ class TierHandle(DelegatingStore):
         self._log = LimitedLog(logger, 60.0)
         self.admission: Admission | None = None
         """What decides which pages are written; None: all."""
-        self.writes = WriteBehind(self, queue or QueueSettings(), queue="async", waits=True)
-        self.promotions = PromotionQueue(self, promotions or QueueSettings(), lambda: self.before_promotion())
+        self._settings = settings = settings or TieringSettings()
+        self.writes = WriteBehind(self, settings.store_buffer, queue="async", waits=True)
+        self.promotions = PromotionQueue(self, settings.promotion_buffer, lambda: self.before_promotion())
         self._administration = BackgroundLoop(f"hicache-{store.name}-admin", self._administer, _ADMINISTRATION)
         self._removals = BackgroundLoop(f"hicache-{store.name}-removals", self._remove_hidden, _REMOVALS)
 
@@ -126,9 +126,9 @@ class TierHandle(DelegatingStore):
         how = "learned" if self.admission.settings.learned else "within the budget"
         return replace(info, details={**info.details, "admission": how})
 
-    def configure(self, queue: QueueSettings, promotions: QueueSettings) -> None:
-        self.writes.configure(queue)
-        self.promotions.configure(promotions)
+    def configure(self, settings: TieringSettings) -> None:
+        self._settings = settings
+        self.writes.capacity, self.promotions.capacity = settings.store_buffer, settings.promotion_buffer
 
     # -- pages -----------------------------------------------------------------------------------------------------
 
@@ -419,7 +419,7 @@ class TierHandle(DelegatingStore):
             call.result()
 
     def close(self) -> None:
-        drain = time.monotonic() + self.writes.settings.drain
+        drain = time.monotonic() + self._settings.drain
         self.end_by(drain, drain + 1.0)
 
 

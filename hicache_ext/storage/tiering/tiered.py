@@ -42,8 +42,8 @@ from hicache_ext.storage.contract.store import (
 from hicache_ext.storage.tiering import observers
 from hicache_ext.storage.tiering.generations import Generations, of_identities
 from hicache_ext.storage.tiering.io_priority import IoPriority
-from hicache_ext.storage.tiering.settings import TieringSettings
 from hicache_ext.storage.tiering.tier_handle import ADMINISTRATION_WAIT, TierHandle, Work
+from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.write_behind import PROMOTION_PATIENCE
 
 if TYPE_CHECKING:
@@ -158,8 +158,7 @@ class TieredStore:
         if arrangement.only_tier is None and self._prefetcher is None:
             from hicache_ext.storage.tiering.prefetch import Prefetcher
 
-            settings = arrangement.settings.prefetch
-            self._prefetcher = Prefetcher(settings, self._gate, self._metrics, unread=self._promote_unread)
+            self._prefetcher = Prefetcher(arrangement.settings, self._gate, self._metrics, unread=self._promote_unread)
 
     # -- which tiers -----------------------------------------------------------------------------------------------
 
@@ -198,10 +197,10 @@ class TieredStore:
     def _configure(self, arrangement: Arrangement) -> None:
         settings = arrangement.settings
         if self._prefetcher is not None:
-            self._prefetcher.configure(settings.prefetch, len(arrangement.retrieve) - arrangement.inner_tiers)
+            self._prefetcher.configure(settings, len(arrangement.retrieve) - arrangement.inner_tiers)
         for tier in arrangement.tiers:
             tier.before_promotion = lambda: self._gate.wait_until_idle(PROMOTION_PATIENCE)
-            tier.configure(settings.store_queue, settings.promotion_queue)
+            tier.configure(settings)
         for tier in arrangement.later:
             tier.writes.declare()
         if arrangement.promote_to is not None:
@@ -406,7 +405,7 @@ class TieredStore:
         places = places[: leading((places >= 0).tolist())]
         self._count_found(keys, dict(enumerate(np.bincount(places).tolist())), arrangement)
         arrangement.looked_up(keys, len(places))
-        if len(places) and arrangement.settings.prefetch.buffer:
+        if len(places) and arrangement.settings.prefetch_buffer:
             for number in range(arrangement.inner_tiers, len(arrangement.retrieve)):
                 here = chosen_keys(keys, np.flatnonzero(places == number))
                 identities = identities_of(here) if len(here) else []
@@ -603,7 +602,7 @@ class TieredStore:
                 return
             self._closed = True
             arrangement = self._arrangement
-        drain = time.monotonic() + arrangement.settings.store_queue.drain
+        drain = time.monotonic() + arrangement.settings.drain
         longest = drain + _CLOSE_WAIT
         # What waits for the background does so no more.
         self._gate.close()

@@ -23,7 +23,6 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.base import one_for_each
 from hicache_ext.storage.contract.store import PageBatch, SetResult, counted
 from hicache_ext.storage.tiering.generations import StillWanted, always
-from hicache_ext.storage.tiering.settings import QueueSettings
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ class WriteBehind:
     def __init__(
         self,
         tier: QueueOwner,
-        settings: QueueSettings,
+        capacity: int,
         *,
         queue: str,
         waits: bool,
@@ -84,7 +83,8 @@ class WriteBehind:
         """``waits``: pages that the tier refuses stay and are offered to it again. ``before_batch`` is called before
         each batch is taken, and may wait."""
         self._tier = tier
-        self._settings = settings
+        self.capacity = capacity
+        """Bytes of payload, for offers that begin from now on. What waits stays, also above a smaller one."""
         self._queue = queue
         self._waits = waits
         self._before_batch = before_batch
@@ -106,14 +106,6 @@ class WriteBehind:
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-    @property
-    def settings(self) -> QueueSettings:
-        return self._settings
-
-    def configure(self, settings: QueueSettings) -> None:
-        """From now on. What waits stays, also above a smaller ``capacity``."""
-        self._settings = settings
 
     def declare(self) -> None:
         """The queue is in use: its levels are there from now on."""
@@ -139,14 +131,14 @@ class WriteBehind:
                     key, size = keys[at], sizes[at]
                     if held >= _COPIED_AT_ONCE:
                         break
-                    if key not in self._waiting and self._bytes + size > self._settings.capacity:
+                    if key not in self._waiting and self._bytes + size > self.capacity:
                         if reserved:
                             # The queue moves only with what is in it.
                             break
                         self._wait_for_space(size)
                     if key in self._waiting:
                         results[at] = SetResult.REJECTED if key in self._tier.hidden else SetResult.EXISTS
-                    elif not self._closing and self._bytes + size <= self._settings.capacity:
+                    elif not self._closing and self._bytes + size <= self.capacity:
                         self._bytes += size
                         held += size
                         reserved.append(at)
@@ -181,7 +173,7 @@ class WriteBehind:
 
     def _wait_for_space(self, size: int) -> None:
         """While the queue moves. The condition is held."""
-        capacity = self._settings.capacity
+        capacity = self.capacity
         if not self._waits or size > capacity:
             return
         taken, deadline = self._batches_taken, time.monotonic() + self._space_wait
@@ -379,8 +371,8 @@ class PromotionQueue(WriteBehind):
     already), dropped (queue full, or cleared meanwhile), and then stored, exists or failed.
     """
 
-    def __init__(self, tier: QueueOwner, settings: QueueSettings, wait_for_quiet: Callable[[], None]) -> None:
-        super().__init__(tier, settings, queue="promotion", waits=False, before_batch=wait_for_quiet)
+    def __init__(self, tier: QueueOwner, capacity: int, wait_for_quiet: Callable[[], None]) -> None:
+        super().__init__(tier, capacity, queue="promotion", waits=False, before_batch=wait_for_quiet)
 
     def promote(self, batch: PageBatch, positions: Sequence[int], still_wanted: StillWanted) -> int:
         """Queue the pages at ``positions``, which were read; their bytes are copied before this returns.

@@ -26,7 +26,7 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, 
 from hicache_ext.storage.guards.breaker import BreakerSettings
 from hicache_ext.storage.guards.deadline import Deadline
 from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan, guarded
-from hicache_ext.storage.tiering.settings import PrefetchSettings, QueueSettings, TieringSettings
+from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.tiered import Arrangement as TierArrangement
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
@@ -71,9 +71,12 @@ class Arrangement:
         drain = 0.02 if self.ends_badly else 5.0
         return TieringSettings(
             async_tiers=self.background_writes,
-            store_queue=QueueSettings(capacity=5 * _SIZE, drain=drain),
-            promotion_queue=QueueSettings(capacity=3 * _SIZE, drain=drain),
-            prefetch=PrefetchSettings(buffer=4 * _SIZE if self.prefetches else 0, lifetime=_LIFETIME, streams=2),
+            store_buffer=5 * _SIZE,
+            drain=drain,
+            promotion_buffer=3 * _SIZE,
+            prefetch_buffer=4 * _SIZE if self.prefetches else 0,
+            prefetch_lifetime=_LIFETIME,
+            prefetch_streams=2,
         )
 
     def open(self, near: PageStore, far: PageStore) -> TieredStore:
