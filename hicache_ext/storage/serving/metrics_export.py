@@ -140,7 +140,7 @@ class Exporter:
         self._sources = sources
         self._labels = dict(labels)
         self._watched: dict[int, tuple[TierMetrics, Callable[[str, float], None]]] = {}
-        self._loop = BackgroundLoop("hicache-metrics", self._export_regularly)
+        self._loop = BackgroundLoop("hicache-metrics", self._export_quietly)
         _build_info().labels(**self._all_labels(), version=__version__).set(1)
         self.export()
         self._loop.wake(_INTERVAL)
@@ -187,15 +187,12 @@ class Exporter:
             self._sources = lambda: ()
             self._export_quietly()
 
-    def _export_regularly(self) -> float:
-        self._export_quietly()
-        return _INTERVAL
-
-    def _export_quietly(self) -> None:
+    def _export_quietly(self) -> float:
         try:
             self.export()
         except Exception:
             logger.exception("hicache_ext: exporting metrics")
+        return _INTERVAL
 
     def _watch(self, metrics: TierMetrics) -> None:
         """Pass on every latency. The entry keeps ``metrics`` alive, so that no other object gets its id."""
