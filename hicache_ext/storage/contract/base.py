@@ -175,7 +175,8 @@ class TierStore(abc.ABC):
             self._close()
 
     def diagnose(self) -> Sequence[Finding]:
-        """A round trip. A tier that can say more overrides it (``Diagnosable``)."""
+        """A round trip. Override it to say more: reachability, versions, clock, eviction policy. It never raises, is
+        bounded by the tier's own timeouts, and is called on a tool's thread, never by SGLang."""
         return try_store(self)
 
     def count_error(self, error: BaseException, pages: int = 1) -> None:
