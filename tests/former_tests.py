@@ -22,6 +22,9 @@ _COMPLETION = "hicache-ext completion is gone"
 _NUMBA = "nothing is compiled at run time, or kept: the native core is built with the package"
 
 FORMER = {
+    "test_a_tier_without_a_breaker_gets_its_timeout_since_nobody_would_try_it_again": (
+        "every tier that has guards has a breaker"
+    ),
     "test_a_load_larger_than_staging_memory_moves_on_in_portions": (
         "-> test_of_a_prompt_larger_than_staging_memory_the_beginning_is_restored_and_the_scheduler_waits_for_nothing"
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hicache_ext.config import ExtraConfig, load_config
-from hicache_ext.storage.guards.pipeline import guarded, plan_guards
+from hicache_ext.storage.guards.pipeline import GuardPlan, plan_guards
 from hicache_ext.storage.tiering import reload
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 
@@ -70,7 +71,7 @@ def test_a_tier_whose_guards_are_not_imported_would_get_none(tmp_path: Path) -> 
     disk = load_config(ExtraConfig.around({"tiers": tiers})).tiers["disk"]
     store = MemoryPageStore("disk")
     assert reload.guard(disk, store) is store
-    assert guarded(store, plan_guards(disk)) is store
+    assert plan_guards(disk) == GuardPlan(slow_call=math.inf)
 
 
 @pytest.mark.parametrize(

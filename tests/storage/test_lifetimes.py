@@ -15,11 +15,10 @@ from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_config
 from hicache_ext.runtime.call_deadline import answering_at_once
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.guards.breaker import BreakerSettings
-from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan, guarded
+from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering import reload, tiered
-from hicache_ext.storage.tiering.io_priority import IoPriority
+from hicache_ext.storage.tiering.background_work import IoPriority
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.storage.tiering.tier_handle import TierHandle
 from hicache_ext.storage.tiering.tier_use import TieringSettings
@@ -33,6 +32,7 @@ from hicache_ext.testing.conformance.pages import (
     read_pages,
     store_pages,
 )
+from tests.storage.guards.hung import guard
 from tests.waiting import wait_until
 
 LONG = 60.0
@@ -233,8 +233,8 @@ def test_pages_stored_while_all_tiers_are_out_are_there_when_they_are_back(
 ) -> None:
     """6,144 were STORED and none of them was there after two seconds of outage."""
     pool = held(shared=True)
-    plan = GuardPlan(timeout=0.05, bounce_memory=1 << 22, breaker=BreakerSettings(probe_interval=0.01, slow_start=0.01))
-    store = TieredStore(*[[guarded(pool, plan) if guards else pool]] * 2, settings=later("memory"))
+    plan = GuardPlan(timeout=0.05, bounce_memory=1 << 22, probe_interval=0.01, slow_start=0.01)
+    store = TieredStore(*[[GuardedStore(pool, plan) if guards else pool]] * 2, settings=later("memory"))
     pool.out = True
     keys = page_keys(1000)
     assert store_pages(store, keys) == [SetResult.STORED] * 1000
@@ -289,7 +289,7 @@ def test_a_clear_of_the_scheduler_returns_at_once_and_is_carried_out_although_th
 ) -> None:
     """It was never begun, and answered as if it were done."""
     pool = held()
-    tier = guarded(pool, GuardPlan(timeout=0.05, bounce_memory=1 << 20, exists_budget=0.005))
+    tier = guard(pool, timeout=0.05, bounce_memory=1 << 20, exists_budget=0.005)
     store = TieredStore([tier], [tier])
     keys = page_keys(50)
     store_pages(store, keys)
@@ -361,7 +361,7 @@ def test_what_was_read_before_a_clear_is_not_promoted_after_it(held: Callable[..
 def test_pages_that_a_write_left_behind_brings_late_are_removed_again(held: Callable[..., Held]) -> None:
     """SGLang was told TIMEOUT; the store goes on with the write after it was cleared."""
     pool = held()
-    tier = guarded(pool, GuardPlan(timeout=0.05, bounce_memory=1 << 20))
+    tier = guard(pool, timeout=0.05, bounce_memory=1 << 20)
     store = TieredStore([tier], [tier])
     keys = page_keys(5)
     pool.holds = {"set"}

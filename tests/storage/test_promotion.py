@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from hicache_ext.storage.contract.store import GetResult
-from hicache_ext.storage.tiering.io_priority import IoPriority
+from hicache_ext.storage.tiering.background_work import IoPriority
 from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore

@@ -13,6 +13,7 @@ Measurements: docs/decisions/time-limits-of-calls.md.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -72,18 +73,15 @@ class Call:
 class LearntLimit:
     """The limit of calls of one kind; an amount is bytes or keys. Threads: any."""
 
-    def __init__(self, longest: float, least: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Nothing is learnt where ``least`` is no less than ``longest``."""
+    def __init__(self, least: float, clock: Callable[[], float] = time.monotonic, longest: float = math.inf) -> None:
+        """Nothing is learnt where ``longest`` is infinite, or no more than ``least``."""
         self.longest = longest
+        """May change, for calls that begin from then on. What was learnt stays."""
         self._least = least
         self._clock = clock
         self._lock = threading.Lock()
         self._by_size: dict[int, deque[tuple[float, float]]] = {}
         """log2 of the amount -> (when, seconds) of recent calls."""
-
-    def change(self, longest: float, least: float) -> None:
-        """For calls that begin from now on. What was learnt stays."""
-        self.longest, self._least = longest, least
 
     def begin(self, name: str, pages: int, amount: int) -> Call:
         """A call of ``amount`` that begins now."""
@@ -92,7 +90,7 @@ class LearntLimit:
 
     def seconds(self, amount: int) -> float:
         """The limit of a call of ``amount``."""
-        if self._least >= self.longest:
+        if not self._least < self.longest < math.inf:
             return self.longest
         since = self._clock() - _LIFE
         with self._lock:

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.config import TierConfig
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.storage.contract import tenants
@@ -139,11 +138,6 @@ class Choice:
     """Pages used, after its last use, until a page is evicted."""
     hits: float
     writes: float
-
-
-def life_of_everything(curves: Curves, capacity: float) -> float:
-    """Pages used until a page is evicted, if all pages are written. ``capacity`` in pages."""
-    return _life(curves.rate @ _held(curves), capacity)
 
 
 def choose(
@@ -314,7 +308,7 @@ class AdmissionPolicy:
     def _choose(self) -> None:
         experience, capacity = self.experience, self._capacity()
         curves = experience.curves(_KINDS_OF_CLASSES)
-        life = min(life_of_everything(curves, capacity), _LONGEST_LIFE)
+        life = min(_life(curves.rate @ _held(curves), capacity), _LONGEST_LIFE)
         passed = experience.clock - self._last_chosen
         self._last_chosen = experience.clock
         self._next_choice = experience.clock + _STEP
@@ -344,14 +338,6 @@ class AdmissionSettings:
     """Bytes a second that this process may write."""
     writers: int
     """Ranks that share the tier's capacity."""
-
-    @classmethod
-    def of(cls, tier: TierConfig, role: str) -> AdmissionSettings | None:
-        """None where everything is written. A decode node learns nothing: it never sees who reads its pages."""
-        budget, learned = tier.write_budget, tier.admission == "learned" and role != "decode"
-        if not learned and budget is None:
-            return None
-        return cls(learned, None if budget is None else budget / tier.writers, tier.writers)
 
 
 class Admission:

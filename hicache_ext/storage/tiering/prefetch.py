@@ -36,8 +36,7 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.base import one_for_each
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, identity_of
-from hicache_ext.storage.tiering.generations import StillWanted, always
-from hicache_ext.storage.tiering.io_priority import IoPriority
+from hicache_ext.storage.tiering.background_work import IoPriority, StillWanted, always
 from hicache_ext.storage.tiering.tier_use import TieringSettings
 
 logger = logging.getLogger(__name__)
@@ -124,8 +123,6 @@ class Prefetcher:
         """Bytes of pages being fetched, by tier."""
         self._held = 0
         """Bytes of pages being fetched and staged."""
-        self._wasted: Counter[Announced] = Counter()
-        """Pages dropped unread that are not counted yet."""
         self._changed = False
         """Pages were planned, staged or dropped, and nobody was woken yet."""
         self._closing = False
@@ -377,7 +374,7 @@ class Prefetcher:
             self._fetching[source] -= len(fetch.keys) * size
             self._drop(fetch, fetch.live - hits)
             # What was dropped while it was under way, was not wanted.
-            self._wasted[fetch.announced] += len(hits - fetch.live)
+            _count(fetch.announced, "wasted", len(hits - fetch.live))
             fetch.unread, fetch.results, fetch.under_way = set(fetch.live), results, False
             self._release(fetch)
             self._dropped()
@@ -403,7 +400,7 @@ class Prefetcher:
                     self._unread(PageBatch(keys, [[fetch.memory[key].data] for key in keys]), fetch.announced)
         finally:
             with self._condition:
-                self._wasted[fetch.announced] += len(late)
+                _count(fetch.announced, "wasted", len(late))
                 fetch.under_way = False
                 self._release(fetch)
                 self._dropped()
@@ -453,7 +450,7 @@ class Prefetcher:
             del self._pages[key]
             self._again.pop(key, None)
         if wasted := len(fetch.unread & keys):
-            self._wasted[fetch.announced] += wasted
+            _count(fetch.announced, "wasted", wasted)
             fetch.unread = fetch.unread - keys
         fetch.live = fetch.live - keys
         self._changed = True
@@ -470,14 +467,11 @@ class Prefetcher:
             self._fetches.pop(fetch, None)
 
     def _dropped(self) -> None:
-        """Once after all that may have changed in one go: count it, and wake who waits. Threads that wait come here,
-        too: they must not wake each other for nothing."""
+        """Once after all that may have changed in one go: wake who waits. Threads that wait come here, too: they must
+        not wake each other for nothing."""
         if not self._changed:
             return
         self._changed = False
-        for announced, pages in self._wasted.items():
-            _count(announced, "wasted", pages)
-        self._wasted.clear()
         self._publish_level()
         self._condition.notify_all()
 

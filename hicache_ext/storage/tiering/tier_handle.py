@@ -28,7 +28,7 @@ from hicache_ext.storage.contract.abilities import clear_or_raise
 from hicache_ext.storage.contract.base import leading
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 from hicache_ext.storage.contract.wrapper import DelegatingStore
-from hicache_ext.storage.tiering.generations import StillWanted, always, of_identities
+from hicache_ext.storage.tiering.background_work import StillWanted, always, of_identities
 from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.write_behind import PromotionQueue, WriteBehind
 
@@ -53,7 +53,7 @@ _UNKNOWN = ("error", "timeout", "rejected", "failure")
 class Work:
     """Something of administration."""
 
-    carry_out: Callable[[PageStore], int]
+    carry_out: Callable[[PageStore], int | None]
     clears: bool = False
     digests: set[bytes] | None = None
     """Of a clear(), the identities that are absent until it is done; None: all."""
@@ -72,13 +72,11 @@ class TierHandle(DelegatingStore):
         store: PageStore,
         *,
         bare: PageStore | None = None,
-        measured: DelegatingStore | None = None,
         settings: TieringSettings | None = None,
         before_promotion: Callable[[], None] = lambda: None,
     ) -> None:
-        """``store`` with its guards, ``bare`` without them, ``measured`` around ``store``. Owns them."""
-        super().__init__(store if measured is None else measured)
-        self._around_guards: DelegatingStore = self if measured is None else measured
+        """``store`` with all that is around it, ``bare`` without. Owns them."""
+        super().__init__(store)
         self.bare = bare if bare is not None else store
         self.before_promotion = before_promotion
         """Waits until promotions may go on [the queue's thread]."""
@@ -100,15 +98,6 @@ class TierHandle(DelegatingStore):
         self.promotions = PromotionQueue(self, settings.promotion_buffer, lambda: self.before_promotion())
         self._administration = BackgroundLoop(f"hicache-{store.name}-admin", self._administer, _ADMINISTRATION)
         self._removals = BackgroundLoop(f"hicache-{store.name}-removals", self._remove_hidden, _REMOVALS)
-
-    @property
-    def guarded(self) -> PageStore:
-        """``bare`` with its guards, if it has any."""
-        return self._around_guards.inner
-
-    def put_guards(self, store: PageStore) -> None:
-        """``bare``, which had none, has guards now: calls from now on go through them."""
-        self._around_guards.inner = store
 
     def admit_by(self, settings: AdmissionSettings | None) -> None:
         """From now on. What was learnt stays, where nothing has changed."""
@@ -245,12 +234,7 @@ class TierHandle(DelegatingStore):
 
     def begin_register(self, digest: bytes, document: dict[str, Any]) -> Work:
         """Does not wait."""
-
-        def register(store: PageStore) -> int:
-            store.register_identity(digest, document)
-            return 0
-
-        return self._have_done(Work(register))
+        return self._have_done(Work(lambda store: store.register_identity(digest, document)))
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
         return self.wait_for(self.begin_clear(digests))
@@ -260,7 +244,12 @@ class TierHandle(DelegatingStore):
         wanted = of_identities(digests)
         self._hide_late_writes(wanted)
         queued = self.writes.forget(wanted) | self.promotions.forget(wanted)
-        work = Work(lambda store: _clear(store, work), clears=True, digests=None if digests is None else set(digests))
+
+        def clear(store: PageStore) -> int:
+            # Nothing is added to its identities any more.
+            return clear_or_raise(store, None if work.digests is None else list(work.digests))
+
+        work = Work(clear, clears=True, digests=None if digests is None else set(digests))
         # Its pages leave with the queue, not with the store; who counts pages of both counts them once.
         work.answer = len({key[:IDENTITY_LENGTH] for key in queued})
         return self._have_done(work)
@@ -304,7 +293,7 @@ class TierHandle(DelegatingStore):
             with self._lock:
                 work = self._carried_out = self._work[0]
             try:
-                answer = work.carry_out(self.bare)
+                answer = work.carry_out(self.bare) or 0
             except StoreClosedError:
                 answer = 0
             except Exception as error:  # noqa: BLE001 - a store that breaks its promise is asked again
@@ -421,9 +410,3 @@ class TierHandle(DelegatingStore):
     def close(self) -> None:
         drain = time.monotonic() + self._settings.drain
         self.end_by(drain, drain + 1.0)
-
-
-def _clear(store: PageStore, work: Work) -> int:
-    # Nothing is added to it any more.
-    digests = work.digests
-    return clear_or_raise(store, None if digests is None else list(digests))
