@@ -40,14 +40,11 @@ OFF = (
         "page.transforms.numbers",
         "storage.contract.tenancy",
         "storage.contract.transforming",
-        "storage.guards.deadline",
+        "storage.guards.time_limits",
     ),
     *("storage.guards.late_open", "storage.tiering.admission"),
     "storage.tiering.reuse",
-    *(
-        f"storage.serving.{name}"
-        for name in ("config_file", "control", "events", "explaining", "hints", "metrics_export", "warming")
-    ),
+    *(f"storage.serving.{name}" for name in ("config_file", "control", "events", "hints", "metrics_export", "prompts")),
     *("storage.tiering.prefetch", "storage.tiering.pulling", "storage.tiering.recording"),
     *("storage.tiering.tracing", "storage.tiers.memory", "storage.tiers.mooncake", "storage.tiers.object"),
     *("storage.tiers.redis", "sglang.announcements", "sglang.linker", "sglang.linking", "sglang.model_pools"),

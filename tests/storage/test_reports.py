@@ -27,8 +27,7 @@ from hicache_ext.storage.contract.reports import (
     RecentMean,
     TierReports,
 )
-from hicache_ext.storage.contract.store import PageBatch
-from hicache_ext.storage.contract.wrapper import DelegatingStore
+from hicache_ext.storage.contract.store import DelegatingStore, PageBatch
 from hicache_ext.storage.guards.breaker import Outcome, TierBreaker
 from hicache_ext.storage.guards.late_open import LateStore
 from hicache_ext.storage.guards.pipeline import GuardedStore

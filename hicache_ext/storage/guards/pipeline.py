@@ -13,8 +13,8 @@ The order of its rules, from SGLang inwards, and why each stands where it does:
 4. *Concurrency limit*: a bounded number of calls simultaneously (reads, writes, promotion, prefetch together); removals
    are rare and go past it. The queue is this process's own and says nothing about the tier. So a call waits at most
    half of its time, which leaves the tier twice what its slowest recent call took; the breaker subtracts the wait.
-5. *Deadline* (deadline.py): ends the call, for a store that cannot do so itself. What waits for a place holds none of
-   its memory.
+5. *Deadline* (time_limits.py): ends the call, for a store that cannot do so itself. What waits for a place holds none
+   of its memory.
 6. *Retry*: pages whose transfer failed are tried again while there is time, on the thread of the deadline.
 
 Then comes the store. One that opens itself later (late_open.py) is a store like any other here. clear() and
@@ -40,11 +40,9 @@ from hicache_ext.runtime.call_deadline import Unanswered, ending_at, must_answer
 from hicache_ext.runtime.file_systems import is_on_network
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.base import leading, one_for_each
-from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
-from hicache_ext.storage.contract.wrapper import DelegatingStore
+from hicache_ext.storage.contract.store import DelegatingStore, GetResult, PageBatch, PageStore, SetResult, StoreInfo
 from hicache_ext.storage.guards.breaker import PROBE_INTERVAL, SLOW_CALL, SLOW_START, TierBreaker
-from hicache_ext.storage.guards.deadline import Deadline
-from hicache_ext.storage.guards.time_limits import Call, LearntLimit
+from hicache_ext.storage.guards.time_limits import Call, Deadline, LearntLimit
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,7 @@ from hicache_ext.errors import StoreClosedError
 from hicache_ext.runtime.background import once_in_background
 from hicache_ext.runtime.linear_cost import LinearCost
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
-from hicache_ext.storage.contract.wrapper import DelegatingStore
+from hicache_ext.storage.contract.store import DelegatingStore, GetResult, PageBatch, PageStore
 
 logger = logging.getLogger(__name__)
 

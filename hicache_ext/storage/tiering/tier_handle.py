@@ -26,8 +26,7 @@ from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.threads import call_within
 from hicache_ext.storage.contract.abilities import clear_or_raise
 from hicache_ext.storage.contract.base import leading
-from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
-from hicache_ext.storage.contract.wrapper import DelegatingStore
+from hicache_ext.storage.contract.store import DelegatingStore, GetResult, PageBatch, PageStore, SetResult, StoreInfo
 from hicache_ext.storage.tiering.background_work import StillWanted, always, of_identities
 from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.write_behind import PromotionQueue, WriteBehind
@@ -84,11 +83,9 @@ class TierHandle(DelegatingStore):
         self.hidden: frozenset[bytes] = frozenset()
         """Pages that were written when they were cleared or removed: absent until they are removed again."""
         self._work: list[Work] = []
+        """What is not done yet. Replaced as a whole, and so are the identities of a clear(): calls look at it."""
         self._carried_out: Work | None = None
         """What the thread is at."""
-        self._clears_all = False
-        self._cleared: frozenset[bytes] = frozenset()
-        """Identities, or all, of which a clear() waits or is under way."""
         self._closed = False
         self._log = LimitedLog(logger, 60.0)
         self.admission: Admission | None = None
@@ -156,8 +153,11 @@ class TierHandle(DelegatingStore):
         clear() of it is under way."""
         # First the queue: a page that leaves it meanwhile is in the store.
         queued = [(key, self.writes.payload(key)) for key in keys]
-        hidden, everything, cleared = self.hidden, self._clears_all, self._cleared
-        if (everything or cleared) and not self._administration.running:
+        hidden = self.hidden
+        clears = [work.digests for work in self._work if work.clears]
+        everything = None in clears
+        cleared = frozenset().union(*[digests for digests in clears if digests is not None])
+        if clears and not self._administration.running:
             # There was no thread to be had when it began.
             self._administration.wake()
         return [(key, load, key in hidden, everything or key[:IDENTITY_LENGTH] in cleared) for key, load in queued]
@@ -225,7 +225,12 @@ class TierHandle(DelegatingStore):
     def _has_more_to_say(self) -> bool:
         """Whether what the store answers is not all. Pages leave a queue once the store has them, so that this may be
         looked at without a lock."""
-        return bool(self.hidden or self._clears_all or self._cleared or len(self.writes) or self._closed)
+        return bool(self.hidden or self._clears or len(self.writes) or self._closed)
+
+    @property
+    def _clears(self) -> bool:
+        """Whether a clear() waits or is under way."""
+        return any(work.clears for work in self._work)
 
     # -- administration --------------------------------------------------------------------------------------------
 
@@ -270,22 +275,15 @@ class TierHandle(DelegatingStore):
                 if last.digests is None or work.digests is None:
                     last.digests = None
                 else:
-                    last.digests |= work.digests
+                    last.digests = last.digests | work.digests
                 last.answer = max(last.answer, work.answer)
                 work = last
             else:
                 self._work = [*self._work, work]
-            self._note_clears()
         if not self._administration.wake() and not must_answer_at_once():
             # No thread to be had: better slow than never.
             self._administer()
         return work
-
-    def _note_clears(self) -> None:
-        """The lock is held."""
-        clears = [work.digests for work in self._work if work.clears]
-        self._clears_all = None in clears
-        self._cleared = frozenset().union(*[digests for digests in clears if digests is not None])
 
     def _administer(self) -> Retry | None:
         """Carry out what waits, in order. What fails is tried again, and so is what comes behind it."""
@@ -307,7 +305,6 @@ class TierHandle(DelegatingStore):
             with self._lock:
                 work.answer = max(work.answer, answer)
                 self._work, self._carried_out = self._work[1:], None
-                self._note_clears()
             work.done.set()
             self.writes.go_on()
         return None
@@ -320,7 +317,7 @@ class TierHandle(DelegatingStore):
 
     def may_write(self) -> bool:
         """Whether pages may be written now: not while a clear() that came before them is under way."""
-        return not (self._clears_all or self._cleared)
+        return not self._clears
 
     def hide(self, keys: Iterable[bytes]) -> None:
         """These pages are being written and must not be seen: they are removed again after the write."""

@@ -23,8 +23,8 @@ from hicache_ext.page import envelope
 from hicache_ext.runtime.breaker import BreakerState
 from hicache_ext.runtime.call_deadline import answering_at_once
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.guards.deadline import Deadline
 from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan
+from hicache_ext.storage.guards.time_limits import Deadline
 from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.tiered import Arrangement as TierArrangement
 from hicache_ext.storage.tiering.tiered import TieredStore

@@ -20,7 +20,7 @@ from hicache_ext.errors import NoBoardError, StoreError
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard, board_among
 from hicache_ext.storage.contract.registry import open_tier
-from hicache_ext.storage.contract.wrapper import DelegatingStore
+from hicache_ext.storage.contract.store import DelegatingStore
 from hicache_ext.storage.serving import hints as sender_module
 from hicache_ext.storage.serving.hints import Hint, HintReceiver, HintSender, decode, encode, longest
 from hicache_ext.storage.tiering.tier_use import TieringSettings

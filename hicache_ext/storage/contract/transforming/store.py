@@ -32,6 +32,7 @@ from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.storage.contract.abilities import IdentityKeeper, PageLister, ability, clear_or_raise
 from hicache_ext.storage.contract.base import error_reason, leading_in_portions, one_for_each
 from hicache_ext.storage.contract.store import (
+    DelegatingStore,
     GetResult,
     PageBatch,
     PageKeys,
@@ -48,7 +49,6 @@ from hicache_ext.storage.contract.transforming.known_forms import (
     stored_keys_of,
 )
 from hicache_ext.storage.contract.transforming.page_memory import LentMemory, Portions
-from hicache_ext.storage.contract.wrapper import DelegatingStore
 
 logger = logging.getLogger(__name__)
 
