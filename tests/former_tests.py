@@ -22,6 +22,9 @@ _COMPLETION = "hicache-ext completion is gone"
 _NUMBA = "nothing is compiled at run time, or kept: the native core is built with the package"
 
 FORMER = {
+    "test_what_one_thread_goes_through_no_other_changes": (
+        "what was said is remembered by LimitedLog alone, under its lock"
+    ),
     "test_a_tier_without_a_breaker_gets_its_timeout_since_nobody_would_try_it_again": (
         "every tier that has guards has a breaker"
     ),
