@@ -101,13 +101,7 @@ def said_by(envelope: Any, custom_params: Any) -> Said | None:
         _take(said, ours.get("message_id"), ours.get("hints"))
     if envelope is not None:
         if getattr(envelope, "protocol_version", None) == _PROTOCOL:
-            actions = getattr(envelope, "actions", None)
-            of_struct = [
-                {name: getattr(one, name, None) for name in ("action_type", "action_version", "payload")}
-                for one in (actions[:_MOST_ACTIONS] if isinstance(actions, list) else ())
-            ]
-            more = [None] * (len(actions) - _MOST_ACTIONS) if isinstance(actions, list) else None
-            _take(said, getattr(envelope, "message_id", None), None if more is None else of_struct + more)
+            _take(said, getattr(envelope, "message_id", None), getattr(envelope, "actions", None))
         else:
             said.ignored["unknown"] += 1
     if said.no_store:
@@ -128,13 +122,14 @@ def _take(said: Said, message_id: object, actions: object) -> None:
         return
     said.ignored["malformed"] += max(0, len(actions) - _MOST_ACTIONS)
     for one in actions[:_MOST_ACTIONS]:
-        reason = _understood(said, one) if isinstance(one, Mapping) else "malformed"
-        if reason is not None:
+        if (reason := _understood(said, one)) is not None:
             said.ignored[reason] += 1
 
 
-def _understood(said: Said, action: Mapping[Any, Any]) -> str | None:
-    """Note one action; or why it is ignored."""
+def _understood(said: Said, action: object) -> str | None:
+    """Note one action, a mapping or SGLang's struct; or why it is ignored."""
+    if not isinstance(action, Mapping):
+        action = {name: getattr(action, name, None) for name in ("action_type", "action_version", "payload")}
     kind, payload = action.get("action_type"), action.get("payload")
     payload = {} if payload is None else payload
     if not isinstance(kind, str) or not isinstance(payload, Mapping):

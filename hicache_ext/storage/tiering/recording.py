@@ -112,10 +112,8 @@ class Recorder:
         seconds = time.monotonic() - self._began
         asked = Asked(seconds, chain, len(pages), answered, _of_run(found, answered), prompt, matched)
         with self._lock:
-            if len(self._queue) >= _MOST_REQUESTS or self._waiting_pages + len(chain) > _MOST_PAGES:
-                fits = False
-            else:
-                fits = True
+            fits = len(self._queue) < _MOST_REQUESTS and self._waiting_pages + len(chain) <= _MOST_PAGES
+            if fits:
                 self._queue.append((rid, asked))
                 self._waiting_pages += len(chain)
         if fits:
