@@ -67,17 +67,12 @@ class TierHandle(DelegatingStore):
     """The one in force, of a tier that was opened by one."""
 
     def __init__(
-        self,
-        store: PageStore,
-        *,
-        bare: PageStore | None = None,
-        settings: TieringSettings | None = None,
-        before_promotion: Callable[[], None] = lambda: None,
+        self, store: PageStore, *, bare: PageStore | None = None, settings: TieringSettings | None = None
     ) -> None:
         """``store`` with all that is around it, ``bare`` without. Owns them."""
         super().__init__(store)
         self.bare = bare if bare is not None else store
-        self.before_promotion = before_promotion
+        self.before_promotion: Callable[[], None] = lambda: None
         """Waits until promotions may go on [the queue's thread]."""
         self._lock = threading.Lock()
         self.hidden: frozenset[bytes] = frozenset()
