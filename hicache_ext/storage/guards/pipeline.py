@@ -24,7 +24,6 @@ register_identity() are rare, and a refused one is lost: they pass in every stat
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import math
 import threading
@@ -388,7 +387,9 @@ class ExistsBudget:
     def contains(self, keys: Sequence[bytes], ask: Callable[[list[bytes]], list[bool]]) -> list[bool]:
         known = self._known(keys)
         asked = [key for key, present in zip(keys, known, strict=True) if not present]
-        found = set(self._found_in_time(asked, lambda: itertools.compress(asked, ask(asked))))
+        found = set(
+            self._found_in_time(asked, lambda: [k for k, there in zip(asked, ask(asked), strict=True) if there])
+        )
         return [present or key in found for key, present in zip(keys, known, strict=True)]
 
     def count_leading(self, keys: Sequence[bytes], count: Callable[[list[bytes]], int]) -> int:
@@ -435,13 +436,13 @@ class ExistsBudget:
                 break
             del self._found[oldest]
 
-    def _found_in_time(self, asked: Sequence[bytes], find: Callable[[], Iterable[bytes]]) -> list[bytes]:
+    def _found_in_time(self, asked: Sequence[bytes], find: Callable[[], list[bytes]]) -> list[bytes]:
         """What ``find`` finds of ``asked``, on another thread; nothing where that did not end within the budget."""
         forgotten = self._forgotten
 
         def look() -> list[bytes]:
             try:
-                found = list(find())
+                found = find()
             except StoreClosedError:
                 return []  # the store was closed during the look-up
             except Exception as error:  # noqa: BLE001 - nobody may be waiting for it any more
