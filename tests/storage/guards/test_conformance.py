@@ -46,11 +46,8 @@ class TestDeadline(_OverMemory):
 
 class TestDeadlineWithLittleMemory(_OverMemory):
     def guard(self, store):
+        """A larger page waits until nothing is lent."""
         return guard(store, timeout=LONG, bounce_memory=4 * MIB)
-
-    @pytest.fixture
-    def medium(self):
-        return Over(Memory(), self.guard, largest_page=4 * MIB)
 
 
 class TestRetry(_OverMemory):
