@@ -35,7 +35,7 @@ from hicache_ext.page.transforms.paying import PayingCodec
 from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.contract.transforming.store import TransformedStore, transformed
+from hicache_ext.storage.contract.transforming.store import TransformedStore
 from hicache_ext.testing.server import free_port
 from tests.rigs.network_link import Link
 from tests.rigs.own_network import own_network
@@ -58,7 +58,7 @@ class Arm:
     def __init__(self, name: str, store: PageStore, codec: Any, contents: Sequence[bytes], dtype: str) -> None:
         self.name = name
         self.codec = codec
-        self.store = transformed(store, codec, None)
+        self.store = TransformedStore(store, codec, None)
         self._identity = os.urandom(16)
         # Two segments, as keys and values have.
         half = len(contents[0]) // 2

@@ -50,7 +50,7 @@ from hicache_ext.cli.main import without_traceback
 from hicache_ext.errors import BenchmarkError
 from hicache_ext.runtime.commands import terminated_in_order
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, StoreInfo
-from hicache_ext.storage.tiering.settings import PrefetchSettings, TieringSettings
+from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from tests.rigs.faults import PageStoreWrapper
@@ -107,11 +107,11 @@ class Pool(PageStoreWrapper):
 class OurReader:
     """The pool, alone or behind an empty near tier that pages are promoted to."""
 
-    def __init__(self, pool: PageStore, near: PageStore | None, host: Pages, settings: PrefetchSettings) -> None:
+    def __init__(self, pool: PageStore, near: PageStore | None, host: Pages, settings: TieringSettings) -> None:
         self._host = host
         self._pool = pool
         inner = [] if near is None else [near]
-        self._store = TieredStore([*inner, pool], inner, promote_to=near, settings=TieringSettings(prefetch=settings))
+        self._store = TieredStore([*inner, pool], inner, promote_to=near, settings=settings)
         self._store.register_identity(page_keys("", 1)[0][:16], {"pool": {"segments": [host.payload]}})
 
     def exists(self, keys: Sequence[bytes]) -> int:
@@ -270,7 +270,12 @@ def _measure_pool(
 
     def ours(buffer: int, lifetime: float = 60.0, *, near: PageStore | None = None) -> OurReader:
         pool = Pool(PageFileStore("pool", directory / "pool", capacity=None), latency, parallel)
-        return OurReader(pool, near, host, PrefetchSettings(buffer, lifetime, arguments.streams))
+        return OurReader(
+            pool,
+            near,
+            host,
+            TieringSettings(prefetch_buffer=buffer, prefetch_lifetime=lifetime, prefetch_streams=arguments.streams),
+        )
 
     def empty_near_tier() -> PageStore:
         return PageFileStore("near", directory / f"near-{parallel}-{next(numbers)}", capacity=None)
@@ -395,7 +400,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--tick", type=float, default=20.0, help="of SGLang's scheduler, in ms")
     parser.add_argument("--buffer", type=int, default=256 << 20, help="of the prefetch, in bytes")
-    parser.add_argument("--streams", type=int, default=PrefetchSettings().streams, help="of the prefetch")
+    parser.add_argument("--streams", type=int, default=TieringSettings().prefetch_streams, help="of the prefetch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, default=None, help="where the pages go (default: the temporary one)")
     add_json_argument(parser)

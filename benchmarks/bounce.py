@@ -21,7 +21,7 @@ from hicache_ext.bench.frame import machine_facts, today, write_json
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.config import format_size, parse_size
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
-from hicache_ext.storage.guards.pipeline import GuardPlan, guarded
+from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 
 _PAGES = 64
@@ -66,7 +66,7 @@ def _measure(directory: Path, size: int, rounds: int) -> dict[str, float | str]:
     ]
     stores: dict[str, PageStore] = {
         "direct": PageFileStore("direct", directory / "direct", capacity=None),
-        "bounced": guarded(PageFileStore("bounced", directory / "bounced", capacity=None), _PLAN),
+        "bounced": GuardedStore(PageFileStore("bounced", directory / "bounced", capacity=None), _PLAN),
     }
     seconds: dict[str, list[float]] = {}
     keys = [number.to_bytes(48, "big") for number in range(1, _PAGES + 1)]

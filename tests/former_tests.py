@@ -28,6 +28,11 @@ FORMER = {
     "test_the_file_of_a_writer_of_an_earlier_version_is_removed_after_ten_minutes": _PAST,
     "test_clear_leaves_strangers_files_where_they_were": (
         "-> test_clear_moves_strangers_files_aside_with_the_directory_around_them"
+    "test_what_one_thread_goes_through_no_other_changes": (
+        "what was said is remembered by LimitedLog alone, under its lock"
+    ),
+    "test_a_tier_without_a_breaker_gets_its_timeout_since_nobody_would_try_it_again": (
+        "every tier that has guards has a breaker"
     ),
     "test_a_load_larger_than_staging_memory_moves_on_in_portions": (
         "-> test_of_a_prompt_larger_than_staging_memory_the_beginning_is_restored_and_the_scheduler_waits_for_nothing"

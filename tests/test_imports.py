@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hicache_ext.config import ExtraConfig, load_config
-from hicache_ext.storage.guards.pipeline import guarded, plan_guards
+from hicache_ext.storage.guards.pipeline import GuardPlan, plan_guards
 from hicache_ext.storage.tiering import reload
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 
@@ -39,14 +40,11 @@ OFF = (
         "page.transforms.numbers",
         "storage.contract.tenancy",
         "storage.contract.transforming",
-        "storage.guards.deadline",
+        "storage.guards.time_limits",
     ),
     *("storage.guards.late_open", "storage.tiering.admission"),
     "storage.tiering.reuse",
-    *(
-        f"storage.serving.{name}"
-        for name in ("config_file", "control", "events", "explaining", "hints", "metrics_export", "warming")
-    ),
+    *(f"storage.serving.{name}" for name in ("config_file", "control", "events", "hints", "metrics_export", "prompts")),
     *("storage.tiering.prefetch", "storage.tiering.pulling", "storage.tiering.recording"),
     *("storage.tiering.tracing", "storage.tiers.memory", "storage.tiers.mooncake", "storage.tiers.object"),
     *("storage.tiers.redis", "sglang.announcements", "sglang.linker", "sglang.linking", "sglang.model_pools"),
@@ -70,7 +68,7 @@ def test_a_tier_whose_guards_are_not_imported_would_get_none(tmp_path: Path) -> 
     disk = load_config(ExtraConfig.around({"tiers": tiers})).tiers["disk"]
     store = MemoryPageStore("disk")
     assert reload.guard(disk, store) is store
-    assert guarded(store, plan_guards(disk)) is store
+    assert plan_guards(disk) == GuardPlan(slow_call=math.inf)
 
 
 @pytest.mark.parametrize(

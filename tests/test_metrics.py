@@ -299,7 +299,7 @@ def test_every_metric_that_has_a_help_text_is_documented():
 
 # What is counted under a name that is made when it is counted: (file, expression) -> the names.
 _MADE_NAMES = {
-    ("storage/guards/deadline.py", "event"): ("timeout", "late", "rejected"),
+    ("storage/guards/time_limits.py", "event"): ("timeout", "late", "rejected"),
     ("storage/contract/base.py", "call"): ("get", "set"),
     ("kernels/selection.py", "str(direction)"): tuple(Direction),
     ("pd/decode_writer.py", "name"): ("waiting_pages", "host_used_tokens"),

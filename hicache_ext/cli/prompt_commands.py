@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +35,8 @@ from hicache_ext.page.transforms.forms import STORED_AS
 from hicache_ext.page.transforms.sealing import SealMode
 from hicache_ext.runtime.shown import shown_text
 from hicache_ext.storage.contract.registry import open_tier
-from hicache_ext.storage.serving.explaining import Chain, Explanation, explain
 from hicache_ext.storage.serving.kv_hints import Action, KvHints, Said
-from hicache_ext.storage.serving.warming import warm_prompts
+from hicache_ext.storage.serving.prompts import Chain, Explanation, explain, warm_prompts
 from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.storage.tiers.file.manifest import layout_in
@@ -181,14 +179,14 @@ def _warm(arguments: argparse.Namespace) -> int:
             progress=told,
         )
     seconds = time.monotonic() - started
-    counts = asdict(report)
+    counts = dict(report)
     document = {"bytes": counts.pop("payload_bytes"), "seconds": seconds, **counts}
     line = (
-        f"{report.fetched} pages fetched ({rounded_size(report.payload_bytes)} in {seconds:.1f} s), "
-        f"{report.present} were there, {report.absent} are nowhere, {report.failed} failed"
+        f"{report['fetched']} pages fetched ({rounded_size(report['payload_bytes'])} in {seconds:.1f} s), "
+        f"{report['present']} were there, {report['absent']} are nowhere, {report['failed']} failed"
     )
     show(arguments, document, [line])
-    return 1 if report.failed else 0
+    return 1 if report["failed"] else 0
 
 
 # -- hint --------------------------------------------------------------------------------------------------------------

@@ -208,9 +208,9 @@ class TierConfig(ConfigModel):
         transforms = self.transforms(name)
         if transforms is None:
             return store
-        from hicache_ext.storage.contract.transforming.store import transformed
+        from hicache_ext.storage.contract.transforming.store import TransformedStore
 
-        return transformed(store, transforms.codec, transforms.seal, block=transforms.block)
+        return TransformedStore(store, transforms.codec, transforms.seal, block=transforms.block)
 
     def summary(self) -> str:
         """One line for ``hicache-ext config check``; secrets never appear in it."""

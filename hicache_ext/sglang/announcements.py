@@ -20,7 +20,7 @@ from hicache_ext.sglang.self_check import check_installed, features_off
 from hicache_ext.sglang.served_pools import KV, ONE_FOR_ALL, BoundPool, ServedPools
 from hicache_ext.sglang.used_names import EVENTS
 from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard, board_among
-from hicache_ext.storage.serving.events import Blocks, Change, Encode, EventPublisher, Kind, Media, blocks_in
+from hicache_ext.storage.serving.events import Blocks, Change, Encode, EventPublisher, Kind, blocks_in
 from hicache_ext.storage.serving.hints import HintReceiver, HintSender
 from hicache_ext.storage.serving.hints import longest as longest_hint
 from hicache_ext.storage.tiering.observers import begin_recording
@@ -134,7 +134,7 @@ def kv_events(
         return None
     from sglang.srt.disaggregation.kv_events import StorageMedium
 
-    media = Media(private=StorageMedium.DISK.value, shared=StorageMedium.EXTERNAL.value)
+    media = {"private": StorageMedium.DISK.value, "shared": StorageMedium.EXTERNAL.value}
     silent = [name for name in config.retrieve_locations if not config.tiers[name].tells_pages]
     if silent:
         logger.warning(
@@ -151,7 +151,7 @@ def kv_events(
         if pool.pages is None:
             words = "hicache_ext: KV events tell nothing: the KV pool of this model has no bytes of its own"
             log.log(logging.WARNING, "anchor", words)
-        return blocks_in(store().arrangement.retrieve, pool.digests, media)
+        return blocks_in(store().arrangement.retrieve, pool.digests, **media)
 
     replica = _replica(ranks)
     return EventPublisher(config.events, replica, look, _encoder(ranks, lambda: pools.bound.get(KV), replica))

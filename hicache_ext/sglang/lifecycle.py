@@ -191,7 +191,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
                 self._facts.config_file,
                 self._store,
                 config,
-                view,
+                view=view,
                 # What lossy codecs restore differs from what is computed, and nothing is wrong.
                 distrust=None if config.lossy_codecs else self.distrust,
                 port=self._facts.port,

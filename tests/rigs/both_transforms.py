@@ -12,7 +12,7 @@ import numpy as np
 from hicache_ext.page.transforms.lossless import LosslessCodec
 from hicache_ext.page.transforms.sealing import Seal, SealKey, SealMode
 from hicache_ext.storage.contract.store import PageStore
-from hicache_ext.storage.contract.transforming.store import transformed
+from hicache_ext.storage.contract.transforming.store import TransformedStore
 from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.testing.conformance.pages import payload_of
 
@@ -21,7 +21,7 @@ _SECRET = hashlib.sha256(b"campaigns").hexdigest()
 
 def both(store: PageStore, identities: Iterable[bytes], encoded: int) -> PageStore:
     """``store`` with both around it; pages of ``encoded`` bytes are encoded where they shrink."""
-    found = transformed(
+    found = TransformedStore(
         store, LosslessCodec(), Seal(SealMode.ENCRYPT, (SealKey("one", _SECRET),)), block=FileTierConfig.block
     )
     for identity in identities:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.contract.wrapper import DelegatingStore
+from hicache_ext.storage.contract.store import DelegatingStore, GetResult, PageBatch, PageStore, SetResult
 
 
 class PageStoreWrapper(DelegatingStore):

@@ -10,10 +10,10 @@ from typing import Any
 
 from hicache_ext.config.sections import EventsConfig
 from hicache_ext.page.envelope import IDENTITY_LENGTH
-from hicache_ext.storage.serving.events import Change, EventPublisher, Kind, Look, Media
+from hicache_ext.storage.serving.events import Change, EventPublisher, Kind, Look
 from hicache_ext.testing.server import free_port
 
-MEDIA = Media("DISK", "EXTERNAL")
+MEDIA = {"private": "DISK", "shared": "EXTERNAL"}
 LONG = 30.0
 _EXAMPLE = Path(__file__).parents[2] / "examples" / "kv_events_subscriber.py"
 _NAMES = {Kind.STORED: "BlockStored", Kind.REMOVED: "BlockRemoved", Kind.CLEARED: "AllBlocksCleared"}

@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
-from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.contract.wrapper import DelegatingStore
+from hicache_ext.storage.contract.store import DelegatingStore, GetResult, PageBatch, PageStore, SetResult
 from tests.rigs.faults import FailingStore, SlowStore
 
 VARIABLE = "HICACHE_EXT_RIG_TIER_FAULT"

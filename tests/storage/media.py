@@ -13,7 +13,7 @@ from typing import Any
 
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.storage.contract.store import PageStore
-from hicache_ext.storage.tiering.settings import TieringSettings
+from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.file.opening import open_file_tier
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore

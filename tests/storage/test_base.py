@@ -193,17 +193,6 @@ def test_a_full_tier_does_not_fail_whatever_happens_beside_it(caplog):
     assert not lines_about_failing(caplog) and store.metrics.levels()["failing", "write"] == 0.0
 
 
-def test_what_one_thread_goes_through_no_other_changes():
-    """Seen: a set that was added to meanwhile raised RuntimeError out of get() and set()."""
-    store, keys = BrokenStore(), page_keys(1)
-    for code in (errno.EIO, errno.EACCES):
-        said = iter(store._said)
-        store.error = OSError(code, "fails")
-        for _ in range(3):
-            store_pages(store, keys)
-        assert len(list(said)) == (code == errno.EACCES)
-
-
 def test_a_tier_is_described_by_what_it_declares():
     class Pool(MemoryPageStore):
         type_name = "pool"

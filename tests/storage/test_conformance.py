@@ -7,7 +7,7 @@ import time
 import pytest
 
 from hicache_ext.storage.contract.store import SetResult
-from hicache_ext.storage.tiering.settings import TieringSettings
+from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests

@@ -15,14 +15,13 @@ from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_config
 from hicache_ext.runtime.call_deadline import answering_at_once
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.guards.breaker import BreakerSettings
-from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan, guarded
+from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering import reload, tiered
-from hicache_ext.storage.tiering.io_priority import IoPriority
+from hicache_ext.storage.tiering.background_work import IoPriority
 from hicache_ext.storage.tiering.reload import ReloadableStore
-from hicache_ext.storage.tiering.settings import PrefetchSettings, QueueSettings, TieringSettings
 from hicache_ext.storage.tiering.tier_handle import TierHandle
+from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import (
@@ -33,6 +32,7 @@ from hicache_ext.testing.conformance.pages import (
     read_pages,
     store_pages,
 )
+from tests.storage.guards.hung import guard
 from tests.waiting import wait_until
 
 LONG = 60.0
@@ -151,7 +151,7 @@ def bare(store: ReloadableStore, name: str) -> Held:
 
 
 def later(*names: str, **settings: Any) -> TieringSettings:
-    settings.setdefault("prefetch", PrefetchSettings(buffer=0))
+    settings.setdefault("prefetch_buffer", 0)
     return TieringSettings(async_tiers=frozenset(names), **settings)
 
 
@@ -233,8 +233,8 @@ def test_pages_stored_while_all_tiers_are_out_are_there_when_they_are_back(
 ) -> None:
     """6,144 were STORED and none of them was there after two seconds of outage."""
     pool = held(shared=True)
-    plan = GuardPlan(timeout=0.05, bounce_memory=1 << 22, breaker=BreakerSettings(probe_interval=0.01, slow_start=0.01))
-    store = TieredStore(*[[guarded(pool, plan) if guards else pool]] * 2, settings=later("memory"))
+    plan = GuardPlan(timeout=0.05, bounce_memory=1 << 22, probe_interval=0.01, slow_start=0.01)
+    store = TieredStore(*[[GuardedStore(pool, plan) if guards else pool]] * 2, settings=later("memory"))
     pool.out = True
     keys = page_keys(1000)
     assert store_pages(store, keys) == [SetResult.STORED] * 1000
@@ -289,7 +289,7 @@ def test_a_clear_of_the_scheduler_returns_at_once_and_is_carried_out_although_th
 ) -> None:
     """It was never begun, and answered as if it were done."""
     pool = held()
-    tier = guarded(pool, GuardPlan(timeout=0.05, bounce_memory=1 << 20, exists_budget=0.005))
+    tier = guard(pool, timeout=0.05, bounce_memory=1 << 20, exists_budget=0.005)
     store = TieredStore([tier], [tier])
     keys = page_keys(50)
     store_pages(store, keys)
@@ -361,7 +361,7 @@ def test_what_was_read_before_a_clear_is_not_promoted_after_it(held: Callable[..
 def test_pages_that_a_write_left_behind_brings_late_are_removed_again(held: Callable[..., Held]) -> None:
     """SGLang was told TIMEOUT; the store goes on with the write after it was cleared."""
     pool = held()
-    tier = guarded(pool, GuardPlan(timeout=0.05, bounce_memory=1 << 20))
+    tier = guard(pool, timeout=0.05, bounce_memory=1 << 20)
     store = TieredStore([tier], [tier])
     keys = page_keys(5)
     pool.holds = {"set"}
@@ -451,7 +451,7 @@ def test_a_promotion_after_a_clear_does_not_wait_for_the_write_under_way(held: C
 def test_what_is_read_while_pages_are_removed_does_not_bring_them_back(held: Callable[..., Held], begun: str) -> None:
     """The outer tier was slow to remove: what a read found there meanwhile was promoted, or staged."""
     near, far = held("near"), held("far")
-    settings = later(prefetch=PrefetchSettings(buffer=(1 << 20) * (begun == "count_leading")))
+    settings = later(prefetch_buffer=(1 << 20) * (begun == "count_leading"))
     store = TieredStore([near, far], [near, far], promote_to=near, settings=settings)
     store.register_identity(IDENTITY, {"pool": {"segments": [1000]}})
     keys = page_keys(3)
@@ -587,9 +587,7 @@ def test_all_tiers_close_at_once_and_one_that_hangs_costs_the_bound_alone(
 ) -> None:
     """Four tiers at a second a call took 8.9 s, each its own deadline after the other."""
     pools = [held(f"pool{number}") for number in range(20)]
-    store = TieredStore(
-        pools, pools, settings=later(*[pool.name for pool in pools], store_queue=QueueSettings(drain=0.3))
-    )
+    store = TieredStore(pools, pools, settings=later(*[pool.name for pool in pools], drain=0.3))
     for pool in pools:
         pool.holds = {hangs}
     store_pages(store, page_keys(10))
@@ -606,7 +604,7 @@ def test_a_helper_that_hangs_costs_close_the_bound_alone(
     bound = 2.0
     monkeypatch.setattr(tiered, "_CLOSE_WAIT", bound)
     pools = [held(f"pool{number}") for number in range(2)]
-    store = TieredStore(pools, pools, settings=later(store_queue=QueueSettings(drain=0.1)))
+    store = TieredStore(pools, pools, settings=later(drain=0.1))
     for pool in pools:
         pool.holds = {"set"}
     writer = threading.Thread(target=lambda: store_pages(store, page_keys(1)), daemon=True)
@@ -623,7 +621,7 @@ def test_a_helper_that_hangs_costs_close_the_bound_alone(
 
 def test_close_does_not_wait_for_a_call_that_hangs(held: Callable[..., Held]) -> None:
     pool = held()
-    store = TieredStore([pool], [pool], settings=later(store_queue=QueueSettings(drain=0.1)))
+    store = TieredStore([pool], [pool], settings=later(drain=0.1))
     pool.holds = {"get"}
     reader = threading.Thread(target=lambda: read_pages(store, page_keys(1)), daemon=True)
     reader.start()
@@ -641,9 +639,7 @@ def test_close_does_not_wait_for_a_call_that_hangs(held: Callable[..., Held]) ->
 
 def test_a_tier_that_hangs_stops_the_prefetch_of_no_other(held: Callable[..., Held]) -> None:
     near, hung, well = held("near"), held("hung"), held("well")
-    store = TieredStore(
-        [near, hung, well], [near], promote_to=near, settings=later(prefetch=PrefetchSettings(buffer=1 << 20))
-    )
+    store = TieredStore([near, hung, well], [near], promote_to=near, settings=later(prefetch_buffer=1 << 20))
     store.register_identity(IDENTITY, {"pool": {"segments": [1000]}})
     far, further = page_keys(200, "far"), page_keys(50, "further")
     store_pages(hung, far)
@@ -663,7 +659,7 @@ def test_a_fetch_that_ends_in_anything_lets_go_who_waits_for_it(
 ) -> None:
     near, far = held("near"), held("far")
     store = TieredStore(
-        [near, far], [near], promote_to=near, settings=later(prefetch=PrefetchSettings(buffer=1 << 20, streams=1))
+        [near, far], [near], promote_to=near, settings=later(prefetch_buffer=1 << 20, prefetch_streams=1)
     )
     store.register_identity(IDENTITY, {"pool": {"segments": [1000]}})
     keys = page_keys(5)
@@ -692,7 +688,7 @@ def test_a_fetch_that_ends_in_anything_lets_go_who_waits_for_it(
 
 def test_a_tier_that_hangs_leaves_their_part_of_the_buffer_to_others(held: Callable[..., Held]) -> None:
     near, hung, well = held("near"), held("hung"), held("well")
-    settings = later(prefetch=PrefetchSettings(buffer=100_000))
+    settings = later(prefetch_buffer=100_000)
     store = TieredStore([near, hung, well], [near], promote_to=near, settings=settings)
     store.register_identity(IDENTITY, {"pool": {"segments": [1000]}})
     far, further = page_keys(200, "far"), page_keys(40, "further")
@@ -719,7 +715,7 @@ def test_a_prefetch_that_hangs_does_not_delay_promotions_for_long() -> None:
 
 def test_a_page_offered_by_several_at_once_is_counted_once(held: Callable[..., Held]) -> None:
     pool = held()
-    tier = TierHandle(pool, queue=QueueSettings(capacity=4000))
+    tier = TierHandle(pool, settings=TieringSettings(store_buffer=4000))
     pool.holds = {"set"}
     keys = page_keys(1, "same")
     tier.set_later(PageBatch(page_keys(4), [[memoryview(bytes(1000))]] * 4))
@@ -738,7 +734,7 @@ def test_a_page_offered_by_several_at_once_is_counted_once(held: Callable[..., H
 
 def test_threads_of_the_prefetch_that_have_nothing_to_do_do_not_wake_each_other(held: Callable[..., Held]) -> None:
     near, far = held("near"), held("far")
-    settings = later(prefetch=PrefetchSettings(buffer=1 << 20, streams=4))
+    settings = later(prefetch_buffer=1 << 20, prefetch_streams=4)
     store = TieredStore([near, far], [near], promote_to=near, settings=settings)
     store.register_identity(IDENTITY, {"pool": {"segments": [1000]}})
     keys = page_keys(5)
@@ -756,7 +752,7 @@ def test_threads_of_the_prefetch_that_have_nothing_to_do_do_not_wake_each_other(
 def test_the_plan_of_the_prefetch_is_bounded(held: Callable[..., Held]) -> None:
     """906,000 pages were planned, and look-ups waited for a second."""
     near, far = held("near"), held("far")
-    settings = later(prefetch=PrefetchSettings(buffer=1 << 20, streams=1))
+    settings = later(prefetch_buffer=1 << 20, prefetch_streams=1)
     store = TieredStore([near, far], [near], promote_to=near, settings=settings)
     store.register_identity(IDENTITY, {"pool": {"segments": [100]}})
     far.holds = {"get"}

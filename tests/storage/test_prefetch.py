@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from hicache_ext.storage.contract.store import GetResult
-from hicache_ext.storage.tiering.io_priority import IoPriority
+from hicache_ext.storage.tiering.background_work import IoPriority
 from hicache_ext.storage.tiering.prefetch import Prefetcher
-from hicache_ext.storage.tiering.settings import PrefetchSettings, TieringSettings
+from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import (
@@ -54,7 +54,12 @@ def open_prefetcher(far, clock):
     opened = []
 
     def open_(**settings):
-        prefetcher = Prefetcher(PrefetchSettings(**settings), IoPriority(), far.metrics, clock)
+        prefetcher = Prefetcher(
+            TieringSettings(**{f"prefetch_{key}": value for key, value in settings.items()}),
+            IoPriority(),
+            far.metrics,
+            clock,
+        )
         opened.append(prefetcher)
         return prefetcher
 
@@ -66,7 +71,7 @@ def open_prefetcher(far, clock):
 
 @pytest.fixture
 def tiered(near, far):
-    settings = TieringSettings(prefetch=PrefetchSettings(buffer=1 << 20))
+    settings = TieringSettings(prefetch_buffer=1 << 20)
     store = TieredStore([near, far], [near, far], promote_to=near, settings=settings)
     store.register_identity(IDENTITY, {"pool": {"segments": [SIZE]}})
     yield store
@@ -365,7 +370,7 @@ def test_a_shorter_lifetime_is_that_of_what_is_in_the_buffer_too(open_prefetcher
     store_pages(far.inner, keys)
     announce(prefetcher, far, keys[:4])
     wait_until(lambda: prefetcher.inside(keys) == 4)
-    prefetcher.configure(PrefetchSettings(lifetime=5))
+    prefetcher.configure(TieringSettings(prefetch_lifetime=5))
     announce(prefetcher, far, keys[4:])
     wait_until(lambda: prefetcher.inside(keys) == 8)
     clock.now = 6.0
@@ -471,9 +476,7 @@ def test_pages_of_unknown_size_are_left_alone(near, far):
 
 
 def test_without_a_buffer_nothing_is_fetched(near, far):
-    store = TieredStore(
-        [near, far], [near, far], settings=TieringSettings(prefetch=PrefetchSettings(buffer=0)), promote_to=near
-    )
+    store = TieredStore([near, far], [near, far], settings=TieringSettings(prefetch_buffer=0), promote_to=near)
     store.register_identity(IDENTITY, {"pool": {"segments": [SIZE]}})
     before = set(threading.enumerate())
     store_pages(far.inner, page_keys(3))

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from hicache_ext.storage.contract.store import GetResult
-from hicache_ext.storage.tiering.io_priority import IoPriority
-from hicache_ext.storage.tiering.settings import PrefetchSettings, QueueSettings, TieringSettings
+from hicache_ext.storage.tiering.background_work import IoPriority
+from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, read_pages, store_pages
@@ -34,7 +34,7 @@ def far():
 
 
 def open_tiers(near, *outer, promote_to=None, **settings):
-    settings.setdefault("prefetch", PrefetchSettings(buffer=0))
+    settings.setdefault("prefetch_buffer", 0)
     return TieredStore(
         [near, *outer], [near, *outer], promote_to=promote_to or near, settings=TieringSettings(**settings)
     )
@@ -104,7 +104,7 @@ def test_a_page_two_requests_read_is_promoted_once(tiered, near, far):
 
 
 def test_promotion_is_bounded_and_what_does_not_fit_is_counted(near, far):
-    store = open_tiers(near, far, promotion_queue=QueueSettings(capacity=3000))
+    store = open_tiers(near, far, promotion_buffer=3000)
     keys = page_keys(8)
     store_pages(far.inner, keys)
     near.hold.clear()
@@ -175,7 +175,7 @@ def test_removed_and_cleared_pages_are_not_promoted_afterwards(tiered, near, far
 
 
 def opened_with_a_short_lifetime(near, far, lifetime):
-    store = open_tiers(near, far, prefetch=PrefetchSettings(buffer=1 << 20, lifetime=lifetime))
+    store = open_tiers(near, far, prefetch_buffer=1 << 20, prefetch_lifetime=lifetime)
     store.register_identity(IDENTITY, {"pool": {"segments": [SIZE]}})
     return store
 

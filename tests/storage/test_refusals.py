@@ -25,7 +25,6 @@ from hicache_ext.runtime import breaker
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import GetResult, PageStore, SetResult
-from hicache_ext.storage.guards.breaker import BreakerSettings
 from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.mooncake.engine import Attachment
@@ -303,8 +302,8 @@ def test_what_a_store_refuses_costs_nothing_else_and_is_said(
     monkeypatch.setattr(breaker, "WRITE_PAUSES", Backoff(0.05, 0.2))
     monkeypatch.setattr("hicache_ext.storage.guards.breaker.WRITE_PAUSES", Backoff(0.05, 0.2))
     limit = 0.5 if case.refusal == "PAUSE" else 10.0
-    settings = BreakerSettings(slow_call=10.0, probe_interval=0.05, slow_start=0.0)
-    store = guard(medium.store, timeout=10.0, write_timeout=limit, breaker=settings, retries=1)
+    breaker_of = {"slow_call": 10.0, "probe_interval": 0.05, "slow_start": 0.0}
+    store = guard(medium.store, timeout=10.0, write_timeout=limit, retries=1, **breaker_of)
     old = page_keys(PAGES, "old")
     assert set(store_pages(store, old, (5000,))) == {SetResult.STORED}
     read: list[GetResult] = []

@@ -550,7 +550,7 @@ def test_a_server_that_goes_by_a_view_of_its_file_reloads_through_the_same_view(
         return found.model_copy(update={"store_locations": ()})
 
     store = open_tiers(readers(load_config(file)))
-    found = config_file_of(str(file), store, store.config, readers)
+    found = config_file_of(str(file), store, store.config, view=readers)
     assert found is not None
     write(file, {"disk": tier("disk"), "more": tier("more")})
     found.reload()

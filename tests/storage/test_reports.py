@@ -27,15 +27,14 @@ from hicache_ext.storage.contract.reports import (
     RecentMean,
     TierReports,
 )
-from hicache_ext.storage.contract.store import PageBatch
-from hicache_ext.storage.contract.wrapper import DelegatingStore
+from hicache_ext.storage.contract.store import DelegatingStore, PageBatch
 from hicache_ext.storage.guards.breaker import Outcome, TierBreaker
 from hicache_ext.storage.guards.late_open import LateStore
 from hicache_ext.storage.guards.pipeline import GuardedStore
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering.reload import ReloadableStore
-from hicache_ext.storage.tiering.settings import QueueSettings
 from hicache_ext.storage.tiering.tier_handle import TierHandle
+from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiers.file.slab.allocator import ClockTimes
 from hicache_ext.storage.tiers.memory import MemoryPageStore, MemoryTier
 from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages
@@ -432,7 +431,7 @@ def test_what_a_tier_counts_is_added_to_what_was_there_from_the_start() -> None:
 def test_the_counts_of_a_queue_in_front_of_a_late_tier_are_not_lost() -> None:
     """They went to metrics that nobody exports any more once the tier was open."""
     late = LatePool()
-    store = TierHandle(late, queue=QueueSettings(capacity=500))
+    store = TierHandle(late, settings=TieringSettings(store_buffer=500))
     late.come()
     store.set_later(PageBatch(page_keys(3), [[memoryview(bytes(1000))]] * 3))
     assert late.inner is not None

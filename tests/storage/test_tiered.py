@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiering.settings import PrefetchSettings, QueueSettings, TieringSettings
+from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import (
@@ -21,7 +21,7 @@ from hicache_ext.testing.conformance.pages import (
 from tests.rigs.faults import FailingStore, PageStoreWrapper, RaisingStore
 from tests.waiting import wait_until
 
-NO_PREFETCH = TieringSettings(prefetch=PrefetchSettings(buffer=0))
+NO_PREFETCH = TieringSettings(prefetch_buffer=0)
 
 
 class Recording(PageStoreWrapper):
@@ -264,7 +264,7 @@ def test_a_tier_that_raises_is_an_error_of_that_tier_alone(near, far, call):
 class TestAsync:
     @pytest.fixture
     def store(self, near, far):
-        settings = TieringSettings(async_tiers=frozenset({"far"}), prefetch=PrefetchSettings(buffer=0))
+        settings = TieringSettings(async_tiers=frozenset({"far"}), prefetch_buffer=0)
         store = TieredStore([near, far], [near, far], settings=settings)
         yield store
         far.hold.set()
@@ -297,7 +297,7 @@ class TestAsync:
         store.close()
 
     def test_a_waiting_page_can_be_read(self, far):
-        settings = TieringSettings(async_tiers=frozenset({"far"}), prefetch=PrefetchSettings(buffer=0))
+        settings = TieringSettings(async_tiers=frozenset({"far"}), prefetch_buffer=0)
         store = TieredStore([far], [far], settings=settings)
         far.hold.clear()
         keys = page_keys(2)
@@ -309,7 +309,7 @@ class TestAsync:
         store.close()
 
     def test_what_does_not_fit_is_dropped_and_counted(self, near, far):
-        settings = TieringSettings(async_tiers=frozenset({"far"}), store_queue=QueueSettings(capacity=2500))
+        settings = TieringSettings(async_tiers=frozenset({"far"}), store_buffer=2500)
         store = TieredStore([near, far], [near, far], settings=settings)
         far.hold.clear()
         assert store_pages(store, page_keys(5)) == [SetResult.STORED] * 5
@@ -328,7 +328,7 @@ class TestAsync:
         assert set(far.inner.objects) == set(keys)
 
     def test_close_drops_what_cannot_be_written_in_time(self, near, far):
-        settings = TieringSettings(async_tiers=frozenset({"far"}), store_queue=QueueSettings(drain=0.0))
+        settings = TieringSettings(async_tiers=frozenset({"far"}), drain=0.0)
         store = TieredStore([near, far], [near, far], settings=settings)
         far.hold.clear()
         store_pages(store, page_keys(200))

@@ -16,7 +16,7 @@ from hicache_ext.errors import ConfigError, WarmError
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
 from hicache_ext.storage.contract.registry import open_tier
-from hicache_ext.storage.serving.warming import warm_prompts
+from hicache_ext.storage.serving.prompts import warm_prompts
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.testing.conformance.pages import assert_hits, store_pages
 from hicache_ext.testing.server import free_port
@@ -81,8 +81,8 @@ def test_every_rank_and_pool_of_a_prompt_is_brought(config, pool, tmp_path):
     fill(pool, *identities)
     seen = []
     report = warm_prompts(config, [TOKENS], progress=lambda done, pages: seen.append((done, pages)))
-    assert (report.fetched, report.present, report.absent, report.failed) == (30, 0, 0, 0)
-    assert report.payload_bytes == 10 * (1024 + 1024 + 64)
+    assert (report["fetched"], report["present"], report["absent"], report["failed"]) == (30, 0, 0, 0)
+    assert report["payload_bytes"] == 10 * (1024 + 1024 + 64)
     assert seen[-1] == (30, 30)
     near = read_near(tmp_path)
     for an_identity in identities:
@@ -93,7 +93,7 @@ def test_every_rank_and_pool_of_a_prompt_is_brought(config, pool, tmp_path):
         an_identity.digest().hex() for an_identity in identities
     }
     again = warm_prompts(config, [TOKENS])
-    assert (again.fetched, again.present) == (0, 30)
+    assert (again["fetched"], again["present"]) == (0, 30)
 
 
 def test_a_state_is_brought_under_the_hash_of_its_kv_page(config, pool, tmp_path):
@@ -102,18 +102,18 @@ def test_a_state_is_brought_under_the_hash_of_its_kv_page(config, pool, tmp_path
     state = PageIdentity(ModelIdentity("m"), described, Shard(tp=(0, 2)))
     fill(pool, identity())
     fill(pool, state, skip=[0, 1, 2, 3, 4, 5, 6, 8])
-    assert warm_prompts(config, [TOKENS]).fetched == 12
+    assert warm_prompts(config, [TOKENS])["fetched"] == 12
     near = read_near(tmp_path)
     assert_hits(near, [keys_of(state)[position] for position in (7, 9)], (64,))
     near.close()
 
 
 def test_kv_behind_a_gap_is_left_where_it_is(config, pool, tmp_path, monkeypatch):
-    monkeypatch.setattr("hicache_ext.storage.serving.warming._PAGES_AT_ONCE", 4)
+    monkeypatch.setattr("hicache_ext.storage.serving.prompts._PAGES_AT_ONCE", 4)
     fill(pool, identity(), skip=(5,))
     report = warm_prompts(config, [TOKENS])
     # The portion with the gap is the last one that is read.
-    assert (report.fetched, report.absent) == (7, 3)
+    assert (report["fetched"], report["absent"]) == (7, 3)
     assert set(RawFiles(tmp_path / "nvme").keys()) == {keys_of(identity())[n] for n in (0, 1, 2, 3, 4, 6, 7)}
 
 
@@ -123,7 +123,7 @@ def test_a_bad_page_of_the_pool_is_never_brought(config, pool, tmp_path):
     key = keys_of(identity())[0]
     raw.write(key, (raw.read(key) or b"")[:-1] + b"\0")
     report = warm_prompts(config, [TOKENS])
-    assert report.failed == 1 and RawFiles(tmp_path / "nvme").read(key) is None
+    assert report["failed"] == 1 and RawFiles(tmp_path / "nvme").read(key) is None
 
 
 def test_of_several_models_one_has_to_be_named(config, pool):
@@ -132,21 +132,21 @@ def test_of_several_models_one_has_to_be_named(config, pool):
         warm_prompts(config, [TOKENS])
     with pytest.raises(WarmError, match="no tier knows the model 'c'; known: a, b"):
         warm_prompts(config, [TOKENS], model="c")
-    assert warm_prompts(config, [TOKENS], model="b").fetched == 10
+    assert warm_prompts(config, [TOKENS], model="b")["fetched"] == 10
 
 
 def test_documents_that_are_none_are_passed_over(config, pool, tmp_path):
     fill(pool, identity())
     for name, text in (("ff" * 16, "[]"), ("zz", "{}"), ("ee" * 16, '{"pool": {"name": "kv"}, "model": {"id": "x"}}')):
         (tmp_path / "pool" / "identities" / f"{name}.json").write_text(text)
-    assert warm_prompts(config, [TOKENS]).fetched == 10
+    assert warm_prompts(config, [TOKENS])["fetched"] == 10
 
 
 def test_a_document_that_is_not_what_its_name_says_is_passed_over(config, pool, tmp_path):
     fill(pool, identity())
     document = {**identity("another").document(), "schema": 1}
     (tmp_path / "pool" / "identities" / f"{'ab' * 16}.json").write_text(json.dumps(document))
-    assert warm_prompts(config, [TOKENS]).fetched == 10
+    assert warm_prompts(config, [TOKENS])["fetched"] == 10
 
 
 def test_a_node_without_documents_takes_those_of_another_node(config_file, pool, tmp_path, capsys):
@@ -182,7 +182,7 @@ def test_a_new_node_learns_from_the_pool_alone_what_its_pages_are(shared_pool, d
     fill(pool, identity(rank=0), identity(rank=1))
     assert pool.identities() == {one.digest(): json.loads(one.canonical()) for one in (identity(), identity(rank=1))}
     pool.close()
-    assert warm_prompts(config, [TOKENS]).fetched == 20
+    assert warm_prompts(config, [TOKENS])["fetched"] == 20
     near = read_near(tmp_path)
     assert_hits(near, keys_of(identity()), SEGMENTS)
     near.close()
@@ -278,4 +278,4 @@ def test_a_document_that_anybody_wrote_is_passed_over(page_size, segment, config
     document = {"model": {"id": "m"}, "pool": {"name": "kv", "page_size": page_size, "segments": [segment]}}
     text = "[" * 200_000 if segment is None else json.dumps(document)
     (tmp_path / "pool" / "identities" / f"{'ab' * 16}.json").write_text(text)
-    assert warm_prompts(config, [TOKENS]).fetched == 10
+    assert warm_prompts(config, [TOKENS])["fetched"] == 10

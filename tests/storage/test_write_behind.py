@@ -12,8 +12,8 @@ import pytest
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiering import write_behind
-from hicache_ext.storage.tiering.settings import QueueSettings
 from hicache_ext.storage.tiering.tier_handle import TierHandle
+from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages
 from tests.waiting import wait_until
@@ -167,7 +167,7 @@ def test_pages_wait_while_the_tier_takes_none_and_are_written_when_it_is_back(
 def test_a_batch_that_is_larger_than_the_queue_is_written_whole_while_the_tier_takes_pages() -> None:
     """Without waiting every batch of large pages would lose its end, however fast the tier is."""
     store = MoodyStore()
-    tier = TierHandle(store, queue=QueueSettings(capacity=4 * PAGE))
+    tier = TierHandle(store, settings=TieringSettings(store_buffer=4 * PAGE))
     keys = page_keys(50)
     assert later(tier, keys) == [SetResult.STORED] * 50
     assert tier.wait_until_written(30)
@@ -178,7 +178,7 @@ def test_a_batch_that_is_larger_than_the_queue_is_written_whole_while_the_tier_t
 
 def test_a_tier_that_hangs_is_waited_for_once(held: HeldStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_behind, "_FIRST_SPACE_WAIT", 0.05)
-    tier = TierHandle(held, queue=QueueSettings(capacity=4 * PAGE))
+    tier = TierHandle(held, settings=TieringSettings(store_buffer=4 * PAGE))
     assert later(tier, page_keys(6)) == [SetResult.STORED] * 4 + [SetResult.REJECTED] * 2
     tier.writes._space_wait = 3600.0
     assert later(tier, page_keys(2, "more")) == [SetResult.REJECTED] * 2
@@ -191,7 +191,7 @@ def test_a_tier_that_hangs_is_waited_for_once(held: HeldStore, monkeypatch: pyte
 
 def test_closing_ends_the_wait_for_space(held: HeldStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_behind, "_FIRST_SPACE_WAIT", 3600.0)
-    tier = TierHandle(held, queue=QueueSettings(capacity=2 * PAGE, drain=0.01))
+    tier = TierHandle(held, settings=TieringSettings(store_buffer=2 * PAGE, drain=0.01))
     results: list[SetResult] = []
     writer = threading.Thread(target=lambda: results.extend(later(tier, page_keys(4))))
     writer.start()
@@ -207,7 +207,7 @@ def test_closing_ends_the_wait_for_space(held: HeldStore, monkeypatch: pytest.Mo
 def test_what_a_tier_that_refuses_cannot_hold_is_refused_at_once_and_counted() -> None:
     store = MoodyStore()
     store.answer = SetResult.REJECTED
-    tier = TierHandle(store, queue=QueueSettings(capacity=4 * PAGE))
+    tier = TierHandle(store, settings=TieringSettings(store_buffer=4 * PAGE))
     later(tier, page_keys(1))
     wait_until(lambda: len(store.batches) > 1)
     tier.writes._space_wait = 3600.0
@@ -282,7 +282,7 @@ def test_a_page_that_is_refused_for_long_leaves_its_place_to_others(monkeypatch:
 def test_what_is_lost_at_the_end_is_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     store = MoodyStore()
     store.answer = SetResult.REJECTED
-    tier = TierHandle(store, queue=QueueSettings(drain=0.1))
+    tier = TierHandle(store, settings=TieringSettings(drain=0.1))
     later(tier, page_keys(70))
     tier.close()
     tier.close()
@@ -298,7 +298,7 @@ def test_a_queue_made_smaller_keeps_what_it_has() -> None:
     tier = TierHandle(store)
     keys = page_keys(10)
     later(tier, keys)
-    tier.configure(QueueSettings(capacity=2 * PAGE), QueueSettings())
+    tier.configure(TieringSettings(store_buffer=2 * PAGE))
     assert later(tier, page_keys(1, "more")) == [SetResult.REJECTED]
     store.answer = None
     assert tier.wait_until_written(30)

@@ -289,7 +289,7 @@ def test_writes_that_are_dropped_for_long_are_told_and_a_burst_is_not(
     idle = recording.look()
     far: Any = next(tier for tier in store.tiers if tier.name == "far")
     slow = HungStore(far.inner)
-    far.put_guards(slow)
+    far.inner = slow
     slow.hang()
     store_pages(store, page_keys(40), (64 << 10,))
     slow.let_go()

@@ -16,7 +16,7 @@ from hicache_ext.errors import ConfigError, MissingPackageError
 from hicache_ext.sglang import scheduler_hooks
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiering import observers, tracing
-from hicache_ext.storage.tiering.settings import TieringSettings
+from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages

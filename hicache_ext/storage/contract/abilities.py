@@ -1,7 +1,7 @@
 """What some stores can do beside the contract, and how it is found behind wrappers.
 
 An ability is a small runtime-checkable protocol: ``Gauged``, ``Resizable``, ``IdentityKeeper``, ``PageLister``,
-``TakesHints`` here, ``Diagnosable`` (diagnosis.py), ``HintBoard`` (hint_board.py). A wrapper forwards none of them:
+``TakesHints`` here, ``HintBoard`` (hint_board.py). A wrapper forwards none of them:
 whoever needs one asks ``ability(store, Protocol)``, which looks through the wrappers (``inner``).
 """
 

@@ -7,8 +7,8 @@ The base guarantees to the hooks:
   - none is called with nothing to do, nor after ``_close``; keys to remove and identities to clear come once each;
   - ``_close`` is called once, when no other hook runs;
   - an exception is logged and counted, and the caller gets an answer that is true whatever has happened;
-  - a kind of call (reads, writes, look-ups) that fails through and through is said once for each reason, with what to
-    do, and exported (``failing``), whatever the reason.
+  - a kind of call (reads, writes, look-ups) that fails through and through is said for each reason, with what to do,
+    every ten minutes at most, and exported (``failing``), whatever the reason.
 A look-up that could not be asked is no page that is absent: the hook raises (``UnansweredError`` where some pages are
 known), and whoever guards the tier hears of it.
 The tier guarantees what ``contract/store.py`` asks of a store, and may be called from several threads at once.
@@ -67,8 +67,6 @@ class TierStore(abc.ABC):
         self._log = LimitedLog(logger)
         self._failed_calls = dict.fromkeys(_COSTS, 0)
         """Of each kind, since one was answered."""
-        self._said: set[tuple[str, str]] = set()
-        """Kinds that fail, and reasons."""
         self._errors = (0, "")
         """How many there were, and the reason of the last one: for a call whose own ones are noted on other threads."""
         self._failing_log = LimitedLog(logger, _SAID_AGAIN)
@@ -175,7 +173,8 @@ class TierStore(abc.ABC):
             self._close()
 
     def diagnose(self) -> Sequence[Finding]:
-        """A round trip. A tier that can say more overrides it (``Diagnosable``)."""
+        """A round trip. Override it to say more: reachability, versions, clock, eviction policy. It never raises, is
+        bounded by the tier's own timeouts, and is called on a tool's thread, never by SGLang."""
         return try_store(self)
 
     def count_error(self, error: BaseException, pages: int = 1) -> None:
@@ -265,11 +264,10 @@ class TierStore(abc.ABC):
 
     def _note_answered(self, call: str) -> None:
         kind = None if is_probe() else _KINDS.get(call)
-        if kind is not None and self._failed_calls[kind]:
+        if kind is not None and (failed := self._failed_calls[kind]):
             self._failed_calls[kind] = 0
             self.metrics.set_level("failing", kind, 0.0)
-            if any(said == kind for said, _ in self._said):
-                self._said = {(said, why) for said, why in self._said if said != kind}
+            if failed >= _IN_A_ROW[kind]:
                 words = "tier %s: %ss work again"
                 self._failing_log.log(logging.WARNING, kind, words, self.name, kind.replace("_", "-"))
 
@@ -278,9 +276,7 @@ class TierStore(abc.ABC):
         if kind is None:
             return
         self._failed_calls[kind] += 1
-        if self._failed_calls[kind] >= _IN_A_ROW[kind] and (kind, reason) not in self._said:
-            # A new set: others go through the old one at this moment.
-            self._said = self._said | {(kind, reason)}
+        if self._failed_calls[kind] >= _IN_A_ROW[kind]:
             self.metrics.set_level("failing", kind, 1.0)
             words = (
                 f"tier %s: {_COSTS[kind]}; hicache-ext doctor says more, docs/runbook.md#hicachecallsfail what to do"

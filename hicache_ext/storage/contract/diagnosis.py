@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from hicache_ext import native
 
@@ -40,11 +38,3 @@ def moves_of(page: str) -> Finding:
         return Finding("pages", Level.OK, "move in native code")
     words = f"move in Python, which is slower and holds the GIL: {why}"
     return Finding("pages", Level.WARNING, words, f"{native.REMEDY}; {page}")
-
-
-@runtime_checkable
-class Diagnosable(Protocol):
-    """A store that can examine its medium: reachability, versions, clock, eviction policy, a round trip."""
-
-    def diagnose(self) -> Sequence[Finding]:
-        """Never raises; bounded by the tier's own timeouts. Called on a tool's thread, never by SGLang."""

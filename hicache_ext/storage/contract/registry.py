@@ -11,13 +11,13 @@ import importlib.metadata
 import logging
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hicache_ext.errors import StoreSetupError, TierTypeError
-from hicache_ext.storage.contract.diagnosis import Diagnosable, Finding
+from hicache_ext.storage.contract.diagnosis import Finding
 
 if TYPE_CHECKING:
     from hicache_ext.storage.contract.store import PageStore
@@ -59,12 +59,13 @@ class TierType(ABC):
     def examine(self, name: str, tier: Any) -> Sequence[Finding]:
         """What there is to say of a tier, for ``hicache-ext doctor``: what it holds stays as it is.
 
-        This one opens the tier and asks it (``Diagnosable``); of a store that has nothing to say it tries a few pages
+        This one opens the tier and asks it (``diagnose``); of a store that has nothing to say it tries a few pages
         of an identity of their own, which are removed again. Raises as ``open``."""
         from hicache_ext.storage.contract.trial import try_store
 
         with closing(self.open(name, tier)) as store:
-            return store.diagnose() if isinstance(store, Diagnosable) else try_store(store)
+            diagnose: Callable[[], Sequence[Finding]] | None = getattr(store, "diagnose", None)
+            return try_store(store) if diagnose is None else diagnose()
 
     def series(self) -> Mapping[str, Sequence[str]]:
         """Event -> reasons that its stores count beside those of every tier (reports.py), so that they are exported

@@ -21,7 +21,7 @@ from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.tenants import DEFAULT, LONGEST_NAME, Tenant
 
-_BEGIN = re.compile(r"[^/:]*")
+_SEPARATOR = re.compile(r"[/:]")
 _MOST_KNOWN = 1 << 18
 """Pages whose tenants are known: some 40 MB."""
 _MOST_WAITING = 256
@@ -52,7 +52,7 @@ class Tenants:
             if not isinstance(first, str):
                 continue
             for words in (first, without_adapter(first)) if key is extra_key else (first,):
-                if (begin := _begin_of(words)) in self.limits:
+                if (begin := _SEPARATOR.split(words[: LONGEST_NAME + 1], 1)[0]) in self.limits:
                     return begin
         return DEFAULT
 
@@ -119,11 +119,6 @@ class Tenants:
         for page_hash, name in zip(hashes, names, strict=True):
             if (owner := self._known(page_hash[:8])) is not None:
                 self._note(name[:8], owner)
-
-
-def _begin_of(key: str) -> str:
-    begin = _BEGIN.match(key, 0, LONGEST_NAME + 1)
-    return "" if begin is None else begin[0]
 
 
 def _begin(page_hash: str) -> bytes:

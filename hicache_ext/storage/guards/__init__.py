@@ -1,4 +1,4 @@
 """Guards: what keeps inference alive when a tier is slow, dead or failing.
 
-``pipeline.guarded`` puts them around a tier. What each does: docs/guards.md; why: docs/decisions.
+``pipeline.GuardedStore`` has them around a tier. What each does: docs/guards.md; why: docs/decisions.
 """

@@ -19,7 +19,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hicache_ext.runtime.background import Backoff
@@ -32,7 +31,12 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R", GetResult, SetResult)
 
+SLOW_CALL = 0.5
+PROBE_INTERVAL = 1.0
+"""Seconds before the first probe of a tier that was given up."""
 LONGEST_PROBE_INTERVAL = 30.0
+SLOW_START = 5.0
+"""Seconds during which a tier that came back gets a growing share of the calls."""
 
 _RECENT_CALLS = 10
 _RECENT_SECONDS = 60.0
@@ -67,34 +71,25 @@ Judgement = tuple[Outcome, str]
 """With the reason, for the log."""
 
 
-@dataclass(frozen=True, slots=True)
-class BreakerSettings:
-    """Seconds."""
-
-    slow_call: float = 0.5
-    """A call that takes longer, and longer than its bytes take at 100 MB/s on top, is slow."""
-    probe_interval: float = 1.0
-    """Before the first probe of a tier that was given up."""
-    slow_start: float = 5.0
-    """During which a tier that came back gets a growing share of the calls."""
-
-
 class TierBreaker(Breaker):
     """A Breaker that judges calls, for a pipeline. Threads: any."""
 
     def __init__(
         self,
         store: PageStore,
-        settings: BreakerSettings,
         read: Callable[[PageBatch], list[GetResult]],
         look_up: Callable[[bytes], bool],
+        *,
+        slow_call: float = SLOW_CALL,
+        probe_interval: float = PROBE_INTERVAL,
+        slow_start: float = SLOW_START,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``store``: whose name and metrics it uses. ``read`` and ``look_up``: by the probe, with the whole timeout;
         the latter says whether it was answered."""
         self._store = store
-        self.settings = settings
-        """``slow_call`` may change."""
+        self.slow_call = slow_call
+        """Seconds, besides what the bytes take at 100 MB/s, after which a call is slow. May change."""
         self._read = read
         self._look_up = look_up
         self.writes = WritePause(clock)
@@ -109,9 +104,9 @@ class TierBreaker(Breaker):
         super().__init__(
             f"hicache-{store.name}-probe",
             self._is_healthy,
-            Backoff(settings.probe_interval, LONGEST_PROBE_INTERVAL),
+            Backoff(probe_interval, LONGEST_PROBE_INTERVAL),
             on_change=self._changed,
-            slow_start=settings.slow_start,
+            slow_start=slow_start,
             clock=clock,
         )
 
@@ -146,7 +141,7 @@ class TierBreaker(Breaker):
         elif unanswered.pages and 2 * unanswered.pages >= unanswered.of:
             reason = f"{unanswered.pages} of {unanswered.of} pages could not be looked up ({unanswered.reason})"
             self.record(ticket, Outcome.FAILED, reason)
-        elif seconds > self.settings.slow_call + found * _SLOWEST_LOOK_UP:
+        elif seconds > self.slow_call + found * _SLOWEST_LOOK_UP:
             self.record(ticket, Outcome.SLOW, f"a look-up took {seconds:.2g} s")
         elif found:
             self.record(ticket, Outcome.GOOD)
@@ -169,7 +164,7 @@ class TierBreaker(Breaker):
             return Outcome.FAILED, f"{errors} of {len(results)} pages failed"
         if not answered:
             return Outcome.UNKNOWN, ""
-        if seconds > self.settings.slow_call + sum(batch.sizes) / _SLOWEST_BANDWIDTH:
+        if seconds > self.slow_call + sum(batch.sizes) / _SLOWEST_BANDWIDTH:
             return Outcome.SLOW, f"a call took {seconds:.2g} s"
         return Outcome.GOOD, ""
 
@@ -245,7 +240,7 @@ class TierBreaker(Breaker):
                     "hicache_ext: tier %s is left out: %s; its pages are misses until it answers", name, reason
                 )
             case BreakerState.HALF_OPEN:
-                down, slow_start = self._clock() - self._opened_at, self.settings.slow_start
+                down, slow_start = self._clock() - self._opened_at, self._slow_start
                 words = "hicache_ext: tier %s answers again after %.2g s; calls come back over %g s"
                 logger.warning(words, name, down, slow_start)
             case BreakerState.CLOSED:
@@ -258,7 +253,7 @@ class TierBreaker(Breaker):
     def _is_healthy(self) -> bool:
         """Whether a read and a look-up are answered in time."""
         key, size = self._suspect or (_PROBE_KEY, 1)
-        begun, healthy, longest = self._clock(), False, self.settings.slow_call
+        begun, healthy, longest = self._clock(), False, self.slow_call
         try:
             (result,) = self._read(PageBatch([key], [[memoryview(bytearray(size))]]))
             if result in _ANSWERS and self._clock() - begun <= longest + size / _SLOWEST_BANDWIDTH:

@@ -49,9 +49,8 @@ class LateStore:
         self._own_metrics = TierMetrics(name)
         self._lock = threading.Lock()
         self._store: PageStore | None = None
-        self._identities: dict[bytes, dict[str, Any]] = {}
-        self._cleared: list[list[bytes] | None] = []
-        """clear() calls that the store has to make up before anybody may read from it."""
+        self._waiting: dict[object, Callable[[PageStore], object]] = {}
+        """Registrations and clear() calls that are made up for before anybody may read from the store."""
         self._last_problem = "it is still being opened"
         self._config_error: ConfigError | None = None
         self._attempted = threading.Event()
@@ -96,13 +95,11 @@ class LateStore:
     def _take(self, store: PageStore) -> None:
         """Register with ``store`` what was registered here, and put it in service."""
         try:
-            registered: set[bytes] = set()
-            cleared_so_far = 0
+            done = 0
             while True:
                 with self._lock:
-                    identities = {key: doc for key, doc in self._identities.items() if key not in registered}
-                    cleared = self._cleared[cleared_so_far:]
-                    if not identities and not cleared:
+                    waiting = list(self._waiting.values())[done:]
+                    if not waiting:
                         if self._loop.stopping:
                             break
                         self._store = store
@@ -110,12 +107,9 @@ class LateStore:
                             logger.warning("hicache_ext: tier %s is open now and in use", self._name)
                         return
                 # Outside the lock: this talks to the store.
-                for digest, document in identities.items():
-                    store.register_identity(digest, document)
-                    registered.add(digest)
-                for digests in cleared:
-                    clear_or_raise(store, digests)
-                    cleared_so_far += 1
+                for call in waiting:
+                    call(store)
+                    done += 1
         except BaseException:
             store.close()
             raise
@@ -140,9 +134,7 @@ class LateStore:
         return dict(NOT_REACHED) if self._store is None else {}
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        with self._lock:
-            self._identities[digest] = document
-            store = self._store
+        store = self._or_later(digest, lambda store: store.register_identity(digest, document))
         if store is not None:
             store.register_identity(digest, document)
 
@@ -170,14 +162,16 @@ class LateStore:
         """Of a store that is not open: it is made up for before the store is in use."""
         if self._loop.stopping:
             raise StoreClosedError(self._name)
+        wanted = None if digests is None else tuple(digests)
+        store = self._or_later(wanted, lambda store: clear_or_raise(store, wanted))
+        return 0 if store is None else store.clear(digests)
+
+    def _or_later(self, what: object, call: Callable[[PageStore], object]) -> PageStore | None:
+        """The store; None where it is not open, and ``call`` is made up for then, once for the same ``what``."""
         with self._lock:
-            store = self._store
-            if store is None:
-                wanted = None if digests is None else list(digests)
-                if wanted not in self._cleared:
-                    self._cleared.append(wanted)
-                return 0
-        return store.clear(digests)
+            if self._store is None:
+                self._waiting[what] = call
+            return self._store
 
     def close(self) -> None:
         """Does not wait for an attempt that hangs: what it opens is closed when it ends."""

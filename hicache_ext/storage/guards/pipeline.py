@@ -2,8 +2,9 @@
 
 The order of its rules, from SGLang inwards, and why each stands where it does:
 
-1. *Exists budget* (look_ups.py): look-ups of SGLang's scheduler go on on another thread. It is the outermost, because
-   everything below may wait. No look-up is answered from an older one's "absent": SGLang asks again to hear otherwise.
+1. *Exists budget*: look-ups of SGLang's scheduler go on on another thread. It is the outermost, because everything
+   below may wait. Nothing remembers that a page is absent: SGLang asks for a chain again because somebody may have
+   written it meanwhile, and as often as it schedules, which no number of seconds here could follow.
 2. *Time limit* (time_limits.py): from here on a call has a deadline, which the queue, the retries and the store share.
    The breaker's probes begin behind it and have the whole timeout, not the learnt one. Reads and look-ups delay a first
    token; writes do not, and may take longer. Each kind learns separately.
@@ -12,8 +13,8 @@ The order of its rules, from SGLang inwards, and why each stands where it does:
 4. *Concurrency limit*: a bounded number of calls simultaneously (reads, writes, promotion, prefetch together); removals
    are rare and go past it. The queue is this process's own and says nothing about the tier. So a call waits at most
    half of its time, which leaves the tier twice what its slowest recent call took; the breaker subtracts the wait.
-5. *Deadline* (deadline.py): ends the call, for a store that cannot do so itself. What waits for a place holds none of
-   its memory.
+5. *Deadline* (time_limits.py): ends the call, for a store that cannot do so itself. What waits for a place holds none
+   of its memory.
 6. *Retry*: pages whose transfer failed are tried again while there is time, on the thread of the deadline.
 
 Then comes the store. One that opens itself later (late_open.py) is a store like any other here. clear() and
@@ -27,7 +28,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -36,13 +37,11 @@ from hicache_ext.errors import StoreClosedError
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.call_deadline import Unanswered, ending_at, must_answer_at_once
 from hicache_ext.runtime.file_systems import is_on_network
-from hicache_ext.storage.contract.base import one_for_each
-from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
-from hicache_ext.storage.contract.wrapper import DelegatingStore
-from hicache_ext.storage.guards.breaker import BreakerSettings, TierBreaker
-from hicache_ext.storage.guards.deadline import Deadline
-from hicache_ext.storage.guards.look_ups import ExistsBudget
-from hicache_ext.storage.guards.time_limits import Call, LearntLimit
+from hicache_ext.runtime.threads import ThreadPool
+from hicache_ext.storage.contract.base import leading, one_for_each
+from hicache_ext.storage.contract.store import DelegatingStore, GetResult, PageBatch, PageStore, SetResult, StoreInfo
+from hicache_ext.storage.guards.breaker import PROBE_INTERVAL, SLOW_CALL, SLOW_START, TierBreaker
+from hicache_ext.storage.guards.time_limits import Call, Deadline, LearntLimit
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +53,6 @@ _LONGEST_CLOSE = 60.0
 """Seconds, of a tier whose timeout was switched off."""
 CONCURRENCY = 16
 EXISTS_BUDGET = 0.005
-SLOW_CALL = 0.5
-"""Seconds, besides what the bytes take at 100 MB/s."""
 BOUNCE_MEMORY = 256 * 1024 * 1024
 """Bytes for all calls under way of a tier; only what is used is allocated."""
 
@@ -71,46 +68,41 @@ _CLOSE_WAIT = 10.0
 
 @dataclass(frozen=True, slots=True)
 class GuardPlan:
-    """The guards of one tier, every "auto" resolved. None, 0 and 0.0 leave a guard out. Seconds and bytes."""
+    """The guards of one tier, every "auto" resolved. Seconds and bytes."""
 
-    timeout: float | None = None
+    timeout: float = math.inf
     """Of a read or a look-up."""
     write_timeout: float | None = None
     """None: as ``timeout``."""
     bounce_memory: int = 0
     """0: the store keeps its timeout itself."""
     retries: int = 0
-    breaker: BreakerSettings | None = None
-    concurrency: int | None = None
-    exists_budget: float | None = None
+    slow_call: float = SLOW_CALL
+    """As of ``TierBreaker``, and so are the next two."""
+    probe_interval: float = PROBE_INTERVAL
+    slow_start: float = SLOW_START
+    concurrency: int = CONCURRENCY
+    exists_budget: float = EXISTS_BUDGET
 
 
 def plan_guards(tier: TierConfig) -> GuardPlan:
     """The guards for a tier as configured, on this node.
 
-    A tier on local disks has none unless they are asked for: its reads go straight into host pages, and a copy through
-    bounce memory would cost more than it protects from (docs/guards.md).
+    A tier on local disks has none unless they are asked for: its reads go straight into host pages,
+    and a copy through bounce memory would cost more than it protects from (docs/guards.md).
     """
     remote = tier.remote or any(is_on_network(path) for path in tier.directories())
     timeout = tier.timeout if tier.timeout is not None else READ_TIMEOUT if remote else math.inf
     limited = timeout != math.inf
-    guarded = remote or limited
-    # Who gives calls more time expects slow ones.
-    slow_call = max(SLOW_CALL, timeout / 2) if limited else SLOW_CALL
+    # Who gives calls more time expects slow ones. Nobody calls a local disk slow whose timeout was switched off.
+    slow_call = SLOW_CALL if remote and not limited else max(SLOW_CALL, timeout / 2)
     return GuardPlan(
-        timeout=timeout if limited else None,
+        timeout=timeout,
         write_timeout=WRITE_TIMEOUT if remote and tier.timeout is None else None,
         bounce_memory=BOUNCE_MEMORY if limited and not tier.keeps_timeout else 0,
         retries=RETRIES if remote else 0,
-        breaker=BreakerSettings(slow_call) if guarded else None,
-        concurrency=CONCURRENCY if guarded else None,
-        exists_budget=EXISTS_BUDGET if guarded else None,
+        slow_call=slow_call,
     )
-
-
-def guarded(store: PageStore, plan: GuardPlan) -> PageStore:
-    """``store`` with its guards around it, or itself where it has none; closing that closes ``store``."""
-    return store if plan == GuardPlan() else GuardedStore(store, plan)
 
 
 class GuardedStore(DelegatingStore):
@@ -128,47 +120,44 @@ class GuardedStore(DelegatingStore):
         self._clock = clock
         self._sleep = sleep
         self._closed = False
-        self._reads, self._look_ups, self._writes = (LearntLimit(math.inf, math.inf, clock) for _ in range(3))
+        self._reads, self._look_ups = LearntLimit(LEAST_READ, clock), LearntLimit(LEAST_READ, clock)
+        self._writes = LearntLimit(LEAST_WRITE, clock)
         self._retries = plan.retries
-        self._places = None if plan.concurrency is None else threading.Semaphore(plan.concurrency)
-        self._budget = None if plan.exists_budget is None else ExistsBudget(inner, plan.exists_budget, clock)
+        self._places = threading.Semaphore(plan.concurrency)
+        self._budget = ExistsBudget(inner, plan.exists_budget, clock)
         self.deadline: Deadline | None = None
-        probes = self._read_to_probe, self._look_up_to_probe
-        self.breaker = None if plan.breaker is None else TierBreaker(inner, plan.breaker, *probes, clock)
+        self.breaker = TierBreaker(
+            inner,
+            self._read_to_probe,
+            self._look_up_to_probe,
+            probe_interval=plan.probe_interval,
+            slow_start=plan.slow_start,
+            clock=clock,
+        )
         self.put_limits(plan)
 
     # -- what others ask of the guards ---------------------------------------------------------------------------------
 
     def describe(self) -> StoreInfo:
         info = self.inner.describe()
-        if self.breaker is None:
-            return info
         details = {**info.details, "breaker": self.breaker.state.value}
         return StoreInfo(info.name, info.type, info.shared, details)
 
     def gauges(self) -> dict[str, float]:
-        return {} if self.breaker is None else {"breaker_state": self.breaker.state.level}
+        return {"breaker_state": self.breaker.state.level}
 
     def put_limits(self, plan: GuardPlan) -> None:
         """Calls that begin from now on have the timeouts of this plan. All else stays: a tier that is down is not up
         because its limits have changed."""
         if plan.bounce_memory and self.deadline is None:
             self.deadline = Deadline(self.inner, plan.bounce_memory)
-        timeout = plan.timeout if plan.timeout is not None else math.inf
-        write_timeout = plan.write_timeout if plan.write_timeout is not None else timeout
-        # Without a breaker nobody would try a tier again that was cut too early, so nothing is learnt.
-        learns = plan.breaker is not None and plan.timeout is not None
-        self._reads.change(timeout, LEAST_READ if learns else math.inf)
-        self._look_ups.change(timeout, LEAST_READ if learns else math.inf)
-        self._writes.change(write_timeout, LEAST_WRITE if learns else math.inf)
-        if self.breaker is not None:
-            # Nobody calls a local disk slow whose timeout was switched off.
-            self.breaker.settings = plan.breaker or BreakerSettings(slow_call=math.inf)
+        self._reads.longest = self._look_ups.longest = plan.timeout
+        self._writes.longest = plan.timeout if plan.write_timeout is None else plan.write_timeout
+        self.breaker.slow_call = plan.slow_call
 
     def forget_look_ups(self) -> None:
         """Pages may have come or gone on a way that these guards have not seen: ask the store again."""
-        if self._budget is not None:
-            self._budget.found.forget_all()
+        self._budget.forget()
 
     def being_written(self) -> set[bytes]:
         """Pages whose write may still reach the store, also after its caller was answered TIMEOUT."""
@@ -176,32 +165,29 @@ class GuardedStore(DelegatingStore):
 
     def close(self) -> None:
         self._closed = True
-        if self.breaker is not None:
-            self.breaker.close(0)
+        self.breaker.close(0)
         try:
             if self.deadline is None:
                 self.inner.close()
             else:
                 self.deadline.close(self.inner.close, min(self._writes.longest, _LONGEST_CLOSE))
         finally:
-            if self.breaker is not None:
-                self.breaker.close(_CLOSE_WAIT)
-            if self._budget is not None:
-                self._budget.close()
+            self.breaker.close(_CLOSE_WAIT)
+            self._budget.close()
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         self._check_open()
         results = self._read(batch)
-        if self._budget is not None and len(self._budget.found) and results.count(GetResult.HIT) < len(results):
+        if self._budget.knows_some and results.count(GetResult.HIT) < len(results):
             gone = [key for key, result in zip(batch.keys, results, strict=True) if result is not GetResult.HIT]
-            self._budget.found.forget(gone)
+            self._budget.forget(gone)
         return results
 
     def set(self, batch: PageBatch) -> list[SetResult]:
         self._check_open()
-        if self.breaker is not None and (self.breaker.examining or self.breaker.writes.reason):
+        if self.breaker.examining or self.breaker.writes.reason:
             # A store that may hang is not asked, either, however short the pause: it would cost another deadline.
             present = [False] * len(batch) if self.breaker.examining else self.contains(batch.keys)
             self.metrics.add("rejected", "paused", present.count(False))
@@ -211,13 +197,13 @@ class GuardedStore(DelegatingStore):
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         self._check_open()
-        if self._budget is not None and must_answer_at_once():
+        if must_answer_at_once():
             return self._budget.contains(keys, self._ask_each)
         return self._ask_each(keys)
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         self._check_open()
-        if self._budget is not None and must_answer_at_once():
+        if must_answer_at_once():
             return self._budget.count_leading(keys, self._ask_leading)
         return self._ask_leading(keys)
 
@@ -226,8 +212,7 @@ class GuardedStore(DelegatingStore):
         try:
             return self._ask(call, self.inner.remove, keys, 0, int)
         finally:
-            if self._budget is not None:
-                self._budget.found.forget(keys)
+            self._budget.forget(keys)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -257,8 +242,7 @@ class GuardedStore(DelegatingStore):
         self, call: Call, batch: PageBatch, move: Callable[[PageBatch], list[R]], kind: type[R], moved: R
     ) -> list[R]:
         def judge(ticket: int, results: list[R], seconds: float) -> int:
-            if self.breaker is not None:
-                self.breaker.transferred(ticket, call, batch, results, seconds)
+            self.breaker.transferred(ticket, call, batch, results, seconds)
             return batch.bytes_of(moved, results)
 
         work = functools.partial(self._in_time, call, batch, move, kind)
@@ -301,8 +285,7 @@ class GuardedStore(DelegatingStore):
 
         def judge(ticket: int, answer: T, seconds: float) -> int:
             number = found(answer)
-            if self.breaker is not None:
-                self.breaker.answered(ticket, call, number, seconds)
+            self.breaker.answered(ticket, call, number, seconds)
             # contains() has looked at all of them, count_leading() up to the first gap.
             return call.amount if number and call.name == "contains" else number
 
@@ -316,7 +299,7 @@ class GuardedStore(DelegatingStore):
         """The answer of ``work``. ``judge(ticket, answer, seconds)`` tells the breaker, and returns the amount that the
         answer is evidence for."""
         self._check_open()
-        ticket = 0 if self.breaker is None else self.breaker.admit()
+        ticket = self.breaker.admit()
         if ticket is None:
             self.metrics.add("rejected", "breaker", call.pages)
             return refused
@@ -332,18 +315,17 @@ class GuardedStore(DelegatingStore):
             logger.warning("hicache_ext: tier %s: a call raised %r", self.name, error)
             self.metrics.add("error", "raised")
             answer = failed
-            if self.breaker is not None:
-                self.breaker.raised(ticket, call, error)
+            self.breaker.raised(ticket, call, error)
         call.ended(evidence, self._clock())
         return answer
 
     def _in_turn(self, call: Call, work: Callable[[], T], refused: T) -> T:
         """``work``, in a place of the concurrency limit, with the deadline of its call."""
-        places = None if call.name == "remove" else self._places
-        if places is not None:
+        is_limited = call.name != "remove"
+        if is_limited:
             patience = 0.0 if must_answer_at_once() else min(call.seconds, self._reads.longest) / 2
             begun = self._clock()
-            admitted = places.acquire(timeout=None if patience == math.inf else patience)
+            admitted = self._places.acquire(timeout=None if patience == math.inf else patience)
             call.queued = self._clock() - begun
             if not admitted:
                 self.metrics.add("rejected", "concurrency", call.pages)
@@ -352,8 +334,8 @@ class GuardedStore(DelegatingStore):
             with ending_at(call.deadline, call.unanswered):
                 return work()
         finally:
-            if places is not None:
-                places.release()
+            if is_limited:
+                self._places.release()
 
     def _tried(self, call: Call, batch: PageBatch, move: Callable[[PageBatch], list[R]], error: R) -> list[R]:
         """Move the batch, and what ended in ERROR again: MISS, CORRUPT, REJECTED and TIMEOUT are answers."""
@@ -371,3 +353,116 @@ class GuardedStore(DelegatingStore):
             for position, result in zip(failed, again, strict=True):
                 results[position] = result
         return results
+
+
+# -- exists budget -----------------------------------------------------------------------------------------------------
+#
+# Decode nodes look pages up on SGLang's scheduler thread, where a store that hangs would stop every request. There a
+# look-up runs on another thread. What is not known within the budget is answered as absent; what the look-up finds
+# later is kept for a few seconds for the next one.
+
+
+_MOST_ENTRIES = 65536
+"""About 10 MB."""
+_FOUND_LIFE = 5.0
+"""Seconds for which a found page is answered as present. A hint only: the read may still miss."""
+_MOST_CALLS = 4
+"""With so many calls left behind, further look-ups are answered from memory alone."""
+
+
+class ExistsBudget:
+    """Answers the scheduler's look-ups within ``budget`` seconds. Threads: any."""
+
+    def __init__(self, store: PageStore, budget: float, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._budget = budget
+        self._clock = clock
+        self.threads = ThreadPool(f"hicache-{store.name}-exists")
+        self._lock = threading.Lock()
+        self._found: dict[bytes, float] = {}
+        """Key -> until when it is answered as present, in that order: all entries live equally long."""
+        self._forgotten = 0
+        """Raised whenever something is forgotten: a look-up under way may have looked before that, and is not kept."""
+
+    def contains(self, keys: Sequence[bytes], ask: Callable[[list[bytes]], list[bool]]) -> list[bool]:
+        known = self._known(keys)
+        asked = [key for key, present in zip(keys, known, strict=True) if not present]
+        found = set(
+            self._found_in_time(asked, lambda: [k for k, there in zip(asked, ask(asked), strict=True) if there])
+        )
+        return [present or key in found for key, present in zip(keys, known, strict=True)]
+
+    def count_leading(self, keys: Sequence[bytes], count: Callable[[list[bytes]], int]) -> int:
+        known = leading(self._known(keys))
+        asked = list(keys[known:])
+        return known + len(self._found_in_time(asked, lambda: asked[: count(asked)]))
+
+    @property
+    def knows_some(self) -> bool:
+        return bool(self._found)
+
+    def forget(self, keys: Iterable[bytes] | None = None) -> None:
+        """The answer for these (None: all) may be another one now."""
+        with self._lock:
+            self._forgotten += 1
+            if keys is None:
+                self._found.clear()
+            elif self._found:
+                for key in keys:
+                    self._found.pop(key, None)
+
+    def close(self) -> None:
+        if self.threads.close(_CLOSE_WAIT):
+            words = "hicache_ext: tier %s: a look-up hangs in the store; its thread ends with it"
+            logger.warning(words, self._store.name)
+
+    def _known(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._lock:
+            # Keys that are numbers stay numbers as long as nothing is remembered.
+            if not self._found or self._found.keys().isdisjoint(keys):
+                return [False] * len(keys)
+            now = self._clock()
+            return [self._found.get(key, 0.0) > now for key in keys]
+
+    def _remember(self, keys: Iterable[bytes]) -> None:
+        """The lock is held."""
+        now = self._clock()
+        for key in keys:
+            self._found.pop(key, None)
+            self._found[key] = now + _FOUND_LIFE
+        while self._found:
+            oldest = next(iter(self._found))
+            if len(self._found) <= _MOST_ENTRIES and self._found[oldest] > now:
+                break
+            del self._found[oldest]
+
+    def _found_in_time(self, asked: Sequence[bytes], find: Callable[[], list[bytes]]) -> list[bytes]:
+        """What ``find`` finds of ``asked``, on another thread; nothing where that did not end within the budget."""
+        forgotten = self._forgotten
+
+        def look() -> list[bytes]:
+            try:
+                found = find()
+            except StoreClosedError:
+                return []  # the store was closed during the look-up
+            except Exception as error:  # noqa: BLE001 - nobody may be waiting for it any more
+                logger.warning("hicache_ext: tier %s: a look-up raised %r", self._store.name, error)
+                return []
+            with self._lock:
+                if self._forgotten == forgotten:
+                    self._remember(found)
+            return found
+
+        if not asked:
+            return []
+        if self.threads.left_behind >= _MOST_CALLS:
+            self._store.metrics.add("exists_budget", "busy")
+            return []
+        try:
+            call = self.threads.start(look)
+        except RuntimeError:
+            return []
+        if call.ended_within(self._budget):
+            return call.result()
+        self._store.metrics.add("exists_budget", "exceeded")
+        return []

@@ -30,10 +30,6 @@ _CLOSE_WAIT = 10.0
 View = Callable[[HicacheExtConfig], HicacheExtConfig]
 
 
-def _as_it_is(config: HicacheExtConfig) -> HicacheExtConfig:
-    return config
-
-
 class ConfigFile:
     """Reloads a store from its file, on threads of its own. SGLang's threads only run the constructor."""
 
@@ -44,7 +40,7 @@ class ConfigFile:
         *,
         watch: bool,
         watch_interval: float = WATCH_INTERVAL,
-        view: View = _as_it_is,
+        view: View = lambda config: config,
         distrust: Callable[[str], None] | None = None,
         port: int | None = None,
     ) -> None:
@@ -164,7 +160,7 @@ def _is_mounted_alone(file: str) -> bool:
 
 
 def config_file_of(
-    file: str | None, store: ReloadableStore, config: HicacheExtConfig, view: View = _as_it_is, **of_server: Any
+    file: str | None, store: ReloadableStore, config: HicacheExtConfig, **of_server: Any
 ) -> ConfigFile | None:
     """The file of a backend; None where there is none to re-read. ``of_server``: as ``ConfigFile``. Never raises."""
     if file is None:
@@ -178,7 +174,7 @@ def config_file_of(
             file,
         )
     try:
-        return ConfigFile(file, store, watch=config.watch_config, view=view, **of_server)
+        return ConfigFile(file, store, watch=config.watch_config, **of_server)
     except (HicacheExtError, RuntimeError) as error:
         logger.warning("hicache_ext: the configuration cannot be reloaded: %s", error)
         return None

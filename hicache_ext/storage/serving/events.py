@@ -25,7 +25,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -64,17 +63,9 @@ class Change(NamedTuple):
     blocks: Words = NO_BLOCKS
 
 
-@dataclass(frozen=True, slots=True)
-class Media:
-    """What a block of a tier is said to be on."""
-
-    private: str
-    """This machine alone has it."""
-    shared: str
-
-
-def blocks_in(tiers: Sequence[PageStore], identities: Sequence[bytes], media: Media) -> Blocks:
+def blocks_in(tiers: Sequence[PageStore], identities: Sequence[bytes], *, private: str, shared: str) -> Blocks:
     """What the tiers that can tell (``PageLister``) hold: pages of which all parts (one identity each) are there.
+    ``private``, ``shared``: the medium of what this machine alone has, and of what others see.
 
     On one thread at a time. Raises OSError or StoreError."""
     found: dict[str, list[Words]] = {}
@@ -84,7 +75,7 @@ def blocks_in(tiers: Sequence[PageStore], identities: Sequence[bytes], media: Me
             blocks = _each_once(lister.block_hashes(identities[0]))
             for identity in identities[1:]:
                 blocks = blocks[_are_among(blocks, _each_once(lister.block_hashes(identity)))]
-            found.setdefault(media.shared if tier.describe().shared else media.private, []).append(blocks)
+            found.setdefault(shared if tier.describe().shared else private, []).append(blocks)
     return {medium: of[0] if len(of) == 1 else _each_once(np.concatenate(of)) for medium, of in found.items()}
 
 

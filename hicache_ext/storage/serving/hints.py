@@ -140,10 +140,6 @@ class HintSender:
         self._metrics.add("hint", "sent")
 
 
-BringInward = Callable[[Sequence[bytes]], Mapping[str, int]]
-"""Fetches the pages of these hashes to the local tier; returns how many were present, fetched, absent, dropped."""
-
-
 class HintReceiver:
     """One thread. A hint that is malformed, old, or of another model is counted and ignored.
 
@@ -154,7 +150,7 @@ class HintReceiver:
     def __init__(
         self,
         board: Board,
-        bring_inward: BringInward,
+        bring_inward: Callable[[Sequence[bytes]], Mapping[str, int]],
         scope: Callable[[], bytes | None],
         limits: BoardLimits,
         most_pages: int,

@@ -101,13 +101,7 @@ def said_by(envelope: Any, custom_params: Any) -> Said | None:
         _take(said, ours.get("message_id"), ours.get("hints"))
     if envelope is not None:
         if getattr(envelope, "protocol_version", None) == _PROTOCOL:
-            actions = getattr(envelope, "actions", None)
-            of_struct = [
-                {name: getattr(one, name, None) for name in ("action_type", "action_version", "payload")}
-                for one in (actions[:_MOST_ACTIONS] if isinstance(actions, list) else ())
-            ]
-            more = [None] * (len(actions) - _MOST_ACTIONS) if isinstance(actions, list) else None
-            _take(said, getattr(envelope, "message_id", None), None if more is None else of_struct + more)
+            _take(said, getattr(envelope, "message_id", None), getattr(envelope, "actions", None))
         else:
             said.ignored["unknown"] += 1
     if said.no_store:
@@ -128,13 +122,14 @@ def _take(said: Said, message_id: object, actions: object) -> None:
         return
     said.ignored["malformed"] += max(0, len(actions) - _MOST_ACTIONS)
     for one in actions[:_MOST_ACTIONS]:
-        reason = _understood(said, one) if isinstance(one, Mapping) else "malformed"
-        if reason is not None:
+        if (reason := _understood(said, one)) is not None:
             said.ignored[reason] += 1
 
 
-def _understood(said: Said, action: Mapping[Any, Any]) -> str | None:
-    """Note one action; or why it is ignored."""
+def _understood(said: Said, action: object) -> str | None:
+    """Note one action, a mapping or SGLang's struct; or why it is ignored."""
+    if not isinstance(action, Mapping):
+        action = {name: getattr(action, name, None) for name in ("action_type", "action_version", "payload")}
     kind, payload = action.get("action_type"), action.get("payload")
     payload = {} if payload is None else payload
     if not isinstance(kind, str) or not isinstance(payload, Mapping):
@@ -201,19 +196,6 @@ _MOST_REMEMBERED = 1 << 18
 """Pages of the messages that are remembered: some 20 MiB."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    said: Said
-    tokens: Sequence[int]
-    extra_key: str | None
-    cache_salt: str | None
-
-    @property
-    def size(self) -> int:
-        keys = len(self.extra_key or "") + len(self.cache_salt or "")
-        return keys + len(self.tokens) + sum(len(action.tokens or ()) for action in self.said.actions)
-
-
 class KvHints:
     """Acts on what requests say, on a thread of its own. ``offer`` may be called from any thread and never waits.
 
@@ -239,7 +221,8 @@ class KvHints:
         self.metrics = TierMetrics("kv_hints", prefix="kv_hints_")
         pages = ("retained", "released", "demoted", "present", "fetched", "absent", "dropped")
         self.metrics.declare({"action": TYPES, "ignored": IGNORED, "page": pages})
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[tuple[int, Said, Sequence[int], str | None, str | None]] = deque()
+        """How much it is, what is said, and the prompt, its key and its salt."""
         self._waiting_tokens = 0
         self._lock = threading.Lock()
         self._messages: OrderedDict[tuple[bytes, str], list[bytes]] = OrderedDict()
@@ -258,13 +241,15 @@ class KvHints:
             return
         if self._longest_lease <= 0:
             ignore = "refused"
-        request = _Waiting(said, tokens[: 0 if ignore else _MOST_TOKENS], extra_key, cache_salt)
+        tokens = tokens[: 0 if ignore else _MOST_TOKENS]
+        size = len(tokens) + len(extra_key or "") + len(cache_salt or "")
+        size += sum(len(action.tokens or ()) for action in said.actions)
         with self._lock:
-            if len(self._waiting) >= _MOST_WAITING or self._waiting_tokens + request.size > _MOST_WAITING_TOKENS:
+            if len(self._waiting) >= _MOST_WAITING or self._waiting_tokens + size > _MOST_WAITING_TOKENS:
                 ignore = ignore or "dropped"
             if not ignore:
-                self._waiting_tokens += request.size
-                self._waiting.append(request)
+                self._waiting_tokens += size
+                self._waiting.append((size, said, tokens, extra_key, cache_salt))
         if ignore:
             self.metrics.add("ignored", ignore, len(said.actions))
         else:
@@ -277,15 +262,12 @@ class KvHints:
     def _act_on_waiting(self) -> float:
         while self._waiting and not self._loop.stopping:
             with self._lock:
-                request = self._waiting.popleft()
-                self._waiting_tokens -= request.size
+                size, said, tokens, extra_key, cache_salt = self._waiting.popleft()
+                self._waiting_tokens -= size
             try:
-                seed, owners = namespace_seed(request.extra_key, request.cache_salt), tenants.in_force()
-                if owners is None:
-                    self.follow(request.said, request.tokens, seed)
-                else:
-                    tenant = owners.tenant_of(request.said.tenant, request.extra_key, request.cache_salt)
-                    self.follow(request.said, request.tokens, seed, tenant)
+                owners = tenants.in_force()
+                tenant = "" if owners is None else owners.tenant_of(said.tenant, extra_key, cache_salt)
+                self.follow(said, tokens, namespace_seed(extra_key, cache_salt), tenant)
             except Exception as error:  # noqa: BLE001 - whatever a store raises, the next hint may be followed
                 self.metrics.add("ignored", "failed")
                 # Its text may be a part of the request.

@@ -138,10 +138,10 @@ class Exporter:
 
     def __init__(self, sources: Callable[[], Iterable[TierMetrics]], labels: Mapping[str, str]) -> None:
         self._sources = sources
-        self._labels = dict(labels)
+        self._labels = {**dict.fromkeys(_LABELS, "0"), "model_name": "", **labels}
         self._watched: dict[int, tuple[TierMetrics, Callable[[str, float], None]]] = {}
-        self._loop = BackgroundLoop("hicache-metrics", self._export_regularly)
-        _build_info().labels(**self._all_labels(), version=__version__).set(1)
+        self._loop = BackgroundLoop("hicache-metrics", self._export_quietly)
+        _build_info().labels(**self._labels, version=__version__).set(1)
         self.export()
         self._loop.wake(_INTERVAL)
 
@@ -187,15 +187,12 @@ class Exporter:
             self._sources = lambda: ()
             self._export_quietly()
 
-    def _export_regularly(self) -> float:
-        self._export_quietly()
-        return _INTERVAL
-
-    def _export_quietly(self) -> None:
+    def _export_quietly(self) -> float:
         try:
             self.export()
         except Exception:
             logger.exception("hicache_ext: exporting metrics")
+        return _INTERVAL
 
     def _watch(self, metrics: TierMetrics) -> None:
         """Pass on every latency. The entry keeps ``metrics`` alive, so that no other object gets its id."""
@@ -215,10 +212,7 @@ class Exporter:
             metrics.watch(pass_on)
 
     def _child(self, family: Any, metrics: TierMetrics, **more: str) -> Any:
-        return family.labels(**self._all_labels(), tier=metrics.tier, **more)
-
-    def _all_labels(self) -> dict[str, str]:
-        return {**dict.fromkeys(_LABELS, "0"), "model_name": "", **self._labels}
+        return family.labels(**self._labels, tier=metrics.tier, **more)
 
 
 def export_if_possible(sources: Callable[[], Iterable[TierMetrics]], labels: Mapping[str, str]) -> Exporter | None:

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.config import TierConfig
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.storage.contract import tenants
@@ -51,6 +50,9 @@ from hicache_ext.storage.tiering.reuse import (
 )
 
 logger = logging.getLogger(__name__)
+
+Words = npt.NDArray[np.int64]
+Chosen = npt.NDArray[np.bool_]
 
 _SAVED = 3600.0
 """Seconds."""
@@ -129,23 +131,6 @@ class WriteBudget:
         self._own[tenant] -= size - common
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What to write at the first request, and what is expected of it, for each page that is used."""
-
-    admitted: npt.NDArray[np.bool_]
-    """[class]"""
-    life: float
-    """Pages used, after its last use, until a page is evicted."""
-    hits: float
-    writes: float
-
-
-def life_of_everything(curves: Curves, capacity: float) -> float:
-    """Pages used until a page is evicted, if all pages are written. ``capacity`` in pages."""
-    return _life(curves.rate @ _held(curves), capacity)
-
-
 def choose(
     curves: Curves,
     firsts: int,
@@ -153,8 +138,11 @@ def choose(
     keep: float | None,
     most_writes: float = math.inf,
     runs: npt.NDArray[np.int64] | None = None,
-) -> Choice:
-    """Classes below ``firsts`` are of first requests; pages of the others were asked for before and are always written.
+) -> tuple[Chosen, float, float]:
+    """Which classes to write at the first request; and what is expected of it: the pages used, after its last use,
+    until a page is evicted, and the pages written for each one used.
+
+    Classes below ``firsts`` are of first requests; pages of the others were asked for before and are always written.
 
     ``capacity`` in pages. ``keep``: the share of the hits of the best choice that is to be kept; None: write everything
     that ``most_writes`` allows. ``most_writes`` for each page used: hits are given up for it, those of the classes
@@ -192,7 +180,7 @@ def choose(
     admitted[order[:best]] = True
     if best == len(order):
         admitted[:] = True
-    return Choice(admitted, float(lives[best]), float(hits[best]), float(writes[best]))
+    return admitted, float(lives[best]), float(writes[best])
 
 
 def _held(curves: Curves) -> Floats:
@@ -210,9 +198,6 @@ def _life(pages: Floats, capacity: float) -> float:
     """``pages``: how many are held, for each life of EDGES."""
     return float(np.interp(capacity, pages, EDGES))
 
-
-Words = npt.NDArray[np.int64]
-Chosen = npt.NDArray[np.bool_]
 
 KEEP = 0.97
 """The share of the hits of a tier that stores everything, or of a better choice, that is to be kept."""
@@ -241,8 +226,8 @@ class AdmissionPolicy:
         """``capacity`` in pages; infinite where it is not known. ``keep`` and ``most_writes``: as of ``choose``."""
         self.continuations = Continuations()
         self.experience = Experience(CLASSES)
-        self.choice: Choice | None = None
-        """None: everything is written, until it was seen what becomes of pages in one life of the tier."""
+        self.admitted: Chosen | None = None
+        """[class] None: everything is written, until it was seen what becomes of pages in one life of the tier."""
         self._capacity = capacity
         self._keep = keep
         self._most_writes = most_writes
@@ -274,7 +259,7 @@ class AdmissionPolicy:
         classes = np.concatenate([np.full(first_new, FIRSTS), of_run])
         classes[known] = FIRSTS
         self._place = length
-        wanted = known | (np.ones(pages, np.bool_) if self.choice is None else self.choice.admitted[classes])
+        wanted = known | (np.ones(pages, np.bool_) if self.admitted is None else self.admitted[classes])
         # A page is of use only behind all pages before it.
         wanted = np.logical_and.accumulate(wanted) & (not self._is_refused)
         self._is_refused = not wanted[-1]
@@ -314,16 +299,16 @@ class AdmissionPolicy:
     def _choose(self) -> None:
         experience, capacity = self.experience, self._capacity()
         curves = experience.curves(_KINDS_OF_CLASSES)
-        life = min(life_of_everything(curves, capacity), _LONGEST_LIFE)
+        life = min(_life(curves.rate @ _held(curves), capacity), _LONGEST_LIFE)
         passed = experience.clock - self._last_chosen
         self._last_chosen = experience.clock
         self._next_choice = experience.clock + _STEP
         most_writes = self._most_writes()
         saw_a_life = experience.clock >= life
-        if saw_a_life or most_writes < math.inf or self.choice is not None:
+        if saw_a_life or most_writes < math.inf or self.admitted is not None:
             keep = self._keep if saw_a_life else None
-            self.choice = choose(curves, FIRSTS, capacity, keep, most_writes, RUNS)
-            life = max(life, min(self.choice.life, _LONGEST_LIFE))
+            self.admitted, expected, _ = choose(curves, FIRSTS, capacity, keep, most_writes, RUNS)
+            life = max(life, min(expected, _LONGEST_LIFE))
         experience.thin_out(4 * life)
         experience.fade(math.exp(-passed / max(_SHORTEST_MEMORY, life)))
 
@@ -344,14 +329,6 @@ class AdmissionSettings:
     """Bytes a second that this process may write."""
     writers: int
     """Ranks that share the tier's capacity."""
-
-    @classmethod
-    def of(cls, tier: TierConfig, role: str) -> AdmissionSettings | None:
-        """None where everything is written. A decode node learns nothing: it never sees who reads its pages."""
-        budget, learned = tier.write_budget, tier.admission == "learned" and role != "decode"
-        if not learned and budget is None:
-            return None
-        return cls(learned, None if budget is None else budget / tier.writers, tier.writers)
 
 
 class Admission:

@@ -36,9 +36,8 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.base import one_for_each
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, identity_of
-from hicache_ext.storage.tiering.generations import StillWanted, always
-from hicache_ext.storage.tiering.io_priority import IoPriority
-from hicache_ext.storage.tiering.settings import PrefetchSettings
+from hicache_ext.storage.tiering.background_work import IoPriority, StillWanted, always
+from hicache_ext.storage.tiering.tier_use import TieringSettings
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +93,7 @@ class Prefetcher:
 
     def __init__(
         self,
-        settings: PrefetchSettings,
+        settings: TieringSettings,
         gate: IoPriority,
         metrics: TierMetrics,
         clock: Callable[[], float] = time.monotonic,
@@ -124,8 +123,6 @@ class Prefetcher:
         """Bytes of pages being fetched, by tier."""
         self._held = 0
         """Bytes of pages being fetched and staged."""
-        self._wasted: Counter[Announced] = Counter()
-        """Pages dropped unread that are not counted yet."""
         self._changed = False
         """Pages were planned, staged or dropped, and nobody was woken yet."""
         self._closing = False
@@ -134,7 +131,7 @@ class Prefetcher:
         self._log = LimitedLog(logger)
         self._publish_level()
 
-    def configure(self, settings: PrefetchSettings, sources: int = 1) -> None:
+    def configure(self, settings: TieringSettings, sources: int = 1) -> None:
         """From now on, from so many tiers. What is in the buffer stays, for the new lifetime."""
         with self._condition:
             self._settings = settings
@@ -161,7 +158,12 @@ class Prefetcher:
         now = self._clock()
         with self._condition:
             settings = self._settings
-            if self._closing or not keys or not 0 < size <= settings.buffer or not still_wanted(identity_of(keys)):
+            if (
+                self._closing
+                or not keys
+                or not 0 < size <= settings.prefetch_buffer
+                or not still_wanted(identity_of(keys))
+            ):
                 return
             self._expire(now)
             plan = self._plans.setdefault(source, {})
@@ -171,7 +173,7 @@ class Prefetcher:
             known = (asked.keys() & self._pages.keys()).union(*planned)
             self._again.update(known)
             busy = known.union(*self._being_read)
-            most = min(2 * settings.buffer // size, _MOST_PLANNED // self._sources - len(plan))
+            most = min(2 * settings.prefetch_buffer // size, _MOST_PLANNED // self._sources - len(plan))
             new = [key for key in asked if key not in busy][: max(0, most)]
             if new:
                 plan.update(dict.fromkeys(new, Announced(source, size, now, still_wanted)))
@@ -282,7 +284,7 @@ class Prefetcher:
     def _start(self, source: PageStore) -> None:
         # Without a thread to be had, a foreground read takes the pages from their tier itself.
         with contextlib.suppress(RuntimeError):
-            while self._streams[source] < self._settings.streams:
+            while self._streams[source] < self._settings.prefetch_streams:
                 self._threads.start(functools.partial(self._run, source))
                 self._streams[source] += 1
 
@@ -318,13 +320,13 @@ class Prefetcher:
                 if fits or some_are_late:
                     return True
                 oldest = min((fetch.announced.made for fetch in self._fetches if not fetch.under_way), default=None)
-                lifetime = self._settings.lifetime
+                lifetime = self._settings.prefetch_lifetime
                 self._condition.wait(None if oldest is None else max(0.05, oldest + lifetime - now))
             return False
 
     def _room(self, source: PageStore) -> int:
         """How many of the pages that are planned next, of one announcement, may be fetched now."""
-        plan, buffer = self._plans.get(source), self._settings.buffer
+        plan, buffer = self._plans.get(source), self._settings.prefetch_buffer
         if not plan or self._closing:
             return 0
         size = next(iter(plan.values())).size
@@ -372,7 +374,7 @@ class Prefetcher:
             self._fetching[source] -= len(fetch.keys) * size
             self._drop(fetch, fetch.live - hits)
             # What was dropped while it was under way, was not wanted.
-            self._wasted[fetch.announced] += len(hits - fetch.live)
+            _count(fetch.announced, "wasted", len(hits - fetch.live))
             fetch.unread, fetch.results, fetch.under_way = set(fetch.live), results, False
             self._release(fetch)
             self._dropped()
@@ -398,7 +400,7 @@ class Prefetcher:
                     self._unread(PageBatch(keys, [[fetch.memory[key].data] for key in keys]), fetch.announced)
         finally:
             with self._condition:
-                self._wasted[fetch.announced] += len(late)
+                _count(fetch.announced, "wasted", len(late))
                 fetch.under_way = False
                 self._release(fetch)
                 self._dropped()
@@ -408,7 +410,7 @@ class Prefetcher:
         return bool(self._unread is not None and fetch.unread and self._has_expired(fetch.announced, now))
 
     def _has_expired(self, announced: Announced, now: float) -> bool:
-        return now >= announced.made + self._settings.lifetime
+        return now >= announced.made + self._settings.prefetch_lifetime
 
     # -- under the lock --------------------------------------------------------------------------------------------
 
@@ -448,7 +450,7 @@ class Prefetcher:
             del self._pages[key]
             self._again.pop(key, None)
         if wasted := len(fetch.unread & keys):
-            self._wasted[fetch.announced] += wasted
+            _count(fetch.announced, "wasted", wasted)
             fetch.unread = fetch.unread - keys
         fetch.live = fetch.live - keys
         self._changed = True
@@ -465,14 +467,11 @@ class Prefetcher:
             self._fetches.pop(fetch, None)
 
     def _dropped(self) -> None:
-        """Once after all that may have changed in one go: count it, and wake who waits. Threads that wait come here,
-        too: they must not wake each other for nothing."""
+        """Once after all that may have changed in one go: wake who waits. Threads that wait come here, too: they must
+        not wake each other for nothing."""
         if not self._changed:
             return
         self._changed = False
-        for announced, pages in self._wasted.items():
-            _count(announced, "wasted", pages)
-        self._wasted.clear()
         self._publish_level()
         self._condition.notify_all()
 

@@ -28,8 +28,7 @@ from hicache_ext.errors import StoreClosedError
 from hicache_ext.runtime.background import once_in_background
 from hicache_ext.runtime.linear_cost import LinearCost
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
-from hicache_ext.storage.contract.wrapper import DelegatingStore
+from hicache_ext.storage.contract.store import DelegatingStore, GetResult, PageBatch, PageStore
 
 logger = logging.getLogger(__name__)
 
@@ -321,15 +320,9 @@ class PullRule:
 
     def _read_seconds(self, size: int, found: Mapping[MeasuredStore, int]) -> float | None:
         total = sum(found.values())
-        if not total:
-            return None
-        seconds = 0.0
-        for tier, count in found.items():
-            cost = tier.read_cost.predict(size * count / total)
-            if cost is None:
-                return None
-            seconds += cost
-        return seconds
+        costs = [tier.read_cost.predict(size * count / total) for tier, count in found.items() if count]
+        known = [cost for cost in costs if cost is not None]
+        return sum(known) if known and len(known) == len(costs) else None
 
     def _probe(self, unused: Sequence[MeasuredStore], asked: Asked, keys: Callable[[int], list[bytes]]) -> None:
         """Look up the keys and read a few pages, from each tier of ``unused`` that was not measured lately.

@@ -66,7 +66,11 @@ class Recorder:
         self._seen: OrderedDict[tuple[str, str, int], None] = OrderedDict()
         self._name = secrets.token_hex(4)
         self._files = 0
-        self._file: _File | None = None
+        self._path = self._directory
+        """The file that is being written."""
+        self._size = 0
+        self._encoder: Encoder | None = None
+        """Of that file; None where another one is to begin."""
         self._log = LimitedLog(logger, 60.0)
         self._here = threading.local()
         self._loop = BackgroundLoop("hicache-record", self._step)
@@ -108,10 +112,8 @@ class Recorder:
         seconds = time.monotonic() - self._began
         asked = Asked(seconds, chain, len(pages), answered, _of_run(found, answered), prompt, matched)
         with self._lock:
-            if len(self._queue) >= _MOST_REQUESTS or self._waiting_pages + len(chain) > _MOST_PAGES:
-                fits = False
-            else:
-                fits = True
+            fits = len(self._queue) < _MOST_REQUESTS and self._waiting_pages + len(chain) <= _MOST_PAGES
+            if fits:
                 self._queue.append((rid, asked))
                 self._waiting_pages += len(chain)
         if fits:
@@ -127,7 +129,6 @@ class Recorder:
     def _finish(self) -> None:
         self._loop.stop()
         self._step()
-        self._close_file()
 
     # -- on the thread of the loop -------------------------------------------------------------------------------------
 
@@ -147,7 +148,7 @@ class Recorder:
             self.metrics.add("request", "dropped_disk", len(fresh))
             reason = getattr(error, "strerror", None) or type(error).__name__
             self._log.log(logging.WARNING, "disk", "hicache_ext: nothing is recorded at present: %s", reason)
-            self._close_file()
+            self._encoder = None
         else:
             self.metrics.add("request", "written", len(fresh))
         return math.inf
@@ -164,32 +165,40 @@ class Recorder:
     def _write(self, fresh: Sequence[Asked]) -> None:
         """Raises OSError; then none of them counts as written."""
         tiers = tuple(dict.fromkeys(tier for asked in fresh for tier in asked.found))
-        file, most = self._file, min(_LONGEST_FILE, self._settings.size // _SHARE_OF_A_FILE)
-        if file is not None and (file.is_gone() or file.size >= most or set(tiers) - set(file.tiers)):
-            tiers = tuple(dict.fromkeys((*file.tiers, *tiers)))
-            self._close_file()
-        if self._file is None:
-            self._file = self._new_file(tiers)
-        content = block(b"".join(self._file.encoder.entry(asked) for asked in fresh))
+        encoder, most, header = self._encoder, min(_LONGEST_FILE, self._settings.size // _SHARE_OF_A_FILE), b""
+        # Somebody may have removed the file.
+        if encoder is None or self._size >= most or set(tiers) - set(encoder.tiers) or not self._path.exists():
+            if encoder is not None:
+                tiers = tuple(dict.fromkeys((*encoder.tiers, *tiers)))
+            encoder = self._encoder = Encoder(self._salt, tiers)
+            header = encoder.header(self._wall, self._facts())
+            moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(self._wall + time.monotonic() - self._began))
+            self._files += 1
+            self._path, self._size = self._directory / f"{moment}-{self._name}-{self._files:06d}{SUFFIX}", 0
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        content = header + block(b"".join(encoder.entry(asked) for asked in fresh))
         self._make_room(len(content))
-        self._file.append(content)
+        self._append(content)
 
-    def _new_file(self, tiers: Sequence[str]) -> _File:
-        self._files += 1
-        moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(self._wall + time.monotonic() - self._began))
-        path = self._directory / f"{moment}-{self._name}-{self._files:06d}{SUFFIX}"
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = _File(path, Encoder(self._salt, tiers))
+    def _append(self, content: bytes) -> None:
+        """Raises OSError; then the file ends where it did, or is not to be written to any more."""
+        begin = 0 if self._size else os.O_CREAT | os.O_EXCL
+        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | begin, 0o600)
         try:
-            header = file.encoder.header(self._wall, self._facts())
-            self._make_room(len(header))
-            file.append(header)
+            os.fchmod(fd, 0o600)
+            rest = memoryview(content)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
         except OSError:
-            file.close()
             with contextlib.suppress(OSError):
-                path.unlink()
+                os.ftruncate(fd, self._size)
+                if not self._size:
+                    self._path.unlink()
             raise
-        return file
+        finally:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._size += len(content)
 
     def _make_room(self, wanted: int) -> None:
         """Remove the oldest files until ``wanted`` bytes fit."""
@@ -198,46 +207,9 @@ class Recorder:
         for path, size in sizes.items():
             if total + wanted <= self._settings.size:
                 return
-            if self._file is None or path != self._file.path:
+            if path != self._path:
                 path.unlink(missing_ok=True)
                 total -= size
-
-    def _close_file(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
-
-
-class _File:
-    """A file that grows by whole blocks."""
-
-    def __init__(self, path: Path, encoder: Encoder) -> None:
-        self.path = path
-        self.encoder = encoder
-        self.tiers = encoder.tiers
-        self.size = 0
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        os.fchmod(self._fd, 0o600)
-
-    def append(self, content: bytes) -> None:
-        """Raises OSError; then the file ends where it did, or is not to be written to any more."""
-        rest = memoryview(content)
-        try:
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, self.size)
-            raise
-        self.size += len(content)
-
-    def is_gone(self) -> bool:
-        """Whether somebody has removed it."""
-        return os.fstat(self._fd).st_nlink == 0
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self._fd)
 
 
 def _salt_in(directory: Path) -> bytes:

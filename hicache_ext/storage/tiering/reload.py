@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 from hicache_ext.config import HicacheExtConfig, TierConfig
 from hicache_ext.config.problems import config_error, listed
@@ -21,18 +21,16 @@ from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page.transforms.codec import LOSSY_CODECS
 from hicache_ext.runtime.file_systems import is_on_network
 from hicache_ext.storage.contract import tenants
-from hicache_ext.storage.contract.abilities import Resizable, ability
+from hicache_ext.storage.contract.abilities import Resizable, ability, layers
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import PageStore
-from hicache_ext.storage.tiering.settings import TieringSettings
 from hicache_ext.storage.tiering.tier_handle import TierHandle
-from hicache_ext.storage.tiering.tier_use import tier_use
+from hicache_ext.storage.tiering.tier_use import TieringSettings, tier_use
 from hicache_ext.storage.tiering.tiered import Arrangement, TieredStore
 
 if TYPE_CHECKING:
     from hicache_ext.page.transforms.sealing import Seal
     from hicache_ext.storage.contract.transforming.store import TransformedStore
-    from hicache_ext.storage.guards.pipeline import GuardedStore
     from hicache_ext.storage.tiering.admission import AdmissionSettings
 
 logger = logging.getLogger(__name__)
@@ -297,12 +295,11 @@ def open_live_tiers(configs: Mapping[str, TierConfig], role: str, *, measured: b
             # Through the guards alone, which do not wait for ever.
             undo.callback(store.close)
             # What is off is not imported: here, and below.
-            costs = None
             if measured:
                 from hicache_ext.storage.tiering.pulling import MeasuredStore
 
-                costs = MeasuredStore(store)
-            handle = TierHandle(store, bare=bare, measured=costs)
+                store = MeasuredStore(store)
+            handle = TierHandle(store, bare=bare)
             handle.admit_by(admission_of(config, role))
             handle.config = config
             opened[name] = handle
@@ -314,23 +311,24 @@ def guard(config: TierConfig, bare: PageStore) -> PageStore:
     """``bare`` with its guards as configured, or itself. Raises StoreSetupError."""
     if not _may_have_guards(config):
         return bare
-    from hicache_ext.storage.guards.pipeline import guarded, plan_guards
+    from hicache_ext.storage.guards.pipeline import GuardedStore, plan_guards
 
-    return guarded(bare, plan_guards(config))
+    return GuardedStore(bare, plan_guards(config))
 
 
 def _put_limits(tier: TierHandle, config: TierConfig) -> None:
     """Put the timeout of ``config`` in force. Guards that the tier has stay, with what they know of it."""
-    if tier.guarded is tier.bare:
-        tier.put_guards(guard(config, tier.bare))
+    around: Any = next(layer for layer in layers(tier) if getattr(layer, "inner", None) is tier.bare)
+    if not hasattr(around, "put_limits"):
+        around.inner = guard(config, tier.bare)
         return
     from hicache_ext.storage.guards.pipeline import plan_guards
 
-    cast("GuardedStore", tier.guarded).put_limits(plan_guards(config))
+    around.put_limits(plan_guards(config))
 
 
 def _may_have_guards(config: TierConfig) -> bool:
-    """False for a tier on local disks of which nothing else was asked: ``plan_guards`` would plan none for it."""
+    """False for a tier on local disks of which nothing else was asked: its reads go straight into host pages."""
     on_network = config.remote or any(is_on_network(path) for path in config.directories())
     return on_network or config.timeout not in (None, math.inf)
 
@@ -348,12 +346,14 @@ def arrange(config: HicacheExtConfig, tiers: Mapping[str, TierHandle]) -> Arrang
 
 
 def admission_of(config: TierConfig, role: str) -> AdmissionSettings | None:
-    """What decides which pages the tier is given; None where it is given all."""
-    if config.admission == "all" and config.write_budget is None:
+    """What decides which pages the tier is given; None where it is given all. A decode node learns nothing: it never
+    sees who reads its pages."""
+    budget, learned = config.write_budget, config.admission == "learned" and role != "decode"
+    if not learned and budget is None:
         return None
     from hicache_ext.storage.tiering.admission import AdmissionSettings
 
-    return AdmissionSettings.of(config, role)
+    return AdmissionSettings(learned, None if budget is None else budget / config.writers, config.writers)
 
 
 def _open(name: str, config: TierConfig) -> PageStore:

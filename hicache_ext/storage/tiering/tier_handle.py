@@ -26,10 +26,9 @@ from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.threads import call_within
 from hicache_ext.storage.contract.abilities import clear_or_raise
 from hicache_ext.storage.contract.base import leading
-from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
-from hicache_ext.storage.contract.wrapper import DelegatingStore
-from hicache_ext.storage.tiering.generations import StillWanted, always, of_identities
-from hicache_ext.storage.tiering.settings import QueueSettings
+from hicache_ext.storage.contract.store import DelegatingStore, GetResult, PageBatch, PageStore, SetResult, StoreInfo
+from hicache_ext.storage.tiering.background_work import StillWanted, always, of_identities
+from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.write_behind import PromotionQueue, WriteBehind
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ _UNKNOWN = ("error", "timeout", "rejected", "failure")
 class Work:
     """Something of administration."""
 
-    carry_out: Callable[[PageStore], int]
+    carry_out: Callable[[PageStore], int | None]
     clears: bool = False
     digests: set[bytes] | None = None
     """Of a clear(), the identities that are absent until it is done; None: all."""
@@ -68,47 +67,29 @@ class TierHandle(DelegatingStore):
     """The one in force, of a tier that was opened by one."""
 
     def __init__(
-        self,
-        store: PageStore,
-        *,
-        bare: PageStore | None = None,
-        measured: DelegatingStore | None = None,
-        queue: QueueSettings | None = None,
-        promotions: QueueSettings | None = None,
-        before_promotion: Callable[[], None] = lambda: None,
+        self, store: PageStore, *, bare: PageStore | None = None, settings: TieringSettings | None = None
     ) -> None:
-        """``store`` with its guards, ``bare`` without them, ``measured`` around ``store``. Owns them."""
-        super().__init__(store if measured is None else measured)
-        self._around_guards: DelegatingStore = self if measured is None else measured
+        """``store`` with all that is around it, ``bare`` without. Owns them."""
+        super().__init__(store)
         self.bare = bare if bare is not None else store
-        self.before_promotion = before_promotion
+        self.before_promotion: Callable[[], None] = lambda: None
         """Waits until promotions may go on [the queue's thread]."""
         self._lock = threading.Lock()
         self.hidden: frozenset[bytes] = frozenset()
         """Pages that were written when they were cleared or removed: absent until they are removed again."""
         self._work: list[Work] = []
+        """What is not done yet. Replaced as a whole, and so are the identities of a clear(): calls look at it."""
         self._carried_out: Work | None = None
         """What the thread is at."""
-        self._clears_all = False
-        self._cleared: frozenset[bytes] = frozenset()
-        """Identities, or all, of which a clear() waits or is under way."""
         self._closed = False
         self._log = LimitedLog(logger, 60.0)
         self.admission: Admission | None = None
         """What decides which pages are written; None: all."""
-        self.writes = WriteBehind(self, queue or QueueSettings(), queue="async", waits=True)
-        self.promotions = PromotionQueue(self, promotions or QueueSettings(), lambda: self.before_promotion())
+        self._settings = settings = settings or TieringSettings()
+        self.writes = WriteBehind(self, settings.store_buffer, queue="async", waits=True)
+        self.promotions = PromotionQueue(self, settings.promotion_buffer, lambda: self.before_promotion())
         self._administration = BackgroundLoop(f"hicache-{store.name}-admin", self._administer, _ADMINISTRATION)
         self._removals = BackgroundLoop(f"hicache-{store.name}-removals", self._remove_hidden, _REMOVALS)
-
-    @property
-    def guarded(self) -> PageStore:
-        """``bare`` with its guards, if it has any."""
-        return self._around_guards.inner
-
-    def put_guards(self, store: PageStore) -> None:
-        """``bare``, which had none, has guards now: calls from now on go through them."""
-        self._around_guards.inner = store
 
     def admit_by(self, settings: AdmissionSettings | None) -> None:
         """From now on. What was learnt stays, where nothing has changed."""
@@ -126,9 +107,9 @@ class TierHandle(DelegatingStore):
         how = "learned" if self.admission.settings.learned else "within the budget"
         return replace(info, details={**info.details, "admission": how})
 
-    def configure(self, queue: QueueSettings, promotions: QueueSettings) -> None:
-        self.writes.configure(queue)
-        self.promotions.configure(promotions)
+    def configure(self, settings: TieringSettings) -> None:
+        self._settings = settings
+        self.writes.capacity, self.promotions.capacity = settings.store_buffer, settings.promotion_buffer
 
     # -- pages -----------------------------------------------------------------------------------------------------
 
@@ -167,8 +148,11 @@ class TierHandle(DelegatingStore):
         clear() of it is under way."""
         # First the queue: a page that leaves it meanwhile is in the store.
         queued = [(key, self.writes.payload(key)) for key in keys]
-        hidden, everything, cleared = self.hidden, self._clears_all, self._cleared
-        if (everything or cleared) and not self._administration.running:
+        hidden = self.hidden
+        clears = [work.digests for work in self._work if work.clears]
+        everything = None in clears
+        cleared = frozenset().union(*[digests for digests in clears if digests is not None])
+        if clears and not self._administration.running:
             # There was no thread to be had when it began.
             self._administration.wake()
         return [(key, load, key in hidden, everything or key[:IDENTITY_LENGTH] in cleared) for key, load in queued]
@@ -236,7 +220,12 @@ class TierHandle(DelegatingStore):
     def _has_more_to_say(self) -> bool:
         """Whether what the store answers is not all. Pages leave a queue once the store has them, so that this may be
         looked at without a lock."""
-        return bool(self.hidden or self._clears_all or self._cleared or len(self.writes) or self._closed)
+        return bool(self.hidden or self._clears or len(self.writes) or self._closed)
+
+    @property
+    def _clears(self) -> bool:
+        """Whether a clear() waits or is under way."""
+        return any(work.clears for work in self._work)
 
     # -- administration --------------------------------------------------------------------------------------------
 
@@ -245,12 +234,7 @@ class TierHandle(DelegatingStore):
 
     def begin_register(self, digest: bytes, document: dict[str, Any]) -> Work:
         """Does not wait."""
-
-        def register(store: PageStore) -> int:
-            store.register_identity(digest, document)
-            return 0
-
-        return self._have_done(Work(register))
+        return self._have_done(Work(lambda store: store.register_identity(digest, document)))
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
         return self.wait_for(self.begin_clear(digests))
@@ -260,7 +244,12 @@ class TierHandle(DelegatingStore):
         wanted = of_identities(digests)
         self._hide_late_writes(wanted)
         queued = self.writes.forget(wanted) | self.promotions.forget(wanted)
-        work = Work(lambda store: _clear(store, work), clears=True, digests=None if digests is None else set(digests))
+
+        def clear(store: PageStore) -> int:
+            # Nothing is added to its identities any more.
+            return clear_or_raise(store, None if work.digests is None else list(work.digests))
+
+        work = Work(clear, clears=True, digests=None if digests is None else set(digests))
         # Its pages leave with the queue, not with the store; who counts pages of both counts them once.
         work.answer = len({key[:IDENTITY_LENGTH] for key in queued})
         return self._have_done(work)
@@ -281,22 +270,15 @@ class TierHandle(DelegatingStore):
                 if last.digests is None or work.digests is None:
                     last.digests = None
                 else:
-                    last.digests |= work.digests
+                    last.digests = last.digests | work.digests
                 last.answer = max(last.answer, work.answer)
                 work = last
             else:
                 self._work = [*self._work, work]
-            self._note_clears()
         if not self._administration.wake() and not must_answer_at_once():
             # No thread to be had: better slow than never.
             self._administer()
         return work
-
-    def _note_clears(self) -> None:
-        """The lock is held."""
-        clears = [work.digests for work in self._work if work.clears]
-        self._clears_all = None in clears
-        self._cleared = frozenset().union(*[digests for digests in clears if digests is not None])
 
     def _administer(self) -> Retry | None:
         """Carry out what waits, in order. What fails is tried again, and so is what comes behind it."""
@@ -304,7 +286,7 @@ class TierHandle(DelegatingStore):
             with self._lock:
                 work = self._carried_out = self._work[0]
             try:
-                answer = work.carry_out(self.bare)
+                answer = work.carry_out(self.bare) or 0
             except StoreClosedError:
                 answer = 0
             except Exception as error:  # noqa: BLE001 - a store that breaks its promise is asked again
@@ -318,7 +300,6 @@ class TierHandle(DelegatingStore):
             with self._lock:
                 work.answer = max(work.answer, answer)
                 self._work, self._carried_out = self._work[1:], None
-                self._note_clears()
             work.done.set()
             self.writes.go_on()
         return None
@@ -331,7 +312,7 @@ class TierHandle(DelegatingStore):
 
     def may_write(self) -> bool:
         """Whether pages may be written now: not while a clear() that came before them is under way."""
-        return not (self._clears_all or self._cleared)
+        return not self._clears
 
     def hide(self, keys: Iterable[bytes]) -> None:
         """These pages are being written and must not be seen: they are removed again after the write."""
@@ -419,11 +400,5 @@ class TierHandle(DelegatingStore):
             call.result()
 
     def close(self) -> None:
-        drain = time.monotonic() + self.writes.settings.drain
+        drain = time.monotonic() + self._settings.drain
         self.end_by(drain, drain + 1.0)
-
-
-def _clear(store: PageStore, work: Work) -> int:
-    # Nothing is added to it any more.
-    digests = work.digests
-    return clear_or_raise(store, None if digests is None else list(digests))

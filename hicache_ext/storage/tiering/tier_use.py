@@ -9,7 +9,7 @@ Reasons: docs/decisions/several-tiers.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hicache_ext.config import HicacheExtConfig
@@ -81,3 +81,34 @@ def _policy(name: str, config: HicacheExtConfig, sharing: Mapping[str, Sharing])
     if config.role != "decode" and sharing[name].shared and private is not None:
         return "async", f"default: shared, behind {private}"
     return "sync", "default"
+
+
+PROMOTION_BUFFER = 128 << 20
+"""Bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TieringSettings:
+    """Limits of what ``TieredStore`` does in the background, per process: bytes and seconds. See docs/tiers.md."""
+
+    async_tiers: frozenset[str] = frozenset()
+    """Names of the stores that are written in the background."""
+    store_buffer: int = 256 << 20
+    """Payload that waits to be written to one of them."""
+    promotion_buffer: int = PROMOTION_BUFFER
+    drain: float = 5.0
+    """How long close() goes on writing."""
+    prefetch_buffer: int = 256 << 20
+    """0: no prefetch."""
+    prefetch_lifetime: float = 30.0
+    prefetch_streams: int = 4
+    """Calls on each far tier simultaneously."""
+
+    @classmethod
+    def of(cls, config: HicacheExtConfig, async_tiers: Iterable[str]) -> TieringSettings:
+        return cls(
+            async_tiers=frozenset(async_tiers),
+            store_buffer=config.background.store_buffer,
+            drain=config.background.drain,
+            prefetch_buffer=config.prefetch.buffer,
+        )

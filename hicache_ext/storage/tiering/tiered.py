@@ -40,10 +40,9 @@ from hicache_ext.storage.contract.store import (
     identity_of,
 )
 from hicache_ext.storage.tiering import observers
-from hicache_ext.storage.tiering.generations import Generations, of_identities
-from hicache_ext.storage.tiering.io_priority import IoPriority
-from hicache_ext.storage.tiering.settings import TieringSettings
+from hicache_ext.storage.tiering.background_work import Generations, IoPriority, of_identities
 from hicache_ext.storage.tiering.tier_handle import ADMINISTRATION_WAIT, TierHandle, Work
+from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.write_behind import PROMOTION_PATIENCE
 
 if TYPE_CHECKING:
@@ -158,8 +157,7 @@ class TieredStore:
         if arrangement.only_tier is None and self._prefetcher is None:
             from hicache_ext.storage.tiering.prefetch import Prefetcher
 
-            settings = arrangement.settings.prefetch
-            self._prefetcher = Prefetcher(settings, self._gate, self._metrics, unread=self._promote_unread)
+            self._prefetcher = Prefetcher(arrangement.settings, self._gate, self._metrics, unread=self._promote_unread)
 
     # -- which tiers -----------------------------------------------------------------------------------------------
 
@@ -198,10 +196,10 @@ class TieredStore:
     def _configure(self, arrangement: Arrangement) -> None:
         settings = arrangement.settings
         if self._prefetcher is not None:
-            self._prefetcher.configure(settings.prefetch, len(arrangement.retrieve) - arrangement.inner_tiers)
+            self._prefetcher.configure(settings, len(arrangement.retrieve) - arrangement.inner_tiers)
         for tier in arrangement.tiers:
             tier.before_promotion = lambda: self._gate.wait_until_idle(PROMOTION_PATIENCE)
-            tier.configure(settings.store_queue, settings.promotion_queue)
+            tier.configure(settings)
         for tier in arrangement.later:
             tier.writes.declare()
         if arrangement.promote_to is not None:
@@ -406,7 +404,7 @@ class TieredStore:
         places = places[: leading((places >= 0).tolist())]
         self._count_found(keys, dict(enumerate(np.bincount(places).tolist())), arrangement)
         arrangement.looked_up(keys, len(places))
-        if len(places) and arrangement.settings.prefetch.buffer:
+        if len(places) and arrangement.settings.prefetch_buffer:
             for number in range(arrangement.inner_tiers, len(arrangement.retrieve)):
                 here = chosen_keys(keys, np.flatnonzero(places == number))
                 identities = identities_of(here) if len(here) else []
@@ -509,28 +507,25 @@ class TieredStore:
         Takes as much memory as the pages are long. Waits for foreground reads and for tiers: not for SGLang's threads.
         """
         with self._entered() as arrangement:
-            return self._bring_inward(keys, arrangement)
-
-    def _bring_inward(self, keys: Sequence[bytes], arrangement: Arrangement) -> Counter[str]:
-        target = arrangement.promote_to
-        size = self._page_bytes.get(identity_of(keys), 0) if keys else 0
-        if target is None or not size:
-            return Counter(dropped=len(keys))
-        still_wanted = self._generations.moment()
-        target.promotions.wait_until_written(_PATIENCE)
-        self._gate.wait_for_quiet(_PATIENCE)
-        here = self._call(target, "contains", target.contains, keys, [False] * len(keys))
-        missing = [key for key, known in zip(keys, here, strict=True) if not known]
-        read = _Read(PageBatch(missing, [[memoryview(bytearray(size))] for _ in missing]), arrangement)
-        for number in range(arrangement.inner_tiers, len(arrangement.retrieve)):
-            positions = [p for p, result in enumerate(read.results) if result is not GetResult.HIT]
-            if positions:
-                # Not _read_tier: this is no foreground read.
-                tier, failed = arrangement.retrieve[number], [GetResult.ERROR] * len(positions)
-                results = self._call(tier, "get", tier.get, read.batch.select(positions), failed)
-                read.note(positions, number, results)
-        leading = _leading_hits(read.results)
-        taken = target.promotions.promote(read.batch, list(range(leading)), still_wanted) if leading else 0
+            target = arrangement.promote_to
+            size = self._page_bytes.get(identity_of(keys), 0) if keys else 0
+            if target is None or not size:
+                return Counter(dropped=len(keys))
+            still_wanted = self._generations.moment()
+            target.promotions.wait_until_written(_PATIENCE)
+            self._gate.wait_for_quiet(_PATIENCE)
+            here = self._call(target, "contains", target.contains, keys, [False] * len(keys))
+            missing = [key for key, known in zip(keys, here, strict=True) if not known]
+            read = _Read(PageBatch(missing, [[memoryview(bytearray(size))] for _ in missing]), arrangement)
+            for number in range(arrangement.inner_tiers, len(arrangement.retrieve)):
+                positions = [p for p, result in enumerate(read.results) if result is not GetResult.HIT]
+                if positions:
+                    # Not _read_tier: this is no foreground read.
+                    tier, failed = arrangement.retrieve[number], [GetResult.ERROR] * len(positions)
+                    results = self._call(tier, "get", tier.get, read.batch.select(positions), failed)
+                    read.note(positions, number, results)
+            leading = _leading_hits(read.results)
+            taken = target.promotions.promote(read.batch, list(range(leading)), still_wanted) if leading else 0
         return Counter(
             present=len(keys) - len(missing),
             fetched=taken,
@@ -603,7 +598,7 @@ class TieredStore:
                 return
             self._closed = True
             arrangement = self._arrangement
-        drain = time.monotonic() + arrangement.settings.store_queue.drain
+        drain = time.monotonic() + arrangement.settings.drain
         longest = drain + _CLOSE_WAIT
         # What waits for the background does so no more.
         self._gate.close()
@@ -649,15 +644,8 @@ class TieredStore:
             raise
         except BaseException as error:  # noqa: BLE001 - also a panic inside a client library
             tier.metrics.add("failure", operation)
-            self._log.log(
-                logging.ERROR,
-                f"{tier.name} {operation} {type(error).__name__}",
-                "hicache_ext: tier %s, %s: %r",
-                tier.name,
-                operation,
-                error,
-                exc_info=error,
-            )
+            kind, words = f"{tier.name} {operation} {type(error).__name__}", "hicache_ext: tier %s, %s: %r"
+            self._log.log(logging.ERROR, kind, words, tier.name, operation, error, exc_info=error)
             return otherwise
         finally:
             tier.metrics.observe(operation, time.perf_counter() - started)

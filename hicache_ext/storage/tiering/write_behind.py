@@ -13,7 +13,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
@@ -22,8 +21,7 @@ from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.base import one_for_each
 from hicache_ext.storage.contract.store import PageBatch, SetResult, counted
-from hicache_ext.storage.tiering.generations import StillWanted, always
-from hicache_ext.storage.tiering.settings import QueueSettings
+from hicache_ext.storage.tiering.background_work import StillWanted, always
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +57,6 @@ class QueueOwner(Protocol):
     def may_write(self) -> bool: ...
 
 
-@dataclass(slots=True)
-class _Refusals:
-    since: float
-    while_others_were_taken: int = 0
-
-
 class WriteBehind:
     """Pages to be written to one tier, in order, each key once. Thread-safe. Its thread starts with the first page.
 
@@ -75,7 +67,7 @@ class WriteBehind:
     def __init__(
         self,
         tier: QueueOwner,
-        settings: QueueSettings,
+        capacity: int,
         *,
         queue: str,
         waits: bool,
@@ -84,7 +76,8 @@ class WriteBehind:
         """``waits``: pages that the tier refuses stay and are offered to it again. ``before_batch`` is called before
         each batch is taken, and may wait."""
         self._tier = tier
-        self._settings = settings
+        self.capacity = capacity
+        """Bytes of payload, for offers that begin from now on. What waits stays, also above a smaller one."""
         self._queue = queue
         self._waits = waits
         self._before_batch = before_batch
@@ -93,7 +86,8 @@ class WriteBehind:
         """Key -> payload, oldest first, including the batch under way."""
         self._bytes = 0
         self._under_way: set[bytes] = set()
-        self._refused: dict[bytes, _Refusals] = {}
+        self._refused: dict[bytes, tuple[float, int]] = {}
+        """Since when the tier refuses a page, and how often it did while it took others."""
         self._refusals_in_a_row = 0
         self._batches_taken = 0
         self._space_wait = _FIRST_SPACE_WAIT
@@ -106,14 +100,6 @@ class WriteBehind:
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-    @property
-    def settings(self) -> QueueSettings:
-        return self._settings
-
-    def configure(self, settings: QueueSettings) -> None:
-        """From now on. What waits stays, also above a smaller ``capacity``."""
-        self._settings = settings
 
     def declare(self) -> None:
         """The queue is in use: its levels are there from now on."""
@@ -139,14 +125,14 @@ class WriteBehind:
                     key, size = keys[at], sizes[at]
                     if held >= _COPIED_AT_ONCE:
                         break
-                    if key not in self._waiting and self._bytes + size > self._settings.capacity:
+                    if key not in self._waiting and self._bytes + size > self.capacity:
                         if reserved:
                             # The queue moves only with what is in it.
                             break
                         self._wait_for_space(size)
                     if key in self._waiting:
                         results[at] = SetResult.REJECTED if key in self._tier.hidden else SetResult.EXISTS
-                    elif not self._closing and self._bytes + size <= self._settings.capacity:
+                    elif not self._closing and self._bytes + size <= self.capacity:
                         self._bytes += size
                         held += size
                         reserved.append(at)
@@ -181,7 +167,7 @@ class WriteBehind:
 
     def _wait_for_space(self, size: int) -> None:
         """While the queue moves. The condition is held."""
-        capacity = self._settings.capacity
+        capacity = self.capacity
         if not self._waits or size > capacity:
             return
         taken, deadline = self._batches_taken, time.monotonic() + self._space_wait
@@ -244,12 +230,8 @@ class WriteBehind:
         self._loop.stop(max(0.0, longest - time.monotonic()))
         with self._condition:
             if self._waiting:
-                logger.warning(
-                    "hicache_ext: tier %s: %d pages that waited to be written (%s) were dropped at the end",
-                    self._tier.name,
-                    len(self._waiting),
-                    self._queue,
-                )
+                words = "hicache_ext: tier %s: %d pages that waited to be written (%s) were dropped at the end"
+                logger.warning(words, self._tier.name, len(self._waiting), self._queue)
                 self._tier.metrics.add("dropped_pages", self._queue, len(self._waiting))
             self._waiting.clear()
             self._refused.clear()
@@ -284,16 +266,9 @@ class WriteBehind:
         try:
             results = one_for_each(self._tier.write_queued(batch), len(batch))
         except Exception as error:  # noqa: BLE001 - a store that breaks its promise is a store that failed
-            self._log.log(
-                logging.WARNING,
-                "raised",
-                "hicache_ext: tier %s: writing %d queued pages (%s) raised %r",
-                self._tier.name,
-                len(batch),
-                self._queue,
-                error,
-                exc_info=error,
-            )
+            words = "hicache_ext: tier %s: writing %d queued pages (%s) raised %r"
+            facts = self._tier.name, len(batch), self._queue, error
+            self._log.log(logging.WARNING, "raised", words, *facts, exc_info=error)
             results = [SetResult.ERROR] * len(batch)
         self._written(results)
         with self._condition:
@@ -316,7 +291,9 @@ class WriteBehind:
         if dropped:
             self._tier.metrics.add("dropped_pages", f"{self._queue}_failed", dropped)
         if waits:
-            self._say_that_it_waits(results)
+            answers = ", ".join(f"{count} {result}" for result, count in counted(results).items())
+            words = "hicache_ext: tier %s takes no pages (%s); %d wait for it"
+            self._log.log(logging.WARNING, "waits", words, self._tier.name, answers, len(self._waiting))
         return not waits
 
     def _settle(self, keys: Sequence[bytes], results: Sequence[SetResult], taken: bool) -> int:
@@ -330,29 +307,16 @@ class WriteBehind:
         for key, result in waiting:
             if key not in self._waiting:
                 continue
-            refusals = self._refused.setdefault(key, _Refusals(now))
-            refusals.while_others_were_taken += taken and result is SetResult.REJECTED
-            if (
-                not self._waits
-                or refusals.while_others_were_taken >= _MOST_REFUSALS
-                or now - refusals.since > _LONGEST_WAIT
-            ):
+            since, refusals = self._refused.get(key, (now, 0))
+            refusals += taken and result is SetResult.REJECTED
+            self._refused[key] = since, refusals
+            if not self._waits or refusals >= _MOST_REFUSALS or now - since > _LONGEST_WAIT:
                 self._drop([key])
                 dropped += 1
             else:
                 # Behind the others: a page that the tier never takes must not be in their way.
                 self._waiting[key] = self._waiting.pop(key)
         return dropped
-
-    def _say_that_it_waits(self, results: Sequence[SetResult]) -> None:
-        self._log.log(
-            logging.WARNING,
-            "waits",
-            "hicache_ext: tier %s takes no pages (%s); %d wait for it",
-            self._tier.name,
-            ", ".join(f"{count} {result}" for result, count in counted(results).items()),
-            len(self._waiting),
-        )
 
     def _written(self, results: Sequence[SetResult]) -> None:
         """Count how the pages of a batch were written, beside what is counted here."""
@@ -379,8 +343,8 @@ class PromotionQueue(WriteBehind):
     already), dropped (queue full, or cleared meanwhile), and then stored, exists or failed.
     """
 
-    def __init__(self, tier: QueueOwner, settings: QueueSettings, wait_for_quiet: Callable[[], None]) -> None:
-        super().__init__(tier, settings, queue="promotion", waits=False, before_batch=wait_for_quiet)
+    def __init__(self, tier: QueueOwner, capacity: int, wait_for_quiet: Callable[[], None]) -> None:
+        super().__init__(tier, capacity, queue="promotion", waits=False, before_batch=wait_for_quiet)
 
     def promote(self, batch: PageBatch, positions: Sequence[int], still_wanted: StillWanted) -> int:
         """Queue the pages at ``positions``, which were read; their bytes are copied before this returns.

@@ -14,8 +14,9 @@ from hicache_ext.storage.contract.reports import TierReports
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.opening import server_view
 from hicache_ext.storage.tiering.admission import Admission, AdmissionSettings, WriteBudget
-from hicache_ext.storage.tiering.settings import TieringSettings
+from hicache_ext.storage.tiering.reload import admission_of
 from hicache_ext.storage.tiering.tier_handle import TierHandle
+from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.tiered import Arrangement, TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
@@ -221,18 +222,18 @@ def _tier(**settings: object) -> TierConfig:
 
 
 def test_ranks_share_the_budget_and_the_capacity() -> None:
-    assert AdmissionSettings.of(_tier(admission="learned", write_budget="400MB/s"), "prefill") == AdmissionSettings(
+    assert admission_of(_tier(admission="learned", write_budget="400MB/s"), "prefill") == AdmissionSettings(
         learned=True, budget=1e8, writers=4
     )
 
 
 def test_a_tier_that_writes_everything_has_no_admission() -> None:
-    assert AdmissionSettings.of(_tier(), "both") is None
+    assert admission_of(_tier(), "both") is None
 
 
 def test_a_decode_node_learns_nothing_and_keeps_its_budget() -> None:
-    assert AdmissionSettings.of(_tier(admission="learned"), "decode") is None
-    settings = AdmissionSettings.of(_tier(admission="learned", write_budget="3.456TB/day"), "decode")
+    assert admission_of(_tier(admission="learned"), "decode") is None
+    settings = admission_of(_tier(admission="learned", write_budget="3.456TB/day"), "decode")
     assert settings == AdmissionSettings(learned=False, budget=1e7, writers=4)
 
 

@@ -52,21 +52,21 @@ def test_a_page_counts_where_all_its_parts_are_and_the_medium_is_that_of_the_tie
     near = ListingStore("near", {IDENTITY: [3, 1, 2, 3], OTHER_IDENTITY: [2, 3, 9]})
     far = ListingStore("far", {IDENTITY: [7], OTHER_IDENTITY: [7]}, shared=True)
     silent = MemoryPageStore("silent")
-    found = blocks_in([near, far, silent], [IDENTITY, OTHER_IDENTITY], MEDIA)
+    found = blocks_in([near, far, silent], [IDENTITY, OTHER_IDENTITY], **MEDIA)
     assert {medium: of.tolist() for medium, of in found.items()} == {"DISK": [2, 3], "EXTERNAL": [7]}
 
 
 def test_a_page_in_two_tiers_of_one_medium_is_told_once_and_goes_with_the_second():
     first, second = ListingStore("first", {IDENTITY: [1]}), ListingStore("second", {IDENTITY: [1]})
-    both = blocks_in([first, second], [IDENTITY], MEDIA)
+    both = blocks_in([first, second], [IDENTITY], **MEDIA)
     assert {medium: of.tolist() for medium, of in both.items()} == {"DISK": [1]}
     first.held = {}
-    one = blocks_in([first, second], [IDENTITY], MEDIA)
+    one = blocks_in([first, second], [IDENTITY], **MEDIA)
     assert list(changes_between(both, one)) == []
     second.held = {}
-    (change,) = changes_between(one, blocks_in([first, second], [IDENTITY], MEDIA))
+    (change,) = changes_between(one, blocks_in([first, second], [IDENTITY], **MEDIA))
     assert (change.kind, list(change.blocks)) == (Kind.REMOVED, [1])
 
 
 def test_without_an_identity_nothing_is_stored():
-    assert blocks_in([ListingStore("near", {b"": [1]})], [], MEDIA) == {}
+    assert blocks_in([ListingStore("near", {b"": [1]})], [], **MEDIA) == {}

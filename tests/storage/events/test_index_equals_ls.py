@@ -29,7 +29,7 @@ ROUNDS = OPERATIONS // PER_ROUND
 
 
 def _publish(config: EventsConfig, store: SpreadStore) -> EventPublisher:
-    return publisher(config, lambda: blocks_in([store], [IDENTITY], MEDIA))
+    return publisher(config, lambda: blocks_in([store], [IDENTITY], **MEDIA))
 
 
 def _end_abruptly(opened: EventPublisher) -> None:

@@ -12,7 +12,7 @@ from hicache_ext.config import RemoteTierConfig
 from hicache_ext.config.schema import Allowed
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.guards import pipeline
-from hicache_ext.storage.guards.breaker import BreakerSettings
+from hicache_ext.storage.guards.breaker import TierBreaker
 from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan
 from hicache_ext.testing.conformance.pages import IDENTITY, page_key
 from tests.rigs.faults import BeforeEachCall
@@ -39,10 +39,21 @@ class Clock:
 
 
 def guard(store: PageStore, *, clock: Clock | None = None, **plan: Any) -> GuardedStore:
-    """``store`` behind the guards of this plan. Time passes by ``clock``, if there is one."""
-    if clock is None:
-        return GuardedStore(store, GuardPlan(**plan))
-    return GuardedStore(store, GuardPlan(**plan), clock=clock, sleep=clock.sleep)
+    """``store`` behind the guards of this plan. Time passes by ``clock``, if there is one. Where the plan says nothing
+    of the breaker, it never opens: other guards are tested without it."""
+    timing: dict[str, Any] = {} if clock is None else {"clock": clock, "sleep": clock.sleep}
+    guards = GuardedStore(store, GuardPlan(**plan), **timing)
+    if not {"slow_call", "probe_interval", "slow_start"} & plan.keys():
+        guards.breaker = _NeverOpens(store, lambda batch: [GetResult.ERROR], lambda key: False)
+    return guards
+
+
+class _NeverOpens(TierBreaker):
+    def record(self, *_: Any) -> None: ...
+
+    def record_read(self, *_: Any) -> None: ...
+
+    def record_write(self, *_: Any) -> None: ...
 
 
 def set_timeout(store: GuardedStore, seconds: float) -> None:
@@ -53,7 +64,7 @@ def set_timeout(store: GuardedStore, seconds: float) -> None:
 
 def configured_breakers_have(monkeypatch: pytest.MonkeyPatch, **settings: float) -> None:
     """Breakers of tiers that are opened from now on have these settings, which no key sets."""
-    monkeypatch.setattr(pipeline, "BreakerSettings", functools.partial(BreakerSettings, **settings))
+    monkeypatch.setattr(pipeline, "GuardPlan", functools.partial(GuardPlan, **settings))
 
 
 class HungStore(BeforeEachCall):

@@ -23,10 +23,9 @@ from hicache_ext.page import envelope
 from hicache_ext.runtime.breaker import BreakerState
 from hicache_ext.runtime.call_deadline import answering_at_once
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.guards.breaker import BreakerSettings
-from hicache_ext.storage.guards.deadline import Deadline
-from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan, guarded
-from hicache_ext.storage.tiering.settings import PrefetchSettings, QueueSettings, TieringSettings
+from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan
+from hicache_ext.storage.guards.time_limits import Deadline
+from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.tiered import Arrangement as TierArrangement
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
@@ -44,7 +43,9 @@ _PLAN = GuardPlan(
     timeout=0.008,
     bounce_memory=16 * 4096,
     retries=1,
-    breaker=BreakerSettings(slow_call=0.004, probe_interval=0.002, slow_start=0.004),
+    slow_call=0.004,
+    probe_interval=0.002,
+    slow_start=0.004,
     concurrency=3,
     exists_budget=0.002,
 )
@@ -71,9 +72,12 @@ class Arrangement:
         drain = 0.02 if self.ends_badly else 5.0
         return TieringSettings(
             async_tiers=self.background_writes,
-            store_queue=QueueSettings(capacity=5 * _SIZE, drain=drain),
-            promotion_queue=QueueSettings(capacity=3 * _SIZE, drain=drain),
-            prefetch=PrefetchSettings(buffer=4 * _SIZE if self.prefetches else 0, lifetime=_LIFETIME, streams=2),
+            store_buffer=5 * _SIZE,
+            drain=drain,
+            promotion_buffer=3 * _SIZE,
+            prefetch_buffer=4 * _SIZE if self.prefetches else 0,
+            prefetch_lifetime=_LIFETIME,
+            prefetch_streams=2,
         )
 
     def open(self, near: PageStore, far: PageStore) -> TieredStore:
@@ -220,7 +224,9 @@ class TiersMachine(RuleBasedStateMachine):
     @initialize(keys=_keys, arrangement=_arrangements)
     def begins_with_pages(self, keys: list[bytes], arrangement: Arrangement) -> None:
         self.arrangement = arrangement
-        self.tiers: list[PageStore] = [guarded(store, _PLAN) if arrangement.guards else store for store in self.faulty]
+        self.tiers: list[PageStore] = [
+            GuardedStore(store, _PLAN) if arrangement.guards else store for store in self.faulty
+        ]
         self.store = arrangement.open(*self.tiers)
         self.background_writes = arrangement.background_writes
         self.quiet = True
@@ -471,5 +477,5 @@ def _deadline(store: PageStore) -> Deadline:
 
 
 def _breaker_state(store: PageStore) -> BreakerState:
-    assert isinstance(store, GuardedStore) and store.breaker is not None
+    assert isinstance(store, GuardedStore)
     return store.breaker.state

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -14,7 +13,7 @@ from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import BreakerState, WritePause
 from hicache_ext.storage.contract.base import TierStore
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.guards.breaker import _LEARNT, LONGEST_PROBE_INTERVAL, BreakerSettings, Outcome, TierBreaker
+from hicache_ext.storage.guards.breaker import _LEARNT, LONGEST_PROBE_INTERVAL, Outcome, TierBreaker
 from hicache_ext.storage.guards.pipeline import GuardedStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import HostPages, assert_hits, page_keys, read_pages, store_pages
@@ -40,8 +39,8 @@ class Noting(TierBreaker):
 
     def __init__(self, clock: Clock, changes: list[tuple[BreakerState, str]], slow_start: float = 10.0) -> None:
         self._changes = changes
-        settings = BreakerSettings(slow_start=slow_start)
-        super().__init__(MemoryPageStore("none"), settings, lambda batch: [GetResult.ERROR], lambda key: False, clock)
+        probes = lambda batch: [GetResult.ERROR], lambda key: False
+        super().__init__(MemoryPageStore("none"), *probes, slow_start=slow_start, clock=clock)
 
     def _changed(self, state: BreakerState, reason: str) -> None:
         self._changes.append((state, reason))
@@ -152,7 +151,7 @@ def test_without_a_slow_start_a_recovered_tier_is_in_full_use(clock: Clock) -> N
 
 # -- the store ---------------------------------------------------------------------------------------------------------
 
-QUICK = BreakerSettings(probe_interval=0.02, slow_start=0.05)
+QUICK = {"probe_interval": 0.02, "slow_start": 0.05}
 
 
 @pytest.fixture
@@ -166,7 +165,7 @@ def test_a_dead_store_costs_one_deadline_and_comes_back_by_itself(
     hung: HungStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = set(threading.enumerate())
-    store = guard(hung, timeout=60.0, bounce_memory=1 << 20, breaker=QUICK)
+    store = guard(hung, timeout=60.0, bounce_memory=1 << 20, **QUICK)
     store_pages(store, [KEY])
     hung.hang()
     set_timeout(store, 0.1)
@@ -202,7 +201,7 @@ def test_probes_touch_neither_host_pages_nor_the_callers_thread() -> None:
 
     inner.get = get  # type: ignore[method-assign]
     failing = FailingStore(inner)
-    store = guard(failing, breaker=QUICK)
+    store = guard(failing, **QUICK)
     pages = HostPages([[100]], fill=0x77)
     before = pages.snapshot()
     for _ in range(3):
@@ -217,7 +216,7 @@ def test_probes_touch_neither_host_pages_nor_the_callers_thread() -> None:
 
 def test_a_tier_that_nobody_asks_after_its_recovery_is_in_full_use_when_the_slow_start_is_over() -> None:
     failing = FailingStore(MemoryPageStore())
-    store = guard(failing, breaker=replace(QUICK, slow_start=0.2))
+    store = guard(failing, probe_interval=0.02, slow_start=0.2)
     for _ in range(2):
         failing.active = True
         for _ in range(3):
@@ -233,7 +232,7 @@ def test_a_tier_that_nobody_asks_after_its_recovery_is_in_full_use_when_the_slow
 def test_closing_does_not_sit_out_a_slow_start() -> None:
     failing = FailingStore(MemoryPageStore())
     failing.active = True
-    store = guard(failing, breaker=replace(QUICK, slow_start=3600.0))
+    store = guard(failing, probe_interval=0.02, slow_start=3600.0)
     for _ in range(3):
         store.get(PageBatch([KEY], HostPages([[100]]).buffers))
     failing.active = False
@@ -245,7 +244,7 @@ def test_closing_does_not_sit_out_a_slow_start() -> None:
 @pytest.mark.parametrize("result", [GetResult.ERROR, GetResult.TIMEOUT, GetResult.REJECTED])
 def test_a_probe_without_an_answer_leaves_the_breaker_open(result: GetResult) -> None:
     inner = FailingStore(MemoryPageStore(), get_result=GetResult.TIMEOUT)
-    store = guard(inner, breaker=QUICK)
+    store = guard(inner, **QUICK)
     read_pages(store, [KEY])
     inner.get_result = result
     wait_until(lambda: store.metrics.value("breaker_probe", "bad") >= 2)
@@ -256,7 +255,7 @@ def test_a_probe_without_an_answer_leaves_the_breaker_open(result: GetResult) ->
 def test_answers_are_no_failures() -> None:
     """A cold cache, a page beyond capacity and a damaged page here and there say that the tier works."""
     inner = MemoryPageStore()
-    store = guard(inner, breaker=QUICK)
+    store = guard(inner, **QUICK)
     keys = page_keys(30)
     for number, key in enumerate(keys):
         assert read_pages(store, [key])[0] == [GetResult.MISS]
@@ -264,7 +263,7 @@ def test_answers_are_no_failures() -> None:
         if number % 3 == 0:
             inner.objects[key] = b"damaged"
         assert read_pages(store, [key])[0] == [GetResult.CORRUPT if number % 3 == 0 else GetResult.HIT]
-    refusing = guard(FailingStore(inner, set_result=SetResult.REJECTED), breaker=QUICK)
+    refusing = guard(FailingStore(inner, set_result=SetResult.REJECTED), **QUICK)
     for key in keys:
         store_pages(refusing, [key])
     assert store.breaker.state is refusing.breaker.state is CLOSED
@@ -274,7 +273,7 @@ def test_answers_are_no_failures() -> None:
 def test_a_tier_that_returns_garbage_is_left_out_though_it_writes_and_looks_up_well() -> None:
     """Each of its reads costs the transfer of a whole prefix, and the prefix is computed all the same."""
     inner = MemoryPageStore()
-    store = guard(inner, breaker=BreakerSettings(probe_interval=60.0))
+    store = guard(inner, probe_interval=60.0)
     keys = page_keys(12)
     store_pages(store, keys)
     damaged = 0
@@ -323,7 +322,7 @@ def test_damaged_reads_of_long_ago_are_forgotten(breaker: TierBreaker, clock: Cl
 
 def test_a_store_that_raises_is_a_store_that_fails() -> None:
     inner = RaisingStore(MemoryPageStore(), lambda: ConnectionResetError("gone"))
-    store = guard(inner, breaker=QUICK)
+    store = guard(inner, **QUICK)
     assert read_pages(store, [KEY])[0] == [GetResult.ERROR]
     assert store_pages(store, [KEY]) == [SetResult.ERROR]
     assert store.contains([KEY]) == [False]
@@ -341,7 +340,7 @@ def test_failing_writes_pause_writes_and_nothing_else(
     store_pages(inner, [KEY])
     failing = FailingStore(inner, set_result=result)
     failing.get, failing.contains = inner.get, inner.contains  # type: ignore[method-assign]
-    store = guard(failing, breaker=QUICK)
+    store = guard(failing, **QUICK)
     for number in range(60):
         store_pages(store, page_keys(1, f"{number}"))
         assert_hits(store, [KEY])
@@ -390,7 +389,7 @@ def test_pages_that_exist_do_not_say_that_writes_are_taken(clock: Clock, caplog:
     """Seen: with a known page in each batch, 2400 pages were refused and nobody said so; with one in every second batch
     the log was flooded."""
     inner = Refusing()
-    store = guard(inner, clock=clock, breaker=BreakerSettings(), retries=1)
+    store = guard(inner, clock=clock, slow_call=0.5, retries=1)
     old = page_keys(3, "old")
     for number in range(600):
         clock.now += 0.5
@@ -407,7 +406,7 @@ def test_pages_that_exist_do_not_say_that_writes_are_taken(clock: Clock, caplog:
 
 def test_an_answer_that_cannot_be_judged_is_a_failure_and_not_raised() -> None:
     inner = MemoryPageStore()
-    store = guard(inner, breaker=BreakerSettings())
+    store = guard(inner, slow_call=0.5)
     inner.count_leading = lambda keys: None  # type: ignore[assignment, method-assign, return-value]
     assert store.count_leading([KEY]) == 0
     assert store.metrics.value("error", "raised") == 1
@@ -415,7 +414,7 @@ def test_an_answer_that_cannot_be_judged_is_a_failure_and_not_raised() -> None:
 
 
 def test_a_write_that_hangs_has_the_tier_probed_before_a_read_pays_for_it(hung: HungStore) -> None:
-    store = guard(hung, timeout=0.1, bounce_memory=1 << 20, breaker=BreakerSettings(probe_interval=60.0))
+    store = guard(hung, timeout=0.1, bounce_memory=1 << 20, probe_interval=60.0)
     hung.hang()
     assert store_pages(store, [KEY]) == [SetResult.TIMEOUT]
     wait_until(lambda: store.breaker.state is OPEN)
@@ -426,7 +425,7 @@ def test_a_write_that_hangs_has_the_tier_probed_before_a_read_pays_for_it(hung: 
 
 def test_a_store_that_may_hang_is_not_asked_which_pages_it_has(hung: HungStore) -> None:
     """Seen: a second write waited for a second deadline while the probe of the first one was under way."""
-    store = guard(hung, timeout=60.0, bounce_memory=1 << 20, breaker=BreakerSettings(probe_interval=60.0))
+    store = guard(hung, timeout=60.0, bounce_memory=1 << 20, probe_interval=60.0)
     hung.hang()
     set_timeout(store, 0.05)
     store._reads.longest = 60.0  # that of the probe
@@ -444,7 +443,7 @@ def test_a_store_that_may_hang_is_not_asked_which_pages_it_has(hung: HungStore) 
 
 @pytest.mark.parametrize("outcome", [Outcome.LATE, Outcome.TIMEOUT])
 def test_a_write_that_was_cut_early_pauses_writes_until_a_probe_is_answered(outcome: Outcome) -> None:
-    store = guard(MemoryPageStore(), timeout=5.0, breaker=BreakerSettings())
+    store = guard(MemoryPageStore(), timeout=5.0, slow_call=0.5)
     breaker = store.breaker
     late = outcome is Outcome.LATE
     breaker.record_write(breaker.admit(), outcome, "a call did not end" + _LEARNT * late)
@@ -454,7 +453,7 @@ def test_a_write_that_was_cut_early_pauses_writes_until_a_probe_is_answered(outc
 
 
 def test_a_tier_that_is_in_full_use_again_is_written_again(clock: Clock) -> None:
-    store = guard(MemoryPageStore(), clock=clock, breaker=BreakerSettings(slow_start=0.0))
+    store = guard(MemoryPageStore(), clock=clock, slow_start=0.0)
     for _ in range(5):
         store.breaker.record_write(store.breaker.admit(), Outcome.FAILED, "failed")
     assert store.breaker.writes.reason
@@ -487,7 +486,7 @@ class Unreachable(TierStore):
 
 @pytest.mark.parametrize("look_up", ["contains", "count_leading"])
 def test_pages_that_could_not_be_asked_for_are_no_absent_pages(look_up: str, caplog: pytest.LogCaptureFixture) -> None:
-    store = guard(Unreachable("far"), breaker=BreakerSettings(probe_interval=60.0))
+    store = guard(Unreachable("far"), probe_interval=60.0)
     for _ in range(3):
         assert getattr(store, look_up)([KEY, OTHER]) in ([False, False], 0)
     assert store.breaker.state is OPEN
@@ -500,7 +499,7 @@ def test_look_ups_that_failed_are_probed_with_look_ups() -> None:
     refusals = {"": True}
     inner = Unreachable("far")
     inner._has = lambda keys: [False] * len(keys) if not refusals else Unreachable._has(inner, keys)  # type: ignore[method-assign]
-    store = guard(inner, breaker=QUICK, timeout=5.0)
+    store = guard(inner, **QUICK, timeout=5.0)
     for _ in range(3):
         store.contains([KEY])
     wait_until(lambda: store.metrics.value("breaker_probe", "bad") >= 3)
@@ -512,7 +511,7 @@ def test_look_ups_that_failed_are_probed_with_look_ups() -> None:
 
 def test_probes_are_no_calls_that_fail() -> None:
     inner = MemoryPageStore("far")
-    store = guard(inner, breaker=BreakerSettings(probe_interval=0.01), timeout=5.0)
+    store = guard(inner, probe_interval=0.01, timeout=5.0)
     inner._read = lambda batch: [GetResult.TIMEOUT] * len(batch)  # type: ignore[method-assign]
     read_pages(store, [KEY])
     wait_until(lambda: store.metrics.value("breaker_probe", "bad") >= 4)
@@ -521,16 +520,15 @@ def test_probes_are_no_calls_that_fail() -> None:
 
 
 def test_a_connection_that_is_gone_counts_for_readers_too() -> None:
-    store = guard(Unreachable("far"), breaker=BreakerSettings(probe_interval=60.0))
+    store = guard(Unreachable("far"), probe_interval=60.0)
     for number in range(3):
         store_pages(store, page_keys(1, f"{number}"))
     assert store.breaker.state is OPEN
     store.close()
 
 
-def _with_clock(inner: PageStore, clock: Clock, timeout: float | None = 5.0) -> GuardedStore:
-    settings = BreakerSettings(slow_call=0.5, probe_interval=3600)
-    return guard(inner, clock=clock, timeout=timeout, breaker=settings)
+def _with_clock(inner: PageStore, clock: Clock, timeout: float = 5.0) -> GuardedStore:
+    return guard(inner, clock=clock, timeout=timeout, slow_call=0.5, probe_interval=3600)
 
 
 class TakingTime(PageStoreWrapper):
@@ -581,7 +579,7 @@ def test_pages_that_arrived_before_the_deadline_speak_for_the_tier() -> None:
         def get(self, batch: PageBatch) -> list[GetResult]:
             return [*super().get(batch)[:1], GetResult.TIMEOUT]
 
-    store = guard(Half(MemoryPageStore()), breaker=QUICK)
+    store = guard(Half(MemoryPageStore()), **QUICK)
     store_pages(store, [KEY, OTHER])
     assert read_pages(store, [KEY, OTHER])[0] == [GetResult.HIT, GetResult.TIMEOUT]
     assert store.breaker.state is CLOSED
@@ -590,7 +588,7 @@ def test_pages_that_arrived_before_the_deadline_speak_for_the_tier() -> None:
 
 def test_close_ends_the_probes_and_an_open_breaker_then_raises(hung: HungStore) -> None:
     before = set(threading.enumerate())
-    store = guard(FailingStore(MemoryPageStore(), get_result=GetResult.TIMEOUT), breaker=QUICK)
+    store = guard(FailingStore(MemoryPageStore(), get_result=GetResult.TIMEOUT), **QUICK)
     read_pages(store, [KEY])
     store.close()
     assert set(threading.enumerate()) <= before

@@ -14,7 +14,8 @@ from hicache_ext.storage.contract.abilities import IdentityKeeper, Resizable, ab
 from hicache_ext.storage.contract.hint_board import HintBoard
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.guards import pipeline
-from hicache_ext.storage.guards.pipeline import GuardedStore, guarded, plan_guards
+from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan, plan_guards
+from hicache_ext.storage.tiering.reload import guard
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import store_pages
 from tests.storage.guards.hung import KEY, PoolConfig
@@ -30,13 +31,10 @@ def file_tier(**settings: Any) -> TierConfig:
 
 
 def names(store: PageStore) -> list[str]:
-    """The guards that it has, outermost first."""
+    """The guards that it has of those that not every guarded tier has, outermost first."""
     assert isinstance(store, GuardedStore)
     rules = {
-        "exists budget": store._budget is not None,
         "time limit": store._reads.longest < math.inf,
-        "breaker": store.breaker is not None,
-        "concurrency": store._places is not None,
         "deadline": store.deadline is not None,
         "retry": store._retries > 0,
     }
@@ -49,15 +47,15 @@ def _local(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_local_disk_has_no_guards_so_that_reads_go_straight_into_host_pages() -> None:
-    assert plan_guards(file_tier()).timeout is None
     store = MemoryPageStore()
-    assert guarded(store, plan_guards(file_tier())) is store
+    assert guard(file_tier(), store) is store
+    assert plan_guards(file_tier()) == GuardPlan(slow_call=math.inf)
 
 
 def test_a_network_file_system_and_a_pool_get_all_of_them() -> None:
-    everything = ["exists budget", "time limit", "breaker", "concurrency", "deadline", "retry"]
+    everything = ["time limit", "deadline", "retry"]
     for tier in (file_tier(path="/nfs/cache"), file_tier(path=["/mnt/a", "/nfs/b"]), PoolConfig()):
-        store = guarded(MemoryPageStore(), plan_guards(tier))
+        store = GuardedStore(MemoryPageStore(), plan_guards(tier))
         assert names(store) == everything
         store.close()
 
@@ -75,30 +73,29 @@ def test_a_configured_timeout_bounds_every_call() -> None:
 def test_a_store_that_keeps_its_timeout_reads_straight_into_host_pages() -> None:
     plan = plan_guards(TimelyPoolConfig(timeout="2s"))
     assert plan.timeout == 2.0 and plan.bounce_memory == 0
-    assert "deadline" not in names(guarded(MemoryPageStore(), plan))
+    assert "deadline" not in names(GuardedStore(MemoryPageStore(), plan))
 
 
 def test_a_timeout_on_a_local_disk_brings_what_makes_it_useful() -> None:
-    store = guarded(MemoryPageStore(), plan_guards(file_tier(timeout="2s")))
-    assert names(store) == ["exists budget", "time limit", "breaker", "concurrency", "deadline"]
+    store = GuardedStore(MemoryPageStore(), plan_guards(file_tier(timeout="2s")))
+    assert names(store) == ["time limit", "deadline"]
     store.close()
 
 
 def test_the_timeout_of_a_network_file_system_can_be_switched_off() -> None:
     plan = plan_guards(file_tier(path="/nfs/cache", timeout="off"))
-    assert plan.timeout is None
-    assert "deadline" not in names(guarded(MemoryPageStore(), plan))
+    assert plan.timeout == math.inf
+    assert "deadline" not in names(GuardedStore(MemoryPageStore(), plan))
 
 
 @pytest.mark.parametrize(("timeout", "slow"), [(None, 0.5), ("200ms", 0.5), ("1s", 0.5), ("5s", 2.5)])
 def test_a_call_is_slow_after_half_of_the_time_that_it_has(timeout: str | None, slow: float) -> None:
-    breaker = plan_guards(PoolConfig(timeout=timeout)).breaker
-    assert breaker is not None and breaker.slow_call == slow
+    assert plan_guards(PoolConfig(timeout=timeout)).slow_call == slow
 
 
 def test_another_timeout_leaves_the_guards_as_they_are() -> None:
-    store = guarded(MemoryPageStore(), plan_guards(file_tier(path="/nfs/cache", timeout="off")))
-    assert isinstance(store, GuardedStore) and store.breaker is not None
+    store = GuardedStore(MemoryPageStore(), plan_guards(file_tier(path="/nfs/cache", timeout="off")))
+    assert isinstance(store, GuardedStore)
     store.breaker.trip("gone")
     for timeout, seconds in (("4s", 4.0), ("off", math.inf), ("auto", 1.0)):
         plan = plan_guards(file_tier(path="/nfs/cache", timeout=timeout))
@@ -107,7 +104,7 @@ def test_another_timeout_leaves_the_guards_as_they_are() -> None:
         store.put_limits(plan)
         assert (store._reads.seconds(1), store._look_ups.seconds(1)) == (seconds, seconds)
         assert store._writes.seconds(1) == (5.0 if timeout == "auto" else seconds)
-        assert store.breaker.settings.slow_call == max(0.5, plan.breaker.slow_call if plan.breaker else 0)
+        assert store.breaker.slow_call == plan.slow_call
     assert store.describe().details["breaker"] == "open"
     store.close()
 
@@ -119,7 +116,7 @@ def test_with_its_timeout_switched_off_a_tier_reads_straight_into_host_pages_aga
             return super()._read(batch)
 
     given: list[memoryview] = []
-    store = guarded(Watched(), plan_guards(file_tier(timeout="9s")))
+    store = GuardedStore(Watched(), plan_guards(file_tier(timeout="9s")))
     assert isinstance(store, GuardedStore)
     store_pages(store, [KEY], [64])
     page = memoryview(bytearray(64))
@@ -129,7 +126,7 @@ def test_with_its_timeout_switched_off_a_tier_reads_straight_into_host_pages_aga
         assert (given[-1] is page) == straight
     store.put_limits(plan_guards(file_tier(timeout="off")))
     # Nor is its disk slow any more, however long it takes.
-    assert store.breaker is not None and store.breaker.settings.slow_call == math.inf
+    assert store.breaker.slow_call == math.inf
     store.close()
     assert not [thread for thread in threading.enumerate() if "memory-deadline" in thread.name]
     with pytest.raises(StoreClosedError):
@@ -145,7 +142,7 @@ def test_abilities_are_found_behind_guards() -> None:
             raise AssertionError
 
     bare = Board()
-    store = guarded(bare, plan_guards(TimelyPoolConfig()))
+    store = GuardedStore(bare, plan_guards(TimelyPoolConfig()))
     assert ability(store, Resizable) is bare
     assert ability(store, IdentityKeeper) is bare
     assert ability(store, HintBoard) is None

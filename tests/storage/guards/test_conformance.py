@@ -8,9 +8,8 @@ import pytest
 
 from hicache_ext.runtime.call_deadline import answering_at_once
 from hicache_ext.storage.contract.store import PageStore
-from hicache_ext.storage.guards.breaker import BreakerSettings
 from hicache_ext.storage.guards.late_open import LateStore
-from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan, guarded
+from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from tests.storage.guards.hung import guard
 from tests.storage.media import Memory, Over, PageFiles, Slabs
@@ -25,7 +24,7 @@ PLAN = GuardPlan(
     timeout=LONG,
     bounce_memory=64 * MIB,
     retries=2,
-    breaker=BreakerSettings(slow_call=LONG),
+    slow_call=LONG,
     concurrency=16,
     exists_budget=LONG,
 )
@@ -47,11 +46,8 @@ class TestDeadline(_OverMemory):
 
 class TestDeadlineWithLittleMemory(_OverMemory):
     def guard(self, store):
+        """A larger page waits until nothing is lent."""
         return guard(store, timeout=LONG, bounce_memory=4 * MIB)
-
-    @pytest.fixture
-    def medium(self):
-        return Over(Memory(), self.guard, largest_page=4 * MIB)
 
 
 class TestRetry(_OverMemory):
@@ -61,7 +57,7 @@ class TestRetry(_OverMemory):
 
 class TestBreaker(_OverMemory):
     def guard(self, store):
-        return guard(store, timeout=LONG, breaker=BreakerSettings(slow_call=LONG))
+        return guard(store, timeout=LONG, slow_call=LONG)
 
 
 class TestConcurrency(_OverMemory):
@@ -108,7 +104,7 @@ class TestLateOpen(_OverMemory):
 
 
 def _guarded(store):
-    return guarded(store, PLAN)
+    return GuardedStore(store, PLAN)
 
 
 class TestAllGuards(_OverMemory):

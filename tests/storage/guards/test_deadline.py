@@ -12,8 +12,8 @@ import pytest
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.contract.transforming.page_memory import LentMemory
-from hicache_ext.storage.guards.deadline import MOST_STUCK_CALLS
 from hicache_ext.storage.guards.pipeline import GuardedStore
+from hicache_ext.storage.guards.time_limits import MOST_STUCK_CALLS
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import (
     HostPages,

@@ -12,7 +12,6 @@ from hicache_ext.errors import StoreClosedError
 from hicache_ext.runtime.breaker import BreakerState
 from hicache_ext.runtime.call_deadline import answering_at_once
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.guards.breaker import BreakerSettings
 from hicache_ext.storage.guards.pipeline import GuardedStore, plan_guards
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, payload_of, read_pages, store_pages
@@ -172,10 +171,10 @@ def test_a_caller_that_waits_gets_its_turn(hung: HungStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("timeout", "learnt", "expected"), [(7200.0, 60.0, 30.0), (10.0, 10.0, 5.0), (None, math.inf, None)]
+    ("timeout", "learnt", "expected"), [(7200.0, 60.0, 30.0), (10.0, 10.0, 5.0), (math.inf, math.inf, None)]
 )
 def test_a_call_waits_for_its_turn_for_half_of_its_limit_at_most(
-    monkeypatch: pytest.MonkeyPatch, timeout: float | None, learnt: float, expected: float | None
+    monkeypatch: pytest.MonkeyPatch, timeout: float, learnt: float, expected: float | None
 ) -> None:
     store = guard(MemoryPageStore(), concurrency=1, timeout=timeout)
     monkeypatch.setattr(store._reads, "seconds", lambda amount: learnt)
@@ -194,9 +193,8 @@ def test_a_call_waits_for_its_turn_for_half_of_its_limit_at_most(
 def test_what_waited_for_its_turn_in_vain_is_no_evidence_against_the_tier(
     monkeypatch: pytest.MonkeyPatch, learnt: bool
 ) -> None:
-    settings = BreakerSettings(slow_call=0.01, probe_interval=3600.0)
     timeout = 3600.0 if learnt else 0.1
-    store = guard(MemoryPageStore(), concurrency=1, timeout=timeout, breaker=settings)
+    store = guard(MemoryPageStore(), concurrency=1, timeout=timeout, slow_call=0.01, probe_interval=3600.0)
     for limits in (store._reads, store._look_ups):
         monkeypatch.setattr(limits, "seconds", lambda amount: 0.1)
     # Another call has the place.
@@ -205,7 +203,7 @@ def test_what_waited_for_its_turn_in_vain_is_no_evidence_against_the_tier(
         assert read_pages(store, [KEY])[0] == [GetResult.REJECTED]
         assert store.count_leading([KEY]) == 0
         assert store.contains([KEY]) == [False]
-    assert store.breaker is not None and store.breaker.state is BreakerState.CLOSED
+    assert store.breaker.state is BreakerState.CLOSED
     store.close()
 
 
@@ -223,7 +221,7 @@ def test_the_scheduler_gets_what_is_known_and_later_what_was_found(hung: HungSto
     wait_until(lambda: hung.calls == 2)
     hung.let_go()
     wait_until(lambda: hung.waiting == 0)
-    wait_until(lambda: len(store._budget.found))
+    wait_until(lambda: store._budget.knows_some)
     hung.hang()
     with answering_at_once():
         assert store.count_leading(keys) == 3

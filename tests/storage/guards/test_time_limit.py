@@ -13,7 +13,6 @@ from hicache_ext.config import RemoteTierConfig
 from hicache_ext.runtime.breaker import BreakerState
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.guards.breaker import BreakerSettings
 from hicache_ext.storage.guards.pipeline import LEAST_READ, LEAST_WRITE, GuardedStore, plan_guards
 from hicache_ext.storage.guards.time_limits import LearntLimit
 from hicache_ext.storage.tiers.memory import MemoryPageStore
@@ -63,8 +62,8 @@ def clock() -> Clock:
     return Clock()
 
 
-def limited(store: PageStore, clock: Clock, breaker: BreakerSettings | None) -> GuardedStore:
-    return guard(store, clock=clock, timeout=READS, write_timeout=WRITES, breaker=breaker)
+def limited(store: PageStore, clock: Clock, **breaker: float) -> GuardedStore:
+    return guard(store, clock=clock, timeout=READS, write_timeout=WRITES, **breaker)
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def pool(clock: Clock) -> Pool:
 
 @pytest.fixture
 def store(pool: Pool, clock: Clock) -> Iterator[PageStore]:
-    store = limited(pool, clock, BreakerSettings(probe_interval=0.4, slow_start=3600.0))
+    store = limited(pool, clock, probe_interval=0.4, slow_start=3600.0)
     yield store
     store.close()
 
@@ -100,7 +99,7 @@ def state(store: PageStore) -> BreakerState:
 
 @pytest.fixture
 def limit(clock: Clock) -> LearntLimit:
-    return LearntLimit(1.0, 0.25, clock)
+    return LearntLimit(0.25, clock, 1.0)
 
 
 def observe(limit: LearntLimit, amount: int, seconds: float, times: int = 10) -> None:
@@ -285,7 +284,7 @@ def test_a_look_up_that_found_pages_until_it_was_cut_is_no_reason_to_give_the_ti
             clock.sleep(READS)
             return len(keys) * 3 // 4
 
-    store = limited(Found(MemoryPageStore()), clock, BreakerSettings())
+    store = limited(Found(MemoryPageStore()), clock, slow_call=0.5)
     keys = page_keys(1000)
     for _ in range(20):
         assert store.count_leading(keys) == 750
@@ -302,7 +301,7 @@ def test_a_large_read_that_is_cut_counts_by_what_came_in_time(clock: Clock, page
             clock.sleep(READS)
             return [GetResult.HIT] * pages + [GetResult.TIMEOUT] * (len(batch) - pages)
 
-    store = limited(Cut(MemoryPageStore()), clock, BreakerSettings(probe_interval=3600.0))
+    store = limited(Cut(MemoryPageStore()), clock, probe_interval=3600.0)
     segment = memoryview(bytearray(size))
     batch = PageBatch(page_keys(200), [[segment]] * 200)
     for _ in range(5):
@@ -311,16 +310,9 @@ def test_a_large_read_that_is_cut_counts_by_what_came_in_time(clock: Clock, page
     store.close()
 
 
-def test_a_tier_without_a_breaker_gets_its_timeout_since_nobody_would_try_it_again(pool: Pool, clock: Clock) -> None:
-    store = limited(pool, clock, None)
-    settle(store)
-    store_pages(store, page_keys(4, "one more"))
-    assert (pool.limits["get"], pool.limits["look_up"], pool.limits["set"]) == (READS, READS, WRITES)
-
-
 def test_a_longer_timeout_does_not_raise_the_least_that_a_call_gets(pool: Pool, clock: Clock) -> None:
     """A pool that hangs costs what its calls have shown to be enough, whatever its timeout."""
-    store = guard(pool, clock=clock, timeout=10.0, breaker=BreakerSettings(slow_call=5.0))
+    store = guard(pool, clock=clock, timeout=10.0, slow_call=5.0)
     settle(store)
     store_pages(store, page_keys(4, "one more"))
     assert pool.limits == {"look_up": LEAST_READ, "get": LEAST_READ, "set": LEAST_WRITE}

@@ -20,10 +20,10 @@ from hicache_ext.errors import NoBoardError, StoreError
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard, board_among
 from hicache_ext.storage.contract.registry import open_tier
-from hicache_ext.storage.contract.wrapper import DelegatingStore
+from hicache_ext.storage.contract.store import DelegatingStore
 from hicache_ext.storage.serving import hints as sender_module
 from hicache_ext.storage.serving.hints import Hint, HintReceiver, HintSender, decode, encode, longest
-from hicache_ext.storage.tiering.settings import PrefetchSettings, TieringSettings
+from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
@@ -274,9 +274,7 @@ def test_pages_come_inward_up_to_the_first_gap_and_once() -> None:
     store_pages(near, keys[:10])
     store_pages(middle, keys[10:20])
     store_pages(far, keys[20:150] + keys[151:])
-    store = TieredStore(
-        [near, middle, far], [far], promote_to=near, settings=TieringSettings(prefetch=PrefetchSettings(buffer=0))
-    )
+    store = TieredStore([near, middle, far], [far], promote_to=near, settings=TieringSettings(prefetch_buffer=0))
     store.register_identity(keys[0][:16], {"pool": {"segments": [1000]}})
     assert store.bring_inward(keys) == Counter(present=10, fetched=140, absent=50)
     assert store.wait_until_written(30)

@@ -13,7 +13,7 @@ import pytest
 
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import GetResult, PageStore, SetResult
-from hicache_ext.storage.guards.pipeline import guarded, plan_guards
+from hicache_ext.storage.guards.pipeline import GuardedStore, plan_guards
 from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 from hicache_ext.testing.conformance.pages import page_keys, payload_of, read_pages, store_pages
 from tests.rigs.mooncake_servers import MooncakeServers
@@ -65,7 +65,7 @@ class Pool:
         store = open_tier("pool", tier)
         assert isinstance(store, MooncakeStore)
         self.store: PageStore = store
-        self.guarded = guarded(store, plan_guards(tier))
+        self.guarded = GuardedStore(store, plan_guards(tier))
         self.keys = page_keys(PAGES)
         assert set(store_pages(store, self.keys, PAGE)) == {SetResult.STORED}
         ports = servers.holder_ports(0)

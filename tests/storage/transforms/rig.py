@@ -17,7 +17,7 @@ from hicache_ext.page.transforms.sealing import Seal, SealKey, SealMode
 from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, PageStore, SetResult
 from hicache_ext.storage.contract.transforming.known_forms import stored_keys
-from hicache_ext.storage.contract.transforming.store import TransformedStore, transformed
+from hicache_ext.storage.contract.transforming.store import TransformedStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, assert_hits, read_pages, store_pages
 from hicache_ext.testing.conformance.second_reader import read_page_object, write_page_object
@@ -43,7 +43,7 @@ class Attacked:
         self.mode = mode
         self.objects: dict[bytes, bytes] = {} if objects is None else objects
         self.ids = ids or ("new",)
-        self.store: PageStore = transformed(MemoryPageStore(objects=self.objects), None, seal(mode, *self.ids))
+        self.store: PageStore = TransformedStore(MemoryPageStore(objects=self.objects), None, seal(mode, *self.ids))
 
     def stored_key(self, key: bytes) -> bytes:
         return stored_key_of(pages_of(self.store).forms(key[:IDENTITY_LENGTH])[0], key)
@@ -124,7 +124,7 @@ class Transformed(Over):
         self._mode, self._shelf, self._block = mode, shelf, block
 
     def _transformed(self, store: PageStore) -> PageStore:
-        made = transformed(
+        made = TransformedStore(
             store,
             None if self._shelf is None else Shelf(self._shelf),
             None if self._mode is None else seal(self._mode, "new", "old"),

@@ -15,7 +15,7 @@ from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.transforms.sealing import SealMode
 from hicache_ext.storage.contract.abilities import IdentityKeeper, PageLister, Resizable, ability
 from hicache_ext.storage.contract.registry import examine_tier
-from hicache_ext.storage.contract.transforming.store import transformed
+from hicache_ext.storage.contract.transforming.store import TransformedStore
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.storage.tiers.object.catalog import identity_name
@@ -28,8 +28,8 @@ from tests.storage.transforms.rig import AUTHENTICATE, ENCRYPT, seal
 @pytest.mark.parametrize("mode", [AUTHENTICATE, ENCRYPT])
 def test_pages_are_listed_by_their_hashes_where_these_are_not_hidden(mode: SealMode, tmp_path: Path) -> None:
     inner = SlabStore("disk", tmp_path, capacity=64 << 20)
-    store, keys = transformed(inner, None, seal(mode, "new", "old"), block=4096), page_keys(5)
-    store_pages(transformed(inner, None, seal(mode, "old"), block=4096), keys[:2])
+    store, keys = TransformedStore(inner, None, seal(mode, "new", "old"), block=4096), page_keys(5)
+    store_pages(TransformedStore(inner, None, seal(mode, "old"), block=4096), keys[:2])
     store_pages(store, keys[2:])
     lister = ability(store, PageLister)
     assert lister is not None
@@ -40,7 +40,7 @@ def test_pages_are_listed_by_their_hashes_where_these_are_not_hidden(mode: SealM
 
 
 def test_other_abilities_are_those_of_the_store_below(tmp_path: Path) -> None:
-    store = transformed(SlabStore("disk", tmp_path, capacity=64 << 20), None, seal(ENCRYPT, "new"))
+    store = TransformedStore(SlabStore("disk", tmp_path, capacity=64 << 20), None, seal(ENCRYPT, "new"))
     resizable = ability(store, Resizable)
     assert resizable is not None and resizable.can_resize(32 << 20)
     assert ability(store, IdentityKeeper) is None
@@ -49,7 +49,7 @@ def test_other_abilities_are_those_of_the_store_below(tmp_path: Path) -> None:
 
 def test_identities_are_those_of_the_pages_and_not_of_their_forms() -> None:
     inner = MemoryPageStore()
-    store = transformed(inner, None, seal(ENCRYPT, "new"))
+    store = TransformedStore(inner, None, seal(ENCRYPT, "new"))
     document = {"model": {"id": "org/model"}, "pool": {"name": "kv"}}
     store.register_identity(IDENTITY, document)
     keeper = ability(store, IdentityKeeper)
@@ -61,7 +61,7 @@ def test_identities_are_those_of_the_pages_and_not_of_their_forms() -> None:
 @pytest.mark.parametrize("hostile", [[], 7, None, "text", {"stored_as": []}, {"stored_as": {"of": []}}], ids=repr)
 def test_a_hostile_document_of_another_keeper_does_not_hinder_a_clear(hostile: Any) -> None:
     inner = MemoryPageStore()
-    store, keys = transformed(inner, None, seal(ENCRYPT, "new")), page_keys(3)
+    store, keys = TransformedStore(inner, None, seal(ENCRYPT, "new")), page_keys(3)
     store.register_identity(IDENTITY, {"pool": {"name": "kv"}})
     store_pages(store, keys)
     real = inner.identities
@@ -79,9 +79,9 @@ HOSTILE = [b"[]", b"", b"7", b"\xff", b"{", b"[" * 100_000, b'{"a": "' + b"a" * 
 def test_a_hostile_document_in_a_bucket_hides_no_other_one(hostile: bytes) -> None:
     client = obstore.store.MemoryStore()
     inner = ObjectPageStore("cold", ObjectTierConfig(url="file:///test"), lambda: client)
-    store, keys = transformed(inner, None, seal(ENCRYPT, "new")), page_keys(3)
+    store, keys = TransformedStore(inner, None, seal(ENCRYPT, "new")), page_keys(3)
     store.register_identity(IDENTITY, {"pool": {"name": "kv"}})
-    store_pages(transformed(inner, None, seal(ENCRYPT, "old")), keys)
+    store_pages(TransformedStore(inner, None, seal(ENCRYPT, "old")), keys)
     for digest in (bytes(16), b"\xff" * 16):
         obstore.put(client, identity_name(digest), hostile)
     kept = inner.identities()

@@ -16,7 +16,7 @@ from hicache_ext.page.transforms.header import HEADER_LENGTH, Header
 from hicache_ext.page.transforms.lossless import CODE, LosslessCodec
 from hicache_ext.page.transforms.sealing import SealMode
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.contract.transforming.store import transformed
+from hicache_ext.storage.contract.transforming.store import TransformedStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, page_keys, payload_of, read_pages, store_pages
 from hicache_ext.testing.conformance.second_reader import read_page_object, write_page_object
@@ -36,7 +36,9 @@ class Encoded:
 
     def __init__(self, mode: SealMode) -> None:
         self.objects: dict[bytes, bytes] = {}
-        self.store: PageStore = transformed(MemoryPageStore(objects=self.objects), LosslessCodec(), seal(mode, "new"))
+        self.store: PageStore = TransformedStore(
+            MemoryPageStore(objects=self.objects), LosslessCodec(), seal(mode, "new")
+        )
         self.store.register_identity(IDENTITY, {"pool": {"name": "kv", "dtype": "bfloat16", "segments": [SIZE]}})
         assert self.store.set(PageBatch([KEY], [[memoryview(CONTENT)]])) == [SetResult.STORED]
         [self.name] = self.objects
@@ -122,7 +124,7 @@ def test_lengths_that_lie_cost_no_memory(length: int, seal_of_it: SealMode | Non
 
 @BOTH
 def test_keys_that_rotate_under_calls_cost_misses_and_never_a_wrong_page(mode: SealMode) -> None:
-    store = transformed(MemoryPageStore(objects={}), None, seal(mode, "old"))
+    store = TransformedStore(MemoryPageStore(objects={}), None, seal(mode, "old"))
     keys = page_keys(8)
     ended, wrong = threading.Event(), []
 

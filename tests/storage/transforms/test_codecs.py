@@ -11,7 +11,7 @@ import pytest
 from hicache_ext.page.transforms.lossless import LosslessCodec
 from hicache_ext.page.transforms.paying import PayingCodec
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.contract.transforming.store import transformed
+from hicache_ext.storage.contract.transforming.store import TransformedStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from tests.page.test_lossless import page_of
 from tests.storage.transforms.rig import AUTHENTICATE, ENCRYPT, fresh, pages_of, seal
@@ -47,7 +47,7 @@ def inner() -> Iterator[Counting]:
 
 
 def _opened(inner: PageStore, codec: Any, mode: Any = None) -> PageStore:
-    store = transformed(inner, codec, None if mode is None else seal(mode, "new"))
+    store = TransformedStore(inner, codec, None if mode is None else seal(mode, "new"))
     store.register_identity(IDENTITY, DOCUMENT)
     return store
 

@@ -13,7 +13,7 @@ from hicache_ext.page.transforms.lossy import LossyCodec
 from hicache_ext.page.transforms.numbers import Code
 from hicache_ext.storage.contract.reports import TierReports
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.contract.transforming.store import transformed
+from hicache_ext.storage.contract.transforming.store import TransformedStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from tests.page.test_lossless import page_of
 from tests.page.test_lossy import decoded_by, document, encoded_by, pages_for
@@ -34,7 +34,7 @@ def inner() -> Iterator[MemoryPageStore]:
 
 
 def opened(inner: PageStore, codec: Any, mode: Any = None) -> PageStore:
-    store = transformed(inner, codec, None if mode is None else seal(mode, "new"))
+    store = TransformedStore(inner, codec, None if mode is None else seal(mode, "new"))
     for identity, kind in ((KV, "MHATokenToKVPoolHost"), (STATE, "MambaPoolHost")):
         facts = document(kind=kind)
         facts["pool"]["segments"] = [SIZE // 2, SIZE // 2]
@@ -89,7 +89,7 @@ def test_pages_of_an_exact_identity_stay_exact_on_their_way_through_a_lossy_tier
     inner: MemoryPageStore, code: Code
 ) -> None:
     """``warm`` copies pages of every identity that it is told of, into a lossy tier and out of it."""
-    lossy_tier, exact_tier = (transformed(inner, codec, None) for codec in (LossyCodec(code), LosslessCodec()))
+    lossy_tier, exact_tier = (TransformedStore(inner, codec, None) for codec in (LossyCodec(code), LosslessCodec()))
     exact = {**document(), "model": {"id": "model", "compute": ""}}
     exact["pool"]["segments"] = [SIZE // 2, SIZE // 2]
     for store in (lossy_tier, exact_tier):

@@ -22,7 +22,7 @@ from hicache_ext.page.transforms.header import HEADER_LENGTH, Header
 from hicache_ext.page.transforms.lossless import LosslessCodec
 from hicache_ext.page.transforms.sealing import CipherKind, Seal, SealKey, SealMode
 from hicache_ext.storage.contract.store import GetResult, SetResult
-from hicache_ext.storage.contract.transforming.store import transformed
+from hicache_ext.storage.contract.transforming.store import TransformedStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, payload_of, read_pages, store_pages
 from hicache_ext.testing.conformance.second_reader import read_page_object
@@ -112,7 +112,7 @@ def test_a_page_sealed_with_the_attackers_own_key_is_refused(attacked: Attacked)
     store_pages(attacked.store, [key], SIZES)
     for id in ("theirs", "new"):
         theirs = Attacked(attacked.mode, "new")
-        theirs.store = transformed(
+        theirs.store = TransformedStore(
             MemoryPageStore(objects=theirs.objects),
             None,
             type(seal(attacked.mode, "new"))(attacked.mode, (SealKey(id, SECRETS["theirs"]),)),
@@ -192,7 +192,7 @@ def test_one_secret_under_two_ids_is_two_keys(mode: SealMode) -> None:
     keys, stores = page_keys(4), []
     for id in ("one", "other"):
         of_id = Seal(mode, (SealKey(id, SECRETS["new"]),))
-        stores.append(transformed(MemoryPageStore(objects=objects), None, of_id))
+        stores.append(TransformedStore(MemoryPageStore(objects=objects), None, of_id))
     one, other = stores
     store_pages(one, keys, SIZES)
     before = dict(objects)
@@ -264,10 +264,10 @@ def test_a_page_of_a_key_that_is_gone_does_not_come_back_after_a_clear(mode: Sea
     keys = page_keys(3)
     digest = keys[0][:IDENTITY_LENGTH]
     inner = MemoryPageStore(objects=objects)
-    before = transformed(inner, None, seal(mode, "old"))
+    before = TransformedStore(inner, None, seal(mode, "old"))
     before.register_identity(digest, document)
     store_pages(before, keys, SIZES)
-    after = transformed(inner, None, seal(mode, "new"))
+    after = TransformedStore(inner, None, seal(mode, "new"))
     assert after.clear([digest]) == 1
     assert read_pages(before, keys, SIZES)[0] == [GetResult.MISS] * 3
 

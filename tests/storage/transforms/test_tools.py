@@ -15,8 +15,7 @@ from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
 from hicache_ext.storage.opening import open_tiers
-from hicache_ext.storage.serving.explaining import explain
-from hicache_ext.storage.serving.warming import warm_prompts
+from hicache_ext.storage.serving.prompts import explain, warm_prompts
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.testing.conformance.pages import assert_hits, read_pages, store_pages
 from tests.storage.raw_access import RawFiles
@@ -262,7 +261,7 @@ def test_explain_and_warm_find_sealed_pages(document: dict[str, Any], tmp_path: 
     tiers = {"near": near, **section["tiers"]}
     both = load_config(ExtraConfig.around({"tiers": tiers, "promote_to": "near"}))
     report = warm_prompts(both, [TOKENS])
-    assert (report.fetched, report.failed) == (4, 0)
+    assert (report["fetched"], report["failed"]) == (4, 0)
     store = open_tiers(load_config(ExtraConfig.around({"tiers": {"near": near}})))
     assert_hits(store, KEYS, SIZES)
     store.close()

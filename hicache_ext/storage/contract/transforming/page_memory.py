@@ -1,4 +1,4 @@
-"""Memory of our own for pages: what transforms them works in it, and calls that cannot be ended (guards/deadline.py).
+"""Memory of our own for pages: for what transforms them, and for calls that cannot be ended (guards/time_limits.py).
 
 It is kept for the next calls: new memory costs more than a cipher.
 """

@@ -11,6 +11,7 @@ Reasons: docs/decisions/seals.md.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections import Counter
@@ -31,6 +32,7 @@ from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.storage.contract.abilities import IdentityKeeper, PageLister, ability, clear_or_raise
 from hicache_ext.storage.contract.base import error_reason, leading_in_portions, one_for_each
 from hicache_ext.storage.contract.store import (
+    DelegatingStore,
     GetResult,
     PageBatch,
     PageKeys,
@@ -47,7 +49,6 @@ from hicache_ext.storage.contract.transforming.known_forms import (
     stored_keys_of,
 )
 from hicache_ext.storage.contract.transforming.page_memory import LentMemory, Portions
-from hicache_ext.storage.contract.wrapper import DelegatingStore
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,11 @@ class TransformedStore(DelegatingStore):
     def __init__(self, inner: PageStore, codec: Codec | None, seal: Seal | None, *, block: int = 1) -> None:
         """``block``: bytes of which ``inner`` stores whole ones anyway."""
         super().__init__(inner)
+        # Only what the store below can do: ``ability`` looks for the names.
+        if (keeper := ability(inner, IdentityKeeper)) is not None:
+            self.identities = functools.partial(self._identities_of, keeper)
+        if (lister := ability(inner, PageLister)) is not None:
+            self.block_hashes = functools.partial(self._block_hashes_of, lister)
         self._portions = Portions(inner.describe())
         self._memory = LentMemory()
         self._documents: dict[bytes, Mapping[str, Any]] = {}
@@ -114,6 +120,16 @@ class TransformedStore(DelegatingStore):
             if form.plain:
                 continue
             self.inner.register_identity(form.identity, known.transforms.document(form, digest, document))
+
+    def _identities_of(self, keeper: IdentityKeeper) -> dict[bytes, dict[str, Any]]:
+        """``IdentityKeeper``."""
+        documents = keeper.identities().items()
+        return {digest: kept for digest, kept in documents if isinstance(kept, dict) and STORED_AS not in kept}
+
+    def _block_hashes_of(self, lister: PageLister, digest: bytes) -> npt.NDArray[np.int64]:
+        """``PageLister``. Pages whose names are hidden are not listed: their hashes cannot be told from the names."""
+        found = [lister.block_hashes(form.identity) for form in self.forms(digest) if not form.hides]
+        return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
         try:
@@ -434,42 +450,3 @@ class TransformedStore(DelegatingStore):
             self._unsealed.close()
         self.inner.close()
         self._portions.close()
-
-
-def transformed(inner: PageStore, codec: Codec | None, seal: Seal | None, *, block: int = 1) -> PageStore:
-    """``inner`` with its pages encoded, sealed or both; closing it closes ``inner``."""
-    pages = TransformedStore(inner, codec, seal, block=block)
-    store: PageStore = pages
-    if (keeper := ability(inner, IdentityKeeper)) is not None:
-        store = _KeepsIdentities(store, keeper)
-    if (lister := ability(inner, PageLister)) is not None:
-        store = _ListsPages(store, pages, lister)
-    return store
-
-
-class _KeepsIdentities(DelegatingStore):
-    """An ``IdentityKeeper``."""
-
-    def __init__(self, inner: PageStore, keeper: IdentityKeeper) -> None:
-        super().__init__(inner)
-        self._keeper = keeper
-
-    def identities(self) -> dict[bytes, dict[str, Any]]:
-        return {
-            digest: document
-            for digest, document in self._keeper.identities().items()
-            if isinstance(document, dict) and STORED_AS not in document
-        }
-
-
-class _ListsPages(DelegatingStore):
-    """A ``PageLister``. Pages whose names are hidden are not listed: their hashes cannot be told from the names."""
-
-    def __init__(self, inner: PageStore, pages: TransformedStore, lister: PageLister) -> None:
-        super().__init__(inner)
-        self._pages = pages
-        self._lister = lister
-
-    def block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
-        found = [self._lister.block_hashes(form.identity) for form in self._pages.forms(digest) if not form.hides]
-        return np.concatenate(found) if found else np.empty(0, np.int64)

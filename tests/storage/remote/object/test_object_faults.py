@@ -175,7 +175,7 @@ def test_a_hanging_server_costs_the_limit_of_the_call_where_that_is_less(
     begun = time.monotonic()
     with ending_within(TIMEOUT):
         assert set(read_pages(store, keys, [2000])[0]) == {GetResult.TIMEOUT}
-    # Somebody who remembers what is absent (guards/look_ups.py) must know that nobody could be asked.
+    # Somebody who remembers what is absent (guards/pipeline.py) must know that nobody could be asked.
     trouble = store.metrics.value("error", "timeout")
     with ending_within(TIMEOUT):
         assert store.count_leading(keys) == 0

@@ -1,0 +1,417 @@
+"""The pages of a prompt in the tiers: warm a node with them, and explain why there is no hit.
+
+For people, routers and cron jobs; needs no SGLang. Identities are read from the documents that file, Redis and object
+tiers keep beside their pages; a server writes those of its pools when it starts. A Mooncake tier keeps none.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hicache_ext.config import HicacheExtConfig, TierConfig
+from hicache_ext.errors import StoreError, WarmError
+from hicache_ext.page.hashes import page_hashes
+from hicache_ext.page.identity import KV_POOL, digest_of_document
+from hicache_ext.page.recording import MOST_TOKENS
+from hicache_ext.page.transforms.forms import Transforms
+from hicache_ext.runtime.shown import shown_text
+from hicache_ext.storage.contract.abilities import IdentityKeeper, ability
+from hicache_ext.storage.contract.registry import open_tier
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, PageStore
+from hicache_ext.storage.contract.transforming.known_forms import stored_keys
+from hicache_ext.storage.tiering.tier_use import TieringSettings, tier_use
+from hicache_ext.storage.tiering.tiered import TieredStore
+from hicache_ext.storage.tiers.file.inspection import open_inspector
+from hicache_ext.storage.tiers.file.pages.tree import load_document
+
+_PAGES_AT_ONCE = 64
+_BYTES_AT_ONCE = 256 << 20
+_LARGEST_PAGE = 512 << 20
+"""Bytes; Redis' own limit of a value."""
+
+Progress = Callable[[int, int], None]
+"""Called with the number of pages done, and of all pages."""
+
+
+def warm_prompts(
+    config: HicacheExtConfig,
+    prompts: Sequence[Sequence[int]],
+    *,
+    to: str | None = None,
+    model: str | None = None,
+    seed: bytes = b"",
+    progress: Progress = lambda done, pages: None,
+) -> Counter[str]:
+    """Bring the pages of ``prompts`` (token ids) to the tier ``to`` (default: ``promote_to``) from the tiers behind it;
+    what ``warm`` counts.
+
+    ``model``: the served name; needed where the tiers hold several. ``seed``: see page/hashes.py.
+    Raises WarmError, StoreError or ConfigError with a sentence.
+    """
+    target_name, source_names = _route(config, to)
+    opened: list[PageStore] = []
+    try:
+        opened += [open_tier(name, config.tiers[name]) for name in source_names]
+        documents = known_identities(config, opened)
+        if not documents:
+            raise no_identity(config, source_names)
+        documents = choose_model(documents, model)
+        sources = TieredStore(opened, [], settings=TieringSettings(prefetch_buffer=0))
+        target = open_tier(target_name, config.tiers[target_name])
+        opened.append(target)
+        for digest, document in documents.items():
+            target.register_identity(digest, document)
+        try:
+            return warm(sources, target, documents, prompts, seed=seed, progress=progress)
+        finally:
+            sources.close()
+    finally:
+        for store in opened:
+            store.close()
+
+
+def warm(
+    source: PageStore,
+    target: PageStore,
+    documents: Mapping[bytes, Mapping[str, Any]],
+    prompts: Sequence[Sequence[int]],
+    *,
+    seed: bytes = b"",
+    progress: Progress = lambda done, pages: None,
+) -> Counter[str]:
+    """Copy every page of ``prompts`` that ``source`` has and ``target`` lacks, for each of the identities.
+
+    Of a KV pool the leading run only: nothing behind a gap is ever read. Of other pools all pages found. Numbers of
+    pages: ``present`` before, ``fetched`` now, ``absent`` everywhere, ``failed`` to be read or written; and
+    ``payload_bytes`` of the fetched.
+    """
+    keys_of_chains = [
+        (document["pool"], [digest + page for page in page_hashes(prompt, size, seed)])
+        for digest, document in documents.items()
+        for size in page_sizes(document, documents)
+        for prompt in prompts
+    ]
+    total = sum(len(keys) for _, keys in keys_of_chains)
+    report, done = Counter(present=0, fetched=0, absent=0, failed=0, payload_bytes=0), 0
+    for pool, keys in keys_of_chains:
+        left = len(keys)
+        page_bytes = sum(pool["segments"])
+        at_once = max(1, min(_PAGES_AT_ONCE, _BYTES_AT_ONCE // page_bytes))
+        for first in range(0, len(keys), at_once):
+            portion = keys[first : first + at_once]
+            complete = _warm_portion(source, target, portion, page_bytes, report)
+            left -= len(portion)
+            done += len(portion)
+            progress(done, total)
+            if not complete and pool["name"] == KV_POOL:
+                break
+        report["absent"] += left
+        done += left
+        progress(done, total)
+    return report
+
+
+def page_sizes(document: Mapping[str, Any], documents: Mapping[bytes, Mapping[str, Any]]) -> list[int]:
+    """Tokens per page hash under which the pages of an identity are kept. Those beside the KV are kept under the hashes
+    of its pages, whatever their own size (a Mamba state is of one token)."""
+    own: list[int] = [document["pool"]["page_size"]]
+    if document["pool"]["name"] == KV_POOL:
+        return own
+    of_model = [other["pool"] for other in documents.values() if other["model"] == document["model"]]
+    return sorted({pool["page_size"] for pool in of_model if pool["name"] == KV_POOL}) or own
+
+
+def _warm_portion(
+    source: PageStore, target: PageStore, keys: Sequence[bytes], page_bytes: int, report: Counter[str]
+) -> bool:
+    """Copy ``keys``; whether ``target`` has all of them now."""
+    missing = [key for key, known in zip(keys, target.contains(keys), strict=True) if not known]
+    report["present"] += len(keys) - len(missing)
+    if not missing:
+        return True
+    memory = [bytearray(page_bytes) for _ in missing]
+    batch = PageBatch(missing, [[memoryview(page)] for page in memory])
+    found: list[int] = []
+    for position, result in enumerate(source.get(batch)):
+        if result is GetResult.HIT:
+            found.append(position)
+        elif result is GetResult.MISS:
+            report["absent"] += 1
+        else:
+            report["failed"] += 1
+    stored = [result.durable for result in target.set(batch.select(found))]
+    report["fetched"] += sum(stored)
+    report["failed"] += stored.count(False)
+    report["payload_bytes"] += sum(stored) * page_bytes
+    return sum(stored) == len(missing)
+
+
+def known_identities(config: HicacheExtConfig, opened: Sequence[PageStore] = ()) -> dict[bytes, dict[str, Any]]:
+    """Digest -> document of every identity recorded in the directories of tiers and in the stores ``opened``.
+
+    Without flat tensors, and without documents that do not fit their digest. Raises StoreError.
+    """
+    documents: dict[bytes, dict[str, Any]] = {}
+    for store in opened:
+        if (keeper := ability(store, IdentityKeeper)) is not None:
+            documents |= {
+                digest: document for digest, document in keeper.identities().items() if _describes(document, digest)
+            }
+    for tier in config.tiers.values():
+        for path in tier.directories() if tier.keeps_identities else ():
+            for file in sorted(Path(path).glob("identities/*.json")):
+                try:
+                    digest = bytes.fromhex(file.stem)
+                except ValueError:
+                    continue
+                document = load_document(Path(path), digest)
+                if document is not None and _describes(document, digest):
+                    documents[digest] = document
+    return documents
+
+
+def no_identity(config: HicacheExtConfig, tiers: Iterable[str], unread: Iterable[str] = ()) -> WarmError:
+    """The error where these tiers know no identity: why, as far as that is known, and what to do."""
+    silent = ", ".join(
+        f"{name} ({config.tiers[name].type})" for name in tiers if not config.tiers[name].keeps_identities
+    )
+    because = "".join(f"; {reason}" for reason in (*([f"{silent} keeps none"] if silent else []), *unread))
+    return WarmError(
+        f"no tier knows an identity{because}; a server with this configuration writes them when it starts, or copy "
+        "PATH/identities of another node's file tier into that of this one"
+    )
+
+
+def choose_model(documents: Mapping[bytes, dict[str, Any]], model: str | None) -> dict[bytes, dict[str, Any]]:
+    """The identities of one model. Raises WarmError if it is not clear which model."""
+    names = {digest: str(document["model"]["id"]) for digest, document in documents.items()}
+    models = ", ".join(sorted({shown_text(name) for name in names.values()}))
+    if model is None and len(set(names.values())) > 1:
+        raise WarmError(f"the tiers hold pages of several models; say which with --served-name: {models}")
+    chosen = {
+        digest: documents[digest]
+        for digest, name in names.items()
+        if model is None or model in (name, shown_text(name))
+    }
+    if not chosen:
+        raise WarmError(f"no tier knows the model {model!r}; known: {models}")
+    return chosen
+
+
+def _describes(document: Mapping[str, Any], digest: bytes) -> bool:
+    """Whether a document, which anybody may have written, is that of this digest and has what is needed; flat tensors
+    have no page size."""
+    pool, model = document.get("pool"), document.get("model")
+    if not isinstance(pool, dict) or not isinstance(model, dict) or "id" not in model or "name" not in pool:
+        return False
+    segments, page_size = pool.get("segments"), pool.get("page_size")
+    if not isinstance(segments, list) or not all(isinstance(size, int) and size > 0 for size in segments):
+        return False
+    if not (0 < sum(segments) <= _LARGEST_PAGE and isinstance(page_size, int) and 0 < page_size <= MOST_TOKENS):
+        return False
+    return digest_of_document(document) == digest
+
+
+def _route(config: HicacheExtConfig, to: str | None) -> tuple[str, list[str]]:
+    """The tier to warm, and the tiers behind it."""
+    locations = list(config.retrieve_locations)
+    if not locations:
+        raise WarmError("retrieve_locations is empty: a server with this configuration reads nothing")
+    target = to or tier_use(config).promote_to or locations[0]
+    if target not in locations:
+        raise WarmError(f"tier {target!r} is not in retrieve_locations, so that nothing would ever read it there")
+    behind = locations[locations.index(target) + 1 :]
+    if not behind:
+        raise WarmError(f"no tier stands behind {target!r} in retrieve_locations, from which its pages could come")
+    return target, behind
+
+
+# -- why is there no hit? ----------------------------------------------------------------------------------------------
+#
+# Where the pages of one prompt are, how old they are, and why the first missing one is missing. A directory of the file
+# tier is only looked at (inspection.py); other tiers are opened and asked whether they have the pages.
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A page in a tier. Times are wall-clock seconds, None where the tier does not tell them."""
+
+    tier: str
+    written: float | None = None
+    used: float | None = None
+
+
+@dataclass(slots=True)
+class Chain:
+    """The pages of the prompt under one identity: of one pool, shard and set of weights."""
+
+    digest: bytes
+    document: dict[str, Any]
+    hashes: list[bytes]
+    page_size: int
+    """Tokens."""
+    found: dict[int, list[Found]] = field(default_factory=dict)
+    """Position of a page -> where it is."""
+    evicted: set[int] = field(default_factory=set)
+    """Positions of pages that servers remember to have evicted."""
+
+    @property
+    def pool(self) -> str:
+        return str(self.document["pool"]["name"])
+
+    @property
+    def leading(self) -> int:
+        """Pages up to the first that no tier has."""
+        return next((page for page in range(len(self.hashes)) if page not in self.found), len(self.hashes))
+
+    @property
+    def leading_tokens(self) -> int:
+        """Tokens in these pages."""
+        return self.leading * self.page_size
+
+    def restorable(self, tokens: int) -> int:
+        """Those that can be restored of a prompt of so many: its last one is always computed."""
+        return min(self.leading, max(0, tokens - 1) // self.page_size) * self.page_size
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Of one prompt."""
+
+    tokens: int
+    chains: list[Chain]
+    """KV first, the most pages first."""
+    unread: dict[str, str]
+    """Tier or directory -> why it could not be asked."""
+
+    def reason(self, chain: Chain) -> str:
+        """Why the first missing page of a chain is missing; empty where none is."""
+        page = chain.leading
+        if page >= len(chain.hashes):
+            return ""
+        if page in chain.evicted:
+            return "it was evicted: the capacity is too small for what was used since"
+        others = [other for other in self.chains if other.pool == chain.pool and other is not chain]
+        there = [other for other in others if page in other.found and other.hashes[page] == chain.hashes[page]]
+        if there:
+            different = "; ".join(sorted({_difference(chain.document, other.document) for other in there}))
+            return f"it is there under another identity: {different}"
+        if any(later > page for later in chain.found):
+            return "pages after it are there, so it was there, too: evicted, cleared, expired or removed as damaged"
+        if self.unread:
+            return "no tier that could be asked has it"
+        return "never written, or evicted, cleared or expired since: no tier remembers it"
+
+
+def explain(
+    config: HicacheExtConfig, tokens: Sequence[int], *, model: str | None = None, seed: bytes = b""
+) -> Explanation:
+    """Look for the pages of a prompt (token ids) in the tiers that pages are retrieved from, or else stored to.
+
+    ``model``: the served name; needed where the tiers hold several. ``seed``: see page/hashes.py. Raises WarmError or
+    StoreError with a sentence where no identity is known.
+    """
+    # A node that reads nothing, as decode nodes do, writes for others.
+    tiers = {name: config.tiers[name] for name in config.retrieve_locations or config.store_locations}
+    opened: dict[str, PageStore] = {}
+    unread: dict[str, str] = {}
+    try:
+        for name, tier in tiers.items():
+            if not tier.directories():
+                try:
+                    # Required: one that is not there is to say so, and not to answer that it has nothing.
+                    opened[name] = open_tier(name, tier.model_copy(update={"required": True}))
+                except StoreError as error:
+                    unread[name] = str(error)
+        documents = known_identities(config, list(opened.values()))
+        if not documents:
+            raise no_identity(config, tiers, unread.values())
+        of_model = choose_model(documents, model)
+        sizes = {digest: page_sizes(document, of_model) for digest, document in of_model.items()}
+        # Ranks and pools of one page size have the same hashes.
+        hashes = {size: page_hashes(tokens, size, seed) for size in set(itertools.chain.from_iterable(sizes.values()))}
+        chains = [
+            Chain(digest, document, hashes[size], size)
+            for digest, document in of_model.items()
+            for size in sizes[digest]
+        ]
+        for name, tier in tiers.items():
+            if name in opened:
+                _ask(name, opened[name], chains)
+                if trouble := _trouble_of(opened[name]):
+                    unread[name] = f"it could not answer ({trouble})"
+            else:
+                unread |= _look(name, tier, chains)
+    finally:
+        for store in opened.values():
+            store.close()
+    chains.sort(key=lambda chain: (chain.pool != KV_POOL, -chain.leading, -len(chain.found), chain.digest))
+    return Explanation(len(tokens), chains, unread)
+
+
+def _ask(name: str, store: PageStore, chains: Sequence[Chain]) -> None:
+    for chain in chains:
+        keys = [chain.digest + page for page in chain.hashes]
+        for position, there in enumerate(store.contains(keys) if keys else ()):
+            if there:
+                chain.found.setdefault(position, []).append(Found(name))
+
+
+def _trouble_of(store: PageStore) -> str:
+    """What was counted while it was asked: a tier in trouble answers that it has no page."""
+    return ", ".join(event for event in ("error", "timeout", "rejected") if store.metrics.total(event))
+
+
+def _look(name: str, tier: TierConfig, chains: Sequence[Chain]) -> dict[str, str]:
+    """Look into the directories of a file tier; those that cannot be read, and why."""
+    unread: dict[str, str] = {}
+    places = _stored_places(tier.transforms(name), chains)
+    for directory in tier.directories():
+        try:
+            with closing(open_inspector(Path(directory))) as inspector:
+                for page in inspector.pages():
+                    place = places.get(page.key)
+                    if place is not None:
+                        place[0].found.setdefault(place[1], []).append(Found(name, page.written, page.used))
+                for key in inspector.evicted([key for key, (chain, at) in places.items() if at not in chain.found]):
+                    chain, at = places[key]
+                    chain.evicted.add(at)
+        except StoreError as error:
+            unread[directory] = str(error)
+    return unread
+
+
+def _stored_places(transforms: Transforms | None, chains: Sequence[Chain]) -> dict[bytes, tuple[Chain, int]]:
+    """The keys under which the pages of these chains are stored, in each of their forms."""
+    if transforms is None:
+        return {chain.digest + page: (chain, at) for chain in chains for at, page in enumerate(chain.hashes)}
+    return {
+        key: (chain, at)
+        for chain in chains
+        for form in transforms.forms(chain.digest, chain.document).all
+        for at, key in enumerate(stored_keys(form, PageKeys.of_joined(chain.digest, b"".join(chain.hashes))))
+    }
+
+
+def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The facts in which two identities differ, and both values."""
+    its, of_other = dict(_flat(one)), dict(_flat(other))
+    names = [name for name in sorted({*its, *of_other}) if its.get(name) != of_other.get(name)]
+    return ", ".join(
+        f"{shown_text(name)} is {shown_text(repr(its.get(name)))} here and {shown_text(repr(of_other.get(name)))} there"
+        for name in names
+    )
+
+
+def _flat(document: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in document.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
