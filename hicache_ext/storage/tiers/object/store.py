@@ -24,7 +24,14 @@ from functools import partial, reduce
 from operator import or_
 from typing import Any
 
-from hicache_ext.errors import ClearLaterError, FormatError, StoreError, StoreSetupError, UnansweredError
+from hicache_ext.errors import (
+    ClearLaterError,
+    FormatError,
+    NotReadError,
+    StoreError,
+    StoreSetupError,
+    UnansweredError,
+)
 from hicache_ext.page import envelope
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.pack import (
@@ -42,7 +49,7 @@ from hicache_ext.page.page_object import HEADER_LENGTH, scatter
 from hicache_ext.runtime.call_deadline import tell_connection_lost
 from hicache_ext.runtime.threads import Call
 from hicache_ext.storage.contract.abilities import LARGEST_DOCUMENT, LARGEST_SUM, document_in
-from hicache_ext.storage.contract.bad_pages import BadPages, Sighting, Verdict
+from hicache_ext.storage.contract.bad_pages import BadPages, Removal, Sighting, Stored, Verdict
 from hicache_ext.storage.contract.base import TierStore, leading_in_portions
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding, Level
@@ -70,7 +77,7 @@ from hicache_ext.storage.tiers.object.client import (
     is_md5_of,
 )
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
-from hicache_ext.storage.tiers.object.examination import ObjectMedium
+from hicache_ext.storage.tiers.object.examination import read_object, whole_pack
 
 logger = logging.getLogger(__name__)
 
@@ -128,8 +135,7 @@ class ObjectPageStore(TierStore):
             timeout=tier.longest_call,
         )
         self._catalog = PackCatalog(self._requests, lists_from=tier.scheme in ("s3", "gs"))
-        medium = ObjectMedium(self._requests, connect, self._clearing.hides, self._catalog)
-        self._bad_pages = BadPages(name, self.metrics, medium)
+        self._bad_pages = BadPages(name, self.metrics, self)
         self._most_in_a_pack = _most_in_a_pack(tier.prefix)
         try:
             self._look_at_the_store()
@@ -555,6 +561,44 @@ class ObjectPageStore(TierStore):
                 return True
             requests.failed(error, call, SetResult)
             return False
+
+    # -- bad pages (examination.py) --------------------------------------------------------------------------------
+
+    def read_again(self, key: bytes, most: int) -> Stored | None:
+        """For ``BadPages``, as ``remove_bad``: each through another client, with connections of its own."""
+        (place,) = self._catalog.find([key])
+        if place is None or self._clearing.hides(key):
+            return None
+        name = packed_name(key[:IDENTITY_LENGTH], place.pack)
+        try:
+            found = read_object(self._requests, self._connect(), name, place.offset, min(place.pack.page_bytes, most))
+        except NotReadError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a client library's errors end here
+            if (reason := explain(error).reason) != "absent":
+                raise NotReadError(reason) from None
+            self._catalog.of(key[:IDENTITY_LENGTH]).index.forget(place.pack.id)
+            return None
+        return Stored(min(found.length, place.pack.page_bytes), found.data, (found.version, place))
+
+    def remove_bad(self, key: bytes, bad: Stored) -> Removal:
+        version, place = bad.version
+        requests, name = self._requests, packed_name(key[:IDENTITY_LENGTH], place.pack)
+        try:
+            client = self._connect()
+            is_compared = requests.etags_are_md5 and bad.length == len(bad.data)
+            if is_compared and not is_md5_of(whole_pack(requests, client, name, place, bad), version):
+                return Removal.DENIED
+            if self._clearing.hides(key) or requests.obstore.head(client, name).get("e_tag") != version:
+                return Removal.CHANGED
+            self._catalog.bury(key[:IDENTITY_LENGTH], place.pack, place.mask)
+        except NotReadError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            if (reason := explain(error).reason) != "absent":
+                raise NotReadError(reason) from None
+            return Removal.CHANGED
+        return Removal.REMOVED
 
     def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
         return self._bad_pages.remove_copies(copies)

@@ -13,7 +13,7 @@ import os
 import ssl
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -155,7 +155,7 @@ class RedisPageStore(TierStore):
             self._topology.close()
             raise
         self._last_look = LastLook(name, self._look, _LOOK_INTERVAL)
-        self._bad_pages = BadPages(name, self.metrics, _Medium(self._examine))
+        self._bad_pages = BadPages(name, self.metrics, self)
 
     def _check_permissions(self) -> None:
         """Raises StoreSetupError where a server does not let its user do what serving does. Other refusals pass: a node
@@ -285,6 +285,16 @@ class RedisPageStore(TierStore):
         if call.redirect is not None:
             raise NotReadError("redirected")
         return call.result
+
+    def read_again(self, key: bytes, most: int) -> Stored | None:
+        """For ``BadPages``, as ``remove_bad``."""
+        answer = self._examine(key, lambda connection, calls: read_again(connection, calls[0], most))
+        return answer if isinstance(answer, Stored) else None
+
+    def remove_bad(self, key: bytes, bad: Stored) -> Removal:
+        answer = self._examine(key, lambda connection, calls: remove_bad(connection, calls[0], bad))
+        # A miss: it is being cleared.
+        return answer if isinstance(answer, Removal) else Removal.CHANGED
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -691,23 +701,6 @@ class RedisPageStore(TierStore):
 
     def _deadline(self) -> float:
         return call_deadline(self._tier.longest_call)
-
-
-class _Medium:
-    """``Medium`` of bad_pages.py: one page at a time, each over a connection of its own."""
-
-    def __init__(self, ask: Callable[[bytes, Talk], Any]) -> None:
-        """``ask``: (key, the commands for its page) -> the page's result; raises NotReadError."""
-        self._ask = ask
-
-    def read_again(self, key: bytes, most: int) -> Stored | None:
-        answer = self._ask(key, lambda connection, calls: read_again(connection, calls[0], most))
-        return answer if isinstance(answer, Stored) else None
-
-    def remove(self, key: bytes, bad: Stored) -> Removal:
-        answer = self._ask(key, lambda connection, calls: remove_bad(connection, calls[0], bad))
-        # A miss: it is being cleared.
-        return answer if isinstance(answer, Removal) else Removal.CHANGED
 
 
 def _reasons(calls: Sequence[PageCall], result: GetResult | SetResult) -> Counter[str]:
