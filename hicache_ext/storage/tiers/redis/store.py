@@ -509,10 +509,9 @@ class RedisPageStore(TierStore):
         write, nothing = results is SetResult, [None] * len(batch)
         if self._clearing.hides_some or (write and self._bad_pages.hides_some):
             return nothing
-        pages = None if self._tier.tls else NativeCall.of(batch, self._page_names, self._tier.ttl, writable=not write)
+        pages = None if self._tier.tls else NativeCall.of(batch, self._page_names, self._tier.ttl, write=write)
         if pages is None:
             return nothing
-        talk = pages.set if write else pages.get
         shares: list[tuple[int, Node, npt.NDArray[np.int64]]] = []
         for node, positions in self._positions_by_node(batch.keys):
             if node is None or not node.up or (write and node.writes.in_doubt):
@@ -530,7 +529,7 @@ class RedisPageStore(TierStore):
             try:
                 with node.connection(node.pages, deadline) as connection:
                     if connection.descriptor is not None:
-                        talk(connection, positions)
+                        pages.talk(connection, positions)
             except LaneBusyError:
                 return
             except (OSError, ProtocolError) as error:
@@ -539,9 +538,7 @@ class RedisPageStore(TierStore):
                     (node.missed_write if write else node.mark_down)(error)
 
         self._threads.run(len(shares), move)
-        if write:
-            return pages.results(SetResult.STORED, SetResult.EXISTS)
-        return pages.results(GetResult.HIT, GetResult.MISS)
+        return pages.results()
 
     def _positions_by_node(self, keys: Sequence[bytes]) -> list[tuple[Node | None, npt.NDArray[np.int64]]]:
         if not self._topology.is_cluster:
