@@ -94,7 +94,7 @@ def make_client(name: str, tier: ObjectTierConfig, *, deletes_many: bool = True)
                 "secret_access_key": tier.secret_key,
                 "token": tier.session_token,
             }
-            options["credential_provider"] = _Keys(name, keys)
+            options["credential_provider"] = _keys_of(name, keys)
         options["virtual_hosted_style_request"] = virtual
         options |= _given(
             server_side_encryption=None if tier.sse is None else _SSE[tier.sse],
@@ -111,9 +111,9 @@ def make_client(name: str, tier: ObjectTierConfig, *, deletes_many: bool = True)
         make = stores.AzureStore
         options |= _given(account_name=tier.account, endpoint=tier.endpoint)
         if tier.account_key is not None:
-            options["credential_provider"] = _Keys(name, {"access_key": tier.account_key})
+            options["credential_provider"] = _keys_of(name, {"access_key": tier.account_key})
         elif tier.sas_token is not None:
-            options["credential_provider"] = _Keys(name, {"sas_token": tier.sas_token})
+            options["credential_provider"] = _keys_of(name, {"sas_token": tier.sas_token})
     try:
         return make(tier.bucket, **options)
     except Exception as error:  # noqa: BLE001 - whatever the library makes of wrong settings
@@ -123,31 +123,30 @@ def make_client(name: str, tier: ObjectTierConfig, *, deletes_many: bool = True)
         ) from None
 
 
-class _Keys:
-    """The keys of a tier, for obstore to ask for, on threads of its own: those of a file may be others tomorrow.
+def _keys_of(name: str, secrets: Mapping[str, Secret | None]) -> Callable[[], dict[str, Any]]:
+    """Return what obstore asks for the keys of a tier, on threads of its own: those of a file may be others tomorrow.
+    ``secrets`` are by obstore's names.
 
-    Keys that cannot be read while a server runs are those that it had: a file may be being exchanged.
+    Keys that cannot be read while a server runs are those that it had: a file may be being exchanged. Raises
+    ConfigError for a secret that cannot be read at the start.
     """
 
-    def __init__(self, name: str, secrets: Mapping[str, Secret | None]) -> None:
-        """``secrets`` by obstore's names. Raises ConfigError for a secret that cannot be read."""
-        self._name = name
-        self._secrets = secrets
-        self._keys = self._read()
-
-    def __call__(self) -> dict[str, Any]:
-        try:
-            self._keys = self._read()
-        except ConfigError as error:
-            logger.warning("tier %s: %s; going on with the keys that it had", self._name, error)
-        return {**self._keys, "expires_at": datetime.now(UTC) + _RENEWED_BEFORE + KEYS_LAST}
-
-    def _read(self) -> dict[str, str | None]:
+    def read() -> dict[str, str | None]:
+        found = {key: _revealed(secret) for key, secret in secrets.items()}
         # A signature is mostly copied with the question mark of the address that it stood in.
-        return {
-            key: value.lstrip("?") if key == "sas_token" and value else value
-            for key, value in ((key, _revealed(secret)) for key, secret in self._secrets.items())
-        }
+        return {key: value.lstrip("?") if key == "sas_token" and value else value for key, value in found.items()}
+
+    had = read()
+
+    def keys() -> dict[str, Any]:
+        nonlocal had
+        try:
+            had = read()
+        except ConfigError as error:
+            logger.warning("tier %s: %s; going on with the keys that it had", name, error)
+        return {**had, "expires_at": datetime.now(UTC) + _RENEWED_BEFORE + KEYS_LAST}
+
+    return keys
 
 
 def _s3_endpoint(tier: ObjectTierConfig, virtual: bool) -> str | None:

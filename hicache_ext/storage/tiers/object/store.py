@@ -19,7 +19,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial, reduce
 from operator import or_
 from typing import Any
@@ -97,8 +96,6 @@ _MOST_ROUNDS = 4
 """Of requests. A second one is needed where something is gone, or has come; more where that happens again."""
 _PACK_BYTES = 2 << 20
 """About so many of a pack: eight requests at once move 16 MiB in less time than four of twice the size."""
-_OF_ANOTHER_LENGTH = object()
-"""Not written, because an object of another length is there."""
 _CLOSE_TIMEOUT = 30.0
 """Seconds for the deletion of cleared pages at close(), while the store answers."""
 
@@ -243,17 +240,18 @@ class ObjectPageStore(TierStore):
 
     def _present(self, keys: Sequence[bytes], deadline: float, *, leading: bool = False) -> list[bool]:
         """Raises UnansweredError where a request failed: nobody knows of the pages that were not found."""
-        found = self._look_up(keys, self._hides, deadline, leading=leading)
-        present = [key in found.places for key in keys]
-        if found.failed and not all(present):
+        found, failed = self._look_up(keys, self._hides, deadline, leading=leading)
+        present = [key in found for key in keys]
+        if failed and not all(present):
             raise UnansweredError(present, present.count(False), len(present))
         return present
 
     def _look_up(
         self, keys: Sequence[bytes], hides: Callable[[bytes], bool], deadline: float, *, leading: bool = False
-    ) -> _Found:
-        """Where the pages are that are there, but those that are hidden. ``leading``: pages behind the first one that
-        is absent do not matter."""
+    ) -> tuple[dict[bytes, Place], str]:
+        """Where the pages are that are there, but those that are hidden; and how a request failed, "timeout" or
+        "error", or "": of pages that are not found nobody knows then whether they are there. ``leading``: pages behind
+        the first one that is absent do not matter."""
         requests, catalog = self._requests, self._catalog
         wanted = [key for key in dict.fromkeys(keys) if not hides(key)]
         digests = identities_of(wanted)
@@ -296,7 +294,7 @@ class ObjectPageStore(TierStore):
             for key, place in zip(wanted, catalog.find(wanted), strict=True)
             if place is not None and place.offset + place.pack.page_bytes <= confirmed.get(place.pack.id, 0)
         }
-        return _Found(found, failed)
+        return found, failed
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -418,37 +416,25 @@ class ObjectPageStore(TierStore):
         deadline = self._requests.deadline()
         # On the caller's thread: those of the requests are for everybody. Half of the time is left for writing.
         verdicts = self._bad_pages.settle(batch.keys, (time.monotonic() + deadline) / 2)
-        results = self._write_pages(batch, range(len(batch)), verdicts, deadline)
-        wrong = [position for position, result in enumerate(results) if result is _OF_ANOTHER_LENGTH]
-        if wrong:
-            verdicts = self._bad_pages.settle([batch.keys[position] for position in wrong], deadline)
-            again = self._write_pages(batch, wrong, verdicts, deadline)
-            for position, result in zip(wrong, again, strict=True):
-                results[position] = SetResult.REJECTED if result is _OF_ANOTHER_LENGTH else result
-        self.metrics.add("rejected", "suspect", results.count(SetResult.REJECTED))
-        if not self._requests.reached:
-            tell_connection_lost()
-        return results
-
-    def _write_pages(
-        self, batch: PageBatch, positions: Sequence[int], verdicts: Mapping[bytes, Verdict], deadline: float
-    ) -> list[Any]:
         first: dict[bytes, int] = {}
-        for position in positions:
-            first.setdefault(batch.keys[position], position)
-        results: dict[int, Any] = {}
-        found = self._look_up(list(first), self._clearing.hides, deadline)
+        for position, key in enumerate(batch.keys):
+            first.setdefault(key, position)
+        results: dict[int, SetResult] = {}
+        found, failed = self._look_up(list(first), self._clearing.hides, deadline)
         new: dict[bytes, list[int]] = {}
         for key, position in first.items():
-            size = HEADER_LENGTH + batch.sizes[position]
-            result = self._unwritten(key, size, found.places.get(key), verdicts.get(key))
-            if result is None and found.failed and key not in found.places:
+            size, place, verdict = HEADER_LENGTH + batch.sizes[position], found.get(key), verdicts.get(key)
+            is_denied = verdict is Verdict.DENIED
+            if not is_denied and (size > LARGEST_PAGE or verdict in (Verdict.WITHHELD, Verdict.UNCLEAR)):
+                results[position] = SetResult.REJECTED
+            # One of another length is replaced: of two copies the newer one is read.
+            elif not is_denied and place is not None and place.pack.page_bytes == size:
+                results[position] = SetResult.EXISTS
+            elif failed and place is None:
                 # It may be there: a store that does not list would get one more copy of it from every server.
-                results[position] = SetResult(found.failed)
-            elif result is None:
-                new.setdefault(key[:IDENTITY_LENGTH], []).append(position)
+                results[position] = SetResult(failed)
             else:
-                results[position] = result
+                new.setdefault(key[:IDENTITY_LENGTH], []).append(position)
         packs = [
             [mine[number] for number in portion]
             for mine in new.values()
@@ -459,29 +445,17 @@ class ObjectPageStore(TierStore):
         missing = SetResult.ERROR if in_time else SetResult.TIMEOUT
         for pack, answer in zip(packs, answers, strict=True):
             results.update((position, missing if answer is None else answer) for position in pack)
+        if not self._requests.reached:
+            tell_connection_lost()
         # One that comes twice in a batch was there the second time.
-        return [
+        answers = [
             SetResult.EXISTS
             if first[key] != position and results[first[key]] is SetResult.STORED
             else results[first[key]]
-            for position, key in ((position, batch.keys[position]) for position in positions)
+            for position, key in enumerate(batch.keys)
         ]
-
-    def _unwritten(self, key: bytes, size: int, found: Place | None, verdict: Verdict | None) -> Any:
-        """What a page is without being written, where ``found`` is there; None where it is to be written."""
-        if verdict is Verdict.DENIED:
-            return None
-        if size > LARGEST_PAGE or verdict in (Verdict.WITHHELD, Verdict.UNCLEAR):
-            return SetResult.REJECTED
-        if found is None:
-            return None
-        if found.pack.page_bytes == size:
-            return SetResult.EXISTS
-        if verdict is Verdict.GOOD:
-            # A whole page of its own: whoever expects another length is wrong, or this process is.
-            return SetResult.REJECTED
-        self._suspect(key, size, Sighting(found.pack.page_bytes), "length")
-        return _OF_ANOTHER_LENGTH
+        self.metrics.add("rejected", "suspect", answers.count(SetResult.REJECTED))
+        return answers
 
     def _write_pack(
         self,
@@ -656,15 +630,6 @@ class ObjectPageStore(TierStore):
         self._catalog.close()
         self._clearing.close(_CLOSE_TIMEOUT)
         self._requests.threads.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The answer of a look-up."""
-
-    places: dict[bytes, Place]
-    failed: str = ""
-    """How a request failed, "timeout" or "error": of pages that are not found nobody knows whether they are there."""
 
 
 def _shares_its_name(body: memoryview, key: bytes) -> bool:
