@@ -70,11 +70,9 @@ class ErrorReply:
         return word if _ERROR_CODE.fullmatch(word) else "ERR"
 
 
-class Status(bytes):
-    """A simple string (+OK): what says that a command was done, where a bulk string of the same text would not."""
-
-
-Reply = int | bytes | ErrorReply | None
+Reply = int | bytes | str | ErrorReply | None
+"""A simple string (+OK) is a ``str``: it says that a command was done, where a bulk string of the same text would
+not."""
 Answer = Reply | list["Answer"]
 
 
@@ -152,7 +150,7 @@ class ReplyReader:
                 raise ProtocolError("an integer that is none")
             return int(rest)
         if kind == b"+":
-            return Status(rest)
+            return rest.decode("utf-8", "replace")
         if kind == b"-":
             return _error(rest)
         if kind == b"$":
@@ -515,7 +513,7 @@ def _open(
                     connection.refused_question()
                     continue
                 raise LoginError(name, reply.code)
-            if reply not in (b"OK", b"PONG"):
+            if reply not in ("OK", "PONG"):
                 raise ProtocolError(f"{name} was not answered as Redis does")
         # For people who look at CLIENT LIST. A user need not be allowed to.
         connection.send(command(b"CLIENT", b"SETNAME", b"hicache_ext"))

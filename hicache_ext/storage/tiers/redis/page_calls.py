@@ -31,7 +31,6 @@ from hicache_ext.storage.tiers.redis.connection import (
     Connection,
     ErrorReply,
     Reply,
-    Status,
     command,
     command_of_equals,
     page_name,
@@ -262,7 +261,7 @@ def _pages_missing(connection: Connection, calls: Sequence[PageCall]) -> list[Pa
 def _written(connection: Connection, call: PageCall, raced: list[PageCall]) -> str:
     """Why the server refused it, if it did."""
     reply = connection.reader.reply()
-    if isinstance(reply, Status) and reply == b"OK":
+    if reply == "OK":
         call.finish(SetResult.STORED)
     elif reply is None:
         raced.append(call)

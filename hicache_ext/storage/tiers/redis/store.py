@@ -400,27 +400,24 @@ class RedisPageStore(TierStore):
         failed: Counter[str] = Counter()
         if self._topology.is_cluster:
             calls = self._asked(keys, deadline, b"EXISTS", looks=True)
-            present, failed = [call.result == 1 for call in calls], _failed(calls)
+            present, failed = [call.result == 1 for call in calls], _reasons(calls)
         else:
-            present = self._present_on_one(page_names_of(self._page_names, keys), deadline)
+            # There is one server: one call stands for all pages.
+            names = page_names_of(self._page_names, keys)
+            one = PageCall(b"", names[0])
+            self._run([one], partial(ask_presence, names=names), deadline, None, looks=True)
+            failed = Counter({one.reason: len(keys)} if one.reason else {})
+            present = [False] * len(keys) if failed else [*map(bool, one.result)]
         for page in hidden:
             present[page] = False
         if failed:
             raise UnansweredError(present, failed.total(), len(keys), failed)
         return present
 
-    def _present_on_one(self, names: Sequence[bytes], deadline: float) -> list[bool]:
-        """There is one server: one call stands for all pages."""
-        call = PageCall(b"", names[0])
-        self._run([call], partial(ask_presence, names=names), deadline, None, looks=True)
-        if call.reason:
-            raise UnansweredError([False] * len(names), len(names), len(names), {call.reason: len(names)})
-        return [*map(bool, call.result)]
-
     def _remove(self, keys: Sequence[bytes]) -> int:
         self._bad_pages.clear(keys)
         removals = self._asked(keys, self._deadline(), b"UNLINK")
-        self.count_errors(_failed(removals))
+        self.count_errors(_reasons(removals))
         return sum(call.result for call in removals)
 
     def _asked(self, keys: Sequence[bytes], deadline: float, word: bytes, *, looks: bool = False) -> list[PageCall]:
@@ -700,14 +697,9 @@ class RedisPageStore(TierStore):
         return call_deadline(self._tier.longest_call)
 
 
-def _reasons(calls: Sequence[PageCall], result: GetResult | SetResult) -> Counter[str]:
-    """Why calls ended so."""
-    return Counter([call.reason for call in calls if call.result is result])
-
-
-def _failed(calls: Sequence[PageCall]) -> Counter[str]:
-    """Why calls that are answered with an integer have none."""
-    return Counter([call.reason for call in calls if call.reason])
+def _reasons(calls: Sequence[PageCall], result: GetResult | SetResult | None = None) -> Counter[str]:
+    """Why calls ended so; without a ``result``, why calls that are answered with an integer have none."""
+    return Counter([call.reason for call in calls if (call.result is result if result else call.reason)])
 
 
 def _finish(calls: Sequence[PageCall], result: Any, reason: str) -> None:
