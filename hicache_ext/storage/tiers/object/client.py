@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -458,42 +458,33 @@ class Requests:
         self.doing = "remove objects (s3:DeleteObject)"
         self.delete([name])
         self.doing = "write objects (s3:PutObject)"
-        before = time.time()
+        before, put, unwritten = time.time(), None, None
         try:
             put = self.put(name, probe)
         except Exception as error:
-            failure = explain(error)
-            if failure.reason in ("denied", "no_bucket"):
+            unwritten = explain(error)
+            if unwritten.reason in ("denied", "no_bucket"):
                 raise
-            self._look_without_writing(name)
-            logger.warning("tier %s: it takes no writes now (%s); what it has is read", self.name, failure)
-            return
         after = time.time()
         try:
             self.doing = "look objects up (s3:GetObject)"
-            stamped = self.obstore.head(self.client, name)["last_modified"].timestamp()
-            self.look_into_listings(name)
+            found: Any = self.obstore.head(self.client, name) if put else self.size_of(name)
+            self.look_into_listings(name if put else "")
             self.doing = "read objects (s3:GetObject)"
-            if self.body(self.obstore.get(self._connect(), name), len(probe)) != probe:
-                raise OSError("what was written is read otherwise")
+            with nullcontext() if put else suppress(FileNotFoundError):
+                if self.body(self.obstore.get(self._connect(), name), len(probe)) != probe:
+                    raise OSError("what was written is read otherwise")
         finally:
-            self.delete([name])
-        # The store's stamp has whole seconds.
-        self.clock_ahead = min(0.0, stamped + 1 - before) + max(0.0, stamped - after)
-        self.etags_are_md5 = is_md5_of(probe, put["e_tag"])
-        self.doing = ""
-
-    def _look_without_writing(self, name: str) -> None:
-        """Look up, list and read, with an object that is not there."""
-        self.doing = "look objects up (s3:GetObject)"
-        self.size_of(name)
-        self.look_into_listings()
-        self.doing = "read objects (s3:GetObject)"
-        with suppress(FileNotFoundError):
-            self.obstore.get(self._connect(), name)
-        with suppress(Exception):
             # A write that was not answered may have been done.
-            self.delete([name])
+            with nullcontext() if put else suppress(Exception):
+                self.delete([name])
+        if put:
+            # The store's stamp has whole seconds.
+            stamped = found["last_modified"].timestamp()
+            self.clock_ahead = min(0.0, stamped + 1 - before) + max(0.0, stamped - after)
+            self.etags_are_md5 = is_md5_of(probe, put["e_tag"])
+        else:
+            logger.warning("tier %s: it takes no writes now (%s); what it has is read", self.name, unwritten)
         self.doing = ""
 
     def look_into_listings(self, name: str = "") -> None:
