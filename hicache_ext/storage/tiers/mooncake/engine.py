@@ -200,9 +200,11 @@ class Attachment:
         def end_late() -> None:
             try:
                 at_last()
-                if answers:
-                    self._report_all(answers[0])
-                    learn(answers[0])
+                for answer in answers:
+                    for code in answer if isinstance(answer, list) else [answer]:
+                        if isinstance(code, int):
+                            self.report(code)
+                    learn(answer)
             finally:
                 with self._condition:
                     self._late -= 1
@@ -236,11 +238,6 @@ class Attachment:
                 return client is not None and client.is_exist(_PROBE_KEY) not in MASTER_LOST
         except StoreClosedError:
             return False
-
-    def _report_all(self, answer: object) -> None:
-        for code in answer if isinstance(answer, list) else [answer]:
-            if isinstance(code, int):
-                self.report(code)
 
     # -- memory that is moved ----------------------------------------------------------------------------------------
 

@@ -179,17 +179,14 @@ class Holders:
                     return False
                 for name, (holder, size) in places.items():
                     if holder == endpoint:
-                        code = self._read_some(client, name, min(_PROBED_BYTES, size))
+                        places_read = [address_of(self._memory)], [[name]], [[[0]]], [[[0]]]
+                        codes = client.get_into_ranges(*places_read, [[[min(_PROBED_BYTES, size)]]])
+                        code = int(codes[0][0][0])
                         if code not in (engine.NOT_FOUND, engine.NOT_READY):
                             return code > 0
                 return True
         except StoreClosedError:
             return False
-
-    def _read_some(self, client: Any, name: str, size: int) -> int:
-        address = address_of(self._memory)
-        codes = client.get_into_ranges([address], [[name]], [[[0]]], [[[0]]], [[[size]]])
-        return int(codes[0][0][0])
 
     def stop(self) -> None:
         """Begin no further probe."""

@@ -172,7 +172,9 @@ class MooncakeStore(TierStore):
             with self._scratch.lent(max(batch.sizes)) as scratch:
                 while positions:
                     positions = self._on_answering_holders(client, batch, positions, deadline, results)
-                    once = _without_repeats(batch.keys, positions)
+                    # For a key that comes twice in one call the library fills the last one's buffers, and answers
+                    # success for both.
+                    once = sorted({batch.keys[position]: position for position in reversed(positions)}.values())
                     portion = next(portions(batch.sizes, once, scratch.memory, PIECES), None)
                     if portion is None or not self._get_portion(client, batch, portion, scratch, deadline, results):
                         break
@@ -356,22 +358,16 @@ class MooncakeStore(TierStore):
             takes = batch.sizes[position] > 0 and not self._clearing.hides(key)
             if takes and first_of.setdefault(key, position) == position:
                 positions.append(position)
-        if positions and (reason := self._reason_to_wait()) is not None:
-            self.metrics.add("rejected", reason, len(positions))
-            positions = []
-        if positions and self._attachment.attached:
+        is_full = time.monotonic() < self._no_writes_until
+        if positions and (self._late >= _MOST_LATE or is_full):
+            self.metrics.add("rejected", "holder" if self._late >= _MOST_LATE else "full", len(positions))
+        elif positions and self._attachment.attached:
             self._write_absent(client, batch, positions, deadline, results)
         for position, key in enumerate(batch.keys):
             # A key written twice in one batch: the first one's result counts.
             if first_of.get(key, position) != position and results[first_of[key]].durable:
                 results[position] = SetResult.EXISTS
         return results
-
-    def _reason_to_wait(self) -> str | None:
-        """Why nothing is written now, as a label of ``rejected``."""
-        if self._late >= _MOST_LATE:
-            return "holder"
-        return "full" if time.monotonic() < self._no_writes_until else None
 
     def _write_absent(
         self, client: Any, batch: PageBatch, positions: list[int], deadline: float, results: list[SetResult]
@@ -696,14 +692,3 @@ class MooncakeStore(TierStore):
 
     def _object_name(self, key: bytes) -> str:
         return f"{self._tier.prefix}/{key[: envelope.IDENTITY_LENGTH].hex()}/{key[envelope.IDENTITY_LENGTH :].hex()}"
-
-
-def _without_repeats(keys: Sequence[bytes], positions: Sequence[int]) -> list[int]:
-    """The first of ``positions`` for each key.
-
-    For a key that comes twice in one call the library fills the last one's buffers, and answers success for both.
-    """
-    first_of: dict[bytes, int] = {}
-    for position in positions:
-        first_of.setdefault(keys[position], position)
-    return list(first_of.values())
