@@ -25,7 +25,6 @@ from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.packages import how_to_install
 from hicache_ext.page.pack import PACK_BYTES
 from hicache_ext.runtime.call_deadline import call_deadline
-from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import Call, ThreadPool
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
@@ -266,7 +265,6 @@ class Requests:
         self,
         name: str,
         connect: Callable[[], Any],
-        metrics: TierMetrics,
         count: Callable[[Failure], object],
         connect_to_delete: Callable[[], Any] | None = None,
         *,
@@ -282,7 +280,6 @@ class Requests:
         self.obstore = import_obstore(name)
         self._connect = connect
         self.client = client = connect()
-        self.metrics = metrics
         self.count = count
         self._connect_to_delete = connect_to_delete
         self._deleting = client
@@ -331,23 +328,21 @@ class Requests:
 
         return make
 
-    def within(self, request: Callable[[], Any], timeout: float | None = None) -> tuple[bool, Failure | None]:
-        """Make a request on a thread of the store: whether it ended in time, and what went wrong if it did."""
-        failures: list[Failure] = []
+    def within(self, request: Callable[[], Any], timeout: float | None = None) -> Failure | None:
+        """Make a request on a thread of the store; what went wrong."""
 
-        def make(_: int, call: Call[bool]) -> bool:
+        def make(_: int, call: Call[Failure]) -> Failure | None:
             try:
                 request()
             except Exception as error:  # noqa: BLE001 - as above
-                failures.append(self.explained(error))
-            else:
-                self.reached = True
-            return True
+                return self.explained(error)
+            self.reached = True
+            return None
 
-        _, done = self.threads.share(1, make, self.timeout if timeout is None else timeout)
+        (failure,), done = self.threads.share(1, make, self.timeout if timeout is None else timeout)
         if not done:
             self.reached = False
-        return done, failures[0] if done and failures else None
+        return failure if done else Failure("timeout")
 
     def explained(self, error: BaseException) -> Failure:
         """Why a request failed; what that says of the store is noted."""

@@ -125,7 +125,6 @@ class ObjectPageStore(TierStore):
         self._requests = Requests(
             name,
             connect,
-            self.metrics,
             lambda failure: self.count_errors({failure.reason: 1}, words=str(failure)),
             connect_to_delete,
             at_once=tier.concurrency or DEFAULT_CONCURRENCY,
@@ -144,9 +143,8 @@ class ObjectPageStore(TierStore):
         """Do once what serving does: a permission that is missing would show in no other way than by absent pages."""
         requests = self._requests
         look = requests.look_into_listings if self._tier.only_read else requests.find_out
-        done, failure = requests.within(look, _REQUESTS_AT_START * requests.timeout)
-        if not done or failure:
-            problem = f"{self._tier.url}: {failure or Failure('timeout')}, asked to {requests.doing}"
+        if failure := requests.within(look, _REQUESTS_AT_START * requests.timeout):
+            problem = f"{self._tier.url}: {failure}, asked to {requests.doing}"
             remedies = ["check url, endpoint, region and credentials", "required: false starts without it"]
             raise StoreSetupError(self.name, problem, remedies)
 
@@ -182,9 +180,8 @@ class ObjectPageStore(TierStore):
             except FileNotFoundError:
                 self._requests.put(name, text)
 
-        done, failure = self._requests.within(record, min(_ADMIN_TIMEOUT, self._requests.timeout))
-        if not done or failure:
-            raise StoreError(str(failure or Failure("timeout")))
+        if failure := self._requests.within(record, min(_ADMIN_TIMEOUT, self._requests.timeout)):
+            raise StoreError(str(failure))
 
     def identities(self) -> dict[bytes, dict[str, Any]]:
         documents: dict[bytes, dict[str, Any]] = {}
@@ -213,10 +210,9 @@ class ObjectPageStore(TierStore):
                         documents[digest] = document
 
         with self._calls:
-            done, failure = self._requests.within(look)
-        if not done or failure:
-            reason = failure or Failure("timeout")
-            raise StoreError(f"tier {self.name!r}: the identities that it has cannot be listed ({reason})")
+            failure = self._requests.within(look)
+        if failure:
+            raise StoreError(f"tier {self.name!r}: the identities that it has cannot be listed ({failure})")
         return documents
 
     def _hides(self, key: bytes) -> bool:
