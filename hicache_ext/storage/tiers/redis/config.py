@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from pydantic import model_validator
 
@@ -109,7 +109,9 @@ def _parse_url(url: str, written: str, place: str) -> Endpoint:
     if parts.query or parts.fragment:
         raise wrong(f"{quoted(written)} has options; they are keys of the tier")
     if parts.scheme == "unix":
-        return _parse_unix(parts, written, wrong)
+        if parts.netloc or not os.path.isabs(parts.path) or "\0" in parts.path:
+            raise wrong(f"{quoted(written)} does not name the absolute path of a socket")
+        return Endpoint(parts.path)
     if sentinel and (not parts.path.strip("/") or "/" in parts.path.strip("/")):
         raise wrong(f"{quoted(written)} does not end with the name of a service (mymaster)")
     if not sentinel and parts.path not in ("", "/"):
@@ -117,12 +119,6 @@ def _parse_url(url: str, written: str, place: str) -> Endpoint:
     if not parts.hostname or port == 0 or any(character.isspace() for character in url):
         raise wrong(f"{quoted(written)} is not an address")
     return Endpoint(parts.hostname, port or (SENTINEL_PORT if sentinel else DEFAULT_PORT))
-
-
-def _parse_unix(parts: SplitResult, written: str, wrong: Callable[[str], ConfigError]) -> Endpoint:
-    if parts.netloc or not os.path.isabs(parts.path) or "\0" in parts.path:
-        raise wrong(f"{quoted(written)} does not name the absolute path of a socket")
-    return Endpoint(parts.path)
 
 
 def parse_cluster(value: object) -> bool | Literal["auto"]:

@@ -48,13 +48,13 @@ from hicache_ext.storage.contract.trial import try_store
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import (
     LARGEST_VALUE,
-    TlsSettings,
     command,
     identity_name,
     page_name,
     page_names_of,
     page_prefix,
     short_call,
+    tls_contexts,
 )
 from hicache_ext.storage.tiers.redis.node import Lane, Node, error_words
 from hicache_ext.storage.tiers.redis.page_calls import (
@@ -136,7 +136,7 @@ class RedisPageStore(TierStore):
         self._documents: dict[bytes, bytes] = {}
         self._documents_saved: dict[bytes, float] = {}
         try:
-            tls = TlsSettings(tier) if tier.tls else None
+            tls = tls_contexts(tier) if tier.tls else None
         except (ssl.SSLError, OSError) as error:
             raise StoreSetupError(name, f"the TLS files cannot be used: {error.strerror or error}") from None
         self._topology = Topology(name, tier, tls, self.metrics)

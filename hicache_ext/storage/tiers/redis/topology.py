@@ -40,7 +40,7 @@ from hicache_ext.storage.tiers.redis.connection import (
     Connection,
     ErrorReply,
     Reply,
-    TlsSettings,
+    TlsContexts,
     command,
     identity_name,
     is_hex,
@@ -89,7 +89,7 @@ _Answer = TypeVar("_Answer")
 class Topology:
     """Threads: any; ``node_of`` costs a dictionary look-up or a checksum of the key."""
 
-    def __init__(self, name: str, tier: RedisTierConfig, tls: TlsSettings | None, metrics: TierMetrics) -> None:
+    def __init__(self, name: str, tier: RedisTierConfig, tls: TlsContexts | None, metrics: TierMetrics) -> None:
         """Reach a server and learn the map, in at most the tier's timeout.
 
         Raises StoreSetupError when no server can be reached and the tier is ``required``, and always when what was
@@ -402,7 +402,7 @@ def _named(host: object, port: Any, asked: Endpoint) -> Endpoint | None:
         return None
 
 
-def _connected(tier: RedisTierConfig, endpoint: Endpoint, tls: TlsSettings | None) -> contextlib.closing[Connection]:
+def _connected(tier: RedisTierConfig, endpoint: Endpoint, tls: TlsContexts | None) -> contextlib.closing[Connection]:
     """A connection to a server that may be no node, for a short call. Asks a name server, which may take long."""
     # A cluster has no other database, and a Sentinel none.
     login = tier.model_copy(update={"database": 0})
@@ -410,7 +410,7 @@ def _connected(tier: RedisTierConfig, endpoint: Endpoint, tls: TlsSettings | Non
     return contextlib.closing(open_connection(login, endpoint, resolve(endpoint), tls, until))
 
 
-def primary_of(tier: RedisTierConfig, sentinel: Endpoint, service: str, tls: TlsSettings | None) -> Endpoint:
+def primary_of(tier: RedisTierConfig, sentinel: Endpoint, service: str, tls: TlsContexts | None) -> Endpoint:
     """The primary that a Sentinel names for a service.
 
     Raises StoreError, OSError, ConfigError, and ValueError or TypeError for what no Sentinel says.
@@ -446,8 +446,8 @@ _ENTRY = re.compile(rb"[0-9]{1,19}-[0-9]{1,19}")
 
 
 def post_hint(tier: RedisTierConfig, topology: Topology, hint: bytes, limits: BoardLimits) -> None:
-    name, keep, lifetime = stream_name(tier), b"%d" % limits.keep, b"%d" % int(2000 * limits.lifetime)
-    with _board(tier, topology, name, "no hint was left") as connection:
+    keep, lifetime = b"%d" % limits.keep, b"%d" % int(2000 * limits.lifetime)
+    with _board(tier, topology, "no hint was left") as (connection, name):
         requests = [command(b"XADD", name, b"MAXLEN", keep, b"*", _FIELD, hint), command(b"PEXPIRE", name, lifetime)]
         _without_errors(connection.ask(requests), b"XADD")
 
@@ -455,46 +455,37 @@ def post_hint(tier: RedisTierConfig, topology: Topology, hint: bytes, limits: Bo
 def read_hints(
     tier: RedisTierConfig, topology: Topology, since: bytes | None, limits: BoardLimits
 ) -> tuple[bytes, list[bytes]]:
-    most = max(1, min(AT_ONCE, MOST_RECEIVED // (limits.longest + LONGEST_LINE)))
-    try:
-        return _hints(tier, topology, since, limits, most)
-    except StoreError as error:
-        if not isinstance(error.__cause__, ProtocolError):
-            raise
-    # Others may have left longer ones than ours, and the answer is too long.
-    return _hints(tier, topology, since, limits, 1)
-
-
-def _hints(
-    tier: RedisTierConfig, topology: Topology, since: bytes | None, limits: BoardLimits, most: int
-) -> tuple[bytes, list[bytes]]:
-    name = stream_name(tier)
-    with _board(tier, topology, name, "hints cannot be read") as connection:
-        if since is None:
-            found: Any = connection.tell(b"XREVRANGE", name, b"+", b"-", b"COUNT", b"1")
-        else:
-            found = connection.tell(b"XRANGE", name, b"(" + since, b"+", b"COUNT", b"%d" % most)
-        last = found[-1][0] if found else since or _BEFORE_ALL
-        if not _ENTRY.fullmatch(last):
-            raise ValueError("no entry of a stream")
-        hints = [dict(zip(fields[::2], fields[1::2], strict=False)).get(_FIELD) for _, fields in found or []]
-        fit = [hint for hint in hints if isinstance(hint, bytes) and len(hint) <= limits.longest]
+    # One by one where others have left longer ones than ours, and the answer is too long.
+    for most in (max(2, min(AT_ONCE, MOST_RECEIVED // (limits.longest + LONGEST_LINE))), 1):
+        try:
+            with _board(tier, topology, "hints cannot be read") as (connection, name):
+                if since is None:
+                    found: Any = connection.tell(b"XREVRANGE", name, b"+", b"-", b"COUNT", b"1")
+                else:
+                    found = connection.tell(b"XRANGE", name, b"(" + since, b"+", b"COUNT", b"%d" % most)
+                last = found[-1][0] if found else since or _BEFORE_ALL
+                if not _ENTRY.fullmatch(last):
+                    raise ValueError("no entry of a stream")
+                hints = [dict(zip(fields[::2], fields[1::2], strict=False)).get(_FIELD) for _, fields in found or []]
+                fit = [hint for hint in hints if isinstance(hint, bytes) and len(hint) <= limits.longest]
+            break
+        except StoreError as error:
+            if most == 1 or not isinstance(error.__cause__, ProtocolError):
+                raise
     return last, [] if since is None else fit
 
 
-def stream_name(tier: RedisTierConfig) -> bytes:
-    return tier.prefix.encode() + b"hints"
-
-
 @contextlib.contextmanager
-def _board(tier: RedisTierConfig, topology: Topology, name: bytes, failure: str) -> Iterator[Connection]:
-    """A connection to the node that has the stream. Raises StoreError, ``failure`` with its reason."""
+def _board(tier: RedisTierConfig, topology: Topology, failure: str) -> Iterator[tuple[Connection, bytes]]:
+    """A connection to the node that has the stream, and the stream's name. Raises StoreError, ``failure`` with its
+    reason."""
+    name = tier.prefix.encode() + b"hints"
     node = topology.node_of(name)
     if node is None or not node.up:
         raise StoreError("the node that holds the hints is down")
     try:
         with node.connection(node.requests, time.monotonic() + short_call(tier)) as connection:
-            yield connection
+            yield connection, name
     except (OSError, ProtocolError, RefusedError, TypeError, ValueError, IndexError) as error:
         raise StoreError(f"{failure}: {type(error).__name__}") from error
 
