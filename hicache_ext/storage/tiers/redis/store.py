@@ -91,6 +91,9 @@ _NEVER_ALLOWED = ("NOPERM", "unknown command")
 """What commands are answered with that the server's administrator has taken away."""
 _NO_REFUSALS = {"memory", "too_large", "suspect", "clearing", "moving"}
 """Why pages are not written to a server that takes others, or is full."""
+_OF_SLOTS = ("CLUSTERDOWN", "CROSSSLOT")
+"""Refusals that are of the pages' slots, not of the node: the second one is that of a cluster's node that passes for a
+single server (cluster: false)."""
 _LEADING_AT_ONCE = 1024
 _IDENTITY_INTERVAL = 60.0
 """Seconds between two renewals of an identity document: a restart, an eviction or a clear() may remove it."""
@@ -607,10 +610,9 @@ class RedisPageStore(TierStore):
             except RefusedError as error:
                 reason = error.code
                 self._topology.refresh_soon()
-                # CLUSTERDOWN is of the pages' slots, not of the node.
-                if writes and error.code != "CLUSTERDOWN":
+                if writes and reason not in _OF_SLOTS:
                     node.refused_write(reason)
-                elif looks and error.code != "CLUSTERDOWN":
+                elif looks and reason not in _OF_SLOTS:
                     name = next(call.name for call in waiting if call.redirect is None)
                     node.mark_down(error, self._unused_name(name))
                 break

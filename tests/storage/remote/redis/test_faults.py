@@ -701,3 +701,12 @@ def test_the_pages_of_one_conversation_are_spread_over_the_cluster(empty_cluster
     store_pages(store, page_keys(300))
     counts = [int(server.command("DBSIZE")[1:]) for server in empty_cluster.servers]
     assert sum(counts) == 300 and min(counts) > 50
+
+
+def test_a_cluster_that_is_taken_for_a_single_server_fails_and_goes_not_up_and_down(empty_cluster, open_store):
+    store = open_store(empty_cluster.servers[0], cluster=False)
+    downs = store.metrics.value("node", "down")
+    for _ in range(5):
+        assert store.contains(page_keys(20)) == [False] * 20
+    assert store.metrics.value("node", "down") == downs
+    assert store.metrics.value("error", "CROSSSLOT") == 100
