@@ -125,17 +125,13 @@ class Attachment:
         self.on_return: Callable[[], None] = lambda: None
         """Called when calls go through again, on the thread that found the master."""
 
-    @contextlib.contextmanager
-    def client(self) -> Iterator[Any]:
+    def client(self) -> contextlib.AbstractContextManager[Any]:
         """The client for one call of the store, or None while it is away. Raises StoreClosedError."""
-        with self._lent(lambda: self._open_to_calls) as client:
-            yield client
+        return self._lent(lambda: self._open_to_calls)
 
-    @contextlib.contextmanager
-    def inquiring(self) -> Iterator[Any]:
+    def inquiring(self) -> contextlib.AbstractContextManager[Any]:
         """The client, for finding out what late calls wait for: None only while there is no master."""
-        with self._lent(lambda: self._master.up) as client:
-            yield client
+        return self._lent(lambda: self._master.up)
 
     @contextlib.contextmanager
     def _lent(self, is_open: Callable[[], bool]) -> Iterator[Any]:
