@@ -56,7 +56,7 @@ from hicache_ext.storage.tiers.redis.connection import (
     short_call,
     tls_contexts,
 )
-from hicache_ext.storage.tiers.redis.node import Lane, Node, error_words
+from hicache_ext.storage.tiers.redis.node import Node, error_words
 from hicache_ext.storage.tiers.redis.page_calls import (
     REMOVES,
     WRITES,
@@ -464,7 +464,6 @@ class RedisPageStore(TierStore):
         Without ``results`` the answer is 0. ``hidden`` is the result of pages that were cleared; without it they are
         asked for like any other. ``looks``: nothing is changed.
         """
-        timed_out: Any = 0 if results is None else results.TIMEOUT
         failed: Any = 0 if results is None else results.ERROR
         waiting: dict[Node, list[PageCall]] = {}
         for call in calls:
@@ -476,10 +475,10 @@ class RedisPageStore(TierStore):
             else:
                 waiting.setdefault(node, []).append(call)
         for _ in range(1 + _REDIRECTIONS):
-            shares = self._shares(waiting, short=results is None)
+            shares = _in_turns((node, pages, self._shares(pages, results)) for node, pages in waiting.items())
             self._threads.run(
                 len(shares),
-                lambda n: self._talk(*shares[n], talk, deadline, timed_out, failed, looks=looks),  # noqa: B023
+                lambda n: self._talk(*shares[n], talk, deadline, results, looks=looks),  # noqa: B023
             )
             if not self._topology.is_cluster:
                 break
@@ -512,7 +511,7 @@ class RedisPageStore(TierStore):
         pages = None if self._tier.tls else NativeCall.of(batch, self._page_names, self._tier.ttl, write=write)
         if pages is None:
             return nothing
-        shares: list[tuple[int, Node, npt.NDArray[np.int64]]] = []
+        of_nodes: list[tuple[Node, npt.NDArray[np.int64], int]] = []
         for node, positions in self._positions_by_node(batch.keys):
             if node is None or not node.up or (write and node.writes.in_doubt):
                 continue
@@ -520,16 +519,15 @@ class RedisPageStore(TierStore):
             # A page to write is hashed before its first byte can be sent: meanwhile other connections send large ones.
             share = _LARGE_SHARE if write and size >= _LARGE_PAGE else _NATIVE_SHARE
             count = max(1, min(node.pages.free, len(positions) * size // share, len(positions)))
-            # Dealt round-robin, as in ``_shares``.
-            shares += [(first, node, np.ascontiguousarray(positions[first::count])) for first in range(count)]
-        shares.sort(key=lambda share: share[0])
+            of_nodes.append((node, positions, count))
+        shares = _in_turns(of_nodes)
 
         def move(number: int) -> None:
-            _, node, positions = shares[number]
+            node, positions = shares[number]
             try:
                 with node.connection(node.pages, deadline) as connection:
                     if connection.descriptor is not None:
-                        pages.talk(connection, positions)
+                        pages.talk(connection, np.ascontiguousarray(positions))
             except LaneBusyError:
                 return
             except (OSError, ProtocolError) as error:
@@ -548,34 +546,25 @@ class RedisPageStore(TierStore):
             positions.setdefault(self._topology.node_of(name), []).append(position)
         return [(node, np.array(found, np.int64)) for node, found in positions.items()]
 
-    def _shares(self, waiting: dict[Node, list[PageCall]], *, short: bool) -> list[tuple[Node, Lane, list[PageCall]]]:
-        """The work of one connection each, the nodes taking turns."""
-        by_turn: list[tuple[int, Node, Lane, list[PageCall]]] = []
-        for node, calls in waiting.items():
-            if short:
-                by_turn.append((0, node, node.requests, calls))
-                continue
-            wanted = sum([call.size for call in calls]) // _SHARE
-            count = max(1, min(self._tier.connections, wanted, len(calls)))
-            # Dealt round-robin: the pages that came before a call is cut are then nearly a leading run.
-            by_turn += [(turn, node, node.pages, calls[turn::count]) for turn in range(count)]
-        by_turn.sort(key=lambda share: share[0])
-        return [share[1:] for share in by_turn]
+    def _shares(self, calls: list[PageCall], results: type | None) -> int:
+        """How many connections share the pages of a node; one does for short requests."""
+        size = 0 if results is None else sum([call.size for call in calls])
+        return max(1, min(self._tier.connections, size // _SHARE, len(calls)))
 
     def _talk(
         self,
         node: Node,
-        lane: Lane,
         calls: list[PageCall],
         talk: Talk,
         deadline: float,
-        timed_out: Any,
-        failed: Any,
+        results: type[GetResult] | type[SetResult] | None,
         *,
         looks: bool,
     ) -> None:
         """``looks``: a read or a look-up. Only what one of them meets takes the node from readers."""
-        reason, writes = "connection", failed is SetResult.ERROR
+        timed_out, failed = (0, 0) if results is None else (results.TIMEOUT, results.ERROR)
+        reason, writes = "connection", results is SetResult
+        lane = node.requests if results is None else node.pages
         for attempt in range(_ATTEMPTS):
             waiting = [call for call in calls if call.result is None and call.redirect is None]
             if not waiting:
@@ -702,6 +691,13 @@ class RedisPageStore(TierStore):
 def _reasons(calls: Sequence[PageCall], result: GetResult | SetResult | None = None) -> Counter[str]:
     """Why calls ended so; without a ``result``, why calls that are answered with an integer have none."""
     return Counter([call.reason for call in calls if (call.result is result if result else call.reason)])
+
+
+def _in_turns(of_nodes: Iterable[tuple[Node, Any, int]]) -> list[tuple[Node, Any]]:
+    """The pages of each node in so many shares, one for each connection, the nodes taking turns. Dealt round-robin: the
+    pages that came before a call is cut are then nearly a leading run."""
+    shares = [(turn, node, pages[turn::count]) for node, pages, count in of_nodes for turn in range(count)]
+    return [(node, pages) for _, node, pages in sorted(shares, key=lambda share: share[0])]
 
 
 def _finish(calls: Sequence[PageCall], result: Any, reason: str) -> None:
