@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial, reduce
 from operator import or_
@@ -601,7 +601,13 @@ class ObjectPageStore(TierStore):
         for listed in self._requests.listed(prefix, chunk_size=LISTED_AT_ONCE):
             if cleared.closing:
                 return True
-            marks = _marks(entry["path"] for entry in listed)
+            marks: dict[str, tuple[bytes, int]] = {}
+            for entry in listed:
+                # Ours alone.
+                if (found := packed(entry["path"])) is not None:
+                    digest, item = found
+                    pack_id, count = (item.id, item.count) if isinstance(item, Pack) else (item.pack, 0)
+                    marks[entry["path"]] = _mark_of(digest, pack_id), count
             with cleared.old_pages(mark for mark, _ in marks.values()) as old:
                 names = [name for name, (mark, _) in marks.items() if mark in old]
                 if names:
@@ -642,17 +648,6 @@ def _most_in_a_pack(prefix: str) -> int:
     longest = packed_name(bytes(16), Pack("0" * 11 + "-" + "0" * 10, SMALL - 1, bytes(6 * MOST_PAGES)))
     room = LONGEST_NAME - len(prefix.encode()) - 1 - len(longest)
     return MOST_PAGES if room >= 0 else max(1, MOST_PAGES + room // 9)
-
-
-def _marks(names: Iterable[str]) -> dict[str, tuple[bytes, int]]:
-    """Those names that are ours: what stands for the pack that each belongs to, and how many pages it has."""
-    marks: dict[str, tuple[bytes, int]] = {}
-    for name in names:
-        if (found := packed(name)) is not None:
-            digest, item = found
-            pack_id, count = (item.id, item.count) if isinstance(item, Pack) else (item.pack, 0)
-            marks[name] = _mark_of(digest, pack_id), count
-    return marks
 
 
 def _mark_of(digest: bytes, pack_id: str) -> bytes:
