@@ -12,7 +12,6 @@ from typing import Any
 from hicache_ext.bench.pool import Open, OurClient
 from hicache_ext.config import tier_types
 from hicache_ext.storage.contract.registry import open_tier
-from hicache_ext.storage.contract.store import PageStore
 
 Engine = Callable[[Path], AbstractContextManager[tuple[dict[str, Open], Iterable[str]]]]
 
@@ -20,7 +19,7 @@ _TIMEOUT = 60.0
 """Seconds a call of ours may take here: a slow machine is measured, not cut off."""
 
 
-def ours(engine: str, tier: dict[str, Any], open_store: Callable[[str, Any], PageStore] = open_tier) -> Open:
+def ours(engine: str, tier: dict[str, Any]) -> Open:
     """Return how to open our tier of this configuration."""
     model = tier_types()[engine].model_validate({"type": engine, "timeout": _TIMEOUT, **tier})
-    return lambda memory: OurClient(open_store("bench", model))
+    return lambda memory: OurClient(open_tier("bench", model))

@@ -16,10 +16,6 @@ import numpy.typing as npt
 from benchmarks.rivals import ours
 from hicache_ext.bench.pool import SEGMENTS, Open, Pages
 from hicache_ext.errors import BenchmarkError
-from hicache_ext.storage.contract.store import PageStore
-from hicache_ext.storage.tiers.mooncake import engine
-from hicache_ext.storage.tiers.mooncake.engine import Attachment
-from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 from tests.rigs.mooncake_servers import MooncakeServers, missing_mooncake
 from tests.rigs.own_network import own_network
 
@@ -38,17 +34,10 @@ def mooncake_servers(directory: Path) -> Iterator[tuple[dict[str, Open], Iterabl
         raw = "raw batch_get_into/put_from"
         contenders: dict[str, Open] = {
             "hicache_ext": ours("mooncake", tier),
-            "hicache_ext, no checksum": ours("mooncake", tier, _open_without_checksum),
             raw: partial(RawMooncake, servers),
             "raw, through memory of its own": partial(RawMooncakeCopied, servers),
         }
         yield contenders, (raw,)
-
-
-def _open_without_checksum(name: str, tier: Any) -> PageStore:
-    """No configuration does that: it is measured to see what the checksum costs."""
-    attachment = Attachment(name, engine.Engine(name, tier))
-    return MooncakeStore(name, tier, attachment, checksum=False)
 
 
 class RawMooncake:

@@ -45,29 +45,30 @@ struct page_words {
     struct text expected, there;                 /* The replies to GET, up to its value, and to STRLEN. */
 };
 
-struct get_pages {
-    const struct memory *memory; /* Receives the pages. */
+struct talk_pages {
+    int64_t *addresses; /* Of memory that receives the pages, or has those to be written. */
+    int64_t *segments;
+    int64_t segment_count;
+    int64_t payload;
     const int64_t *keys;
-    const struct page_words *words; /* Of pages of memory->payload bytes. */
+    const struct page_words *words; /* Of pages of so many bytes. */
     int64_t *results;               /* LEFT before; receives what became of each page. */
     const int64_t *positions;       /* Which pages this talk is about. */
     int64_t position_count;
     int64_t socket;
     int64_t deadline; /* CLOCK_MONOTONIC in nanoseconds. */
     int64_t window;   /* Bytes of values that may be under way. */
-};
-
-struct set_pages {
-    const struct get_pages *pages; /* The same, but read from `memory`. */
-    int64_t created;               /* Wall-clock milliseconds. */
-    const char *question;          /* PING of a word that nobody knows. It ends as its answer does. */
+    /* Of SET: */
+    int64_t created;      /* Wall-clock milliseconds. */
+    const char *question; /* PING of a word that nobody knows. It ends as its answer does. NULL: a GET. */
     int64_t question_length;
     int64_t answer_length;
 };
 
 /* A call on its way. A function that returns a bool of success has put the reason for its failure into `status`. */
 struct talk {
-    struct get_pages call;
+    struct talk_pages call;
+    struct memory memory;
     int64_t status;
     int64_t sent;       /* Of the positions. */
     int64_t most;       /* Pages under way. */
@@ -167,7 +168,7 @@ static char *append_request(const struct talk *talk, char *at, struct text head,
 /* Sends as many requests as there is room for, up to position `until`; behind the last of all positions `question`. */
 static bool ask(struct talk *talk, struct text head, int64_t until, struct text question)
 {
-    const struct get_pages *call = &talk->call;
+    const struct talk_pages *call = &talk->call;
     int64_t longest = head.length + NAME_BYTES + LINE_END.length + question.length;
     char *end = talk->text;
     while (talk->sent < least(until, call->position_count) && end - talk->text + longest <= TEXT_BYTES)
@@ -213,7 +214,7 @@ static int take(struct talk *talk, struct text one, struct text other)
 /* What lies behind the first `offset` bytes of a segment of a page; of its header, where `segment` is -1. */
 static struct iovec piece_of(struct talk *talk, int64_t page, int64_t segment, int64_t offset)
 {
-    const struct memory *memory = talk->call.memory;
+    const struct memory *memory = &talk->memory;
     if (segment < 0)
         return piece((char *)talk->header + offset, HEADER_BYTES - offset);
     const char *begin = (const char *)memory->addresses[page * memory->segment_count + segment];
@@ -223,7 +224,7 @@ static struct iovec piece_of(struct talk *talk, int64_t page, int64_t segment, i
 /* Receives and hashes a page, whose length was read. What comes behind it is in `rest`. */
 static bool receive_page(struct talk *talk, int64_t page)
 {
-    const struct memory *memory = talk->call.memory;
+    const struct memory *memory = &talk->memory;
     int64_t missing = HEADER_BYTES + memory->payload;
     int64_t segment = -1, offset = 0; /* Where the next byte goes. */
     of_others.reset(talk->state);
@@ -272,7 +273,7 @@ static bool is_page(struct talk *talk, int64_t page)
 {
     uint64_t of_header[2];
     write_sealed(talk->right_header, talk->call.words->start, talk->call.keys + page * KEY_WORDS,
-                 talk->call.memory->payload, of_others.digest(talk->state));
+                 talk->memory.payload, of_others.digest(talk->state));
     hash_of_header(talk->header, CHECKED_BYTES, of_header);
     return memcmp(talk->header, talk->right_header, SEALED_BYTES) == 0 &&
            memcmp(talk->header + HEADER_CHECKSUM_WORD, of_header, sizeof of_header) == 0;
@@ -299,9 +300,9 @@ static bool get(struct talk *talk)
 /* -- SET ----------------------------------------------------------------------------------------------------------- */
 
 /* Sends pages of `waiting`, as many as one system call takes, up to `until`; behind the last of all `question`. */
-static bool send_pages(struct talk *talk, int64_t created, int64_t until, int64_t absent, struct text question)
+static bool send_pages(struct talk *talk, int64_t until, int64_t absent, struct text question)
 {
-    const struct memory *memory = talk->call.memory;
+    const struct memory *memory = &talk->memory;
     const struct page_words *words = talk->call.words;
     int64_t longest = words->set_head.length + NAME_BYTES + words->set_tail.length + HEADER_BYTES;
     int64_t count = 0, total = 0;
@@ -313,7 +314,7 @@ static bool send_pages(struct talk *talk, int64_t created, int64_t until, int64_
         char *begin = end;
         write_sealed(talk->header, words->start, talk->call.keys + page * KEY_WORDS, memory->payload,
                      checksum_of(talk->state, memory, page));
-        finish_header(talk->header, created);
+        finish_header(talk->header, talk->call.created);
         end = append_request(talk, end, words->set_head, page, words->set_tail);
         end = append(end, (struct text){(const char *)talk->header, HEADER_BYTES});
         talk->pieces[count++] = piece(begin, end - begin);
@@ -331,12 +332,13 @@ static bool send_pages(struct talk *talk, int64_t created, int64_t until, int64_
 
 /* Writes the pages that are not there. `question` ends both rounds: where its answer follows the last reply, no reply
  * was one too many. */
-static bool set(struct talk *talk, const struct set_pages *call)
+static bool set(struct talk *talk)
 {
+    const struct talk_pages *call = &talk->call;
     struct text question = {call->question, call->question_length};
     struct text answer = {question.at + question.length - call->answer_length, call->answer_length};
-    const int64_t *positions = talk->call.positions;
-    int64_t count = talk->call.position_count, absent = 0;
+    const int64_t *positions = call->positions;
+    int64_t count = call->position_count, absent = 0;
     /* Of those that are there the payload need not be sent. */
     for (int64_t number = 0; number < count; number++) {
         if (number == talk->sent && !ask(talk, talk->call.words->length_head, count, question))
@@ -356,7 +358,7 @@ static bool set(struct talk *talk, const struct set_pages *call)
     talk->sent = 0;
     for (int64_t number = 0; number < absent; number++) {
         while (talk->sent < absent && talk->sent - number <= talk->most / 2)
-            if (!send_pages(talk, call->created, number + talk->most, absent, question))
+            if (!send_pages(talk, number + talk->most, absent, question))
                 return false;
         int is_stored = take(talk, STORED, NO_PAGE);
         if (is_stored < 0)
@@ -376,27 +378,23 @@ static bool set(struct talk *talk, const struct set_pages *call)
 
 /* -- calls --------------------------------------------------------------------------------------------------------- */
 
-static int64_t run(const struct get_pages *call, const struct set_pages *what)
+/* GETs the pages, one after the other, or STRLEN, then SET NX of what is not there; how it ended. At least one page.
+ * What `results` calls DONE or OTHERWISE holds, however it ended; the memory of other pages of a GET may hold anything. */
+PUBLIC int64_t hicache_talk_pages(const struct talk_pages *call)
 {
     struct talk *talk = malloc(sizeof *talk + 8 * (size_t)call->position_count);
     void *state = of_others.new_state();
-    int64_t size = HEADER_BYTES + call->memory->payload, status = -ENOMEM;
+    int64_t size = HEADER_BYTES + call->payload, status = -ENOMEM;
     if (talk != NULL && state != NULL) {
         memset(talk, 0, offsetof(struct talk, header));
         talk->call = *call;
+        talk->memory = (struct memory){call->addresses, call->segments, call->segment_count, call->payload};
         talk->state = state;
         /* While one page is received or answered another is under way, however large they are. */
         talk->most = call->window / size > 2 ? call->window / size : 2;
-        status = (what == NULL ? get(talk) : set(talk, what)) ? ENDED : talk->status;
+        status = (call->question == NULL ? get(talk) : set(talk)) ? ENDED : talk->status;
     }
     of_others.free_state(state);
     free(talk);
     return status;
 }
-
-/* GETs the pages, one after the other; how it ended. What `results` calls DONE or OTHERWISE holds, however it ended;
- * the memory of other pages may hold anything. */
-PUBLIC int64_t hicache_get_pages(const struct get_pages *call) { return run(call, NULL); }
-
-/* STRLEN, then SET NX of what is not there, in the same way. At least one page. */
-PUBLIC int64_t hicache_set_pages(const struct set_pages *call) { return run(call->pages, call); }

@@ -98,18 +98,12 @@ def talk(way: str, keys: Sequence[bytes], pages: HostPages, pieces: Sequence[byt
 
 
 def _natively(connection: Connection, keys: Sequence[bytes], pages: HostPages, word: str, results: list[Any]) -> None:
-    call = page_calls.NativeCall.of(PageBatch(keys, pages.buffers), NAMES, None, writable=word == "get")
+    call = page_calls.NativeCall.of(PageBatch(keys, pages.buffers), NAMES, None, write=word == "set")
     assert call is not None
-    positions = np.arange(len(keys))
     try:
-        if word == "get":
-            call.get(connection, positions)
-        else:
-            call.set(connection, positions)
+        call.talk(connection, np.arange(len(keys)))
     finally:
-        results += call.results(
-            *((GetResult.HIT, GetResult.MISS) if word == "get" else (SetResult.STORED, SetResult.EXISTS))
-        )
+        results += call.results()
 
 
 def _plainly(connection: Connection, keys: Sequence[bytes], pages: HostPages, word: str, results: list[Any]) -> None:

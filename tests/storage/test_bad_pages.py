@@ -52,7 +52,7 @@ class Pool:
         arrived = self.path(stored)
         return Stored(len(arrived), memoryview(arrived)[:most])
 
-    def remove(self, key: bytes, bad: Stored) -> Removal:
+    def remove_bad(self, key: bytes, bad: Stored) -> Removal:
         if self.removal is not None:
             return self.removal
         return Removal.REMOVED if self.objects.pop(key, None) is not None else Removal.CHANGED
@@ -183,7 +183,7 @@ def test_a_copy_that_was_replaced_before_the_removal_is_looked_at_anew(pool, sus
         pool.objects[key] = page_object(key)
         return Removal.CHANGED
 
-    monkeypatch.setattr(pool, "remove", replaced)
+    monkeypatch.setattr(pool, "remove_bad", replaced)
     arrive(suspects, key)
     assert settled(suspects, key) in (None, Verdict.GOOD)
     assert pool.objects[key] == page_object(key)
@@ -231,7 +231,7 @@ def test_a_removal_without_an_answer_counts(pool, suspects, metrics, monkeypatch
     def no_answer(key: bytes, _: Stored) -> Removal:
         raise NotReadError("cut")
 
-    monkeypatch.setattr(pool, "remove", no_answer)
+    monkeypatch.setattr(pool, "remove_bad", no_answer)
     for key in page_keys(bad_pages.MOST_REMOVED + 1):
         pool.objects[key] = bad(key)
         arrive(suspects, key)

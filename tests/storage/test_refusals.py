@@ -27,7 +27,6 @@ from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import GetResult, PageStore, SetResult
 from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
-from hicache_ext.storage.tiers.mooncake.engine import Attachment
 from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
@@ -36,7 +35,7 @@ from tests.rigs.disk_faults import DiskFaults
 from tests.rigs.redis_servers import RedisCluster, RedisServer, redis_program
 from tests.rigs.s3_server import S3Server, missing_s3_server
 from tests.storage.guards.hung import guard
-from tests.storage.mooncake.test_store_without_pool import MooncakeTierConfig, RecordingEngine
+from tests.storage.mooncake.test_store_without_pool import MooncakeTierConfig, RecordingAttachment, RecordingEngine
 from tests.storage.remote.object.fault_proxy import FaultProxy, kind_of
 from tests.storage.remote.object.test_object_faults import ObjectPageStore, through
 from tests.storage.remote.object.test_object_faults import tier as object_tier
@@ -238,7 +237,7 @@ def a_directory(directory: Path, layout: str) -> Iterator[Medium]:
 def a_mooncake(_: Path) -> Iterator[Medium]:
     tier = MooncakeTierConfig.model_validate({"type": "mooncake", "master": "127.0.0.1:1", "required": False})
     engine = RecordingEngine(tier)
-    store = MooncakeStore("far", tier, Attachment("far", engine))  # type: ignore[arg-type]
+    store = MooncakeStore("far", tier, RecordingAttachment("far", engine))
 
     @contextmanager
     def refusing(refusal: str) -> Iterator[None]:

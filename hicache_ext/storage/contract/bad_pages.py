@@ -7,7 +7,7 @@ this process, and a thread examines it:
 1. It reads the object again, over a new connection, into other memory, cut at other places. If this copy is the page,
    the stored copy is good, and the damage happened on the way.
 2. Only when two reads found the same bad bytes, it removes the object; where the server can compare, only if the
-   server's copy has those bytes (``Medium.remove``). Damage on the way mostly differs from read to read.
+   server's copy has those bytes (``Medium.remove_bad``). Damage on the way mostly differs from read to read.
 3. At most ``MOST_REMOVED`` a minute. More are an incident for a person, and more likely a fault of this reader than of
    the pool: removal pauses, with an error in the log, and goes on later.
 
@@ -104,8 +104,8 @@ class Removal(enum.Enum):
 
 
 class Medium(Protocol):
-    """What a tier provides. Called on the thread of ``BadPages``, and by ``remove_copies`` at the same time; never with
-    memory of a batch."""
+    """What the store of a tier provides. Called on the thread of ``BadPages``, and by ``remove_copies`` at the same
+    time; never with memory of a batch."""
 
     def read_again(self, key: bytes, most: int) -> Stored | None:
         """The object, or its first ``most`` bytes, over a connection of its own and into memory of its own.
@@ -113,7 +113,7 @@ class Medium(Protocol):
         None when there is none. Bounded by the tier's timeout. Raises NotReadError.
         """
 
-    def remove(self, key: bytes, bad: Stored) -> Removal:
+    def remove_bad(self, key: bytes, bad: Stored) -> Removal:
         """Remove the object if it still is ``bad``, by the server's comparison where it can. Raises NotReadError."""
 
 
@@ -281,7 +281,7 @@ class BadPages:
             try:
                 stored = self._medium.read_again(key, LONGEST_EXAMINED)
                 if stored is not None and _page_seal(stored) == copy:
-                    removed += self._medium.remove(key, stored) is Removal.REMOVED
+                    removed += self._medium.remove_bad(key, stored) is Removal.REMOVED
             except NotReadError as error:
                 logger.debug("tier %s: page %s could not be removed: %s", self._tier, key.hex(), error)
         return removed
@@ -365,7 +365,7 @@ class BadPages:
                 if not self._budget.take():
                     return Verdict.WITHHELD
                 # Where no answer comes, it may be gone.
-                removal = self._medium.remove(suspect.key, stored)
+                removal = self._medium.remove_bad(suspect.key, stored)
                 if removal is not Removal.REMOVED:
                     self._budget.give_back()
             except NotReadError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
-from hicache_ext.storage.tiers.mooncake.engine import MASTER_LOST, NO_SPACE, Attachment, Engine
+from hicache_ext.storage.tiers.mooncake.engine import MASTER_LOST, NO_SPACE, Attachment
 from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 from tests.rigs.mooncake_servers import MooncakeServers, missing_mooncake
 from tests.rigs.own_network import NetworkUnavailable, own_network
@@ -65,13 +66,14 @@ class _KeptClient:
         return 0
 
 
-class _EngineOfOneClient(Engine):
+class _OfOneClient(Attachment):
     def __init__(self, tier: MooncakeTierConfig, client: Any) -> None:
+        self._library: Any = importlib.import_module("mooncake.store")
+        self._kept = _KeptClient(client)
         super().__init__("pool", tier)
-        self._client = client
 
     def open_client(self) -> Any:
-        return _KeptClient(self._client)
+        return self._kept
 
 
 class DamagingClient:
@@ -100,7 +102,7 @@ class DamagingClient:
 
 def open_with(client: Any, tier: MooncakeTierConfig) -> MooncakeStore:
     """A store that uses this client of the library."""
-    return MooncakeStore("pool", tier, Attachment("pool", _EngineOfOneClient(tier, client)))
+    return MooncakeStore("pool", tier, _OfOneClient(tier, client))
 
 
 @pytest.fixture(scope="module")
@@ -186,9 +188,9 @@ class Pool(RawMedium):
 
 @pytest.fixture(scope="module")
 def library_client(servers) -> Iterator[Any]:
-    client = Engine("pool", tier_for(servers, timeout=PATIENCE)).open_client()
-    yield client
-    client.close()
+    attachment = Attachment("pool", tier_for(servers, timeout=PATIENCE))
+    yield attachment._client
+    attachment.close()
 
 
 @pytest.fixture(scope="module")

@@ -236,7 +236,7 @@ def test_a_store_that_is_away_can_be_closed(cluster, store):
 
 
 def test_clear_of_one_prefix_leaves_strangers_alone(cluster, store):
-    store._attachment.engine.tier = tier_for(cluster, timeout=PATIENCE)
+    store._tier = store._attachment.tier = tier_for(cluster, timeout=PATIENCE)
     other = open_tier("pool", tier_for(cluster, timeout=PATIENCE, prefix="hicache.ext"))
     keys = page_keys(4)
     store_pages(store, keys)

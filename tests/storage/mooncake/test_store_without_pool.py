@@ -141,13 +141,21 @@ class RecordingEngine:
         self.client = RecordingClient()
         self.up = True
 
-    def master_answers(self, seconds: float) -> bool:
-        return self.up
+
+class RecordingAttachment(Attachment):
+    """Takes its client from a RecordingEngine instead of the library."""
+
+    def __init__(self, name: str, engine: RecordingEngine) -> None:
+        self._engine = engine
+        super().__init__(name, engine.tier)
+
+    def port_answers(self, seconds: float) -> bool:
+        return self._engine.up
 
     def open_client(self) -> RecordingClient:
-        if not self.up:
+        if not self._engine.up:
             raise StoreSetupError("pool", "no master")
-        return self.client
+        return self._engine.client
 
     def replicate_config(self) -> None:
         return None
@@ -165,7 +173,7 @@ def engine(tier) -> RecordingEngine:
 
 @pytest.fixture
 def store(tier, engine):
-    store = MooncakeStore("pool", tier, Attachment("pool", engine))
+    store = MooncakeStore("pool", tier, RecordingAttachment("pool", engine))
     yield store
     store.close()
 
@@ -188,12 +196,12 @@ def test_the_library_is_given_memory_of_the_tier_alone_registered_once_and_unreg
         store_pages(store, keys, [5000, 0, 7000])
         assert read_pages(store, keys, [12000])[0] == [GetResult.HIT] * 3
         store.remove(keys)
-    ((begin, size),) = engine.client.registered
+    probed, (begin, size) = engine.client.registered
     assert size == SCRATCH_BYTES
     assert len(given) == 12
     assert all(begin <= place and place + length <= begin + size for place, length in given)
     store.close()
-    assert engine.client.unregistered == [begin]
+    assert engine.client.unregistered == [probed[0], begin]
     assert engine.client.calls[-1] == "close"
 
 
@@ -207,7 +215,7 @@ def test_a_pool_that_cannot_be_reached_is_no_store(tier):
     engine = RecordingEngine(tier)
     engine.up = False
     with pytest.raises(StoreSetupError, match="no master"):
-        Attachment("pool", engine)
+        RecordingAttachment("pool", engine)
     assert engine.client.calls == []
 
 
@@ -383,7 +391,7 @@ def test_a_page_larger_than_scratch_memory_gets_more_of_it(engine, store):
     (key,) = page_keys(1)
     assert store_pages(store, [key], [SCRATCH_BYTES]) == [SetResult.STORED]
     assert read_pages(store, [key], [SCRATCH_BYTES])[0] == [GetResult.HIT]
-    assert [size for _, size in engine.client.registered] == [SCRATCH_BYTES + HEADER_LENGTH]
+    assert [size for _, size in engine.client.registered[1:]] == [SCRATCH_BYTES + HEADER_LENGTH]
 
 
 def test_read_only_pages_can_be_stored(engine, store):
@@ -409,7 +417,7 @@ class Library:
             raise ImportError("libcuda.so.1: cannot open shared object file")
 sys.meta_path.insert(0, Library())
 try:
-    engine.Engine("pool", MooncakeTierConfig(master="h:1", timeout="3s"))
+    engine.Attachment("pool", MooncakeTierConfig(master="h:1", timeout="3s"))
 except Exception as error:
     print(error)
 """
@@ -452,7 +460,7 @@ def test_what_is_cleared_while_the_master_is_away_is_hidden_until_it_is_removed_
 
 
 def test_a_call_that_does_not_end_is_left_behind_with_memory_of_the_store_alone(tier, engine):
-    store = MooncakeStore("pool", tier, Attachment("pool", engine))
+    store = MooncakeStore("pool", tier, RecordingAttachment("pool", engine))
     keys = page_keys(3)
     store_pages(store, keys, [3000])
     engine.tier = tier.model_copy(update={"timeout": 0.2})
@@ -664,13 +672,13 @@ def test_late_writes_hold_back_writes_alone_and_those_after_them_are_small_and_w
     go_on.clear()
     begun = time.monotonic()
     assert store_pages(store, page_keys(2, "careful")) == [SetResult.REJECTED] * 2
-    assert time.monotonic() - begun < store._attachment.engine.tier.longest_call / 2
+    assert time.monotonic() - begun < store._attachment.tier.longest_call / 2
     go_on.set()
     wait_until(lambda: store.contains(page_keys(2, "careful")) == [True] * 2)
 
 
 def test_a_call_ends_by_the_limit_that_it_was_given(tier, engine):
-    store = MooncakeStore("pool", tier, Attachment("pool", engine))
+    store = MooncakeStore("pool", tier, RecordingAttachment("pool", engine))
     keys = page_keys(3)
     store_pages(store, keys)
     engine.tier = tier.model_copy(update={"timeout": 3600.0})
@@ -697,7 +705,7 @@ def test_what_is_left_of_a_batch_at_the_deadline_is_not_begun(engine, store):
 
 def test_a_client_with_a_call_that_never_ends_is_not_closed_under_it(tier, engine):
     engine.tier = tier.model_copy(update={"timeout": 0.2})
-    store = MooncakeStore("pool", tier, Attachment("pool", engine))
+    store = MooncakeStore("pool", tier, RecordingAttachment("pool", engine))
     go_on = threading.Event()
     engine.client.batch_put_from_multi_buffers = lambda names, *_: [go_on.wait(20) and 0 for _ in names]
     assert store_pages(store, page_keys(2)) == [SetResult.TIMEOUT] * 2
@@ -708,7 +716,7 @@ def test_a_client_with_a_call_that_never_ends_is_not_closed_under_it(tier, engin
 
 def test_a_removal_that_never_ends_does_not_hold_close(tier, engine):
     engine.tier = tier.model_copy(update={"timeout": 0.2})
-    store = MooncakeStore("pool", tier, Attachment("pool", engine))
+    store = MooncakeStore("pool", tier, RecordingAttachment("pool", engine))
     removing, go_on = threading.Event(), threading.Event()
 
     def remove(*_):

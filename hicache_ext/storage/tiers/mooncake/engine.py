@@ -14,8 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from hicache_ext.errors import StoreClosedError, StoreSetupError
@@ -81,89 +80,6 @@ def environment(timeout: float) -> dict[str, str]:
     }
 
 
-class Engine:
-    """Makes clients for one tier. Thread-safe."""
-
-    def __init__(self, name: str, tier: MooncakeTierConfig) -> None:
-        """Imports the library. Raises StoreSetupError when it is not installed."""
-        self._name = name
-        self.tier = tier
-        for variable, value in environment(tier.longest_call).items():
-            os.environ.setdefault(variable, value)
-        try:
-            from mooncake import store as library
-        except ImportError as error:
-            raise StoreSetupError(
-                name,
-                f"the Mooncake client cannot be imported ({error})",
-                [f"{how_to_install('mooncake')} (or mooncake-transfer-engine-non-cuda, not both)"],
-            ) from error
-        self._library = library
-
-    def master_answers(self, seconds: float) -> bool:
-        """Whether the master's port, or an etcd's, accepts connections. That of a frozen one does, too."""
-        addresses = self.tier.master_addresses()
-        for address in addresses:
-            host, _, port = address.rpartition(":")
-            with contextlib.suppress(OSError):
-                socket.create_connection((host.strip("[]"), int(port)), timeout=seconds / len(addresses)).close()
-                return True
-        return False
-
-    def open_client(self) -> Any:
-        """A client that is set up. Bounded in time; raises StoreSetupError.
-
-        The port is probed first, because the library's own attempts take seconds. Setup runs on a thread of its own. A
-        late one is left behind and closes the client that it still gets.
-        """
-        if not self.master_answers(self.tier.longest_call):
-            raise StoreSetupError(
-                self._name, f"no Mooncake master answers at {self.tier.master}", ["start it, or set required: false"]
-            )
-        client = self._library.MooncakeDistributedStore()
-        codes: list[int] = []
-
-        def set_up() -> None:
-            codes.append(
-                client.setup(
-                    self.tier.local_hostname,
-                    self.tier.metadata_server,
-                    self.tier.segment_size,
-                    _LIBRARY_BUFFER,
-                    self.tier.protocol,
-                    self.tier.device_names(),
-                    self.tier.master,
-                    tenant_id=self.tier.tenant,
-                )
-            )
-
-        def end_late() -> None:
-            if codes == [OK]:
-                client.close()
-
-        seconds = self.tier.longest_call + _SETUP_SECONDS + self.tier.segment_size * _SETUP_SECONDS_PER_BYTE
-        call = call_within(seconds, f"hicache-{self._name}-setup", set_up, end_late)
-        if call is None:
-            raise StoreSetupError(self._name, f"setup with the master at {self.tier.master} took over {seconds:.0f} s")
-        if codes != [OK]:
-            reason = call.error or f"code {codes[0]}"
-            raise StoreSetupError(
-                self._name,
-                f"setup with the master at {self.tier.master} failed ({reason})",
-                ["check the master, local_hostname, protocol and devices"],
-            )
-        return client
-
-    def replicate_config(self) -> Any:
-        """How the objects of a put are kept."""
-        config = self._library.ReplicateConfig()
-        config.replica_num = self.tier.replica_num
-        if self.tier.preferred_segments:
-            config.preferred_segments = list(self.tier.preferred_segments)
-        config.with_hard_pin = self.tier.hard_pin
-        return config
-
-
 # -- attachment --------------------------------------------------------------------------------------------------------
 #
 # Holds the Mooncake client, alone: no call reaches the library before setup, after close, or without a master.
@@ -185,22 +101,17 @@ _NICENESS = 5
 more: threads with 10 or 19 kept the GIL for up to 45 or 220 ms (docs/decisions/mooncake.md)."""
 
 
-@dataclass(slots=True)
-class _LateCall:
-    explained: bool = False
-
-
 class Attachment:
     """The client. Any thread."""
 
-    def __init__(self, name: str, engine: Engine) -> None:
-        """Raises StoreSetupError when the pool cannot be reached."""
+    def __init__(self, name: str, tier: MooncakeTierConfig) -> None:
+        """Raises StoreSetupError when the library is not installed, or the pool cannot be reached."""
         self.name = name
-        self.engine = engine
+        self.tier = tier
         self.log = LimitedLog(logger)
         """For all parts of the tier."""
         self._condition = threading.Condition()
-        self._client = engine.open_client()
+        self._client = self.open_client()
         self._master = Breaker(f"hicache-{name}-return", self._try_to_return, _ATTEMPTS, on_change=self._master_changed)
         self._under_way = 0
         self._late = 0
@@ -209,23 +120,18 @@ class Attachment:
         """Late calls of which it is not known yet what they wait for."""
         self._closed = False
         self._threads = ThreadPool(f"hicache-{name}-call", niceness=_NICENESS)
-        self._memory: list[tuple[int, int]] = []
-        """(address, bytes) of memory to register."""
         self._registered: list[int] = []
+        """Addresses of memory."""
         self.on_return: Callable[[], None] = lambda: None
         """Called when calls go through again, on the thread that found the master."""
 
-    @contextlib.contextmanager
-    def client(self) -> Iterator[Any]:
+    def client(self) -> contextlib.AbstractContextManager[Any]:
         """The client for one call of the store, or None while it is away. Raises StoreClosedError."""
-        with self._lent(lambda: self._open_to_calls) as client:
-            yield client
+        return self._lent(lambda: self._open_to_calls)
 
-    @contextlib.contextmanager
-    def inquiring(self) -> Iterator[Any]:
+    def inquiring(self) -> contextlib.AbstractContextManager[Any]:
         """The client, for finding out what late calls wait for: None only while there is no master."""
-        with self._lent(lambda: self._master.up) as client:
-            yield client
+        return self._lent(lambda: self._master.up)
 
     @contextlib.contextmanager
     def _lent(self, is_open: Callable[[], bool]) -> Iterator[Any]:
@@ -274,22 +180,31 @@ class Attachment:
         if started >= deadline:
             at_last()
             return None
-        late = _LateCall()
+        is_explained = False
 
         def run() -> Answer:
             answers.append(call())
             return answers[0]
 
+        def note_explained() -> None:
+            nonlocal is_explained
+            with self._condition:
+                self._unexplained -= not is_explained
+                is_explained = True
+                self._condition.notify_all()
+
         def end_late() -> None:
             try:
                 at_last()
-                if answers:
-                    self._report_all(answers[0])
-                    learn(answers[0])
+                for answer in answers:
+                    for code in answer if isinstance(answer, list) else [answer]:
+                        if isinstance(code, int):
+                            self.report(code)
+                    learn(answer)
             finally:
                 with self._condition:
                     self._late -= 1
-                self._is_explained(late)
+                note_explained()
 
         try:
             under_way = self._threads.start(run, end_late)
@@ -307,23 +222,10 @@ class Attachment:
         seconds = time.monotonic() - started
         self.log.log(logging.WARNING, "late", "hicache_ext: tier %s: no answer in %.1f s", self.name, seconds)
         if explain is not None:
-            self._explain(explain, late)
+            # Without a thread: when it ends.
+            with contextlib.suppress(RuntimeError):
+                self._threads.start(lambda: note_explained() if explain() else None)
         return None
-
-    def _explain(self, explain: Callable[[], bool], late: _LateCall) -> None:
-        def run() -> None:
-            if explain():
-                self._is_explained(late)
-
-        # Without a thread: when it ends.
-        with contextlib.suppress(RuntimeError):
-            self._threads.start(run)
-
-    def _is_explained(self, late: _LateCall) -> None:
-        with self._condition:
-            self._unexplained -= not late.explained
-            late.explained = True
-            self._condition.notify_all()
 
     def master_answers(self) -> bool:
         """Whether an attached client's master does: what a late transfer waits for is then a holder."""
@@ -333,30 +235,18 @@ class Attachment:
         except StoreClosedError:
             return False
 
-    def _report_all(self, answer: object) -> None:
-        for code in answer if isinstance(answer, list) else [answer]:
-            if isinstance(code, int):
-                self.report(code)
-
     # -- memory that is moved ----------------------------------------------------------------------------------------
 
-    def register(self, regions: Sequence[memoryview]) -> None:
-        """Register memory with the library, each byte once. Raises StoreSetupError."""
+    def register(self, region: memoryview) -> None:
+        """Register memory with the library, which refuses what it knows already. Raises StoreSetupError."""
         with self._condition:
             if self._closed:
                 raise StoreClosedError(self.name)
-            for region in regions:
-                if region.nbytes == 0:
-                    continue
-                place = (address_of(region), region.nbytes)
-                # The library refuses memory that is registered already.
-                if any(_contains(known, place) for known in self._memory):
-                    continue
-                self._memory.append(place)
-                if (result := self._client.register_buffer(*place)) != OK:
-                    problem = f"{place[1]} bytes of memory could not be registered (code {result})"
-                    raise StoreSetupError(self.name, problem)
-                self._registered.append(place[0])
+            address = address_of(region)
+            if (result := self._client.register_buffer(address, region.nbytes)) != OK:
+                problem = f"{region.nbytes} bytes of memory could not be registered (code {result})"
+                raise StoreSetupError(self.name, problem)
+            self._registered.append(address)
 
     # -- away and back ---------------------------------------------------------------------------------------------
 
@@ -367,7 +257,7 @@ class Attachment:
 
     def _try_to_return(self) -> bool:
         """Whether the master answers: a frozen one has an open port, too."""
-        if not self.engine.master_answers(_PROBE_SECONDS) or self._client.is_exist(_PROBE_KEY) in MASTER_LOST:
+        if not self.port_answers(_PROBE_SECONDS) or self._client.is_exist(_PROBE_KEY) in MASTER_LOST:
             return False
         self.log.log(logging.INFO, "back", "hicache_ext: tier %s: the master answers again", self.name)
         return True
@@ -382,7 +272,7 @@ class Attachment:
         Bounded by the tier's timeout: the client of a call that has not ended by then is not closed, which would crash
         the process.
         """
-        deadline = time.monotonic() + self.engine.tier.longest_call
+        deadline = time.monotonic() + self.tier.longest_call
         with self._condition:
             if self._closed:
                 return
@@ -401,6 +291,72 @@ class Attachment:
                 self._client.unregister_buffer(address)
             self._client.close()
 
+    # -- the library -----------------------------------------------------------------------------------------------
 
-def _contains(known: tuple[int, int], place: tuple[int, int]) -> bool:
-    return known[0] <= place[0] and place[0] + place[1] <= known[0] + known[1]
+    def open_client(self) -> Any:
+        """A client that is set up. Bounded in time; raises StoreSetupError.
+
+        The port is probed first, because the library's own attempts take seconds. Setup runs on a thread of its own. A
+        late one is left behind and closes the client that it still gets.
+        """
+        tier = self.tier
+        for variable, value in environment(tier.longest_call).items():
+            os.environ.setdefault(variable, value)
+        try:
+            from mooncake import store as library
+        except ImportError as error:
+            problem = f"the Mooncake client cannot be imported ({error})"
+            remedy = f"{how_to_install('mooncake')} (or mooncake-transfer-engine-non-cuda, not both)"
+            raise StoreSetupError(self.name, problem, [remedy]) from error
+        self._library = library
+        if not self.port_answers(tier.longest_call):
+            problem = f"no Mooncake master answers at {tier.master}"
+            raise StoreSetupError(self.name, problem, ["start it, or set required: false"])
+        client = library.MooncakeDistributedStore()
+        codes: list[int] = []
+
+        def set_up() -> None:
+            codes.append(
+                client.setup(
+                    tier.local_hostname,
+                    tier.metadata_server,
+                    tier.segment_size,
+                    _LIBRARY_BUFFER,
+                    tier.protocol,
+                    tier.device_names(),
+                    tier.master,
+                    tenant_id=tier.tenant,
+                )
+            )
+
+        def end_late() -> None:
+            if codes == [OK]:
+                client.close()
+
+        seconds = tier.longest_call + _SETUP_SECONDS + tier.segment_size * _SETUP_SECONDS_PER_BYTE
+        call = call_within(seconds, f"hicache-{self.name}-setup", set_up, end_late)
+        if call is None:
+            raise StoreSetupError(self.name, f"setup with the master at {tier.master} took over {seconds:.0f} s")
+        if codes != [OK]:
+            problem = f"setup with the master at {tier.master} failed ({call.error or f'code {codes[0]}'})"
+            raise StoreSetupError(self.name, problem, ["check the master, local_hostname, protocol and devices"])
+        return client
+
+    def port_answers(self, seconds: float) -> bool:
+        """Whether the master's port, or an etcd's, accepts connections. That of a frozen one does, too."""
+        addresses = self.tier.master_addresses()
+        for address in addresses:
+            host, _, port = address.rpartition(":")
+            with contextlib.suppress(OSError):
+                socket.create_connection((host.strip("[]"), int(port)), timeout=seconds / len(addresses)).close()
+                return True
+        return False
+
+    def replicate_config(self) -> Any:
+        """How the objects of a put are kept."""
+        config = self._library.ReplicateConfig()
+        config.replica_num = self.tier.replica_num
+        if self.tier.preferred_segments:
+            config.preferred_segments = list(self.tier.preferred_segments)
+        config.with_hard_pin = self.tier.hard_pin
+        return config

@@ -24,7 +24,7 @@ _METRIC = re.compile(r"^(\w+)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
 def examine(store: PageStore, tier: MooncakeTierConfig, attachment: Attachment) -> list[Finding]:
     """Never raises; bounded by the tier's time-outs."""
     findings = [_version()]
-    if attachment.engine.master_answers(tier.longest_call):
+    if attachment.port_answers(tier.longest_call):
         findings.append(Finding("master", Level.OK, f"{tier.master} accepts connections"))
     else:
         findings.append(Finding("master", Level.ERROR, f"{tier.master} does not answer", "start mooncake_master"))

@@ -14,22 +14,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
-import random
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hicache_ext.errors import NotReadError, StoreClosedError, StoreSetupError
+from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.page.memory import address_of
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState
-from hicache_ext.storage.contract.bad_pages import Removal, Stored, cut
 from hicache_ext.storage.tiers.mooncake import engine
 from hicache_ext.storage.tiers.mooncake.engine import Attachment
-from hicache_ext.storage.tiers.mooncake.transfers import HEADER_LENGTH, PIECE_BYTES, ScratchPool
 
 _PROBES = Backoff(0.25, 1.0)
 _SLOW_START = 1.0
@@ -42,12 +37,8 @@ _PROBED_BYTES = 64
 _MEMORY_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Of the copy of an object that the library reads."""
-
-    holder: str
-    size: int
+_Place = tuple[str, int]
+"""The holder of the copy of an object that the library reads, and the object's size."""
 
 
 class _Holder:
@@ -71,6 +62,9 @@ class Holders:
         self._stopped = False
         self._memory = memoryview(mmap.mmap(-1, _MEMORY_BYTES))
         """That probes read into; nobody looks at it."""
+        # Where it is refused a probe fails with a code, which is an answer, too.
+        with contextlib.suppress(StoreSetupError):
+            attachment.register(self._memory)
 
     @property
     def all_answer(self) -> bool:
@@ -97,7 +91,7 @@ class Holders:
             holders = list(self._holders.values())
         # Not under the lock: the last call of a slow start ends it.
         shut = {holder.endpoint: holder for holder in holders if holder.breaker.admit() is None}
-        lost = {name: shut[place.holder] for name, place in places.items() if place.holder in shut}
+        lost = {name: shut[endpoint] for name, (endpoint, _) in places.items() if endpoint in shut}
         for name, holder in lost.items():
             holder.names.append(name)
         return set(lost)
@@ -110,7 +104,7 @@ class Holders:
         The holders of the rest are suspects.
         """
         places = _places(client, list(failed))
-        others = {name: place.size for name, place in places.items() if place.size != failed[name]}
+        others = {name: size for name, (_, size) in places.items() if size != failed[name]}
         self._suspect({name: place for name, place in places.items() if name not in others})
         return others
 
@@ -124,18 +118,18 @@ class Holders:
         self._suspect(places or {})
         return bool(places)
 
-    def _suspect(self, places: Mapping[str, Place]) -> None:
+    def _suspect(self, places: Mapping[str, _Place]) -> None:
         with self._lock:
             if self._stopped:
                 return
             suspects = set()
-            for name, place in places.items():
-                if place.holder not in self._holders:
+            for name, (endpoint, _) in places.items():
+                if endpoint not in self._holders:
                     if len(self._holders) >= _MOST_OUT:
                         continue
-                    self._holders[place.holder] = self._new(place.holder)
-                self._holders[place.holder].names.append(name)
-                suspects.add(place.holder)
+                    self._holders[endpoint] = self._new(endpoint)
+                self._holders[endpoint].names.append(name)
+                suspects.add(endpoint)
             for endpoint in suspects:
                 self._holders[endpoint].breaker.trip("a transfer failed or was late", in_doubt=True)
 
@@ -180,25 +174,19 @@ class Holders:
             with self._attachment.inquiring() as client:
                 if client is None:
                     return False
-                # Without it the transfer fails with a code, which is an answer, too.
-                with contextlib.suppress(StoreSetupError):
-                    self._attachment.register([self._memory])
                 places = _known_places(client, names)
                 if places is None:
                     return False
-                for name, place in places.items():
-                    if place.holder == endpoint:
-                        code = self._read_some(client, name, min(_PROBED_BYTES, place.size))
+                for name, (holder, size) in places.items():
+                    if holder == endpoint:
+                        places_read = [address_of(self._memory)], [[name]], [[[0]]], [[[0]]]
+                        codes = client.get_into_ranges(*places_read, [[[min(_PROBED_BYTES, size)]]])
+                        code = int(codes[0][0][0])
                         if code not in (engine.NOT_FOUND, engine.NOT_READY):
                             return code > 0
                 return True
         except StoreClosedError:
             return False
-
-    def _read_some(self, client: Any, name: str, size: int) -> int:
-        address = address_of(self._memory)
-        codes = client.get_into_ranges([address], [[name]], [[[0]]], [[[0]]], [[[size]]])
-        return int(codes[0][0][0])
 
     def stop(self) -> None:
         """Begin no further probe."""
@@ -209,7 +197,7 @@ class Holders:
             breaker.close(0)
 
 
-def _places(client: Any, names: Sequence[str]) -> dict[str, Place]:
+def _places(client: Any, names: Sequence[str]) -> dict[str, _Place]:
     """Where each of ``names`` is read from, of those that the master knows."""
     if not names:
         return {}
@@ -218,12 +206,12 @@ def _places(client: Any, names: Sequence[str]) -> dict[str, Place]:
         for copy in copies:
             if copy.is_memory_replica():
                 described = copy.get_memory_descriptor().buffer_descriptor
-                places[name] = Place(described.transport_endpoint, described.size)
+                places[name] = described.transport_endpoint, described.size
                 break
     return places
 
 
-def _known_places(client: Any, names: Sequence[str]) -> dict[str, Place] | None:
+def _known_places(client: Any, names: Sequence[str]) -> dict[str, _Place] | None:
     """As ``_places``, for names of which some may be gone; None without a master.
 
     The library logs a line for each name whose place is asked for in vain.
@@ -232,96 +220,3 @@ def _known_places(client: Any, names: Sequence[str]) -> dict[str, Place] | None:
     if any(code < 0 for code in codes):
         return None
     return _places(client, [name for name, code in zip(names, codes, strict=True) if code == 1])
-
-
-# -- bad copies --------------------------------------------------------------------------------------------------------
-#
-# The examination of bad pages in a Mooncake pool: one object at a time, into memory that no read uses.
-#
-# The library opens its connections itself and cannot remove on a condition. So a page counts as bad when two reads,
-# into different memory and in different pieces, gave the same bad bytes. A copy written by somebody else in the
-# milliseconds before the removal is lost, which costs a miss.
-
-
-class MooncakeMedium:
-    """``Medium`` of bad_pages.py."""
-
-    def __init__(
-        self,
-        attachment: Attachment,
-        holders: Holders,
-        object_name: Callable[[bytes], str],
-        hides: Callable[[bytes], bool],
-    ) -> None:
-        """``hides``: the page is being cleared."""
-        self._attachment = attachment
-        self._holders = holders
-        self._object_name = object_name
-        self._hides = hides
-        self._scratch = ScratchPool(attachment)
-
-    def read_again(self, key: bytes, most: int) -> Stored | None:
-        if self._hides(key):
-            return None
-        name = self._object_name(key)
-        size = self._ask(lambda client: client.get_size(name))
-        if size == engine.NOT_FOUND:
-            return None
-        if not 0 < size <= most:
-            # The library cannot read a part of an object.
-            raise NotReadError(engine.reason_of(size) if size < 0 else "length")
-        with self._scratch.lent(max(0, size - HEADER_LENGTH)) as scratch:
-            memory = scratch.memory[:size]
-            base = address_of(memory)
-            pieces = [
-                (place, min(place + PIECE_BYTES, end))
-                for begin, end in cut(size, random.random())
-                for place in range(begin, end, PIECE_BYTES)
-            ]
-            places = [base + begin for begin, _ in pieces]
-            sizes = [end - begin for begin, end in pieces]
-            # Set before the call, reset if it ends in time: it may be left behind with the memory.
-            scratch.left_behind = True
-            code = self._ask(
-                lambda client: client.batch_get_into_multi_buffers([name], [places], [sizes])[0],
-                at_last=lambda: self._scratch.give_back(scratch),
-                explain=lambda: self._holders.look_into([name]),
-            )
-            scratch.left_behind = False
-            if code == engine.NOT_FOUND:
-                return None
-            if code != size:
-                raise NotReadError(engine.reason_of(code) if code < 0 else "length")
-            return Stored(size, memoryview(bytes(memory)))
-
-    def remove(self, key: bytes, bad: Stored) -> Removal:
-        name = self._object_name(key)
-        if self._hides(key) or self._ask(lambda client: client.get_size(name)) != bad.length:
-            return Removal.CHANGED
-        # Forced: the read has just taken a lease.
-        code = self._ask(lambda client: client.batch_remove([name], True)[0])
-        if code not in (engine.OK, engine.NOT_FOUND):
-            raise NotReadError(engine.reason_of(code))
-        return Removal.REMOVED
-
-    def _ask(
-        self,
-        call: Callable[[Any], int],
-        at_last: Callable[[], None] = lambda: None,
-        explain: Callable[[], bool] | None = None,
-    ) -> int:
-        """The code of one call of the library, with the rest as in ``call_bounded``. Raises NotReadError."""
-        try:
-            with self._attachment.client() as client:
-                if client is None:
-                    at_last()
-                    raise NotReadError("away")
-                deadline = time.monotonic() + self._attachment.engine.tier.longest_call
-                code = self._attachment.call_bounded(lambda: call(client), deadline, at_last, explain=explain)
-        except StoreClosedError:
-            at_last()
-            raise NotReadError("closed") from None
-        if code is None:
-            raise NotReadError("timeout")
-        self._attachment.report(code)
-        return code

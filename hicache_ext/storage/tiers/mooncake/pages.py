@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import random
 import re
 import threading
 import time
@@ -22,12 +23,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from hicache_ext.errors import ClearLaterError, StoreClosedError, StoreSetupError, UnansweredError
+from hicache_ext.errors import ClearLaterError, NotReadError, StoreClosedError, StoreSetupError, UnansweredError
 from hicache_ext.page import envelope
+from hicache_ext.page.memory import address_of
 from hicache_ext.page.page_object import gather, scatter
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.threads import ThreadPool
-from hicache_ext.storage.contract.bad_pages import BadPages, Sighting
+from hicache_ext.storage.contract.bad_pages import BadPages, Removal, Sighting, Stored, cut
 from hicache_ext.storage.contract.base import TierStore, leading_in_portions
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding
@@ -35,11 +37,12 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.mooncake import engine
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 from hicache_ext.storage.tiers.mooncake.engine import Attachment
-from hicache_ext.storage.tiers.mooncake.holders import Holders, MooncakeMedium
+from hicache_ext.storage.tiers.mooncake.holders import Holders
 from hicache_ext.storage.tiers.mooncake.transfers import (
     ALONE_BYTES,
     COPY_THREADS,
     HEADER_LENGTH,
+    PIECE_BYTES,
     PIECES,
     Portion,
     Scratch,
@@ -97,12 +100,10 @@ class MooncakeStore(TierStore):
     type_name = "mooncake"
     shared = True
 
-    def __init__(self, name: str, tier: MooncakeTierConfig, attachment: Attachment, *, checksum: bool = True) -> None:
-        """``checksum`` False leaves payloads unchecked: for measuring what the checksum costs, never for serving."""
+    def __init__(self, name: str, tier: MooncakeTierConfig, attachment: Attachment) -> None:
         super().__init__(name)
         self._tier = tier
         self._attachment = attachment
-        self._checksum = checksum
         self._holders = Holders(attachment)
         try:
             self._copying = ThreadPool(f"hicache-{name}-copy", COPY_THREADS)
@@ -112,8 +113,9 @@ class MooncakeStore(TierStore):
         self._scratch = ScratchPool(attachment)
         self._identities: set[bytes] = set()
         self._clearing = Clearing(name)
-        medium = MooncakeMedium(attachment, self._holders, self._object_name, self._clearing.hides)
-        self._bad_pages = BadPages(name, self.metrics, medium)
+        self._examined = ScratchPool(attachment)
+        """Memory that no read uses."""
+        self._bad_pages = BadPages(name, self.metrics, self)
         self._no_writes_until = 0.0
         self._careful_until = 0.0
         self._late = 0
@@ -170,7 +172,9 @@ class MooncakeStore(TierStore):
             with self._scratch.lent(max(batch.sizes)) as scratch:
                 while positions:
                     positions = self._on_answering_holders(client, batch, positions, deadline, results)
-                    once = _without_repeats(batch.keys, positions)
+                    # For a key that comes twice in one call the library fills the last one's buffers, and answers
+                    # success for both.
+                    once = sorted({batch.keys[position]: position for position in reversed(positions)}.values())
                     portion = next(portions(batch.sizes, once, scratch.memory, PIECES), None)
                     if portion is None or not self._get_portion(client, batch, portion, scratch, deadline, results):
                         break
@@ -257,7 +261,7 @@ class MooncakeStore(TierStore):
         """Copy a page from scratch into host memory if it is the right one; why it is not otherwise."""
         position, page_object = portion.positions[number], portion.objects[number]
         key, payload = batch.keys[position], page_object[HEADER_LENGTH:]
-        reason = envelope.reason_to_refuse(page_object[:HEADER_LENGTH], key, [payload], checksum=self._checksum)
+        reason = envelope.reason_to_refuse(page_object[:HEADER_LENGTH], key, [payload])
         if reason is not None:
             return reason
         scatter(payload, batch.buffers[position])
@@ -354,22 +358,16 @@ class MooncakeStore(TierStore):
             takes = batch.sizes[position] > 0 and not self._clearing.hides(key)
             if takes and first_of.setdefault(key, position) == position:
                 positions.append(position)
-        if positions and (reason := self._reason_to_wait()) is not None:
-            self.metrics.add("rejected", reason, len(positions))
-            positions = []
-        if positions and self._attachment.attached:
+        is_full = time.monotonic() < self._no_writes_until
+        if positions and (self._late >= _MOST_LATE or is_full):
+            self.metrics.add("rejected", "holder" if self._late >= _MOST_LATE else "full", len(positions))
+        elif positions and self._attachment.attached:
             self._write_absent(client, batch, positions, deadline, results)
         for position, key in enumerate(batch.keys):
             # A key written twice in one batch: the first one's result counts.
             if first_of.get(key, position) != position and results[first_of[key]].durable:
                 results[position] = SetResult.EXISTS
         return results
-
-    def _reason_to_wait(self) -> str | None:
-        """Why nothing is written now, as a label of ``rejected``."""
-        if self._late >= _MOST_LATE:
-            return "holder"
-        return "full" if time.monotonic() < self._no_writes_until else None
 
     def _write_absent(
         self, client: Any, batch: PageBatch, positions: list[int], deadline: float, results: list[SetResult]
@@ -443,7 +441,7 @@ class MooncakeStore(TierStore):
                 [self._object_name(key) for key in keys],
                 [portion.addresses[number] for number in waiting],
                 [portion.sizes[number] for number in waiting],
-                self._attachment.engine.replicate_config(),
+                self._attachment.replicate_config(),
             )
             started = time.monotonic()
             codes = self._put(scratch, put, deadline)
@@ -514,7 +512,7 @@ class MooncakeStore(TierStore):
         payload = page_object[HEADER_LENGTH:]
         gather(batch.buffers[position], payload)
         # Of the copy: should the page change meanwhile, the object is still one that can be trusted.
-        header = envelope.encode_header(batch.keys[position], [payload], checksum=self._checksum)
+        header = envelope.encode_header(batch.keys[position], [payload])
         page_object[:HEADER_LENGTH] = header
 
     # -- memory of the tier ------------------------------------------------------------------------------------------
@@ -565,6 +563,78 @@ class MooncakeStore(TierStore):
                 if code not in (engine.OK, engine.NOT_FOUND, engine.NOT_READY):
                     self.count_errors({engine.reason_of(code): count})
         return sum(code == engine.OK for code in codes)
+
+    # -- bad copies: one object at a time, for BadPages ------------------------------------------------------------
+    #
+    # The library opens its connections itself and cannot remove on a condition. So a page counts as bad when two reads,
+    # into different memory and in different pieces, gave the same bad bytes. A copy written by somebody else in the
+    # milliseconds before the removal is lost, which costs a miss.
+
+    def read_again(self, key: bytes, most: int) -> Stored | None:
+        if self._clearing.hides(key):
+            return None
+        name = self._object_name(key)
+        size = self._ask_of_one(lambda client: client.get_size(name))
+        if size == engine.NOT_FOUND:
+            return None
+        if not 0 < size <= most:
+            # The library cannot read a part of an object.
+            raise NotReadError(engine.reason_of(size) if size < 0 else "length")
+        with self._examined.lent(max(0, size - HEADER_LENGTH)) as scratch:
+            memory = scratch.memory[:size]
+            base = address_of(memory)
+            pieces = [
+                (place, min(place + PIECE_BYTES, end))
+                for begin, end in cut(size, random.random())
+                for place in range(begin, end, PIECE_BYTES)
+            ]
+            places = [base + begin for begin, _ in pieces]
+            sizes = [end - begin for begin, end in pieces]
+            # Set before the call, reset if it ends in time: it may be left behind with the memory.
+            scratch.left_behind = True
+            code = self._ask_of_one(
+                lambda client: client.batch_get_into_multi_buffers([name], [places], [sizes])[0],
+                at_last=lambda: self._examined.give_back(scratch),
+                explain=lambda: self._holders.look_into([name]),
+            )
+            scratch.left_behind = False
+            if code == engine.NOT_FOUND:
+                return None
+            if code != size:
+                raise NotReadError(engine.reason_of(code) if code < 0 else "length")
+            return Stored(size, memoryview(bytes(memory)))
+
+    def remove_bad(self, key: bytes, bad: Stored) -> Removal:
+        name = self._object_name(key)
+        if self._clearing.hides(key) or self._ask_of_one(lambda client: client.get_size(name)) != bad.length:
+            return Removal.CHANGED
+        # Forced: the read has just taken a lease.
+        code = self._ask_of_one(lambda client: client.batch_remove([name], True)[0])
+        if code not in (engine.OK, engine.NOT_FOUND):
+            raise NotReadError(engine.reason_of(code))
+        return Removal.REMOVED
+
+    def _ask_of_one(
+        self,
+        call: Callable[[Any], int],
+        at_last: Callable[[], None] = lambda: None,
+        explain: Callable[[], bool] | None = None,
+    ) -> int:
+        """The code of one call of the library, with the rest as in ``call_bounded``. Raises NotReadError."""
+        try:
+            with self._attachment.client() as client:
+                if client is None:
+                    at_last()
+                    raise NotReadError("away")
+                deadline = time.monotonic() + self._tier.longest_call
+                code = self._attachment.call_bounded(lambda: call(client), deadline, at_last, explain=explain)
+        except StoreClosedError:
+            at_last()
+            raise NotReadError("closed") from None
+        if code is None:
+            raise NotReadError("timeout")
+        self._attachment.report(code)
+        return code
 
     def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
         return self._bad_pages.remove_copies(copies)
@@ -618,18 +688,7 @@ class MooncakeStore(TierStore):
         self._copying.close()
 
     def _deadline(self) -> float:
-        return call_deadline(self._attachment.engine.tier.longest_call)
+        return call_deadline(self._tier.longest_call)
 
     def _object_name(self, key: bytes) -> str:
         return f"{self._tier.prefix}/{key[: envelope.IDENTITY_LENGTH].hex()}/{key[envelope.IDENTITY_LENGTH :].hex()}"
-
-
-def _without_repeats(keys: Sequence[bytes], positions: Sequence[int]) -> list[int]:
-    """The first of ``positions`` for each key.
-
-    For a key that comes twice in one call the library fills the last one's buffers, and answers success for both.
-    """
-    first_of: dict[bytes, int] = {}
-    for position in positions:
-        first_of.setdefault(keys[position], position)
-    return list(first_of.values())

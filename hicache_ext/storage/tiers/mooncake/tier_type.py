@@ -20,11 +20,10 @@ class MooncakeTier(TierType):
     install = how_to_install("mooncake")
 
     def open(self, name: str, tier: MooncakeTierConfig) -> PageStore:
-        from hicache_ext.storage.tiers.mooncake.engine import Attachment, Engine
+        from hicache_ext.storage.tiers.mooncake.engine import Attachment
         from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 
-        attachment = Attachment(name, Engine(name, tier))
-        return MooncakeStore(name, tier, attachment)
+        return MooncakeStore(name, tier, Attachment(name, tier))
 
     def series(self) -> Mapping[str, Sequence[str]]:
         from hicache_ext.storage.contract.reports import SUSPECTS

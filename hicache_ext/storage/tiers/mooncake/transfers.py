@@ -122,7 +122,7 @@ class ScratchPool:
             mapped.madvise(mmap.MADV_HUGEPAGE)
         region = memoryview(mapped)
         try:
-            self._attachment.register([region])
+            self._attachment.register(region)
         except StoreSetupError as error:
             # Its transfers will fail with a code, which is a result; this would not be one.
             self._attachment.log.log(logging.WARNING, "memory", "hicache_ext: %s", error)

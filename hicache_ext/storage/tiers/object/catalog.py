@@ -66,18 +66,6 @@ def packs_of(digest: bytes) -> str:
     return f"{PACKS}/{digest.hex()}"
 
 
-def packs_before(digest: bytes, milliseconds: int) -> str:
-    """A name before those of all packs of an identity from this time on, and after those from before."""
-    digits = f"{max(0, milliseconds):011x}"
-    return f"{packs_of(digest)}/{digits[:_UNIT_DIGITS]}/{digits}"
-
-
-def packs_between(digest: bytes, first: int, last: int) -> Iterable[str]:
-    """The prefixes of the packs of an identity from one time to another, in milliseconds."""
-    for unit in range(max(0, first) // _UNIT, last // _UNIT + 1):
-        yield f"{packs_of(digest)}/{unit:0{_UNIT_DIGITS}x}"
-
-
 def identity_name(digest: bytes) -> str:
     """The object with the document of an identity."""
     return f"{IDENTITIES}/{digest.hex()}.json"
@@ -191,15 +179,12 @@ class PackCatalog:
         with self._changed:
             if known.listing and not known.whole:
                 self._changed.wait_for(lambda: not known.listing, max(0.0, deadline - time.monotonic()))
-            if not known.whole:
-                if known.listing:
-                    raise TimeoutError("the identity is being listed")
-                known.listing = True
-                first = True
-            else:
-                first = False
+            is_first = not known.whole
+            if is_first and known.listing:
+                raise TimeoutError("the identity is being listed")
+            known.listing = known.listing or is_first
             generation, since = known.generation, known.listed_at - self._margin
-        if first:
+        if is_first:
             return self._list_whole(digest, known)
         begun = self._requests.now()
         seen: dict[str, int] = {}
@@ -249,13 +234,17 @@ class PackCatalog:
         return seen
 
     def _listed_since(self, digest: bytes, since: float) -> Iterator[list[_Listed]]:
-        first = int(since * 1000)
+        first, last = max(0, int(since * 1000)), int((self._requests.now() + _CLOCKS_APART) * 1000)
+        packs, units = packs_of(digest), range(first // _UNIT, last // _UNIT + 1)
         if self._lists_from:
-            yield from self._listed(packs_of(digest), packs_before(digest, first))
-            return
-        units = list(packs_between(digest, first, int((self._requests.now() + _CLOCKS_APART) * 1000)))
-        for prefix in units if len(units) <= _MOST_UNITS else [packs_of(digest)]:
-            yield from self._listed(prefix)
+            # Behind a name that stands before those of all packs from then on.
+            digits = f"{first:011x}"
+            yield from self._listed(packs, f"{packs}/{digits[:_UNIT_DIGITS]}/{digits}")
+        elif len(units) > _MOST_UNITS:
+            yield from self._listed(packs)
+        else:
+            for unit in units:
+                yield from self._listed(f"{packs}/{unit:0{_UNIT_DIGITS}x}")
 
     def _listed(self, prefix: str, offset: str | None = None) -> Iterator[list[_Listed]]:
         requests, names = self._requests, 0

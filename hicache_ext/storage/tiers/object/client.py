@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -25,7 +25,6 @@ from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.packages import how_to_install
 from hicache_ext.page.pack import PACK_BYTES
 from hicache_ext.runtime.call_deadline import call_deadline
-from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import Call, ThreadPool
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
@@ -94,7 +93,7 @@ def make_client(name: str, tier: ObjectTierConfig, *, deletes_many: bool = True)
                 "secret_access_key": tier.secret_key,
                 "token": tier.session_token,
             }
-            options["credential_provider"] = _Keys(name, keys)
+            options["credential_provider"] = _keys_of(name, keys)
         options["virtual_hosted_style_request"] = virtual
         options |= _given(
             server_side_encryption=None if tier.sse is None else _SSE[tier.sse],
@@ -111,9 +110,9 @@ def make_client(name: str, tier: ObjectTierConfig, *, deletes_many: bool = True)
         make = stores.AzureStore
         options |= _given(account_name=tier.account, endpoint=tier.endpoint)
         if tier.account_key is not None:
-            options["credential_provider"] = _Keys(name, {"access_key": tier.account_key})
+            options["credential_provider"] = _keys_of(name, {"access_key": tier.account_key})
         elif tier.sas_token is not None:
-            options["credential_provider"] = _Keys(name, {"sas_token": tier.sas_token})
+            options["credential_provider"] = _keys_of(name, {"sas_token": tier.sas_token})
     try:
         return make(tier.bucket, **options)
     except Exception as error:  # noqa: BLE001 - whatever the library makes of wrong settings
@@ -123,31 +122,30 @@ def make_client(name: str, tier: ObjectTierConfig, *, deletes_many: bool = True)
         ) from None
 
 
-class _Keys:
-    """The keys of a tier, for obstore to ask for, on threads of its own: those of a file may be others tomorrow.
+def _keys_of(name: str, secrets: Mapping[str, Secret | None]) -> Callable[[], dict[str, Any]]:
+    """Return what obstore asks for the keys of a tier, on threads of its own: those of a file may be others tomorrow.
+    ``secrets`` are by obstore's names.
 
-    Keys that cannot be read while a server runs are those that it had: a file may be being exchanged.
+    Keys that cannot be read while a server runs are those that it had: a file may be being exchanged. Raises
+    ConfigError for a secret that cannot be read at the start.
     """
 
-    def __init__(self, name: str, secrets: Mapping[str, Secret | None]) -> None:
-        """``secrets`` by obstore's names. Raises ConfigError for a secret that cannot be read."""
-        self._name = name
-        self._secrets = secrets
-        self._keys = self._read()
-
-    def __call__(self) -> dict[str, Any]:
-        try:
-            self._keys = self._read()
-        except ConfigError as error:
-            logger.warning("tier %s: %s; going on with the keys that it had", self._name, error)
-        return {**self._keys, "expires_at": datetime.now(UTC) + _RENEWED_BEFORE + KEYS_LAST}
-
-    def _read(self) -> dict[str, str | None]:
+    def read() -> dict[str, str | None]:
+        found = {key: _revealed(secret) for key, secret in secrets.items()}
         # A signature is mostly copied with the question mark of the address that it stood in.
-        return {
-            key: value.lstrip("?") if key == "sas_token" and value else value
-            for key, value in ((key, _revealed(secret)) for key, secret in self._secrets.items())
-        }
+        return {key: value.lstrip("?") if key == "sas_token" and value else value for key, value in found.items()}
+
+    had = read()
+
+    def keys() -> dict[str, Any]:
+        nonlocal had
+        try:
+            had = read()
+        except ConfigError as error:
+            logger.warning("tier %s: %s; going on with the keys that it had", name, error)
+        return {**had, "expires_at": datetime.now(UTC) + _RENEWED_BEFORE + KEYS_LAST}
+
+    return keys
 
 
 def _s3_endpoint(tier: ObjectTierConfig, virtual: bool) -> str | None:
@@ -267,7 +265,6 @@ class Requests:
         self,
         name: str,
         connect: Callable[[], Any],
-        metrics: TierMetrics,
         count: Callable[[Failure], object],
         connect_to_delete: Callable[[], Any] | None = None,
         *,
@@ -283,7 +280,6 @@ class Requests:
         self.obstore = import_obstore(name)
         self._connect = connect
         self.client = client = connect()
-        self.metrics = metrics
         self.count = count
         self._connect_to_delete = connect_to_delete
         self._deleting = client
@@ -332,23 +328,21 @@ class Requests:
 
         return make
 
-    def within(self, request: Callable[[], Any], timeout: float | None = None) -> tuple[bool, Failure | None]:
-        """Make a request on a thread of the store: whether it ended in time, and what went wrong if it did."""
-        failures: list[Failure] = []
+    def within(self, request: Callable[[], Any], timeout: float | None = None) -> Failure | None:
+        """Make a request on a thread of the store; what went wrong."""
 
-        def make(_: int, call: Call[bool]) -> bool:
+        def make(_: int, call: Call[Failure]) -> Failure | None:
             try:
                 request()
             except Exception as error:  # noqa: BLE001 - as above
-                failures.append(self.explained(error))
-            else:
-                self.reached = True
-            return True
+                return self.explained(error)
+            self.reached = True
+            return None
 
-        _, done = self.threads.share(1, make, self.timeout if timeout is None else timeout)
+        (failure,), done = self.threads.share(1, make, self.timeout if timeout is None else timeout)
         if not done:
             self.reached = False
-        return done, failures[0] if done and failures else None
+        return failure if done else Failure("timeout")
 
     def explained(self, error: BaseException) -> Failure:
         """Why a request failed; what that says of the store is noted."""
@@ -459,42 +453,33 @@ class Requests:
         self.doing = "remove objects (s3:DeleteObject)"
         self.delete([name])
         self.doing = "write objects (s3:PutObject)"
-        before = time.time()
+        before, put, unwritten = time.time(), None, None
         try:
             put = self.put(name, probe)
         except Exception as error:
-            failure = explain(error)
-            if failure.reason in ("denied", "no_bucket"):
+            unwritten = explain(error)
+            if unwritten.reason in ("denied", "no_bucket"):
                 raise
-            self._look_without_writing(name)
-            logger.warning("tier %s: it takes no writes now (%s); what it has is read", self.name, failure)
-            return
         after = time.time()
         try:
             self.doing = "look objects up (s3:GetObject)"
-            stamped = self.obstore.head(self.client, name)["last_modified"].timestamp()
-            self.look_into_listings(name)
+            found: Any = self.obstore.head(self.client, name) if put else self.size_of(name)
+            self.look_into_listings(name if put else "")
             self.doing = "read objects (s3:GetObject)"
-            if self.body(self.obstore.get(self._connect(), name), len(probe)) != probe:
-                raise OSError("what was written is read otherwise")
+            with nullcontext() if put else suppress(FileNotFoundError):
+                if self.body(self.obstore.get(self._connect(), name), len(probe)) != probe:
+                    raise OSError("what was written is read otherwise")
         finally:
-            self.delete([name])
-        # The store's stamp has whole seconds.
-        self.clock_ahead = min(0.0, stamped + 1 - before) + max(0.0, stamped - after)
-        self.etags_are_md5 = is_md5_of(probe, put["e_tag"])
-        self.doing = ""
-
-    def _look_without_writing(self, name: str) -> None:
-        """Look up, list and read, with an object that is not there."""
-        self.doing = "look objects up (s3:GetObject)"
-        self.size_of(name)
-        self.look_into_listings()
-        self.doing = "read objects (s3:GetObject)"
-        with suppress(FileNotFoundError):
-            self.obstore.get(self._connect(), name)
-        with suppress(Exception):
             # A write that was not answered may have been done.
-            self.delete([name])
+            with nullcontext() if put else suppress(Exception):
+                self.delete([name])
+        if put:
+            # The store's stamp has whole seconds.
+            stamped = found["last_modified"].timestamp()
+            self.clock_ahead = min(0.0, stamped + 1 - before) + max(0.0, stamped - after)
+            self.etags_are_md5 = is_md5_of(probe, put["e_tag"])
+        else:
+            logger.warning("tier %s: it takes no writes now (%s); what it has is read", self.name, unwritten)
         self.doing = ""
 
     def look_into_listings(self, name: str = "") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
@@ -161,59 +160,32 @@ class ObjectTierConfig(RemoteTierConfig):
 
     @model_validator(mode="after")
     def _keys_fit_together(self) -> Self:
-        for rule in _RULES:
-            if error := rule(self):
-                raise error
+        unused = {
+            "s3": ("service_account", *_AZURE_ONLY),
+            "gs": (*_S3_ONLY, *_AZURE_ONLY),
+            "az": (*_S3_ONLY, "service_account"),
+            "file": (*_S3_ONLY, *_AZURE_ONLY, "service_account", "endpoint", "ca_file"),
+        }[self.scheme]
+        for key in unused:
+            if getattr(self, key) not in (None, "auto"):
+                raise ConfigError(f".{key}", f"has no meaning for {self.scheme}:// addresses", "leave it out")
+        if (self.access_key is None) != (self.secret_key is None):
+            missing = "access_key" if self.access_key is None else "secret_key"
+            raise ConfigError(f".{missing}", "required: access_key and secret_key go together", SECRET_ALLOWED)
+        if self.session_token is not None and self.access_key is None:
+            raise ConfigError(".access_key", "required with session_token", SECRET_ALLOWED)
+        azure = [key for key in ("account_key", "sas_token") if getattr(self, key) is not None]
+        if len(azure) > 1:
+            raise ConfigError(".sas_token", "account_key is given too", "one of the two")
+        if azure and self.account is None:
+            raise ConfigError(".account", f"required with {azure[0]}", "the name of the storage account")
+        if self.sse_kms_key is not None and self.sse not in ("kms", "dsse"):
+            raise ConfigError(".sse", "required with sse_kms_key", "kms or dsse")
+        if self.sse_key is not None and self.sse != "customer":
+            raise ConfigError(".sse", "required with sse_key", "customer")
+        if self.sse == "customer" and self.sse_key is None:
+            raise ConfigError(".sse_key", "required with sse: customer", SECRET_ALLOWED)
+        if self.endpoint and self.endpoint.startswith("http:") and not self.allow_http:
+            problem = "without TLS pages travel unencrypted; say allow_http: true if that is meant"
+            raise ConfigError(".endpoint", problem, "https://..., or allow_http: true")
         return self
-
-
-def _only_keys_of_the_scheme(tier: ObjectTierConfig) -> ConfigError | None:
-    unused = {
-        "s3": ("service_account", *_AZURE_ONLY),
-        "gs": (*_S3_ONLY, *_AZURE_ONLY),
-        "az": (*_S3_ONLY, "service_account"),
-        "file": (*_S3_ONLY, *_AZURE_ONLY, "service_account", "endpoint", "ca_file"),
-    }[tier.scheme]
-    for key in unused:
-        if getattr(tier, key) not in (None, "auto"):
-            return ConfigError(f".{key}", f"has no meaning for {tier.scheme}:// addresses", "leave it out")
-    return None
-
-
-def _credentials_are_whole(tier: ObjectTierConfig) -> ConfigError | None:
-    if (tier.access_key is None) != (tier.secret_key is None):
-        missing = "access_key" if tier.access_key is None else "secret_key"
-        return ConfigError(f".{missing}", "required: access_key and secret_key go together", SECRET_ALLOWED)
-    if tier.session_token is not None and tier.access_key is None:
-        return ConfigError(".access_key", "required with session_token", SECRET_ALLOWED)
-    azure = [key for key in ("account_key", "sas_token") if getattr(tier, key) is not None]
-    if len(azure) > 1:
-        return ConfigError(".sas_token", "account_key is given too", "one of the two")
-    if azure and tier.account is None:
-        return ConfigError(".account", f"required with {azure[0]}", "the name of the storage account")
-    return None
-
-
-def _encryption_is_whole(tier: ObjectTierConfig) -> ConfigError | None:
-    if tier.sse_kms_key is not None and tier.sse not in ("kms", "dsse"):
-        return ConfigError(".sse", "required with sse_kms_key", "kms or dsse")
-    if tier.sse_key is not None and tier.sse != "customer":
-        return ConfigError(".sse", "required with sse_key", "customer")
-    if tier.sse == "customer" and tier.sse_key is None:
-        return ConfigError(".sse_key", "required with sse: customer", SECRET_ALLOWED)
-    return None
-
-
-def _http_is_meant(tier: ObjectTierConfig) -> ConfigError | None:
-    if tier.endpoint and tier.endpoint.startswith("http:") and not tier.allow_http:
-        problem = "without TLS pages travel unencrypted; say allow_http: true if that is meant"
-        return ConfigError(".endpoint", problem, "https://..., or allow_http: true")
-    return None
-
-
-_RULES: tuple[Callable[[ObjectTierConfig], ConfigError | None], ...] = (
-    _only_keys_of_the_scheme,
-    _credentials_are_whole,
-    _encryption_is_whole,
-    _http_is_meant,
-)

@@ -16,141 +16,87 @@ from urllib.request import getproxies, proxy_bypass
 
 from hicache_ext.errors import FormatError, NotReadError
 from hicache_ext.page import envelope
-from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.pack import PACK_BYTES, decode_footer, pack_length
-from hicache_ext.storage.contract.bad_pages import Removal, Stored, cut, reason_to_refuse
+from hicache_ext.storage.contract.bad_pages import Stored, cut, reason_to_refuse
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.pack_index import Place
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.trial import try_store
-from hicache_ext.storage.tiers.object.catalog import PackCatalog, packed_name
-from hicache_ext.storage.tiers.object.client import Requests, begins_behind_the_end, explain, is_md5_of
+from hicache_ext.storage.tiers.object.client import Requests, begins_behind_the_end
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 
 _MOST_READS = 8
 """Of a part of a pack that arrives damaged."""
 
 
-class ObjectMedium:
-    """``Medium`` of bad_pages.py."""
-
-    def __init__(
-        self,
-        requests: Requests,
-        reopen: Callable[[], Any],
-        hides: Callable[[bytes], bool],
-        catalog: PackCatalog,
-    ) -> None:
-        """``reopen``: another client, with connections of its own. ``hides``: the page is being cleared."""
-        self._requests = requests
-        self._obstore = requests.obstore
-        self._reopen = reopen
-        self._hides = hides
-        self._catalog = catalog
-
-    def read_again(self, key: bytes, most: int) -> Stored | None:
-        if self._hides(key):
-            return None
-        (place,) = self._catalog.find([key])
-        if place is None:
-            return None
-        name = packed_name(key[:IDENTITY_LENGTH], place.pack)
-        try:
-            found = self._read(self._reopen(), name, place.offset, min(place.pack.page_bytes, most))
-        except NotReadError:
-            raise
-        except Exception as error:  # noqa: BLE001 - a client library's errors end here
-            reason = explain(error).reason
-            if reason != "absent":
-                raise NotReadError(reason) from None
-            self._catalog.of(key[:IDENTITY_LENGTH]).index.forget(place.pack.id)
-            return None
-        return Stored(min(found.length, place.pack.page_bytes), found.data, (found.version, place))
-
-    def _read(self, client: Any, name: str, offset: int, most: int) -> Stored:
-        """An object from ``offset`` on. Raises NotReadError, and what obstore raises."""
-        facts = self._obstore.head(client, name)
-        size, version = int(facts["size"]), facts.get("e_tag")
-        length = max(0, size - offset)
-        data = memoryview(bytearray(min(length, most)))
-        # Cut, so that damage at a fixed place of every answer meets another place of the object.
-        for begin, end in cut(len(data), random.random()) if data else ():
-            options = {} if end - begin == size else {"range": (offset + begin, offset + end)}
-            reply = self._obstore.get(client, name, options=options)
-            piece = self._requests.body(reply, end - begin)
-            if piece.nbytes != end - begin or (reply.meta.get("e_tag"), reply.meta["size"]) != (version, size):
-                raise NotReadError("cut")
-            data[begin:end] = piece
-        if not data and not self._ends_before(client, name, offset):
+def read_object(requests: Requests, client: Any, name: str, offset: int, most: int) -> Stored:
+    """At most so many bytes of an object from ``offset`` on. Raises NotReadError, and what obstore raises."""
+    obstore = requests.obstore
+    facts = obstore.head(client, name)
+    size, version = int(facts["size"]), facts.get("e_tag")
+    length = max(0, size - offset)
+    data = memoryview(bytearray(min(length, most)))
+    # Cut, so that damage at a fixed place of every answer meets another place of the object.
+    for begin, end in cut(len(data), random.random()) if data else ():
+        options = {} if end - begin == size else {"range": (offset + begin, offset + end)}
+        reply = obstore.get(client, name, options=options)
+        piece = requests.body(reply, end - begin)
+        if piece.nbytes != end - begin or (reply.meta.get("e_tag"), reply.meta["size"]) != (version, size):
             raise NotReadError("cut")
-        return Stored(length, data, version)
+        data[begin:end] = piece
+    if not data and not _ends_before(requests, client, name, offset):
+        raise NotReadError("cut")
+    return Stored(length, data, version)
 
-    def _ends_before(self, client: Any, name: str, offset: int) -> bool:
-        """Whether the store says so when it is asked for what is there: who is on the way may be wrong about a size."""
-        try:
-            options = {"range": (offset, offset + envelope.FIELDS_LENGTH)} if offset else {}
-            return self._requests.body(self._obstore.get(client, name, options=options), 0).nbytes == 0
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            if begins_behind_the_end(error):
-                return True
-            raise
 
-    def remove(self, key: bytes, bad: Stored) -> Removal:
-        version, place = bad.version
-        name = packed_name(key[:IDENTITY_LENGTH], place.pack)
-        try:
-            client = self._reopen()
-            is_compared = self._requests.etags_are_md5 and bad.length == len(bad.data)
-            if is_compared and not is_md5_of(self._whole_pack(client, name, place, bad), version):
-                return Removal.DENIED
-            if self._hides(key) or self._obstore.head(client, name).get("e_tag") != version:
-                return Removal.CHANGED
-            self._catalog.bury(key[:IDENTITY_LENGTH], place.pack, place.mask)
-        except NotReadError:
-            raise
-        except Exception as error:  # noqa: BLE001 - as above
-            reason = explain(error).reason
-            if reason == "absent":
-                return Removal.CHANGED
-            raise NotReadError(reason) from None
-        return Removal.REMOVED
+def _ends_before(requests: Requests, client: Any, name: str, offset: int) -> bool:
+    """Whether the store says so when it is asked for what is there: who is on the way may be wrong about a size."""
+    try:
+        options = {"range": (offset, offset + envelope.FIELDS_LENGTH)} if offset else {}
+        return requests.body(requests.obstore.get(client, name, options=options), 0).nbytes == 0
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        if begins_behind_the_end(error):
+            return True
+        raise
 
-    def _whole_pack(self, client: Any, name: str, place: Place, bad: Stored) -> memoryview:
-        """The pack as the store has it, with the bad page in it as it arrived twice: the ETag is of all of it.
 
-        Every other part is one that verifies itself, or that arrived twice the same, too: over a path that damages what
-        passes, a whole pack would never arrive as it is. Raises NotReadError, and what obstore raises.
-        """
-        size, pages = place.pack.page_bytes, place.pack.count
-        length, behind = pack_length(pages, size), place.offset + size
-        if pages > 1 and length > 2 * PACK_BYTES:
-            # No writer makes such packs: the ETag is not of what is read.
-            return memoryview(b"")
-        before = self._read(client, name, 0, place.offset).data if place.offset else b""
-        after = self._read(client, name, behind, length - behind).data
-        whole = memoryview(bytearray().join((before, bad.data, after)))
-        edges = [*range(0, (pages + 1) * size, size), len(whole)]
-        for number, (begin, end) in enumerate(pairwise(edge for edge in edges if edge <= len(whole))):
-            if number != place.position and begin < end:
-                is_whole = _is_page if number < pages else _is_footer
-                whole[begin:end] = self._part(client, name, begin, whole[begin:end], is_whole)
-        return whole
+def whole_pack(requests: Requests, client: Any, name: str, place: Place, bad: Stored) -> memoryview:
+    """The pack as the store has it, with the bad page in it as it arrived twice: the ETag is of all of it.
 
-    def _part(
-        self, client: Any, name: str, begin: int, part: memoryview, is_whole: Callable[[memoryview], bool]
-    ) -> memoryview:
-        """A part of an object that has arrived once already."""
-        seen = [bytes(part)]
-        for _ in range(_MOST_READS):
-            if is_whole(part):
-                return part
-            part = self._read(client, name, begin, len(part)).data
-            if part in seen:
-                return part
-            seen.append(bytes(part))
-        raise NotReadError("damaged")
+    Every other part is one that verifies itself, or that arrived twice the same, too: over a path that damages what
+    passes, a whole pack would never arrive as it is. Raises NotReadError, and what obstore raises.
+    """
+    size, pages = place.pack.page_bytes, place.pack.count
+    length, behind = pack_length(pages, size), place.offset + size
+    if pages > 1 and length > 2 * PACK_BYTES:
+        # No writer makes such packs: the ETag is not of what is read.
+        return memoryview(b"")
+    before = read_object(requests, client, name, 0, place.offset).data if place.offset else b""
+    after = read_object(requests, client, name, behind, length - behind).data
+    whole = memoryview(bytearray().join((before, bad.data, after)))
+    edges = [*range(0, (pages + 1) * size, size), len(whole)]
+    for number, (begin, end) in enumerate(pairwise(edge for edge in edges if edge <= len(whole))):
+        if number != place.position and begin < end:
+            is_whole = _is_page if number < pages else _is_footer
+            whole[begin:end] = _part(requests, client, name, begin, whole[begin:end], is_whole)
+    return whole
+
+
+def _part(
+    requests: Requests, client: Any, name: str, begin: int, part: memoryview, is_whole: Callable[[memoryview], bool]
+) -> memoryview:
+    """A part of an object that has arrived once already."""
+    seen = [bytes(part)]
+    for _ in range(_MOST_READS):
+        if is_whole(part):
+            return part
+        part = read_object(requests, client, name, begin, len(part)).data
+        if part in seen:
+            return part
+        seen.append(bytes(part))
+    raise NotReadError("damaged")
 
 
 def _is_page(data: memoryview) -> bool:

@@ -17,14 +17,20 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial, reduce
 from operator import or_
 from typing import Any
 
-from hicache_ext.errors import ClearLaterError, FormatError, StoreError, StoreSetupError, UnansweredError
+from hicache_ext.errors import (
+    ClearLaterError,
+    FormatError,
+    NotReadError,
+    StoreError,
+    StoreSetupError,
+    UnansweredError,
+)
 from hicache_ext.page import envelope
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.pack import (
@@ -42,7 +48,7 @@ from hicache_ext.page.page_object import HEADER_LENGTH, scatter
 from hicache_ext.runtime.call_deadline import tell_connection_lost
 from hicache_ext.runtime.threads import Call
 from hicache_ext.storage.contract.abilities import LARGEST_DOCUMENT, LARGEST_SUM, document_in
-from hicache_ext.storage.contract.bad_pages import BadPages, Sighting, Verdict
+from hicache_ext.storage.contract.bad_pages import BadPages, Removal, Sighting, Stored, Verdict
 from hicache_ext.storage.contract.base import TierStore, leading_in_portions
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding, Level
@@ -70,7 +76,7 @@ from hicache_ext.storage.tiers.object.client import (
     is_md5_of,
 )
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
-from hicache_ext.storage.tiers.object.examination import ObjectMedium
+from hicache_ext.storage.tiers.object.examination import read_object, whole_pack
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +96,6 @@ _MOST_ROUNDS = 4
 """Of requests. A second one is needed where something is gone, or has come; more where that happens again."""
 _PACK_BYTES = 2 << 20
 """About so many of a pack: eight requests at once move 16 MiB in less time than four of twice the size."""
-_OF_ANOTHER_LENGTH = object()
-"""Not written, because an object of another length is there."""
 _CLOSE_TIMEOUT = 30.0
 """Seconds for the deletion of cleared pages at close(), while the store answers."""
 
@@ -121,15 +125,13 @@ class ObjectPageStore(TierStore):
         self._requests = Requests(
             name,
             connect,
-            self.metrics,
             lambda failure: self.count_errors({failure.reason: 1}, words=str(failure)),
             connect_to_delete,
             at_once=tier.concurrency or DEFAULT_CONCURRENCY,
             timeout=tier.longest_call,
         )
         self._catalog = PackCatalog(self._requests, lists_from=tier.scheme in ("s3", "gs"))
-        medium = ObjectMedium(self._requests, connect, self._clearing.hides, self._catalog)
-        self._bad_pages = BadPages(name, self.metrics, medium)
+        self._bad_pages = BadPages(name, self.metrics, self)
         self._most_in_a_pack = _most_in_a_pack(tier.prefix)
         try:
             self._look_at_the_store()
@@ -141,9 +143,8 @@ class ObjectPageStore(TierStore):
         """Do once what serving does: a permission that is missing would show in no other way than by absent pages."""
         requests = self._requests
         look = requests.look_into_listings if self._tier.only_read else requests.find_out
-        done, failure = requests.within(look, _REQUESTS_AT_START * requests.timeout)
-        if not done or failure:
-            problem = f"{self._tier.url}: {failure or Failure('timeout')}, asked to {requests.doing}"
+        if failure := requests.within(look, _REQUESTS_AT_START * requests.timeout):
+            problem = f"{self._tier.url}: {failure}, asked to {requests.doing}"
             remedies = ["check url, endpoint, region and credentials", "required: false starts without it"]
             raise StoreSetupError(self.name, problem, remedies)
 
@@ -179,9 +180,8 @@ class ObjectPageStore(TierStore):
             except FileNotFoundError:
                 self._requests.put(name, text)
 
-        done, failure = self._requests.within(record, min(_ADMIN_TIMEOUT, self._requests.timeout))
-        if not done or failure:
-            raise StoreError(str(failure or Failure("timeout")))
+        if failure := self._requests.within(record, min(_ADMIN_TIMEOUT, self._requests.timeout)):
+            raise StoreError(str(failure))
 
     def identities(self) -> dict[bytes, dict[str, Any]]:
         documents: dict[bytes, dict[str, Any]] = {}
@@ -210,10 +210,9 @@ class ObjectPageStore(TierStore):
                         documents[digest] = document
 
         with self._calls:
-            done, failure = self._requests.within(look)
-        if not done or failure:
-            reason = failure or Failure("timeout")
-            raise StoreError(f"tier {self.name!r}: the identities that it has cannot be listed ({reason})")
+            failure = self._requests.within(look)
+        if failure:
+            raise StoreError(f"tier {self.name!r}: the identities that it has cannot be listed ({failure})")
         return documents
 
     def _hides(self, key: bytes) -> bool:
@@ -237,17 +236,18 @@ class ObjectPageStore(TierStore):
 
     def _present(self, keys: Sequence[bytes], deadline: float, *, leading: bool = False) -> list[bool]:
         """Raises UnansweredError where a request failed: nobody knows of the pages that were not found."""
-        found = self._look_up(keys, self._hides, deadline, leading=leading)
-        present = [key in found.places for key in keys]
-        if found.failed and not all(present):
+        found, failed = self._look_up(keys, self._hides, deadline, leading=leading)
+        present = [key in found for key in keys]
+        if failed and not all(present):
             raise UnansweredError(present, present.count(False), len(present))
         return present
 
     def _look_up(
         self, keys: Sequence[bytes], hides: Callable[[bytes], bool], deadline: float, *, leading: bool = False
-    ) -> _Found:
-        """Where the pages are that are there, but those that are hidden. ``leading``: pages behind the first one that
-        is absent do not matter."""
+    ) -> tuple[dict[bytes, Place], str]:
+        """Where the pages are that are there, but those that are hidden; and how a request failed, "timeout" or
+        "error", or "": of pages that are not found nobody knows then whether they are there. ``leading``: pages behind
+        the first one that is absent do not matter."""
         requests, catalog = self._requests, self._catalog
         wanted = [key for key in dict.fromkeys(keys) if not hides(key)]
         digests = identities_of(wanted)
@@ -290,7 +290,7 @@ class ObjectPageStore(TierStore):
             for key, place in zip(wanted, catalog.find(wanted), strict=True)
             if place is not None and place.offset + place.pack.page_bytes <= confirmed.get(place.pack.id, 0)
         }
-        return _Found(found, failed)
+        return found, failed
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -412,37 +412,25 @@ class ObjectPageStore(TierStore):
         deadline = self._requests.deadline()
         # On the caller's thread: those of the requests are for everybody. Half of the time is left for writing.
         verdicts = self._bad_pages.settle(batch.keys, (time.monotonic() + deadline) / 2)
-        results = self._write_pages(batch, range(len(batch)), verdicts, deadline)
-        wrong = [position for position, result in enumerate(results) if result is _OF_ANOTHER_LENGTH]
-        if wrong:
-            verdicts = self._bad_pages.settle([batch.keys[position] for position in wrong], deadline)
-            again = self._write_pages(batch, wrong, verdicts, deadline)
-            for position, result in zip(wrong, again, strict=True):
-                results[position] = SetResult.REJECTED if result is _OF_ANOTHER_LENGTH else result
-        self.metrics.add("rejected", "suspect", results.count(SetResult.REJECTED))
-        if not self._requests.reached:
-            tell_connection_lost()
-        return results
-
-    def _write_pages(
-        self, batch: PageBatch, positions: Sequence[int], verdicts: Mapping[bytes, Verdict], deadline: float
-    ) -> list[Any]:
         first: dict[bytes, int] = {}
-        for position in positions:
-            first.setdefault(batch.keys[position], position)
-        results: dict[int, Any] = {}
-        found = self._look_up(list(first), self._clearing.hides, deadline)
+        for position, key in enumerate(batch.keys):
+            first.setdefault(key, position)
+        results: dict[int, SetResult] = {}
+        found, failed = self._look_up(list(first), self._clearing.hides, deadline)
         new: dict[bytes, list[int]] = {}
         for key, position in first.items():
-            size = HEADER_LENGTH + batch.sizes[position]
-            result = self._unwritten(key, size, found.places.get(key), verdicts.get(key))
-            if result is None and found.failed and key not in found.places:
+            size, place, verdict = HEADER_LENGTH + batch.sizes[position], found.get(key), verdicts.get(key)
+            is_denied = verdict is Verdict.DENIED
+            if not is_denied and (size > LARGEST_PAGE or verdict in (Verdict.WITHHELD, Verdict.UNCLEAR)):
+                results[position] = SetResult.REJECTED
+            # One of another length is replaced: of two copies the newer one is read.
+            elif not is_denied and place is not None and place.pack.page_bytes == size:
+                results[position] = SetResult.EXISTS
+            elif failed and place is None:
                 # It may be there: a store that does not list would get one more copy of it from every server.
-                results[position] = SetResult(found.failed)
-            elif result is None:
-                new.setdefault(key[:IDENTITY_LENGTH], []).append(position)
+                results[position] = SetResult(failed)
             else:
-                results[position] = result
+                new.setdefault(key[:IDENTITY_LENGTH], []).append(position)
         packs = [
             [mine[number] for number in portion]
             for mine in new.values()
@@ -453,29 +441,17 @@ class ObjectPageStore(TierStore):
         missing = SetResult.ERROR if in_time else SetResult.TIMEOUT
         for pack, answer in zip(packs, answers, strict=True):
             results.update((position, missing if answer is None else answer) for position in pack)
+        if not self._requests.reached:
+            tell_connection_lost()
         # One that comes twice in a batch was there the second time.
-        return [
+        answers = [
             SetResult.EXISTS
             if first[key] != position and results[first[key]] is SetResult.STORED
             else results[first[key]]
-            for position, key in ((position, batch.keys[position]) for position in positions)
+            for position, key in enumerate(batch.keys)
         ]
-
-    def _unwritten(self, key: bytes, size: int, found: Place | None, verdict: Verdict | None) -> Any:
-        """What a page is without being written, where ``found`` is there; None where it is to be written."""
-        if verdict is Verdict.DENIED:
-            return None
-        if size > LARGEST_PAGE or verdict in (Verdict.WITHHELD, Verdict.UNCLEAR):
-            return SetResult.REJECTED
-        if found is None:
-            return None
-        if found.pack.page_bytes == size:
-            return SetResult.EXISTS
-        if verdict is Verdict.GOOD:
-            # A whole page of its own: whoever expects another length is wrong, or this process is.
-            return SetResult.REJECTED
-        self._suspect(key, size, Sighting(found.pack.page_bytes), "length")
-        return _OF_ANOTHER_LENGTH
+        self.metrics.add("rejected", "suspect", answers.count(SetResult.REJECTED))
+        return answers
 
     def _write_pack(
         self,
@@ -556,6 +532,44 @@ class ObjectPageStore(TierStore):
             requests.failed(error, call, SetResult)
             return False
 
+    # -- bad pages (examination.py) --------------------------------------------------------------------------------
+
+    def read_again(self, key: bytes, most: int) -> Stored | None:
+        """For ``BadPages``, as ``remove_bad``: each through another client, with connections of its own."""
+        (place,) = self._catalog.find([key])
+        if place is None or self._clearing.hides(key):
+            return None
+        name = packed_name(key[:IDENTITY_LENGTH], place.pack)
+        try:
+            found = read_object(self._requests, self._connect(), name, place.offset, min(place.pack.page_bytes, most))
+        except NotReadError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a client library's errors end here
+            if (reason := explain(error).reason) != "absent":
+                raise NotReadError(reason) from None
+            self._catalog.of(key[:IDENTITY_LENGTH]).index.forget(place.pack.id)
+            return None
+        return Stored(min(found.length, place.pack.page_bytes), found.data, (found.version, place))
+
+    def remove_bad(self, key: bytes, bad: Stored) -> Removal:
+        version, place = bad.version
+        requests, name = self._requests, packed_name(key[:IDENTITY_LENGTH], place.pack)
+        try:
+            client = self._connect()
+            is_compared = requests.etags_are_md5 and bad.length == len(bad.data)
+            if is_compared and not is_md5_of(whole_pack(requests, client, name, place, bad), version):
+                return Removal.DENIED
+            if self._clearing.hides(key) or requests.obstore.head(client, name).get("e_tag") != version:
+                return Removal.CHANGED
+            self._catalog.bury(key[:IDENTITY_LENGTH], place.pack, place.mask)
+        except NotReadError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            if (reason := explain(error).reason) != "absent":
+                raise NotReadError(reason) from None
+            return Removal.CHANGED
+        return Removal.REMOVED
+
     def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
         return self._bad_pages.remove_copies(copies)
 
@@ -587,7 +601,13 @@ class ObjectPageStore(TierStore):
         for listed in self._requests.listed(prefix, chunk_size=LISTED_AT_ONCE):
             if cleared.closing:
                 return True
-            marks = _marks(entry["path"] for entry in listed)
+            marks: dict[str, tuple[bytes, int]] = {}
+            for entry in listed:
+                # Ours alone.
+                if (found := packed(entry["path"])) is not None:
+                    digest, item = found
+                    pack_id, count = (item.id, item.count) if isinstance(item, Pack) else (item.pack, 0)
+                    marks[entry["path"]] = _mark_of(digest, pack_id), count
             with cleared.old_pages(mark for mark, _ in marks.values()) as old:
                 names = [name for name, (mark, _) in marks.items() if mark in old]
                 if names:
@@ -614,15 +634,6 @@ class ObjectPageStore(TierStore):
         self._requests.threads.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The answer of a look-up."""
-
-    places: dict[bytes, Place]
-    failed: str = ""
-    """How a request failed, "timeout" or "error": of pages that are not found nobody knows whether they are there."""
-
-
 def _shares_its_name(body: memoryview, key: bytes) -> bool:
     """Whether a page is another one of the identity with the same short hash."""
     try:
@@ -637,17 +648,6 @@ def _most_in_a_pack(prefix: str) -> int:
     longest = packed_name(bytes(16), Pack("0" * 11 + "-" + "0" * 10, SMALL - 1, bytes(6 * MOST_PAGES)))
     room = LONGEST_NAME - len(prefix.encode()) - 1 - len(longest)
     return MOST_PAGES if room >= 0 else max(1, MOST_PAGES + room // 9)
-
-
-def _marks(names: Iterable[str]) -> dict[str, tuple[bytes, int]]:
-    """Those names that are ours: what stands for the pack that each belongs to, and how many pages it has."""
-    marks: dict[str, tuple[bytes, int]] = {}
-    for name in names:
-        if (found := packed(name)) is not None:
-            digest, item = found
-            pack_id, count = (item.id, item.count) if isinstance(item, Pack) else (item.pack, 0)
-            marks[name] = _mark_of(digest, pack_id), count
-    return marks
 
 
 def _mark_of(digest: bytes, pack_id: str) -> bytes:

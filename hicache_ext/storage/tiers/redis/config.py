@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, ClassVar, Literal, NamedTuple
-from urllib.parse import SplitResult, urlsplit
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+from urllib.parse import urlsplit
 
-from pydantic import field_validator
-from pydantic_core.core_schema import ValidationInfo
+from pydantic import model_validator
 
 from hicache_ext.config.problems import quoted, refuse, shown
 from hicache_ext.config.schema import Allowed
-from hicache_ext.config.secrets import Secret, SecretOrNone
+from hicache_ext.config.secrets import SecretOrNone
 from hicache_ext.config.tier import RemoteTierConfig
 from hicache_ext.config.values import absolute_path, duration, expand_templates, or_word, whole_number
 from hicache_ext.errors import ConfigError
@@ -110,7 +109,9 @@ def _parse_url(url: str, written: str, place: str) -> Endpoint:
     if parts.query or parts.fragment:
         raise wrong(f"{quoted(written)} has options; they are keys of the tier")
     if parts.scheme == "unix":
-        return _parse_unix(parts, written, wrong)
+        if parts.netloc or not os.path.isabs(parts.path) or "\0" in parts.path:
+            raise wrong(f"{quoted(written)} does not name the absolute path of a socket")
+        return Endpoint(parts.path)
     if sentinel and (not parts.path.strip("/") or "/" in parts.path.strip("/")):
         raise wrong(f"{quoted(written)} does not end with the name of a service (mymaster)")
     if not sentinel and parts.path not in ("", "/"):
@@ -118,12 +119,6 @@ def _parse_url(url: str, written: str, place: str) -> Endpoint:
     if not parts.hostname or port == 0 or any(character.isspace() for character in url):
         raise wrong(f"{quoted(written)} is not an address")
     return Endpoint(parts.hostname, port or (SENTINEL_PORT if sentinel else DEFAULT_PORT))
-
-
-def _parse_unix(parts: SplitResult, written: str, wrong: Callable[[str], ConfigError]) -> Endpoint:
-    if parts.netloc or not os.path.isabs(parts.path) or "\0" in parts.path:
-        raise wrong(f"{quoted(written)} does not name the absolute path of a socket")
-    return Endpoint(parts.path)
 
 
 def parse_cluster(value: object) -> bool | Literal["auto"]:
@@ -153,7 +148,6 @@ def parse_username(value: object) -> str:
 
 
 _File = Annotated[str | None, Allowed(_FILE_ALLOWED, absolute_path)]
-_TLS_KEYS = ("tls_ca", "tls_certificate", "tls_key", "tls_verify")
 
 
 class RedisTierConfig(RemoteTierConfig):
@@ -216,51 +210,24 @@ class RedisTierConfig(RemoteTierConfig):
         limits = "" if self.ttl is None else f", ttl {self.ttl}s"
         return f"redis{limits}, {', '.join(self.url)}"
 
-    @field_validator("cluster", mode="after")
-    @classmethod
-    def _several_nodes_are_a_cluster(cls, cluster: bool | str, info: ValidationInfo) -> bool | str:
-        urls = info.data.get("url", ())
-        sentinels = bool(urls) and urlsplit(urls[0]).scheme.endswith(SENTINEL)
-        if cluster is False and len(urls) > 1 and not sentinels:
-            raise ConfigError("", "several addresses are nodes of a cluster", "auto, true")
-        if cluster is True and sentinels:
-            raise ConfigError("", "a cluster has no Sentinels", "auto, false")
-        return cluster
-
-    @field_validator("username", "sentinel_username", mode="after")
-    @classmethod
-    def _a_user_has_a_password(cls, username: str | None, info: ValidationInfo) -> str | None:
-        password = (info.field_name or "").replace("username", "password")
-        if username is not None and password in info.data and info.data[password] is None:
-            raise ConfigError("", f"a user needs the key {password}", _NAME_ALLOWED)
-        return username
-
-    @field_validator("sentinel_password", mode="after")
-    @classmethod
-    def _only_with_sentinels(cls, password: Secret | None, info: ValidationInfo) -> Secret | None:
-        urls = info.data.get("url", ())
-        if password is not None and urls and not urlsplit(urls[0]).scheme.endswith(SENTINEL):
-            raise ConfigError("", "there are no Sentinels", "an address redis+sentinel:// or rediss+sentinel://")
-        return password
-
-    @field_validator("database", mode="after")
-    @classmethod
-    def _a_cluster_has_one_database(cls, database: int, info: ValidationInfo) -> int:
-        if database and info.data.get("cluster") is True:
-            raise ConfigError("", "a cluster has only database 0", "0")
-        return database
-
-    @field_validator(*_TLS_KEYS, mode="after")
-    @classmethod
-    def _only_with_tls(cls, value: str | None, info: ValidationInfo) -> str | None:
-        urls = info.data.get("url", ())
-        if urls and not urls[0].startswith("rediss"):
-            raise ConfigError("", "TLS is used only with rediss://", "a rediss:// address")
-        return value
-
-    @field_validator("tls_key", mode="after")
-    @classmethod
-    def _a_key_belongs_to_a_certificate(cls, key: str | None, info: ValidationInfo) -> str | None:
-        if key is not None and info.data.get("tls_certificate") is None:
-            raise ConfigError("", "a key needs the key tls_certificate", _FILE_ALLOWED)
-        return key
+    @model_validator(mode="after")
+    def _keys_fit_together(self) -> Self:
+        sentinels = self.service is not None
+        if self.cluster is False and len(self.url) > 1 and not sentinels:
+            raise ConfigError(".cluster", "several addresses are nodes of a cluster", "auto, true")
+        if self.cluster is True and sentinels:
+            raise ConfigError(".cluster", "a cluster has no Sentinels", "auto, false")
+        if self.cluster is True and self.database:
+            raise ConfigError(".database", "a cluster has only database 0", "0")
+        for user, password in (("username", "password"), ("sentinel_username", "sentinel_password")):
+            if getattr(self, user) is not None and getattr(self, password) is None:
+                raise ConfigError(f".{user}", f"a user needs the key {password}", _NAME_ALLOWED)
+        if self.sentinel_password is not None and not sentinels:
+            allowed = "an address redis+sentinel:// or rediss+sentinel://"
+            raise ConfigError(".sentinel_password", "there are no Sentinels", allowed)
+        for key in ("tls_ca", "tls_certificate", "tls_key", "tls_verify"):
+            if key in self.model_fields_set and not self.tls:
+                raise ConfigError(f".{key}", "TLS is used only with rediss://", "a rediss:// address")
+        if self.tls_key is not None and self.tls_certificate is None:
+            raise ConfigError(".tls_key", "a key needs the key tls_certificate", _FILE_ALLOWED)
+        return self

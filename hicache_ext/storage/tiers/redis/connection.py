@@ -70,11 +70,9 @@ class ErrorReply:
         return word if _ERROR_CODE.fullmatch(word) else "ERR"
 
 
-class Status(bytes):
-    """A simple string (+OK): what says that a command was done, where a bulk string of the same text would not."""
-
-
-Reply = int | bytes | ErrorReply | None
+Reply = int | bytes | str | ErrorReply | None
+"""A simple string (+OK) is a ``str``: it says that a command was done, where a bulk string of the same text would
+not."""
 Answer = Reply | list["Answer"]
 
 
@@ -152,7 +150,7 @@ class ReplyReader:
                 raise ProtocolError("an integer that is none")
             return int(rest)
         if kind == b"+":
-            return Status(rest)
+            return rest.decode("utf-8", "replace")
         if kind == b"-":
             return _error(rest)
         if kind == b"$":
@@ -239,49 +237,38 @@ def short_call(tier: RedisTierConfig) -> float:
     return min(SHORT_CALL, tier.longest_call)
 
 
-def login_arguments(tier: RedisTierConfig) -> list[bytes]:
-    """AUTH and its arguments; empty without a password. The secret is revealed for each login, so that a changed one is
-    found. Raises ConfigError when it cannot be read."""
-    if tier.password is None:
-        return []
-    user = [] if tier.username is None else [tier.username.encode()]
-    return [b"AUTH", *user, tier.password.reveal().encode()]
-
-
 _UNUSABLE_SAID = 60.0
 """Seconds between two lines of the log about TLS files that cannot be used."""
 
 
-class TlsSettings:
-    """Certificates and key of a tier for its next connection: made anew when one of their files was exchanged.
+TlsContexts = Callable[[], ssl.SSLContext]
 
-    Threads: any.
+
+def tls_contexts(tier: RedisTierConfig) -> TlsContexts:
+    """Return what gives the certificates and the key of a tier to its next connection: made anew when one of their
+    files was exchanged, and those from before where they cannot be used, as amid an exchange. Threads: any.
+
+    Raises OSError (ssl.SSLError is one) for files that cannot be used at the start.
     """
+    log = LimitedLog(logger, _UNUSABLE_SAID)
 
-    def __init__(self, tier: RedisTierConfig) -> None:
-        """Raises OSError (ssl.SSLError is one) for files that cannot be used."""
-        self._tier = tier
-        self._log = LimitedLog(logger, _UNUSABLE_SAID)
-        self._made = self._signature(), _tls_context(tier)
+    def signature() -> list[FileSignature | None]:
+        files = (tier.tls_ca, tier.tls_certificate, tier.tls_key)
+        return [None if file is None else file_signature(file) for file in files]
 
-    def context(self) -> ssl.SSLContext:
-        """What the files say; what they said before where they cannot be used, as amid an exchange."""
-        signature = self._signature()
-        before, context = self._made
-        if signature == before:
-            return context
-        try:
-            made = _tls_context(self._tier)
-        except OSError as error:
-            words = "tier redis: the exchanged TLS files cannot be used (%s); going on with those that were there"
-            self._log.log(logging.WARNING, "tls", words, error.strerror or error)
-            return context
-        self._made = signature, made
-        return made
+    made = signature(), _tls_context(tier)
 
-    def _signature(self) -> tuple[FileSignature | None, ...]:
-        files = (self._tier.tls_ca, self._tier.tls_certificate, self._tier.tls_key)
-        return tuple(None if file is None else file_signature(file) for file in files)
+    def current() -> ssl.SSLContext:
+        nonlocal made
+        if (now := signature()) != made[0]:
+            try:
+                made = now, _tls_context(tier)
+            except OSError as error:
+                words = "tier redis: the exchanged TLS files cannot be used (%s); going on with those that were there"
+                log.log(logging.WARNING, "tls", words, error.strerror or error)
+        return made[1]
+
+    return current
 
 
 def _tls_context(tier: RedisTierConfig) -> ssl.SSLContext:
@@ -462,7 +449,7 @@ def open_connection(
     tier: RedisTierConfig,
     endpoint: Endpoint,
     addresses: Sequence[Address],
-    tls: TlsSettings | None,
+    tls: TlsContexts | None,
     deadline: float,
 ) -> Connection:
     """Connect to the first address that answers, log in, choose the database.
@@ -485,9 +472,13 @@ def open_connection(
 
 
 def _open(
-    tier: RedisTierConfig, endpoint: Endpoint, address: Address, tls: TlsSettings | None, until: float
+    tier: RedisTierConfig, endpoint: Endpoint, address: Address, tls: TlsContexts | None, until: float
 ) -> Connection:
-    steps = [login] if (login := login_arguments(tier)) else []
+    steps: list[list[bytes]] = []
+    if tier.password is not None:
+        user = [] if tier.username is None else [tier.username.encode()]
+        # Revealed for each login, so that a changed one is found.
+        steps.append([b"AUTH", *user, tier.password.reveal().encode()])
     if tier.database:
         steps.append([b"SELECT", b"%d" % tier.database])
     family, place = address
@@ -502,7 +493,7 @@ def _open(
         connected = plain
         if tls is not None:
             plain.settimeout(remaining(until))
-            connected = tls.context().wrap_socket(plain, server_hostname=endpoint.host or None)
+            connected = tls().wrap_socket(plain, server_hostname=endpoint.host or None)
             on_failure.callback(connected.close)
         connection = Connection(connected, address, until)
         # One by one: a server that takes no more connections says so once, whatever it is asked.
@@ -515,7 +506,7 @@ def _open(
                     connection.refused_question()
                     continue
                 raise LoginError(name, reply.code)
-            if reply not in (b"OK", b"PONG"):
+            if reply not in ("OK", "PONG"):
                 raise ProtocolError(f"{name} was not answered as Redis does")
         # For people who look at CLIENT LIST. A user need not be allowed to.
         connection.send(command(b"CLIENT", b"SETNAME", b"hicache_ext"))

@@ -30,7 +30,7 @@ from hicache_ext.storage.tiers.redis.connection import (
     Address,
     Connection,
     ErrorReply,
-    TlsSettings,
+    TlsContexts,
     command,
     open_connection,
     resolve,
@@ -106,7 +106,7 @@ class Node:
         self,
         tier: RedisTierConfig,
         endpoint: Endpoint,
-        tls: TlsSettings | None,
+        tls: TlsContexts | None,
         metrics: TierMetrics,
         when_down: Callable[[], None],
     ) -> None:

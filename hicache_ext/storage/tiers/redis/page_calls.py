@@ -7,7 +7,6 @@ the middle leaves exactly the pages without a result to be asked for again. A pa
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import itertools
@@ -32,7 +31,6 @@ from hicache_ext.storage.tiers.redis.connection import (
     Connection,
     ErrorReply,
     Reply,
-    Status,
     command,
     command_of_equals,
     page_name,
@@ -263,7 +261,7 @@ def _pages_missing(connection: Connection, calls: Sequence[PageCall]) -> list[Pa
 def _written(connection: Connection, call: PageCall, raced: list[PageCall]) -> str:
     """Why the server refused it, if it did."""
     reply = connection.reader.reply()
-    if isinstance(reply, Status) and reply == b"OK":
+    if reply == "OK":
         call.finish(SetResult.STORED)
     elif reply is None:
         raced.append(call)
@@ -403,32 +401,17 @@ _LEFT, _DONE, _OTHERWISE = range(3)
 _ENDED, _UNEXPECTED, _CLOSED, _LATE = range(4)
 
 
-class _Text(ctypes.Structure):
-    _fields_ = [("at", ctypes.c_char_p), ("length", ctypes.c_int64)]
-
-
-class _Memory(ctypes.Structure):
-    _fields_ = native.words("addresses segments segment_count payload")
-
-
-class _PageWords(ctypes.Structure):
-    _texts = "get_head", "length_head", "set_head", "set_tail", "set_end", "expected", "there"
-    _fields_ = [("start", ctypes.c_int64 * 2), *[(name, _Text) for name in _texts]]
-
-
-class GetPages(native.Arguments):
-    function = "hicache_get_pages"
-    _fields_ = native.words("memory keys words results positions position_count socket deadline window")
-
-
-class SetPages(native.Arguments):
-    function = "hicache_set_pages"
-    _fields_ = native.words("pages created question question_length answer_length")
+class TalkPages(native.Arguments):
+    function = "hicache_talk_pages"
+    _fields_ = native.words(
+        "addresses segments segment_count payload keys words results positions position_count socket deadline window "
+        "created question question_length answer_length"
+    )
 
 
 @functools.lru_cache(64)
-def _page_words(page_names: bytes, payload: int, ttl: int | None) -> _PageWords:
-    """What is sent and answered around pages of this size; they live as long as it does."""
+def _page_words(page_names: bytes, payload: int, ttl: int | None) -> tuple[npt.NDArray[np.int64], list[bytes]]:
+    """``struct page_words``: what is sent and answered around pages of this size; and the texts that it points to."""
     nothing = page_name(page_names, bytes(envelope.KEY_LENGTH))
     size, name = HEADER_LENGTH + payload, b"$%d\r\n%b" % (len(nothing), page_names)
     options = [b"NX"] if ttl is None else [b"NX", b"EX", b"%d" % ttl]
@@ -441,78 +424,70 @@ def _page_words(page_names: bytes, payload: int, ttl: int | None) -> _PageWords:
         b"$%d\r\n" % size,
         b":%d\r\n" % size,
     ]
-    start = np.frombuffer(envelope.PAGE_START, np.int64).tolist()
-    return _PageWords((ctypes.c_int64 * 2)(*start), *[_Text(text, len(text)) for text in texts])
+    words = np.frombuffer(envelope.PAGE_START, np.int64).tolist()
+    for text in texts:
+        words += native.address(np.frombuffer(text, np.uint8)), len(text)
+    return np.array(words, np.int64), texts
 
 
 class NativeCall:
-    """GET or SET of pages of one size by the native core, which talks while the server answers as a healthy one does.
+    """GET, or SET (``write``), of pages of one size by the native core: it talks while the server answers as a healthy
+    one does.
 
     Threads: several, each with a connection and pages of its own.
     """
 
-    def __init__(self, core: native.Core, memory: Addresses, keys: Sequence[bytes], words: _PageWords) -> None:
+    def __init__(self, core: native.Core, memory: Addresses, batch: PageBatch, words: Any, *, write: bool) -> None:
         self._core = core
-        self._addresses = memory
-        self._memory = _Memory(
+        self._write = write
+        self._memory = memory
+        self._keys = key_words(batch.keys)
+        self._words, self._texts = words
+        self._results = np.zeros(len(batch), np.int64)
+        self._of_pages = (
             native.address(memory.pages),
             native.address(memory.segment_sizes),
             len(memory.segment_sizes),
             memory.page_bytes,
+            native.address(self._keys),
+            native.address(self._words),
+            native.address(self._results),
         )
-        self._keys = key_words(keys)
-        self._words = words
-        self._results = np.zeros(len(keys), np.int64)
 
     @classmethod
-    def of(cls, batch: PageBatch, page_names: bytes, ttl: int | None, *, writable: bool) -> Self | None:
+    def of(cls, batch: PageBatch, page_names: bytes, ttl: int | None, *, write: bool) -> Self | None:
         """None where there is no core, or it cannot move these pages: they are of several sizes or too many pieces, or
         their memory cannot be addressed. ``page_names``: what their names begin with."""
         core = native.core()
         if core is None or not len(batch) or batch.sizes.count(batch.sizes[0]) != len(batch.sizes):
             return None
-        memory = addresses_of(batch.buffers, writable=writable)
+        memory = addresses_of(batch.buffers, writable=not write)
         if memory is None or len(memory.segment_sizes) > _MOST_SEGMENTS or memory.page_bytes != batch.sizes[0]:
             return None
-        return cls(core, memory, batch.keys, _page_words(page_names, memory.page_bytes, ttl))
+        return cls(core, memory, batch, _page_words(page_names, memory.page_bytes, ttl), write=write)
 
-    def get(self, connection: Connection, positions: npt.NDArray[np.int64]) -> None:
-        """GET these pages. Raises TimeoutError, OSError, and ProtocolError for an answer that none of theirs has: the
-        connection must be closed then. ``results`` are right all the same."""
-        self._run(self._pages(connection, positions))
-
-    def set(self, connection: Connection, positions: npt.NDArray[np.int64]) -> None:
-        """STRLEN, and SET NX of what is not there; as ``get``. Nothing where the server answers no question."""
-        question, nonce = connection.question()
-        if not question:
+    def talk(self, connection: Connection, positions: npt.NDArray[np.int64]) -> None:
+        """GET these pages; or STRLEN, and SET NX of what is not there, where the server answers a question. Raises
+        TimeoutError, OSError, and ProtocolError for an answer that none of theirs has: the connection must be closed
+        then. ``results`` are right all the same."""
+        question, nonce = connection.question() if self._write else (b"", b"")
+        if self._write and not question:
             return
-        answer_length = len(b"$%d\r\n%b\r\n" % (len(nonce), nonce))
-        created, memory = int(time.time() * 1000), np.frombuffer(question, np.uint8)
-        pages = self._pages(connection, positions)
-        self._run(SetPages(ctypes.addressof(pages), created, native.address(memory), len(question), answer_length))
-
-    def results(self, done: Any, otherwise: Any) -> list[Any]:
-        """``done``: read whole and right, or stored. ``otherwise``: not there to be read, or there already. None for a
-        page of which nothing is known."""
-        if (self._results == _DONE).all():
-            return [done] * len(self._results)
-        return [(None, done, otherwise)[result] for result in self._results.tolist()]
-
-    def _pages(self, connection: Connection, positions: npt.NDArray[np.int64]) -> GetPages:
-        return GetPages(
-            ctypes.addressof(self._memory),
-            native.address(self._keys),
-            ctypes.addressof(self._words),
-            native.address(self._results),
-            native.address(positions),
-            len(positions),
-            connection.descriptor,
-            int(connection.deadline * 1e9),
-            connection.window(),
+        asked = np.frombuffer(question, np.uint8)
+        status = self._core(
+            TalkPages(
+                *self._of_pages,
+                native.address(positions),
+                len(positions),
+                connection.descriptor,
+                int(connection.deadline * 1e9),
+                connection.window(),
+                int(time.time() * 1000),
+                native.address(asked) if question else 0,
+                len(question),
+                len(b"$%d\r\n%b\r\n" % (len(nonce), nonce)),
+            )
         )
-
-    def _run(self, arguments: GetPages | SetPages) -> None:
-        status = self._core(arguments)
         if status < 0:
             raise OSError(-status, os.strerror(-status))
         if status == _CLOSED:
@@ -521,3 +496,12 @@ class NativeCall:
             raise TimeoutError("the deadline has passed")
         if status != _ENDED:
             raise ProtocolError("an answer that none of these pages has")
+
+    def results(self) -> list[Any]:
+        """Read whole and right, or stored; not there to be read, or there already. None for a page of which nothing is
+        known."""
+        done = SetResult.STORED if self._write else GetResult.HIT
+        if (self._results == _DONE).all():
+            return [done] * len(self._results)
+        otherwise = SetResult.EXISTS if self._write else GetResult.MISS
+        return [(None, done, otherwise)[result] for result in self._results.tolist()]

@@ -13,7 +13,7 @@ import os
 import ssl
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -48,15 +48,15 @@ from hicache_ext.storage.contract.trial import try_store
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import (
     LARGEST_VALUE,
-    TlsSettings,
     command,
     identity_name,
     page_name,
     page_names_of,
     page_prefix,
     short_call,
+    tls_contexts,
 )
-from hicache_ext.storage.tiers.redis.node import Lane, Node, error_words
+from hicache_ext.storage.tiers.redis.node import Node, error_words
 from hicache_ext.storage.tiers.redis.page_calls import (
     REMOVES,
     WRITES,
@@ -91,6 +91,9 @@ _NEVER_ALLOWED = ("NOPERM", "unknown command")
 """What commands are answered with that the server's administrator has taken away."""
 _NO_REFUSALS = {"memory", "too_large", "suspect", "clearing", "moving"}
 """Why pages are not written to a server that takes others, or is full."""
+_OF_SLOTS = ("CLUSTERDOWN", "CROSSSLOT")
+"""Refusals that are of the pages' slots, not of the node: the second one is that of a cluster's node that passes for a
+single server (cluster: false)."""
 _LEADING_AT_ONCE = 1024
 _IDENTITY_INTERVAL = 60.0
 """Seconds between two renewals of an identity document: a restart, an eviction or a clear() may remove it."""
@@ -136,7 +139,7 @@ class RedisPageStore(TierStore):
         self._documents: dict[bytes, bytes] = {}
         self._documents_saved: dict[bytes, float] = {}
         try:
-            tls = TlsSettings(tier) if tier.tls else None
+            tls = tls_contexts(tier) if tier.tls else None
         except (ssl.SSLError, OSError) as error:
             raise StoreSetupError(name, f"the TLS files cannot be used: {error.strerror or error}") from None
         self._topology = Topology(name, tier, tls, self.metrics)
@@ -155,7 +158,7 @@ class RedisPageStore(TierStore):
             self._topology.close()
             raise
         self._last_look = LastLook(name, self._look, _LOOK_INTERVAL)
-        self._bad_pages = BadPages(name, self.metrics, _Medium(self._examine))
+        self._bad_pages = BadPages(name, self.metrics, self)
 
     def _check_permissions(self) -> None:
         """Raises StoreSetupError where a server does not let its user do what serving does. Other refusals pass: a node
@@ -286,6 +289,16 @@ class RedisPageStore(TierStore):
             raise NotReadError("redirected")
         return call.result
 
+    def read_again(self, key: bytes, most: int) -> Stored | None:
+        """For ``BadPages``, as ``remove_bad``."""
+        answer = self._examine(key, lambda connection, calls: read_again(connection, calls[0], most))
+        return answer if isinstance(answer, Stored) else None
+
+    def remove_bad(self, key: bytes, bad: Stored) -> Removal:
+        answer = self._examine(key, lambda connection, calls: remove_bad(connection, calls[0], bad))
+        # A miss: it is being cleared.
+        return answer if isinstance(answer, Removal) else Removal.CHANGED
+
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def _write(self, batch: PageBatch) -> list[SetResult]:
@@ -390,27 +403,24 @@ class RedisPageStore(TierStore):
         failed: Counter[str] = Counter()
         if self._topology.is_cluster:
             calls = self._asked(keys, deadline, b"EXISTS", looks=True)
-            present, failed = [call.result == 1 for call in calls], _failed(calls)
+            present, failed = [call.result == 1 for call in calls], _reasons(calls)
         else:
-            present = self._present_on_one(page_names_of(self._page_names, keys), deadline)
+            # There is one server: one call stands for all pages.
+            names = page_names_of(self._page_names, keys)
+            one = PageCall(b"", names[0])
+            self._run([one], partial(ask_presence, names=names), deadline, None, looks=True)
+            failed = Counter({one.reason: len(keys)} if one.reason else {})
+            present = [False] * len(keys) if failed else [*map(bool, one.result)]
         for page in hidden:
             present[page] = False
         if failed:
             raise UnansweredError(present, failed.total(), len(keys), failed)
         return present
 
-    def _present_on_one(self, names: Sequence[bytes], deadline: float) -> list[bool]:
-        """There is one server: one call stands for all pages."""
-        call = PageCall(b"", names[0])
-        self._run([call], partial(ask_presence, names=names), deadline, None, looks=True)
-        if call.reason:
-            raise UnansweredError([False] * len(names), len(names), len(names), {call.reason: len(names)})
-        return [*map(bool, call.result)]
-
     def _remove(self, keys: Sequence[bytes]) -> int:
         self._bad_pages.clear(keys)
         removals = self._asked(keys, self._deadline(), b"UNLINK")
-        self.count_errors(_failed(removals))
+        self.count_errors(_reasons(removals))
         return sum(call.result for call in removals)
 
     def _asked(self, keys: Sequence[bytes], deadline: float, word: bytes, *, looks: bool = False) -> list[PageCall]:
@@ -454,7 +464,6 @@ class RedisPageStore(TierStore):
         Without ``results`` the answer is 0. ``hidden`` is the result of pages that were cleared; without it they are
         asked for like any other. ``looks``: nothing is changed.
         """
-        timed_out: Any = 0 if results is None else results.TIMEOUT
         failed: Any = 0 if results is None else results.ERROR
         waiting: dict[Node, list[PageCall]] = {}
         for call in calls:
@@ -466,10 +475,10 @@ class RedisPageStore(TierStore):
             else:
                 waiting.setdefault(node, []).append(call)
         for _ in range(1 + _REDIRECTIONS):
-            shares = self._shares(waiting, short=results is None)
+            shares = _in_turns((node, pages, self._shares(pages, results)) for node, pages in waiting.items())
             self._threads.run(
                 len(shares),
-                lambda n: self._talk(*shares[n], talk, deadline, timed_out, failed, looks=looks),  # noqa: B023
+                lambda n: self._talk(*shares[n], talk, deadline, results, looks=looks),  # noqa: B023
             )
             if not self._topology.is_cluster:
                 break
@@ -499,11 +508,10 @@ class RedisPageStore(TierStore):
         write, nothing = results is SetResult, [None] * len(batch)
         if self._clearing.hides_some or (write and self._bad_pages.hides_some):
             return nothing
-        pages = None if self._tier.tls else NativeCall.of(batch, self._page_names, self._tier.ttl, writable=not write)
+        pages = None if self._tier.tls else NativeCall.of(batch, self._page_names, self._tier.ttl, write=write)
         if pages is None:
             return nothing
-        talk = pages.set if write else pages.get
-        shares: list[tuple[int, Node, npt.NDArray[np.int64]]] = []
+        of_nodes: list[tuple[Node, npt.NDArray[np.int64], int]] = []
         for node, positions in self._positions_by_node(batch.keys):
             if node is None or not node.up or (write and node.writes.in_doubt):
                 continue
@@ -511,16 +519,15 @@ class RedisPageStore(TierStore):
             # A page to write is hashed before its first byte can be sent: meanwhile other connections send large ones.
             share = _LARGE_SHARE if write and size >= _LARGE_PAGE else _NATIVE_SHARE
             count = max(1, min(node.pages.free, len(positions) * size // share, len(positions)))
-            # Dealt round-robin, as in ``_shares``.
-            shares += [(first, node, np.ascontiguousarray(positions[first::count])) for first in range(count)]
-        shares.sort(key=lambda share: share[0])
+            of_nodes.append((node, positions, count))
+        shares = _in_turns(of_nodes)
 
         def move(number: int) -> None:
-            _, node, positions = shares[number]
+            node, positions = shares[number]
             try:
                 with node.connection(node.pages, deadline) as connection:
                     if connection.descriptor is not None:
-                        talk(connection, positions)
+                        pages.talk(connection, np.ascontiguousarray(positions))
             except LaneBusyError:
                 return
             except (OSError, ProtocolError) as error:
@@ -529,9 +536,7 @@ class RedisPageStore(TierStore):
                     (node.missed_write if write else node.mark_down)(error)
 
         self._threads.run(len(shares), move)
-        if write:
-            return pages.results(SetResult.STORED, SetResult.EXISTS)
-        return pages.results(GetResult.HIT, GetResult.MISS)
+        return pages.results()
 
     def _positions_by_node(self, keys: Sequence[bytes]) -> list[tuple[Node | None, npt.NDArray[np.int64]]]:
         if not self._topology.is_cluster:
@@ -541,34 +546,25 @@ class RedisPageStore(TierStore):
             positions.setdefault(self._topology.node_of(name), []).append(position)
         return [(node, np.array(found, np.int64)) for node, found in positions.items()]
 
-    def _shares(self, waiting: dict[Node, list[PageCall]], *, short: bool) -> list[tuple[Node, Lane, list[PageCall]]]:
-        """The work of one connection each, the nodes taking turns."""
-        by_turn: list[tuple[int, Node, Lane, list[PageCall]]] = []
-        for node, calls in waiting.items():
-            if short:
-                by_turn.append((0, node, node.requests, calls))
-                continue
-            wanted = sum([call.size for call in calls]) // _SHARE
-            count = max(1, min(self._tier.connections, wanted, len(calls)))
-            # Dealt round-robin: the pages that came before a call is cut are then nearly a leading run.
-            by_turn += [(turn, node, node.pages, calls[turn::count]) for turn in range(count)]
-        by_turn.sort(key=lambda share: share[0])
-        return [share[1:] for share in by_turn]
+    def _shares(self, calls: list[PageCall], results: type | None) -> int:
+        """How many connections share the pages of a node; one does for short requests."""
+        size = 0 if results is None else sum([call.size for call in calls])
+        return max(1, min(self._tier.connections, size // _SHARE, len(calls)))
 
     def _talk(
         self,
         node: Node,
-        lane: Lane,
         calls: list[PageCall],
         talk: Talk,
         deadline: float,
-        timed_out: Any,
-        failed: Any,
+        results: type[GetResult] | type[SetResult] | None,
         *,
         looks: bool,
     ) -> None:
         """``looks``: a read or a look-up. Only what one of them meets takes the node from readers."""
-        reason, writes = "connection", failed is SetResult.ERROR
+        timed_out, failed = (0, 0) if results is None else (results.TIMEOUT, results.ERROR)
+        reason, writes = "connection", results is SetResult
+        lane = node.requests if results is None else node.pages
         for attempt in range(_ATTEMPTS):
             waiting = [call for call in calls if call.result is None and call.redirect is None]
             if not waiting:
@@ -603,10 +599,9 @@ class RedisPageStore(TierStore):
             except RefusedError as error:
                 reason = error.code
                 self._topology.refresh_soon()
-                # CLUSTERDOWN is of the pages' slots, not of the node.
-                if writes and error.code != "CLUSTERDOWN":
+                if writes and reason not in _OF_SLOTS:
                     node.refused_write(reason)
-                elif looks and error.code != "CLUSTERDOWN":
+                elif looks and reason not in _OF_SLOTS:
                     name = next(call.name for call in waiting if call.redirect is None)
                     node.mark_down(error, self._unused_name(name))
                 break
@@ -693,31 +688,16 @@ class RedisPageStore(TierStore):
         return call_deadline(self._tier.longest_call)
 
 
-class _Medium:
-    """``Medium`` of bad_pages.py: one page at a time, each over a connection of its own."""
-
-    def __init__(self, ask: Callable[[bytes, Talk], Any]) -> None:
-        """``ask``: (key, the commands for its page) -> the page's result; raises NotReadError."""
-        self._ask = ask
-
-    def read_again(self, key: bytes, most: int) -> Stored | None:
-        answer = self._ask(key, lambda connection, calls: read_again(connection, calls[0], most))
-        return answer if isinstance(answer, Stored) else None
-
-    def remove(self, key: bytes, bad: Stored) -> Removal:
-        answer = self._ask(key, lambda connection, calls: remove_bad(connection, calls[0], bad))
-        # A miss: it is being cleared.
-        return answer if isinstance(answer, Removal) else Removal.CHANGED
+def _reasons(calls: Sequence[PageCall], result: GetResult | SetResult | None = None) -> Counter[str]:
+    """Why calls ended so; without a ``result``, why calls that are answered with an integer have none."""
+    return Counter([call.reason for call in calls if (call.result is result if result else call.reason)])
 
 
-def _reasons(calls: Sequence[PageCall], result: GetResult | SetResult) -> Counter[str]:
-    """Why calls ended so."""
-    return Counter([call.reason for call in calls if call.result is result])
-
-
-def _failed(calls: Sequence[PageCall]) -> Counter[str]:
-    """Why calls that are answered with an integer have none."""
-    return Counter([call.reason for call in calls if call.reason])
+def _in_turns(of_nodes: Iterable[tuple[Node, Any, int]]) -> list[tuple[Node, Any]]:
+    """The pages of each node in so many shares, one for each connection, the nodes taking turns. Dealt round-robin: the
+    pages that came before a call is cut are then nearly a leading run."""
+    shares = [(turn, node, pages[turn::count]) for node, pages, count in of_nodes for turn in range(count)]
+    return [(node, pages) for _, node, pages in sorted(shares, key=lambda share: share[0])]
 
 
 def _finish(calls: Sequence[PageCall], result: Any, reason: str) -> None:

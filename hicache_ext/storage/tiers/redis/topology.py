@@ -40,7 +40,7 @@ from hicache_ext.storage.tiers.redis.connection import (
     Connection,
     ErrorReply,
     Reply,
-    TlsSettings,
+    TlsContexts,
     command,
     identity_name,
     is_hex,
@@ -80,8 +80,8 @@ _SAID_AGAIN = 60.0
 """Seconds between two lines of the log about the same trouble."""
 _LONGEST_FAREWELL = 5.0
 
-_Ranges = list[tuple[int, int, Endpoint]]
-"""First slot, last slot, primary."""
+_Map = list[Endpoint | None]
+"""The primary of each slot, where it has one with a name."""
 _Asked = TypeVar("_Asked")
 _Answer = TypeVar("_Answer")
 
@@ -89,7 +89,7 @@ _Answer = TypeVar("_Answer")
 class Topology:
     """Threads: any; ``node_of`` costs a dictionary look-up or a checksum of the key."""
 
-    def __init__(self, name: str, tier: RedisTierConfig, tls: TlsSettings | None, metrics: TierMetrics) -> None:
+    def __init__(self, name: str, tier: RedisTierConfig, tls: TlsContexts | None, metrics: TierMetrics) -> None:
         """Reach a server and learn the map, in at most the tier's timeout.
 
         Raises StoreSetupError when no server can be reached and the tier is ``required``, and always when what was
@@ -232,18 +232,18 @@ class Topology:
     def _learn(self) -> BaseException | None:
         """Ask the nodes, some at a time, until one knows every slot; why none could be used, or None."""
         if self._tier.service is not None:
-            return self._learn_from_sentinels(self._tier.service)
+            return self._learn_from_sentinels()
         problem: BaseException | None = None
-        best: _Ranges | None = None
+        best: _Map | None = None
         with self._lock:
             known = sorted(self._nodes.values(), key=lambda node: not node.up)
         endpoints = list(dict.fromkeys([*(node.endpoint for node in known), *self._tier.endpoints]))
         # The first one mostly knows; of nodes that are dead each costs a second.
         portions = [endpoints[:1], *(endpoints[at : at + _AT_ONCE] for at in range(1, len(endpoints), _AT_ONCE))]
         for portion in portions:
-            if self._keeper.stopping or (best is not None and _covered(best) == SLOTS):
+            if self._keeper.stopping or (best is not None and None not in best):
                 break
-            for endpoint, answer in zip(portion, self._side_by_side(self._slot_ranges, portion), strict=True):
+            for endpoint, answer in zip(portion, self._side_by_side(self._map_of, portion), strict=True):
                 if isinstance(answer, StoreSetupError):
                     raise answer
                 if isinstance(answer, BaseException):
@@ -253,18 +253,15 @@ class Topology:
                         return self._use_single(endpoint)
                     problem = problem or ConnectionError(f"{endpoint} is in no cluster any more")
                 # A node that came back without its memory of the cluster knows nothing, and must not empty the map.
-                elif best is None or _covered(answer) > _covered(best):
+                elif best is None or answer.count(None) < best.count(None):
                     best = answer
         if best is not None:
             return self._use_cluster(best)
         return problem or ConnectionError("no server")
 
-    def _learn_from_sentinels(self, service: str) -> BaseException | None:
+    def _learn_from_sentinels(self) -> BaseException | None:
         """The primary that most Sentinels name. Until it can be reached the one of before stays."""
-
-        answers = self._side_by_side(
-            lambda sentinel: primary_of(self._tier, sentinel, service, self._tls), self._tier.endpoints
-        )
+        answers = self._side_by_side(self._primary_by, self._tier.endpoints)
         named = [answer for answer in answers if not isinstance(answer, BaseException)]
         if not named:
             problems = [answer for answer in answers if isinstance(answer, BaseException)]
@@ -296,23 +293,19 @@ class Topology:
             for number in left:
                 if time.monotonic() >= until:
                     return
-                self._under_way.add(asked[number])
-                try:
-                    answers[number] = answer(number)
-                finally:
-                    self._under_way.discard(asked[number])
-
-        def answer(number: int) -> _Answer | BaseException:
-            try:
-                return ask(asked[number])
-            except (StoreError, OSError, ConfigError, StoreSetupError) as error:
-                return error
-            except Exception as error:  # noqa: BLE001 - whatever a stranger's words make of the code that reads them
                 one: Any = asked[number]
-                who = one.endpoint if isinstance(one, Node) else one
-                words = "tier %s: %s answers what no Redis does (%s)"
-                self._log.log(logging.WARNING, f"answer {who}", words, self._name, who, type(error).__name__)
-                return ConnectionError(f"an answer that no Redis gives ({type(error).__name__})")
+                self._under_way.add(one)
+                try:
+                    answers[number] = ask(one)
+                except (StoreError, OSError, ConfigError, StoreSetupError) as error:
+                    answers[number] = error
+                except Exception as error:  # noqa: BLE001 - whatever a stranger's words make of the code that reads them
+                    kind, who = type(error).__name__, one.endpoint if isinstance(one, Node) else one
+                    words = "tier %s: %s answers what no Redis does (%s)"
+                    self._log.log(logging.WARNING, f"answer {who}", words, self._name, who, kind)
+                    answers[number] = ConnectionError(f"an answer that no Redis gives ({kind})")
+                finally:
+                    self._under_way.discard(one)
 
         begun: list[Call[None]] = []
         # Closed, or no thread to be had.
@@ -323,11 +316,30 @@ class Topology:
             call.ended_within(until - time.monotonic())
         return list(answers)
 
-    def _slot_ranges(self, endpoint: Endpoint) -> _Ranges | None:
+    def _connected(self, endpoint: Endpoint, tier: RedisTierConfig) -> contextlib.closing[Connection]:
+        """A connection to a server that may be no node, for a short call. Asks a name server, which may take long."""
+        # A cluster has no other database, and a Sentinel none.
+        login = tier.model_copy(update={"database": 0})
+        until = time.monotonic() + short_call(tier)
+        return contextlib.closing(open_connection(login, endpoint, resolve(endpoint), self._tls, until))
+
+    def _primary_by(self, sentinel: Endpoint) -> Endpoint:
+        """The primary that a Sentinel names. Raises StoreError, OSError, ConfigError, and ValueError or TypeError for
+        what no Sentinel says."""
+        tier, service = self._tier, self._tier.service or ""
+        login = tier.model_copy(update={"username": tier.sentinel_username, "password": tier.sentinel_password})
+        with self._connected(sentinel, login) as connection:
+            address: Any = connection.tell(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", service.encode())
+        if not address:
+            raise ConnectionError(f"the Sentinel knows no service {service}")
+        host, port = address
+        return Endpoint.named(host, port)
+
+    def _map_of(self, endpoint: Endpoint) -> _Map | None:
         """None when the server is no cluster."""
         if self._tier.cluster is False:
             return None
-        with _connected(self._tier, endpoint, self._tls) as connection:
+        with self._connected(endpoint, self._tier) as connection:
             connection.send(command(b"CLUSTER", b"SLOTS"))
             answer = connection.reader.answer()
         if isinstance(answer, ErrorReply):
@@ -338,7 +350,7 @@ class Topology:
                 return None
             problem = f"redis at {endpoint} is not a cluster, and cluster is true"
             raise StoreSetupError(self._name, problem, ["leave cluster out, or set it to false"])
-        return _slot_ranges(answer, endpoint)
+        return _map_in(answer, endpoint)
 
     def _use_single(self, endpoint: Endpoint) -> BaseException | None:
         node = self._node(endpoint)
@@ -349,14 +361,12 @@ class Topology:
         self._single = node
         return None
 
-    def _use_cluster(self, ranges: _Ranges) -> BaseException | None:
+    def _use_cluster(self, named: _Map) -> BaseException | None:
         if self._tier.database:
             raise StoreSetupError(self._name, "a redis cluster has only database 0", ["leave database out"])
-        slots: list[Node | None] = [None] * SLOTS
-        for first, last, endpoint in ranges:
-            slots[first : last + 1] = [self._node(endpoint)] * (last + 1 - first)
+        nodes = {endpoint: self._node(endpoint) for endpoint in set(named) if endpoint is not None}
         with self._lock:
-            self._slots = slots
+            self._slots = [None if endpoint is None else nodes[endpoint] for endpoint in named]
         self._keep_only({node.endpoint for node in self.nodes})
         down = [node for node in self.nodes if not node.up and not self._keeper.stopping]
         problems = self._side_by_side(Node.attempt, down)
@@ -368,13 +378,9 @@ def slot_of(redis_key: bytes) -> int:
     return binascii.crc_hqx(redis_key, 0) % SLOTS
 
 
-def _covered(ranges: _Ranges) -> int:
-    return sum(last + 1 - first for first, last, _ in ranges)
-
-
-def _slot_ranges(answer: Any, asked: Endpoint) -> _Ranges:
+def _map_in(answer: Any, asked: Endpoint) -> _Map:
     """Of CLUSTER SLOTS. Raises ValueError or TypeError for what no cluster says."""
-    ranges: _Ranges = []
+    primaries: _Map = [None] * SLOTS
     named: set[Endpoint] = set()
     free = bytearray(b"\1") * SLOTS
     for first, last, *nodes in answer:
@@ -382,15 +388,13 @@ def _slot_ranges(answer: Any, asked: Endpoint) -> _Ranges:
             raise ValueError("slots that are none, or twice there")
         free[first : last + 1] = bytes(last + 1 - first)
         (host, port, *_), *_ = nodes
-        primary = _named(host, port, asked)
-        if primary is None:
-            # The pages of these slots are misses until it has a name.
-            continue
-        ranges.append((first, last, primary))
-        named.add(primary)
+        # The pages of slots whose primary has no name are misses until it has one.
+        if (primary := _named(host, port, asked)) is not None:
+            primaries[first : last + 1] = [primary] * (last + 1 - first)
+            named.add(primary)
         if len(named) > MOST_NODES:
             raise ValueError("more nodes than a cluster has")
-    return ranges
+    return primaries
 
 
 def _named(host: object, port: Any, asked: Endpoint) -> Endpoint | None:
@@ -400,28 +404,6 @@ def _named(host: object, port: Any, asked: Endpoint) -> Endpoint | None:
         return Endpoint.named(host, port) if host else asked._replace(port=int(port))
     except (TypeError, ValueError):
         return None
-
-
-def _connected(tier: RedisTierConfig, endpoint: Endpoint, tls: TlsSettings | None) -> contextlib.closing[Connection]:
-    """A connection to a server that may be no node, for a short call. Asks a name server, which may take long."""
-    # A cluster has no other database, and a Sentinel none.
-    login = tier.model_copy(update={"database": 0})
-    until = time.monotonic() + short_call(tier)
-    return contextlib.closing(open_connection(login, endpoint, resolve(endpoint), tls, until))
-
-
-def primary_of(tier: RedisTierConfig, sentinel: Endpoint, service: str, tls: TlsSettings | None) -> Endpoint:
-    """The primary that a Sentinel names for a service.
-
-    Raises StoreError, OSError, ConfigError, and ValueError or TypeError for what no Sentinel says.
-    """
-    login = tier.model_copy(update={"username": tier.sentinel_username, "password": tier.sentinel_password})
-    with _connected(login, sentinel, tls) as connection:
-        address: Any = connection.tell(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", service.encode())
-    if not address:
-        raise ConnectionError(f"the Sentinel knows no service {service}")
-    host, port = address
-    return Endpoint.named(host, port)
 
 
 def _in_words(error: BaseException) -> BaseException:
@@ -446,8 +428,8 @@ _ENTRY = re.compile(rb"[0-9]{1,19}-[0-9]{1,19}")
 
 
 def post_hint(tier: RedisTierConfig, topology: Topology, hint: bytes, limits: BoardLimits) -> None:
-    name, keep, lifetime = stream_name(tier), b"%d" % limits.keep, b"%d" % int(2000 * limits.lifetime)
-    with _board(tier, topology, name, "no hint was left") as connection:
+    keep, lifetime = b"%d" % limits.keep, b"%d" % int(2000 * limits.lifetime)
+    with _board(tier, topology, "no hint was left") as (connection, name):
         requests = [command(b"XADD", name, b"MAXLEN", keep, b"*", _FIELD, hint), command(b"PEXPIRE", name, lifetime)]
         _without_errors(connection.ask(requests), b"XADD")
 
@@ -455,46 +437,37 @@ def post_hint(tier: RedisTierConfig, topology: Topology, hint: bytes, limits: Bo
 def read_hints(
     tier: RedisTierConfig, topology: Topology, since: bytes | None, limits: BoardLimits
 ) -> tuple[bytes, list[bytes]]:
-    most = max(1, min(AT_ONCE, MOST_RECEIVED // (limits.longest + LONGEST_LINE)))
-    try:
-        return _hints(tier, topology, since, limits, most)
-    except StoreError as error:
-        if not isinstance(error.__cause__, ProtocolError):
-            raise
-    # Others may have left longer ones than ours, and the answer is too long.
-    return _hints(tier, topology, since, limits, 1)
-
-
-def _hints(
-    tier: RedisTierConfig, topology: Topology, since: bytes | None, limits: BoardLimits, most: int
-) -> tuple[bytes, list[bytes]]:
-    name = stream_name(tier)
-    with _board(tier, topology, name, "hints cannot be read") as connection:
-        if since is None:
-            found: Any = connection.tell(b"XREVRANGE", name, b"+", b"-", b"COUNT", b"1")
-        else:
-            found = connection.tell(b"XRANGE", name, b"(" + since, b"+", b"COUNT", b"%d" % most)
-        last = found[-1][0] if found else since or _BEFORE_ALL
-        if not _ENTRY.fullmatch(last):
-            raise ValueError("no entry of a stream")
-        hints = [dict(zip(fields[::2], fields[1::2], strict=False)).get(_FIELD) for _, fields in found or []]
-        fit = [hint for hint in hints if isinstance(hint, bytes) and len(hint) <= limits.longest]
+    # One by one where others have left longer ones than ours, and the answer is too long.
+    for most in (max(2, min(AT_ONCE, MOST_RECEIVED // (limits.longest + LONGEST_LINE))), 1):
+        try:
+            with _board(tier, topology, "hints cannot be read") as (connection, name):
+                if since is None:
+                    found: Any = connection.tell(b"XREVRANGE", name, b"+", b"-", b"COUNT", b"1")
+                else:
+                    found = connection.tell(b"XRANGE", name, b"(" + since, b"+", b"COUNT", b"%d" % most)
+                last = found[-1][0] if found else since or _BEFORE_ALL
+                if not _ENTRY.fullmatch(last):
+                    raise ValueError("no entry of a stream")
+                hints = [dict(zip(fields[::2], fields[1::2], strict=False)).get(_FIELD) for _, fields in found or []]
+                fit = [hint for hint in hints if isinstance(hint, bytes) and len(hint) <= limits.longest]
+            break
+        except StoreError as error:
+            if most == 1 or not isinstance(error.__cause__, ProtocolError):
+                raise
     return last, [] if since is None else fit
 
 
-def stream_name(tier: RedisTierConfig) -> bytes:
-    return tier.prefix.encode() + b"hints"
-
-
 @contextlib.contextmanager
-def _board(tier: RedisTierConfig, topology: Topology, name: bytes, failure: str) -> Iterator[Connection]:
-    """A connection to the node that has the stream. Raises StoreError, ``failure`` with its reason."""
+def _board(tier: RedisTierConfig, topology: Topology, failure: str) -> Iterator[tuple[Connection, bytes]]:
+    """A connection to the node that has the stream, and the stream's name. Raises StoreError, ``failure`` with its
+    reason."""
+    name = tier.prefix.encode() + b"hints"
     node = topology.node_of(name)
     if node is None or not node.up:
         raise StoreError("the node that holds the hints is down")
     try:
         with node.connection(node.requests, time.monotonic() + short_call(tier)) as connection:
-            yield connection
+            yield connection, name
     except (OSError, ProtocolError, RefusedError, TypeError, ValueError, IndexError) as error:
         raise StoreError(f"{failure}: {type(error).__name__}") from error
 
@@ -567,17 +540,15 @@ def stored_identities(name: str, tier: RedisTierConfig, nodes: Sequence[Node]) -
         try:
             with node.aside() as connection:
                 room = LARGEST_SUM
-                for names in scan(connection, prefix, _DIGITS, tier.longest_call):
-                    for digest in [name.removeprefix(prefix) for name in names]:
-                        if not is_hex(digest, _DIGEST_DIGITS):
-                            continue
-                        stored = _document(connection, prefix + digest)
-                        if (room := room - len(stored)) < 0:
-                            break
-                        if (document := document_in(stored)) is not None:
-                            documents[bytes.fromhex(digest.decode())] = document
-                    if room < 0:
+                found = scan(connection, prefix, _DIGITS, tier.longest_call)
+                for digest in (name.removeprefix(prefix) for names in found for name in names):
+                    if not is_hex(digest, _DIGEST_DIGITS):
+                        continue
+                    stored = _document(connection, prefix + digest)
+                    if (room := room - len(stored)) < 0:
                         break
+                    if (document := document_in(stored)) is not None:
+                        documents[bytes.fromhex(digest.decode())] = document
         except (StoreError, OSError, ConfigError) as error:
             raise StoreError(
                 f"tier {name!r}: {node.endpoint} cannot be asked which identities it has ({type(error).__name__})"

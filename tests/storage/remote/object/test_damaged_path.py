@@ -15,7 +15,9 @@ from hicache_ext.storage.contract import bad_pages
 from hicache_ext.storage.contract.bad_pages import Removal, Stored
 from hicache_ext.storage.contract.pack_index import Place
 from hicache_ext.storage.contract.store import GetResult, SetResult
-from hicache_ext.storage.tiers.object.examination import ObjectMedium
+from hicache_ext.storage.tiers.object import examination
+from hicache_ext.storage.tiers.object import store as object_store
+from hicache_ext.storage.tiers.object.client import Requests
 from hicache_ext.storage.tiers.object.store import ObjectPageStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, payload_of, read_pages, store_pages
 from tests.rigs.s3_server import S3Server
@@ -187,13 +189,14 @@ def test_a_pack_that_is_cut_costs_the_pages_behind_the_cut(store: ObjectPageStor
 def read_again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Most bytes of each read of an examination."""
     asked: list[int] = []
-    real = ObjectMedium._read
+    real = examination.read_object
 
-    def noted(medium: ObjectMedium, client: Any, name: str, offset: int, most: int) -> Stored:
+    def noted(requests: Requests, client: Any, name: str, offset: int, most: int) -> Stored:
         asked.append(most)
-        return real(medium, client, name, offset, most)
+        return real(requests, client, name, offset, most)
 
-    monkeypatch.setattr(ObjectMedium, "_read", noted)
+    for module in (examination, object_store):
+        monkeypatch.setattr(module, "read_object", noted)
     return asked
 
 
@@ -216,10 +219,8 @@ def test_more_than_a_pack_can_have_is_not_read(store: ObjectPageStore, read_agai
     """Whoever may write names says what a pack has, and whoever is on the way says how long an object is."""
     pack = Pack(new_id(5), SMALL - 1, bytes(6 * 64))
     assert pack_length(pack.count, pack.page_bytes) > 2 * PACK_BYTES
-    medium = store._bad_pages._medium
-    assert isinstance(medium, ObjectMedium)
-    bad = Stored(4, memoryview(b"page"))
-    assert len(medium._whole_pack(store._requests.client, "packs/none", Place(pack, 1), bad)) == 0
+    requests, bad = store._requests, Stored(4, memoryview(b"page"))
+    assert len(examination.whole_pack(requests, requests.client, "packs/none", Place(pack, 1), bad)) == 0
     assert read_again == []
 
 
@@ -245,13 +246,13 @@ def test_a_copy_that_came_between_the_second_look_and_the_removal_stays(
     store_pages(store, keys, PAGE)
     good = raw.read(key) or b""
     raw.write(key, good[:-1] + b"\0")
-    real = ObjectMedium.remove
+    real = ObjectPageStore.remove_bad
 
-    def raced(medium: ObjectMedium, key: bytes, bad: Stored) -> Removal:
+    def raced(store: ObjectPageStore, key: bytes, bad: Stored) -> Removal:
         raw.write(key, good)
-        return real(medium, key, bad)
+        return real(store, key, bad)
 
-    monkeypatch.setattr(ObjectMedium, "remove", raced)
+    monkeypatch.setattr(ObjectPageStore, "remove_bad", raced)
     assert read_pages(store, keys, PAGE)[0] == [GetResult.CORRUPT]
     assert store.wait_until_examined(PATIENCE)
     assert store.metrics.value("suspect", "good") == 1

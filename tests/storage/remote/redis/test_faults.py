@@ -625,7 +625,7 @@ def test_a_cluster_node_that_is_replaced_by_another_is_found(cluster, open_store
     assert new.command("DBSIZE") == f":{len(owned[2])}\r\n"
 
 
-@pytest.mark.parametrize("left", [[], None])
+@pytest.mark.parametrize("left", [[None] * 16384, None], ids=["no slots", "no cluster"])
 def test_a_node_that_has_forgotten_its_cluster_does_not_empty_the_map(left, tmp_path, open_store, monkeypatch):
     """Restarted on an empty disk, a node answers CLUSTER SLOTS with nothing, and may be the first to be asked; or it
     came back as a server of its own."""
@@ -633,15 +633,15 @@ def test_a_node_that_has_forgotten_its_cluster_does_not_empty_the_map(left, tmp_
     from hicache_ext.storage.tiers.redis.topology import Topology
 
     with RedisServer(tmp_path / "a") as first, RedisServer(tmp_path / "b") as second:
-        halves = [(0, 8191, Endpoint(HOST, first.port)), (8192, 16383, Endpoint(HOST, second.port))]
+        halves = [Endpoint(HOST, server.port) for server in (first, second) for _ in range(8192)]
         known = {first.port: halves, second.port: halves}
         asked: list[int] = []
 
-        def slot_ranges(topology, endpoint):
+        def map_of(topology, endpoint):
             asked.append(endpoint.port)
             return known[endpoint.port]
 
-        monkeypatch.setattr(Topology, "_slot_ranges", slot_ranges)
+        monkeypatch.setattr(Topology, "_map_of", map_of)
         store = open_store(first, second)
         keys = page_keys(40)
         store_pages(store, keys)
@@ -701,3 +701,12 @@ def test_the_pages_of_one_conversation_are_spread_over_the_cluster(empty_cluster
     store_pages(store, page_keys(300))
     counts = [int(server.command("DBSIZE")[1:]) for server in empty_cluster.servers]
     assert sum(counts) == 300 and min(counts) > 50
+
+
+def test_a_cluster_that_is_taken_for_a_single_server_fails_and_goes_not_up_and_down(empty_cluster, open_store):
+    store = open_store(empty_cluster.servers[0], cluster=False)
+    downs = store.metrics.value("node", "down")
+    for _ in range(5):
+        assert store.contains(page_keys(20)) == [False] * 20
+    assert store.metrics.value("node", "down") == downs
+    assert store.metrics.value("error", "CROSSSLOT") == 100

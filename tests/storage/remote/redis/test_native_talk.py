@@ -255,20 +255,20 @@ def test_a_deadline_that_has_passed_asks_for_nothing() -> None:
 
 def test_an_error_of_the_system_comes_out_as_it_is() -> None:
     pages = filled(KEYS, [SIZES] * 3)
-    call = NativeCall.of(PageBatch(KEYS, pages.buffers), NAMES, None, writable=True)
+    call = NativeCall.of(PageBatch(KEYS, pages.buffers), NAMES, None, write=False)
     assert call is not None
     with connected([]) as (connection, _):
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, connection._socket.fileno())
         os.close(nothing)
         with pytest.raises(OSError, match=os.strerror(errno.ENOTSOCK)):
-            call.get(connection, np.arange(3))
+            call.talk(connection, np.arange(3))
 
 
 def test_pages_that_the_core_cannot_move_are_left_to_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of(sizes: Sequence[Sequence[int]], writable: bool = True) -> NativeCall | None:
+    def of(sizes: Sequence[Sequence[int]], write: bool = False) -> NativeCall | None:
         keys = page_keys(len(sizes))
-        return NativeCall.of(PageBatch(keys, filled(keys, sizes).buffers), NAMES, 60, writable=writable)
+        return NativeCall.of(PageBatch(keys, filled(keys, sizes).buffers), NAMES, 60, write=write)
 
     assert of([[3, 4], [3, 4]]) is not None
     assert of([[3, 4], [4, 3]]) is None
@@ -276,8 +276,8 @@ def test_pages_that_the_core_cannot_move_are_left_to_python(monkeypatch: pytest.
     assert of([]) is None
     assert of([[1] * IOV_MAX]) is None
     read_only = PageBatch(KEYS[:1], [[memoryview(bytes(3))]])
-    assert NativeCall.of(read_only, NAMES, None, writable=True) is None
-    assert NativeCall.of(read_only, NAMES, None, writable=False) is not None
+    assert NativeCall.of(read_only, NAMES, None, write=False) is None
+    assert NativeCall.of(read_only, NAMES, None, write=True) is not None
     monkeypatch.setattr(native, "LIBRARY", native.LIBRARY.with_name("nowhere.so"))
     assert of([[3]]) is None
 
@@ -309,17 +309,18 @@ def test_more_requests_than_one_system_call_takes_are_asked_in_turns() -> None:
 def test_names_longer_than_there_is_room_for_are_asked_for_by_nobody() -> None:
     pages = filled(KEYS, [SIZES] * 3)
     for word in ("get", "set"):
-        call = NativeCall.of(PageBatch(KEYS, pages.buffers), b"n" * 70_000, None, writable=True)
+        call = NativeCall.of(PageBatch(KEYS, pages.buffers), b"n" * 70_000, None, write=word == "set")
         assert call is not None
         with connected([b""], patience=0.05) as (connection, _), pytest.raises((OSError, ProtocolError)):
-            getattr(call, word)(connection, np.arange(3))
+            call.talk(connection, np.arange(3))
 
 
 def test_words_around_pages_live_as_long_as_they_are_used() -> None:
     page_calls._page_words.cache_clear()
-    words = page_calls._page_words(NAMES, 13, 7)
-    assert ctypes.string_at(words.set_end.at, words.set_end.length) == b"\r\n$2\r\nNX\r\n$2\r\nEX\r\n$1\r\n7\r\n"
-    assert ctypes.string_at(words.expected.at, words.expected.length) == b"$141\r\n"
+    words, _ = page_calls._page_words(NAMES, 13, 7)
+    set_end, expected = words[10:12].tolist(), words[12:14].tolist()
+    assert ctypes.string_at(*set_end) == b"\r\n$2\r\nNX\r\n$2\r\nEX\r\n$1\r\n7\r\n"
+    assert ctypes.string_at(*expected) == b"$141\r\n"
 
 
 # -- a real server -----------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def test_a_request_is_an_array_of_bulk_strings():
 _lines = st.binary(max_size=60).filter(lambda line: b"\r" not in line and b"\n" not in line)
 _replies = st.one_of(
     st.integers(-(10**18), 10**18).map(lambda number: (b":%d\r\n" % number, number)),
-    _lines.map(lambda line: (b"+%b\r\n" % line, line)),
+    _lines.map(lambda line: (b"+%b\r\n" % line, line.decode("utf-8", "replace"))),
     _lines.map(lambda line: (b"-%b\r\n" % line, ErrorReply(line.decode("utf-8", "replace")))),
     st.binary(max_size=300).map(lambda value: (bulk(value), value)),
     st.just((b"$-1\r\n", None)),
