@@ -249,7 +249,8 @@ FORMER = {
     ),
     "test_a_timer_that_compiled_code_set_is_not_taken_for_ones_own": "Python sets its timeout before each operation",
     "test_compiled_and_in_python_are_the_same": "-> test_the_core_does_what_python_does",
-    "test_compiled_code_and_numpy_give_equal_bytes": "-> test_the_core_and_numpy_give_equal_bytes",
+    "test_compiled_code_and_numpy_give_equal_bytes": "-> test_the_core_and_numpy_make_equal_planes_at_any_address",
+    "test_the_core_and_numpy_give_equal_bytes": "-> test_the_core_and_numpy_make_equal_planes_at_any_address",
     "test_compiled_code_and_numpy_make_equal_planes": ("-> test_the_core_and_numpy_make_equal_planes_at_any_address"),
     "test_ghosts_that_wrap_around_their_ring_are_those_of_the_tiers_policy": (
         "-> test_ghosts_that_are_forgotten_are_those_of_the_tiers_policy"
@@ -433,6 +434,7 @@ FORMER = {
         ),
         "hicache-ext codec-check is gone: prove asks the real server, with the codec and without (docs/codecs.md)",
     ),
+    "test_disks_that_wear_out_before_they_are_written_off_are_paid_again": _OPTION,
     "test_memory_that_the_library_knew_is_registered_again_with_a_new_client": (
         "a pool that is not reached at the start is opened later (late_open.py), with all its memory"
     ),
