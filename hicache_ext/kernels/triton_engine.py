@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hicache_ext.errors import CopyError
-from hicache_ext.kernels.engine import Direction, Operation
+from hicache_ext.kernels.engine import Direction, Operation, Submit
 from hicache_ext.kernels.geometry import LayerStack
 
 DEFAULT_PROGRAMS = 4
@@ -63,7 +63,7 @@ class TritonEngine:
             return "graph_capture"  # a captured copy would be replayed over pages that mean something else by then
         return None
 
-    def begin(self, operation: Operation) -> _TritonTransfer:
+    def begin(self, operation: Operation) -> Submit:
         stack = operation.stack
         known = self._known.get(stack)
         if known is None:
@@ -71,31 +71,23 @@ class TritonEngine:
             cuts = {direction: RowCut.of(stack, direction) for direction in Direction}
             known = self._known[stack] = _on_device(bases, stack.device), cuts
         bases, cuts = known
-        return _TritonTransfer(self, operation, bases, cuts[operation.direction])
+        cut, rows = cuts[operation.direction], operation.tokens * stack.shape.segments
+        host_indices = _to_current_stream(operation.host_indices, stack.device)
+        device_indices = _to_current_stream(operation.device_indices, stack.device)
 
-    def launch(self, units: int, *arguments: object, **constants: object) -> None:
+        def submit(first: int, last: int) -> None:
+            if rows and first < last:
+                units = cut.units(last - first, rows)
+                self._launch(units, bases, first, host_indices, device_indices, rows, **cut.constants)
+
+        return submit
+
+    def _launch(self, units: int, *arguments: object, **constants: object) -> None:
         """Run the kernel with as many programs as the quota allows. Raises :class:`CopyError`."""
         try:
             self._kernel[(min(self._programs, units),)](*arguments, units, **constants, **self._options)
         except Exception as error:  # compilers and launchers raise what they like
             raise CopyError(f"the Triton kernel could not be launched: {type(error).__name__}: {error}") from error
-
-
-class _TritonTransfer:
-    def __init__(self, engine: TritonEngine, operation: Operation, bases: torch.Tensor, cut: RowCut) -> None:
-        device = operation.stack.device
-        self._engine = engine
-        self._rows = operation.tokens * operation.stack.shape.segments
-        self._bases = bases
-        self._host_indices = _to_current_stream(operation.host_indices, device)
-        self._device_indices = _to_current_stream(operation.device_indices, device)
-        self._cut = cut
-
-    def submit(self, first: int, last: int) -> None:
-        if self._rows and first < last:
-            units = self._cut.units(last - first, self._rows)
-            arguments = (self._bases, first, self._host_indices, self._device_indices, self._rows)
-            self._engine.launch(units, *arguments, **self._cut.constants)
 
 
 @dataclass(frozen=True, slots=True)
