@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from hicache_ext.config.load import check_document, load_config, load_document, read_document
+from hicache_ext.config.load import Source, check_document, load_config, load_document, read_document
 from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, ModelConfig, RoleConfig, ServerRole
 from hicache_ext.config.secrets import Secret
 from hicache_ext.config.sections import KernelsConfig
@@ -29,6 +29,7 @@ __all__ = [
     "RoleConfig",
     "Secret",
     "ServerRole",
+    "Source",
     "TierConfig",
     "check_document",
     "format_duration",
