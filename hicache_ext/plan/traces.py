@@ -62,9 +62,6 @@ class Trace:
         for a, b in itertools.pairwise(self.offsets.tolist()):
             yield self.blocks[a:b].tolist()
 
-    def requests(self) -> list[list[int]]:
-        return list(self.chains())
-
 
 def made_of(
     name: str,

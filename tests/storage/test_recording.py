@@ -416,7 +416,7 @@ def test_mooncakes_traces_are_read_and_what_is_none_is_one_sentence(tmp_path: Pa
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     trace = read_trace(path)
-    assert trace.requests() == [[0, 1], [0, 1, 2]]
+    assert list(trace.chains()) == [[0, 1], [0, 1, 2]]
     assert (trace.times.tolist(), trace.prompt.tolist()) == ([0, 2], [600, 1100])
     assert (trace.output.tolist(), trace.block_tokens, trace.distinct) == ([7, 5], 512, 3)
     for text in (
@@ -450,7 +450,7 @@ def test_a_directory_of_recordings_is_read_as_one_trace(record: Callable[..., Re
     recorder.close()
     trace = read_trace(tmp_path / "rec")
     assert trace.block_tokens == 64 and trace.prompt.tolist() == [200, 256]
-    first, second = trace.requests()
+    first, second = trace.chains()
     assert second[:3] == first and trace.distinct == 4
 
 
@@ -462,7 +462,7 @@ def test_pages_that_the_writer_has_forgotten_are_written_again_and_stay_the_same
     for number in range(50):
         ask(recorder, f"{number}", [*hashes(8), *hashes(4, f"turn {number % 7}")])
     recorder.close()
-    requests = read_trace(tmp_path / "rec").requests()
+    requests = list(read_trace(tmp_path / "rec").chains())
     assert len(requests) == 50 and all(chain[:8] == requests[0][:8] for chain in requests)
     assert requests[0] == requests[49] and requests[0] != requests[1]
 
@@ -532,7 +532,7 @@ def test_chains_of_several_files_that_branch_are_those_that_were_recorded(tmp_pa
     ]
     for part, name in ((chains[:4], "a"), (chains[4:], "b")):
         made(tmp_path / f"{name}{SUFFIX}", part)
-    found = sorted(read_trace(tmp_path).requests(), key=len)
+    found = sorted(read_trace(tmp_path).chains(), key=len)
     names: dict[str, int] = {}
     wanted = sorted(([names.setdefault(page, len(names)) for page in chain] for chain in chains), key=len)
     assert [len(chain) for chain in found] == [len(chain) for chain in wanted]
