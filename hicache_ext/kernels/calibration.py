@@ -21,7 +21,7 @@ import torch
 
 from hicache_ext.errors import CalibrationError
 from hicache_ext.kernels.engine import SGLANG, Direction, Operation
-from hicache_ext.runtime.whole_file import json_in
+from hicache_ext.runtime.whole_file import json_in, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -147,9 +147,7 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
         "date": calibration.date,
         "measurements": [_entry(measurement) for measurement in calibration.measurements],
     }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(document, indent=1) + "\n")
-    temporary.replace(path)
+    write_whole(path, json.dumps(document, indent=1) + "\n")
 
 
 def _entry(measurement: Measurement) -> dict[str, Any]:
