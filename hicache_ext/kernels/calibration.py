@@ -126,9 +126,7 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def calibration_of_machine() -> Calibration | None:
-    """That of this machine's GPU; None without one. What cannot be read is left unused, with a warning."""
-    if not torch.cuda.is_available():
-        return None
+    """That of this machine's GPU, if there is one. What cannot be read is left unused, with a warning."""
     try:
         path = calibration_file(torch.cuda.get_device_name())
         return read_calibration(path) if path.exists() else None
