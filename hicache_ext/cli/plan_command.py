@@ -12,11 +12,16 @@ from hicache_ext.config import check_document, parse_size
 from hicache_ext.config.render import as_yaml, launch_lines
 from hicache_ext.errors import ConfigError, RecordingError
 from hicache_ext.plan.fleet import ROUTERS, Fleet
-from hicache_ext.plan.model import PEAK_TFLOPS, ModelSize, estimated, given_size, read_model
-from hicache_ext.plan.report import POOL_NODE, Asked, configuration, page_of, plan_of, pool_nodes
+from hicache_ext.plan.model import PEAK_TFLOPS, ModelSize, PrefillRate, estimated, given_size, read_model
+from hicache_ext.plan.report import POOL_NODE, Asked, Hardware, configuration, page_of, plan_of, pool_nodes
 from hicache_ext.plan.traces import Trace, generate, parse_workload, read_trace
 
 _FILE = "hicache.yaml"
+_PRICES = {
+    "--price-node-hour": "of the GPUs of a node for an hour, in your currency",
+    "--price-disk": "of a terabyte of disk",
+    "--price-pool": "of a terabyte of the pool",
+}
 
 
 def configure_plan(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +53,9 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     worth.add_argument("--pool-speed", metavar="SIZE", help="that a node reads from the pool in a second")
     worth.add_argument("--dwpd", metavar="X", help="drive writes a day that the disks are made for")
     worth.add_argument("--busy-hours", metavar="H", default="24", help="of a day with traffic as here (default 24)")
+    worth.add_argument("--years", metavar="Y", default="3", help="after which hardware is written off (default 3)")
+    for option, what in _PRICES.items():
+        worth.add_argument(option, metavar="PRICE", help=what)
     describe(
         parser,
         "trace.jsonl --model /models/llama --disk 4TB --gpu h100",
@@ -62,11 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the plan. Raises ConfigError, RecordingError."""
     given = _asked(arguments)
     plan = plan_of(given)
-    disk = arguments.disk if given.disk else None
-    document = configuration(disk, given.pool)
+    disk = arguments.disk if given.hardware.disk else None
+    document = configuration(disk, given.hardware.pool)
     launch: list[str] = []
     yaml = "# nothing to configure: neither --disk nor --pool\n"
-    if given.disk or given.pool:
+    if given.hardware.disk or given.hardware.pool:
         checked = check_document(document)
         parts = launch_lines(_FILE, checked.hicache_ext.role)
         launch = [f"--page-size {given.page_size}" if part.startswith("--page-size ") else part for part in parts]
@@ -75,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
             flag = "--kv-cache-dtype" if arguments.dtype.startswith("fp8") else "--dtype"
             launch.insert(1, f"{flag} {arguments.dtype}")
         yaml = as_yaml(document)
-        if pool := given.pool:
+        if pool := given.hardware.pool:
             count = pool_nodes(pool)
             kind = f"{count} servers of a cluster ({POOL_NODE // 10**9} GB each at most: assumed)"
             kind = kind if count > 1 else "one server"
@@ -88,42 +96,39 @@ def run(arguments: argparse.Namespace) -> int:
 def _asked(arguments: argparse.Namespace) -> Asked:
     tp = _whole(arguments, "--tp")
     model = _model(arguments, tp)
-    disk, pool = _size(arguments, "--disk"), _size(arguments, "--pool")
+    hardware = Hardware(
+        nodes=_whole(arguments, "--nodes", 65536),
+        disk=_size(arguments, "--disk"),
+        pool=_size(arguments, "--pool"),
+        dwpd=_number(arguments, "--dwpd"),
+        disk_speed=_size(arguments, "--disk-speed"),
+        pool_speed=_size(arguments, "--pool-speed"),
+        busy_hours=_number(arguments, "--busy-hours", 24.0),
+        price_node_hour=_number(arguments, "--price-node-hour"),
+        price_disk_tb=_number(arguments, "--price-disk"),
+        price_pool_tb=_number(arguments, "--price-pool"),
+        years=_number(arguments, "--years") or 3.0,
+    )
     if arguments.hints and not arguments.decode_writes:
         raise ConfigError("--hints", "they tell of what decode nodes write", "with --decode-writes")
-    if arguments.decode_writes and not pool:
+    if arguments.decode_writes and not hardware.pool:
         raise ConfigError("--decode-writes", "decode nodes write to a pool, and there is none", "with --pool SIZE")
     trace = _trace(arguments)
     block_bytes = model.token_bytes * trace.block_tokens
-    for option, size in (("--disk", disk), ("--pool", pool)):
+    for option, size in (("--disk", hardware.disk), ("--pool", hardware.pool)):
         if 0 < size < block_bytes:
             problem = f"{size} bytes hold no block of {trace.block_tokens} tokens"
             raise ConfigError(option, problem, f"{block_bytes} or more")
     fleet = Fleet(
-        nodes=_whole(arguments, "--nodes", 65536),
-        near=disk // block_bytes,
-        pool=pool // block_bytes,
+        nodes=hardware.nodes,
+        near=hardware.disk // block_bytes,
+        pool=hardware.pool // block_bytes,
         router=arguments.router,
         promote=not arguments.no_promotion,
         decode=arguments.decode_writes,
         hints=arguments.hints,
     )
-    rate, source = _rate(arguments, model, tp)
-    return Asked(
-        trace,
-        model,
-        _whole(arguments, "--page-size"),
-        tp,
-        fleet,
-        prefill_rate=rate,
-        rate_source=source,
-        disk=disk,
-        pool=pool,
-        dwpd=_number(arguments, "--dwpd"),
-        disk_speed=_size(arguments, "--disk-speed"),
-        pool_speed=_size(arguments, "--pool-speed"),
-        busy_hours=_number(arguments, "--busy-hours", 24.0),
-    )
+    return Asked(trace, model, _whole(arguments, "--page-size"), tp, hardware, _rate(arguments, model, tp), fleet)
 
 
 def _trace(arguments: argparse.Namespace) -> Trace:
@@ -149,16 +154,16 @@ def _model(arguments: argparse.Namespace, tp: int) -> ModelSize:
     return given_size(size, tp)
 
 
-def _rate(arguments: argparse.Namespace, model: ModelSize, tp: int) -> tuple[float, str]:
+def _rate(arguments: argparse.Namespace, model: ModelSize, tp: int) -> PrefillRate | None:
     if arguments.prefill_rate is not None and arguments.gpu is not None:
         raise ConfigError("--gpu", "cannot be combined with --prefill-rate", "one of them")
     if arguments.prefill_rate is not None:
         rate = _number(arguments, "--prefill-rate")
         if not rate:
             raise ConfigError("--prefill-rate", "is 0", "tokens per second, above 0")
-        return rate, "as given"
+        return PrefillRate(rate, "as given")
     if arguments.gpu is None:
-        return 0.0, ""
+        return None
     return estimated(arguments.gpu, tp if arguments.gpus is None else _whole(arguments, "--gpus"), model)
 
 

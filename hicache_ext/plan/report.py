@@ -10,7 +10,7 @@ import numpy as np
 
 from hicache_ext.config import ExtraConfig
 from hicache_ext.plan.fleet import COMPUTED, NEAR, POOL, WRITTEN_NEAR, WRITTEN_POOL, Fleet, Outcome, simulate
-from hicache_ext.plan.model import ModelSize
+from hicache_ext.plan.model import ModelSize, PrefillRate
 from hicache_ext.plan.traces import Trace
 
 # -- figures -----------------------------------------------------------------------------------------------------------
@@ -24,17 +24,11 @@ POOL_NODE = 500 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a plan is made for: bytes, bytes per second, drive writes per day. 0: not given."""
+class Hardware:
+    """Bytes, bytes per second, drive writes per day, and prices in whatever currency the user has in mind. 0: not
+    given."""
 
-    trace: Trace
-    model: ModelSize
-    page_size: int
-    tp: int
-    fleet: Fleet
-    prefill_rate: float = 0.0
-    """Tokens per second of one node, and where that is known from."""
-    rate_source: str = ""
+    nodes: int = 1
     disk: int = 0
     """Of each node."""
     pool: int = 0
@@ -46,11 +40,30 @@ class Asked:
     """Reading, by one node."""
     busy_hours: float = 24.0
     """Of a day, as in the trace."""
+    price_node_hour: float = 0.0
+    """Of the GPUs of one node."""
+    price_disk_tb: float = 0.0
+    price_pool_tb: float = 0.0
+    years: float = 3.0
+    """After which disks and pool are written off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a plan is made for."""
+
+    trace: Trace
+    model: ModelSize
+    page_size: int
+    tp: int
+    hardware: Hardware
+    rate: PrefillRate | None
+    fleet: Fleet
 
 
 def plan_of(asked: Asked) -> dict[str, Any]:
     """All figures, as ``--json`` prints them: bytes, seconds, shares from 0 to 1."""
-    trace, model = asked.trace, asked.model
+    trace, model, hardware = asked.trace, asked.model, asked.hardware
     block_bytes = model.token_bytes * trace.block_tokens
     outcome = simulate(trace, asked.fleet)
     seconds = max(trace.seconds, 1.0)
@@ -80,10 +93,10 @@ def plan_of(asked: Asked) -> dict[str, Any]:
             "remarks": list(model.remarks),
         },
         "fleet": {
-            "nodes": asked.fleet.nodes,
-            "disk_bytes": asked.disk,
-            "pool_bytes": asked.pool,
-            "pool_nodes": pool_nodes(asked.pool) if asked.pool else 0,
+            "nodes": hardware.nodes,
+            "disk_bytes": hardware.disk,
+            "pool_bytes": hardware.pool,
+            "pool_nodes": pool_nodes(hardware.pool) if hardware.pool else 0,
             "router": asked.fleet.router,
             "tokens": tokens,
             "disk_share": outcome.share(NEAR),
@@ -93,10 +106,11 @@ def plan_of(asked: Asked) -> dict[str, Any]:
             "infinite_share": simulate(trace, Fleet(near=None)).hit_share,
         },
         "curve": curve(trace, block_bytes),
-        "writes": _writes(outcome, asked, block_bytes, seconds),
-        "pool_network": _network(outcome, trace, block_bytes),
+        "writes": _writes(outcome, hardware, block_bytes, seconds),
+        "pool_network": _network(outcome, trace, hardware, block_bytes),
     }
     document["prefill"] = _prefill(asked, tokens, per_hour)
+    document["money"] = _money(hardware, document["prefill"], document["writes"]["years_until_worn_out"])
     document["does_not_fit"] = list(_too_much(asked, outcome, document, block_bytes, seconds))
     return document
 
@@ -111,16 +125,16 @@ def _too_much(
     asked: Asked, outcome: Outcome, document: Mapping[str, Any], block_bytes: int, seconds: float
 ) -> Iterator[str]:
     """What these nodes cannot do in the time that the trace takes."""
-    nodes, prefill = asked.fleet.nodes, document["prefill"]
-    if prefill is not None and (computed := prefill["computed_seconds_per_hour"]) > _HOUR * nodes:
-        yield f"{computed:,.0f} s of prefill in an hour, and {nodes} nodes have {_HOUR * nodes:,.0f}"
-    written = float(outcome.written_by_node.max()) * block_bytes / seconds if asked.disk else 0.0
-    if 0 < asked.disk_speed < written:
-        yield f"{_size(written)}/s of writes on one node, whose disks read {_size(asked.disk_speed)}/s"
+    hardware, prefill = asked.hardware, document["prefill"]
+    if prefill is not None and (computed := prefill["computed_seconds_per_hour"]) > _HOUR * hardware.nodes:
+        yield f"{computed:,.0f} s of prefill in an hour, and {hardware.nodes} nodes have {_HOUR * hardware.nodes:,.0f}"
+    written = float(outcome.written_by_node.max()) * block_bytes / seconds if hardware.disk else 0.0
+    if 0 < hardware.disk_speed < written:
+        yield f"{_size(written)}/s of writes on one node, whose disks read {_size(hardware.disk_speed)}/s"
     network = document["pool_network"]
     moved = network["read_bytes_per_second"] + network["written_bytes_per_second"]
-    if 0 < asked.pool_speed * nodes < moved:
-        yield f"{_size(moved)}/s between nodes and pool, which has {_size(asked.pool_speed)}/s for each node"
+    if 0 < hardware.pool_speed * hardware.nodes < moved:
+        yield f"{_size(moved)}/s between nodes and pool, which has {_size(hardware.pool_speed)}/s for each node"
 
 
 _SOURCES = {"disk": NEAR, "pool": POOL, "computed": COMPUTED}
@@ -141,24 +155,24 @@ def curve(trace: Trace, block_bytes: int) -> list[dict[str, Any]]:
     ]
 
 
-def _writes(outcome: Outcome, asked: Asked, block_bytes: int, seconds: float) -> dict[str, Any]:
+def _writes(outcome: Outcome, hardware: Hardware, block_bytes: int, seconds: float) -> dict[str, Any]:
     """By the node that writes most: its disk wears out first."""
-    of_day = asked.busy_hours * _HOUR / seconds * block_bytes
-    worst = float(outcome.written_by_node.max()) * of_day if asked.disk else 0.0
-    mean = float(outcome.totals[WRITTEN_NEAR]) * of_day / asked.fleet.nodes
-    allowed = asked.dwpd * asked.disk
+    of_day = hardware.busy_hours * _HOUR / seconds * block_bytes
+    worst = float(outcome.written_by_node.max()) * of_day if hardware.disk else 0.0
+    mean = float(outcome.totals[WRITTEN_NEAR]) * of_day / hardware.nodes
+    allowed = hardware.dwpd * hardware.disk
     life = allowed * _WARRANTY_YEARS / worst if worst and allowed else None
     return {
         "disk_bytes_per_day": mean,
         "disk_bytes_per_day_worst_node": worst,
-        "disk_writes_per_day": worst / asked.disk if asked.disk else 0.0,
+        "disk_writes_per_day": worst / hardware.disk if hardware.disk else 0.0,
         "allowed_bytes_per_day": allowed,
         "years_until_worn_out": life,
         "pool_bytes_per_day": float(outcome.totals[WRITTEN_POOL]) * of_day,
     }
 
 
-def _network(outcome: Outcome, trace: Trace, block_bytes: int) -> dict[str, float]:
+def _network(outcome: Outcome, trace: Trace, hardware: Hardware, block_bytes: int) -> dict[str, float]:
     """Bytes per second of all nodes together; the peak is that of the busiest minute."""
     minutes = (trace.times // 60).astype(np.int64)
     seconds = max(trace.seconds, 1.0)
@@ -173,21 +187,37 @@ def _network(outcome: Outcome, trace: Trace, block_bytes: int) -> dict[str, floa
 
 def _prefill(asked: Asked, tokens: dict[str, int], per_hour: float) -> dict[str, Any] | None:
     """Seconds of prefill that hits save in an hour, less the time to read them where that is known."""
-    if not (rate := asked.prefill_rate):
+    if asked.rate is None:
         return None
-    size = asked.model.token_bytes
+    rate, size, hardware = asked.rate.tokens_per_second, asked.model.token_bytes, asked.hardware
     saved = (tokens["disk"] + tokens["pool"]) / rate * per_hour
     reading = 0.0
-    for name, speed in (("disk", asked.disk_speed), ("pool", asked.pool_speed)):
+    for name, speed in (("disk", hardware.disk_speed), ("pool", hardware.pool_speed)):
         reading += tokens[name] * size / speed * per_hour if speed else 0.0
     return {
         "tokens_per_second": rate,
-        "source": asked.rate_source,
+        "source": asked.rate.source,
         "computed_seconds_per_hour": tokens["computed"] / rate * per_hour,
         "saved_seconds_per_hour": saved,
         "reading_seconds_per_hour": reading,
         "break_even_bytes_per_second": rate * size,
     }
+
+
+def _money(hardware: Hardware, prefill: dict[str, Any] | None, life: float | None) -> dict[str, Any] | None:
+    """By the year. Disks that are worn out after ``life`` years are bought again then."""
+    terabyte = 1e12
+    disks = hardware.nodes * hardware.disk / terabyte * hardware.price_disk_tb
+    disks /= hardware.years if life is None else min(hardware.years, life)
+    pool = hardware.pool / terabyte * hardware.price_pool_tb / hardware.years
+    if not (disks or pool or hardware.price_node_hour):
+        return None
+    saved = 0.0
+    if prefill is not None:
+        hours = (prefill["saved_seconds_per_hour"] - prefill["reading_seconds_per_hour"]) / _HOUR
+        saved = max(0.0, hours) * hardware.busy_hours * 365.25 * hardware.price_node_hour
+    net = saved - disks - pool
+    return {"disks_per_year": disks, "pool_per_year": pool, "saved_per_year": saved, "net_per_year": net}
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -238,6 +268,7 @@ def page_of(plan: Mapping[str, Any], launch: Sequence[str], yaml: str) -> Iterat
     yield from _wear(plan["writes"], fleet)
     yield from _load(plan["pool_network"], fleet)
     yield from _saved(plan["prefill"])
+    yield from _prices(plan["money"])
     yield ""
     yield "The configuration (hicache.yaml), and how SGLang is launched with it"
     yield from (f"  {line}" for line in yaml.rstrip().splitlines())
@@ -250,7 +281,7 @@ def _bar(share: float) -> str:
 
 
 def _size(size: float) -> str:
-    """Bytes for people to read, in the decimal units in which disks and their endurance are given."""
+    """Bytes for people to read, in the decimal units in which disks, their endurance and their prices are given."""
     power = max((power for power in range(1, 6) if size >= 1000**power), default=0)
     return f"{size / 1000**power:.4g} {('bytes', 'kB', 'MB', 'GB', 'TB', 'PB')[power]}"
 
@@ -289,6 +320,13 @@ def _saved(prefill: Mapping[str, Any] | None) -> Iterator[str]:
     computed = prefill["computed_seconds_per_hour"]
     yield f"  {saved:,.0f} s of prefill saved in an hour{less}; {computed:,.0f} s are computed"
     yield f"  reading pays above {_size(prefill['break_even_bytes_per_second'])}/s"
+
+
+def _prices(money: Mapping[str, float] | None) -> Iterator[str]:
+    if money is None:
+        return
+    yield f"A year: disks {money['disks_per_year']:,.0f}, pool {money['pool_per_year']:,.0f},"
+    yield f"  GPU time saved {money['saved_per_year']:,.0f}: {money['net_per_year']:+,.0f}"
 
 
 def pool_nodes(size: int) -> int:

@@ -105,7 +105,8 @@ RUNS: dict[str, list[tuple[str, int]]] = {
     "reload": [("hicache.yaml", 0), ("--check hicache.yaml", 0)],
     "plan": [
         (
-            "--workload rate=1,span=10m --token-bytes 1KiB --nodes 2 --disk 1GB --pool 1GB --dwpd 1 --prefill-rate 100",
+            "--workload rate=1,span=10m --token-bytes 1KiB --nodes 2 --disk 1GB --pool 1GB --dwpd 1 --prefill-rate 100"
+            " --price-disk 1",
             0,
         ),
         ("--workload rate=1,span=10m --token-bytes 1KiB", 0),

@@ -16,6 +16,7 @@ from hicache_ext.config import load_config
 from hicache_ext.plan.traces import Chat, generate, parse_workload
 from tests.plan.test_models import LLAMA_8B
 
+TB = 10**12
 CLUSTER = ["redis://pool-0:6379", "redis://pool-1:6379", "redis://pool-2:6379"]
 """Some of its nodes: the others are found."""
 
@@ -48,7 +49,8 @@ BLOCK = 512 * 131_072
 def test_figures_of_a_disk_are_those_of_a_calculation_by_hand(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = plan(
         capsys,
-        f"trace.jsonl --model . --disk {8 * BLOCK} --dwpd 1 --prefill-rate 1024 --disk-speed {BLOCK}",
+        f"trace.jsonl --model . --disk {8 * BLOCK} --dwpd 1 --prefill-rate 1024 --disk-speed {BLOCK}"
+        " --price-node-hour 3600 --price-disk 1000000 --years 1",
     )
     assert made["model"]["page_bytes"] == 64 * 131_072
     assert made["fleet"]["tokens"] == {"disk": 2048, "pool": 0, "computed": 4096}
@@ -62,17 +64,20 @@ def test_figures_of_a_disk_are_those_of_a_calculation_by_hand(files: Path, capsy
     assert prefill["saved_seconds_per_hour"] == pytest.approx(2) and prefill["source"] == "as given"
     assert prefill["reading_seconds_per_hour"] == pytest.approx(4)
     assert prefill["break_even_bytes_per_second"] == pytest.approx(1024 * 131_072)
+    money = made["money"]
+    assert money["saved_per_year"] == 0, "reading takes longer than computing"
+    assert money["disks_per_year"] == pytest.approx(8 * BLOCK / TB * 1_000_000 * 24 / 5), "bought again when worn out"
 
 
 def test_a_pool_takes_what_nodes_write_and_its_network_is_counted(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = plan(capsys, f"trace.jsonl --model . --nodes 2 --pool {8 * BLOCK} --prefill-rate 1024")
+    made = plan(capsys, f"trace.jsonl --model . --nodes 2 --pool {8 * BLOCK} --prefill-rate 1024 --price-node-hour 1")
     network = made["pool_network"]
     assert network["read_bytes_per_second"] == pytest.approx(4 * BLOCK / 3600)
     assert network["written_bytes_per_second_peak_minute"] == pytest.approx(4 * BLOCK / 60)
     assert made["writes"]["pool_bytes_per_day"] == pytest.approx(8 * BLOCK * 24)
-    assert made["prefill"]["saved_seconds_per_hour"] == pytest.approx(2)
+    assert made["money"]["saved_per_year"] == pytest.approx(2 / 3600 * 24 * 365.25)
 
 
 def test_the_configuration_that_follows_is_one_that_loads(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,6 +133,17 @@ def test_what_does_not_fit_is_said(files: Path, capsys: pytest.CaptureFixture[st
     )
 
 
+def test_disks_that_wear_out_before_they_are_written_off_are_paid_again(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"trace.jsonl --model . --disk {8 * BLOCK} --price-disk 1000000 --years 3"
+    once = plan(capsys, words)["money"]["disks_per_year"]
+    made = plan(capsys, words + " --dwpd 0.001")
+    life = made["writes"]["years_until_worn_out"]
+    assert life < 3
+    assert made["money"]["disks_per_year"] == pytest.approx(once * 3 / life)
+
+
 def test_without_the_native_core_a_sentence_says_what_to_do(
     files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +156,7 @@ def test_without_the_native_core_a_sentence_says_what_to_do(
 
 
 def test_the_page_has_everything_and_fits(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "trace.jsonl --model . --disk 1TB --pool 2TB --gpu h100 --dwpd 1"
+    words = "trace.jsonl --model . --disk 1TB --pool 2TB --gpu h100 --dwpd 1 --price-node-hour 2 --price-disk 90"
     assert main(["plan", *words.split()]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 70 and max(map(len, lines)) <= 130
@@ -152,6 +168,7 @@ def test_the_page_has_everything_and_fits(files: Path, capsys: pytest.CaptureFix
         "worn out after",
         "/s read",
         "saved in an hour",
+        "A year:",
     ):
         assert word in text
     assert "data sheet" in text and "capacity: 1TB" in text
