@@ -249,8 +249,7 @@ FORMER = {
     ),
     "test_a_timer_that_compiled_code_set_is_not_taken_for_ones_own": "Python sets its timeout before each operation",
     "test_compiled_and_in_python_are_the_same": "-> test_the_core_does_what_python_does",
-    "test_compiled_code_and_numpy_give_equal_bytes": "-> test_the_core_and_numpy_make_equal_planes_at_any_address",
-    "test_the_core_and_numpy_give_equal_bytes": "-> test_the_core_and_numpy_make_equal_planes_at_any_address",
+    "test_compiled_code_and_numpy_give_equal_bytes": "-> test_the_core_and_numpy_give_equal_bytes",
     "test_compiled_code_and_numpy_make_equal_planes": ("-> test_the_core_and_numpy_make_equal_planes_at_any_address"),
     "test_ghosts_that_wrap_around_their_ring_are_those_of_the_tiers_policy": (
         "-> test_ghosts_that_are_forgotten_are_those_of_the_tiers_policy"

@@ -19,7 +19,7 @@ StorePolicy = Literal["sync", "async"]
 POLICIES_ALLOWED = "a mapping of tier names to sync or async, such as {pool: async}"
 
 _BufferSize = Annotated[
-    int, Allowed("a size such as 256MiB, at least 1MiB, or 0 for none", size(1 << 20, or_none=True))
+    int, Allowed("a size such as 256MiB, at least 1MiB, or 0 for none", size(1 << 20, NO_LIMIT, or_none=True))
 ]
 _Duration = Annotated[float, Allowed("a duration from 10ms to 1h, such as 5s", duration(0.01, 3600))]
 
@@ -80,7 +80,9 @@ class KernelsConfig(ConfigModel):
 class LinkerConfig(ConfigModel):
     """``linker``: only where SGLang moves pages through its external linker, without a host cache; per rank."""
 
-    staging: Annotated[int, Allowed("a size such as 2GiB, at least 1MiB", size(1 << 20))] = 2 * 1024 * 1024 * 1024
+    staging: Annotated[int, Allowed("a size such as 2GiB, at least 1MiB", size(1 << 20, NO_LIMIT))] = (
+        2 * 1024 * 1024 * 1024
+    )
     """bytes of page-locked host memory through which pages pass, half of it for each direction"""
     load_timeout: _Duration = 5.0
     """how long a request waits in the queue for its stored pages; then it is computed"""
@@ -171,7 +173,7 @@ class TracingConfig(ConfigModel):
 
 
 # Not in the class: its field has the name of the parser.
-_RecordingsSize = Annotated[int, Allowed("a size of 1MiB or more, such as 256MiB", size(1 << 20))]
+_RecordingsSize = Annotated[int, Allowed("a size of 1MiB or more, such as 256MiB", size(1 << 20, NO_LIMIT))]
 
 
 class RecordConfig(ConfigModel):

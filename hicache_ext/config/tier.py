@@ -188,11 +188,6 @@ class TierConfig(ConfigModel):
             need("zstandard")
         except MissingPackageError as error:
             raise ConfigError(key, str(error)) from None
-        from hicache_ext import native
-
-        if (why := native.why_not()) is not None:
-            problem = f"a codec needs the native core, and that is not there: {why}"
-            raise ConfigError(key, problem, f"off, or {native.REMEDY}")
         from hicache_ext.page.transforms.lossless import LosslessCodec
         from hicache_ext.page.transforms.paying import PayingCodec
 

@@ -208,8 +208,8 @@ def number(least: float, most: float) -> Parser[float]:
     return parse
 
 
-def size(least: int, *, or_none: bool = False, units: str = "") -> Parser[int]:
-    """Bytes from ``least`` on, written as a whole number or with a unit; with ``or_none`` also 0.
+def size(least: int, most: float, *, or_none: bool = False, units: str = "") -> Parser[int]:
+    """Bytes from ``least`` to ``most``, written as a whole number or with a unit; with ``or_none`` also 0.
 
     ``units`` takes the place of ``allowed`` where the unit is what is wrong.
     """
@@ -223,6 +223,8 @@ def size(least: int, *, or_none: bool = False, units: str = "") -> Parser[int]:
             raise ConfigError("", error.problem, units if units and "unit" in error.problem else "") from None
         if number < least and not (or_none and number == 0):
             raise ConfigError("", f"{shown(value)} is less than {format_size(least)}", "")
+        if number > most:
+            raise ConfigError("", f"{shown(value)} is more than {format_size(int(most))}", "")
         return number
 
     return parse

@@ -1,4 +1,4 @@
-"""Numbers taken apart into planes by the native core, which is compared with numpy."""
+"""Numbers taken apart into planes: by the native core and with numpy."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_ext import native
+from hicache_ext.page.transforms import in_numpy
 from hicache_ext.page.transforms.numbers import SPLITS, Split
-from tests.page import in_numpy
 
 
 def at_address(content: np.ndarray, start: int) -> np.ndarray:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from hicache_ext import native
 from hicache_ext.native import address
+from hicache_ext.page.transforms import in_numpy
 from hicache_ext.page.transforms.numbers import KINDS, Code, Rows, _Quantise, _Restore
-from tests.page import in_numpy
 from tests.page.test_planes import at_address
 
 LENGTH = 64

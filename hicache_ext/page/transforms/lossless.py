@@ -23,7 +23,8 @@ import numpy as np
 
 from hicache_ext.errors import FormatError
 from hicache_ext.packages import missing_package
-from hicache_ext.page.transforms.numbers import SPLITS, Bytes, Split
+from hicache_ext.page.transforms.in_numpy import Bytes
+from hicache_ext.page.transforms.numbers import SPLITS, Split
 
 _HEAD = struct.Struct("<BBHI")
 _VERSION = 1

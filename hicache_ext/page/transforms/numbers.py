@@ -1,4 +1,4 @@
-"""The numbers of a page, taken apart by the native core (planes.c) without the GIL: what a codec needs.
+"""The numbers of a page, taken apart by the native core (planes.c) without the GIL, or by numpy: what a codec needs.
 
 *Planes* (``Split``): bits that repeat, which an entropy coder makes fewer, and bits that do not. Numbers are
 little-endian. ``top`` of 16 and 32 bits is the exponent of a float with 8 bits of it: the sign goes from the highest
@@ -16,14 +16,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from hicache_ext import native
 from hicache_ext.native import address, words
-
-Bytes = npt.NDArray[np.uint8]
-Words = npt.NDArray[np.uint16]
+from hicache_ext.page.transforms import in_numpy
+from hicache_ext.page.transforms.in_numpy import Bytes, Words
 
 
 class _SplitPage(native.Arguments):
@@ -52,12 +48,18 @@ class Split:
     def split(self, page: Bytes, top: Bytes, rest: Bytes) -> None:
         """Fill ``top`` and ``rest``."""
         self._check(page, top, rest)
-        native.needed()(_SplitPage(address(page), address(top), address(rest), self.bits, top.size))
+        if core := native.core():
+            core(_SplitPage(address(page), address(top), address(rest), self.bits, top.size))
+        else:
+            in_numpy.split(self, page, top, rest)
 
     def join(self, top: Bytes, rest: Bytes, page: Bytes) -> None:
         """Fill ``page``."""
         self._check(page, top, rest)
-        native.needed()(_JoinPlanes(address(top), address(rest), address(page), self.bits, top.size))
+        if core := native.core():
+            core(_JoinPlanes(address(top), address(rest), address(page), self.bits, top.size))
+        else:
+            in_numpy.join(self, top, rest, page)
 
     def _check(self, page: Bytes, top: Bytes, rest: Bytes) -> None:
         """The core does not look where arrays end. Raises ValueError: a programming error."""
@@ -109,16 +111,21 @@ class Rows:
     def quantise(self, page: Words, scales: Words, codes: Bytes) -> bool:
         """Fill ``scales`` and ``codes``. False where the page has a number of 2**100 or more, an infinity or a NaN."""
         self._check(page, scales, codes)
+        if (core := native.core()) is None:
+            return in_numpy.quantise(self, page, scales, codes)
         how = KINDS[self.dtype], self.code is Code.FP8, self.length, len(scales)
-        return bool(native.needed()(_Quantise(address(page), *how, address(scales), address(codes))))
+        return bool(core(_Quantise(address(page), *how, address(scales), address(codes))))
 
     def restore(self, scales: Words, codes: Bytes, page: Words) -> bool:
         """Fill ``page``. False where these are no scales."""
         self._check(page, scales, codes)
         if scales.size and int(scales.max()) >= _LARGEST_SCALE:
             return False
-        how = KINDS[self.dtype], self.code is Code.FP8, self.length, len(scales)
-        native.needed()(_Restore(address(scales), address(codes), *how, address(page)))
+        if core := native.core():
+            how = KINDS[self.dtype], self.code is Code.FP8, self.length, len(scales)
+            core(_Restore(address(scales), address(codes), *how, address(page)))
+        else:
+            in_numpy.restore(self, scales, codes, page)
         return True
 
     def _check(self, page: Words, scales: Words, codes: Bytes) -> None:

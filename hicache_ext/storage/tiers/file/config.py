@@ -95,7 +95,7 @@ class FileTierConfig(TierConfig):
     """directories of this tier alone; pages are spread over them"""
     capacity: Annotated[
         int | None,
-        Allowed(_CAPACITY_ALLOWED, or_word("unlimited", None, size(SMALLEST_CAPACITY, units=_SIZES_ALLOWED))),
+        Allowed(_CAPACITY_ALLOWED, or_word("unlimited", None, size(SMALLEST_CAPACITY, NO_LIMIT, units=_SIZES_ALLOWED))),
     ]
     """of the whole tier: all paths, ranks and processes together; or unlimited"""
     layout: Literal["auto", "pages", "slab"] = "auto"

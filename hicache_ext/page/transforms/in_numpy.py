@@ -1,14 +1,16 @@
-"""What planes.c makes of numbers, in numpy: what the native core is compared with, and why it is so."""
+"""What numbers.py takes apart where the native core was not built: the same bytes, in numpy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.page.transforms.numbers import Bytes, Rows, Split, Words
-
+Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint16]
 Floats = npt.NDArray[np.float32]
 Move = Callable[[Bytes, Bytes, Bytes], None]
 
@@ -25,14 +27,49 @@ _NORMAL_8 = np.uint32(0x3C800000)
 """2**-6, the smallest normal number of fp8."""
 _STEPS_8 = np.float32(2.0**9)
 """Of smaller ones, in 1."""
+_PIECE = 64 << 10
+_NUMBERS = 16 << 10
 
 
-def split(how: Split, page: Bytes, top: Bytes, rest: Bytes) -> None:
-    _SPLIT[how.bits](page, top, rest)
+class Planes(Protocol):
+    """``numbers.Split``."""
+
+    @property
+    def bits(self) -> int: ...
+
+    def planes(self, page: int) -> tuple[int, int]: ...
 
 
-def join(how: Split, top: Bytes, rest: Bytes, page: Bytes) -> None:
-    _JOIN[how.bits](top, rest, page)
+class Numbers(Protocol):
+    """``numbers.Rows``."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def code(self) -> enum.Enum: ...
+
+    @property
+    def words(self) -> int: ...
+
+
+def split(how: Planes, page: Bytes, top: Bytes, rest: Bytes) -> None:
+    for pieces in _pieces(how, page, top, rest):
+        _SPLIT[how.bits](*pieces)
+
+
+def join(how: Planes, top: Bytes, rest: Bytes, page: Bytes) -> None:
+    for piece, of_top, of_rest in _pieces(how, page, top, rest):
+        _JOIN[how.bits](of_top, of_rest, piece)
+
+
+def _pieces(how: Planes, page: Bytes, top: Bytes, rest: Bytes) -> Iterator[tuple[Bytes, Bytes, Bytes]]:
+    of_top, of_rest = how.planes(_PIECE)
+    for piece in range(-(-page.size // _PIECE)):
+        yield page[piece * _PIECE :][:_PIECE], top[piece * of_top :][:of_top], rest[piece * of_rest :][:of_rest]
 
 
 def _split_16(page: Bytes, top: Bytes, rest: Bytes) -> None:
@@ -93,27 +130,40 @@ _SPLIT: Mapping[int, Move] = {8: _split_8, 16: _split_16, 32: _split_32}
 _JOIN: Mapping[int, Move] = {8: _join_8, 16: _join_16, 32: _join_32}
 
 
-def quantise(how: Rows, page: Words, scales: Words, codes: Bytes) -> bool:
+def quantise(how: Numbers, page: Words, scales: Words, codes: Bytes) -> bool:
     largest = np.float32(448.0 if how.code.value == "fp8" else 127.0)
-    bits = _WIDEN[how.dtype](page).reshape(-1, how.length)
-    top = (bits & _MAGNITUDE).max(axis=1)
-    if (top >= _TOO_LARGE).any():
-        return False
-    some = top >= _TOO_SMALL
-    scale = (np.where(some, top, np.uint32(0x3F800000)).view(np.float32) / largest).view(np.uint32)
-    scale = (scale + np.uint32(0xFFFF)) >> np.uint32(16)
-    np.copyto(scales, np.where(some, scale, np.uint32(0)), casting="unsafe")
-    inverse = np.float32(1.0) / (scale << np.uint32(16)).view(np.float32)
-    made = _ENCODE[how.code.value](bits, inverse[:, None])
-    made[~some] = 0
-    np.copyto(codes, made.reshape(-1), casting="unsafe")
+    for of_page, of_scales, of_codes in _pieces_of_rows(how, page, scales, codes):
+        bits = _WIDEN[how.dtype](of_page).reshape(-1, how.length)
+        top = (bits & _MAGNITUDE).max(axis=1)
+        if (top >= _TOO_LARGE).any():
+            return False
+        some = top >= _TOO_SMALL
+        scale = (np.where(some, top, np.uint32(0x3F800000)).view(np.float32) / largest).view(np.uint32)
+        scale = (scale + np.uint32(0xFFFF)) >> np.uint32(16)
+        np.copyto(of_scales, np.where(some, scale, np.uint32(0)), casting="unsafe")
+        inverse = np.float32(1.0) / (scale << np.uint32(16)).view(np.float32)
+        made = _ENCODE[how.code.value](bits, inverse[:, None])
+        made[~some] = 0
+        np.copyto(of_codes, made.reshape(-1), casting="unsafe")
     return True
 
 
-def restore(how: Rows, scales: Words, codes: Bytes, page: Words) -> None:
-    scale = (scales.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    numbers = _DECODE[how.code.value](codes.reshape(-1, how.length), scale[:, None])
-    _NARROW[how.dtype](numbers.reshape(-1), page)
+def restore(how: Numbers, scales: Words, codes: Bytes, page: Words) -> None:
+    for of_page, of_scales, of_codes in _pieces_of_rows(how, page, scales, codes):
+        scale = (of_scales.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        numbers = _DECODE[how.code.value](of_codes.reshape(-1, how.length), scale[:, None])
+        _NARROW[how.dtype](numbers.reshape(-1), of_page)
+
+
+def _pieces_of_rows(how: Numbers, page: Words, scales: Words, codes: Bytes) -> Iterator[tuple[Words, Words, Bytes]]:
+    rows = max(1, _NUMBERS // how.length)
+    numbers = rows * how.length
+    for piece in range(-(-len(scales) // rows)):
+        yield (
+            page[piece * numbers * how.words :][: numbers * how.words],
+            scales[piece * rows :][:rows],
+            codes[piece * numbers :][:numbers],
+        )
 
 
 Bits = npt.NDArray[np.uint32]
