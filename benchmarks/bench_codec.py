@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from hicache_ext.page.transforms.codec import LOSSY_CODECS
 from hicache_ext.page.transforms.lossless import LosslessCodec
-from hicache_ext.page.transforms.lossy import LOSSY_MODEL, LossyCodec
+from hicache_ext.page.transforms.lossy import LossyCodec, lossy_fact
 from hicache_ext.page.transforms.numbers import Code
 
 DTYPES = {
@@ -61,7 +62,7 @@ def row(name: str, dtype: str, head: int, contents: Sequence[bytes]) -> str:
     size = len(contents[0])
     pool = {"dtype": dtype, "kind": "MHATokenToKVPoolHost", "geometry": {"head_dim": str(head)}}
     codec = (LosslessCodec() if name == "lossless" else LossyCodec(Code(name))).for_pages(
-        {"model": LOSSY_MODEL, "pool": pool}, size
+        {"model": {"compute": lossy_fact("", LOSSY_CODECS)}, "pool": pool}, size
     )
     assert codec is not None
     memory, page = memoryview(bytearray(codec.rooms[-1])), memoryview(bytearray(size))

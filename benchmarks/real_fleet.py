@@ -72,7 +72,7 @@ def replay(trace: Trace, fleet: Fleet, stores: list[ReloadableStore], page_bytes
     nodes = routed(trace, fleet.nodes, fleet.router)
     content = np.random.default_rng(1).integers(0, 256, page_bytes, np.uint8).tobytes()
     memory = [bytearray(page_bytes) for _ in range(_PORTION)]
-    for number, chain in enumerate(trace.requests()):
+    for number, chain in enumerate(trace.chains()):
         store = stores[nodes[number]]
         names = [keys[block] for block in chain]
         before = _used(store)

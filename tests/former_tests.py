@@ -445,6 +445,13 @@ FORMER = {
         ),
         "hicache-ext codec-check is gone: prove asks the real server, with the codec and without (docs/codecs.md)",
     ),
+    "test_latencies_fall_into_the_buckets_of_their_bounds": (
+        "-> test_latencies_go_out_as_they_are_measured_in_the_buckets_of_their_bounds"
+    ),
+    "test_latencies_go_out_as_they_are_measured": (
+        "-> test_latencies_go_out_as_they_are_measured_in_the_buckets_of_their_bounds"
+    ),
+    "test_disks_that_wear_out_before_they_are_written_off_are_paid_again": _OPTION,
     "test_memory_that_the_library_knew_is_registered_again_with_a_new_client": (
         "a pool that is not reached at the start is opened later (late_open.py), with all its memory"
     ),

@@ -134,10 +134,10 @@ def _load(engine: CopyEngine, stack: LayerStack, tokens: tuple[torch.Tensor, tor
     started = time.perf_counter()
     operation = Operation(stack, Direction.LOAD, *tokens)
     assert engine.refusal(operation) is None
-    transfer = engine.begin(operation)
+    submit = engine.begin(operation)
     planned = time.perf_counter()
     for first, last in stack.layers:
-        transfer.submit(first, last)
+        submit(first, last)
     return planned - started, time.perf_counter() - planned
 
 
@@ -145,7 +145,7 @@ def _write_back(engine: CopyEngine, stack: LayerStack, tokens: tuple[torch.Tenso
     started = time.perf_counter()
     operation = Operation(stack, Direction.BACK_UP, *tokens)
     assert engine.refusal(operation) is None
-    engine.begin(operation).submit(0, len(stack.copies))
+    engine.begin(operation)(0, len(stack.copies))
     return time.perf_counter() - started
 
 

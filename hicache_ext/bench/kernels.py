@@ -148,9 +148,9 @@ def _measure_pool(layout: str, io_backend: str, heads: int, page_size: int) -> I
 
 def _by_engine(engine: Any, stack: Any, direction: Direction, host: torch.Tensor, device: torch.Tensor) -> None:
     # A new operation each time: an operation keeps the plan that its first copy makes.
-    transfer = engine.begin(Operation(stack, direction, host, device))
+    submit = engine.begin(Operation(stack, direction, host, device))
     for first, last in [(0, len(stack.copies))] if direction is Direction.BACK_UP else stack.layers:
-        transfer.submit(first, last)
+        submit(first, last)
 
 
 def _sglangs_own(

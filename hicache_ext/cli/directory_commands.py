@@ -283,7 +283,6 @@ class StoredSeals:
 
     def __init__(self, directory: Path, transforms: Transforms | None) -> None:
         self._directory = directory
-        self._transforms = transforms
         self._seal = None if transforms is None else transforms.seal
         self._forms: dict[bytes, Form] = {}
         if transforms is not None and transforms.seal is not None:
@@ -351,12 +350,8 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Bad:
-    key: bytes
-    reason: str
-    copy: bytes | None
-    """Which copy it is (``envelope.page_seal``), where it is whole but for its seal."""
+_Bad = tuple[str, bytes | None]
+"""The reason, and which copy of the page it is (``envelope.page_seal``), where it is whole but for its seal."""
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -385,9 +380,9 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _verify_directory(
     directory: Path, counts: dict[str, int], bad_pages: list[dict[str, str | None]], transforms: Transforms | None
-) -> list[_Bad]:
-    """Look at every page, and add to ``counts`` and ``bad_pages``. Return the bad ones."""
-    bad = []
+) -> dict[bytes, bytes | None]:
+    """Look at every page, and add to ``counts`` and ``bad_pages``. Return the keys of bad ones, with the copy seen."""
+    bad: dict[bytes, bytes | None] = {}
     seals = StoredSeals(directory, transforms)
     with closing(opened(directory)) as inspector, progress("pages read") as told:
         pages = list(inspector.pages())
@@ -400,12 +395,12 @@ def _verify_directory(
                 counts["not_looked_at"] += 1
                 print(f"not looked at ({error.strerror}): page {name}", file=sys.stderr)
                 continue
-            if isinstance(seen, _Bad):
-                bad.append(seen)
+            if not isinstance(seen, str):
+                reason, bad[page.key] = seen
                 model = (load_document(directory, page.identity) or {}).get("model", {}).get("id")
-                known = {"hash": name, "identity": page.identity.hex(), "model": model, "reason": seen.reason}
+                known = {"hash": name, "identity": page.identity.hex(), "model": model, "reason": reason}
                 bad_pages.append(known)
-                print(f"bad ({seen.reason}): page {name} of {shown_text(model or 'unknown')}")
+                print(f"bad ({reason}): page {name} of {shown_text(model or 'unknown')}")
                 continue
             counts[seen] += 1
             counts["good"] += seen == "seals_not_checked"
@@ -414,7 +409,7 @@ def _verify_directory(
 
 def _look_at(inspector: Inspector, page: StoredPage, seals: StoredSeals) -> str | _Bad:
     """Return as what a page is counted, or what is bad. Raises OSError where that is not known."""
-    bad = None
+    bad: _Bad | None = None
     # Twice: a server may have written there during the first read.
     for _ in range(2):
         content = inspector.read(page)
@@ -422,22 +417,22 @@ def _look_at(inspector: Inspector, page: StoredPage, seals: StoredSeals) -> str 
             return "evicted"
         reason = reason_it_is_bad(page, content)
         if reason is not None:
-            bad = _Bad(page.key, reason, None)
+            bad = reason, None
             continue
         header = envelope.decode_header(content)
         payload = memoryview(content)[header.header_length :]
         try:
             return seals.kind(page.key, payload)
         except FormatError as error:
-            bad = _Bad(page.key, error.reason, envelope.page_seal(page.key, payload.nbytes, [payload]))
+            bad = error.reason, envelope.page_seal(page.key, payload.nbytes, [payload])
     assert bad is not None
     return bad
 
 
-def _remove(editor: Editor, bad: list[_Bad]) -> int:
+def _remove(editor: Editor, bad: Mapping[bytes, bytes | None]) -> int:
     """How many were there. Of whole pages that copy alone which was seen."""
-    removed = editor.remove_copies({page.key: page.copy for page in bad if page.copy is not None})
-    others = [page.key for page in bad if page.copy is None]
+    removed = editor.remove_copies({key: copy for key, copy in bad.items() if copy is not None})
+    others = [key for key, copy in bad.items() if copy is None]
     for first in range(0, len(others), _REMOVE_BATCH):
         removed += editor.remove(others[first : first + _REMOVE_BATCH])
     return removed

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from hicache_ext import __version__
 from hicache_ext.errors import ConfigError, HicacheExtError, MissingPackageError
 from hicache_ext.packages import package_behind
-from hicache_ext.runtime.commands import progress_on_standard_error, standard_output_of
+from hicache_ext.runtime.commands import standard_output_of
 from hicache_ext.runtime.shown import shown_text
 
 COMMANDS = {
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         parsed = make_parser(*words[:1]).parse_args(words)
-        with progress_on_standard_error(), standard_output_of(parsed):
+        with standard_output_of(parsed):
             code: int = parsed.run(parsed)
         return code
 

@@ -276,13 +276,9 @@ def _scores(answer: Generation) -> list[tuple[int, float]]:
     return [(int(entry[1]), float(entry[0])) for entry in entries if entry[0] is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One that is asked, and what its request says besides; one with ``messages`` has no tokens here: the chat route
-    makes them."""
-
-    tokens: tuple[int, ...]
-    body: Mapping[str, Any] = field(default_factory=dict)
+Prompt = tuple[tuple[int, ...], Mapping[str, Any]]
+"""One that is asked, and what its request says besides; one with ``messages`` has no tokens here: the chat route makes
+them."""
 
 
 @dataclass(slots=True)
@@ -394,18 +390,19 @@ def prove(
     # Each prompt has a name of its own, so that they do not share what is restored; the adapter's is that of the same
     # prompt without it.
     names = {tokens: {"extra_key": f"{salt}-{at}"} for at, tokens in enumerate(prompts)}
-    groups = [(f"{len(tokens):,} tokens", [Prompt(tokens, names[tokens])]) for tokens in prompts]
+    groups: list[tuple[str, list[Prompt]]]
+    groups = [(f"{len(tokens):,} tokens", [(tokens, names[tokens])]) for tokens in prompts]
     fit = max(1, min(AT_ONCE, source.longest(1) // (len(middle) + ANSWER)))
-    alone = [Prompt(source.prompt(len(middle)), {"extra_key": f"{salt}-at-once-{at}"}) for at in range(fit)]
+    alone: list[Prompt] = [(source.prompt(len(middle)), {"extra_key": f"{salt}-at-once-{at}"}) for at in range(fit)]
     groups.append((f"{fit} at once", alone))
     for adapter in (info.get("lora_paths") or ())[:1]:
         name = adapter.get("lora_name") if isinstance(adapter, dict) else adapter
-        groups.append((f"adapter {name}", [Prompt(middle, {**names[middle], "lora_path": str(name)})]))
+        groups.append((f"adapter {name}", [(middle, {**names[middle], "lora_path": str(name)})]))
     if json.loads(server.get("/model_info")).get("has_image_understanding"):
         about = source.about_an_image()
         try:
             server.chat(about, ANSWER, extra_key=f"{salt}-warm", timeout=_START_TIMEOUT)
-            groups.append(("an image", [Prompt((), {"messages": about, "extra_key": f"{salt}-image"})]))
+            groups.append(("an image", [((), {"messages": about, "extra_key": f"{salt}-image"})]))
         except (ServerError, OSError, http.client.HTTPException) as error:
             proof.facts["not_tried"] = f"prompts with images ({shown_text(str(error).partition(chr(10))[0])})"
     server.generate(source.prompt(min(len(tokens) for tokens in prompts)), 2, extra_key=f"{salt}-warm")
@@ -415,7 +412,7 @@ def prove(
     try:
         asked.reads()
         for name, group in groups:
-            case = Case(name, len(group[0].tokens))
+            case = Case(name, len(group[0][0]))
             answers.append((case, group, asked.compute(case, group)))
             proof.cases.append(case)
             asked.restore(*answers[-1])
@@ -570,16 +567,16 @@ class _Asked:
 
     def ask(self, prompts: Sequence[Prompt], suffix: str) -> list[Generation]:
         def ask(prompt: Prompt) -> Generation:
-            body = dict(prompt.body)
+            tokens, body = prompt[0], dict(prompt[1])
             key = f"{body.pop('extra_key', self.salt)}{suffix}"
             if "messages" in body:
                 return self.server.chat(max_new_tokens=ANSWER, extra_key=key, timeout=900, **body)
             return self.server.generate(
-                prompt.tokens,
+                tokens,
                 ANSWER,
                 sampling={"ignore_eos": True},
                 return_logprob=True,
-                logprob_start_len=len(prompt.tokens) - TAIL,
+                logprob_start_len=len(tokens) - TAIL,
                 extra_key=key,
                 timeout=900,
                 **body,
@@ -633,7 +630,7 @@ def watch(server: SglangClient, share: float, *, say: Callable[[str], None]) -> 
 def _looked_at(server: SglangClient, page: int, tokens: tuple[int, ...]) -> Case | None:
     """Return the comparison of one prompt; None where it did not come from storage."""
     asked = _Asked(server, "hicache-ext-canary", page)
-    answers = asked.ask([Prompt(tokens)], "")
+    answers = asked.ask([(tokens, {})], "")
     if answers[0].cached.storage < (len(tokens) - TAIL) // page * page:
         return None
     case = Case(f"{len(tokens):,} tokens", len(tokens), restored_tokens=answers[0].cached.storage)
@@ -641,14 +638,14 @@ def _looked_at(server: SglangClient, page: int, tokens: tuple[int, ...]) -> Case
     known: list[Generation] = []
     for _ in range(3):
         _wait_until_idle(server)
-        fresh = Prompt(tokens, {"extra_key": f"hicache-ext-canary-{random.SystemRandom().getrandbits(64):x}"})
+        fresh = tokens, {"extra_key": f"hicache-ext-canary-{random.SystemRandom().getrandbits(64):x}"}
         known += [answer for (answer,) in asked.compute(case, [fresh])]
         pairs = itertools.product(known, answers)
         case.restored = min((difference(one, other) for one, other in pairs), key=lambda apart: apart.worst)
         if case.verdict != DIFFERENT:
             break
         # Others may have asked meanwhile, in one batch with these. What was restored is in device memory now.
-        answers += asked.ask([Prompt(tokens)], "")
+        answers += asked.ask([(tokens, {})], "")
     return case
 
 

@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 from hicache_ext.config.load import Source, check_document, load_config, load_document, read_document
-from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, ModelConfig, Role, RoleConfig, ServerRole
+from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, ModelConfig, RoleConfig, ServerRole
 from hicache_ext.config.secrets import Secret
 from hicache_ext.config.sections import KernelsConfig
 from hicache_ext.config.tier import RemoteTierConfig, TierConfig, tier_types
 from hicache_ext.config.values import (
-    expand_templates,
     format_duration,
     format_size,
     parse_duration,
@@ -27,14 +26,12 @@ __all__ = [
     "KernelsConfig",
     "ModelConfig",
     "RemoteTierConfig",
-    "Role",
     "RoleConfig",
     "Secret",
     "ServerRole",
     "Source",
     "TierConfig",
     "check_document",
-    "expand_templates",
     "format_duration",
     "format_size",
     "load_config",

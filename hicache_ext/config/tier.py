@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -62,13 +62,6 @@ class Sharing:
 
     def __str__(self) -> str:
         return f"{'shared' if self.shared else 'private'} ({self.reason})"
-
-
-def sharing_of_directories(paths: Sequence[str]) -> Sharing:
-    """Of a tier whose pages may be in any of these directories: all of them must be shared. Asks no server."""
-    found = [file_system_of(Path(path)) for path in paths]
-    decisive = next((one for one in found if not one.shared), found[0])
-    return Sharing(decisive.shared, decisive.reason)
 
 
 READ_TIMEOUT = 1.0
@@ -167,9 +160,11 @@ class TierConfig(ConfigModel):
         return self.lists_pages and (self.seal is None or self.seal.mode != "encrypt")
 
     def sharing(self) -> Sharing:
-        """Whether other machines have its pages, on this node. Asks no server."""
-        if directories := self.directories():
-            return sharing_of_directories(directories)
+        """Whether other machines have its pages, on this node: of several directories all must be shared. Asks no
+        server."""
+        if found := [file_system_of(Path(path)) for path in self.directories()]:
+            decisive = next((one for one in found if not one.shared), found[0])
+            return Sharing(decisive.shared, decisive.reason)
         return Sharing(self.remote, "reached over the network" if self.remote else "of this machine")
 
     def for_rank(self, tp_rank: int) -> Self:

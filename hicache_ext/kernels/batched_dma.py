@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hicache_ext.errors import CopyError
-from hicache_ext.kernels.engine import Direction, Operation
+from hicache_ext.kernels.engine import Direction, Operation, Submit
 from hicache_ext.kernels.geometry import CopyPlan, split_at_borders
 
 # -- the driver --------------------------------------------------------------------------------------------------------
@@ -122,8 +122,8 @@ class BatchedDmaEngine:
             return "default_stream"
         return "graph_capture" if self._driver.is_capturing() else None
 
-    def begin(self, operation: Operation) -> _BatchedTransfer:
-        return _BatchedTransfer(self._driver, operation)
+    def begin(self, operation: Operation) -> Submit:
+        return _BatchedTransfer(self._driver, operation).submit
 
 
 class _BatchedTransfer:

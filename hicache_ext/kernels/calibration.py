@@ -21,7 +21,7 @@ import torch
 
 from hicache_ext.errors import CalibrationError
 from hicache_ext.kernels.engine import SGLANG, Direction, Operation
-from hicache_ext.runtime.whole_file import json_in
+from hicache_ext.runtime.whole_file import json_in, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -126,9 +126,7 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def calibration_of_machine() -> Calibration | None:
-    """That of this machine's GPU; None without one. What cannot be read is left unused, with a warning."""
-    if not torch.cuda.is_available():
-        return None
+    """That of this machine's GPU, if there is one. What cannot be read is left unused, with a warning."""
     try:
         path = calibration_file(torch.cuda.get_device_name())
         return read_calibration(path) if path.exists() else None
@@ -147,9 +145,7 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
         "date": calibration.date,
         "measurements": [_entry(measurement) for measurement in calibration.measurements],
     }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(document, indent=1) + "\n")
-    temporary.replace(path)
+    write_whole(path, json.dumps(document, indent=1) + "\n")
 
 
 def _entry(measurement: Measurement) -> dict[str, Any]:

@@ -7,6 +7,7 @@ scheduler's, before the forward pass), inside the stream in which the copies sha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from functools import cached_property
 from typing import Protocol
@@ -57,14 +58,10 @@ class Operation:
         return make_plan(self.stack.shape, self.host_indices.cpu().numpy(), self.device_indices.cpu().numpy())
 
 
-class Transfer(Protocol):
-    """One engine's state for one operation. Dropping it is always safe: what is submitted stays valid."""
-
-    def submit(self, first: int, last: int) -> None:
-        """Submit copies ``first`` to ``last - 1`` of the stack to the current stream of the device.
-
-        On return they need only be ordered on that stream. Raises :class:`CopyError` if they could not be submitted.
-        """
+Submit = Callable[[int, int], None]
+"""Submits copies ``first`` to ``last - 1`` of an operation's stack to the current stream of the device. On return they
+need only be ordered on that stream. Raises CopyError if they could not be submitted. Dropping it is always safe: what
+is submitted stays valid."""
 
 
 class CopyEngine(Protocol):
@@ -75,7 +72,7 @@ class CopyEngine(Protocol):
     def refusal(self, operation: Operation) -> str | None:
         """Why this engine cannot serve ``operation`` in the current stream, in a word or two; None if it can."""
 
-    def begin(self, operation: Operation) -> Transfer:
+    def begin(self, operation: Operation) -> Submit:
         """Plan ``operation``; ``refusal`` has answered None for it in the same stream."""
 
 
@@ -99,22 +96,17 @@ class ReferenceEngine:
     def refusal(self, operation: Operation) -> str | None:
         return None
 
-    def begin(self, operation: Operation) -> _ReferenceTransfer:
-        return _ReferenceTransfer(operation)
-
-
-class _ReferenceTransfer:
-    def __init__(self, operation: Operation) -> None:
-        self._operation = operation
-
-    def submit(self, first: int, last: int) -> None:
-        operation = self._operation
+    def begin(self, operation: Operation) -> Submit:
         host, device = operation.host_indices, operation.device_indices
-        for copy in operation.stack.copies[first:last]:
-            if operation.direction is Direction.LOAD:
-                _copy_rows(copy, copy.host, host, copy.device, device)
-            else:
-                _copy_rows(copy, copy.device, device, copy.host, host)
+
+        def submit(first: int, last: int) -> None:
+            for copy in operation.stack.copies[first:last]:
+                if operation.direction is Direction.LOAD:
+                    _copy_rows(copy, copy.host, host, copy.device, device)
+                else:
+                    _copy_rows(copy, copy.device, device, copy.host, host)
+
+        return submit
 
 
 def _copy_rows(

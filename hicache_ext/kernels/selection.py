@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from hicache_ext.config import KernelsConfig
 from hicache_ext.errors import CopyError
-from hicache_ext.kernels.engine import SGLANG, CopyEngine, Operation, ReferenceEngine, Transfer
+from hicache_ext.kernels.engine import SGLANG, CopyEngine, Operation, ReferenceEngine, Submit
 from hicache_ext.runtime.metrics import TierMetrics
 
 if TYPE_CHECKING:
@@ -30,12 +29,8 @@ kernel_metrics = TierMetrics("kernels", prefix="copy_")
 """Operations of this process, keyed ("load", "triton: calibrated"): direction, then engine and why that engine."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """An engine, or None for the caller's own path; ``reason`` is a metric label."""
-
-    engine: CopyEngine | None
-    reason: str
+Choice = tuple[CopyEngine | None, str]
+"""An engine, or None for the caller's own path, and the reason, a metric label."""
 
 
 class Selector:
@@ -62,11 +57,11 @@ class Selector:
 
     def choose(self, operation: Operation) -> Choice:
         """The engine for ``operation``, which will be submitted in the current stream."""
-        choice = self._choice(operation)
-        self.count(operation.direction, choice)
-        return choice
+        engine, reason = self._choice(operation)
+        self.count(operation.direction, engine, reason)
+        return engine, reason
 
-    def failed(self, operation: Operation, engine: CopyEngine, error: CopyError) -> Choice:
+    def failed(self, operation: Operation, engine: CopyEngine, error: CopyError) -> None:
         """Leave the operation to SGLang's own path after ``engine`` failed. One that keeps failing is given up."""
         failures = self._failures[engine.name] = self._failures.get(engine.name, 0) + 1
         if failures == _MOST_FAILURES:
@@ -74,27 +69,25 @@ class Selector:
         logger.warning(
             "copy engine %s failed (%d of %d before it is given up): %s", engine.name, failures, _MOST_FAILURES, error
         )
-        choice = Choice(None, "failed")
-        self.count(operation.direction, choice)
-        return choice
+        self.count(operation.direction, None, "failed")
 
-    def count(self, direction: str, choice: Choice) -> None:
+    def count(self, direction: str, engine: CopyEngine | None, reason: str) -> None:
         """Count one operation; the first of its kind is logged."""
-        name = choice.engine.name if choice.engine else SGLANG
-        self._metrics.add(str(direction), f"{name}: {choice.reason}")
-        if (name, choice.reason) not in self._logged:
-            self._logged.add((name, choice.reason))
-            logger.info("copies between host and device: %s (%s)", name, choice.reason)
+        name = engine.name if engine else SGLANG
+        self._metrics.add(str(direction), f"{name}: {reason}")
+        if (name, reason) not in self._logged:
+            self._logged.add((name, reason))
+            logger.info("copies between host and device: %s (%s)", name, reason)
 
     def _choice(self, operation: Operation) -> Choice:
         wanted, reason = self._wanted(operation)
         if wanted == SGLANG:
-            return Choice(None, reason)
+            return None, reason
         engine = self._made_engine(wanted)
         if engine is None:
-            return Choice(None, "unavailable")
+            return None, "unavailable"
         refusal = engine.refusal(operation)
-        return Choice(None, refusal) if refusal else Choice(engine, reason)
+        return (None, refusal) if refusal else (engine, reason)
 
     def _wanted(self, operation: Operation) -> tuple[str, str]:
         if self._engine != "auto":
@@ -154,8 +147,8 @@ class Submission:
     def __init__(self, operation: Operation, selector: Selector) -> None:
         self._operation = operation
         self._selector = selector
-        self._engine = selector.choose(operation).engine
-        self._transfer: Transfer | None = None
+        self._engine, _ = selector.choose(operation)
+        self._copy: Submit | None = None
 
     def submit(self, layer: int) -> bool:
         """Submit one layer of the stack; False if the caller has to copy this layer itself."""
@@ -169,11 +162,11 @@ class Submission:
         if self._engine is None:
             return False
         try:
-            if self._transfer is None:
-                self._transfer = self._engine.begin(self._operation)
-            self._transfer.submit(first, last)
+            if self._copy is None:
+                self._copy = self._engine.begin(self._operation)
+            self._copy(first, last)
         except CopyError as error:
             # What was submitted so far copied the right bytes; copying them again does no harm.
-            self._transfer = None
-            self._engine = self._selector.failed(self._operation, self._engine, error).engine
+            self._selector.failed(self._operation, self._engine, error)
+            self._copy = self._engine = None
         return self._engine is not None

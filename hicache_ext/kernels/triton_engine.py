@@ -10,14 +10,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hicache_ext.errors import CopyError
-from hicache_ext.kernels.engine import Direction, Operation
+from hicache_ext.kernels.engine import Direction, Operation, Submit
 from hicache_ext.kernels.geometry import LayerStack
 
 DEFAULT_PROGRAMS = 4
@@ -43,9 +41,9 @@ class TritonEngine:
         self._programs = programs
         self._options = {"num_warps": _WARPS}
         self._kernel = triton_kernel.compiled()
-        self._known: weakref.WeakKeyDictionary[LayerStack, tuple[torch.Tensor, dict[Direction, RowCut]]]
+        self._known: weakref.WeakKeyDictionary[LayerStack, tuple[torch.Tensor, dict[Direction, dict[str, Any]]]]
         self._known = weakref.WeakKeyDictionary()
-        """The addresses of a stack's copies on the device, and its cut for each direction."""
+        """The addresses of a stack's copies on the device, and its constants for each direction."""
 
     def refusal(self, operation: Operation) -> str | None:
         stack = operation.stack
@@ -63,17 +61,26 @@ class TritonEngine:
             return "graph_capture"  # a captured copy would be replayed over pages that mean something else by then
         return None
 
-    def begin(self, operation: Operation) -> _TritonTransfer:
+    def begin(self, operation: Operation) -> Submit:
         stack = operation.stack
         known = self._known.get(stack)
         if known is None:
             bases = torch.stack([torch.from_numpy(stack.host_bases), torch.from_numpy(stack.device_bases)], dim=1)
-            cuts = {direction: RowCut.of(stack, direction) for direction in Direction}
-            known = self._known[stack] = _on_device(bases, stack.device), cuts
-        bases, cuts = known
-        return _TritonTransfer(self, operation, bases, cuts[operation.direction])
+            constants_by = {direction: constants_of(stack, direction) for direction in Direction}
+            known = self._known[stack] = _on_device(bases, stack.device), constants_by
+        bases, constants_by = known
+        constants, rows = constants_by[operation.direction], operation.tokens * stack.shape.segments
+        host_indices = _to_current_stream(operation.host_indices, stack.device)
+        device_indices = _to_current_stream(operation.device_indices, stack.device)
 
-    def launch(self, units: int, *arguments: object, **constants: object) -> None:
+        def submit(first: int, last: int) -> None:
+            if rows and first < last:
+                units = (last - first) * -(-rows // constants["ROWS"]) * constants["CHUNKS"]
+                self._launch(units, bases, first, host_indices, device_indices, rows, **constants)
+
+        return submit
+
+    def _launch(self, units: int, *arguments: object, **constants: object) -> None:
         """Run the kernel with as many programs as the quota allows. Raises :class:`CopyError`."""
         try:
             self._kernel[(min(self._programs, units),)](*arguments, units, **constants, **self._options)
@@ -81,64 +88,31 @@ class TritonEngine:
             raise CopyError(f"the Triton kernel could not be launched: {type(error).__name__}: {error}") from error
 
 
-class _TritonTransfer:
-    def __init__(self, engine: TritonEngine, operation: Operation, bases: torch.Tensor, cut: RowCut) -> None:
-        device = operation.stack.device
-        self._engine = engine
-        self._rows = operation.tokens * operation.stack.shape.segments
-        self._bases = bases
-        self._host_indices = _to_current_stream(operation.host_indices, device)
-        self._device_indices = _to_current_stream(operation.device_indices, device)
-        self._cut = cut
-
-    def submit(self, first: int, last: int) -> None:
-        if self._rows and first < last:
-            units = self._cut.units(last - first, self._rows)
-            arguments = (self._bases, first, self._host_indices, self._device_indices, self._rows)
-            self._engine.launch(units, *arguments, **self._cut.constants)
-
-
-@dataclass(frozen=True, slots=True)
-class RowCut:
-    """How the rows of a stack are cut into the units that the programs of a launch share."""
-
-    rows: int
-    """Of a tile."""
-    chunks: int
-    """Tiles side by side that make a whole segment."""
-    constants: Mapping[str, Any]
-    """The kernel's compile-time arguments."""
-
-    @classmethod
-    def of(cls, stack: LayerStack, direction: Direction) -> RowCut:
-        shape = stack.shape
-        # 4 wherever the alignment allows: 16 of alignment make four such words one load; with 8 the compiler joins two.
-        width = min(stack.alignment, _WIDEST_WORD)
-        words = shape.segment_bytes // width
-        columns = min(1 << max(words - 1, 0).bit_length(), _MOST_COLUMN_BYTES // width)
-        rows, chunks = max(1, _TILE_BYTES // (columns * width)), -(-words // columns)
-        constants = {
-            "HOST_PAGE": shape.host.page,
-            "HOST_TOKEN": shape.host.token,
-            "HOST_SEGMENT": shape.host.segment,
-            "DEVICE_PAGE": shape.device.page,
-            "DEVICE_TOKEN": shape.device.token,
-            "DEVICE_SEGMENT": shape.device.segment,
-            "PAGE_SIZE": shape.page_size,
-            "SEGMENTS": shape.segments,
-            "WORDS": words,
-            "WIDTH": width,
-            "ALIGNMENT": stack.alignment,
-            "ROWS": rows,
-            "COLUMNS": columns,
-            "CHUNKS": chunks,
-            "IS_LOAD": direction is Direction.LOAD,
-        }
-        return cls(rows, chunks, constants)
-
-    def units(self, copies: int, rows: int) -> int:
-        """Tiles of ``rows`` rows in each of ``copies`` copies."""
-        return copies * -(-rows // self.rows) * self.chunks
+def constants_of(stack: LayerStack, direction: Direction) -> dict[str, Any]:
+    """The kernel's compile-time arguments, which say how the rows of a stack are cut into the tiles that the programs
+    of a launch share."""
+    shape = stack.shape
+    # 4 wherever the alignment allows: 16 of alignment make four such words one load; with 8 the compiler joins two.
+    width = min(stack.alignment, _WIDEST_WORD)
+    words = shape.segment_bytes // width
+    columns = min(1 << max(words - 1, 0).bit_length(), _MOST_COLUMN_BYTES // width)
+    return {
+        "HOST_PAGE": shape.host.page,
+        "HOST_TOKEN": shape.host.token,
+        "HOST_SEGMENT": shape.host.segment,
+        "DEVICE_PAGE": shape.device.page,
+        "DEVICE_TOKEN": shape.device.token,
+        "DEVICE_SEGMENT": shape.device.segment,
+        "PAGE_SIZE": shape.page_size,
+        "SEGMENTS": shape.segments,
+        "WORDS": words,
+        "WIDTH": width,
+        "ALIGNMENT": stack.alignment,
+        "ROWS": max(1, _TILE_BYTES // (columns * width)),
+        "COLUMNS": columns,
+        "CHUNKS": -(-words // columns),
+        "IS_LOAD": direction is Direction.LOAD,
+    }
 
 
 def _to_current_stream(indices: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -65,23 +65,14 @@ _LONGEST_TURN = 60.0
 """Seconds without progress after which a file is read although another process holds its record."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileFacts:
-    """Facts that change whenever the bytes of a file change."""
+def facts_of(status: os.stat_result) -> tuple[int, ...]:
+    """Facts that change whenever the bytes of a file change; the last one is when it was changed."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
-    ctime_ns: int
 
-    @classmethod
-    def of(cls, status: os.stat_result) -> FileFacts:
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-
-    def settled(self, seconds: float) -> bool:
-        """Whether the last change is at least ``seconds`` ago. Never where the file system keeps no ctime."""
-        return 0 < self.ctime_ns < (time.time() - seconds) * 1e9
+def is_settled(file: _File, seconds: float) -> bool:
+    """Whether the last change is at least ``seconds`` ago. Never where the file system keeps no ctime."""
+    return 0 < file.facts[-1] < (time.time() - seconds) * 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +81,11 @@ class _File:
 
     name: str
     path: Path
-    facts: FileFacts
+    facts: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return self.facts[2]
 
 
 class ModelFingerprint:
@@ -180,8 +175,8 @@ class ModelFingerprint:
                 digest.update(len(name).to_bytes(8, "little") + name.encode("utf-8", "surrogateescape") + of_file)
             self.digest = digest.hexdigest()[:32]
             self._seconds = time.monotonic() - started
-            size = sum(file.facts.size for file in self._files)
-            read = sum(file.facts.size for file in self._read)
+            size = sum(file.size for file in self._files)
+            read = sum(file.size for file in self._read)
             logger.info(
                 "hicache_ext: the weights in %s are identified: %.1f GB, of which %.1f were read in %.1f s",
                 self.model_path,
@@ -238,12 +233,12 @@ class ModelFingerprint:
         with claimed(self._records, name) as record:
             if record is None:
                 return None if patient else self._read_whole(file)
-            digest = record.read()
+            digest = _recorded(record, name)
             if digest is None:
-                settled = file.facts.settled(_SETTLED)
+                settled = is_settled(file, _SETTLED)
                 digest = self._read_whole(file)
                 if settled:
-                    record.write(digest)
+                    _record(record, name, digest)
             else:
                 with _opened(file):
                     pass
@@ -251,8 +246,8 @@ class ModelFingerprint:
 
     def _read_whole(self, file: _File) -> bytes:
         with _opened(file) as fd:
-            digest = digest_of_file(fd, file.facts.size)
-            if FileFacts.of(os.fstat(fd)) != file.facts:
+            digest = digest_of_file(fd, file.size)
+            if facts_of(os.fstat(fd)) != file.facts:
                 raise WeightsError(f"{file.path.name} changed while it was read")
         self._read[file] = digest
         return digest
@@ -261,17 +256,17 @@ class ModelFingerprint:
         """Record the digests computed before the directory for records was known."""
         for file, digest in list(self._read.items()):
             name = _record_name(file)
-            if self._records is None or name is None or not file.facts.settled(_SETTLED + self._seconds):
+            if self._records is None or name is None or not is_settled(file, _SETTLED + self._seconds):
                 continue
             with claimed(self._records, name) as record:
-                if record is not None and record.read() is None:
-                    record.write(digest)
+                if record is not None and _recorded(record, name) is None:
+                    _record(record, name, digest)
 
 
 @contextmanager
 def _opened(file: _File) -> Iterator[int]:
     """The noted file, open, its dirty pages synced. Raises WeightsError and OSError."""
-    if not file.facts.settled(_TICK):
+    if not is_settled(file, _TICK):
         time.sleep(_TICK)
     fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -280,7 +275,7 @@ def _opened(file: _File) -> Iterator[int]:
             os.fsync(fd)
         except OSError as error:
             logger.debug("%s cannot be synced: %s", file.path.name, error)
-        if FileFacts.of(os.fstat(fd)) != file.facts:
+        if facts_of(os.fstat(fd)) != file.facts:
             raise WeightsError(f"{file.path.name} changed while the model was loaded")
         yield fd
     finally:
@@ -289,7 +284,7 @@ def _opened(file: _File) -> Iterator[int]:
 
 def _record_name(file: _File) -> str | None:
     """Unique on this machine during this boot. None for a file that must not be remembered."""
-    if file.facts.size <= PIECE or file_system_of(file.path.resolve()).type not in _KEEPS_CTIME:
+    if file.size <= PIECE or file_system_of(file.path.resolve()).type not in _KEEPS_CTIME:
         return None
     try:
         file_system = os.statvfs(file.path).f_fsid
@@ -301,9 +296,14 @@ def _record_name(file: _File) -> str | None:
     return hashlib.sha256(repr((file.facts, (file_system, boot))).encode()).hexdigest()[:32]
 
 
+# The record of a file's digest is a small file: ``<digest, 64 hex digits> <check, 16 hex digits>``; the check covers
+# the record's name, too. One that is torn or damaged counts as empty. Errors of the medium mean: nothing remembered.
+
+
 @contextmanager
-def claimed(directory: Path, name: str) -> Iterator[_Record | None]:
-    """The record of a file's digest, locked by this process; None while another process has it.
+def claimed(directory: Path, name: str) -> Iterator[int | None]:
+    """The record of a file's digest, open, locked by this process; -1 where there can be none, None while another
+    process has it.
 
     The process that reads the weights file locks it. The kernel releases the lock when that process dies.
     """
@@ -312,44 +312,37 @@ def claimed(directory: Path, name: str) -> Iterator[_Record | None]:
         fd = open_file(directory / name, os.O_RDWR)
     except OSError as error:
         logger.debug("digests of weight files are not remembered in %s: %s", directory, error)
-        yield _Record(-1, name)
+        yield -1
         return
     try:
         ours = True
         with suppress(OSError):  # a file system without locks: two ranks may read the same file
             ours = try_lock(fd, fcntl.LOCK_EX)
-        yield _Record(fd, name) if ours else None
+        yield fd if ours else None
     finally:
         os.close(fd)
 
 
-class _Record:
-    """A small file: ``<digest, 64 hex digits> <check, 16 hex digits>``; the check covers the record's name, too. One
-    that is torn or damaged counts as empty. Errors of the medium mean: nothing remembered."""
+def _recorded(fd: int, name: str) -> bytes | None:
+    try:
+        text = os.pread(fd, 64 + 1 + 16 + 1, 0)
+        digest = bytes.fromhex(text[:64].decode("ascii"))
+    except (OSError, ValueError):
+        return None
+    return digest if text == _text_of_record(name, digest) else None
 
-    def __init__(self, fd: int, name: str) -> None:
-        """``fd``: -1 where there is no file, which is an error of the medium like any other."""
-        self._fd = fd
-        self._name = name
 
-    def read(self) -> bytes | None:
-        try:
-            text = os.pread(self._fd, 64 + 1 + 16 + 1, 0)
-            digest = bytes.fromhex(text[:64].decode("ascii"))
-        except (OSError, ValueError):
-            return None
-        return digest if text == self._text(digest) else None
+def _record(fd: int, name: str, digest: bytes) -> None:
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, _text_of_record(name, digest), 0)
+    except OSError as error:
+        logger.debug("the digest of a weights file is not remembered: %s", error)
 
-    def write(self, digest: bytes) -> None:
-        try:
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, self._text(digest), 0)
-        except OSError as error:
-            logger.debug("the digest of a weights file is not remembered: %s", error)
 
-    def _text(self, digest: bytes) -> bytes:
-        check = hashlib.sha256(self._name.encode() + digest).hexdigest()[:16]
-        return f"{digest.hex()} {check}".encode()
+def _text_of_record(name: str, digest: bytes) -> bytes:
+    check = hashlib.sha256(name.encode() + digest).hexdigest()[:16]
+    return f"{digest.hex()} {check}".encode()
 
 
 def digest_of_file(fd: int, size: int) -> bytes:
@@ -404,7 +397,7 @@ def _files_of(model_path: str, revision: str | None, weights: bool) -> list[_Fil
         if weights and not found:
             raise WeightsError(f"there are no weight files ({', '.join(_WEIGHT_SUFFIXES)}) in {path}")
         named |= found if weights else {}
-    return [_File(name, file, FileFacts.of(file.stat())) for name, file in sorted(named.items())]
+    return [_File(name, file, facts_of(file.stat())) for name, file in sorted(named.items())]
 
 
 def _parts_of(path: Path) -> dict[str, Path]:

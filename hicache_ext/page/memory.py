@@ -30,13 +30,6 @@ class PageMemory(Sequence[Segments]):
         self._make = views
         self._views: list[Segments] | None = None
 
-    @classmethod
-    def of_rows(cls, rows: npt.NDArray[np.uint8]) -> PageMemory:
-        """Pages of one segment each: the rows of a contiguous array."""
-        count, size = rows.shape
-        pages = rows.__array_interface__["data"][0] + size * np.arange(count, dtype=np.int64).reshape(-1, 1)
-        return cls(Addresses(pages, np.array([size], np.int64), size), lambda: [[row.data] for row in rows])
-
     def __len__(self) -> int:
         return len(self.addresses.pages)
 

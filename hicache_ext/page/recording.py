@@ -159,60 +159,38 @@ class Entry:
             entry = entry.before
 
 
-@dataclass(slots=True)
-class RecordingFile:
-    """One file that was read. ``whole``: whether it ends where a block does."""
-
-    header: dict[str, Any]
-    """As it was written, with ``started``, ``tiers``, ``salt`` and ``page_size`` as ``_header`` checked them."""
-    entries: list[Entry] = field(default_factory=list)
-    whole: bool = True
-
-
-def read_file(path: Path) -> RecordingFile:
-    """Raises RecordingError for what is no recording, OSError."""
+def read_file(path: Path) -> tuple[dict[str, Any], list[Entry], bool]:
+    """Return the header, with what ``_header`` checks of it, the entries, and whether the file ends where a block does.
+    Raises RecordingError for what is no recording, OSError."""
+    entries: list[Entry] = []
     with path.open("rb") as file:
         if (magic := file.read(len(MAGIC))) != MAGIC:
             if magic[:-1] == MAGIC[:-1]:
                 raise RecordingError(path, f"is of version {magic[-1]}, and this release reads version {VERSION}")
             if not MAGIC.startswith(magic):
                 raise RecordingError(path, "is no recording")
-        blocks = _Blocks(file)
-        text = next(blocks, None)
-        if text is None:
-            # Killed before the header was whole.
-            return RecordingFile({"tiers": [], "started": 0.0, "salt": "", "page_size": 0}, whole=False)
-        read = RecordingFile(_header(text, path))
-        started, tiers = read.header["started"], read.header["tiers"]
+        blocks = _blocks(file)
         try:
-            read.entries.extend(_entries(blocks, started, len(tiers)))
+            text = next(blocks)
+        except (StopIteration, ValueError):
+            # Killed before the header was whole.
+            return {"tiers": [], "started": 0.0, "salt": "", "page_size": 0}, entries, False
+        header = _header(text, path)
+        try:
+            entries.extend(_entries(blocks, header["started"], len(header["tiers"])))
         except (ValueError, IndexError, struct.error):
-            blocks.whole = False
-        read.whole = blocks.whole
-    return read
+            return header, entries, False
+    return header, entries, True
 
 
-class _Blocks:
-    """Payloads of the good blocks."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.whole = True
-
-    def __iter__(self) -> Iterator[bytes]:
-        return self
-
-    def __next__(self) -> bytes:
-        head = self._file.read(_BLOCK.size)
-        if not head:
-            raise StopIteration
-        if len(head) == _BLOCK.size:
-            length, checksum = _BLOCK.unpack(head)
-            payload = self._file.read(length) if length <= _LONGEST_BLOCK else b""
-            if len(payload) == length and zlib.crc32(payload) == checksum:
-                return payload
-        self.whole = False
-        raise StopIteration
+def _blocks(file: BinaryIO) -> Iterator[bytes]:
+    """Yield payloads. Raises ValueError at the first block that is short or damaged."""
+    while head := file.read(_BLOCK.size):
+        length, checksum = _BLOCK.unpack(head.ljust(_BLOCK.size, b"\xff"))
+        payload = file.read(length) if length <= _LONGEST_BLOCK else b""
+        if len(head) < _BLOCK.size or len(payload) != length or zlib.crc32(payload) != checksum:
+            raise ValueError("a block that was not written whole")
+        yield payload
 
 
 def _header(text: bytes, path: Path) -> dict[str, Any]:

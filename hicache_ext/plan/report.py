@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hicache_ext.config import ExtraConfig
 from hicache_ext.plan.fleet import COMPUTED, NEAR, POOL, WRITTEN_NEAR, WRITTEN_POOL, Fleet, Outcome, simulate
 from hicache_ext.plan.model import ModelSize, PrefillRate
 from hicache_ext.plan.traces import Trace
@@ -347,10 +348,4 @@ def configuration(disk: str | None, pool: int) -> dict[str, Any]:
         cluster = [f"redis://pool-{number}:6379" for number in range(3)]
         url = cluster if pool_nodes(pool) > 1 else "redis://pool:6379"
         tiers["pool"] = {"type": "redis", "url": url, "required": False}
-    return {
-        "backend_name": "hicache_ext",
-        "module_path": "hicache_ext.storage.backend",
-        "class_name": "HiCacheExtBackend",
-        "interface_v1": 1,
-        "hicache_ext": {"tiers": tiers},
-    }
+    return ExtraConfig.around({"tiers": tiers})

@@ -62,9 +62,6 @@ class Trace:
         for a, b in itertools.pairwise(self.offsets.tolist()):
             yield self.blocks[a:b].tolist()
 
-    def requests(self) -> list[list[int]]:
-        return list(self.chains())
-
 
 def made_of(
     name: str,
@@ -119,12 +116,12 @@ def _of_recordings(name: str, files: Sequence[Path]) -> Trace:
     entries: list[Entry] = []
     salts, sizes, torn = set(), set(), 0
     for path in files:
-        read = read_file(path)
-        torn += not read.whole
-        if read.entries:
-            salts.add(read.header["salt"])
-            sizes.add(read.header["page_size"])
-        entries += read.entries
+        header, found, whole = read_file(path)
+        torn += not whole
+        if found:
+            salts.add(header["salt"])
+            sizes.add(header["page_size"])
+        entries += found
     if not entries:
         raise RecordingError(name, "holds no request")
     if len(sizes) > 1:

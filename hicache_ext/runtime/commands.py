@@ -1,10 +1,9 @@
-"""What commands have in common: their result, which is one JSON document under ``--json``; tables; progress on standard
-error; signals that end them in order."""
+"""What commands have in common: their result, which is one JSON document under ``--json``; tables; signals that end
+them in order."""
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import signal
 import sys
@@ -62,23 +61,6 @@ def aligned(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str],
     rows = [tuple(shown_text(cell, _LONGEST_CELL) for cell in row) for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [between.join([row[0].ljust(widths[0]), *map(justify, row[1:], widths[1:])]).rstrip() for row in rows]
-
-
-progress = logging.getLogger("hicache_ext.progress")
-"""Lines of level INFO."""
-
-
-@contextmanager
-def progress_on_standard_error() -> Iterator[None]:
-    """For commands, which configure no logging. Standard output is their result, which may be JSON."""
-    handler, before = logging.StreamHandler(), progress.level
-    progress.addHandler(handler)
-    progress.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        progress.setLevel(before)
-        progress.removeHandler(handler)
 
 
 @contextmanager

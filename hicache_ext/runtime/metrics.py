@@ -6,11 +6,9 @@ asks thousands of times a second: ``TransferSamples.drain`` swaps two lists.
 
 from __future__ import annotations
 
-import bisect
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 LATENCY_BOUNDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Upper bounds in seconds of the buckets of every latency histogram; one more bucket is above the last."""
@@ -19,23 +17,11 @@ Observer = Callable[[str, float], None]
 """Called with an operation and its seconds, on the thread that measured them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Latencies:
-    """A histogram: calls per bucket of ``LATENCY_BOUNDS`` (and one above the last), and the sum of their seconds."""
-
-    buckets: tuple[int, ...]
-    seconds: float
-
-    @property
-    def calls(self) -> int:
-        return sum(self.buckets)
-
-
 class TierMetrics:
     """Monotonic counters of one tier, keyed (event, reason), e.g. ("get", "hit") or ("corrupt", "checksum").
 
-    Also levels (bytes in a queue) and latency histograms of whole calls. Thread-safe. ``add`` costs about a
-    microsecond; callers add per batch, not per page, where they can.
+    Also levels (bytes in a queue) and latencies of whole calls, which go to who watches. Thread-safe. ``add`` costs
+    about a microsecond; callers add per batch, not per page, where they can.
 
     Counters of something that is no tier (the pull rule, the decode writer) have a ``prefix`` for the exported names.
     """
@@ -47,8 +33,7 @@ class TierMetrics:
         self._counts: Counter[tuple[str, str]] = Counter()
         self._taken: dict[tuple[str, str], int] = {}
         self._levels: dict[tuple[str, str], float] = {}
-        self._buckets: dict[str, list[int]] = {}
-        self._seconds: dict[str, float] = {}
+        self._calls: Counter[str] = Counter()
         self._observers: tuple[Observer, ...] = ()
 
     def declare(self, counts: Mapping[str, Iterable[str]], operations: Iterable[str] = ()) -> None:
@@ -61,7 +46,7 @@ class TierMetrics:
                 for reason in reasons:
                     self._counts[event, reason] += 0
             for operation in operations:
-                self._of_operation(operation)
+                self._calls[operation] += 0
 
     def add(self, event: str, reason: str = "", amount: int = 1) -> None:
         with self._lock:
@@ -110,26 +95,15 @@ class TierMetrics:
 
     def observe(self, operation: str, seconds: float) -> None:
         """One call of ``operation`` took ``seconds``."""
-        bucket = bisect.bisect_left(LATENCY_BOUNDS, seconds)
         with self._lock:
-            (self._buckets.get(operation) or self._of_operation(operation))[bucket] += 1
-            self._seconds[operation] += seconds
+            self._calls[operation] += 1
         for observer in self._observers:
             observer(operation, seconds)
 
-    def latencies(self) -> dict[str, Latencies]:
+    def calls(self) -> dict[str, int]:
+        """How many calls of each operation were observed."""
         with self._lock:
-            return {
-                operation: Latencies(tuple(buckets), self._seconds[operation])
-                for operation, buckets in self._buckets.items()
-            }
-
-    def _of_operation(self, operation: str) -> list[int]:
-        """The buckets of one operation. The lock is held."""
-        if operation not in self._buckets:
-            self._buckets[operation] = [0] * (len(LATENCY_BOUNDS) + 1)
-            self._seconds[operation] = 0.0
-        return self._buckets[operation]
+            return dict(self._calls)
 
     def watch(self, observer: Observer) -> None:
         """Call ``observer`` with every later observation; it must be quick and never raise."""

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +38,6 @@ def run_alone() -> None:
     """From now on, in this context, ``run`` of any pool asks no other thread for help: this thread is one of as many as
     there are processors, and more of them would take them from each other."""
     _alone.set(True)
-
-
-class _Job(Protocol):
-    def help(self) -> bool:
-        """Do some of the work; whether there is more to begin. Never raises what the work raises."""
 
 
 class _Pieces:
@@ -63,7 +58,7 @@ class _Pieces:
             self._ended.acquire()
 
     def help(self) -> bool:
-        """All that is left."""
+        """Do all that is left; False: there is no more to begin. Never raises what the work raises."""
         while (piece := next(self._next)) < self._count:
             try:
                 self._results[piece] = self._work(piece)
@@ -178,7 +173,7 @@ class Call(Generic[Result]):
         return self.results[0]  # type: ignore[return-value]  # it has ended
 
     def help(self) -> bool:
-        """One position."""
+        """Do one position; whether there is more to begin. Never raises what the work raises."""
         with self._changed:
             if self._next >= self._end:
                 return False
@@ -226,7 +221,7 @@ class ThreadPool:
         self._niceness = niceness
         self._grows = threads is None
         self._lock = threading.Lock()
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_Pieces | Call[Any] | None] = SimpleQueue()
         self._threads: set[threading.Thread] = set()
         self._idle = 0
         self._left_behind: list[None] = []
@@ -296,7 +291,7 @@ class ThreadPool:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return sum(thread.is_alive() for thread in threads)
 
-    def _submit(self, job: _Job) -> None:
+    def _submit(self, job: _Pieces | Call[Any]) -> None:
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"{self._name} is closed")

@@ -31,7 +31,7 @@ from hicache_ext.config import KernelsConfig
 from hicache_ext.errors import ConfigError
 from hicache_ext.kernels.engine import Direction, Operation
 from hicache_ext.kernels.geometry import LayerCopy, LayerStack, device_rows, host_rows
-from hicache_ext.kernels.selection import Choice, Selector, Submission, make_selector
+from hicache_ext.kernels.selection import Selector, Submission, make_selector
 from hicache_ext.sglang import releases
 
 logger = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ def _serves(direction: Direction, refusal: str | None, submit: Callable[[], bool
         return False
     try:
         if refusal is not None:
-            _current_selector().count(direction, Choice(None, refusal))
+            _current_selector().count(direction, None, refusal)
             return False
         return submit()
     except Exception as error:  # noqa: BLE001 - SGLang's own path is there, whatever is wrong with ours

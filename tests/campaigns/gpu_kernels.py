@@ -23,7 +23,6 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -31,7 +30,7 @@ from benchmarks.kernels.check import CheckedMemory
 from benchmarks.kernels.gpu import gpu_facts
 from hicache_ext.errors import CopyError
 from hicache_ext.kernels.batched_dma import BatchedDmaEngine, open_driver
-from hicache_ext.kernels.engine import CopyEngine, Direction, Operation, ReferenceEngine
+from hicache_ext.kernels.engine import CopyEngine, Direction, Operation, ReferenceEngine, Submit
 from hicache_ext.kernels.geometry import HOST_LAYOUTS, page_tokens
 from hicache_ext.kernels.selection import Selector
 from hicache_ext.kernels.triton_engine import TritonEngine
@@ -93,15 +92,14 @@ class Delayed:
     def refusal(self, operation: Operation) -> str | None:
         return self._engine.refusal(operation)
 
-    def begin(self, operation: Operation) -> Any:
-        transfer = self._engine.begin(operation)
+    def begin(self, operation: Operation) -> Submit:
+        submit = self._engine.begin(operation)
 
-        class DelayedTransfer:
-            def submit(self, first: int, last: int) -> None:
-                torch.cuda._sleep(_DELAY_CYCLES)
-                transfer.submit(first, last)
+        def submit_late(first: int, last: int) -> None:
+            torch.cuda._sleep(_DELAY_CYCLES)
+            submit(first, last)
 
-        return DelayedTransfer()
+        return submit_late
 
 
 def check_late_consumer(engine: CopyEngine, size: Size) -> int:

@@ -202,7 +202,7 @@ def test_what_a_request_asked_for_and_where_it_was_is_in_the_recording(server: S
     pages = reusable // PAGE_SIZE
 
     def entries() -> list[Entry]:
-        return [entry for path in sorted(recordings.glob(f"*{SUFFIX}")) for entry in read_file(path).entries]
+        return [entry for path in sorted(recordings.glob(f"*{SUFFIX}")) for entry in read_file(path)[1]]
 
     def of_this_prompt() -> list[Entry]:
         return [entry for entry in entries() if entry.prompt == len(prompt)]
@@ -216,7 +216,7 @@ def test_what_a_request_asked_for_and_where_it_was_is_in_the_recording(server: S
     counted = "hicache_ext_record_request_total"
     wait_until(lambda: samples(server).total(counted, reason="written") == len(entries()), "the count of requests")
     assert samples(server).total(counted, reason="dropped_disk") == 0
-    headers = [read_file(path).header for path in recordings.glob(f"*{SUFFIX}")]
+    headers = [read_file(path)[0] for path in recordings.glob(f"*{SUFFIX}")]
     assert {(header["page_size"], header["tp_size"]) for header in headers} == {(PAGE_SIZE, 1)}
 
 

@@ -76,7 +76,7 @@ def test_the_fake_driver_refuses_default_streams_and_capture(stream: int, captur
     engine = BatchedDmaEngine(gpu.driver())
     gpu.current_stream, gpu.capturing = stream, capturing
     with pytest.raises(CopyError):
-        engine.begin(load_of(memory)).submit(0, 1)
+        engine.begin(load_of(memory))(0, 1)
     assert gpu.refusals == [reason]
 
 

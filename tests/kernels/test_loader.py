@@ -9,7 +9,7 @@ import torch
 
 from hicache_ext.errors import CopyError
 from hicache_ext.kernels.batched_dma import BatchedDmaEngine
-from hicache_ext.kernels.engine import CopyEngine, Direction, Operation, ReferenceEngine
+from hicache_ext.kernels.engine import CopyEngine, Direction, Operation, ReferenceEngine, Submit
 from hicache_ext.kernels.geometry import page_tokens
 from hicache_ext.kernels.selection import Selector
 from hicache_ext.runtime.metrics import TierMetrics
@@ -77,11 +77,8 @@ def test_layers_are_submitted_one_by_one_in_order() -> None:
     class Recording(ReferenceEngine):
         name = "recording"
 
-        def begin(self, operation: Operation) -> Recording:  # type: ignore[override]
-            return self
-
-        def submit(self, first: int, last: int) -> None:
-            submitted.append((first, last))
+        def begin(self, operation: Operation) -> Submit:
+            return lambda first, last: submitted.append((first, last))
 
     memory = plain_memory()
     LayerwiseLoader(memory.stack, selector(Recording()), ReferenceEngine()).load(

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hicache_ext.errors import CalibrationError, CopyError
-from hicache_ext.kernels import selection
 from hicache_ext.kernels.calibration import (
     Calibration,
     Measurement,
@@ -139,8 +138,8 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_on_the_cpu_it_is_the_reference() -> None:
     metrics = TierMetrics("test")
-    choice = Selector({"reference": ReferenceEngine}, metrics=metrics).choose(operation())
-    assert (choice.engine and choice.engine.name, choice.reason) == ("reference", "cpu")
+    engine, reason = Selector({"reference": ReferenceEngine}, metrics=metrics).choose(operation())
+    assert (engine and engine.name, reason) == ("reference", "cpu")
     assert metrics.value("load", "reference: cpu") == 1
 
 
@@ -149,24 +148,22 @@ def test_on_a_gpu_it_is_sglangs_own_path_until_there_is_a_calibration(monkeypatc
     here = Situation.of(load)
     on_a_gpu(monkeypatch)
     makers = {"triton": ReferenceEngine}
-    assert Selector(makers).choose(load) == selection.Choice(None, "not_calibrated")
+    assert Selector(makers).choose(load) == (None, "not_calibrated")
     faster = calibration(Measurement(here, {"sglang": 2.0, "triton": 1.0}))
-    assert Selector(makers, calibration=faster).choose(load).reason == "calibrated"
-    assert Selector(makers, calibration=faster).choose(load).engine is not None
+    engine, reason = Selector(makers, calibration=faster).choose(load)
+    assert engine is not None and reason == "calibrated"
     slower = calibration(Measurement(here, {"sglang": 1.0, "triton": 2.0}))
-    assert Selector(makers, calibration=slower).choose(load) == selection.Choice(None, "calibrated")
-    assert Selector(makers, calibration=FIGURES).choose(load).reason == "calibrated"
-    assert Selector(makers, calibration=calibration()).choose(load) == selection.Choice(None, "not_measured")
+    assert Selector(makers, calibration=slower).choose(load) == (None, "calibrated")
+    assert Selector(makers, calibration=FIGURES).choose(load)[1] == "calibrated"
+    assert Selector(makers, calibration=calibration()).choose(load) == (None, "not_measured")
 
 
 def test_a_configured_engine_serves_what_it_can_and_sglangs_own_path_the_rest() -> None:
-    refused = Selector({"triton": Picky}, engine="triton").choose(operation())
-    assert (refused.engine, refused.reason) == (None, "picky")
-    assert Selector({"triton": Picky}, engine="sglang").choose(operation()).engine is None
-    assert Selector({"triton": ReferenceEngine}, engine="triton").choose(operation()).engine is not None
+    assert Selector({"triton": Picky}, engine="triton").choose(operation()) == (None, "picky")
+    assert Selector({"triton": Picky}, engine="sglang").choose(operation())[0] is None
+    assert Selector({"triton": ReferenceEngine}, engine="triton").choose(operation())[0] is not None
 
     def missing() -> ReferenceEngine:
         raise CopyError("no driver")
 
-    choice = Selector({"triton": missing}, engine="triton").choose(operation())
-    assert (choice.engine, choice.reason) == (None, "unavailable")
+    assert Selector({"triton": missing}, engine="triton").choose(operation()) == (None, "unavailable")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hicache_ext.kernels.engine import Direction
-from hicache_ext.kernels.triton_engine import RowCut
+from hicache_ext.kernels.triton_engine import constants_of
 from tests.kernels.stacks import plain_memory
 
 pytestmark = [pytest.mark.slow, pytest.mark.pairs]
@@ -40,7 +40,7 @@ def compile_for(
 
     stack = plain_memory(layout=layout, row=row, page_size=page_size).stack
     # Addresses of tensors are 16-byte aligned or better; which ones torch gives does not decide this test.
-    constants = dict(RowCut.of(stack, direction).constants)
+    constants = constants_of(stack, direction)
     signature = {**SIGNATURE, **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(compiled(), signature=signature, constexprs=constants)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 32})

@@ -13,6 +13,7 @@ import pytest
 from hicache_ext import native
 from hicache_ext.errors import FormatError
 from hicache_ext.page.transforms import lossy, numbers
+from hicache_ext.page.transforms.codec import LOSSY_CODECS
 from hicache_ext.page.transforms.lossless import LosslessPages
 from hicache_ext.page.transforms.lossy import LossyCodec, LossyPages, lossy_fact
 from hicache_ext.page.transforms.numbers import Code
@@ -29,7 +30,7 @@ def document(dtype: str = "bfloat16", **geometry: Any) -> dict[str, Any]:
     buffer = {"buffer0": f"head_dim=64,v_head_dim=64,dtype=torch.{dtype},layout=nhd"}
     kind = geometry.pop("kind", "MHATokenToKVPoolHost")
     pool = {"name": "kv", "kind": kind, "dtype": dtype, "geometry": {**heads, **buffer, **geometry}}
-    return {"model": lossy.LOSSY_MODEL, "pool": pool}
+    return {"model": {"compute": lossy_fact("", LOSSY_CODECS)}, "pool": pool}
 
 
 def pages_for(code: Code, size: int = SIZE, **given: Any) -> LossyPages:
@@ -175,7 +176,7 @@ def test_what_is_no_plain_pool_of_keys_and_values_is_encoded_without_loss(code: 
 @pytest.mark.parametrize("codecs", [[], ["fp8"]], ids=str)
 @pytest.mark.parametrize("compute", ["", '{"dtype": "bfloat16"}'])
 def test_an_identity_that_does_not_name_the_codec_is_encoded_without_loss(codecs: list[str], compute: str) -> None:
-    model = {"id": "model", "compute": lossy.lossy_fact(compute, codecs)}
+    model = {"id": "model", "compute": lossy_fact(compute, codecs)}
     assert isinstance(LossyCodec(Code.INT8).for_pages({**document(), "model": model}, SIZE), LosslessPages)
 
 

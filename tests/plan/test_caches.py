@@ -46,7 +46,7 @@ def test_a_node_serves_what_the_tiers_policy_serves_page_by_page(workload: str, 
     chains = multi_turn(1500, 3, documents=0.2) if workload == "multi-turn" else shifting_hot_set(1500, 4)
     trace = trace_of(chains)
     cache = OurCache(capacity)
-    served = [cache.request(chain) for chain in trace.requests()]
+    served = [cache.request(chain) for chain in list(trace.chains())]
     outcome = simulate(trace, Fleet(near=capacity, near_policy="learned-distance"))
     assert outcome.per_request[:, NEAR].tolist() == served
     if capacity < trace.distinct:
@@ -59,7 +59,7 @@ def test_a_node_on_paper_serves_about_what_an_index_that_is_held_to_the_same_can
     """The index evicts neighbours together."""
     trace = trace_of(multi_turn(1500, 3, documents=0.2))
     paper = int(simulate(trace, Fleet(near=1000, near_policy=policy)).totals[NEAR])
-    real = sum(served_by_the_index(trace.requests(), 1000, policy=eviction.POLICIES.index(policy)))
+    real = sum(served_by_the_index(list(trace.chains()), 1000, policy=eviction.POLICIES.index(policy)))
     assert real == pytest.approx(paper, rel=0.03)
 
 
@@ -69,7 +69,7 @@ def test_ghosts_that_are_forgotten_are_those_of_the_tiers_policy(monkeypatch: py
     trace = trace_of([list(dict.fromkeys(chain)) for chain in chains])
     cache = OurCache(20)
     cache._ghost_limit = 50
-    served = [cache.request(chain) for chain in trace.requests()]
+    served = [cache.request(chain) for chain in list(trace.chains())]
     monkeypatch.setattr(eviction, "ghost_limit", lambda _: 50)
     outcome = simulate(trace, Fleet(near=20, near_policy="learned-distance"))
     assert outcome.per_request[:, NEAR].tolist() == served
@@ -139,7 +139,7 @@ def test_requests_of_no_node_and_fleets_beyond_all_memory_are_refused() -> None:
 
 def test_a_pool_alone_goes_by_least_recent_use() -> None:
     trace = trace_of(multi_turn(800, 2))
-    served = lru(trace.requests(), 500)
+    served = lru(list(trace.chains()), 500)
     assert simulate(trace, Fleet(pool=500)).totals[POOL] == served
     assert simulate(trace, Fleet(near=500, near_policy="lru")).totals[NEAR] == served
 

@@ -106,7 +106,7 @@ def test_a_generated_conversation_is_found_again_by_its_blocks_alone() -> None:
     """What the generator says of who talks to whom is what is in the prompts, and lengths add up."""
     words = "rate=1,turns=4,think=20s,system=2048,systems=3,first=4096,question=2048,answer=1024,span=10m"
     trace = generate(parse_workload(words))
-    chains, said = trace.requests(), trace.session
+    chains, said = list(trace.chains()), trace.session
     assert said is not None
     before: dict[int, int] = {}
     turns, began = Counter(said.tolist()), dict[int, int]()

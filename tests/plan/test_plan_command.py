@@ -213,8 +213,8 @@ def test_a_described_workload_has_its_rate_turns_and_shared_prompts() -> None:
     chat = parse_workload("rate=2,turns=4,think=10s,system=1024,systems=2,first=1024,question=600,answer=600,span=1h")
     assert chat == Chat(2, 4, 10, 2, 1024, 1024, 600, 600, 3600)
     trace = generate(chat)
-    assert trace.requests() == generate(chat).requests()
+    assert list(trace.chains()) == list(generate(chat).chains())
     assert len(trace) == pytest.approx(2 * 3600 * 4, rel=0.1)
-    heads = {tuple(chain[:2]) for chain in trace.requests()}
+    heads = {tuple(chain[:2]) for chain in trace.chains()}
     assert len(heads) == 2 and trace.seconds <= 3600
     assert trace.times.tolist() == sorted(trace.times.tolist())

@@ -21,12 +21,12 @@ def copy_now(engine: CopyEngine, operation: Operation, layers: Sequence[int] | N
     """Submit ``layers`` (default: all) of ``operation``. Raises :class:`CopyError` if the engine refuses."""
     if reason := engine.refusal(operation):
         raise CopyError(f"{engine.name} refused: {reason}")
-    transfer = engine.begin(operation)
+    submit = engine.begin(operation)
     if layers is None:
-        transfer.submit(0, len(operation.stack.copies))
+        submit(0, len(operation.stack.copies))
         return
     for layer in layers:
-        transfer.submit(*operation.stack.layers[layer])
+        submit(*operation.stack.layers[layer])
 
 
 class LayerwiseLoad:

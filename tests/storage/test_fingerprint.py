@@ -53,7 +53,7 @@ def record_name(model: Path) -> str:
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files count as left alone for long, since nobody can set a ctime back."""
-    monkeypatch.setattr(module.FileFacts, "settled", lambda self, seconds: True)
+    monkeypatch.setattr(module, "is_settled", lambda file, seconds: True)
 
 
 @pytest.fixture
@@ -339,7 +339,7 @@ def test_what_another_process_reads_is_left_to_it_and_taken_from_its_record(tmp_
         fingerprint.start(records)
         assert not fingerprint.done.wait(1)
         with (model / "model.safetensors").open("rb") as file:
-            record.write(digest_of_file(file.fileno(), SIZE))
+            module._record(record, record_name(model), digest_of_file(file.fileno(), SIZE))
     assert fingerprint.done.wait(30)
     assert fingerprint.digest == expected
     assert SIZE not in reads

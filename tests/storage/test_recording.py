@@ -67,7 +67,7 @@ def files_in(directory: Path) -> list[Path]:
 
 
 def entries_in(directory: Path) -> list[Entry]:
-    return [entry for path in files_in(directory) for entry in read_file(path).entries]
+    return [entry for path in files_in(directory) for entry in read_file(path)[1]]
 
 
 def ask(recorder: Recorder, rid: str, pages: list[str], answered: int = 0, **more: Any) -> None:
@@ -118,9 +118,8 @@ def test_what_a_request_asked_for_and_which_tier_had_it_comes_back(
     store.close()
     recorder.close()
     (path,) = files_in(tmp_path / "rec")
-    read = read_file(path)
-    (entry,) = read.entries
-    assert read.whole and read.header["tiers"] == ["near", "far"] and read.header["model"] == "m"
+    header, (entry,), whole = read_file(path)
+    assert whole and header["tiers"] == ["near", "far"] and header["model"] == "m"
     assert (entry.asked, entry.answered, entry.found, entry.prompt, entry.matched) == (5, 3, (1, 2), 400, 64)
     assert len(entry.chain) == 6, "the page before them says where the chain goes on"
     assert recorder.metrics.value("request", "written") == 1
@@ -137,7 +136,7 @@ def test_a_later_turn_writes_its_new_pages_alone_and_is_read_whole(
     ask(recorder, "b", [*pages, *hashes(2, "turn")])
     recorder.close()
     assert path.stat().st_size - before < 100
-    first, second = read_file(path).entries
+    _, (first, second), _ = read_file(path)
     assert second.chain[:1000].tolist() == first.chain.tolist() and len(set(second.chain.tolist())) == 1002
 
 
@@ -256,7 +255,7 @@ def test_a_full_disk_costs_what_was_to_be_written_and_is_over_when_there_is_room
     ask(recorder, "c", hashes(7))
     recorder.close()
     assert [entry.asked for entry in entries_in(tmp_path / "rec")] == [5, 7]
-    assert all(read_file(path).whole for path in files_in(tmp_path / "rec"))
+    assert all(read_file(path)[2] for path in files_in(tmp_path / "rec"))
 
 
 def test_a_file_that_somebody_removes_costs_itself(record: Callable[..., Recorder], tmp_path: Path) -> None:
@@ -345,16 +344,16 @@ def test_whatever_byte_is_damaged_or_cut_off_what_came_before_is_read(
         wait_until_written(recorder, number + 1)
     recorder.close()
     (path,) = files_in(tmp_path / "rec")
-    whole, content = read_file(path), path.read_bytes()
-    names = [entry.chain.tolist() for entry in whole.entries]
+    content = path.read_bytes()
+    names = [entry.chain.tolist() for entry in read_file(path)[1]]
     damaged = tmp_path / f"damaged{SUFFIX}"
     for at in range(len(content)):
         damages = (content[:at], content[:at] + bytes([content[at] ^ 0x40]) + content[at + 1 :])
         for text in damages if at >= len(MAGIC) else damages[:1]:
             damaged.write_bytes(text)
-            read = read_file(damaged)
-            assert [entry.chain.tolist() for entry in read.entries] == names[: len(read.entries)]
-            assert len(read.entries) < 4
+            _, entries, _ = read_file(damaged)
+            assert [entry.chain.tolist() for entry in entries] == names[: len(entries)]
+            assert len(entries) < 4
     damaged.write_bytes(b"HXREC\0\0\x09" + content[8:])
     with pytest.raises(RecordingError, match="is of version 9, and this release reads version 1"):
         read_file(damaged)
@@ -417,7 +416,7 @@ def test_mooncakes_traces_are_read_and_what_is_none_is_one_sentence(tmp_path: Pa
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     trace = read_trace(path)
-    assert trace.requests() == [[0, 1], [0, 1, 2]]
+    assert list(trace.chains()) == [[0, 1], [0, 1, 2]]
     assert (trace.times.tolist(), trace.prompt.tolist()) == ([0, 2], [600, 1100])
     assert (trace.output.tolist(), trace.block_tokens, trace.distinct) == ([7, 5], 512, 3)
     for text in (
@@ -451,7 +450,7 @@ def test_a_directory_of_recordings_is_read_as_one_trace(record: Callable[..., Re
     recorder.close()
     trace = read_trace(tmp_path / "rec")
     assert trace.block_tokens == 64 and trace.prompt.tolist() == [200, 256]
-    first, second = trace.requests()
+    first, second = trace.chains()
     assert second[:3] == first and trace.distinct == 4
 
 
@@ -463,7 +462,7 @@ def test_pages_that_the_writer_has_forgotten_are_written_again_and_stay_the_same
     for number in range(50):
         ask(recorder, f"{number}", [*hashes(8), *hashes(4, f"turn {number % 7}")])
     recorder.close()
-    requests = read_trace(tmp_path / "rec").requests()
+    requests = list(read_trace(tmp_path / "rec").chains())
     assert len(requests) == 50 and all(chain[:8] == requests[0][:8] for chain in requests)
     assert requests[0] == requests[49] and requests[0] != requests[1]
 
@@ -533,7 +532,7 @@ def test_chains_of_several_files_that_branch_are_those_that_were_recorded(tmp_pa
     ]
     for part, name in ((chains[:4], "a"), (chains[4:], "b")):
         made(tmp_path / f"{name}{SUFFIX}", part)
-    found = sorted(read_trace(tmp_path).requests(), key=len)
+    found = sorted(read_trace(tmp_path).chains(), key=len)
     names: dict[str, int] = {}
     wanted = sorted(([names.setdefault(page, len(names)) for page in chain] for chain in chains), key=len)
     assert [len(chain) for chain in found] == [len(chain) for chain in wanted]

@@ -113,7 +113,7 @@ def test_a_pool_that_was_never_reached_is_not_up_and_has_every_series(
     for event, reasons in series_of_type(kind).items():
         assert {(event, reason) for reason in reasons} <= set(counted)
     assert {name for name, _ in report.levels()} == set(UNKNOWN)
-    assert {"get", "set", "exists"} <= set(report.latencies())
+    assert {"get", "set", "exists"} <= set(report.calls())
 
 
 class LatePool(LateStore):
@@ -425,7 +425,7 @@ def test_what_a_tier_counts_is_added_to_what_was_there_from_the_start() -> None:
     metrics.add("get", "hit", 3)
     metrics.declare({"get": ("hit",)})
     assert metrics.take_growth() == {("get", "hit"): 3}
-    assert metrics.latencies()["get"].calls == 0
+    assert metrics.calls()["get"] == 0
 
 
 def test_the_counts_of_a_queue_in_front_of_a_late_tier_are_not_lost() -> None:

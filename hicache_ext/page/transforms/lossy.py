@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from hicache_ext.errors import FormatError
-from hicache_ext.page.transforms.codec import LOSSY_CODECS, PageCodec
+from hicache_ext.page.transforms.codec import PageCodec
 from hicache_ext.page.transforms.lossless import LosslessCodec, frame_of, plane_in
 from hicache_ext.page.transforms.numbers import KINDS, SPLITS, Code, Rows
 from hicache_ext.runtime.whole_file import json_in
@@ -130,10 +130,6 @@ def _said_codecs(document: Mapping[str, Any]) -> list[str]:
     except (TypeError, ValueError, AttributeError):
         return []
     return [name for name in _NAMES.values() if isinstance(said, list) and _said(name) in said]
-
-
-LOSSY_MODEL: Mapping[str, Any] = {"compute": lossy_fact("", LOSSY_CODECS)}
-"""In the document of pages that any lossy codec may encode: for tools that make pages of their own."""
 
 
 class LossyPages:

@@ -15,7 +15,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -67,15 +66,8 @@ class PayingCodec:
         return 2 * sum(known) / len(known) if known else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """What the codec did with one page."""
-
-    saved: int
-    """Bytes that the medium need not store."""
-    seconds: float
-    """Of encoding and decoding."""
-    when: float
+_Measured = tuple[int, float, float]
+"""Of one page: bytes that the medium need not store, seconds of encoding and decoding, and when that was."""
 
 
 class _PayingPages:
@@ -107,10 +99,10 @@ class _PayingPages:
         return self._inner.encode(payload, encoded)
 
     def _is_old(self, measured: _Measured) -> bool:
-        return self._codec.clock() - measured.when > AGAIN
+        return self._codec.clock() - measured[2] > AGAIN
 
     def _gains(self, measured: _Measured, per_byte: float) -> bool:
-        return measured.saved * per_byte > measured.seconds / self._codec.threads
+        return measured[0] * per_byte > measured[1] / self._codec.threads
 
     def decode(self, encoded: memoryview, payload: memoryview) -> None:
         self._inner.decode(encoded, payload)
@@ -127,11 +119,11 @@ class _PayingPages:
             encoded = np.empty(self.rooms[-1], np.uint8).data
             length = self._inner.encode(page, encoded)
             if not length:
-                return _Measured(0, 0.0, clock())
+                return 0, 0.0, clock()
             gather([encoded[:length]], stored[:length])
             whole = np.empty(payload.nbytes, np.uint8).data
             self._inner.decode(stored[:length], whole)
             gather([whole], page)
             seconds = min(seconds, clock() - began)
         room = min(room for room in self.rooms if room >= length)
-        return _Measured(payload.nbytes - room, seconds, clock())
+        return payload.nbytes - room, seconds, clock()

@@ -206,7 +206,7 @@ class Exporter:
                 except Exception as error:  # noqa: BLE001 - the file behind it may find no room on its disk
                     logger.debug("hicache_ext: a latency was not exported: %s", error)
 
-            for operation in metrics.latencies():
+            for operation in metrics.calls():
                 observe(operation)
             self._watched[id(metrics)] = (metrics, pass_on)
             metrics.watch(pass_on)
