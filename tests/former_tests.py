@@ -22,6 +22,25 @@ _COMPLETION = "hicache-ext completion is gone"
 _NUMBA = "nothing is compiled at run time, or kept: the native core is built with the package"
 
 FORMER = {
+    "test_removed_pages_are_gone_and_can_be_stored_again": (
+        "-> test_removed_pages_are_counted_once_and_gone_and_can_be_stored_again"
+    ),
+    "test_remove_counts_each_page_that_was_there_once": (
+        "-> test_removed_pages_are_counted_once_and_gone_and_can_be_stored_again"
+    ),
+    "test_the_same_page_hash_under_another_identity_is_another_page": (
+        "-> test_keys_that_differ_in_one_byte_are_different_pages"
+    ),
+    "test_contains_answers_page_by_page": "-> test_ten_thousand_keys_are_answered",
+    "test_clear_leaves_other_identities_alone": "-> test_clear_tells_identities_apart_that_look_alike",
+    "test_clear_of_an_identity_without_pages_is_zero_and_removes_nothing": (
+        "-> test_clear_tells_identities_apart_that_look_alike"
+    ),
+    "test_an_identity_whose_pages_were_removed_is_not_counted_by_clear": (
+        "-> test_removed_pages_are_counted_once_and_gone_and_can_be_stored_again"
+    ),
+    "test_a_closed_store_still_describes_itself": "-> test_a_closed_store_refuses_calls_and_may_be_closed_again",
+    "test_register_identity_takes_any_document_twice": "-> test_identities_are_kept_exactly_if_that_is_declared",
     "test_a_load_larger_than_staging_memory_moves_on_in_portions": (
         "-> test_of_a_prompt_larger_than_staging_memory_the_beginning_is_restored_and_the_scheduler_waits_for_nothing"
     ),
