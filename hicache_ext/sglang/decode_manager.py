@@ -421,7 +421,7 @@ def _our_manager(
         return [int(number) for number in tensor.tolist()]
 
     def written_here(name: str) -> bool:
-        own = not pools.controller.backup_skip or bool(backend.writes_on_every_rank(name))
+        own = not pools.controller.backup_skip or bool(backend.served.on_every_rank(name))
         return own and not is_logical_anchor(pools.host_pools[name])
 
     manager = DecodeManager(

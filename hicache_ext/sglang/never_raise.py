@@ -61,10 +61,6 @@ def all_false(keys: Any = (), *_: Any, **__: Any) -> list[bool]:
     return [False] * length(keys)
 
 
-def all_none(keys: Any = (), *_: Any, **__: Any) -> list[None]:
-    return [None] * length(keys)
-
-
 def transfer_false(transfer: Any = None, *_: Any, **__: Any) -> list[bool]:
     return all_false(getattr(transfer, "keys", None))
 
