@@ -219,8 +219,7 @@ decode writer
   mem_cache.common: release_kv_cache
   managers.cache_controller.HiCacheController
     write_queue ack_write_queue start_writing storage_backend storage_host_pool backup_skip
-  managers.cache_controller.CacheOperation: node_ids
-  managers.cache_controller.HiCacheAck: finish_event node_ids
+  managers.cache_controller.HiCacheAck: finish_event
   mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController: parse_storage_backend_extra_config
   mem_cache.cache_init_params.CacheInitParams
     __init__(disable req_to_token_pool token_to_kv_pool_allocator page_size tp_cache_group)
@@ -241,7 +240,7 @@ decode writer
   mem_cache.radix_cache.RadixKey: __init__(token_ids extra_key is_bigram cache_salt)
   mem_cache.utils: get_storage_hash_str(key prior_hash page_size)
   managers.schedule_batch.Req
-    origin_input_ids output_ids finished kv sampling_params finished_reason extra_key cache_salt retraction_count
+    origin_input_ids output_ids finished kv sampling_params extra_key cache_salt retraction_count
 host pools of a model
   mem_cache.hybrid_cache.hybrid_pool_assembler: _select_strategy ComponentType
   mem_cache.hybrid_cache.hybrid_pool_assembler: build_hicache_draft_sidecars(draft_device_pools tree_cache)
@@ -319,7 +318,7 @@ external linker
     record_offload_ready forward_stream layer_done_counter pools
   mem_cache.unified_cache.unified_cache_linker: UnifiedCacheLinker LayerWiseLoadCounter
   mem_cache.unified_cache.unified_cache_linker.LayerWiseLoadCounter
-    num_layers update_producer complete fail finish reset
+    update_producer complete fail finish reset
   mem_cache.hicache_storage.HiCacheStorageConfig: is_storage_writer
   mem_cache.pool_host.base: host_memory_budget_scope
   mem_cache.pool_host.base.HostKVCache: size_per_token
