@@ -22,6 +22,20 @@ _COMPLETION = "hicache-ext completion is gone"
 _NUMBA = "nothing is compiled at run time, or kept: the native core is built with the package"
 
 FORMER = {
+    "test_an_older_release_is_refused_with_one_sentence": (
+        "releases before 0.5.23 refuse --unified-cache-external-linker-backend dynamic themselves"
+    ),
+    "test_an_absent_page_is_a_miss": "-> test_keys_that_differ_in_one_byte_are_different_pages",
+    "test_memory_is_left_alone_once_a_read_has_returned": "-> test_memory_is_left_alone_once_a_call_has_returned",
+    "test_memory_may_be_reused_once_a_write_has_returned": "-> test_memory_is_left_alone_once_a_call_has_returned",
+    "test_another_process_sees_the_pages_exactly_if_that_is_declared": (
+        "-> test_processes_see_each_others_pages_exactly_if_declared"
+    ),
+    "test_pages_that_another_process_stored_are_read": ("-> test_processes_see_each_others_pages_exactly_if_declared"),
+    "test_exists_counts_the_leading_run_and_never_more": "-> test_only_the_leading_run_counts_and_is_read",
+    "test_a_missing_page_ends_the_run_of_a_read": "-> test_only_the_leading_run_counts_and_is_read",
+    "test_a_read_of_what_was_never_written_is_soft": "-> test_only_the_leading_run_counts_and_is_read",
+    "test_no_keys_are_no_pages": "-> test_only_the_leading_run_counts_and_is_read",
     "test_removed_pages_are_gone_and_can_be_stored_again": (
         "-> test_removed_pages_are_counted_once_and_gone_and_can_be_stored_again"
     ),

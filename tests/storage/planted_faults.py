@@ -144,7 +144,7 @@ class ReadsAtMost256(PageStoreWrapper):
         return super().get(batch.select(range(min(256, len(batch))))) + [GetResult.MISS] * (len(batch) - 256)
 
 
-@caught_by("test_an_absent_page_is_a_miss")
+@caught_by("test_keys_that_differ_in_one_byte_are_different_pages")
 class LeavesOutMisses(PageStoreWrapper):
     """a list of results that is shorter than the batch"""
 
@@ -270,7 +270,7 @@ class ReadsItsOwnPagesAlone(PageStoreWrapper):
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-@caught_by("test_memory_is_left_alone_once_a_read_has_returned")
+@caught_by("test_memory_is_left_alone_once_a_call_has_returned")
 class GoesOnReading(PageStoreWrapper):
     """get() goes on writing into the caller's memory after it has returned"""
 
@@ -285,7 +285,7 @@ class GoesOnReading(PageStoreWrapper):
         return super().get(batch)
 
 
-@caught_by("test_memory_may_be_reused_once_a_write_has_returned")
+@caught_by("test_memory_is_left_alone_once_a_call_has_returned")
 class CopiesLater(PageStoreWrapper):
     """set() reads the caller's memory after it has returned"""
 
@@ -909,7 +909,7 @@ class StaysDown(PageStoreWrapper):
 # -- other processes and machines --------------------------------------------------------------------------------------
 
 
-@caught_by("test_another_process_sees_the_pages_exactly_if_that_is_declared", _over_files)
+@caught_by("test_processes_see_each_others_pages_exactly_if_declared", _over_files)
 class IsSeenHereAlone(PageStoreWrapper):
     """pages that no other process sees"""
 

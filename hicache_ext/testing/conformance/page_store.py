@@ -382,25 +382,20 @@ class PageStoreTests(PageStoreCases):
 
     # -- several processes: what they see of each other, and kill -9 ---------------------------------------------------
 
-    def test_another_process_sees_the_pages_exactly_if_that_is_declared(self, store: PageStore, medium: Medium) -> None:
-        keys = page_keys(20)
-        store_pages(store, keys, _SIZES)
+    def test_processes_see_each_others_pages_exactly_if_declared(self, store: PageStore, medium: Medium) -> None:
+        ours, theirs = page_keys(20), page_keys(20, "theirs")
+        store_pages(store, ours, _SIZES)
         settle(store)
-        seen = in_another_process(medium, partial(_look, keys), patience=self.patience)
+        seen = in_another_process(medium, partial(_look_and_store, ours, theirs), patience=self.patience)
         assert seen == [medium.between_processes] * 20
+        assert store.contains(theirs) == seen
+        assert store.count_leading(theirs) == sum(seen)
+        assert_hits(store, theirs if medium.between_processes else [], _SIZES)
 
     @pytest.fixture
     def between_processes(self, medium: Medium) -> None:
         if not medium.between_processes:
             pytest.skip("declared: between_processes = False; another case shows it")
-
-    @pytest.mark.usefixtures("between_processes")
-    def test_pages_that_another_process_stored_are_read(self, store: PageStore, medium: Medium) -> None:
-        keys = page_keys(20)
-        in_another_process(medium, partial(_store, keys), patience=self.patience)
-        assert store.contains(keys) == [True] * 20
-        assert store.count_leading(keys) == 20
-        assert_hits(store, keys, _SIZES)
 
     @pytest.mark.usefixtures("between_processes")
     def test_pages_are_whole_or_absent_after_their_writer_was_killed(self, store: PageStore, medium: Medium) -> None:
@@ -464,17 +459,14 @@ def _batch(name: str, number: int) -> list[bytes]:
     return page_keys(8, f"{name}-{number}")
 
 
-def _look(keys: list[bytes], store: PageStore, connection: Connection) -> list[bool]:
-    """Which pages are there; those that are have to be whole."""
-    results = assert_whole(store, keys, _SIZES)
-    present = store.contains(keys)
+def _look_and_store(theirs: list[bytes], ours: list[bytes], store: PageStore, connection: Connection) -> list[bool]:
+    """Which of their pages are there; those that are have to be whole. Then ours are."""
+    results = assert_whole(store, theirs, _SIZES)
+    present = store.contains(theirs)
     assert [result is GetResult.HIT for result in results] == present
-    return present
-
-
-def _store(keys: list[bytes], store: PageStore, connection: Connection) -> None:
-    assert all(result.durable for result in store_pages(store, keys, _SIZES))
+    assert all(result.durable for result in store_pages(store, ours, _SIZES))
     settle(store)
+    return present
 
 
 def _clear_and_wait(store: PageStore, connection: Connection) -> None:
