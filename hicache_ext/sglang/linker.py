@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 
 from hicache_ext.config import ExtraConfig, check_document, load_config, read_document
 from hicache_ext.config.model import SECTION
@@ -34,18 +36,11 @@ from hicache_ext.sglang.linking.staging import Pages, Staging, pages_of
 from hicache_ext.sglang.linking.transfers import Loads, Offloads
 from hicache_ext.sglang.never_raise import answering, guarded_calls
 from hicache_ext.sglang.plugin import not_in_force
-from hicache_ext.sglang.releases import end_registration, installed_release, refuse_release_without_linker
+from hicache_ext.sglang.releases import end_registration, installed_release
 from hicache_ext.sglang.served_pools import KV, BoundPool
 from hicache_ext.sglang.used_names import LINKER
 
 logger = logging.getLogger(__name__)
-
-refuse_release_without_linker()
-from sglang.srt.mem_cache.hicache_storage import PoolTransfer  # noqa: E402
-from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (  # noqa: E402
-    LayerWiseLoadCounter,
-    UnifiedCacheLinker,
-)
 
 _COUNTS = {
     "ahead": OUTCOMES,

@@ -49,17 +49,6 @@ def refuse_old_release(release: str | None = None) -> None:
         raise UnsupportedError(f"SGLang {release}", f"this package needs {TESTED[0]} or newer", other_release())
 
 
-def refuse_release_without_linker(release: str | None = None) -> None:
-    """Raises UnsupportedError for a release that has no external linker which is named at the launch."""
-    release = installed_release() if release is None else release
-    if not comes_with(release, "0.5.23"):
-        raise UnsupportedError(
-            f"the external linker of SGLang {release}",
-            "it takes no linker of another package",
-            "use --enable-hierarchical-cache, or 0.5.23 or newer",
-        )
-
-
 def untested(release: str) -> str | None:
     """The warning for a release that was not tested; None for one that was."""
     if is_tested(release):
