@@ -15,7 +15,7 @@ from hicache_ext.config.model import hints_over
 from hicache_ext.page.identity import PageIdentity, Shard
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.sglang.launch_facts import unicode_text
+from hicache_ext.sglang.launch_arguments import unicode_text
 from hicache_ext.sglang.self_check import check_installed, features_off
 from hicache_ext.sglang.served_pools import KV, ONE_FOR_ALL, BoundPool, ServedPools
 from hicache_ext.sglang.used_names import EVENTS

@@ -27,7 +27,7 @@ from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
 from hicache_ext.runtime.threads import call_within
 from hicache_ext.sglang import kernel_hooks
-from hicache_ext.sglang.launch_facts import longest_prompt, read_launch_facts, unicode_text
+from hicache_ext.sglang.launch_arguments import longest_prompt, read_launch_facts, unicode_text
 from hicache_ext.sglang.never_raise import answering, guarded_calls
 from hicache_ext.sglang.plugin import not_in_force
 from hicache_ext.sglang.process import attached

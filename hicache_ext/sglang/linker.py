@@ -29,7 +29,7 @@ from hicache_ext.errors import ConfigError, UnsupportedError
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.sglang.backend import HiCacheExtBackend
-from hicache_ext.sglang.launch_facts import configuration_given_as
+from hicache_ext.sglang.launch_arguments import configuration_given_as
 from hicache_ext.sglang.lifecycle import refuse_release_without
 from hicache_ext.sglang.linking.ahead import OUTCOMES, ReadAhead
 from hicache_ext.sglang.linking.staging import Pages, Staging, pages_of

@@ -19,7 +19,7 @@ from hicache_ext.page.fingerprint import ModelFingerprint
 from hicache_ext.page.hashes import namespaced_extra_key
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.sglang import process
-from hicache_ext.sglang.launch_facts import LaunchFacts, resolved, resolved_or, uses_storage
+from hicache_ext.sglang.launch_arguments import LaunchFacts, resolved, resolved_or, uses_storage
 from hicache_ext.sglang.process import LoadedModel, attached_backends
 
 logger = logging.getLogger(__name__)

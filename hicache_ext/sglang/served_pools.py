@@ -24,7 +24,7 @@ from hicache_ext.page.fingerprint import ModelFingerprint
 from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
 from hicache_ext.sglang import model_weights, process
 from hicache_ext.sglang.host_pool import AnyPages, CopiedPages, is_logical_anchor, pages_of
-from hicache_ext.sglang.launch_facts import LaunchFacts, logical_dtype, unicode_text
+from hicache_ext.sglang.launch_arguments import LaunchFacts, logical_dtype, unicode_text
 from hicache_ext.sglang.model_weights import problem_of, records_directory, weights_of_server
 from hicache_ext.sglang.plugin import not_in_force
 from hicache_ext.sglang.releases import (

@@ -20,8 +20,8 @@ from hicache_ext.errors import UnsupportedError
 from hicache_ext.page import fingerprint
 from hicache_ext.page.fingerprint import ModelFingerprint
 from hicache_ext.page.hashes import namespaced_extra_key
-from hicache_ext.sglang import launch_arguments, launch_facts, model_weights, plugin, process
-from hicache_ext.sglang.launch_facts import LaunchFacts, logical_dtype
+from hicache_ext.sglang import launch_arguments, model_weights, plugin, process
+from hicache_ext.sglang.launch_arguments import LaunchFacts, logical_dtype
 from hicache_ext.sglang.process import LoadedModel
 from hicache_ext.sglang.releases import installed_release
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
@@ -297,7 +297,7 @@ def test_a_model_at_a_path_that_is_no_utf8_is_served(
 
 @pytest.mark.parametrize("name", ["org/model", "/models/Modèle", "\\udce9", ""])
 def test_a_name_that_is_unicode_stays_as_it_is(name: str) -> None:
-    assert launch_facts.unicode_text(name) == name
+    assert launch_arguments.unicode_text(name) == name
 
 
 def test_an_epoch_that_comes_before_the_weights_are_identified_is_kept(
@@ -338,11 +338,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LaunchFacts]:
 
         arguments = {"model_path": "m", **arguments}
         monkeypatch.setattr(runtime_context, "get_server_args", lambda: ServerArgs(**arguments))
-        monkeypatch.setattr(launch_facts, "resolved", arguments.get)
+        monkeypatch.setattr(launch_arguments, "resolved", arguments.get)
         files = ModelFingerprint("m", None)
         models = [LoadedModel(runner, False, files)] + ([LoadedModel(draft, True, files)] if draft else [])
         monkeypatch.setattr(process, "loaded", models)
-        return launch_facts.read_launch_facts()
+        return launch_arguments.read_launch_facts()
 
     return launched_
 
@@ -489,7 +489,7 @@ def test_a_real_servers_namespaces_hold_what_was_resolved() -> None:
         "quantization_param_path",
     }
     asked |= {"speculative_draft_model_path", "speculative_draft_model_revision", "json_model_override_args"}
-    asked |= {*launch_arguments.WEIGHTS, *launch_facts._STORAGE_ARGUMENTS, *launch_arguments.SHAPING_FILES}
+    asked |= {*launch_arguments.WEIGHTS, *launch_arguments._STORAGE_ARGUMENTS, *launch_arguments.SHAPING_FILES}
     asked |= {"enable_weights_cpu_backup", "speculative_draft_load_format"}
     assert asked <= set(namespace_of(ServerArgs))
 
@@ -499,9 +499,9 @@ def test_a_server_whose_arguments_cannot_be_read_is_refused(monkeypatch: pytest.
     from sglang.srt import runtime_context
 
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: SimpleNamespace())
-    monkeypatch.setattr(launch_facts, "resolved", lambda name: 1 / 0)
+    monkeypatch.setattr(launch_arguments, "resolved", lambda name: 1 / 0)
     with pytest.raises(UnsupportedError, match="its launch arguments cannot be read"):
-        launch_facts.read_launch_facts()
+        launch_arguments.read_launch_facts()
 
 
 def test_a_server_without_storage_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hicache_ext.errors import UnsupportedError
-from hicache_ext.sglang.launch_facts import LaunchFacts
+from hicache_ext.sglang.launch_arguments import LaunchFacts
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices
 from tests.rigs.host_pool_kinds import MHA_LAYOUTS, MLA_LAYOUTS, mla_pools

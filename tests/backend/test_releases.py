@@ -20,7 +20,7 @@ prepare_process()
 from hicache_ext.errors import UnsupportedError  # noqa: E402
 from hicache_ext.sglang import lifecycle, plugin, process, releases, self_check  # noqa: E402
 from hicache_ext.sglang.host_pool import HostPages  # noqa: E402
-from hicache_ext.sglang.launch_facts import LaunchFacts, longest_prompt  # noqa: E402
+from hicache_ext.sglang.launch_arguments import LaunchFacts, longest_prompt  # noqa: E402
 from hicache_ext.sglang.self_check import Checked, Sources, check, features_off, ignored_parameters  # noqa: E402
 from hicache_ext.sglang.used_names import (  # noqa: E402  # noqa: E402
     ADAPTERS,
