@@ -37,7 +37,6 @@ from hicache_ext.sglang.releases import (
     refuse_old_release,
     untested,
 )
-from hicache_ext.sglang.self_check import check_installed, ignored_parameters, lacking
 from hicache_ext.sglang.served_pools import KV, ONE_FOR_ALL, ServedPools
 from hicache_ext.sglang.used_names import (
     ADAPTERS,
@@ -49,6 +48,9 @@ from hicache_ext.sglang.used_names import (
     REQUEST_TRACES,
     STORAGE,
     Feature,
+    check_installed,
+    ignored_parameters,
+    lacking,
 )
 from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.reports import TierReports
@@ -122,10 +124,17 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             closing.callback(lambda: observers.end(self._spans))
             exporting = closing.enter_context(ExitStack())  # also what the others count while they are closed
             closing.callback(lambda: observers.end(self._recorder))
-            self._begin_recording(storage_config)
+            # All ranks of a replica are asked for the same pages: one speaks for them.
+            speaks = not any(getattr(storage_config, rank, 0) for rank in ONE_FOR_ALL)
+            if speaks and self._config.record is not None:
+                from hicache_ext.sglang.announcements import recording_of
+
+                self._recorder = recording_of(self._config, storage_config, self.served)
+            if self._recorder is not None:
+                self.export_also(self._recorder.metrics)
             self._store = open_tiers(self._config)
             closing.callback(self._store.close)
-            self._begin_to_serve(storage_config, view, closing, exporting)
+            self._begin_to_serve(storage_config, view, closing, exporting, speaks)
             attached.add(self)
             closing.callback(attached.discard, self)
             self._warn_at_start()
@@ -167,20 +176,13 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
 
     # -- what is off is not imported: modules of a feature are imported where it is switched on -----------------------
 
-    def _begin_recording(self, ranks: HiCacheStorageConfig) -> None:
-        if self._config.record is not None:
-            from hicache_ext.sglang.announcements import recording_of
-
-            self._recorder = recording_of(self._config, ranks, self.served)
-            if self._recorder is not None:
-                self.export_also(self._recorder.metrics)
-
     def _begin_to_serve(
         self,
         ranks: HiCacheStorageConfig,
         view: Callable[[HicacheExtConfig], HicacheExtConfig],
         closing: ExitStack,
         exporting: ExitStack,
+        speaks: bool,
     ) -> None:
         """Raises ConfigError or MissingPackageError."""
         config = self._config
@@ -205,14 +207,14 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             self._pull_rule = PullRule(config.pd.pull, prefill_cost())
             self.export_also(self._pull_rule.metrics)
         if config.pd.hints.enabled and config.role == "prefill":
-            from hicache_ext.sglang.announcements import CLOSE_TIMEOUT, hint_receiver
+            from hicache_ext.sglang.announcements import hint_receiver
 
             hints = hint_receiver(config, self.served, lambda: self._store)
-            closing.callback(lambda: hints.close(CLOSE_TIMEOUT))
+            closing.callback(lambda: hints.close(_HINTS_AWAITED))
             self.export_also(hints.metrics)
-        if not any(getattr(ranks, rank, 0) for rank in ONE_FOR_ALL):
+        if speaks:
             self._begin_kv_hints(ranks, closing)
-        if config.events is not None:
+        if speaks and config.events is not None:
             from hicache_ext.sglang.announcements import kv_events
 
             events = kv_events(config, ranks, self.served, lambda: self._store)
