@@ -155,17 +155,17 @@ def _quietly(call: Callable[..., Any], *arguments: Any) -> Any:
 
 NOT_FLUSHED = "the weights were updated and SGLang's cache is not flushed yet"
 
-_nonce: str | None = None
+updated_to: str | None = None
 """The epoch of the last update in this process; None while the weights are those that were loaded."""
-_flushed = True
+flushed = True
 """Whether SGLang's caches hold nothing from before that update."""
 
 
 def before_update(manager: Any, *_: Any, **__: Any) -> None:
     """BEFORE hook [scheduler thread]: the weights are about to change."""
-    global _nonce, _flushed
-    _nonce = _agreed(getattr(manager, "tp_cpu_group", None))
-    _flushed = False
+    global updated_to, flushed
+    updated_to = _agreed(getattr(manager, "tp_cpu_group", None))
+    flushed = False
     for backend in attached_backends():
         backend.served.suspended_because = NOT_FLUSHED
 
@@ -180,27 +180,17 @@ def before_release(manager: Any, recv_req: Any, *_: Any, **__: Any) -> None:
 
 def after_flush(result: Any, *_: Any, **__: Any) -> None:
     """AFTER hook [scheduler thread]: a successful flush ends the suspension, under the new epoch."""
-    global _flushed
-    if not result or _nonce is None or _flushed:
+    global flushed
+    if not result or updated_to is None or flushed:
         return
-    _flushed = True
+    flushed = True
     for backend in attached_backends():
         if backend.flushes_with_cache:
-            backend.served.advance_weights_epoch(_nonce)
+            backend.served.advance_weights_epoch(updated_to)
             backend.served.suspended_because = None
         else:
             # The flush does not empty a decode node's offload queue: it may hold pages of the old weights.
             logger.warning("hicache_ext: the weights were updated; this decode node stores no KV until it is restarted")
-
-
-def updated_to() -> str | None:
-    """The epoch of the last update in this process, for backends that are attached later."""
-    return _nonce
-
-
-def caches_are_flushed() -> bool:
-    """Whether everything in SGLang's caches was computed with the present weights."""
-    return _flushed
 
 
 def _agreed(group: Any) -> str:

@@ -71,7 +71,7 @@ class ServedPools:
         self.bound: dict[str, BoundPool] = {}
         self.unserved: dict[str, str] = {}
         """Pools that SGLang registered and that cannot be served, with the reason: nothing is, while there are any."""
-        self.suspended_because = None if model_weights.caches_are_flushed() else model_weights.NOT_FLUSHED
+        self.suspended_because = None if model_weights.flushed else model_weights.NOT_FLUSHED
         """While it is set, everything is answered as a miss and nothing is stored [set by hooks, scheduler]."""
         self.closed = self.distrusted = False
         self._ranks = ranks
@@ -144,7 +144,8 @@ class ServedPools:
         if target is not None and (lost := left_out_of_host_memory(target.runner)) is not None:
             reason = f"SGLang {installed_release()} does not keep {lost}, so that restored prompts get wrong answers"
             raise UnsupportedError(f"host pool {name!r}", reason, "use SGLang 0.5.22 or newer, or no storage backend")
-        parts = self._head_parts(name, pool)
+        shards = self._shards(name, pool)
+        parts = len(shards)
         pages = pages_of(pool, name, parts)
         stored = str(getattr(pool, "dtype", torch.uint8)).removeprefix("torch.")
         dtype = logical_dtype(stored, self._facts.kv_cache_dtype, self._config.kv_dtype)
@@ -154,7 +155,6 @@ class ServedPools:
                 f"its {stored} bytes may be fp8_e4m3 or fp8_e5m2 and no launch argument tells",
                 "set hicache_ext.kv_dtype",
             )
-        shards = self._shards(name, pool, parts)
         logger.info(
             "hicache_ext: pool %s, %s, %s, %d bytes a page in %d segments%s",
             name,
@@ -257,14 +257,9 @@ class ServedPools:
             self._tell_tiers(digest, identity.document())
             logger.info("hicache_ext: pages of pool %s have identity %s", bound.name, digest.hex())
 
-    def _head_parts(self, name: str, pool: Any) -> int:
-        """Objects a page is split in, so that deployments of other TP sizes find their heads (tp_lcm_size)."""
-        lcm = self._ranks.tp_lcm_size
-        if not lcm or name != KV or rank_replicated(self._ranks) or getattr(pool, "layout", "") != "page_head":
-            return 1
-        return int(lcm) // int(self._ranks.tp_size)
-
-    def _shards(self, name: str, pool: Any, parts: int) -> list[Shard]:
+    def _shards(self, name: str, pool: Any) -> list[Shard]:
+        """What each part of a page is of the whole: pages are split by heads so that deployments of other TP sizes find
+        theirs (tp_lcm_size), or have one part."""
         ranks = self._ranks
         common = Shard(
             pp=(ranks.pp_rank, ranks.pp_size),
@@ -288,6 +283,7 @@ class ServedPools:
             return [replace(common, cp=(0, 1)) if latents and common.dcp[1] == 1 else common]
         lcm = ranks.tp_lcm_size
         if lcm and getattr(pool, "layout", "") == "page_head" and name == KV:
+            parts = int(lcm) // int(ranks.tp_size)
             return [replace(common, tp=(ranks.tp_rank * parts + part, lcm)) for part in range(parts)]
         if name == KV and ranks.tp_rank == 0 and self._config.role in ("prefill", "decode"):
             words = "hicache_ext: only nodes of TP %d find each other's pages; for others, %s on all nodes"
@@ -300,7 +296,7 @@ class ServedPools:
             id=unicode_text(model.id or self._ranks.model_name or ""),
             revision=unicode_text(model.revision or self._facts.revision or ""),
             fingerprint="" if model.fingerprint in ("auto", "off") else model.fingerprint,
-            weights_epoch=self._epoch_after(model_weights.updated_to()),
+            weights_epoch=self._epoch_after(model_weights.updated_to),
             compute=self._facts.compute,
         )
 
@@ -319,7 +315,7 @@ def _weights_to_identify(facts: LaunchFacts, config: HicacheExtConfig) -> list[M
     if facts.lora and (missing := not_in_force([ADAPTERS])):
         remedy = "leave SGLANG_PLUGINS unset, or let it name hicache_ext"
         raise UnsupportedError("--enable-lora", missing[ADAPTERS], remedy)
-    if config.model.fingerprint != "auto" or model_weights.updated_to() is not None:
+    if config.model.fingerprint != "auto" or model_weights.updated_to is not None:
         # The files do not hold what an update has put in their place, and its epoch is like no other.
         return []
     weights = weights_of_server(facts)

@@ -106,8 +106,8 @@ def test_what_the_tests_of_storage_encode_by_hand_reads_as_what_sglang_encodes()
 def test_nothing_is_stored_while_nothing_may_be_served_and_pages_of_old_weights_are_removed(
     open_backend: Callable[..., Any], events: dict[str, Any], following: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_weights, "_nonce", None)
-    monkeypatch.setattr(model_weights, "_flushed", True)
+    monkeypatch.setattr(model_weights, "updated_to", None)
+    monkeypatch.setattr(model_weights, "flushed", True)
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host, ours={"events": events})
     backend.batch_set_v1(KEYS, INDICES)
     everything = {"DISK": blocks_of(KEYS)}

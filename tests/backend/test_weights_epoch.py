@@ -25,8 +25,8 @@ INDICES = page_indices(PAGE_SIZE, [0, 1])
 
 @pytest.fixture(autouse=True)
 def _a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_weights, "_nonce", None)
-    monkeypatch.setattr(model_weights, "_flushed", True)
+    monkeypatch.setattr(model_weights, "updated_to", None)
+    monkeypatch.setattr(model_weights, "flushed", True)
 
 
 def update(flushes: bool) -> None:
