@@ -22,6 +22,9 @@ _COMPLETION = "hicache-ext completion is gone"
 _NUMBA = "nothing is compiled at run time, or kept: the native core is built with the package"
 
 FORMER = {
+    "test_clear_leaves_other_models_alone": "-> test_clear_leaves_other_models_and_strangers_files_alone",
+    "test_clear_leaves_strangers_files_alone": "-> test_clear_leaves_other_models_and_strangers_files_alone",
+    "test_results_are_lists_of_the_right_type": "-> test_ten_thousand_keys_are_answered",
     "test_an_older_release_is_refused_with_one_sentence": (
         "releases before 0.5.23 refuse --unified-cache-external-linker-backend dynamic themselves"
     ),

@@ -172,7 +172,7 @@ class NeedsAPage(PageStoreWrapper):
         return super().get(batch)
 
 
-@caught_by("test_results_are_lists_of_the_right_type")
+@caught_by("test_a_batch_of_500_pages_is_stored_and_read")
 class AnswersStrings(PageStoreWrapper):
     """results that are words and no GetResult"""
 

@@ -273,21 +273,17 @@ class StorageBackendTests:
         assert stranger.backend.batch_exists(keys) == 0
         assert stranger.read(keys, (0, 1)) == 0
 
-    def test_clear_leaves_other_models_alone(self, drive: Callable[..., Driver]) -> None:
+    def test_clear_leaves_other_models_and_strangers_files_alone(
+        self, drive: Callable[..., Driver], tmp_path: Path
+    ) -> None:
         keys = page_keys(2)
         mine, theirs = drive(model_name="a"), drive(model_name="b")
         assert mine.write(keys, (0, 1)) and theirs.write(keys, (0, 1))
+        strangers = tmp_path / "store" / "precious.txt"
+        strangers.write_text("keep me")
         mine.backend.clear()
         assert mine.backend.batch_exists(keys) == 0
         assert theirs.backend.batch_exists(keys) == 2
-
-    def test_clear_leaves_strangers_files_alone(self, drive: Callable[..., Driver], tmp_path: Path) -> None:
-        driver = drive()
-        strangers = tmp_path / "store" / "precious.txt"
-        strangers.parent.mkdir(exist_ok=True)
-        strangers.write_text("keep me")
-        driver.write(page_keys(1), (0,))
-        driver.backend.clear()
         assert strangers.read_text() == "keep me"
 
     def test_ranks_may_start_at_the_same_moment(self, drive: Callable[..., Driver], tmp_path: Path) -> None:
