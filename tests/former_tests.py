@@ -34,6 +34,42 @@ FORMER = {
     "test_a_tier_without_a_breaker_gets_its_timeout_since_nobody_would_try_it_again": (
         "every tier that has guards has a breaker"
     ),
+    "test_clear_leaves_other_models_alone": "-> test_clear_leaves_other_models_and_strangers_files_alone",
+    "test_clear_leaves_strangers_files_alone": "-> test_clear_leaves_other_models_and_strangers_files_alone",
+    "test_results_are_lists_of_the_right_type": "-> test_ten_thousand_keys_are_answered",
+    "test_an_older_release_is_refused_with_one_sentence": (
+        "releases before 0.5.23 refuse --unified-cache-external-linker-backend dynamic themselves"
+    ),
+    "test_an_absent_page_is_a_miss": "-> test_keys_that_differ_in_one_byte_are_different_pages",
+    "test_memory_is_left_alone_once_a_read_has_returned": "-> test_memory_is_left_alone_once_a_call_has_returned",
+    "test_memory_may_be_reused_once_a_write_has_returned": "-> test_memory_is_left_alone_once_a_call_has_returned",
+    "test_another_process_sees_the_pages_exactly_if_that_is_declared": (
+        "-> test_processes_see_each_others_pages_exactly_if_declared"
+    ),
+    "test_pages_that_another_process_stored_are_read": ("-> test_processes_see_each_others_pages_exactly_if_declared"),
+    "test_exists_counts_the_leading_run_and_never_more": "-> test_only_the_leading_run_counts_and_is_read",
+    "test_a_missing_page_ends_the_run_of_a_read": "-> test_only_the_leading_run_counts_and_is_read",
+    "test_a_read_of_what_was_never_written_is_soft": "-> test_only_the_leading_run_counts_and_is_read",
+    "test_no_keys_are_no_pages": "-> test_only_the_leading_run_counts_and_is_read",
+    "test_removed_pages_are_gone_and_can_be_stored_again": (
+        "-> test_removed_pages_are_counted_once_and_gone_and_can_be_stored_again"
+    ),
+    "test_remove_counts_each_page_that_was_there_once": (
+        "-> test_removed_pages_are_counted_once_and_gone_and_can_be_stored_again"
+    ),
+    "test_the_same_page_hash_under_another_identity_is_another_page": (
+        "-> test_keys_that_differ_in_one_byte_are_different_pages"
+    ),
+    "test_contains_answers_page_by_page": "-> test_ten_thousand_keys_are_answered",
+    "test_clear_leaves_other_identities_alone": "-> test_clear_tells_identities_apart_that_look_alike",
+    "test_clear_of_an_identity_without_pages_is_zero_and_removes_nothing": (
+        "-> test_clear_tells_identities_apart_that_look_alike"
+    ),
+    "test_an_identity_whose_pages_were_removed_is_not_counted_by_clear": (
+        "-> test_removed_pages_are_counted_once_and_gone_and_can_be_stored_again"
+    ),
+    "test_a_closed_store_still_describes_itself": "-> test_a_closed_store_refuses_calls_and_may_be_closed_again",
+    "test_register_identity_takes_any_document_twice": "-> test_identities_are_kept_exactly_if_that_is_declared",
     "test_a_load_larger_than_staging_memory_moves_on_in_portions": (
         "-> test_of_a_prompt_larger_than_staging_memory_the_beginning_is_restored_and_the_scheduler_waits_for_nothing"
     ),

@@ -252,7 +252,7 @@ class Ours(OfSglang):
     def backend(self, config: Any) -> Any:
         from hicache_ext.sglang import lifecycle
         from hicache_ext.sglang.backend import HiCacheExtBackend
-        from hicache_ext.sglang.launch_facts import LaunchFacts
+        from hicache_ext.sglang.launch_arguments import LaunchFacts
 
         # What it reads from the arguments of a running server.
         facts = LaunchFacts(model_path=self.facts.weights, kv_cache_dtype=self.facts.dtype)

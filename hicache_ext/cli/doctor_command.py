@@ -40,8 +40,7 @@ from hicache_ext.page.transforms.sealing import CipherKind, fastest_cipher
 from hicache_ext.runtime.commands import print_json, terminated_in_order
 from hicache_ext.runtime.shown import shown_text
 from hicache_ext.sglang.releases import TESTED, comes_with, is_tested, other_release, untested
-from hicache_ext.sglang.self_check import check_installed, lacking
-from hicache_ext.sglang.used_names import FEATURES, STORAGE
+from hicache_ext.sglang.used_names import FEATURES, STORAGE, check_installed, lacking
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.registry import broken_tier_types, examine_tier
 from hicache_ext.storage.tiering.recording import SALT_FILE

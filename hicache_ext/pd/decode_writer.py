@@ -2,8 +2,8 @@
 
 Requests are known by identity alone; they, copies and host memory are behind ``offload`` (sglang/decode_manager.py).
 
-A page is generated, copied to host memory at the next stride or at the finish, queued in the WriteQueue, given to the
-PoolWriter, and written, tried again, or counted as lost. Its host memory is freed in every case.
+A page is generated, copied to host memory at the next stride or at the finish, queued, given to the PoolWriter, and
+written, tried again, or counted as lost. Its host memory is freed in every case.
 
 A prefill node goes on from a page boundary at which it finds all pools of the model: every page of the KV, and of the
 others the tail there, the last pages of a sliding window or one recurrent state. So a piece ends at a boundary at which
@@ -22,7 +22,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -111,79 +111,6 @@ class Continuation:
 
 def _pages(pieces: Iterable[Piece]) -> int:
     return sum(piece.pages for piece in pieces)
-
-
-# -- what waits --------------------------------------------------------------------------------------------------------
-# Pages in host memory that wait to be written, and which of them are dropped when host memory is full.
-#
-# Used by the scheduler thread only. Every choice depends only on facts that are equal on all ranks, so that ranks drop
-# the same pages without communication.
-
-
-class WriteQueue:
-    """Continuations with pieces to write, in order of arrival."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, Continuation] = {}
-
-    @property
-    def pages(self) -> int:
-        return sum(_pages(continuation.waiting) for continuation in self._waiting.values())
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, piece: Piece) -> None:
-        """Append a piece to those of its continuation."""
-        piece.continuation.waiting.append(piece)
-        self._waiting.setdefault(piece.continuation.number, piece.continuation)
-
-    def put_back(self, pieces: list[Piece]) -> None:
-        """Return pieces whose write failed: first of their continuation, which goes to the end of the queue."""
-        continuation = pieces[0].continuation
-        continuation.waiting.extendleft(reversed(pieces))
-        self._waiting.pop(continuation.number, None)
-        self._waiting[continuation.number] = continuation
-
-    def take_run(self, now: int, most_pages: int) -> list[Piece]:
-        """The next consecutive pieces of one continuation, at most ``most_pages`` together (or one piece); [] if none.
-
-        A continuation has one run under way at a time: its pages must reach the pool in the order of the chain. Those
-        that have finished come first, since their next turn may come at any moment.
-        """
-        for continuation in sorted(self._waiting.values(), key=lambda one: not one.finished):
-            if continuation.in_flight or continuation.not_before > now:
-                continue
-            run = [continuation.waiting.popleft()]
-            pages = run[0].pages
-            while continuation.waiting and pages + continuation.waiting[0].pages <= most_pages:
-                run.append(continuation.waiting.popleft())
-                pages += run[-1].pages
-            if not continuation.waiting:
-                del self._waiting[continuation.number]
-            return run
-        return []
-
-    def empty(self, continuation: Continuation) -> list[Piece]:
-        """Take all waiting pieces of one continuation."""
-        if self._waiting.pop(continuation.number, None) is None:
-            return []
-        pieces = list(continuation.waiting)
-        continuation.waiting.clear()
-        return pieces
-
-    def victims(self, spare: Continuation) -> Iterator[Continuation]:
-        """Continuations that lose their waiting pieces, first to go first: by priority, then by age.
-
-        Never ``spare``, for which memory is freed, nor one of a higher priority than ``spare``.
-        """
-        candidates = [
-            (order, continuation)
-            for order, continuation in enumerate(self._waiting.values())
-            if continuation is not spare and continuation.priority <= spare.priority
-        ]
-        candidates.sort(key=lambda item: (item[1].priority, item[1].born, item[0]))
-        return (continuation for _, continuation in candidates)
 
 
 # -- the thread that writes to the pool --------------------------------------------------------------------------------
@@ -342,7 +269,9 @@ class DecodeWriter:
         self._page_size: int = offload.page_size
         self._stride: int = max(1, stride // self._page_size) * self._page_size
         self._prefix_grace = prefix_grace
-        self._queue = WriteQueue()
+        self._waiting: dict[int, Continuation] = {}
+        """Continuations with pieces to write, in the order of arrival. A choice among them depends on facts alone that
+        are equal on all ranks, so that ranks drop the same pages without communication."""
         self._continuations: WeakKeyDictionary[Any, Continuation] = WeakKeyDictionary()
         self._continuations_made = 0
         self._copies_this_step = 0
@@ -356,7 +285,7 @@ class DecodeWriter:
     @property
     def idle(self) -> bool:
         """Nothing is being copied, queued or written."""
-        return not (self._offload.ongoing_offload or len(self._queue) or self._pages_in_flight)
+        return not (self._offload.ongoing_offload or self._waiting or self._pages_in_flight)
 
     # -- called by the scheduler for each request after each step -------------------------------------------------
 
@@ -455,9 +384,13 @@ class DecodeWriter:
         return taken
 
     def _evict(self, lacking: dict[str, int], spare: Continuation) -> bool:
-        """Drop queued pages until so many more of each pool are free; False where that cannot be."""
+        """Drop queued pages until so many more of each pool are free; False where that cannot be.
+
+        By priority, then by age; never of ``spare``, for which memory is freed, nor of a higher priority than its own.
+        """
         victims: list[Continuation] = []
-        for victim in self._queue.victims(spare):
+        waiting = [one for one in self._waiting.values() if one is not spare and one.priority <= spare.priority]
+        for victim in sorted(waiting, key=lambda one: (one.priority, one.born)):
             if all(pages <= 0 for pages in lacking.values()):
                 break
             victims.append(victim)
@@ -487,7 +420,7 @@ class DecodeWriter:
         if written:
             self._writes_ended(written)
         self._copies_ended(copied, refused)
-        if len(self._queue):
+        if self._waiting:
             self._hand_out()
         self._log_sometimes()
 
@@ -513,7 +446,8 @@ class DecodeWriter:
         if piece.epoch != continuation.epoch or continuation.closed:
             self._free([piece])
         elif not piece.torn:
-            self._queue.add(piece)
+            continuation.waiting.append(piece)
+            self._waiting.setdefault(continuation.number, continuation)
         else:
             self.metrics.add("copy", "torn")
             self._free([piece])
@@ -526,12 +460,29 @@ class DecodeWriter:
 
     def _hand_out(self) -> None:
         while self._pages_in_flight < _PAGES_IN_FLIGHT:
-            run = self._queue.take_run(self._now, _PAGES_PER_WRITE)
+            run = self._next_run()
             if not run:
                 return
             run[0].continuation.in_flight = True
             self._pages_in_flight += _pages(run)
             self._writer.submit(run)
+
+    def _next_run(self) -> list[Piece]:
+        """Take the next consecutive pieces of one continuation, up to ``_PAGES_PER_WRITE`` or one piece; [] if none.
+
+        A continuation has one run under way at a time: its pages must reach the pool in the order of the chain. Those
+        that have finished come first, since their next turn may come at any moment.
+        """
+        for continuation in sorted(self._waiting.values(), key=lambda one: not one.finished):
+            if continuation.in_flight or continuation.not_before > self._now:
+                continue
+            run = [continuation.waiting.popleft()]
+            while continuation.waiting and _pages(run) + continuation.waiting[0].pages <= _PAGES_PER_WRITE:
+                run.append(continuation.waiting.popleft())
+            if not continuation.waiting:
+                del self._waiting[continuation.number]
+            return run
+        return []
 
     def _writes_ended(self, count: int) -> None:
         finished = self._writer.take_finished(count)
@@ -550,7 +501,10 @@ class DecodeWriter:
                 self._free(run)
             elif (pause := self._pause(continuation, outcome)) is not None:
                 continuation.not_before = self._now + pause
-                self._queue.put_back(run)
+                # First of their continuation, which goes to the end of the queue.
+                continuation.waiting.extendleft(reversed(run))
+                self._waiting.pop(continuation.number, None)
+                self._waiting[continuation.number] = continuation
             else:
                 self._free(run)
                 self._close(continuation, Outcome(outcome).name.lower(), lost_pages=_pages(run))
@@ -585,9 +539,15 @@ class DecodeWriter:
 
     # -- host memory -----------------------------------------------------------------------------------------------
 
+    def _take_waiting(self, continuation: Continuation) -> list[Piece]:
+        self._waiting.pop(continuation.number, None)
+        pieces = list(continuation.waiting)
+        continuation.waiting.clear()
+        return pieces
+
     def _forget_waiting(self, continuation: Continuation) -> None:
         """Free queued pages and drop copies under way; a running request copies them again later."""
-        waiting = self._queue.empty(continuation)
+        waiting = self._take_waiting(continuation)
         continuation.epoch += 1
         self._free(waiting)
         dropped_from = [piece.first_page for piece in waiting]
@@ -598,7 +558,7 @@ class DecodeWriter:
 
     def _close(self, continuation: Continuation, reason: str, lost_pages: int = 0) -> None:
         """Write nothing more of this request: pages behind a gap could never be found."""
-        waiting = self._queue.empty(continuation)
+        waiting = self._take_waiting(continuation)
         lost_pages += _pages(waiting)
         self._free(waiting)
         continuation.closed = True
@@ -638,7 +598,7 @@ class DecodeWriter:
 
     def _levels(self) -> dict[str, int]:
         return {
-            "waiting_pages": self._queue.pages + self._pages_in_flight,
+            "waiting_pages": sum(_pages(one.waiting) for one in self._waiting.values()) + self._pages_in_flight,
             "host_used_tokens": self._offload.pools.used_tokens(),
         }
 

@@ -15,10 +15,9 @@ from hicache_ext.config.model import hints_over
 from hicache_ext.page.identity import PageIdentity, Shard
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.sglang.launch_facts import unicode_text
-from hicache_ext.sglang.self_check import check_installed, features_off
-from hicache_ext.sglang.served_pools import KV, ONE_FOR_ALL, BoundPool, ServedPools
-from hicache_ext.sglang.used_names import EVENTS
+from hicache_ext.sglang.launch_arguments import unicode_text
+from hicache_ext.sglang.served_pools import KV, BoundPool, ServedPools
+from hicache_ext.sglang.used_names import EVENTS, check_installed, features_off
 from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard, board_among
 from hicache_ext.storage.serving.events import Blocks, Change, Encode, EventPublisher, Kind, blocks_in
 from hicache_ext.storage.serving.hints import HintReceiver, HintSender
@@ -33,8 +32,6 @@ logger = logging.getLogger(__name__)
 # -- hints -------------------------------------------------------------------------------------------------------------
 # From decode to prefill nodes (storage/serving/hints.py), for the pages of this server's KV pool.
 
-CLOSE_TIMEOUT = 1.0
-"""Seconds that close() waits for a hint that is being followed."""
 _MEMORY = 32 * 1024 * 1024
 """Bytes of pages that are on their way at once because of a hint."""
 _MOST_KEYS = 2048
@@ -51,7 +48,7 @@ _LIMITS = BoardLimits(_KEPT, longest_hint(_MOST_PAGES), _LIFETIME)
 
 
 def hint_receiver(config: HicacheExtConfig, pools: ServedPools, store: Callable[[], ReloadableStore]) -> HintReceiver:
-    """What follows hints on a prefill node, on a thread of its own, until ``close(CLOSE_TIMEOUT)``.
+    """What follows hints on a prefill node, on a thread of its own, until ``close``.
 
     ``store`` answers with the tiers as one.
     """
@@ -123,11 +120,11 @@ def _scope(pools: ServedPools) -> bytes | None:
 def kv_events(
     config: HicacheExtConfig, ranks: Any, pools: ServedPools, store: Callable[[], ReloadableStore]
 ) -> EventPublisher | None:
-    """The publisher of this process; None where events are off, or where another rank speaks for this one.
+    """The publisher of this process; None where events are off, or this release has none.
 
     ``ranks`` is SGLang's HiCacheStorageConfig. Raises ConfigError, MissingPackageError.
     """
-    if config.events is None or any(getattr(ranks, rank, 0) for rank in ONE_FOR_ALL):
+    if config.events is None:
         return None
     if (lacking := features_off(check_installed()).get(EVENTS)) is not None:
         logger.warning("hicache_ext: SGLang lacks %s: %s", lacking, EVENTS.loss)
@@ -210,10 +207,10 @@ _SIZES = ("tp_size", "pp_size", "attn_cp_size", "dcp_size")
 
 
 def recording_of(config: HicacheExtConfig, ranks: Any, pools: ServedPools) -> Recorder | None:
-    """The recorder of this process; None where nothing is recorded, or where another rank speaks for this one: all
-    ranks of a replica are asked for the same pages. ``ranks`` is SGLang's HiCacheStorageConfig. Raises ConfigError."""
-    if any(getattr(ranks, rank, 0) for rank in ONE_FOR_ALL):
-        return None
+    """The recorder of this process; None where nothing is recorded. ``ranks`` is SGLang's HiCacheStorageConfig.
+
+    Raises ConfigError.
+    """
 
     def facts() -> dict[str, Any]:
         kv = pools.bound.get(KV)

@@ -34,7 +34,6 @@ from hicache_ext.sglang.host_pool import AnyPages, CopiedPages, HostPages
 from hicache_ext.sglang.lifecycle import BackendLifecycle, name_of
 from hicache_ext.sglang.never_raise import (
     all_false,
-    all_none,
     answered_name,
     answering,
     length,
@@ -59,12 +58,12 @@ class HiCacheExtBackend(BackendLifecycle):
 
     @answering(lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        if self._pools.closed or not keys:
+        if self.served.closed or not keys:
             return 0
-        if self._pools.unavailable:
+        if self.served.unavailable:
             self._store.count_absent(len(keys))
             return 0
-        pool = self._pools.bound.get(KV)
+        pool = self.served.bound.get(KV)
         if pool is None or pool.pages is None:
             self._store.count_absent(len(keys))
             return 0
@@ -95,9 +94,9 @@ class HiCacheExtBackend(BackendLifecycle):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        if self._pools.unavailable or not keys:
+        if self.served.unavailable or not keys:
             return PoolTransferResult(0, {}, [])
-        kv = self._pools.bound.get(KV)
+        kv = self.served.bound.get(KV)
         # A logical anchor has no pages of its own: its sidecars decide.
         kv_pages = len(keys) if kv is not None and kv.pages is None else self.batch_exists(keys)
         hits: dict[Any, int] = {PoolName.KV: kv_pages} if kv_pages else {}
@@ -117,7 +116,7 @@ class HiCacheExtBackend(BackendLifecycle):
 
     def _restorable_pages(self, transfer: PoolTransfer, keys: list[str]) -> set[int]:
         """The prefix lengths in pages at which this pool has what its policy asks for."""
-        pool = self._pools.bound.get(name_of(transfer.name))
+        pool = self.served.bound.get(name_of(transfer.name))
         if pool is None or pool.pages is None:
             return set()
         if hit_policy(transfer.hit_policy) == "all_pages":
@@ -172,7 +171,7 @@ class HiCacheExtBackend(BackendLifecycle):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._moved(self._pools.usable(KV), keys, host_indices, read_pages, self._prefetched)
+        return self._moved(self.served.usable(KV), keys, host_indices, read_pages, self._prefetched)
 
     @answering(all_false)
     def batch_set_v1(
@@ -182,7 +181,7 @@ class HiCacheExtBackend(BackendLifecycle):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         self._follow_owners(extra_info, keys)
-        return self._moved(self._pools.usable(KV), keys, host_indices, write_pages, self._backed_up)
+        return self._moved(self.served.usable(KV), keys, host_indices, write_pages, self._backed_up)
 
     @staticmethod
     def _follow_owners(extra_info: HiCacheStorageExtraInfo | None, keys: Sequence[str]) -> None:
@@ -213,7 +212,7 @@ class HiCacheExtBackend(BackendLifecycle):
     @answering(transfer_false)
     def _move_transfer(self, transfer: PoolTransfer, move: Move, samples: TransferSamples) -> list[bool]:
         """Never raises by itself: the other transfers of the call are answered with what became of them."""
-        pool = self._pools.usable(name_of(transfer.name))
+        pool = self.served.usable(name_of(transfer.name))
         return self._moved(pool, transfer.keys or [], transfer.host_indices, move, samples)
 
     def _moved(
@@ -267,13 +266,6 @@ class HiCacheExtBackend(BackendLifecycle):
 
     # -- the external linker (linker.py) ---------------------------------------------------------------------------
 
-    def served_pool(self, name: str) -> BoundPool | None:
-        """A registered host pool under the identity of now; None where nothing may be stored or served.
-
-        The linker keeps it from where SGLang hands it pages until they are stored: they are of the weights of then.
-        """
-        return self._pools.usable(name)
-
     @answering(lambda *_, **__: False)
     def read_whole(self, pool: BoundPool, keys: Sequence[str], host_indices: torch.Tensor) -> bool:
         """Read pages into a host pool; whether all of them are there."""
@@ -290,13 +282,13 @@ class HiCacheExtBackend(BackendLifecycle):
     @answering(all_false)
     def stored(self, keys: list[str], name: str = KV) -> list[bool]:
         """Which pages of a pool need not be written again [pd writer]."""
-        pool = self._pools.usable(name)
+        pool = self.served.usable(name)
         return [False] * len(keys) if pool is None else self._every_part(pool, keys, self._store.stored)
 
     @answering(lambda *_, **__: 0)
     def stored_leading(self, keys: list[str], name: str = KV) -> int:
         """Leading pages of which a prefill node finds every part in the pool [pd writer]."""
-        pool = self._pools.usable(name)
+        pool = self.served.usable(name)
         if pool is None:
             return 0
         of_first = PageKeys.of_hashes(pool.digests[0], keys)
@@ -305,7 +297,7 @@ class HiCacheExtBackend(BackendLifecycle):
     @answering(lambda keys=(), *_, **__: [SetResult.ERROR] * length(keys))
     def store_pages(self, keys: list[str], host_indices: torch.Tensor, name: str = KV) -> list[SetResult]:
         """Store pages of a host pool, with each page's result [pd writer]."""
-        pool = self._pools.usable(name)
+        pool = self.served.usable(name)
         if pool is None or pool.pages is None:
             return [SetResult.REJECTED] * len(keys)
         results, owners = self._timed(pool, pool.pages, keys, host_indices, write_pages, self._backed_up)
@@ -319,38 +311,19 @@ class HiCacheExtBackend(BackendLifecycle):
     # -- generic calls ---------------------------------------------------------------------------------------------
     # SGLang's class asks for them, and SGLang makes none: the configuration must say ``interface_v1``.
 
-    @answering(lambda *_, **__: False)
-    def exists(self, key: str) -> bool:
+    def exists(self, key: Any = "", *_: Any, **__: Any) -> bool:
         return bool(self.batch_exists([key]) == 1)
 
-    @answering(lambda *_, **__: None)
-    def get(self, key: str, target_location: Any | None = None, target_sizes: Any | None = None) -> None:
+    def get(self, *_: Any, **__: Any) -> None:
         return None
 
-    @answering(all_none)
-    def batch_get(
-        self, keys: list[str], target_locations: Any | None = None, target_sizes: Any | None = None
-    ) -> list[None]:
-        return all_none(keys)
+    def batch_get(self, keys: Any = (), *_: Any, **__: Any) -> list[None]:
+        return [None] * length(keys)
 
-    @answering(lambda *_, **__: False)
-    def set(
-        self,
-        key: str,
-        value: Any | None = None,
-        target_location: Any | None = None,
-        target_sizes: Any | None = None,
-    ) -> bool:
+    def set(self, *_: Any, **__: Any) -> bool:
         return False
 
-    @answering(lambda *_, **__: False)
-    def batch_set(
-        self,
-        keys: list[str],
-        values: Any | None = None,
-        target_locations: Any | None = None,
-        target_sizes: Any | None = None,
-    ) -> bool:
+    def batch_set(self, *_: Any, **__: Any) -> bool:
         return False
 
 

@@ -30,7 +30,7 @@ from hicache_ext.errors import UnsupportedError
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.sglang import process
-from hicache_ext.sglang.launch_facts import configuration_given_as
+from hicache_ext.sglang.launch_arguments import configuration_given_as
 from hicache_ext.sglang.process import attached_backends
 from hicache_ext.sglang.releases import comes_with, installed_release, release_request
 from hicache_ext.sglang.scheduler_hooks import is_unstored
@@ -421,7 +421,7 @@ def _our_manager(
         return [int(number) for number in tensor.tolist()]
 
     def written_here(name: str) -> bool:
-        own = not pools.controller.backup_skip or bool(backend.writes_on_every_rank(name))
+        own = not pools.controller.backup_skip or bool(backend.served.on_every_rank(name))
         return own and not is_logical_anchor(pools.host_pools[name])
 
     manager = DecodeManager(

@@ -12,7 +12,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -129,21 +129,6 @@ class PoolPages:
         )
 
 
-class _Part(NamedTuple):
-    """The runs of bytes of one stored object of every page: page p has them at ``starts + p * strides``."""
-
-    starts: npt.NDArray[np.int64]
-    strides: npt.NDArray[np.int64]
-    sizes: npt.NDArray[np.int64]
-    of_runs: tuple[int, int, int]
-    """For ``_AddressPages``: where the first two are, and how long."""
-
-    @classmethod
-    def of(cls, runs: Sequence[tuple[int, int, int]]) -> _Part:
-        starts, strides, sizes = (np.array(column, np.int64) for column in zip(*runs, strict=True))
-        return cls(starts, strides, sizes, (address(starts), address(strides), len(runs)))
-
-
 class HostPages(PoolPages):
     """The memory of the pages of one host pool; valid as long as the pool's buffers are.
 
@@ -162,21 +147,24 @@ class HostPages(PoolPages):
             memoryview((ctypes.c_ubyte * (stride * last + size)).from_address(start)).cast("B")
             for start, stride, size in runs
         ]
-        in_each = len(runs) // parts
-        self._parts = [_Part.of(runs[begin : begin + in_each]) for begin in range(0, len(runs), in_each)]
-        self.segment_sizes = tuple(self._parts[0].sizes.tolist())
-        self.part_sizes = tuple(int(part.sizes.sum()) for part in self._parts)
+        # Of each part a row: page p has its runs at ``starts + p * strides``.
+        self._starts, self._strides, self._sizes = (
+            np.array(column, np.int64).reshape(parts, -1) for column in zip(*runs, strict=True)
+        )
+        self.segment_sizes = tuple(self._sizes[0].tolist())
+        self.part_sizes = tuple(self._sizes.sum(axis=1).tolist())
         self.page_bytes = sum(self.part_sizes)
 
     def memory_of(self, page_numbers: npt.NDArray[np.int64], part: int = 0) -> PageMemory:
         """``buffers_of`` these pages, made lazily."""
-        starts, strides, sizes, of_runs = self._parts[part]
+        starts, strides = self._starts[part], self._strides[part]
         if core := native.core():
             pages = np.empty((len(page_numbers), len(starts)), np.int64)
+            of_runs = address(starts), address(strides), len(starts)
             core(_AddressPages(address(page_numbers), len(page_numbers), *of_runs, address(pages)))
         else:
             pages = starts + page_numbers[:, None] * strides
-        addresses = Addresses(pages, sizes, self.part_sizes[part])
+        addresses = Addresses(pages, self._sizes[part], self.part_sizes[part])
         return PageMemory(addresses, lambda: self.buffers_of(page_numbers.tolist(), part))
 
     def buffers_of(self, page_numbers: Sequence[int], part: int = 0) -> list[Sequence[memoryview]]:
@@ -184,10 +172,10 @@ class HostPages(PoolPages):
 
         Run by run: most of what a page costs in Python would be spent here otherwise.
         """
-        runs = self._parts[part]
+        strides, sizes = self._strides[part].tolist(), self._sizes[part].tolist()
+        of_part = self._memory[part * len(sizes) : (part + 1) * len(sizes)]
         columns: list[list[memoryview]] = []
-        for number, (stride, size) in enumerate(zip(runs.strides.tolist(), runs.sizes.tolist(), strict=True)):
-            memory = self._memory[part * len(runs.sizes) + number]
+        for memory, stride, size in zip(of_part, strides, sizes, strict=True):
             columns.append([memory[page * stride : page * stride + size] for page in page_numbers])
         return list(zip(*columns, strict=True))
 

@@ -23,7 +23,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -57,13 +57,9 @@ _selector: Selector | None = None
 _broken = False
 
 
-def configure(settings: KernelsConfig) -> None:
-    """Take the operator's settings. Once per process, before the first copy. Raises ``ConfigError``, one sentence."""
-    use(make_selector(settings))
-
-
 def use(selector: Selector | None) -> None:
-    """Let ``selector`` choose from now on; None: that of the defaults, at the next copy."""
+    """Let ``selector`` choose from now on, as the operator configured it; None: that of the defaults, at the next copy.
+    Before the first copy."""
     global _selector, _broken
     _selector, _broken = selector, False
     _bindings.clear()
@@ -181,13 +177,9 @@ class _Binding:
     """What is known of one pool: its stack, which layer of it each controller's layer is, and the loads under way."""
 
     def __init__(self, pool: Any) -> None:
-        components = _components(pool)
         # Without layers of other ranks, a layer has the same number on both sides.
         _, host_layers, buffer_numbers = releases.mla_layers(pool)
-        layers = [
-            [_layer_copy(pool, part, host_layers[layer_id], buffer_numbers[layer_id]) for part in components]
-            for layer_id in host_layers
-        ]
+        layers = [_layer_copies(pool, host_layers[layer_id], buffer_numbers[layer_id]) for layer_id in host_layers]
         # The host memory that is page-locked, in the pieces in which it was registered.
         registrations = tuple(getattr(pool.kv_buffer, _REGISTERED_RANGES, ())) if pool.pin_memory else ()
         self.stack = LayerStack.of(layers, layout=pool.layout, registrations=registrations)
@@ -233,7 +225,8 @@ _bindings: weakref.WeakKeyDictionary[Any, _Binding] = weakref.WeakKeyDictionary(
 
 
 def _serves(direction: Direction, refusal: str | None, submit: Callable[[], bool]) -> bool:
-    """Submit copies; False if SGLang's own path has to make them."""
+    """Submit copies; False if SGLang's own path has to make them: from the first failure on, all of this process."""
+    global _broken
     if _broken:
         return False
     try:
@@ -241,19 +234,11 @@ def _serves(direction: Direction, refusal: str | None, submit: Callable[[], bool
             _current_selector().count(direction, None, refusal)
             return False
         return submit()
-    except Exception as error:  # noqa: BLE001 - SGLang's own path is there, whatever is wrong with ours
-        _give_up(error)
+    except Exception as error:  # SGLang's own path is there, whatever is wrong with ours
+        _broken = True
+        trace = None if isinstance(error, ConfigError) else error
+        logger.error("copies between host and device stay with SGLang's own path: %s", error, exc_info=trace)
         return False
-
-
-def _give_up(error: Exception) -> None:
-    """Leave all copies of this process to SGLang's own path."""
-    global _broken
-    _broken = True
-    if isinstance(error, ConfigError):
-        logger.error("%s; copies between host and device stay with SGLang's own path", error)
-    else:
-        logger.error("copies between host and device go back to SGLang's own path", exc_info=error)
 
 
 def _current_selector() -> Selector:
@@ -275,41 +260,33 @@ def _buffers(pool: Any) -> list[Any]:
     return [pool.kv_buffer, *[buffer for name in names for buffer in releases.device_buffers(pool, name)]]
 
 
-class _Component(NamedTuple):
-    """K, V, or the latent: all layers on the host, a buffer for each on the device, and the segments of a row."""
-
-    host: torch.Tensor
-    device: tuple[torch.Tensor, ...]
-    segments: int
-    segment_bytes: int
-
-
-def _components(pool: Any) -> list[_Component]:
+def _layer_copies(pool: Any, host_layer: int, buffer_number: int) -> list[LayerCopy]:
+    """Of K and V, or of the latent: a layer on the host, and its buffer on the device."""
     if _dotted_name(type(pool)) == MLA:
-        return [_Component(pool.kv_buffer, releases.device_buffers(pool, "kv"), 1, pool.token_stride_size)]
-    row = pool.head_num, pool.head_dim * pool.dtype.itemsize
-    sides = (pool.k_buffer, "k"), (pool.v_buffer, "v")
-    return [_Component(buffer, releases.device_buffers(pool, name), *row) for buffer, name in sides]
-
-
-def _layer_copy(pool: Any, part: _Component, host_layer: int, buffer_number: int) -> LayerCopy:
-    host = host_rows(
-        part.host,
-        layout=pool.layout,
-        layer=host_layer,
-        layer_num=pool.layer_num,
-        page_size=pool.page_size,
-        token_count=pool.size,
-        segments=part.segments,
-        segment_bytes=part.segment_bytes,
-    )
-    device = device_rows(
-        part.device[buffer_number],
-        page_size=pool.page_size,
-        row_stride=releases.device_row_stride(pool),
-        segment_bytes=part.segment_bytes,
-    )
-    return LayerCopy(host, device, pool.page_size, part.segments, part.segment_bytes)
+        sides, row = [(pool.kv_buffer, "kv")], (1, pool.token_stride_size)
+    else:
+        sides, row = [(pool.k_buffer, "k"), (pool.v_buffer, "v")], (pool.head_num, pool.head_dim * pool.dtype.itemsize)
+    segments, segment_bytes = row
+    copies = []
+    for buffer, name in sides:
+        host = host_rows(
+            buffer,
+            layout=pool.layout,
+            layer=host_layer,
+            layer_num=pool.layer_num,
+            page_size=pool.page_size,
+            token_count=pool.size,
+            segments=segments,
+            segment_bytes=segment_bytes,
+        )
+        device = device_rows(
+            releases.device_buffers(pool, name)[buffer_number],
+            page_size=pool.page_size,
+            row_stride=releases.device_row_stride(pool),
+            segment_bytes=segment_bytes,
+        )
+        copies.append(LayerCopy(host, device, pool.page_size, segments, segment_bytes))
+    return copies
 
 
 def _local_rows(pool: Any, indices: torch.Tensor) -> torch.Tensor:

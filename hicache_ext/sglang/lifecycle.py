@@ -20,24 +20,23 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from hicache_ext.config import HicacheExtConfig, load_config, read_document
 from hicache_ext.config.problems import listed
 from hicache_ext.errors import UnsupportedError
-from hicache_ext.kernels.selection import kernel_metrics
+from hicache_ext.kernels.selection import kernel_metrics, make_selector
 from hicache_ext.page.transforms.codec import LOSSY_CODECS
 from hicache_ext.runtime.call_deadline import answering_at_once
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
 from hicache_ext.runtime.threads import call_within
 from hicache_ext.sglang import kernel_hooks
-from hicache_ext.sglang.launch_facts import longest_prompt, read_launch_facts, unicode_text
+from hicache_ext.sglang.launch_arguments import longest_prompt, read_launch_facts, unicode_text
 from hicache_ext.sglang.never_raise import answering, guarded_calls
 from hicache_ext.sglang.plugin import not_in_force
-from hicache_ext.sglang.process import attach, detach
+from hicache_ext.sglang.process import attached
 from hicache_ext.sglang.releases import (
     installed_release,
     rank_replicated,
     refuse_old_release,
     untested,
 )
-from hicache_ext.sglang.self_check import check_installed, ignored_parameters, lacking
 from hicache_ext.sglang.served_pools import KV, ONE_FOR_ALL, ServedPools
 from hicache_ext.sglang.used_names import (
     ADAPTERS,
@@ -49,6 +48,9 @@ from hicache_ext.sglang.used_names import (
     REQUEST_TRACES,
     STORAGE,
     Feature,
+    check_installed,
+    ignored_parameters,
+    lacking,
 )
 from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.reports import TierReports
@@ -100,7 +102,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             from hicache_ext.page.transforms.lossy import lossy_fact
 
             facts = replace(facts, compute=lossy_fact(facts.compute, configured.lossy_codecs))
-        self._pools = ServedPools(storage_config, self._config, facts, self._register_identity, self.clear)
+        self.served = ServedPools(storage_config, self._config, facts, self._register_identity, self.clear)
         self._failures = TierMetrics("backend")
         self._failures.declare({"failure": [*guarded_calls(type(self)), "host_indices"]})
         self._reports = TierReports()
@@ -110,7 +112,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self._prefetched = TransferSamples()
         self._backed_up = TransferSamples()
         self._found_all = False
-        kernel_hooks.configure(self._config.kernels)
+        kernel_hooks.use(make_selector(self._config.kernels))
         # SGLang constructs its backend on the scheduler's thread. Outside a server no thread is one that must not wait.
         self._scheduler = threading.get_ident() if self._facts.model_path is not None else None
         self._recorder: Recorder | None = None
@@ -122,22 +124,29 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             closing.callback(lambda: observers.end(self._spans))
             exporting = closing.enter_context(ExitStack())  # also what the others count while they are closed
             closing.callback(lambda: observers.end(self._recorder))
-            self._begin_recording(storage_config)
+            # All ranks of a replica are asked for the same pages: one speaks for them.
+            speaks = not any(getattr(storage_config, rank, 0) for rank in ONE_FOR_ALL)
+            if speaks and self._config.record is not None:
+                from hicache_ext.sglang.announcements import recording_of
+
+                self._recorder = recording_of(self._config, storage_config, self.served)
+            if self._recorder is not None:
+                self.export_also(self._recorder.metrics)
             self._store = open_tiers(self._config)
             closing.callback(self._store.close)
-            self._begin_to_serve(storage_config, view, closing, exporting)
-            attach(self)
-            closing.callback(detach, self)
+            self._begin_to_serve(storage_config, view, closing, exporting, speaks)
+            attached.add(self)
+            closing.callback(attached.discard, self)
             self._warn_at_start()
             logger.info(
                 "hicache_ext: role %s, model %r revision %r epoch %s, tiers %s",
                 self._config.role,
-                self._pools.model.id,
-                self._pools.model.revision,
-                self._pools.model.weights_epoch,
+                self.served.model.id,
+                self.served.model.revision,
+                self.served.model.weights_epoch,
                 self._store.describe().details,
             )
-            self._pools.start()
+            self.served.start()
             self._load_page_hashes()
             self._closing = closing.pop_all()
 
@@ -167,20 +176,13 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
 
     # -- what is off is not imported: modules of a feature are imported where it is switched on -----------------------
 
-    def _begin_recording(self, ranks: HiCacheStorageConfig) -> None:
-        if self._config.record is not None:
-            from hicache_ext.sglang.announcements import recording_of
-
-            self._recorder = recording_of(self._config, ranks, self._pools)
-            if self._recorder is not None:
-                self.export_also(self._recorder.metrics)
-
     def _begin_to_serve(
         self,
         ranks: HiCacheStorageConfig,
         view: Callable[[HicacheExtConfig], HicacheExtConfig],
         closing: ExitStack,
         exporting: ExitStack,
+        speaks: bool,
     ) -> None:
         """Raises ConfigError or MissingPackageError."""
         config = self._config
@@ -205,17 +207,17 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             self._pull_rule = PullRule(config.pd.pull, prefill_cost())
             self.export_also(self._pull_rule.metrics)
         if config.pd.hints.enabled and config.role == "prefill":
-            from hicache_ext.sglang.announcements import CLOSE_TIMEOUT, hint_receiver
+            from hicache_ext.sglang.announcements import hint_receiver
 
-            hints = hint_receiver(config, self._pools, lambda: self._store)
-            closing.callback(lambda: hints.close(CLOSE_TIMEOUT))
+            hints = hint_receiver(config, self.served, lambda: self._store)
+            closing.callback(lambda: hints.close(_HINTS_AWAITED))
             self.export_also(hints.metrics)
-        if not any(getattr(ranks, rank, 0) for rank in ONE_FOR_ALL):
+        if speaks:
             self._begin_kv_hints(ranks, closing)
-        if config.events is not None:
+        if speaks and config.events is not None:
             from hicache_ext.sglang.announcements import kv_events
 
-            events = kv_events(config, ranks, self._pools, lambda: self._store)
+            events = kv_events(config, ranks, self.served, lambda: self._store)
             if events is not None:
                 closing.callback(events.close)
                 self.export_also(events.metrics)
@@ -228,7 +230,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
 
     def _page_size(self) -> int:
         """Tokens of a page; 0 while it is not known."""
-        pool = self._pools.usable(KV)
+        pool = self.served.usable(KV)
         of_pool = 0 if pool is None or pool.pages is None else pool.pages.page_size
         return int(self._logical_page_size or of_pool) if of_pool else 0
 
@@ -236,7 +238,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         def fetch(page_hashes: Sequence[bytes]) -> Mapping[str, int]:
             from hicache_ext.sglang.announcements import bring_inward
 
-            return bring_inward(self._pools, self._store, page_hashes)
+            return bring_inward(self.served, self._store, page_hashes)
 
         tell_prefill = None
         metrics = TierMetrics("pd_write", prefix="pd_write_")  # with those of a decode node's writer
@@ -254,19 +256,14 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     # Both ignore what a later SGLang may hand over, as all calls that are ``answering`` do.
     def register_mem_pool_host(self, mem_pool_host: Any, *_: Any, **__: Any) -> None:
         self.mem_pool_host = mem_pool_host
-        self._pools.bind(KV, mem_pool_host)
+        self.served.bind(KV, mem_pool_host)
         of_shard = getattr(mem_pool_host, "size", 0) * getattr(mem_pool_host, "dcp_size", 1)
         tokens = getattr(mem_pool_host, "logical_size", of_shard)
         self.warn_of_sizes(mem_pool_host.page_size, tokens, "host memory", "--hicache-ratio or --hicache-size")
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any, *_: Any, **__: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        self._pools.bind_beside(name_of(host_pool_name), host_pool)
-
-    @property
-    def unserved_pools(self) -> dict[str, str]:
-        """Pools that were registered and cannot be served, with the reason: nothing is, as long as there are any."""
-        return dict(self._pools.unserved)
+        self.served.bind_beside(name_of(host_pool_name), host_pool)
 
     def _register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         with self._patience():
@@ -282,20 +279,13 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             "pages are removed. Before it, give every server of the model another hicache_ext.model.weights_epoch, so "
             "that none meets the pages that others wrote (docs/runbook.md#hicachedistrusted)",
             installed_release(),
-            self._pools.model.id,
+            self.served.model.id,
             why,
         )
-        if not self._pools.distrust():
+        if not self.served.distrust():
             logger.warning("hicache_ext: some of the pages are removed later")
 
     # -- weights updates -------------------------------------------------------------------------------------------
-
-    def suspend(self, reason: str) -> None:
-        """Answer everything as a miss and store nothing until ``resume``; called by hooks [scheduler]."""
-        self._pools.suspended_because = reason
-
-    def resume(self) -> None:
-        self._pools.suspended_because = None
 
     fed_by_decode_writer = False
     """Whether a decode node's manager of ours writes here."""
@@ -304,17 +294,6 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def flushes_with_cache(self) -> bool:
         """Whether SGLang's flush empties the queues in front of this backend; not so on a decode node's offload."""
         return hasattr(self, "registered_pools") and not self.fed_by_decode_writer
-
-    def advance_weights_epoch(self, nonce: str) -> None:
-        """The weights have changed: from now on every page belongs to another identity [scheduler].
-
-        ``nonce`` must be equal on all ranks of this deployment and different for every update of any deployment.
-        """
-        self._pools.advance_weights_epoch(nonce)
-
-    def writes_on_every_rank(self, pool: str) -> bool:
-        """Whether this rank's pages of a pool are no other rank's [backup thread]."""
-        return self._pools.on_every_rank(pool)
 
     def take_hints(self, said: Said, request: Any, ignore: str) -> None:
         """Have what a request of SGLang's says about KV done soon, unless there is a reason to ``ignore`` it
@@ -335,14 +314,14 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             return None
         from hicache_ext.sglang.announcements import hint_sender
 
-        return hint_sender(self._config, self._pools, lambda: self._store, metrics)
+        return hint_sender(self._config, self.served, lambda: self._store, metrics)
 
     # -- administration --------------------------------------------------------------------------------------------
 
     @answering(lambda *_, **__: False)
     def clear(self) -> bool:
         """Remove the pages of this rank's own identities, nobody else's. Does not wait for the disk."""
-        digests = self._pools.digests_to_clear()
+        digests = self.served.digests_to_clear()
         if digests is not None:
             with self._patience():
                 self._store.clear(digests)
@@ -363,7 +342,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
 
     @answering(lambda *_, **__: None)
     def close(self) -> None:
-        self._pools.closed = True
+        self.served.closed = True
         self._closing.close()
 
     def export_also(self, metrics: TierMetrics, set_levels: Callable[[], None] = lambda: None) -> None:
@@ -376,12 +355,12 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def _export_sources(self) -> list[TierMetrics]:
         for set_levels in self._level_setters:
             set_levels()
-        self._failures.set_level("distrusted", "", float(self._pools.distrusted))
-        self._failures.set_level("serving", "", float(not self._pools.unavailable))
+        self._failures.set_level("distrusted", "", float(self.served.distrusted))
+        self._failures.set_level("serving", "", float(not self.served.unavailable))
         in_force = self._config_file is None or self._config_file.in_force
         self._failures.set_level("config_in_force", "", float(in_force))
-        for pool in list(self._pools.bound) + list(self._pools.unserved):
-            self._failures.set_level("unserved_pool", pool, float(pool in self._pools.unserved))
+        for pool in list(self.served.bound) + list(self.served.unserved):
+            self._failures.set_level("unserved_pool", pool, float(pool in self.served.unserved))
         beside = [self._failures, kernel_metrics, *self._also_counted]
         tiers = self._store.tiers
         return [*beside, *self._reports.sources(tiers), self._store.metrics, *[tier.metrics for tier in tiers]]

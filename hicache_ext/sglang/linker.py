@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 
 from hicache_ext.config import ExtraConfig, check_document, load_config, read_document
 from hicache_ext.config.model import SECTION
@@ -27,25 +29,18 @@ from hicache_ext.errors import ConfigError, UnsupportedError
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.sglang.backend import HiCacheExtBackend
-from hicache_ext.sglang.launch_facts import configuration_given_as
+from hicache_ext.sglang.launch_arguments import configuration_given_as
 from hicache_ext.sglang.lifecycle import refuse_release_without
 from hicache_ext.sglang.linking.ahead import OUTCOMES, ReadAhead
-from hicache_ext.sglang.linking.staging import Link, Pages, Staging, pages_of
+from hicache_ext.sglang.linking.staging import Pages, Staging, pages_of
 from hicache_ext.sglang.linking.transfers import Loads, Offloads
 from hicache_ext.sglang.never_raise import answering, guarded_calls
 from hicache_ext.sglang.plugin import not_in_force
-from hicache_ext.sglang.releases import end_registration, installed_release, refuse_release_without_linker
+from hicache_ext.sglang.releases import end_registration, installed_release
 from hicache_ext.sglang.served_pools import KV, BoundPool
 from hicache_ext.sglang.used_names import LINKER
 
 logger = logging.getLogger(__name__)
-
-refuse_release_without_linker()
-from sglang.srt.mem_cache.hicache_storage import PoolTransfer  # noqa: E402
-from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (  # noqa: E402
-    LayerWiseLoadCounter,
-    UnifiedCacheLinker,
-)
 
 _COUNTS = {
     "ahead": OUTCOMES,
@@ -105,10 +100,12 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
             self._metrics = TierMetrics("linker", prefix="linker_")
             self._metrics.declare(_COUNTS, ("load", "offload"))
             self._threads = ThreadPool("hicache-link-load")
-            link = Link(self._staging, self._backend, self._metrics, self._threads, settings.load_timeout)
-            self._ahead = ReadAhead(link, lambda mine: agreed(self._params, mine))
-            self._loads = Loads(link, self.layer_done_counter)
-            self._offloads = Offloads(link)
+            shared = self._staging, self._metrics
+            self._ahead = ReadAhead(
+                *shared, self._threads, self._backend, settings.load_timeout, lambda mine: agreed(self._params, mine)
+            )
+            self._loads = Loads(*shared, self._threads, self.layer_done_counter)
+            self._offloads = Offloads(*shared, self._backend)
             self._backend.export_also(self._metrics, self._set_levels)
             self._backend.declare_failures(guarded_calls(type(self)))
         except BaseException:
@@ -259,7 +256,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         for entry in group.entries:
             self._backend.register_mem_host_pool_v2(entry.host_pool, entry.name)
         end_registration(self._backend)
-        for name, reason in self._backend.unserved_pools.items():
+        for name, reason in self._backend.served.unserved.items():
             raise UnsupportedError(f"pool {name!r} of this model", reason)
         page_size = self._staging.page_sizes[KV]
         tokens = self._staging.most_pages(KV) * page_size
@@ -270,14 +267,15 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         return pages_of(transfers, self._staging.page_sizes)
 
     def _pools_written(self, pages: Sequence[Pages]) -> dict[str, BoundPool] | None:
-        """The pools that this rank writes, under the identity of now; None where nothing may be stored now."""
+        """The pools that this rank writes, as they are now: their pages are of these weights, whenever they are stored.
+        None where nothing may be stored now."""
         pools = {}
         for some in pages:
             for name in self._staging.pools_on[some.source]:
-                pool = self._backend.served_pool(name)
+                pool = self._backend.served.usable(name)
                 if pool is None:
                     return None
-                if self._writer or self._backend.writes_on_every_rank(name):
+                if self._writer or self._backend.served.on_every_rank(name):
                     pools[name] = pool
         return pools
 

@@ -6,8 +6,7 @@ import hashlib
 import json
 import logging
 import uuid
-import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from hicache_ext.page.fingerprint import ModelFingerprint
 from hicache_ext.page.hashes import namespaced_extra_key
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.sglang import process
-from hicache_ext.sglang.launch_facts import LaunchFacts, resolved, resolved_or, uses_storage
+from hicache_ext.sglang.launch_arguments import LaunchFacts, resolved, resolved_or, uses_storage
 from hicache_ext.sglang.process import LoadedModel, attached_backends
 
 logger = logging.getLogger(__name__)
@@ -46,47 +45,6 @@ _DUMMY = "dummy"
 """No files: random weights, the same in every server."""
 
 
-class ModelWeights:
-    """The weights of a server's target and drafts, taken together."""
-
-    def __init__(self, target: ModelFingerprint, drafts: list[ModelFingerprint]) -> None:
-        self._all = [target, *drafts]
-
-    @property
-    def problem(self) -> str | None:
-        """Why the weights cannot be identified."""
-        return next((model.problem for model in self._all if model.problem is not None), None)
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the target. Means nothing before ``when_known`` has called, nor where there is a ``problem``."""
-        return str(self._all[0].digest)
-
-    @property
-    def draft(self) -> str:
-        """Of all drafts with files of their own, likewise; "" without any."""
-        digests = [str(model.digest) for model in self._all[1:]]
-        if len(digests) < 2:
-            return "".join(digests)
-        return hashlib.sha256("\0".join(digests).encode()).hexdigest()[:32]
-
-    def start(self, remember_in: Path | None) -> None:
-        for model in self._all:
-            model.start(remember_in)
-
-    def when_known(self, callback: Callable[[], None]) -> None:
-        """Call the method ``callback`` when all is known, and again when that changes; here, or on a thread that reads
-        files. Its object is not kept alive for that."""
-        method = weakref.WeakMethod(callback)
-
-        def one_done() -> None:
-            if all(model.done.is_set() for model in self._all) and (call := method()) is not None:
-                call()
-
-        for model in self._all:
-            model.when_done(one_done)
-
-
 def around_load(original: Callable[..., Any], runner: Any, *arguments: Any, **named: Any) -> Any:
     """AROUND hook on ModelRunner.load_model [scheduler thread, before the server answers anything]."""
     before = _quietly(_noted, runner)
@@ -102,8 +60,14 @@ def after_late_load(_: Any, runner: Any, *__: Any, **___: Any) -> None:
             _quietly(model.fingerprint.loaded)
 
 
-def weights_of_server(facts: LaunchFacts) -> ModelWeights:
-    """Of the server in this process. Where the hook saw no load (it is not in force), the files as they are now.
+def problem_of(weights: Sequence[ModelFingerprint]) -> str | None:
+    """Why the weights cannot be identified."""
+    return next((model.problem for model in weights if model.problem is not None), None)
+
+
+def weights_of_server(facts: LaunchFacts) -> list[ModelFingerprint]:
+    """Of the server in this process, the target's first. Where the hook saw no load (it is not in force), the files as
+    they are now.
 
     Raises UnsupportedError where the weights do not come from files.
     """
@@ -127,8 +91,7 @@ def weights_of_server(facts: LaunchFacts) -> ModelWeights:
             for path, revision in facts.drafts
             if (path, revision) != (facts.model_path, facts.revision)
         ]
-    others = list(dict.fromkeys(draft for draft in drafts if draft is not target))
-    return ModelWeights(target, others)
+    return list(dict.fromkeys([target, *drafts]))
 
 
 def records_directory(config: HicacheExtConfig) -> Path | None:
@@ -192,19 +155,19 @@ def _quietly(call: Callable[..., Any], *arguments: Any) -> Any:
 
 NOT_FLUSHED = "the weights were updated and SGLang's cache is not flushed yet"
 
-_nonce: str | None = None
+updated_to: str | None = None
 """The epoch of the last update in this process; None while the weights are those that were loaded."""
-_flushed = True
+flushed = True
 """Whether SGLang's caches hold nothing from before that update."""
 
 
 def before_update(manager: Any, *_: Any, **__: Any) -> None:
     """BEFORE hook [scheduler thread]: the weights are about to change."""
-    global _nonce, _flushed
-    _nonce = _agreed(getattr(manager, "tp_cpu_group", None))
-    _flushed = False
+    global updated_to, flushed
+    updated_to = _agreed(getattr(manager, "tp_cpu_group", None))
+    flushed = False
     for backend in attached_backends():
-        backend.suspend(NOT_FLUSHED)
+        backend.served.suspended_because = NOT_FLUSHED
 
 
 def before_release(manager: Any, recv_req: Any, *_: Any, **__: Any) -> None:
@@ -217,27 +180,17 @@ def before_release(manager: Any, recv_req: Any, *_: Any, **__: Any) -> None:
 
 def after_flush(result: Any, *_: Any, **__: Any) -> None:
     """AFTER hook [scheduler thread]: a successful flush ends the suspension, under the new epoch."""
-    global _flushed
-    if not result or _nonce is None or _flushed:
+    global flushed
+    if not result or updated_to is None or flushed:
         return
-    _flushed = True
+    flushed = True
     for backend in attached_backends():
         if backend.flushes_with_cache:
-            backend.advance_weights_epoch(_nonce)
-            backend.resume()
+            backend.served.advance_weights_epoch(updated_to)
+            backend.served.suspended_because = None
         else:
             # The flush does not empty a decode node's offload queue: it may hold pages of the old weights.
             logger.warning("hicache_ext: the weights were updated; this decode node stores no KV until it is restarted")
-
-
-def updated_to() -> str | None:
-    """The epoch of the last update in this process, for backends that are attached later."""
-    return _nonce
-
-
-def caches_are_flushed() -> bool:
-    """Whether everything in SGLang's caches was computed with the present weights."""
-    return _flushed
 
 
 def _agreed(group: Any) -> str:

@@ -16,7 +16,7 @@ def answering(otherwise: Callable[..., Any]) -> Callable[[_Method], _Method]:
     """Make a method that SGLang calls never raise: ``otherwise(*arguments)`` is its answer to any trouble, and
     ``otherwise()`` where nothing can be told from the arguments. Its object's ``report_failure`` is told.
 
-    Arguments that the method does not have are ignored: a later SGLang may hand over more (self_check.py warns of it).
+    Arguments that the method does not have are ignored: a later SGLang may hand over more (used_names.py warns of it).
     """
 
     def decorate(method: _Method) -> _Method:
@@ -59,10 +59,6 @@ def length(keys: Any) -> int:
 
 def all_false(keys: Any = (), *_: Any, **__: Any) -> list[bool]:
     return [False] * length(keys)
-
-
-def all_none(keys: Any = (), *_: Any, **__: Any) -> list[None]:
-    return [None] * length(keys)
 
 
 def transfer_false(transfer: Any = None, *_: Any, **__: Any) -> list[bool]:

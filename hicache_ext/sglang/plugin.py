@@ -2,7 +2,7 @@
 
 SGLang calls ``register`` in each of its processes before anything runs, applies what was registered (``load_plugins``),
 and only logs what fails. So the backend's constructor asks ``not_in_force``. A hook is registered where this release
-can have its feature (self_check.py).
+can have its feature (used_names.py).
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import pkgutil
 from collections.abc import Collection
 
 from hicache_ext.sglang.releases import installed_release, refuse_old_release
-from hicache_ext.sglang.self_check import belongs_to, check_installed, features_off
-from hicache_ext.sglang.used_names import COPIES, HOOKED, HOOKS, Feature, Use
+from hicache_ext.sglang.used_names import COPIES, HOOKED, HOOKS, Feature, Use, belongs_to, check_installed, features_off
 
 
 def register(features: Collection[Feature] = HOOKED) -> None:

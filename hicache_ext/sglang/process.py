@@ -31,17 +31,9 @@ def drafts() -> list[LoadedModel]:
     return [model for model in loaded if model.draft]
 
 
-_attached: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def attach(backend: Any) -> None:
-    _attached.add(backend)
-
-
-def detach(backend: Any) -> None:
-    _attached.discard(backend)
+attached: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def attached_backends() -> list[Any]:
     """Backends that are not closed. Any thread."""
-    return list(_attached)
+    return list(attached)

@@ -49,17 +49,6 @@ def refuse_old_release(release: str | None = None) -> None:
         raise UnsupportedError(f"SGLang {release}", f"this package needs {TESTED[0]} or newer", other_release())
 
 
-def refuse_release_without_linker(release: str | None = None) -> None:
-    """Raises UnsupportedError for a release that has no external linker which is named at the launch."""
-    release = installed_release() if release is None else release
-    if not comes_with(release, "0.5.23"):
-        raise UnsupportedError(
-            f"the external linker of SGLang {release}",
-            "it takes no linker of another package",
-            "use --enable-hierarchical-cache, or 0.5.23 or newer",
-        )
-
-
 def untested(release: str) -> str | None:
     """The warning for a release that was not tested; None for one that was."""
     if is_tested(release):
@@ -278,18 +267,11 @@ def mha_host_arguments(device_pool: Any, tokens: int) -> tuple[Any, dict[str, An
     """What the constructor of MHATokenToKVPoolHost takes of its device pool: first argument and keywords."""
     if not hasattr(device_pool, "_mha_buffer_info"):
         return device_pool, {}
-    return device_pool._mha_buffer_info(), _host_range(device_pool, tokens)
+    return device_pool._mha_buffer_info(), host_range(device_pool, tokens)
 
 
-def mla_host_arguments(device_pool: Any, tokens: int, layers: int) -> tuple[Any, dict[str, Any]]:
-    """Likewise of MLATokenToKVPoolHost."""
-    if not hasattr(device_pool, "get_device_pool_infos"):
-        return device_pool, {}
-    facts = {**_host_range(device_pool, tokens), "layer_shard_enabled": False, "target_layer_num": layers}
-    return device_pool.get_device_pool_infos()[0].buffer_info, facts
-
-
-def _host_range(device_pool: Any, tokens: int) -> dict[str, Any]:
+def host_range(device_pool: Any, tokens: int) -> dict[str, Any]:
+    """The keywords that the constructors of all host pools take of a device pool."""
     return {
         "device_capacity_tokens": tokens,
         "start_layer": device_pool.start_layer,

@@ -31,10 +31,8 @@ _unstored: weakref.WeakSet[Any] = weakref.WeakSet()
 _unstored_ids: dict[int, None] = {}
 """The hashes of their ids, the last ones: SGLang may have dropped a request before its look-up is recorded."""
 _MOST_UNSTORED_IDS = 1 << 16
-_owned: weakref.WeakSet[Any] = weakref.WeakSet()
-"""SGLang's requests whose tenants were looked for."""
 _heard: weakref.WeakSet[Any] = weakref.WeakSet()
-"""SGLang's requests whose hints were followed."""
+"""SGLang's requests whose tenants were looked for, and whose hints were followed."""
 
 
 def before_queued(scheduler: Any, req: Any, *_: Any, **__: Any) -> None:
@@ -44,16 +42,17 @@ def before_queued(scheduler: Any, req: Any, *_: Any, **__: Any) -> None:
     """
     try:
         custom = req.sampling_params.custom_params
-        if tenants.in_force() is not None and not scheduler.spec_algorithm.is_eagle() and req not in _owned:
-            _owned.add(req)
-            ours = custom.get(OPTIONS) if isinstance(custom, Mapping) else None
-            for backend in attached_backends():
-                backend.note_tenant(ours.get("tenant") if isinstance(ours, Mapping) else None, req)
-        if (req.kv_hints is None and not (custom and OPTIONS in custom)) or req in _heard:
-            return
-        if not (backends := attached_backends()) or (said := said_by(req.kv_hints, custom)) is None:
+        says_nothing = req.kv_hints is None and not (custom and OPTIONS in custom)
+        owned = tenants.in_force() is not None and not scheduler.spec_algorithm.is_eagle()
+        if (says_nothing and not owned) or req in _heard or not (backends := attached_backends()):
             return
         _heard.add(req)
+        if owned:
+            ours = custom.get(OPTIONS) if isinstance(custom, Mapping) else None
+            for backend in backends:
+                backend.note_tenant(ours.get("tenant") if isinstance(ours, Mapping) else None, req)
+        if says_nothing or (said := said_by(req.kv_hints, custom)) is None:
+            return
         if said.no_store and not _can_stay_out_of(scheduler.tree_cache):
             said.ignored["unsupported"] += 1
         elif said.no_store:
@@ -289,4 +288,4 @@ def around_should_backup(
     # SGLang's fault injector stands around the backend.
     ours = {id(storage), id(getattr(storage, "_backend", None))}
     name = str(getattr(transfer.name, "value", transfer.name))
-    return any(id(backend) in ours and backend.writes_on_every_rank(name) for backend in attached_backends())
+    return any(id(backend) in ours and backend.served.on_every_rank(name) for backend in attached_backends())

@@ -7,8 +7,10 @@ weights, and any thread looks a pool up.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,11 +20,12 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from hicache_ext.config import HicacheExtConfig
 from hicache_ext.errors import UnsupportedError
+from hicache_ext.page.fingerprint import ModelFingerprint
 from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
 from hicache_ext.sglang import model_weights, process
 from hicache_ext.sglang.host_pool import AnyPages, CopiedPages, is_logical_anchor, pages_of
-from hicache_ext.sglang.launch_facts import LaunchFacts, logical_dtype, unicode_text
-from hicache_ext.sglang.model_weights import ModelWeights, records_directory, weights_of_server
+from hicache_ext.sglang.launch_arguments import LaunchFacts, logical_dtype, unicode_text
+from hicache_ext.sglang.model_weights import problem_of, records_directory, weights_of_server
 from hicache_ext.sglang.plugin import not_in_force
 from hicache_ext.sglang.releases import (
     dcp_shard,
@@ -67,8 +70,9 @@ class ServedPools:
         """``ranks`` is SGLang's HiCacheStorageConfig. Raises UnsupportedError where the weights cannot be read."""
         self.bound: dict[str, BoundPool] = {}
         self.unserved: dict[str, str] = {}
-        """Pools that SGLang registered and that cannot be served, with the reason."""
-        self.suspended_because = None if model_weights.caches_are_flushed() else model_weights.NOT_FLUSHED
+        """Pools that SGLang registered and that cannot be served, with the reason: nothing is, while there are any."""
+        self.suspended_because = None if model_weights.flushed else model_weights.NOT_FLUSHED
+        """While it is set, everything is answered as a miss and nothing is stored [set by hooks, scheduler]."""
         self.closed = self.distrusted = False
         self._ranks = ranks
         self._config = config
@@ -80,13 +84,23 @@ class ServedPools:
         self._lock = threading.Lock()
         self.model = self._model_identity()
         self.weights = _weights_to_identify(facts, config)
-        self.identified = self.weights is None
+        """Of the target and of all drafts with files of their own, where they are to be identified."""
+        self.identified = not self.weights
 
     def start(self) -> None:
         """Begin to identify the weights, where that is to be done."""
-        if self.weights is not None:
-            self.weights.start(records_directory(self._config))
-            self.weights.when_known(self._weights_known)
+        known = weakref.WeakMethod(self._weights_known)  # threads that read files keep no backend alive
+
+        weights = self.weights
+
+        def one_done() -> None:
+            if all(model.done.is_set() for model in weights) and (call := known()) is not None:
+                call()
+
+        for model in weights:
+            model.start(records_directory(self._config))
+        for model in weights:
+            model.when_done(one_done)
 
     @property
     def unavailable(self) -> bool:
@@ -130,7 +144,8 @@ class ServedPools:
         if target is not None and (lost := left_out_of_host_memory(target.runner)) is not None:
             reason = f"SGLang {installed_release()} does not keep {lost}, so that restored prompts get wrong answers"
             raise UnsupportedError(f"host pool {name!r}", reason, "use SGLang 0.5.22 or newer, or no storage backend")
-        parts = self._head_parts(name, pool)
+        shards = self._shards(name, pool)
+        parts = len(shards)
         pages = pages_of(pool, name, parts)
         stored = str(getattr(pool, "dtype", torch.uint8)).removeprefix("torch.")
         dtype = logical_dtype(stored, self._facts.kv_cache_dtype, self._config.kv_dtype)
@@ -140,7 +155,6 @@ class ServedPools:
                 f"its {stored} bytes may be fp8_e4m3 or fp8_e5m2 and no launch argument tells",
                 "set hicache_ext.kv_dtype",
             )
-        shards = self._shards(name, pool, parts)
         logger.info(
             "hicache_ext: pool %s, %s, %s, %d bytes a page in %d segments%s",
             name,
@@ -180,7 +194,10 @@ class ServedPools:
         return sorted(self._own_digests)
 
     def advance_weights_epoch(self, nonce: str) -> None:
-        """The weights have changed: from now on every page belongs to another identity."""
+        """The weights have changed: from now on every page belongs to another identity [scheduler].
+
+        ``nonce`` must be equal on all ranks of this deployment and different for every update of any deployment.
+        """
         epoch = self._epoch_after(nonce)
         with self._lock:
             bounds = self._with_model(weights_epoch=epoch)
@@ -189,14 +206,14 @@ class ServedPools:
         logger.info("hicache_ext: weights updated, epoch is now %s", epoch)
 
     def _weights_known(self) -> None:
-        """The weights of the target and of all drafts are identified, or never will be [the thread that read them]."""
-        weights = self.weights
-        if weights is None or self.closed:
+        """All weights are identified, or never will be; again when that changes [the thread that read them]."""
+        if self.closed:
             return
         with self._lock:
             # Read before the problem: one that comes up meanwhile comes with a call of its own, which waits here.
-            fingerprint, draft = weights.fingerprint, weights.draft
-            problem = weights.problem
+            fingerprint, *drafts = [str(model.digest) for model in self.weights]
+            draft = "".join(drafts) if len(drafts) < 2 else hashlib.sha256("\0".join(drafts).encode()).hexdigest()[:32]
+            problem = problem_of(self.weights)
             if problem is None:
                 self._with_model(fingerprint=fingerprint, draft=draft)
                 bounds = list(self.bound.values())
@@ -240,14 +257,9 @@ class ServedPools:
             self._tell_tiers(digest, identity.document())
             logger.info("hicache_ext: pages of pool %s have identity %s", bound.name, digest.hex())
 
-    def _head_parts(self, name: str, pool: Any) -> int:
-        """Objects a page is split in, so that deployments of other TP sizes find their heads (tp_lcm_size)."""
-        lcm = self._ranks.tp_lcm_size
-        if not lcm or name != KV or rank_replicated(self._ranks) or getattr(pool, "layout", "") != "page_head":
-            return 1
-        return int(lcm) // int(self._ranks.tp_size)
-
-    def _shards(self, name: str, pool: Any, parts: int) -> list[Shard]:
+    def _shards(self, name: str, pool: Any) -> list[Shard]:
+        """What each part of a page is of the whole: pages are split by heads so that deployments of other TP sizes find
+        theirs (tp_lcm_size), or have one part."""
         ranks = self._ranks
         common = Shard(
             pp=(ranks.pp_rank, ranks.pp_size),
@@ -271,6 +283,7 @@ class ServedPools:
             return [replace(common, cp=(0, 1)) if latents and common.dcp[1] == 1 else common]
         lcm = ranks.tp_lcm_size
         if lcm and getattr(pool, "layout", "") == "page_head" and name == KV:
+            parts = int(lcm) // int(ranks.tp_size)
             return [replace(common, tp=(ranks.tp_rank * parts + part, lcm)) for part in range(parts)]
         if name == KV and ranks.tp_rank == 0 and self._config.role in ("prefill", "decode"):
             words = "hicache_ext: only nodes of TP %d find each other's pages; for others, %s on all nodes"
@@ -283,7 +296,7 @@ class ServedPools:
             id=unicode_text(model.id or self._ranks.model_name or ""),
             revision=unicode_text(model.revision or self._facts.revision or ""),
             fingerprint="" if model.fingerprint in ("auto", "off") else model.fingerprint,
-            weights_epoch=self._epoch_after(model_weights.updated_to()),
+            weights_epoch=self._epoch_after(model_weights.updated_to),
             compute=self._facts.compute,
         )
 
@@ -292,24 +305,24 @@ class ServedPools:
         return configured if update is None else f"{configured}+{update}"
 
 
-def _weights_to_identify(facts: LaunchFacts, config: HicacheExtConfig) -> ModelWeights | None:
-    """None where nothing is to be read: outside a server, or where the configuration says what the weights are.
+def _weights_to_identify(facts: LaunchFacts, config: HicacheExtConfig) -> list[ModelFingerprint]:
+    """None of them where nothing is to be read: outside a server, or where the configuration says what the weights are.
 
     Raises UnsupportedError where they cannot be read.
     """
     if facts.model_path is None:
-        return None
+        return []
     if facts.lora and (missing := not_in_force([ADAPTERS])):
         remedy = "leave SGLANG_PLUGINS unset, or let it name hicache_ext"
         raise UnsupportedError("--enable-lora", missing[ADAPTERS], remedy)
-    if config.model.fingerprint != "auto" or model_weights.updated_to() is not None:
+    if config.model.fingerprint != "auto" or model_weights.updated_to is not None:
         # The files do not hold what an update has put in their place, and its epoch is like no other.
-        return None
+        return []
     weights = weights_of_server(facts)
-    if weights.problem is not None:
+    if (problem := problem_of(weights)) is not None:
         raise UnsupportedError(
             f"the model {facts.model_path!r}",
-            f"its weights cannot be identified: {weights.problem}",
+            f"its weights cannot be identified: {problem}",
             "set hicache_ext.model.fingerprint to a text that changes whenever the weights do",
         )
     return weights

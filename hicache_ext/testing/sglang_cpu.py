@@ -10,7 +10,7 @@ what SGLang's CPU build of today lacks:
 | ``sgl_kernel`` | a stub module with the functions that are called |
 | attention to new tokens alone, and over a window's own pool | torch_attention.py, in place of torch_native |
 | pinned host memory | HiCache host pools, PD transfers and LoRA are told not to pin |
-| Triton, for token slots (in 0.5.21) | plain torch (cpu_allocation.py) |
+| Triton, for token slots (in 0.5.21) | plain torch |
 | host <-> device copy operations | the reference engine, through ``hicache_ext.sglang.kernel_hooks`` |
 | CPU engine switch, CUDA events in PD | environment variables (only where unset) |
 
@@ -35,6 +35,7 @@ import inspect
 import os
 import runpy
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -47,7 +48,6 @@ from hicache_ext.sglang.kernel_hooks import has_accelerator
 from hicache_ext.sglang.plugin import not_in_force, register
 from hicache_ext.sglang.releases import TESTED, comes_with, installed_release
 from hicache_ext.sglang.used_names import COPIES
-from hicache_ext.testing.cpu_allocation import allocate_without_triton
 
 MODULES_VARIABLE = "HICACHE_EXT_RIG_MODULES"
 
@@ -251,7 +251,7 @@ def _register_hooks() -> None:
         (f"{_HOST_POOL}.base.HostKVCache.__init__", _without_pinned_host_pool, "before"),
         (
             "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.__init__",
-            allocate_without_triton,
+            _without_triton,
             "before",
         ),
         (
@@ -280,6 +280,27 @@ def _without_pinned_host_pool(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...
     given = inspect.signature(HostKVCache.__init__).bind(*args, **kwargs)
     given.arguments["pin_memory"] = False
     return given.args, given.kwargs
+
+
+def _without_triton(*_: Any, **__: Any) -> None:
+    """Token slots in plain torch, as SGLang itself has them without Triton since 0.5.22."""
+    from sglang.srt.mem_cache.allocator import paged
+
+    if hasattr(paged, "alloc_decode_naive"):
+        return
+
+    def extend(prefixes: Any, lengths: Any, last: Any, free_pages: Any, slots: Any, _: int, page_size: int) -> None:
+        paged.alloc_extend_naive(prefixes, lengths, last, free_pages, slots, page_size, slots.device)
+
+    def decode(lengths: Any, last: Any, free_pages: Any, slots: torch.Tensor, _: int, page_size: int) -> None:
+        # One token more of each request: the slot behind its last one, or the first of a free page.
+        slots.copy_(last + 1)
+        begins = ((lengths - 1) % page_size == 0).nonzero().flatten()[: len(free_pages)]
+        slots[begins] = free_pages[: len(begins)] * page_size
+
+    # They are called as ``kernel[grid](...)``.
+    paged.alloc_extend_kernel = defaultdict(lambda: extend)
+    paged.alloc_decode_kernel = defaultdict(lambda: decode)
 
 
 def _torch_attention(original: Callable[..., Any], **named: Any) -> Any:

@@ -14,8 +14,8 @@ from unittest import mock
 
 import torch
 
-from hicache_ext.sglang import launch_facts
-from hicache_ext.sglang.launch_facts import LaunchFacts
+from hicache_ext.sglang import launch_arguments
+from hicache_ext.sglang.launch_arguments import LaunchFacts
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.testing.host_pools import mha_device_pool
 from tests.rigs.faults import PageStoreWrapper
@@ -279,7 +279,7 @@ def server_context(**parallel: int) -> Iterator[None]:
 
 def _facts() -> LaunchFacts:
     """Nothing of a server but the file, which is the linker's to say."""
-    return LaunchFacts(config_file=launch_facts._config_file())
+    return LaunchFacts(config_file=launch_arguments._config_file())
 
 
 def put_hooks_in_force() -> None:

@@ -81,7 +81,7 @@ def _moved(directory: Path, pools: HostPoolsByName) -> dict[str, str]:
             assert [page_content(host, page) for page in READ] == before[name], name
             for page in range(host.size // host.page_size):
                 assert page in READ or not any(page_content(host, page)), f"page {page} of {name} was touched"
-        bound = backend._pools.bound
+        bound = backend.served.bound
         kinds = {name: bound[name].pages for name in pools}
         return {
             name: ANCHOR if pages is None else COPIED if isinstance(pages, CopiedPages) else IN_PLACE

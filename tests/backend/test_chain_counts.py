@@ -56,7 +56,7 @@ def test_what_sglang_asks_again_counts_again(backend: Any) -> None:
 def test_what_is_asked_while_the_weights_change_counts_and_is_not_found(backend: Any) -> None:
     chain = page_keys(4)
     assert backend.batch_set_v1(chain, indices(4)) == [True] * 4
-    backend.suspend("new weights")
+    backend.served.suspended_because = "new weights"
     assert backend.batch_exists(chain) == 0
     assert counts(backend) == [(4, 0, 0)] * 2
 
@@ -76,7 +76,7 @@ def test_pages_in_several_parts_count_part_by_part(open_backend: Callable[..., A
     pool = mha_pools(layout="page_head", page_size=PAGE_SIZE).host
     backend = open_backend(pool, tp_lcm_size=2, is_page_first_layout=True)
     chain = page_keys(6)
-    parts = len(backend._pools.bound["kv"].digests)
+    parts = len(backend.served.bound["kv"].digests)
     assert parts == 2
     assert backend.batch_set_v1(chain[:4], indices(4)) == [True] * 4
     assert backend.batch_exists(chain) == 4

@@ -323,15 +323,13 @@ SHAPES: dict[str, Callable[[Any, Any], bool]] = {
 }
 """What each call of pages answers, whatever it is given."""
 
-OURS = {"advance_weights_epoch", "declare_failures", "distrust", "export_also", "hint_sender", "report_failure"} | {
+OURS = {"declare_failures", "distrust", "export_also", "hint_sender", "report_failure"} | {
     "note_tenant",
-    "resume",
-    "served_pool",
-    "suspend",
     "take_hints",
     "warn_of_sizes",
-    "writes_on_every_rank",
 }
+GENERIC = {"batch_get", "batch_set", "exists", "get", "set"}
+"""They can have no trouble of their own: what they answer is always the same, or what another call answers."""
 AT_START = {"register_mem_pool_host", "register_mem_host_pool_v2", "on_host_pools_registered"}
 """These may raise: SGLang then does not start. Not each release has all of them."""
 
@@ -345,8 +343,8 @@ def test_each_call_of_sglang_is_guarded() -> None:
     from hicache_ext.sglang.never_raise import guarded_calls
 
     without_arguments = {"clear", "close", "get_stats"}
-    assert set(guarded_calls(HiCacheExtBackend)) - {"_move_transfer"} == SHAPES.keys() | without_arguments
-    assert public_calls(HiCacheExtBackend) - set(guarded_calls(HiCacheExtBackend)) - AT_START == OURS
+    assert set(guarded_calls(HiCacheExtBackend)) - {"_move_transfer"} == (SHAPES.keys() - GENERIC) | without_arguments
+    assert public_calls(HiCacheExtBackend) - set(guarded_calls(HiCacheExtBackend)) - AT_START == OURS | GENERIC
 
 
 @pytest.mark.parametrize("call", SHAPES)

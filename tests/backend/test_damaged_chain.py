@@ -106,7 +106,7 @@ def test_one_recomputation_heals_a_chain_of_which_every_page_was_damaged(
     store(backend, 0, 1 if layout == "files" else BATCH)
     assert restore(backend) == PAGES
     backend.close()
-    damage_payloads(directory, layout, backend._pools.bound["kv"].pages.page_bytes)
+    damage_payloads(directory, layout, backend.served.bound["kv"].pages.page_bytes)
     if headers:
         damage_headers(directory)
 

@@ -47,7 +47,7 @@ def serves(backend: Any) -> bool:
 def test_nothing_is_stored_or_served_any_more_and_the_pages_are_gone(start: Callable[[str], Any]) -> None:
     backend = start("1.0")
     assert serves(backend)
-    own = backend._pools.bound["kv"].digests
+    own = backend.served.bound["kv"].digests
     backend.distrust("a test")
     assert backend.batch_exists(KEYS) == 0
     assert backend.batch_get_v1(KEYS, INDICES) == backend.batch_set_v1(KEYS, INDICES) == NOTHING
@@ -57,9 +57,9 @@ def test_nothing_is_stored_or_served_any_more_and_the_pages_are_gone(start: Call
 def test_a_flush_and_new_weights_bring_nothing_back(start: Callable[[str], Any]) -> None:
     backend = start("1.0")
     backend.distrust("a test")
-    backend.suspend("the weights were updated")
-    backend.advance_weights_epoch("other")
-    backend.resume()
+    backend.served.suspended_because = "the weights were updated"
+    backend.served.advance_weights_epoch("other")
+    backend.served.suspended_because = None
     assert not serves(backend)
 
 
@@ -100,7 +100,7 @@ def test_layouts_of_v4_whose_pages_have_equal_sizes_share_nothing(
         )
         target = LoadedModel(SimpleNamespace(token_to_kv_pool=pool), False, fingerprint)
         monkeypatch.setattr(process, "loaded", [target])
-        digests.add(open_backend(mha_pools(page_size=PAGE_SIZE).host)._pools.bound["kv"].digests)
+        digests.add(open_backend(mha_pools(page_size=PAGE_SIZE).host).served.bound["kv"].digests)
     assert len(digests) == 5
 
 

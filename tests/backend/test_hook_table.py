@@ -16,8 +16,7 @@ from hicache_ext.testing.sglang_cpu import prepare_process
 prepare_process()
 
 from hicache_ext.sglang import plugin  # noqa: E402
-from hicache_ext.sglang.self_check import check_installed, features_off  # noqa: E402
-from hicache_ext.sglang.used_names import ADAPTERS, HOOKED, HOOKS, WEIGHTS_UPDATES, Use  # noqa: E402
+from hicache_ext.sglang.used_names import ADAPTERS, HOOKED, HOOKS, WEIGHTS_UPDATES, Use, check_installed, features_off  # noqa: E402
 
 OFF = features_off(check_installed())
 """What this release cannot have."""

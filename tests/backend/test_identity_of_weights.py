@@ -20,8 +20,8 @@ from hicache_ext.errors import UnsupportedError
 from hicache_ext.page import fingerprint
 from hicache_ext.page.fingerprint import ModelFingerprint
 from hicache_ext.page.hashes import namespaced_extra_key
-from hicache_ext.sglang import launch_arguments, launch_facts, model_weights, plugin, process
-from hicache_ext.sglang.launch_facts import LaunchFacts, logical_dtype
+from hicache_ext.sglang import launch_arguments, model_weights, plugin, process
+from hicache_ext.sglang.launch_arguments import LaunchFacts, logical_dtype
 from hicache_ext.sglang.process import LoadedModel
 from hicache_ext.sglang.releases import installed_release
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
@@ -66,10 +66,10 @@ def serve(open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> 
 
         monkeypatch.setattr(module, "read_launch_facts", lambda: LaunchFacts(model_path=str(model), **facts))
         backend = open_backend(mha_pools(page_size=PAGE_SIZE).host, ours=ours)
-        if wait and backend._pools.weights is not None:
-            for model_fingerprint in backend._pools.weights._all:
+        if wait and backend.served.weights:
+            for model_fingerprint in backend.served.weights:
                 assert model_fingerprint.done.wait(30)
-            wait_until(lambda: backend._pools.identified or backend._pools.weights.problem is not None)
+            wait_until(lambda: backend.served.identified or model_weights.problem_of(backend.served.weights))
         return backend
 
     return serve_
@@ -107,7 +107,7 @@ def test_until_the_weights_are_identified_nothing_is_stored_or_served(
     assert list((tmp_path / "l3" / "identities").glob("*")) == []
     assert serving(backend) == 0
     held.set()
-    wait_until(lambda: backend._pools.identified)
+    wait_until(lambda: backend.served.identified)
     assert backend.batch_exists(KEYS) == 0
     assert backend.batch_set_v1(KEYS, INDICES) == [True, True]
     assert backend.batch_exists(KEYS) == 2
@@ -155,7 +155,7 @@ def test_files_that_sglang_fetches_during_the_load_are_noted_after_it(
     model = tmp_path / "model"
     load(model, meanwhile=lambda: make_tiny_model(model, seed=1))
     backend = serve(model)
-    assert backend._pools.identified
+    assert backend.served.identified
 
 
 def test_other_draft_weights_are_another_identity(
@@ -186,7 +186,7 @@ def test_a_draft_in_the_targets_own_files_adds_nothing(
     target = make_tiny_model(tmp_path / "target", seed=1)
     load(target)
     load(target, draft=True)
-    assert serve(target)._pools.model.draft == ""
+    assert serve(target).served.model.draft == ""
 
 
 def test_a_call_at_the_moment_when_the_weights_become_known_has_the_right_identity(
@@ -199,14 +199,14 @@ def test_a_call_at_the_moment_when_the_weights_become_known_has_the_right_identi
         def get(self, name: str, default: Any = None) -> Any:
             pool = super().get(name, default)
             held.set()
-            wait_until(lambda: backend._pools.identified)
+            wait_until(lambda: backend.served.identified)
             return pool
 
-    backend._pools.bound = Pools(backend._pools.bound)
+    backend.served.bound = Pools(backend.served.bound)
     backend.batch_set_v1(KEYS, INDICES)
     files = [file for end in ("page", "pack") for file in (tmp_path / "l3").rglob(f"*.{end}")]
     stored = {file.parent.parent.name for file in files}
-    known = {digest.hex() for digest in dict(backend._pools.bound)["kv"].digests}
+    known = {digest.hex() for digest in dict(backend.served.bound)["kv"].digests}
     assert stored <= known
 
 
@@ -223,7 +223,7 @@ def test_what_is_cleared_before_the_weights_are_identified_is_cleared_then(
     backend = serve(model, wait=False)
     assert backend.clear()
     go.set()
-    wait_until(lambda: backend._pools.identified)
+    wait_until(lambda: backend.served.identified)
     wait_until(lambda: backend.batch_exists(KEYS) == 0)
 
 
@@ -232,7 +232,7 @@ def test_a_closed_backend_is_not_kept_alive(
 ) -> None:
     model = make_tiny_model(tmp_path / "model")
     load(model)
-    gone = weakref.ref(serve(model)._pools)
+    gone = weakref.ref(serve(model).served)
     for callback in process.loaded[0].fingerprint._callbacks:
         assert all(cell.cell_contents is not gone() for cell in callback.__closure__ or ())
 
@@ -266,7 +266,7 @@ def test_weights_from_elsewhere_than_the_models_files_are_refused_unless_named(
     with pytest.raises(UnsupportedError, match=f"--load-format {load_format}.*hicache_ext.model.fingerprint"):
         serve(model, load_format=load_format)
     backend = serve(model, load_format=load_format, ours={"model": {"fingerprint": "run 17"}})
-    assert backend._pools.model.fingerprint == "run 17"
+    assert backend.served.model.fingerprint == "run 17"
     assert backend.batch_set_v1(KEYS, INDICES) == [True, True]
 
 
@@ -285,31 +285,31 @@ def test_a_model_at_a_path_that_is_no_utf8_is_served(
     (model / "model.safetensors").rename(model / os.fsdecode(b"mod\xe9l.safetensors"))
     monkeypatch.setattr(lifecycle, "read_launch_facts", lambda: LaunchFacts(model_path=str(model)))
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host, model_name=str(model))
-    wait_until(lambda: backend._pools.identified or backend._pools.weights.problem is not None)
-    assert backend._pools.weights.problem is None
-    assert backend._pools.model.id == f"{tmp_path}/mod\\udce9l"
+    wait_until(lambda: backend.served.identified or model_weights.problem_of(backend.served.weights))
+    assert model_weights.problem_of(backend.served.weights) is None
+    assert backend.served.model.id == f"{tmp_path}/mod\\udce9l"
     assert backend.batch_set_v1(KEYS, INDICES) == [True, True]
     assert backend.batch_exists(KEYS) == 2
-    document = backend._pools.bound["kv"].identities[0].document()
+    document = backend.served.bound["kv"].identities[0].document()
     assert json.dumps(document, ensure_ascii=False).encode()
     assert lifecycle._process_labels(SimpleNamespace(model_name=str(model)))["model_name"].encode()
 
 
 @pytest.mark.parametrize("name", ["org/model", "/models/Modèle", "\\udce9", ""])
 def test_a_name_that_is_unicode_stays_as_it_is(name: str) -> None:
-    assert launch_facts.unicode_text(name) == name
+    assert launch_arguments.unicode_text(name) == name
 
 
 def test_an_epoch_that_comes_before_the_weights_are_identified_is_kept(
     tmp_path: Path, serve: Callable[..., Any], held: threading.Event
 ) -> None:
     backend = serve(make_tiny_model(tmp_path / "model"), wait=False)
-    backend.advance_weights_epoch("nonce")
-    assert not backend._pools.identified
+    backend.served.advance_weights_epoch("nonce")
+    assert not backend.served.identified
     held.set()
-    wait_until(lambda: backend._pools.identified)
-    assert (backend._pools.model.weights_epoch, len(backend._pools.model.fingerprint)) == ("0+nonce", 32)
-    assert backend._pools.bound["kv"].identities[0].model == backend._pools.model
+    wait_until(lambda: backend.served.identified)
+    assert (backend.served.model.weights_epoch, len(backend.served.model.fingerprint)) == ("0+nonce", 32)
+    assert backend.served.bound["kv"].identities[0].model == backend.served.model
 
 
 def test_adapters_that_cannot_be_told_apart_stop_the_start(
@@ -338,11 +338,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LaunchFacts]:
 
         arguments = {"model_path": "m", **arguments}
         monkeypatch.setattr(runtime_context, "get_server_args", lambda: ServerArgs(**arguments))
-        monkeypatch.setattr(launch_facts, "resolved", arguments.get)
+        monkeypatch.setattr(launch_arguments, "resolved", arguments.get)
         files = ModelFingerprint("m", None)
         models = [LoadedModel(runner, False, files)] + ([LoadedModel(draft, True, files)] if draft else [])
         monkeypatch.setattr(process, "loaded", models)
-        return launch_facts.read_launch_facts()
+        return launch_arguments.read_launch_facts()
 
     return launched_
 
@@ -489,7 +489,7 @@ def test_a_real_servers_namespaces_hold_what_was_resolved() -> None:
         "quantization_param_path",
     }
     asked |= {"speculative_draft_model_path", "speculative_draft_model_revision", "json_model_override_args"}
-    asked |= {*launch_arguments.WEIGHTS, *launch_facts._STORAGE_ARGUMENTS, *launch_arguments.SHAPING_FILES}
+    asked |= {*launch_arguments.WEIGHTS, *launch_arguments._STORAGE_ARGUMENTS, *launch_arguments.SHAPING_FILES}
     asked |= {"enable_weights_cpu_backup", "speculative_draft_load_format"}
     assert asked <= set(namespace_of(ServerArgs))
 
@@ -499,9 +499,9 @@ def test_a_server_whose_arguments_cannot_be_read_is_refused(monkeypatch: pytest.
     from sglang.srt import runtime_context
 
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: SimpleNamespace())
-    monkeypatch.setattr(launch_facts, "resolved", lambda name: 1 / 0)
+    monkeypatch.setattr(launch_arguments, "resolved", lambda name: 1 / 0)
     with pytest.raises(UnsupportedError, match="its launch arguments cannot be read"):
-        launch_facts.read_launch_facts()
+        launch_arguments.read_launch_facts()
 
 
 def test_a_server_without_storage_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

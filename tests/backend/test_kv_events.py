@@ -64,7 +64,7 @@ def test_what_sglang_decodes_are_its_own_structs_with_its_own_block_hashes(
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host, ours={"events": events})
     assert backend.batch_set_v1(KEYS, INDICES) == [True] * 3
     assert follow_until(following, {"DISK": blocks_of(KEYS)}) == {"DISK": blocks_of(KEYS)}
-    backend._store.remove([backend._pools.usable("kv").digests[0] + bytes.fromhex(KEYS[1])])
+    backend._store.remove([backend.served.usable("kv").digests[0] + bytes.fromhex(KEYS[1])])
     assert follow_until(following, {"DISK": blocks_of([KEYS[0], KEYS[2]])}) == {"DISK": blocks_of([KEYS[0], KEYS[2]])}
     told = [event for batch in batches for event in batch.events]
     assert {type(event) for event in told} == {AllBlocksCleared, BlockStored, BlockRemoved}
@@ -106,17 +106,17 @@ def test_what_the_tests_of_storage_encode_by_hand_reads_as_what_sglang_encodes()
 def test_nothing_is_stored_while_nothing_may_be_served_and_pages_of_old_weights_are_removed(
     open_backend: Callable[..., Any], events: dict[str, Any], following: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_weights, "_nonce", None)
-    monkeypatch.setattr(model_weights, "_flushed", True)
+    monkeypatch.setattr(model_weights, "updated_to", None)
+    monkeypatch.setattr(model_weights, "flushed", True)
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host, ours={"events": events})
     backend.batch_set_v1(KEYS, INDICES)
     everything = {"DISK": blocks_of(KEYS)}
     assert follow_until(following, everything) == everything
-    backend.suspend("a test")
+    backend.served.suspended_because = "a test"
     assert follow_until(following, {}) == {}
-    backend.resume()
+    backend.served.suspended_because = None
     assert follow_until(following, everything) == everything
-    backend.advance_weights_epoch("another")
+    backend.served.advance_weights_epoch("another")
     assert follow_until(following, {}) == {}
     backend.batch_set_v1(KEYS[:1], INDICES[:PAGE_SIZE])
     assert follow_until(following, {"DISK": blocks_of(KEYS[:1])}) == {"DISK": blocks_of(KEYS[:1])}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hicache_ext.errors import ConfigError, UnsupportedError
-from hicache_ext.sglang.releases import comes_with, installed_release, refuse_release_without_linker
+from hicache_ext.sglang.releases import comes_with, installed_release
 from tests.backend import linker_rig as rig
 
 pytestmark = [
@@ -275,12 +275,6 @@ def test_a_pool_that_hicache_does_not_know_is_refused_at_the_start(tmp_path: Pat
     device.components = rig.mamba_device().components
     with rig.server_context(), pytest.raises(UnsupportedError, match=r"^the KV pool SWAKVPool cannot be served"):
         rig.linker_of(device, rig.extra_config(tmp_path))
-
-
-@pytest.mark.parametrize("release", ["0.5.21", "0.5.22"])
-def test_an_older_release_is_refused_with_one_sentence(release: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"^the external linker of SGLang {release} cannot be served[^\n]*$"):
-        refuse_release_without_linker(release)
 
 
 def test_the_configuration_file_of_hicache_serves_the_linker(tmp_path: Path) -> None:

@@ -264,7 +264,7 @@ def test_pages_that_were_read_under_other_weights_are_not_loaded(open_rig: Calla
     request = one.request("r")
     one.wait_for(request)
     before = one.device.content("kv", list(range(rig.PAGES)))
-    one.linker._backend.advance_weights_epoch("next")
+    one.linker._backend.served.advance_weights_epoch("next")
     assert not one.linker.load("r", [rig.pages(one.device, "kv", one.keys, [60, 61, 62, 63])])
     assert one.device.content("kv", list(range(rig.PAGES))) == before
     assert rig.staging_in_use(one.linker) == 0

@@ -34,8 +34,7 @@ def test_a_rank_that_does_not_know_its_weights_yet_holds_back_what_the_others_do
         return [False] * len(mine)
 
     one.linker._ahead._agreed = agreed
-    monkeypatch.setattr(one.linker._backend, "served_pool", lambda name: None)
-    monkeypatch.setattr(type(one.linker._backend._pools), "unavailable", property(lambda pools: True))
+    monkeypatch.setattr(type(one.linker._backend.served), "unavailable", property(lambda pools: True))
     request = one.request("r")
     assert one.held(request) == {"r"}
     assert one.held(request) == {"r"}

@@ -64,7 +64,7 @@ def no_way(*_: Any, **__: Any) -> None:
 
 def test_both_doors_have_one_identity(doors: Any) -> None:
     linker, backend, _, _ = doors
-    assert linker._backend.served_pool("kv").digests == backend.served_pool("kv").digests
+    assert linker._backend.served.usable("kv").digests == backend.served.usable("kv").digests
 
 
 def test_the_linker_loads_what_hicache_stored(doors: Any) -> None:
@@ -121,7 +121,7 @@ def test_hicache_restores_a_hybrid_prefix_that_the_linker_stored(kind: str, besi
             for entry in group.entries:
                 backend.register_mem_host_pool_v2(entry.host_pool, entry.name)
             for name in ("kv", beside):
-                assert backend.served_pool(name).digests == linker._backend.served_pool(name).digests
+                assert backend.served.usable(name).digests == linker._backend.served.usable(name).digests
             asked = [rig.transfer(beside, last, trailing=True)]
             assert backend.batch_exists_v2(keys, asked).restorable_prefix_pages == [5]
             host = {name: group.alloc(size, pool=PoolName(name)) for name, size in _sizes(device, beside).items()}

@@ -12,7 +12,7 @@ import torch
 
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_config
 from hicache_ext.errors import ConfigError
-from hicache_ext.sglang.launch_facts import LaunchFacts
+from hicache_ext.sglang.launch_arguments import LaunchFacts
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices

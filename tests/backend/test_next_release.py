@@ -119,7 +119,7 @@ logging.basicConfig(level=logging.WARNING)
 from hicache_ext.testing.sglang_cpu import prepare_process
 prepare_process()
 from hicache_ext.sglang import lifecycle
-from hicache_ext.sglang.launch_facts import LaunchFacts
+from hicache_ext.sglang.launch_arguments import LaunchFacts
 from hicache_ext.testing.conformance.storage_backend import page_keys
 from tests.rigs.host_pool_kinds import v4_paged_host
 from tests.rigs.host_pool_kinds import fill_pools_with_noise, page_content

@@ -142,7 +142,7 @@ def test_the_memory_of_copies_is_bounded(
     host = states_of_slots()
     backend = open_backend(mha_host("page_first", page_size=1))
     backend.register_mem_host_pool_v2(host, "mamba")
-    page_bytes = backend._pools.bound["mamba"].pages.page_bytes
+    page_bytes = backend.served.bound["mamba"].pages.page_bytes
     given: list[int] = []
     for call in ("get", "set"):
         original = getattr(backend._store, call)
@@ -283,7 +283,7 @@ def test_a_pool_that_comes_later_and_cannot_be_served_is_named_once_and_ends_not
 def test_whatever_is_registered_later_ends_nothing(open_backend: Callable[..., Any], pool: Any) -> None:
     backend = open_backend(mha_host("page_first"))
     backend.register_mem_host_pool_v2(pool, "something new")
-    assert "something new" in backend._pools.unserved
+    assert "something new" in backend.served.unserved
     assert backend.batch_exists(KEYS) == 0
 
 
@@ -316,7 +316,7 @@ def open_rank(open_backend: Callable[..., Any]) -> Callable[[int], tuple[Any, An
         backend.register_mem_host_pool_v2(draft, PoolName.DRAFT)
         controller = HybridCacheController.__new__(HybridCacheController)
         controller.storage_backend, controller.storage_backend_type = backend, "dynamic"
-        controller.storage_config = backend._pools._ranks
+        controller.storage_config = backend.served._ranks
         controller.page_size = latents.page_size
         controller.page_set_func = controller._page_set_zero_copy
         controller.mem_pool_host = HostPoolGroup(
@@ -386,6 +386,6 @@ def test_without_the_hook_such_a_draft_is_not_served_and_named(
     monkeypatch.setattr(plugin, "_is_hooked", lambda target: not target.endswith("should_backup"))
     for rank in range(2):
         _, backend, *_ = open_rank(rank)
-        assert "the hook on" in backend._pools.unserved["draft"]
-        assert "rank 0 alone writes the draft of an MLA model" in backend._pools.unserved["draft"]
+        assert "the hook on" in backend.served.unserved["draft"]
+        assert "rank 0 alone writes the draft of an MLA model" in backend.served.unserved["draft"]
         assert backend.batch_exists(KEYS) == 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hicache_ext.errors import UnsupportedError
-from hicache_ext.sglang.launch_facts import LaunchFacts
+from hicache_ext.sglang.launch_arguments import LaunchFacts
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices
 from tests.rigs.host_pool_kinds import MHA_LAYOUTS, MLA_LAYOUTS, mla_pools
@@ -114,7 +114,7 @@ def test_ranks_of_a_context_parallel_group_share_latents(
     monkeypatch.setattr(served_pools, "dcp_shard", lambda ranks, pool: (0, 2))
     monkeypatch.setattr(lifecycle, "read_launch_facts", LaunchFacts)
     shards = [
-        open_backend(host, is_mla_model=True, **ranks)._pools.bound["kv"].identities[0].shard
+        open_backend(host, is_mla_model=True, **ranks).served.bound["kv"].identities[0].shard
         for ranks in (first, second)
     ]
     assert [shard.cp for shard in shards] == [(0, 2), (1, 2)]

@@ -57,7 +57,7 @@ class _Tiers:
         self._directory.cleanup()
 
     def _key(self, pool: str, key: str) -> bytes:
-        (digest,) = self._backend._pools.bound[pool].digests
+        (digest,) = self._backend.served.bound[pool].digests
         return bytes(digest) + bytes.fromhex(key)
 
 

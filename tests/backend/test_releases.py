@@ -18,11 +18,10 @@ from hicache_ext.testing.sglang_cpu import prepare_process
 prepare_process()
 
 from hicache_ext.errors import UnsupportedError  # noqa: E402
-from hicache_ext.sglang import lifecycle, plugin, process, releases, self_check  # noqa: E402
+from hicache_ext.sglang import lifecycle, plugin, process, releases, used_names  # noqa: E402
 from hicache_ext.sglang.host_pool import HostPages  # noqa: E402
-from hicache_ext.sglang.launch_facts import LaunchFacts, longest_prompt  # noqa: E402
-from hicache_ext.sglang.self_check import Checked, Sources, check, features_off, ignored_parameters  # noqa: E402
-from hicache_ext.sglang.used_names import (  # noqa: E402  # noqa: E402
+from hicache_ext.sglang.launch_arguments import LaunchFacts, longest_prompt  # noqa: E402
+from hicache_ext.sglang.used_names import (  # noqa: E402
     ADAPTERS,
     COPIES,
     DECODE_WRITER,
@@ -33,7 +32,12 @@ from hicache_ext.sglang.used_names import (  # noqa: E402  # noqa: E402
     STORAGE,
     USED,
     WEIGHTS_UPDATES,
+    Checked,
+    Sources,
     Use,
+    check,
+    features_off,
+    ignored_parameters,
 )
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys  # noqa: E402
 from hicache_ext.testing.host_pools import mha_pools, page_indices  # noqa: E402
@@ -89,7 +93,7 @@ def test_every_tested_release_has_all_that_its_features_need(release: str) -> No
 def test_names_that_came_later_are_marked_with_the_release_they_came_with() -> None:
     """A mark that is too new hides that an older release lacks the name; one too old, that it need not have it."""
     for use in (use for use in USED if use.since):
-        first = next(release for release in releases.TESTED if not self_check._looked_up(sources_of(release), use)[0])
+        first = next(release for release in releases.TESTED if not used_names._looked_up(sources_of(release), use)[0])
         assert use.since == first, use
 
 

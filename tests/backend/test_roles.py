@@ -10,8 +10,8 @@ import torch
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.config.render import as_yaml
 from hicache_ext.errors import ConfigError, UnsupportedError
-from hicache_ext.sglang import launch_facts
-from hicache_ext.sglang.launch_facts import read_launch_facts
+from hicache_ext.sglang import launch_arguments
+from hicache_ext.sglang.launch_arguments import read_launch_facts
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import fill_with_noise, mha_pools, page_indices
 from hicache_ext.testing.sglang_cpu import prepare_process
@@ -49,7 +49,7 @@ def test_a_server_whose_role_may_change_while_it_runs_is_refused(open_backend, m
     """It kept the tiers of the start, and SGLang cleared a shared pool with each switch."""
     from hicache_ext.sglang import lifecycle
 
-    monkeypatch.setattr(lifecycle, "read_launch_facts", lambda: launch_facts.LaunchFacts(role_may_change=True))
+    monkeypatch.setattr(lifecycle, "read_launch_facts", lambda: launch_arguments.LaunchFacts(role_may_change=True))
     with pytest.raises(UnsupportedError, match="--enable-pd-role-switch cannot be served: tiers are those of the role"):
         open_backend(mha_pools(page_size=PAGE_SIZE).host)
 
@@ -60,7 +60,7 @@ def test_a_server_whose_role_may_change_while_it_runs_is_refused(open_backend, m
 def test_what_sglangs_yaml_parser_takes_in_silence_stops_the_start(open_backend, monkeypatch, tmp_path, line, problem):
     from hicache_ext.sglang import lifecycle
 
-    facts = launch_facts.LaunchFacts(config_file=str(tmp_path / "hicache.yaml"))
+    facts = launch_arguments.LaunchFacts(config_file=str(tmp_path / "hicache.yaml"))
     monkeypatch.setattr(lifecycle, "read_launch_facts", lambda: facts)
     document = ExtraConfig.around({"tiers": {"disk": {"type": "file", "path": str(tmp_path), "capacity": "1GiB"}}})
     (tmp_path / "hicache.yaml").write_text(as_yaml(document) + f"      {line}\n")
@@ -69,7 +69,7 @@ def test_what_sglangs_yaml_parser_takes_in_silence_stops_the_start(open_backend,
 
 
 def test_outside_a_server_the_role_is_both():
-    assert launch_facts.LaunchFacts().role == "both"
+    assert launch_arguments.LaunchFacts().role == "both"
 
 
 def test_a_decode_node_stores_to_the_pool_and_a_prefill_node_reads_it_from_there(

@@ -173,7 +173,7 @@ def _context(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from sglang.srt.runtime_context import get_context, get_parallel
 
     from hicache_ext.sglang import lifecycle
-    from hicache_ext.sglang.launch_facts import LaunchFacts
+    from hicache_ext.sglang.launch_arguments import LaunchFacts
 
     put_hooks_in_force()
     monkeypatch.setattr(lifecycle, "read_launch_facts", LaunchFacts)

@@ -25,8 +25,8 @@ INDICES = page_indices(PAGE_SIZE, [0, 1])
 
 @pytest.fixture(autouse=True)
 def _a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_weights, "_nonce", None)
-    monkeypatch.setattr(model_weights, "_flushed", True)
+    monkeypatch.setattr(model_weights, "updated_to", None)
+    monkeypatch.setattr(model_weights, "flushed", True)
 
 
 def update(flushes: bool) -> None:
@@ -49,13 +49,13 @@ def test_until_the_cache_is_flushed_nothing_is_stored_or_served(open_backend: Ca
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
     backend.batch_set_v1(KEYS, INDICES)
     update(flushes=False)
-    assert backend._pools.suspended_because is not None
+    assert backend.served.suspended_because is not None
     assert backend.batch_exists(KEYS) == 0
     assert backend.batch_set_v1(page_keys(2, "more"), INDICES) == [False, False]
     model_weights.after_flush(False)
-    assert backend._pools.suspended_because is not None
+    assert backend.served.suspended_because is not None
     model_weights.after_flush(True)
-    assert backend._pools.suspended_because is None
+    assert backend.served.suspended_because is None
     assert backend.batch_exists(KEYS) == 0
     assert backend.batch_exists(page_keys(2, "more")) == 0
 
@@ -156,10 +156,10 @@ def test_a_backend_that_is_attached_after_an_update_serves_nothing_of_the_old_we
 
 def test_every_update_is_an_epoch_of_its_own(open_backend: Callable[..., Any]) -> None:
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
-    seen = {backend._pools.model.weights_epoch}
+    seen = {backend.served.model.weights_epoch}
     for _ in range(3):
         update(flushes=True)
-        seen.add(backend._pools.model.weights_epoch)
+        seen.add(backend.served.model.weights_epoch)
     assert len(seen) == 4
 
 
@@ -167,5 +167,5 @@ def test_a_decode_nodes_offload_stays_off_since_its_queue_is_not_flushed(open_ba
     backend = open_backend()
     backend.register_mem_pool_host(mha_pools(page_size=PAGE_SIZE).host)
     update(flushes=True)
-    assert backend._pools.suspended_because is not None
+    assert backend.served.suspended_because is not None
     assert backend.batch_set_v1(KEYS, INDICES) == [False, False]

@@ -17,7 +17,7 @@ from hicache_ext import native
 from hicache_ext.cli import doctor_command
 from hicache_ext.cli.main import main
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.sglang import self_check, used_names
+from hicache_ext.sglang import used_names
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.contract.trial import try_store
 from hicache_ext.storage.tiers.file import examination as users
@@ -246,7 +246,7 @@ def test_what_sglang_lacks_is_an_error_or_what_it_costs(monkeypatch: pytest.Monk
         used_names.Use("sglang.srt.managers.scheduler.Scheduler", ("no_such",), (used_names.PREFILL_COST,)),
         used_names.Use("sglang.srt.mem_cache.hicache_storage.PoolTransfer", ("keys", "gone"), (used_names.STORAGE,)),
     ]
-    checked = tuple(self_check.check(self_check.Sources.installed(), "0.5.99", gone))
+    checked = tuple(used_names.check(used_names.Sources.installed(), "0.5.99", gone))
     monkeypatch.setattr(doctor_command, "check_installed", lambda: checked)
     found = {one.subject: one for one in doctor_command.feature_findings()}
     assert found["storage"].level.value == "error" and "PoolTransfer.gone" in found["storage"].seen

@@ -96,8 +96,7 @@ def test_docstrings_of_the_reference_are_written_in_what_the_site_understands(pa
 def test_every_module_for_tests_of_others_is_in_the_reference_or_is_a_part_of_one(package: Any) -> None:
     pages = {one.name for one in shown()}
     parts = {  # inherited through PageStoreTests; or what the CPU rig is made of
-        *("concurrency", "one_store"),
-        *("cpu_allocation", "torch_attention"),
+        *("one_store", "torch_attention"),
     }
     modules = {
         str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")

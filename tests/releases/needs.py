@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hicache_ext.sglang.releases import comes_with, installed_release
-from hicache_ext.sglang.self_check import check_installed, features_off
-from hicache_ext.sglang.used_names import Feature
+from hicache_ext.sglang.used_names import Feature, check_installed, features_off
 
 
 def needs(feature: Feature) -> pytest.MarkDecorator:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hicache_ext.sglang.releases import mla_host_arguments
+from hicache_ext.sglang.releases import host_range
 from hicache_ext.testing.host_pools import Pools, fill_with_noise, mha_device_pool
 
 MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
@@ -57,7 +57,10 @@ def mla_pools(
         device="cpu",
         enable_memory_saver=False,
     )
-    source, facts = mla_host_arguments(device, tokens, layers)
+    source, facts = device, {}
+    if hasattr(device, "get_device_pool_infos"):  # since 0.5.23
+        facts = {**host_range(device, tokens), "layer_shard_enabled": False, "target_layer_num": layers}
+        source = device.get_device_pool_infos()[0].buffer_info
     host = MLATokenToKVPoolHost(
         source,
         1.0,

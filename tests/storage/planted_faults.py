@@ -144,7 +144,7 @@ class ReadsAtMost256(PageStoreWrapper):
         return super().get(batch.select(range(min(256, len(batch))))) + [GetResult.MISS] * (len(batch) - 256)
 
 
-@caught_by("test_an_absent_page_is_a_miss")
+@caught_by("test_keys_that_differ_in_one_byte_are_different_pages")
 class LeavesOutMisses(PageStoreWrapper):
     """a list of results that is shorter than the batch"""
 
@@ -172,7 +172,7 @@ class NeedsAPage(PageStoreWrapper):
         return super().get(batch)
 
 
-@caught_by("test_results_are_lists_of_the_right_type")
+@caught_by("test_a_batch_of_500_pages_is_stored_and_read")
 class AnswersStrings(PageStoreWrapper):
     """results that are words and no GetResult"""
 
@@ -180,7 +180,7 @@ class AnswersStrings(PageStoreWrapper):
         return [result.value for result in super().get(batch)]
 
 
-@caught_by("test_the_same_page_hash_under_another_identity_is_another_page")
+@caught_by("test_keys_that_differ_in_one_byte_are_different_pages")
 class IgnoresTheIdentity(PageStoreWrapper):
     """HIT with the page of another model that has the same page hash"""
 
@@ -270,7 +270,7 @@ class ReadsItsOwnPagesAlone(PageStoreWrapper):
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-@caught_by("test_memory_is_left_alone_once_a_read_has_returned")
+@caught_by("test_memory_is_left_alone_once_a_call_has_returned")
 class GoesOnReading(PageStoreWrapper):
     """get() goes on writing into the caller's memory after it has returned"""
 
@@ -285,7 +285,7 @@ class GoesOnReading(PageStoreWrapper):
         return super().get(batch)
 
 
-@caught_by("test_memory_may_be_reused_once_a_write_has_returned")
+@caught_by("test_memory_is_left_alone_once_a_call_has_returned")
 class CopiesLater(PageStoreWrapper):
     """set() reads the caller's memory after it has returned"""
 
@@ -500,7 +500,7 @@ class CutsLargePages(MemoryPageStore):
 # -- presence, remove(), clear() ---------------------------------------------------------------------------------------
 
 
-@caught_by("test_contains_answers_page_by_page")
+@caught_by("test_ten_thousand_keys_are_answered")
 class HasEverything(PageStoreWrapper):
     """contains() is true for pages that were never stored"""
 
@@ -516,7 +516,7 @@ class CountsPastGaps(PageStoreWrapper):
         return sum(self.contains(keys))
 
 
-@caught_by("test_removed_pages_are_gone_and_can_be_stored_again")
+@caught_by("test_removed_pages_are_counted_once_and_gone_and_can_be_stored_again")
 class RemembersRemovedPages(PageStoreWrapper):
     """contains() stays true after remove()"""
 
@@ -532,7 +532,7 @@ class RemembersRemovedPages(PageStoreWrapper):
         return [key in self._seen for key in keys]
 
 
-@caught_by("test_removed_pages_are_gone_and_can_be_stored_again")
+@caught_by("test_removed_pages_are_counted_once_and_gone_and_can_be_stored_again")
 class RemovesNothing(PageStoreWrapper):
     """remove() counts and does nothing"""
 
@@ -540,7 +540,7 @@ class RemovesNothing(PageStoreWrapper):
         return sum(self.contains(list(dict.fromkeys(keys))))
 
 
-@caught_by("test_remove_counts_each_page_that_was_there_once")
+@caught_by("test_removed_pages_are_counted_once_and_gone_and_can_be_stored_again")
 class CountsWhatWasAsked(PageStoreWrapper):
     """remove() answers how many keys it was given"""
 
@@ -549,7 +549,7 @@ class CountsWhatWasAsked(PageStoreWrapper):
         return len(keys)
 
 
-@caught_by("test_clear_leaves_other_identities_alone")
+@caught_by("test_clear_tells_identities_apart_that_look_alike")
 class ClearsEverything(PageStoreWrapper):
     """clear() of one identity takes the pages of another one, too"""
 
@@ -784,7 +784,7 @@ class ForgetsIdentities(MemoryPageStore):
         return {}
 
 
-@caught_by("test_register_identity_takes_any_document_twice")
+@caught_by("test_identities_are_kept_exactly_if_that_is_declared")
 class RegistersOnce(PageStoreWrapper):
     """register_identity() raises for an identity that is known"""
 
@@ -909,7 +909,7 @@ class StaysDown(PageStoreWrapper):
 # -- other processes and machines --------------------------------------------------------------------------------------
 
 
-@caught_by("test_another_process_sees_the_pages_exactly_if_that_is_declared", _over_files)
+@caught_by("test_processes_see_each_others_pages_exactly_if_declared", _over_files)
 class IsSeenHereAlone(PageStoreWrapper):
     """pages that no other process sees"""
 
@@ -1053,7 +1053,7 @@ class ClosesUnderACall(PageStoreWrapper):
         return results
 
 
-@caught_by("test_a_closed_store_still_describes_itself")
+@caught_by("test_a_closed_store_refuses_calls_and_may_be_closed_again")
 class CannotDescribeItselfAnyMore(PageStoreWrapper):
     """describe() raises after close()"""
 

@@ -22,9 +22,11 @@ from typing import Any
 import torch
 
 from hicache_ext.runtime.log_limit import LimitedLog
-from hicache_ext.runtime.threads import Call
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.runtime.threads import Call, ThreadPool
+from hicache_ext.sglang.backend import HiCacheExtBackend
 from hicache_ext.sglang.lifecycle import name_of
-from hicache_ext.sglang.linking.staging import Link, Pages, Portion, release
+from hicache_ext.sglang.linking.staging import Pages, Portion, Staging, release
 from hicache_ext.sglang.served_pools import KV
 
 logger = logging.getLogger(__name__)
@@ -73,11 +75,18 @@ class _Request:
 class ReadAhead:
     """See the module docstring. Threads: the scheduler's."""
 
-    def __init__(self, link: Link, agreed: Callable[[Sequence[bool]], Sequence[bool]]) -> None:
-        """``agreed``: what is so on all ranks."""
-        self._staging, self._reader = link.staging, link.backend
-        self._metrics, self._threads, self._seconds = link.metrics, link.threads, link.seconds
-        self._agreed = agreed
+    def __init__(
+        self,
+        staging: Staging,
+        metrics: TierMetrics,
+        threads: ThreadPool,
+        reader: HiCacheExtBackend,
+        seconds: float,
+        agreed: Callable[[Sequence[bool]], Sequence[bool]],
+    ) -> None:
+        """``seconds``: how long a request waits for its pages, at most. ``agreed``: what is so on all ranks."""
+        self._staging, self._metrics, self._threads = staging, metrics, threads
+        self._reader, self._seconds, self._agreed = reader, seconds, agreed
         self._log = LimitedLog(logger)
         self._requests: dict[str, _Request] = {}
         self._asking: tuple[str, _Request] | None = None
@@ -171,7 +180,7 @@ class ReadAhead:
             return []
         # If SGLang does not take the pages, it computes them in another round: they are not read a second time.
         portions, request.restorable = request.take(), []
-        pools = {name: self._reader.served_pool(name) for name in request.digests}
+        pools = {name: self._reader.served.usable(name) for name in request.digests}
         if any(pool is None or pool.digests != request.digests[name] for name, pool in pools.items()):
             # Of other weights.
             release(portions)
@@ -260,7 +269,7 @@ class ReadAhead:
         digests = {}
         for source in request.asked:
             for name in self._staging.pools_on[source]:
-                pool = self._reader.served_pool(name)
+                pool = self._reader.served.usable(name)
                 if pool is None:
                     return "missing", [], {}
                 digests[name] = pool.digests

@@ -19,8 +19,6 @@ from typing import Any, Literal
 import torch
 
 from hicache_ext.errors import UnsupportedError
-from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.sglang.backend import HiCacheExtBackend
 from hicache_ext.sglang.lifecycle import name_of
 from hicache_ext.sglang.model_pools import ModelPools
@@ -91,7 +89,7 @@ class Portion:
     def read(self, reader: HiCacheExtBackend) -> bool:
         """Fill it with stored pages of all its pools; whether all of them are there. Where not, it is released."""
         for name in self.staging.pools_on[self.pages.source]:
-            pool = reader.served_pool(name)
+            pool = reader.served.usable(name)
             if pool is None or not reader.read_whole(pool, self.pages.keys, self.host_indices):
                 self.release()
                 return False
@@ -232,17 +230,6 @@ class Staging(ModelPools):
 
     def _operation(self, portions: Sequence[Portion]) -> Any:
         return self.operation(-1, [(p.pages.source, p.host_indices, p.pages.device_indices) for p in portions])
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What the parts of a linker share. ``seconds``: how long a request waits in the queue for its pages, at most."""
-
-    staging: Staging
-    backend: HiCacheExtBackend
-    metrics: TierMetrics
-    threads: ThreadPool
-    seconds: float
 
 
 @contextmanager

@@ -12,8 +12,10 @@ from queue import SimpleQueue
 from typing import Any
 
 from hicache_ext.runtime.log_limit import LimitedLog
+from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import Call, ThreadPool
-from hicache_ext.sglang.linking.staging import Link, Pages, Portion, release
+from hicache_ext.sglang.backend import HiCacheExtBackend
+from hicache_ext.sglang.linking.staging import Pages, Portion, Staging, release
 from hicache_ext.sglang.served_pools import BoundPool
 
 logger = logging.getLogger(__name__)
@@ -30,9 +32,9 @@ logger = logging.getLogger(__name__)
 class Loads:
     """See the module docstring. Threads: every call on the scheduler's, and none waits for a store."""
 
-    def __init__(self, link: Link, counter: Any) -> None:
+    def __init__(self, staging: Staging, metrics: TierMetrics, threads: ThreadPool, counter: Any) -> None:
         """``counter``: SGLang's LayerWiseLoadCounter."""
-        self._staging, self._metrics, self._threads = link.staging, link.metrics, link.threads
+        self._staging, self._metrics, self._threads = staging, metrics, threads
         self._counter = counter
         self._log = LimitedLog(logger)
         self._ready: dict[str, list[Portion]] = {}
@@ -152,6 +154,7 @@ class _Offload:
     pages: list[Pages]
     pools: dict[str, BoundPool]
     events: Sequence[Any]
+    cost: int
     generation: int
     begun: float = field(default_factory=time.monotonic)
     left: int = 1
@@ -161,10 +164,9 @@ class _Offload:
 class Offloads:
     """See the module docstring. Threads: ``offload``, ``completed``, ``pop`` and ``reset`` on the scheduler's."""
 
-    def __init__(self, link: Link) -> None:
-        self._staging, self._writer, self._metrics = link.staging, link.backend, link.metrics
-        sources = link.staging.pools_on
-        self._room = sum(self._bytes_of_page(source) * link.staging.most_pages(source) for source in sources)
+    def __init__(self, staging: Staging, metrics: TierMetrics, writer: HiCacheExtBackend) -> None:
+        self._staging, self._metrics, self._writer = staging, metrics, writer
+        self._room = sum(self._bytes_of_page(source) * staging.most_pages(source) for source in staging.pools_on)
         self._log = LimitedLog(logger)
         self._lock = threading.Lock()
         self._moved_on = threading.Condition(self._lock)
@@ -172,10 +174,8 @@ class Offloads:
         self._reading_device = threading.Lock()
         self._on_device = self._under_way = 0
         """Calls that are not gathered, and calls that are not written either."""
-        self._costs: deque[int] = deque()
-        """Of what SGLang has handed over and not taken back, in order."""
-        self._unfinished: deque[_Offload] = deque()
-        self._results: deque[bool] = deque()
+        self._handed_over: deque[_Offload] = deque()
+        """What SGLang has not taken back, in order; it counts against the room until then."""
         self._generation = 0
         self._closed = False
         self._to_gather: SimpleQueue[_Offload | None] = SimpleQueue()
@@ -187,17 +187,17 @@ class Offloads:
     def has_room(self, pages: Sequence[Pages]) -> bool:
         """Whether these pages may be handed over now; alike on all ranks. Something always may when nothing is."""
         with self._lock:
-            return not self._costs or sum(self._costs) + self._cost(pages) <= self._room
+            taken = sum(job.cost for job in self._handed_over)
+            return not self._handed_over or taken + self._cost(pages) <= self._room
 
     def offload(self, pages: Sequence[Pages], pools: dict[str, BoundPool] | None, events: Sequence[Any]) -> None:
         """Take over pages; ``pools`` are those that this rank writes. None: they cannot be stored, and count as failed
         once it is their turn."""
-        job = _Offload(list(pages) if pools else [], pools or {}, events, self._generation)
+        job = _Offload(list(pages) if pools else [], pools or {}, events, self._cost(pages), self._generation)
         job.good = pools is not None
         wanted = bool(job.pages) and not self._closed
         with self._lock:
-            self._costs.append(self._cost(pages))
-            self._unfinished.append(job)
+            self._handed_over.append(job)
             self._under_way += 1
             self._on_device += wanted
         if wanted:
@@ -206,17 +206,20 @@ class Offloads:
             self._ended(job)
 
     def completed(self) -> int:
-        return len(self._results)
+        """How many of what was handed over are done, none of them behind one that is not."""
+        with self._lock:
+            return next((done for done, job in enumerate(self._handed_over) if job.left), len(self._handed_over))
 
     def pop(self) -> bool:
+        """Take back what is done and was handed over first; whether it was stored."""
         with self._lock:
-            if self._costs:
-                self._costs.popleft()
-            return self._results.popleft() if self._results else False
+            done = bool(self._handed_over) and not self._handed_over[0].left
+            return done and self._handed_over.popleft().good
 
     def waiting(self) -> int:
         """Calls of SGLang's that are not done."""
-        return len(self._unfinished)
+        with self._lock:
+            return sum(bool(job.left) for job in self._handed_over)
 
     def reset(self, seconds: float = _GATHER_WAIT) -> None:
         """Forget what SGLang waits for. What was gathered is written; what could not be within ``seconds`` is dropped.
@@ -224,9 +227,7 @@ class Offloads:
         with self._moved_on:
             self._moved_on.wait_for(lambda: not self._on_device, seconds)
             self._generation += 1
-            self._costs.clear()
-            self._unfinished.clear()
-            self._results.clear()
+            self._handed_over.clear()
         with self._reading_device:
             pass
 
@@ -319,7 +320,7 @@ class Offloads:
             self._log.log(logging.ERROR, why, "hicache_ext: pages were not stored: %s", error, exc_info=error)
 
     def _ended(self, job: _Offload) -> None:
-        """A part of it has ended. What is done counts in the order in which it came."""
+        """A part of it has ended."""
         with self._lock:
             job.good = job.good and not self._closed
             job.left -= 1
@@ -328,8 +329,6 @@ class Offloads:
                 self._metrics.observe("offload", time.monotonic() - job.begun)
                 self._under_way -= 1
                 self._moved_on.notify_all()
-            while self._unfinished and not self._unfinished[0].left:
-                self._results.append(self._unfinished.popleft().good)
 
     def _cost(self, pages: Sequence[Pages]) -> int:
         """What pages count against the room, equal on all ranks."""

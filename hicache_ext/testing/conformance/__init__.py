@@ -2,6 +2,6 @@
 
 import pytest
 
-_PARTS = ("cases", "concurrency", "one_store", "pages", "second_process", "second_reader", "state_machine")
+_PARTS = ("one_store", "page_store", "pages", "second_reader", "state_machine")
 # A case that fails says which values differed.
 pytest.register_assert_rewrite(*[f"{__name__}.{part}" for part in (*_PARTS, "storage_backend")])
