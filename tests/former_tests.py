@@ -20,8 +20,23 @@ _KEY = "its configuration key is gone"
 _OPTION = "its option of the command line is gone"
 _COMPLETION = "hicache-ext completion is gone"
 _NUMBA = "nothing is compiled at run time, or kept: the native core is built with the package"
+_PLAN = "plan replays LRU in Python: the same figures to every digit, without ghosts and memory of its own"
 
 FORMER = {
+    "test_a_node_serves_what_the_tiers_policy_serves_page_by_page": (
+        "-> test_a_node_serves_what_lru_that_frees_tails_first_serves"
+    ),
+    "test_a_node_on_paper_serves_about_what_an_index_that_is_held_to_the_same_candidate_serves": (
+        "-> test_a_node_on_paper_serves_about_what_an_index_that_is_held_to_last_use_serves"
+    ),
+    "test_ghosts_that_are_forgotten_are_those_of_the_tiers_policy": _PLAN,
+    "test_the_core_does_what_python_does": _PLAN,
+    "test_the_core_does_what_python_does_with_conversations": _PLAN,
+    "test_requests_of_no_node_and_fleets_beyond_all_memory_are_refused": _PLAN,
+    "test_the_conversation_trace_is_served_as_the_policy_serves_it": (
+        "-> test_the_conversation_trace_is_served_as_lru_serves_it"
+    ),
+    "test_without_the_native_core_a_sentence_says_what_to_do": "-> test_a_plan_is_made_without_the_native_core",
     "test_a_load_larger_than_staging_memory_moves_on_in_portions": (
         "-> test_of_a_prompt_larger_than_staging_memory_the_beginning_is_restored_and_the_scheduler_waits_for_nothing"
     ),
