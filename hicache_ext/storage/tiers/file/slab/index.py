@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from hicache_ext import native
 from hicache_ext.errors import IndexBusyError
 from hicache_ext.page.envelope import IDENTITY_LENGTH, SEAL_LENGTH
 from hicache_ext.runtime.file_lock import ChangeLock
@@ -127,8 +127,6 @@ class View:
     """``IndexMemory.slab_table``, of which the following speak."""
     by_first: Words
     """The same as rows of the table, by FIRST."""
-    by_first_at: int
-    """Its address."""
     positions: Words
     """Where each of ``by_first`` is in the table."""
     of_size: Mapping[int, Words]
@@ -203,16 +201,14 @@ class SlabIndex:
     def locate(self, keys: Sequence[bytes], oldest: int = 0) -> SlotReferences:
         """The pages found, in the order of ``keys``, each with its position. Pages written before ``oldest``
         (wall-clock milliseconds) are not found."""
-        numbers = self._numbers_of(keys)
-        view = self.view()
-        of_slabs = view.by_first, view.by_first_at
-        found, facts = self.memory.table.locate(key_words(keys), numbers, oldest, *of_slabs)
-        if not found.shape[1]:
+        located = np.empty((5, len(keys)), np.int64)
+        found = self.memory.table.locate(key_words(keys), self._numbers_of(keys), oldest, self.view().by_first, located)
+        if not (count := found >> index_words.FACTS):
             return NO_SLOTS
-        slabs, slots, lengths, positions, rows = found
-        length = lengths.item(0) if facts & index_words.ONE_LENGTH else -1
-        slab = slabs.item(0) if facts & index_words.ONE_SLAB else -1
-        known = Known(bool(facts & index_words.IN_ORDER), length, slab)
+        slabs, slots, lengths, positions, rows = located[:, :count]
+        length = lengths.item(0) if found & index_words.ONE_LENGTH else -1
+        slab = slabs.item(0) if found & index_words.ONE_SLAB else -1
+        known = Known(bool(found & index_words.IN_ORDER), length, slab)
         return SlotReferences(slabs, slots, lengths, positions, rows, known)
 
     def contains(self, keys: Sequence[bytes], oldest: int = 0) -> list[bool]:
@@ -221,11 +217,14 @@ class SlabIndex:
         return found
 
     def count_leading(self, keys: Sequence[bytes], oldest: int = 0) -> int:
-        return self.memory.table.count_leading(key_words(keys), self._numbers_of(keys), oldest)
+        found = self.memory.table.locate(key_words(keys), self._numbers_of(keys), oldest, None, None)
+        return found >> index_words.FACTS
 
     def rows_of(self, keys: Sequence[bytes], oldest: int = 0) -> Words:
         """The row of each page, -1 where there is none; ``oldest`` as for ``locate``."""
-        return self.memory.table.find(key_words(keys), self._numbers_of(keys), oldest)
+        found, rows = self.locate(keys, oldest), np.full(len(keys), -1)
+        rows[found.positions] = found.rows
+        return rows
 
     def places_of(self, rows: Words) -> tuple[Words, Words]:
         """The slab numbers and slots of rows that were taken."""
@@ -258,8 +257,7 @@ class SlabIndex:
         by_first = np.ascontiguousarray(table[positions])
         rows = int((by_first[:, FIRST] + by_first[:, SLOTS]).max(initial=0))
         sampled = miniatures.sampled_of(capacity)
-        at = native.address(by_first)
-        return View(changes, slabs, table, by_first, at, positions, of_size, slots, capacity, ghosts, sampled, rows)
+        return View(changes, slabs, table, by_first, positions, of_size, slots, capacity, ghosts, sampled, rows)
 
     def note_hits(self, found: SlotReferences, keys: Sequence[bytes], hits: int) -> None:
         """So many of these pages were read. ``found``: pages of a chain that were used and may rank higher for it."""
@@ -272,7 +270,7 @@ class SlabIndex:
             identity[LAST] = int(time.time())
         if len(found.rows):
             view = self.view()
-            self.memory.table.touch(view.capacity, _by_position(found), view.sampled)
+            self.memory.table.touch(_by_position(found), view.capacity, view.sampled)
             header, events = self.memory.header, self.memory.events
             # Where nothing is written nobody else would look at them before they find no place.
             if header[index_words.EVENTS] - header[index_words.LEARNED] >= len(events) // 2:
@@ -340,9 +338,15 @@ class SlabIndex:
     def _count(self, slab: Slab, oldest: int) -> tuple[int, Words]:
         """Pages of a slab that can be found, and how many slots are UNKNOWN, FREE, PENDING, PAGE, and each tenant's."""
         counts, pages = np.zeros(index_words.COUNTS, np.int64), 0
-        for begin in range(0, slab.slots, _AT_ONCE):
-            end = min(begin + _AT_ONCE, slab.slots)
-            pages += self.memory.table.count(slab.first_row + begin, slab.first_row + end, oldest, counts)
+        for begin in range(slab.first_row, slab.first_row + slab.slots, _AT_ONCE):
+            rows = self.memory.rows[begin : min(begin + _AT_ONCE, slab.first_row + slab.slots)]
+            states = rows[:, STATE].copy()
+            there = np.flatnonzero(states & STATES == index_words.PAGE)
+            counts[: STATES + 1] += np.bincount(states & STATES, minlength=STATES + 1)
+            counts[STATES + 1 :] += self.tenants_of(begin + there)
+            found = index_words.is_current(self.memory.identities, states[there])
+            found &= index_words.are_valid(self.memory.header, rows[there, CREATED], oldest)
+            pages += int(found.sum())
         return pages, counts
 
     # -- identities ------------------------------------------------------------------------------------------------
@@ -621,8 +625,14 @@ class SlabIndex:
         """Free slots that were taken. Raises IndexBusyError."""
         if len(rows):
             with self._changing():
-                self.memory.table.give_back(rows, self._pending, ticket)
-                self._may_be_free(rows)
+                self._give_back(rows, ticket)
+
+    def _give_back(self, rows: Words, ticket: int) -> None:
+        """Free those of these slots that are still pending under this ticket. Under the lock."""
+        words = self.memory.rows
+        ours = (words[rows, STATE] == self._pending) & (words[rows, index_words.HASH] == ticket)
+        words[rows[ours], STATE] = FREE
+        self._may_be_free(rows)
 
     def publish(
         self,
@@ -644,27 +654,26 @@ class SlabIndex:
         words, numbers = key_words(keys), self._numbers_of(keys)
         published = np.empty(len(written), np.int64)
         with self._changing():
-            view, pending = self.view(), self._pending
+            view = self.view()
             self.memory.table.publish(
                 words,
                 numbers,
                 np.ascontiguousarray(written.positions),
                 np.ascontiguousarray(written.rows),
                 np.ascontiguousarray(written.lengths),
-                pending,
+                self._pending,
                 ticket,
                 now,
                 oldest,
                 view.capacity,
                 view.ghosts,
-                published,
                 view.sampled,
                 tenant,
+                published,
             )
             self._learn(view)
-            self.memory.table.give_back(np.ascontiguousarray(taken.rows), pending, ticket)
             if len(written) < len(taken) or (published != 1).any():
-                self._may_be_free(taken.rows)
+                self._give_back(taken.rows, ticket)
         return published.tolist()
 
     def _learn(self, view: View, most: int = _MOST_EVENTS) -> None:
@@ -783,32 +792,32 @@ class SlabIndex:
         freed, evicted, first_page, headroom = 0, 0, (0, 0), self.view().capacity
         begin = windows.pop() if windows else 0
         for position, base, first, end in self._ranges(of_size, begin, min(total, _MOST_LOOKED_AT), together):
-            victims = np.empty(end - first + 1, np.int64)
+            rows = np.arange(base + first, base + end)
+            ranks = self._ranks(rows, oldest, dead, tenancy)
             cold, cool = min(int(known[COLD]), bound - 1), min(int(known[COOL]), bound - 1)
-            rows = base + first, base + end
-            found = self.memory.table.coldest(*rows, together, cold, cool, oldest, dead, victims, tenancy)
-            if not found:
+            victims = rows[are_coldest(ranks, together, cold, cool)]
+            if not len(victims):
                 continue
             # Where very many are equally cold, the rest goes another time.
-            found = min(found, max(need, _MOST_VICTIMS))
-            kept_here, step = 0, found
+            victims = victims[: max(need, _MOST_VICTIMS)]
+            kept_here, step = 0, len(victims)
             if need > wanted:
                 # Not those of the first rows: they may be warm.
-                step, ranks = wanted, self.memory.rows[victims[:found], index_words.PRIORITY]
-                victims[:found] = victims[np.argsort(ranks, kind="stable")]
-            for at in range(0, found, step):
+                step, ranks = wanted, self.memory.rows[victims, index_words.PRIORITY]
+                victims = victims[np.argsort(ranks, kind="stable")]
+            for at in range(0, len(victims), step):
                 if need > wanted and freed >= wanted:
                     break
-                some = np.append(victims[at : min(at + step, found)], -1)
-                pages = self.memory.rows[some[:-1]]
+                some = victims[at : at + step]
+                pages = self.memory.rows[some]
                 first_page = first_page if evicted else tuple(pages[0, [index_words.USED, CREATED]].tolist())
                 evicted += self.memory.table.evict(some, spared, headroom, oldest, dead, tenancy)
                 # What had expired goes alone: under the same hashes there may be what was written since.
                 valid = index_words.are_valid(self.memory.header, pages[:, CREATED], oldest)
                 gone.append(pages[(pages[:, STATE] & STATES == index_words.PAGE) & valid])
-                if kept := int((some < 0).argmax()):
+                if kept := int((some >= 0).sum()):
                     slab = self.memory.slabs[position]
-                    first_free = int(some[:kept].min()) - base
+                    first_free = int(some[some >= 0].min()) - base
                     slab[CURSOR], slab[OF] = min(first_free, int(slab[CURSOR])) if kept_here else first_free, 0
                     kept_here += kept
                     freed += kept
@@ -829,8 +838,9 @@ class SlabIndex:
         with suppress(IndexBusyError):
             for begin in range(0, len(hashes), step):
                 some = hashes[begin : begin + step], states[begin : begin + step]
+                of_companions = *some, beside, beside.shape[1], needed, needed.shape[1]
                 with self._changing():
-                    here = self.memory.table.evict_beside(*some, beside, needed, oldest, freed)
+                    here = self.memory.table.evict_beside(*of_companions, oldest, freed)
                     if here:
                         self._may_be_free(freed[:here])
                 count += here
@@ -858,11 +868,14 @@ class SlabIndex:
     ) -> list[int]:
         """Measure how cold the coldest slots of a size are, and where most of them are: where the windows with the most
         of them begin, the best one last. Needs no lock."""
-        slabs = self.view().table[of_size]
-        total = int(slabs[:, SLOTS].sum())
+        slots, firsts = self.view().table[of_size][:, [SLOTS, FIRST]].T
+        ends = slots.cumsum()
+        total = int(ends[-1]) if len(ends) else 0
         step = max(1, total // _SAMPLED)
-        first, ranks = random.randrange(step), np.empty(total // step + 1, np.int64)
-        ranks = ranks[: self.memory.table.sample(slabs, first, step, oldest, dead, ranks, tenancy)]
+        first = random.randrange(step)
+        some = np.arange(first, total, step)
+        which = np.searchsorted(ends, some, side="right")
+        ranks = self._ranks((firsts + slots - ends)[which] + some, oldest, dead, tenancy)
         of = _of_writer(slot_size, tenancy)
         known, windows = self._known_of(*of), [0]
         there = int((ranks != NO_PAGE).sum())
@@ -880,6 +893,12 @@ class SlabIndex:
         known[LEFT] = max(total // _COLD_PART, min(need, total))
         self._windows[of] = windows
         return windows
+
+    def _ranks(self, rows: Words, oldest: int, dead: Words, tenancy: Words | None) -> Words:
+        """How cold the slots in these rows are: AT_ONCE, a priority, or NO_PAGE."""
+        ranks = np.empty(len(rows), np.int64)
+        self.memory.table.ranks(rows, oldest, dead, tenancy, ranks)
+        return ranks
 
     def _may_be_free(self, rows: Words) -> None:
         """Say that some of these slots may be free."""
@@ -1028,10 +1047,8 @@ class SlabIndex:
         dead = self._dead()
 
         def ranks_of(slab: Words) -> Words:
-            step = max(1, int(slab[SLOTS]) // _MOST_TOGETHER)
-            ranks = np.empty(int(slab[SLOTS]) // step + 1, np.int64)
-            some: Words = ranks[: self.memory.table.sample(slab[None, :], 0, step, oldest, dead, ranks, tenancy)]
-            return some
+            rows = np.arange(slab[FIRST], slab[FIRST] + slab[SLOTS], max(1, int(slab[SLOTS]) // _MOST_TOGETHER))
+            return self._ranks(rows, oldest, dead, tenancy)
 
         def worth(slab: Words) -> int:
             # Not that of its coldest page: the warm ones go, too.
@@ -1203,6 +1220,14 @@ class SlabIndex:
 def _of_writer(slot_size: int, tenancy: Words | None) -> tuple[int, int]:
     """What may go differs from tenant to tenant, and so do the coldest pages; the number is -1 without tenants."""
     return slot_size, -1 if tenancy is None else int(tenancy[index_words.WRITER])
+
+
+def are_coldest(ranks: Words, together: int, cold: int, cool: int) -> npt.NDArray[np.bool_]:
+    """Which slots rank up to ``cool`` in groups of which one ranks up to ``cold``: slots become free side by side."""
+    lowest = np.minimum.reduceat(ranks, np.arange(0, len(ranks), together))
+    of_groups = np.repeat((lowest <= cold) & (lowest != NO_PAGE), together)[: len(ranks)]
+    coldest: npt.NDArray[np.bool_] = of_groups & (ranks <= cool) & (ranks != NO_PAGE)
+    return coldest
 
 
 def slots_in_group(slot_size: int, slots: int) -> int:
