@@ -213,8 +213,9 @@ class SlabIndex:
 
     def contains(self, keys: Sequence[bytes], oldest: int = 0) -> list[bool]:
         """Which pages are found; ``oldest`` as for ``locate``."""
-        found: list[bool] = (self.rows_of(keys, oldest) >= 0).tolist()
-        return found
+        found = np.zeros(len(keys), bool)
+        found[self.locate(keys, oldest).positions] = True
+        return found.tolist()
 
     def count_leading(self, keys: Sequence[bytes], oldest: int = 0) -> int:
         found = self.memory.table.locate(key_words(keys), self._numbers_of(keys), oldest, None, None)
@@ -338,8 +339,8 @@ class SlabIndex:
     def _count(self, slab: Slab, oldest: int) -> tuple[int, Words]:
         """Pages of a slab that can be found, and how many slots are UNKNOWN, FREE, PENDING, PAGE, and each tenant's."""
         counts, pages = np.zeros(index_words.COUNTS, np.int64), 0
-        for begin in range(slab.first_row, slab.first_row + slab.slots, _AT_ONCE):
-            rows = self.memory.rows[begin : min(begin + _AT_ONCE, slab.first_row + slab.slots)]
+        for begin in range(slab.first_row, slab.first_row + slab.slots, _MOST_LOOKED_AT):
+            rows = self.memory.rows[begin : min(begin + _MOST_LOOKED_AT, slab.first_row + slab.slots)]
             states = rows[:, STATE].copy()
             there = np.flatnonzero(states & STATES == index_words.PAGE)
             counts[: STATES + 1] += np.bincount(states & STATES, minlength=STATES + 1)
@@ -540,12 +541,12 @@ class SlabIndex:
         *,
         evicting: bool,
         tenancy: Words | None = None,
-        bound: int = NO_PAGE,
+        before: bytes | None = None,
     ) -> tuple[Words, Evicted]:
         """Take slots to write: the rows of as many as there are, in order of place as far as possible; and what was
-        evicted for them, where ``evicting``. Pages that rank at ``bound`` or above stay, those with a hash in
-        ``spared`` (sorted) if they can, those of other tenants up to their shares in any case (``tenancy``; None: there
-        are none). Raises IndexBusyError."""
+        evicted for them, where ``evicting``. Pages that rank at ``bound_behind(before)`` or above stay, those with a
+        hash in ``spared`` (sorted) if they can, those of other tenants up to their shares in any case (``tenancy``;
+        None: there are none). Raises IndexBusyError."""
         rows, done, evicted = np.empty(wanted, np.int64), 0, NOTHING_EVICTED
         dead, of_size = self._dead(), self._taken_from(slot_size)
         wants_victims = evicting and len(of_size) and int(self.memory.slabs[of_size, FREE_SLOTS].sum()) < wanted
@@ -557,7 +558,7 @@ class SlabIndex:
         try:
             while more and done < wanted:
                 got, evicted, more = self._take(
-                    slot_size, rows[done:], ticket, oldest, spared, dead, gone, tenancy, bound, evicting=evicting
+                    slot_size, rows[done:], ticket, oldest, spared, dead, gone, tenancy, before, evicting=evicting
                 )
                 done += got
         except IndexBusyError:
@@ -579,7 +580,7 @@ class SlabIndex:
         dead: Words,
         gone: list[Words],
         tenancy: Words | None,
-        bound: int,
+        before: bytes | None,
         *,
         evicting: bool,
     ) -> tuple[int, Evicted, bool]:
@@ -597,6 +598,7 @@ class SlabIndex:
             done = take_free()
             # Where pages stay for others' shares there is nothing to be had by looking on.
             looks = _LOOKS_IN_VAIN if tenancy is None else _LOOKS_OF_TENANTS
+            bound = self.bound_behind(before, oldest) if evicting and done < len(rows) else NO_PAGE
             while evicting and done < len(rows) and in_vain < looks and len(of_size):
                 # Pages that stay may be the coldest: then look at more and more, and take no more.
                 need = len(rows) - done
@@ -614,11 +616,13 @@ class SlabIndex:
         taken_from: Words = of_size[self.memory.slabs[of_size, SLAB_STATE] == READY]
         return taken_from
 
-    def bound_behind(self, key: bytes, oldest: int) -> int:
-        """The rank that pages must be below to make room for the page behind this one in its chain: NO_PAGE where this
-        one is not there, or the policy is not last-use. Others learn from pages that are written and evicted."""
-        follows_last_use = self.memory.header[index_words.POLICY] == eviction.LAST_USE
-        rows = self.locate([key], oldest).rows if follows_last_use else _NONE
+    def bound_behind(self, before: bytes | None, oldest: int) -> int:
+        """The rank that pages must be below to make room for the page behind this one in its chain: NO_PAGE where
+        there is none, or it is not there, or the policy is not last-use. Others learn from pages that are written and
+        evicted."""
+        if before is None or self.memory.header[index_words.POLICY] != eviction.LAST_USE:
+            return NO_PAGE
+        rows = self.locate([before], oldest).rows
         return int(self.memory.rows[rows[0], index_words.PRIORITY]) if len(rows) else NO_PAGE
 
     def give_back(self, rows: Words, ticket: int) -> None:
@@ -934,14 +938,26 @@ class SlabIndex:
         """A place for a new slab, whose files are to be made; ``wanted`` says how many slots it may have, from the
         slabs there are. None for none. Raises IndexBusyError."""
         with self._changing():
-            slots = wanted(slabs := self.all_slabs())
+            table = self.memory.slab_table()
+            used = table[table[:, SLAB_STATE] != NO_SLAB]
+            slots = wanted(slabs := slabs_of(used))
             # No two have one number, whatever the word says.
             number = max(0, int(self.memory.header[index_words.NEXT_SLAB]), *(1 + slab.number for slab in slabs))
-            could_be = 0 < slots <= len(self.memory.rows) and number <= LARGEST_NUMBER
-            slab = self._place(number, slot_size, slots, MAKING, self._members.id) if could_be else None
-            if slab is not None:
-                self.memory.header[index_words.NEXT_SLAB] = number + 1
-            return slab
+            first = 0
+            for other in used[used[:, FIRST].argsort()]:
+                if first + slots <= other[FIRST]:
+                    break
+                first = int(other[FIRST] + other[SLOTS])
+            fits = len(used) < MOST_SLABS and 0 < slots <= len(self.memory.rows) - first
+            if not fits or number > LARGEST_NUMBER:
+                return None
+            position = int((table[:, SLAB_STATE] == NO_SLAB).argmax())
+            self.memory.slabs[position] = [number, slot_size, slots, first, NO_SLAB, slots, 0, self._members.id]
+            self.memory.slabs[position, SLAB_STATE] = MAKING
+            self._known_of(slot_size)
+            self.memory.header[SLAB_CHANGES] += 1
+            self.memory.header[index_words.NEXT_SLAB] = number + 1
+            return Slab(number, slot_size, slots, first)
 
     def grow_sets(self) -> None:
         """Have as many sets as the slots want, a few at a time. Raises IndexBusyError."""
@@ -955,10 +971,13 @@ class SlabIndex:
 
     def add_found_slabs(self, found: Sequence[tuple[int, int, int]]) -> None:
         """Slabs that are there, for a rebuild: number, slot size, slots. Before others have the memory."""
-        header = self.memory.header
-        for number, slot_size, slots in found:
-            self._place(number, slot_size, slots, SCANNING, 0)
+        header, first = self.memory.header, 0
+        for position, (number, slot_size, slots) in enumerate(found):
+            self.memory.slabs[position] = [number, slot_size, slots, first, SCANNING, 0, 0, 0]
+            self._known_of(slot_size)
             header[index_words.NEXT_SLAB] = max(int(header[index_words.NEXT_SLAB]), number + 1)
+            first += slots
+        header[SLAB_CHANGES] += 1
         sets = self._sets_wanted()
         header[index_words.SETS] = sets
         header[index_words.LEVEL] = 1 << (sets.bit_length() - 1)
@@ -1073,27 +1092,6 @@ class SlabIndex:
         """Whether a page of the slab has one of these hashes."""
         rows = self.memory.rows[slab.first_row : slab.first_row + slab.slots]
         return bool(np.isin(rows[rows[:, STATE] & STATES == index_words.PAGE, index_words.HASH], spared).any())
-
-    def _place(self, number: int, slot_size: int, slots: int, state: int, of: int) -> Slab | None:
-        """Allocate the rows of a new slab; None where there are no more."""
-        table, known = self.memory.slabs, self.memory.slab_table()
-        used = known[known[:, SLAB_STATE] != NO_SLAB]
-        if len(used) == MOST_SLABS:
-            return None
-        first = 0
-        for other in used[used[:, FIRST].argsort()]:
-            if first + slots <= other[FIRST]:
-                break
-            first = max(first, int(other[FIRST] + other[SLOTS]))
-        if first + slots > len(self.memory.rows):
-            return None
-        position = int((known[:, SLAB_STATE] == NO_SLAB).argmax())
-        free = slots if state == MAKING else 0
-        table[position] = [number, slot_size, slots, first, NO_SLAB, free, 0, of]
-        table[position, SLAB_STATE] = state
-        self._known_of(slot_size)
-        self.memory.header[SLAB_CHANGES] += 1
-        return Slab(number, slot_size, slots, first)
 
     def _set_state(self, slab: Slab, before: int, after: int) -> bool:
         table, position = self.memory.slabs, self._position(slab, before)
