@@ -44,9 +44,10 @@ import numpy as np
 from benchmarks.eviction_policy import Clock, Ghost, PageByPage, Rank
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.storage.tiers.file import eviction
-from hicache_ext.storage.tiers.file.slab import index_words, miniatures
+from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.shapes import SlotReferences
+from tests.rigs import miniatures
 from tests.rigs.bare_index import new_index_in
 
 Requests = Sequence[Sequence[int]]

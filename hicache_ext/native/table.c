@@ -27,7 +27,6 @@
 #include <stdlib.h>
 
 #include "core.h"
-#include "ranks.h"
 
 /* Of a row. USED: the clock at the last counted use << CLOCK_SHIFT | place in the chain << HITS_BITS | uses. */
 enum { HASH, STATE, LENGTH, CREATED, SEAL, PRIORITY = SEAL + 2, USED, ROW_WORDS };
@@ -106,6 +105,53 @@ static inline void uncount(const struct table *table, const int64_t *row)
     add(tenant_pages(table, row), -1);
     if (is_current(table, state))
         add(identity_at(table, state >> NUMBER_SHIFT) + PAGES, -1);
+}
+
+/* -- ranks --------------------------------------------------------------------------------------------------------- */
+/*
+ * storage/tiers/file/eviction.py tells of them; tests/rigs/ranks.py has them in Python, and says why each number. Words
+ * that another process may have damaged give some rank; they never overflow into a trap (-fwrapv, and no divisor below
+ * 1).
+ */
+
+enum { MAX_HITS = 7, KEPT_FOR = 2 };
+enum { RENEWAL_SHIFT = 4 }; /* A use within 1/16 of min(D, capacity) after the last counted one is no hit and no reuse. */
+enum { LAST_USE, LEARNED_DISTANCE, KEEP_FIRST, POLICIES };
+#define ORIGIN (INT64_C(1) << 50)
+#define TICK INT64_C(1024)
+
+static inline int64_t least(int64_t one, int64_t other) { return one < other ? one : other; }
+static inline int64_t most(int64_t one, int64_t other) { return one > other ? one : other; }
+
+static inline int64_t reuse_distance(int64_t capacity, int64_t distance_sum, int64_t reuses)
+{
+    if (reuses <= 0)
+        return capacity;
+    return least(distance_sum / least(reuses, 1 << 11), 64 * capacity);
+}
+
+/* One more reuse, after so many inserts. */
+static inline void learn_distance(int64_t *distance_sum, int64_t *reuses, int64_t distance)
+{
+    int64_t forgotten = *reuses >= 1 << 11 ? *distance_sum >> 11 : 0;
+    *distance_sum += distance - forgotten;
+    *reuses = least(*reuses + 1, (INT64_C(1) << 32) - 1);
+}
+
+/* `capacity`: at least 1. `hits`: 0 to MAX_HITS. `is_new`: written now; else used. */
+static inline int64_t priority_of(int64_t policy, int64_t capacity, int64_t inserts, int64_t distance, int64_t hits,
+                                  bool is_new, int64_t depth)
+{
+    static const int64_t LOG2[MAX_HITS + 1] = {0, 256, 406, 512, 594, 662, 719, 768};
+    int64_t credit = 0, tail = depth;
+    if (policy == LEARNED_DISTANCE) {
+        int64_t times = least(4 * 256, most(256, 64 * distance / capacity)); /* In 256ths. */
+        credit = least(distance * times / 256, 64 * capacity) * LOG2[hits & MAX_HITS] / LOG2[1];
+        tail += TICK / 128 * least(distance, capacity) * least(depth, 64);
+    } else if (policy == KEEP_FIRST && is_new) {
+        credit = -KEPT_FOR * most(distance, capacity);
+    }
+    return least(ORIGIN + TICK * (inserts + credit) - tail, INT64_MAX);
 }
 
 /* -- hashes and sets ----------------------------------------------------------------------------------------------- */
@@ -896,17 +942,29 @@ PUBLIC int64_t hicache_adopt(const struct adopt *call)
 
 /* -- miniatures ---------------------------------------------------------------------------------------------------- */
 /*
- * Caches of a sample of the pages, one for each policy of ranks.h, and which of them serves most: see
- * docs/decisions/eviction.md, and slab/miniatures.py on what the words mean. A miniature holds no pages: `entries` is
+ * Caches of a sample of the pages, one for each policy, and which of them serves most: see
+ * docs/decisions/eviction.md, and index_words.py. A miniature holds no pages: `entries` is
  * one table of what is known of the sample. A kill in the middle leaves numbers that are a little wrong: each eviction
  * counts anew.
+ *
+ * Uses are noted in a ring by touch and publish. A page is served only with all pages before it. Where all pages are in
+ * the sample the miniatures count so, too; in a part of them each page counts by itself, which makes no difference
+ * there: pages before it are used whenever it is, so they outrank it.
  */
 
-enum { KEY, MOMENT, HELD }; /* Planes of entries. HELD: clock at the last counted use << COUNTED_SHIFT | uses << USES_SHIFT | two bits for each miniature. */
+/* Planes of entries. MOMENT: the clock when the chain was used last << DEPTH_BITS | place in it. HELD: the clock at the
+ * last counted use << COUNTED_SHIFT | uses << USES_SHIFT | two bits for each miniature. */
+enum { KEY, MOMENT, HELD };
 enum { CANDIDATES = POLICIES, MINIATURES = CANDIDATES + 3, USES_SHIFT = 2 * MINIATURES, COUNTED_SHIFT = USES_SHIFT + HITS_BITS };
 enum { ABSENT, NEW, KEPT = 3 }; /* NEW: not used since it was written, nor there when keep_all was called last. */
-/* Words of small: one for each miniature, each candidate, or each two of these; then single ones. */
+/* Words of small. For each miniature: pages held; hits of late, in 65,536ths; all hits. For each candidate: hits since
+ * the last comparison; hits of the last moments alone. For each two candidates: squares of how many hits one had more
+ * between two comparisons, added up like SCORES and like LAST_SCORES. */
 enum { HELD_PAGES = 0, SCORES = 8, HITS = 16, LATELY = 32, LAST_SCORES = 48, NOISE = 64, LAST_NOISE = 96 };
+/* All uses seen; those that the policy of that time had; uses of all pages that fall to the sample, times SAMPLE + 1;
+ * the clock at the next comparison; changes of policy; what the table was made for; up to which use of all pages EXPECTED
+ * counts. Of this chain: a bit for each miniature that held all of it so far; the place of the last page; the clock at
+ * its first one. The clock at which all that is there counts as kept. */
 enum { USES = 24, SERVED, EXPECTED, NEXT, SWITCHES, SETS_USED, SAMPLED, COUNTED, RUN = 40, PLACE, BEGAN, NEXT_STOCK };
 
 enum { ONE_SHIFT = 16, HALF = 45426 };      /* Scores are in 65,536ths; so many are log(2). */

@@ -19,7 +19,7 @@ import pytest
 from benchmarks.eviction_policy import Clock, PageByPage, Rank
 from hicache_ext import native
 from hicache_ext.storage.tiers.file import eviction
-from hicache_ext.storage.tiers.file.slab import index_words, miniatures
+from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, are_coldest
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory, Table, new_index
 from hicache_ext.storage.tiers.file.slab.index_words import (
@@ -74,8 +74,8 @@ class World:
     slabs: Words = field(default_factory=lambda: np.zeros((4, index_words.SLAB_WORDS), np.int64))
     ghosts: Words = field(default_factory=lambda: np.zeros((3, 16, WAYS), np.int64))
     events: Words = field(default_factory=lambda: np.zeros((32, 2), np.int64))
-    small: Words = field(default_factory=lambda: np.zeros(miniatures.SMALL_WORDS, np.int64))
-    entries: Words = field(default_factory=lambda: np.zeros((miniatures.ENTRY_WORDS, 8, WAYS), np.int64))
+    small: Words = field(default_factory=lambda: np.zeros(index_words.SMALL_WORDS, np.int64))
+    entries: Words = field(default_factory=lambda: np.zeros((index_words.ENTRY_WORDS, 8, WAYS), np.int64))
     tenants: Words = field(default_factory=lambda: np.zeros((index_words.TENANTS, index_words.TENANT_WORDS), np.int64))
     known: Words | None = None
     """A copy of the slabs, which is believed; else they are."""
@@ -188,7 +188,7 @@ def random_step(rng: random.Random, now: int) -> Step:
         world.table.rank_again(275, 90)
 
     def follow(world: Any) -> None:
-        policy = seed % miniatures.CANDIDATES
+        policy = seed % index_words.CANDIDATES
         world.header[index_words.POLICY], world.header[index_words.TO_RANK] = policy, ROWS
 
     def evict_beside(world: Any) -> None:
@@ -246,7 +246,7 @@ def test_the_miniatures_learn_what_their_reference_does(seed: int) -> None:
             assert np.array_equal(one, of_reference)
         switches += int(world.header[index_words.TO_RANK] > 0)
     assert switches > 3
-    assert world.small[miniatures.USES] > 100
+    assert world.small[index_words.USES] > 100
 
 
 @pytest.mark.parametrize("seed", range(4))

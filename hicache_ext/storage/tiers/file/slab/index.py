@@ -26,7 +26,7 @@ from hicache_ext.runtime.members import Members
 from hicache_ext.storage.contract.store import PageKeys, key_words
 from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.path_store import Served
-from hicache_ext.storage.tiers.file.slab import index_words, miniatures
+from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index_memory import (
     LARGEST_NUMBER,
     MOST_SLABS,
@@ -257,7 +257,7 @@ class SlabIndex:
         ghosts = min(eviction.ghost_limit(capacity), self.memory.ghosts.shape[1] * index_words.WAYS // 2)
         by_first = np.ascontiguousarray(table[positions])
         rows = int((by_first[:, FIRST] + by_first[:, SLOTS]).max(initial=0))
-        sampled = miniatures.sampled_of(capacity)
+        sampled = index_words.sampled_of(capacity)
         return View(changes, slabs, table, by_first, positions, of_size, slots, capacity, ghosts, sampled, rows)
 
     def note_hits(self, found: SlotReferences, keys: Sequence[bytes], hits: int) -> None:
@@ -329,11 +329,11 @@ class SlabIndex:
         A page that is used all the time is in the sample or not, whatever its share: what the sample has too few or too
         many of is taken for hits of such pages (SHARDS-adj, Waldspurger et al. 2015)."""
         small = self.memory.small
-        at_scales = miniatures.HITS + miniatures.CANDIDATES
-        half, twice, four_times = small[at_scales : at_scales + len(miniatures.SCALES)].tolist()
-        uses = int(small[miniatures.EXPECTED] // (index_words.SAMPLE + 1))
-        hot = uses - int(small[miniatures.USES])
-        hits = (max(0, hits + hot) for hits in (half, int(small[miniatures.SERVED]), twice, four_times))
+        at_scales = index_words.MINIATURE_HITS + index_words.CANDIDATES
+        half, twice, four_times = small[at_scales : at_scales + len(index_words.SCALES)].tolist()
+        uses = int(small[index_words.EXPECTED] // (index_words.SAMPLE + 1))
+        hot = uses - int(small[index_words.USES])
+        hits = (max(0, hits + hot) for hits in (half, int(small[index_words.SERVED]), twice, four_times))
         return Served(uses, *hits) if uses else None
 
     def _count(self, slab: Slab, oldest: int) -> tuple[int, Words]:

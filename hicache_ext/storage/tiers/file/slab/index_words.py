@@ -75,8 +75,8 @@ GENERATIONS = 0xFFFFFFFF
 SLAB_CHANGES: counts changes of the slabs. REBUILT: 1 once all slabs were looked at; FOUND: pages found by that.
 ALL_CLEARED: what was written up to then (milliseconds) was cleared, of every identity. IDENTITIES: so many are
 known. INSERTS, DISTANCE_SUM, REUSES: the clock of eviction.py. POLICY: the candidate of eviction.py that pages rank
-by now; TO_RANK: rows before this one may rank by another one yet. EVENTS: so many were noted for the miniatures
-(miniatures.py), LEARNED: and so many of them were looked at; SEEN: uses of all pages, in the sample or not, that found
+by now; TO_RANK: rows before this one may rank by another one yet. EVENTS: so many were noted for the miniatures,
+LEARNED: and so many of them were looked at; SEEN: uses of all pages, in the sample or not, that found
 a place. BAD_HEADERS: damaged ones, met by the rebuild. NO_SPACE_SINCE: since when (seconds) no slab finds room on the
 disk; or 0. TWICE_TTL: milliseconds, 0 without one: a page is valid as long after the oldest one that is."""
 HEADER_WORDS = 64
@@ -132,6 +132,29 @@ ROW = (1 << 40) - 1
 """The bits of an entry that say its row, plus 1; above them is a tag."""
 _LOW = (1 << 32) - 1
 LEAST_SETS = 64
+
+# -- miniatures --------------------------------------------------------------------------------------------------------
+#
+# Caches of a sample of the pages, one for each candidate of eviction.py, and which of them serves most. A page is in
+# the sample by its hash, whatever its chain, and a miniature has the same share of the slots, so it serves about the
+# share of uses that a tier under this policy would (Waldspurger et al., Cache Modeling and Optimization using Miniature
+# Simulations, 2017). What their words mean: native/table.c; what was measured: docs/decisions/eviction.md.
+
+CANDIDATES = len(eviction.POLICIES)
+SCALES = (1, 4, 8)
+"""Halves of the tier's capacity: of the miniatures behind the candidates, which go by the policy of now: the curve."""
+SAMPLED_SLOTS = 1 << 12
+"""Slots of a miniature at the tier's capacity, at most."""
+ENTRY_WORDS, SMALL_WORDS = 3, 128
+MINIATURE_HITS, USES, SERVED, EXPECTED = 16, 24, 25, 26
+"""Of the words ``small``: hits of each miniature; uses seen; those that the policy of that time had; the uses of all
+pages that fall to the sample, times SAMPLE + 1."""
+
+
+def sampled_of(capacity: int) -> int:
+    """How many of SAMPLE + 1 pages the miniatures of a tier with so many slots see."""
+    return min(SAMPLE + 1, max(1, SAMPLED_SLOTS * (SAMPLE + 1) // capacity))
+
 
 # -- of many pages at once -------------------------------------------------------------------------------------------
 
