@@ -618,7 +618,7 @@ class Fused(np.ndarray):
 
 def fuse_words(index: SlabIndex, fuse: Fuse) -> None:
     memory = index.memory
-    for name in ("rows", "sets", "header", "identities", "sizes", "slabs", "ghosts", "tenants"):
+    for name in ("rows", "sets", "header", "identities", "slabs", "ghosts", "tenants"):
         words = getattr(memory, name).view(Fused)
         words.fuse = fuse
         setattr(memory, name, words)

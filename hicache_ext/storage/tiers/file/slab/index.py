@@ -34,8 +34,6 @@ from hicache_ext.storage.tiers.file.slab.index_memory import (
 )
 from hicache_ext.storage.tiers.file.slab.index_words import (
     CLEARED,
-    COLD,
-    COOL,
     CREATED,
     CURSOR,
     DROPPING,
@@ -45,7 +43,6 @@ from hicache_ext.storage.tiers.file.slab.index_words import (
     GENERATION,
     HITS,
     LAST,
-    LEFT,
     MAKING,
     NO_PAGE,
     NO_SLAB,
@@ -96,6 +93,10 @@ _MOST_RANKED = 1 << 12
 _AT_ONCE = 1 << 16
 _DEAD_INTERVAL = 10.0
 """Seconds between two looks at which members are gone."""
+COLD, COOL, LEFT, WINDOWS = range(4)
+"""What is known of the slots of a size: a group of slots with a page of priority up to COLD loses those up to COOL;
+slots still to be freed before both are measured again; from here on where windows with many cold slots begin, the best
+one last."""
 EVERY = b""
 """In place of a digest: all identities."""
 IN_USE = (READY, SCANNING)
@@ -183,10 +184,9 @@ class SlabIndex:
         self._view: View | None = None
         self._known: tuple[int, dict[bytes, int]] = (0, {})
         """How many identities were looked at, and their numbers."""
-        self._windows: dict[tuple[int, int], list[int]] = {}
-        """By slot size and the tenant that writes: see ``_measure``."""
-        self._known_for: dict[tuple[int, int], Words] = {}
-        """What ``sizes`` of the memory says, for each tenant that writes."""
+        self._coldness: dict[tuple[int, int], list[int]] = {}
+        """By slot size and the tenant that writes: COLD, COOL and LEFT of its slots, and WINDOWS. Each process measures
+        it for itself."""
         self._numbers: dict[bytes, Words] = {}
         self._companions: Mapping[bytes, Sequence[bytes]] = {}
         self._beside: Words = _NO_TABLE
@@ -551,7 +551,7 @@ class SlabIndex:
         dead, of_size = self._dead(), self._taken_from(slot_size)
         wants_victims = evicting and len(of_size) and int(self.memory.slabs[of_size, FREE_SLOTS].sum()) < wanted
         of = _of_writer(slot_size, tenancy)
-        if wants_victims and (self._known_of(*of)[LEFT] <= 0 or not self._windows.get(of)):
+        if wants_victims and _is_outdated(self._coldness.get(of)):
             # Now, and not while others wait for the lock.
             self._measure(of_size, slot_size, wanted, oldest, dead, tenancy)
         more, gone = True, list[Words]()
@@ -688,8 +688,7 @@ class SlabIndex:
         if memory.header[index_words.TO_RANK]:
             memory.table.rank_again(view.capacity, _MOST_RANKED)
             # How cold the coldest are is to be measured anew.
-            memory.sizes[:, LEFT] = 0
-            self._known_for.clear()
+            self._coldness.clear()
 
     def seize(
         self,
@@ -746,8 +745,7 @@ class SlabIndex:
                     rows = self.rows_of(keys)
                     self.memory.rows[rows[rows >= 0], index_words.PRIORITY] = 0
                     # How cold the coldest are is to be measured anew.
-                    self.memory.sizes[:, LEFT] = 0
-                    self._known_for.clear()
+                    self._coldness.clear()
                 count += int((rows >= 0).sum())
         return count
 
@@ -788,17 +786,17 @@ class SlabIndex:
         """Free the coldest slots of a size, all where there are few slots, else those in one window of them. ``need``:
         how many of the coldest to look at, where more than are ``wanted`` only until those are free. Under the lock."""
         of = _of_writer(slot_size, tenancy)
-        known, windows = self._known_of(*of), self._windows.get(of)
-        if known[LEFT] <= 0 or not windows:
-            windows = self._measure(of_size, slot_size, need, oldest, dead, tenancy)
+        known = self._coldness.get(of)
+        if known is None or _is_outdated(known):
+            known = self._measure(of_size, slot_size, need, oldest, dead, tenancy)
         total = int(self.view().table[of_size, SLOTS].sum())
         together = slots_in_group(slot_size, total)
         freed, evicted, first_page, headroom = 0, 0, (0, 0), self.view().capacity
-        begin = windows.pop() if windows else 0
+        begin = known.pop()
         for position, base, first, end in self._ranges(of_size, begin, min(total, _MOST_LOOKED_AT), together):
             rows = np.arange(base + first, base + end)
             ranks = self._ranks(rows, oldest, dead, tenancy)
-            cold, cool = min(int(known[COLD]), bound - 1), min(int(known[COOL]), bound - 1)
+            cold, cool = min(known[COLD], bound - 1), min(known[COOL], bound - 1)
             victims = rows[are_coldest(ranks, together, cold, cool)]
             if not len(victims):
                 continue
@@ -870,8 +868,7 @@ class SlabIndex:
     def _measure(
         self, of_size: Words, slot_size: int, need: int, oldest: int, dead: Words, tenancy: Words | None
     ) -> list[int]:
-        """Measure how cold the coldest slots of a size are, and where most of them are: where the windows with the most
-        of them begin, the best one last. Needs no lock."""
+        """Measure how cold the coldest slots of a size are, and where most of them are. Needs no lock."""
         slots, firsts = self.view().table[of_size][:, [SLOTS, FIRST]].T
         ends = slots.cumsum()
         total = int(ends[-1]) if len(ends) else 0
@@ -880,23 +877,21 @@ class SlabIndex:
         some = np.arange(first, total, step)
         which = np.searchsorted(ends, some, side="right")
         ranks = self._ranks((firsts + slots - ends)[which] + some, oldest, dead, tenancy)
-        of = _of_writer(slot_size, tenancy)
-        known, windows = self._known_of(*of), [0]
+        known, windows = [0, 0, max(total // _COLD_PART, min(need, total))], [0]
         there = int((ranks != NO_PAGE).sum())
         if there:
             wanted = -(-min(need, total) * len(ranks) // total)
             cold = min(max(len(ranks) // _COLD_PART, wanted, 1), there) - 1
             cool = min(max(len(ranks) // _COOL_PART, wanted, 1), there) - 1
             in_order = np.partition(ranks, sorted({cold, cool}))
-            known[COLD], known[COOL] = in_order[cold], in_order[cool]
+            known[COLD], known[COOL] = int(in_order[cold]), int(in_order[cool])
             if total > _MOST_LOOKED_AT:
                 places = (np.flatnonzero(ranks <= in_order[cold]) * step + first) // _MOST_LOOKED_AT
                 counts = np.bincount(places)
                 best = counts.argsort()[-_MOST_WINDOWS:]
                 windows = (best[counts[best] > 0] * _MOST_LOOKED_AT).tolist()
-        known[LEFT] = max(total // _COLD_PART, min(need, total))
-        self._windows[of] = windows
-        return windows
+        known = self._coldness[_of_writer(slot_size, tenancy)] = [*known, *windows]
+        return known
 
     def _ranks(self, rows: Words, oldest: int, dead: Words, tenancy: Words | None) -> Words:
         """How cold the slots in these rows are: AT_ONCE, a priority, or NO_PAGE."""
@@ -915,17 +910,6 @@ class SlabIndex:
             slab[CURSOR] = lowest if slab[FREE_SLOTS] <= 0 else min(int(slab[CURSOR]), lowest)
             slab[FREE_SLOTS] += len(some)
             slab[OF] = 0
-
-    def _known_of(self, slot_size: int, writer: int = -1) -> Words:
-        """What is known of the slots of this size. With too many sizes the last ones share it. Of a tenant that writes,
-        this process alone knows it."""
-        if writer >= 0:
-            return self._known_for.setdefault((slot_size, writer), np.zeros(index_words.SIZE_WORDS, np.int64))
-        sizes = self.memory.sizes[:, index_words.OF_SIZE].tolist()
-        of = next((number for number, size in enumerate(sizes) if size in (0, slot_size)), len(sizes) - 1)
-        known: Words = self.memory.sizes[of]
-        known[index_words.OF_SIZE] = slot_size
-        return known
 
     # -- slabs -----------------------------------------------------------------------------------------------------
 
@@ -954,7 +938,6 @@ class SlabIndex:
             position = int((table[:, SLAB_STATE] == NO_SLAB).argmax())
             self.memory.slabs[position] = [number, slot_size, slots, first, NO_SLAB, slots, 0, self._members.id]
             self.memory.slabs[position, SLAB_STATE] = MAKING
-            self._known_of(slot_size)
             self.memory.header[SLAB_CHANGES] += 1
             self.memory.header[index_words.NEXT_SLAB] = number + 1
             return Slab(number, slot_size, slots, first)
@@ -974,7 +957,6 @@ class SlabIndex:
         header, first = self.memory.header, 0
         for position, (number, slot_size, slots) in enumerate(found):
             self.memory.slabs[position] = [number, slot_size, slots, first, SCANNING, 0, 0, 0]
-            self._known_of(slot_size)
             header[index_words.NEXT_SLAB] = max(int(header[index_words.NEXT_SLAB]), number + 1)
             first += slots
         header[SLAB_CHANGES] += 1
@@ -1213,6 +1195,10 @@ class SlabIndex:
                 # At first, and in a child that was forked.
                 self._note_member(member)
             yield
+
+
+def _is_outdated(known: list[int] | None) -> bool:
+    return known is None or known[LEFT] <= 0 or len(known) == WINDOWS
 
 
 def _of_writer(slot_size: int, tenancy: Words | None) -> tuple[int, int]:

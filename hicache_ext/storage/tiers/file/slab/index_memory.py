@@ -44,13 +44,12 @@ from hicache_ext.runtime.members import living_members
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index_words import Table, Words
 
-INDEX_FORMAT = 0x68696361 << 8 | 13
+INDEX_FORMAT = 0x68696361 << 8 | 14
 """Processes of another format cannot share an index; they have a directory of their own then (manifest.py)."""
 
 _BLOCK = 4096
 _WORD = 8
 _ROW_BYTES = index_words.ROW_WORDS * _WORD
-_SIZES = 16
 MOST_SLABS = 4096
 _MOST_IDENTITIES = 1 << 20
 _MEMBERS = 1024
@@ -96,7 +95,7 @@ class IndexMemory:
         if not sound or self.header[index_words.FORMAT] != INDEX_FORMAT or length != _size(rows_most, ghost_sets):
             raise ValueError("an index of another format")
         parts = [all_words[at : at + math.prod(shape)].reshape(shape) for at, shape in _parts(rows_most, ghost_sets)]
-        self.sizes, self.members, self.slabs, self.identities, self.ghosts, *more = parts[1:]
+        self.members, self.slabs, self.identities, self.ghosts, *more = parts[1:]
         self.events, self.small, self.entries, self.tenants, self.sets, self.rows = more
         of_tables = self.rows, self.sets, self.header, self.identities, self.ghosts
         self.table = Table(*of_tables, self.events, self.small, self.entries, self.tenants)
@@ -192,8 +191,6 @@ def _parts(rows_most: int, ghost_sets: int) -> list[tuple[int, tuple[int, ...]]]
     """Where each part begins, in words, and its shape."""
     shapes: Sequence[tuple[int, ...]] = (
         (index_words.HEADER_WORDS,),
-        # Of each slot size.
-        (_SIZES, index_words.SIZE_WORDS),
         # Ids of processes that joined; negative once one was seen dead.
         (_MEMBERS,),
         (MOST_SLABS, index_words.SLAB_WORDS),

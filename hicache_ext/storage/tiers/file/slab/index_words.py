@@ -81,11 +81,6 @@ a place. BAD_HEADERS: damaged ones, met by the rebuild. NO_SPACE_SINCE: since wh
 disk; or 0. TWICE_TTL: milliseconds, 0 without one: a page is valid as long after the oldest one that is."""
 HEADER_WORDS = 64
 
-OF_SIZE, COLD, COOL, LEFT = range(4)
-"""Words of a slot size: the size; a group of slots with a page of priority up to COLD loses those up to COOL; slots
-still to be freed before both are measured again."""
-SIZE_WORDS = 8
-
 SLAB_NUMBER, SLOT_SIZE, SLOTS, FIRST, SLAB_STATE, FREE_SLOTS, CURSOR, OF = range(8)
 """Words of a slab: its number; bytes of a slot; slots; the row of slot 0; below; at least so many slots are free,
 perhaps; where free ones are looked for; the member that makes or drops it; of
