@@ -263,12 +263,10 @@ FORMER = {
         "-> test_a_quota_below_the_capacity_keeps_the_newest_page_files_and_packs"
     ),
     "test_a_timer_that_compiled_code_set_is_not_taken_for_ones_own": "Python sets its timeout before each operation",
-    "test_compiled_and_in_python_are_the_same": "-> test_the_core_does_what_python_does",
+    "test_compiled_and_in_python_are_the_same": _PLAN,
     "test_compiled_code_and_numpy_give_equal_bytes": "-> test_the_core_and_numpy_give_equal_bytes",
     "test_compiled_code_and_numpy_make_equal_planes": ("-> test_the_core_and_numpy_make_equal_planes_at_any_address"),
-    "test_ghosts_that_wrap_around_their_ring_are_those_of_the_tiers_policy": (
-        "-> test_ghosts_that_are_forgotten_are_those_of_the_tiers_policy"
-    ),
+    "test_ghosts_that_wrap_around_their_ring_are_those_of_the_tiers_policy": _PLAN,
     "test_its_source_is_among_those_that_compiled_code_depends_on": _NUMBA,
     "test_pages_whose_pieces_fill_a_system_call_are_stored_beside_no_other_memory": (
         "-> test_pages_whose_pieces_fill_a_system_call_are_written_and_read"
