@@ -34,8 +34,9 @@ from hicache_ext import native
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.path_store import Served
-from hicache_ext.storage.tiers.file.slab import miniatures
+from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
+from tests.rigs import miniatures
 
 Requests = Sequence[Sequence[int]]
 PARTS = (300, 30, 6, 2)
@@ -143,7 +144,7 @@ def cost(slots: int, calls: int = 300) -> tuple[float, float]:
             seconds[bool(number % 2)].append(now - started)
         number += 1
         # In turns, so that both see the same machine.
-        index._view = replace(view, sampled=miniatures.sampled_of(view.capacity) if number % 2 else 0)
+        index._view = replace(view, sampled=index_words.sampled_of(view.capacity) if number % 2 else 0)
         SlabIndex._learn = learns if number % 2 else lambda *_: None  # type: ignore[method-assign]
         started = time.perf_counter()
 

@@ -44,9 +44,10 @@ import numpy as np
 from benchmarks.eviction_policy import Clock, Ghost, PageByPage, Rank
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.storage.tiers.file import eviction
-from hicache_ext.storage.tiers.file.slab import index_words, miniatures
+from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.shapes import SlotReferences
+from tests.rigs import miniatures
 from tests.rigs.bare_index import new_index_in
 
 Requests = Sequence[Sequence[int]]
@@ -182,13 +183,12 @@ def _store(
     tenancy: np.ndarray | None = None,
 ) -> bool:
     """Whether all were stored, so that what follows may be."""
-    ticket, rows, some, bound = index.next_ticket(), np.empty(0, np.int64), np.ones(1), index_words.NO_PAGE
-    if tenancy is None and positions[0] > 0:
-        bound = index.bound_behind(keys[positions[0] - 1], 0)
-    is_patient = tenancy is None and bound == index_words.NO_PAGE
+    ticket, rows, some = index.next_ticket(), np.empty(0, np.int64), np.ones(1)
+    before = keys[positions[0] - 1] if tenancy is None and positions[0] > 0 else None
+    is_patient = tenancy is None and index.bound_behind(before, 0) == index_words.NO_PAGE
     while len(rows) < len(positions) and (len(some) or is_patient):
         left = len(positions) - len(rows)
-        some, _ = index.take(_SLOT_SIZE, left, ticket, 0, spared, evicting=True, tenancy=tenancy, bound=bound)
+        some, _ = index.take(_SLOT_SIZE, left, ticket, 0, spared, evicting=True, tenancy=tenancy, before=before)
         rows = np.concatenate([rows, some])
     ones = np.ones(len(rows), np.int64)
     taken = SlotReferences(*index.places_of(rows), ones, np.array(positions[: len(rows)], np.int64), rows)

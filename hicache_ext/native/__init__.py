@@ -9,8 +9,8 @@ A function of it takes one struct of words, a subclass of ``Arguments`` here, an
     core = native.core()
     sound = core(NumberPages(address(indices), page_size, page_count, address(numbers), len(numbers)))
 
-Whoever calls keeps the arrays alive until the call has returned. Without the core there are no slabs and no plans;
-everything else works in Python and numpy: slower, and with the GIL. Why C, and why so: docs/decisions/native-core.md.
+Whoever calls keeps the arrays alive until the call has returned. Without the core there are no slabs; everything else
+works in Python and numpy: slower, and with the GIL. Why C, and why so: docs/decisions/native-core.md.
 """
 
 from __future__ import annotations
@@ -57,9 +57,15 @@ _ELF_HEADER = struct.Struct("<40xQ10xHH2x")
 _OF_SYSTEM = (("preadv2",), ("pwritev2",))
 
 
+class Words(ctypes.Structure):
+    """``struct words`` of core.h."""
+
+    _fields_ = (("at", ctypes.c_int64), ("count", ctypes.c_int64))
+
+
 def words(names: str) -> list[tuple[str, Any]]:
-    """``_fields_`` of a struct of words."""
-    return [(name, ctypes.c_int64) for name in names.split()]
+    """``_fields_`` of a struct of words; those with ``[]`` behind their names are ``struct words``."""
+    return [(name.removesuffix("[]"), Words if name.endswith("[]") else ctypes.c_int64) for name in names.split()]
 
 
 class Arguments(ctypes.Structure):
@@ -100,7 +106,7 @@ class Core:
     def _function(self, call: type[Arguments]) -> tuple[Any, Callable[..., bytes]]:
         function = getattr(self._library, call.function)
         function.restype = ctypes.c_int64
-        self._functions[call] = found = function, struct.Struct(f"{len(call._fields_)}q").pack
+        self._functions[call] = found = function, struct.Struct(f"{ctypes.sizeof(call) // 8}q").pack
         return found
 
 

@@ -63,6 +63,12 @@ struct memory {
     int64_t payload; /* Bytes of a page: the sum of segments. */
 };
 
+/* An array of the caller, and how many it has: of words, or of rows of words. */
+struct words {
+    int64_t *at;
+    int64_t count;
+};
+
 enum { KEY_WORDS = 6, IDENTITY_WORDS = 2, HASH_WORDS = 4 };
 
 /* -- headers (docs/page-format.md) --------------------------------------------------------------------------------- */

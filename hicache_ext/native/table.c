@@ -10,7 +10,7 @@
  *   small, entries: what the miniatures know
  *   tenants     a row for each tenant: 64 bits of its name, and how many pages it has, about
  *
- * Who may call: find, locate, touch, sample and count need no lock, and may see a page that has just gone or come; what
+ * Who may call: locate, touch and ranks need no lock, and may see a page that has just gone or come; what
  * is read from a slot is checked by its seal. Everything else is called under the change lock of the directory, which
  * one thread of one process holds; without it a slot may be given to two writers, and one of their pages is lost.
  *
@@ -20,14 +20,13 @@
  *
  * Other processes may have damaged any word. Each is read once, by load(), and is a position only where it lies in its
  * part. What a struct says is the caller's own: lengths are those of its arrays, `identity_count` is a power of two,
- * `set_count`, `ghost_sets`, `event_count`, `capacity`, `step` and `together` are at least 1, `entry_sets` is a power
- * of two from 4 on, and what it knows of slabs (`known`, `slabs`) lies in the rows.
+ * `set_count`, `ghost_sets`, `event_count` and `capacity` are at least 1, `entry_sets` is a power of two from 4 on, and
+ * what it knows of slabs (`known`, `slabs`) lies in the rows.
  */
 #include <stdbool.h>
 #include <stdlib.h>
 
 #include "core.h"
-#include "ranks.h"
 
 /* Of a row. USED: the clock at the last counted use << CLOCK_SHIFT | place in the chain << HITS_BITS | uses. */
 enum { HASH, STATE, LENGTH, CREATED, SEAL, PRIORITY = SEAL + 2, USED, ROW_WORDS };
@@ -106,6 +105,53 @@ static inline void uncount(const struct table *table, const int64_t *row)
     add(tenant_pages(table, row), -1);
     if (is_current(table, state))
         add(identity_at(table, state >> NUMBER_SHIFT) + PAGES, -1);
+}
+
+/* -- ranks --------------------------------------------------------------------------------------------------------- */
+/*
+ * storage/tiers/file/eviction.py tells of them; tests/rigs/ranks.py has them in Python, and says why each number. Words
+ * that another process may have damaged give some rank; they never overflow into a trap (-fwrapv, and no divisor below
+ * 1).
+ */
+
+enum { MAX_HITS = 7, KEPT_FOR = 2 };
+enum { RENEWAL_SHIFT = 4 }; /* A use within 1/16 of min(D, capacity) after the last counted one is no hit and no reuse. */
+enum { LAST_USE, LEARNED_DISTANCE, KEEP_FIRST, POLICIES };
+#define ORIGIN (INT64_C(1) << 50)
+#define TICK INT64_C(1024)
+
+static inline int64_t least(int64_t one, int64_t other) { return one < other ? one : other; }
+static inline int64_t most(int64_t one, int64_t other) { return one > other ? one : other; }
+
+static inline int64_t reuse_distance(int64_t capacity, int64_t distance_sum, int64_t reuses)
+{
+    if (reuses <= 0)
+        return capacity;
+    return least(distance_sum / least(reuses, 1 << 11), 64 * capacity);
+}
+
+/* One more reuse, after so many inserts. */
+static inline void learn_distance(int64_t *distance_sum, int64_t *reuses, int64_t distance)
+{
+    int64_t forgotten = *reuses >= 1 << 11 ? *distance_sum >> 11 : 0;
+    *distance_sum += distance - forgotten;
+    *reuses = least(*reuses + 1, (INT64_C(1) << 32) - 1);
+}
+
+/* `capacity`: at least 1. `hits`: 0 to MAX_HITS. `is_new`: written now; else used. */
+static inline int64_t priority_of(int64_t policy, int64_t capacity, int64_t inserts, int64_t distance, int64_t hits,
+                                  bool is_new, int64_t depth)
+{
+    static const int64_t LOG2[MAX_HITS + 1] = {0, 256, 406, 512, 594, 662, 719, 768};
+    int64_t credit = 0, tail = depth;
+    if (policy == LEARNED_DISTANCE) {
+        int64_t times = least(4 * 256, most(256, 64 * distance / capacity)); /* In 256ths. */
+        credit = least(distance * times / 256, 64 * capacity) * LOG2[hits & MAX_HITS] / LOG2[1];
+        tail += TICK / 128 * least(distance, capacity) * least(depth, 64);
+    } else if (policy == KEEP_FIRST && is_new) {
+        credit = -KEPT_FOR * most(distance, capacity);
+    }
+    return least(ORIGIN + TICK * (inserts + credit) - tail, INT64_MAX);
 }
 
 /* -- hashes and sets ----------------------------------------------------------------------------------------------- */
@@ -280,14 +326,6 @@ PUBLIC int64_t hicache_grow_sets(const struct grow_sets *call)
 
 /* -- looking up ---------------------------------------------------------------------------------------------------- */
 
-struct find {
-    const struct table *table;
-    const int64_t *keys, *numbers; /* Of identities, one each, -1: an unknown one; NULL: all have `number`. */
-    int64_t *found;                /* Receives the row of each page, -1: nowhere. NULL: stop at the first such page. */
-    int64_t key_count, number;
-    int64_t oldest; /* Pages written before it (wall-clock milliseconds) are not found. */
-};
-
 /* The row of a page that was not written before `oldest`, else -1. `last`: the row looked at before, and then now. */
 static inline int64_t look_up(const struct table *table, const int64_t *keys, int64_t of, int64_t number,
                               int64_t oldest, int64_t *last)
@@ -297,25 +335,8 @@ static inline int64_t look_up(const struct table *table, const int64_t *keys, in
     return *last >= 0 && !is_expired(table, row_at(table, *last), oldest) ? *last : -1;
 }
 
-static inline int64_t number_of(const int64_t *numbers, int64_t of_all, int64_t of)
-{
-    return numbers == NULL ? of_all : numbers[of];
-}
-
-/* No lock. Returns how many pages were looked up; without `found`, the length of the leading part that is there. */
-PUBLIC int64_t hicache_find(const struct find *call)
-{
-    int64_t last = -1;
-    for (int64_t of = 0; of < call->key_count; of++) {
-        int64_t number = number_of(call->numbers, call->number, of);
-        int64_t row = look_up(call->table, call->keys, of, number, call->oldest, &last);
-        if (call->found != NULL)
-            call->found[of] = row;
-        else if (row < 0)
-            return of;
-    }
-    return call->key_count;
-}
+/* Of the page at `of`: numbers of identities are one each, or one for all; -1 for an unknown one. */
+static inline int64_t number_of(struct words numbers, int64_t of) { return numbers.at[numbers.count == 1 ? 0 : of]; }
 
 /* How many of these words, `stride` apart and ascending, are below a value. */
 static int64_t count_below(const int64_t *words, int64_t count, int64_t stride, int64_t value)
@@ -332,40 +353,46 @@ static int64_t count_below(const int64_t *words, int64_t count, int64_t stride, 
 }
 
 /* The slab, of those sorted by FIRST, that has this row; NULL for none. */
-static const int64_t *slab_with(const int64_t *slabs, int64_t slab_count, int64_t row)
+static const int64_t *slab_with(struct words slabs, int64_t row)
 {
-    int64_t behind = count_below(slabs + FIRST, slab_count, SLAB_WORDS, row + 1);
+    int64_t behind = count_below(slabs.at + FIRST, slabs.count, SLAB_WORDS, row + 1);
     if (behind == 0)
         return NULL;
-    const int64_t *found = slabs + (behind - 1) * SLAB_WORDS;
+    const int64_t *found = slabs.at + (behind - 1) * SLAB_WORDS;
     return row < found[FIRST] + found[SLOTS] ? found : NULL;
 }
 
 struct locate {
     const struct table *table;
-    const int64_t *keys, *numbers; /* As for find. */
-    const int64_t *slabs;          /* The caller's copy, by FIRST. */
-    int64_t *located; /* Receives, `key_count` words apart: slab number, slot, payload length, position, row. */
-    int64_t key_count, number, slab_count, oldest;
+    struct words keys, numbers;
+    int64_t oldest;       /* Pages written before it (wall-clock milliseconds) are not found. */
+    struct words slabs;   /* The caller's copy, by FIRST. */
+    struct words located; /* Receives, a row of as many words as there are keys for each: slab number, slot, payload
+                           * length, position, row. NULL: stop at the first page that is not there. */
 };
 
 enum { IN_ORDER = 1, ONE_LENGTH = 2, ONE_SLAB = 4, FACTS = 3 };
 
-/* Find pages as find does. No lock. Returns how many were found << FACTS | flags: their places ascend, they have one
- * length, they are in one slab. */
+/* Find pages. No lock. Returns how many were found << FACTS | flags: their places ascend, they have one length, they
+ * are in one slab. */
 PUBLIC int64_t hicache_locate(const struct locate *call)
 {
-    int64_t *located = call->located, many = call->key_count, count = 0, last = -1;
+    int64_t *located = call->located.at, many = call->keys.count, count = 0, last = -1;
     int64_t facts = IN_ORDER | ONE_LENGTH | ONE_SLAB, last_place = -1, begin = 0, end = 0;
     const int64_t *slab = NULL;
     for (int64_t of = 0; of < many; of++) {
-        int64_t number = number_of(call->numbers, call->number, of);
-        int64_t row = look_up(call->table, call->keys, of, number, call->oldest, &last);
+        int64_t row = look_up(call->table, call->keys.at, of, number_of(call->numbers, of), call->oldest, &last);
+        if (located == NULL) {
+            if (row < 0)
+                break;
+            count++;
+            continue;
+        }
         if (row < 0)
             continue;
         if (row < begin || row >= end) {
             begin = end = 0;
-            slab = slab_with(call->slabs, call->slab_count, row);
+            slab = slab_with(call->slabs, row);
             if (slab == NULL)
                 continue; /* Of a slab that was dropped just now, or is not known yet. */
             begin = slab[FIRST];
@@ -419,8 +446,7 @@ static inline int64_t distance_of(const struct table *table, int64_t capacity)
 
 struct touch {
     const struct table *table;
-    const int64_t *chain; /* The rows of its pages, in its order; a row may be -1. */
-    int64_t chain_length;
+    struct words chain; /* The rows of its pages, in its order; a row may be -1. */
     int64_t capacity; /* Slots, of all sizes. */
     int64_t sampled;  /* How many pages the miniatures see; 0: nobody looks at them. */
 };
@@ -433,8 +459,8 @@ PUBLIC int64_t hicache_touch(const struct touch *call)
     int64_t *header = table->header, changed = 0, seen = 0, before = -1, capacity = call->capacity;
     int64_t inserts = load(header + INSERTS), policy = load(header + POLICY);
     bool leads = true;
-    for (int64_t depth = 0; depth < call->chain_length; depth++) {
-        int64_t at = call->chain[depth], *row = row_at(table, has_row(table, at) ? at : 0);
+    for (int64_t depth = 0; depth < call->chain.count; depth++) {
+        int64_t at = call->chain.at[depth], *row = row_at(table, has_row(table, at) ? at : 0);
         if (!has_row(table, at) || !is_page(state_of(row))) {
             before = -1;
             leads = false;
@@ -547,35 +573,34 @@ static int64_t recall(const struct table *table, int64_t hash, int64_t state, in
 
 struct take_free {
     const struct table *table;
-    int64_t *slabs;         /* The slabs, which others may have damaged, */
-    const int64_t *known;   /* and the caller's copy, checked, which says where they lie. */
-    const int64_t *of_size; /* The positions in both of those to look at. */
-    int64_t *taken;         /* Receives the rows, in order of place as far as possible. */
-    int64_t of_size_count, wanted;
-    int64_t most;            /* Slots that are looked at. */
+    struct words slabs;      /* The slabs, which others may have damaged, */
+    struct words known;      /* and the caller's copy, checked, which says where they lie. */
+    struct words of_size;    /* The positions in both of those to look at. */
     int64_t pending, ticket; /* STATE and HASH of a slot that the caller writes. */
+    int64_t most;            /* Slots that are looked at. */
+    struct words taken;      /* Receives as many rows as it has places for, in order of place as far as possible. */
 };
 
 /* Make free slots pending. Under the lock. Returns the number taken. */
 PUBLIC int64_t hicache_take_free(const struct take_free *call)
 {
     int64_t done = 0, looked = 0;
-    for (int64_t which = 0; which < call->of_size_count; which++) {
-        int64_t *slab = call->slabs + call->of_size[which] * SLAB_WORDS;
-        const int64_t *known = call->known + call->of_size[which] * SLAB_WORDS;
+    for (int64_t which = 0; which < call->of_size.count; which++) {
+        int64_t *slab = call->slabs.at + call->of_size.at[which] * SLAB_WORDS;
+        const int64_t *known = call->known.at + call->of_size.at[which] * SLAB_WORDS;
         int64_t free = load(slab + FREE_SLOTS), slots = known[SLOTS], first = known[FIRST];
         if (free <= 0 || load(slab + SLAB_STATE) != READY)
             continue;
         int64_t at = load(slab + CURSOR), before = done, looked_at = load(slab + OF);
         int64_t left = looked_at >= 0 && looked_at <= slots ? slots - looked_at : slots;
-        while (left > 0 && done < call->wanted && looked < call->most) {
+        while (left > 0 && done < call->taken.count && looked < call->most) {
             if (at >= slots || at < 0)
                 at = 0;
             int64_t *row = row_at(call->table, first + at);
             if (load(row + STATE) == FREE) {
                 store(row + HASH, call->ticket);
                 store(row + STATE, call->pending);
-                call->taken[done++] = first + at;
+                call->taken.at[done++] = first + at;
                 left = slots;
             }
             at++;
@@ -586,7 +611,7 @@ PUBLIC int64_t hicache_take_free(const struct take_free *call)
         store(slab + OF, left > 0 ? slots - left : 0);
         /* A free slot that is not counted is found with the coldest. */
         store(slab + FREE_SLOTS, left > 0 ? most(0, free - (done - before)) : 0);
-        if (done == call->wanted || looked >= call->most)
+        if (done == call->taken.count || looked >= call->most)
             break;
     }
     return done;
@@ -608,9 +633,9 @@ static int64_t rank_for(const struct table *table, const int64_t *row, const str
     return tenant_of(row) == tenancy->writer ? least(OWN + rank, NO_PAGE - 1) : NO_PAGE;
 }
 
-/* `dead`: the members that have ended. `tenancy`: NULL where there are no tenants. */
-static int64_t rank_of(const struct table *table, const int64_t *row, int64_t oldest, const int64_t *dead,
-                       int64_t dead_count, const struct tenancy *tenancy)
+/* `dead`: the members that have ended. */
+static int64_t rank_of(const struct table *table, const int64_t *row, int64_t oldest, struct words dead,
+                       const struct tenancy *tenancy)
 {
     int64_t rank;
     int64_t state = state_of(row);
@@ -621,8 +646,8 @@ static int64_t rank_of(const struct table *table, const int64_t *row, int64_t ol
         rank = most(0, least(load(row + PRIORITY), NO_PAGE - 1));
         return tenancy == NULL ? rank : rank_for(table, row, tenancy, rank);
     case PENDING:
-        for (int64_t one = 0; one < dead_count; one++)
-            if (state >> 8 == dead[one])
+        for (int64_t one = 0; one < dead.count; one++)
+            if (state >> 8 == dead.at[one])
                 return AT_ONCE;
         return NO_PAGE;
     default:
@@ -630,77 +655,41 @@ static int64_t rank_of(const struct table *table, const int64_t *row, int64_t ol
     }
 }
 
-struct sample {
+struct ranks {
     const struct table *table;
-    const int64_t *slabs, *dead; /* The caller's copy; the members that have ended. */
-    int64_t *ranks;              /* Receives them. */
-    int64_t slab_count, dead_count, rank_count, oldest;
-    int64_t first, step; /* Start at this slot, counted across all slabs; advance by `step`. */
-    const struct tenancy *tenancy;
+    struct words rows;
+    int64_t oldest;
+    struct words dead;
+    struct words tenancy; /* One, or NULL where there are no tenants. */
+    struct words ranks;   /* Receives them. */
 };
 
-/* The ranks of some slots. No lock. Returns how many there are. */
-PUBLIC int64_t hicache_sample(const struct sample *call)
+/* The ranks of some slots. No lock. Returns how many can be taken. */
+PUBLIC int64_t hicache_ranks(const struct ranks *call)
 {
-    int64_t count = 0, skipped = call->first;
-    for (int64_t which = 0; which < call->slab_count; which++) {
-        const int64_t *slab = call->slabs + which * SLAB_WORDS;
-        for (; skipped < slab[SLOTS] && count < call->rank_count; skipped += call->step) {
-            const int64_t *row = row_at(call->table, slab[FIRST] + skipped);
-            call->ranks[count++] = rank_of(call->table, row, call->oldest, call->dead, call->dead_count, call->tenancy);
-        }
-        skipped -= slab[SLOTS];
-    }
-    return count;
-}
-
-struct coldest {
-    const struct table *table;
-    const int64_t *dead;
-    int64_t *victims; /* end - begin + 1: receives their rows, and a -1. */
-    int64_t dead_count, oldest;
-    int64_t begin, end, together; /* Rows of one slab, in groups of so many. */
-    int64_t cold, cool;
-    const struct tenancy *tenancy;
-};
-
-/* The rows with a rank up to `cool` in groups that have one up to `cold`, so that slots become free side by side.
- * Under the lock. Returns their number. */
-PUBLIC int64_t hicache_coldest(const struct coldest *call)
-{
+    const struct tenancy *tenancy = (const struct tenancy *)call->tenancy.at;
     int64_t count = 0;
-    for (int64_t group = call->begin; group < call->end; group += call->together) {
-        int64_t behind = least(group + call->together, call->end), lowest = NO_PAGE;
-        for (int64_t at = group; at < behind; at++) {
-            const int64_t *row = row_at(call->table, at);
-            lowest = least(lowest, rank_of(call->table, row, call->oldest, call->dead, call->dead_count, call->tenancy));
-        }
-        if (lowest > call->cold || lowest == NO_PAGE)
-            continue;
-        for (int64_t at = group; at < behind; at++) {
-            const int64_t *row = row_at(call->table, at);
-            int64_t rank = rank_of(call->table, row, call->oldest, call->dead, call->dead_count, call->tenancy);
-            if (rank <= call->cool && rank != NO_PAGE)
-                call->victims[count++] = at;
-        }
+    for (int64_t of = 0; of < call->rows.count; of++) {
+        const int64_t *row = row_at(call->table, call->rows.at[of]);
+        call->ranks.at[of] = rank_of(call->table, row, call->oldest, call->dead, tenancy);
+        count += call->ranks.at[of] != NO_PAGE;
     }
-    call->victims[count] = -1;
     return count;
 }
 
 /* Whether a hash is one of these, sorted. */
-static bool is_among(const int64_t *hashes, int64_t count, int64_t hash)
+static bool is_among(struct words hashes, int64_t hash)
 {
-    int64_t at = count_below(hashes, count, 1, hash);
-    return at < count && hashes[at] == hash;
+    int64_t at = count_below(hashes.at, hashes.count, 1, hash);
+    return at < hashes.count && hashes.at[at] == hash;
 }
 
 struct evict {
     const struct table *table;
-    int64_t *victims;             /* Up to a -1. Keeps those that are free then, up to a -1. */
-    const int64_t *spared, *dead; /* Pages with these hashes, sorted, get a rank `headroom` inserts beyond now instead. */
-    int64_t victim_count, spared_count, dead_count, headroom, oldest;
-    struct tenancy *tenancy;
+    struct words victims; /* Rows; one becomes -1 where the slot is not free then. */
+    struct words spared;  /* Pages with these hashes, sorted, get a rank `headroom` inserts beyond now instead. */
+    int64_t headroom, oldest;
+    struct words dead, tenancy; /* As for ranks. */
 };
 
 /* Free each victim that may still be taken, whatever it holds by now. Under the lock. Returns the number of pages
@@ -708,51 +697,53 @@ struct evict {
 PUBLIC int64_t hicache_evict(const struct evict *call)
 {
     const struct table *table = call->table;
-    int64_t pages = 0, kept = 0;
-    for (int64_t position = 0; position < call->victim_count && has_row(table, call->victims[position]); position++) {
-        int64_t at = call->victims[position], *row = row_at(table, at);
-        int64_t rank = rank_of(table, row, call->oldest, call->dead, call->dead_count, call->tenancy);
-        if (rank == NO_PAGE)
+    struct tenancy *tenancy = (struct tenancy *)call->tenancy.at;
+    int64_t pages = 0;
+    for (int64_t position = 0; position < call->victims.count; position++) {
+        int64_t at = call->victims.at[position], *row = row_at(table, at);
+        int64_t rank = rank_of(table, row, call->oldest, call->dead, tenancy);
+        bool is_page_now = rank != NO_PAGE && rank != AT_ONCE;
+        if (is_page_now && is_among(call->spared, load(row + HASH))) {
+            /* From its own word: a rank is the caller's alone. */
+            int64_t now = ORIGIN + TICK * load(table->header + INSERTS);
+            int64_t raised = most(least(load(row + PRIORITY), OWN - 1), now) + TICK * call->headroom;
+            store(row + PRIORITY, least(raised, OWN - 1));
+            rank = NO_PAGE;
+        }
+        if (rank == NO_PAGE) {
+            call->victims.at[position] = -1;
             continue;
-        if (rank != AT_ONCE) {
-            if (is_among(call->spared, call->spared_count, load(row + HASH))) {
-                /* From its own word: a rank is the caller's alone. */
-                int64_t now = ORIGIN + TICK * load(table->header + INSERTS);
-                int64_t raised = most(least(load(row + PRIORITY), OWN - 1), now) + TICK * call->headroom;
-                store(row + PRIORITY, least(raised, OWN - 1));
-                continue;
-            }
+        }
+        if (is_page_now) {
             remember(table, row);
-            if (call->tenancy != NULL)
-                call->tenancy->evicted[tenant_of(row)]++;
+            if (tenancy != NULL)
+                tenancy->evicted[tenant_of(row)]++;
             pages++;
         }
         if (is_page(load(row + STATE)))
             free_page(table, at);
         store(row + STATE, FREE);
-        call->victims[kept++] = at;
     }
-    if (kept < call->victim_count)
-        call->victims[kept] = -1;
     return pages;
 }
 
 struct evict_beside {
     const struct table *table;
-    const int64_t *hashes, *states; /* Of pages that are gone. */
-    const int64_t *beside;          /* By number of an identity: those of its companions, up to a -1. */
-    const int64_t *needed;          /* By number of a companion: those of which it needs one, up to a -1. */
-    int64_t *freed;                 /* Receives the rows. */
-    int64_t gone_count, beside_rows, beside_width, needed_rows, needed_width, freed_most;
-    int64_t oldest; /* Pages written before it (milliseconds) are not evicted here: they expire. */
+    struct words hashes, states; /* Of pages that are gone. */
+    struct words beside;         /* By number of an identity: those of its companions, up to a -1. */
+    int64_t beside_width;
+    struct words needed; /* By number of a companion: those of which it needs one, up to a -1. */
+    int64_t needed_width;
+    int64_t oldest;     /* Pages written before it (milliseconds) are not evicted here: they expire. */
+    struct words freed; /* Receives the rows, as many as it has places for. */
 };
 
 /* Whether none of the pages that a companion's page with this HASH needs is there. */
 static bool is_lost(const struct evict_beside *call, int64_t companion, int64_t hash)
 {
-    if (companion >= call->needed_rows)
+    if (companion >= call->needed.count)
         return false;
-    const int64_t *needed = call->needed + companion * call->needed_width;
+    const int64_t *needed = call->needed.at + companion * call->needed_width;
     for (int64_t place = 0; place < call->needed_width && needed[place] >= 0; place++)
         if (row_of(call->table, hash, needed[place], state_for(call->table, needed[place])) >= 0)
             return false;
@@ -766,19 +757,19 @@ PUBLIC int64_t hicache_evict_beside(const struct evict_beside *call)
 {
     const struct table *table = call->table;
     int64_t count = 0;
-    for (int64_t of = 0; of < call->gone_count; of++) {
-        int64_t state = call->states[of], hash = call->hashes[of];
+    for (int64_t of = 0; of < call->hashes.count; of++) {
+        int64_t state = call->states.at[of], hash = call->hashes.at[of];
         int64_t number = state >> NUMBER_SHIFT & (table->identity_count - 1);
-        if (!is_page(state) || number >= call->beside_rows || !is_current(table, state))
+        if (!is_page(state) || number >= call->beside.count || !is_current(table, state))
             continue;
-        const int64_t *beside = call->beside + number * call->beside_width;
-        for (int64_t way = 0; way < call->beside_width && beside[way] >= 0 && count < call->freed_most; way++) {
+        const int64_t *beside = call->beside.at + number * call->beside_width;
+        for (int64_t way = 0; way < call->beside_width && beside[way] >= 0 && count < call->freed.count; way++) {
             int64_t row = row_of(table, hash, beside[way], state_for(table, beside[way]));
             if (row < 0 || is_expired(table, row_at(table, row), call->oldest) || !is_lost(call, beside[way], hash))
                 continue;
             remember(table, row_at(table, row));
             free_page(table, row);
-            call->freed[count++] = row;
+            call->freed.at[count++] = row;
         }
     }
     return count;
@@ -786,49 +777,24 @@ PUBLIC int64_t hicache_evict_beside(const struct evict_beside *call)
 
 struct seize {
     const struct table *table;
-    int64_t *found; /* Rows; one may be -1, and becomes -1 where there is no page. */
-    int64_t found_count, pending, ticket;
+    struct words found;      /* Rows; one may be -1, and becomes -1 where there is no page. */
+    int64_t pending, ticket; /* As for take_free. */
 };
 
-/* Make pages pending, for give_back to free once their headers are gone. Under the lock. Returns their number. */
+/* Make pages pending, whose slots the caller frees once their headers are gone. Under the lock. Returns their number. */
 PUBLIC int64_t hicache_seize(const struct seize *call)
 {
     int64_t count = 0;
-    for (int64_t position = 0; position < call->found_count; position++) {
-        int64_t at = call->found[position];
+    for (int64_t position = 0; position < call->found.count; position++) {
+        int64_t at = call->found.at[position];
         if (!has_row(call->table, at) || !is_page(load(row_at(call->table, at) + STATE))) {
-            call->found[position] = -1;
+            call->found.at[position] = -1;
             continue;
         }
         free_page(call->table, at);
         store(row_at(call->table, at) + HASH, call->ticket);
         store(row_at(call->table, at) + STATE, call->pending);
         count++;
-    }
-    return count;
-}
-
-struct give_back {
-    const struct table *table;
-    const int64_t *taken; /* Rows; one may be -1. */
-    int64_t taken_count, pending, ticket;
-};
-
-static inline bool is_ours(const int64_t *row, int64_t pending, int64_t ticket)
-{
-    return load(row + STATE) == pending && load(row + HASH) == ticket;
-}
-
-/* Free those of these slots that are still pending under this ticket. Under the lock. Returns their number. */
-PUBLIC int64_t hicache_give_back(const struct give_back *call)
-{
-    int64_t count = 0;
-    for (int64_t position = 0; position < call->taken_count; position++) {
-        int64_t at = call->taken[position];
-        if (has_row(call->table, at) && is_ours(row_at(call->table, at), call->pending, call->ticket)) {
-            store(row_at(call->table, at) + STATE, FREE);
-            count++;
-        }
     }
     return count;
 }
@@ -849,21 +815,21 @@ static int64_t make_page(const struct table *table, int64_t at, int64_t state, i
 
 struct publish {
     const struct table *table;
-    const int64_t *keys, *numbers;              /* A chain; as for find. */
-    const int64_t *positions, *taken, *lengths; /* Page keys[positions[n]] is in row taken[n]. */
-    int64_t *published; /* Receives 1; 0 for a page that is there already: the slot that was taken for it becomes free;
-                         * -1 for a slot that is no longer this writer's. */
-    int64_t key_count, number, taken_count, pending, ticket;
-    int64_t created, oldest; /* When they were written (milliseconds); as for find. */
+    struct words keys, numbers;             /* A chain; as for locate. */
+    struct words positions, taken, lengths; /* Page keys[positions[n]] is in row taken[n]. */
+    int64_t pending, ticket;
+    int64_t created, oldest;                /* When they were written (milliseconds); as for locate. */
     int64_t capacity, ghost_limit, sampled; /* Slots, of all sizes; ghosts worth remembering; as for touch. */
     int64_t tenant;                         /* Whose pages they are. */
+    struct words published; /* Receives 1; 0 for a page that is there already: the slot that was taken for it becomes
+                             * free; -1 for a slot that is no longer this writer's. */
 };
 
 /* The highest rank that the page behind this one of the chain may have. */
 static int64_t highest_behind(const struct publish *call, int64_t key)
 {
-    int64_t number = number_of(call->numbers, call->number, key);
-    int64_t row = row_of(call->table, hash_of(call->keys, key), number, state_for(call->table, number));
+    int64_t number = number_of(call->numbers, key);
+    int64_t row = row_of(call->table, hash_of(call->keys.at, key), number, state_for(call->table, number));
     return row >= 0 ? most(0, load(row_at(call->table, row) + PRIORITY) - 1) : 0;
 }
 
@@ -876,20 +842,20 @@ PUBLIC int64_t hicache_publish(const struct publish *call)
     int64_t inserts = load(header + INSERTS), moment = inserts, policy = load(header + POLICY), seen = 0;
     int64_t distance_sum = load(header + DISTANCE_SUM), reuses = load(header + REUSES);
     int64_t distance = reuse_distance(capacity, distance_sum, reuses), highest = NO_PAGE - 1, freed = 0;
-    for (int64_t of = 0; of < call->taken_count; of++) {
-        int64_t at = call->taken[of], key = call->positions[of];
-        call->published[of] = -1;
-        if (!has_row(table, at) || key < 0 || key >= call->key_count)
+    for (int64_t of = 0; of < call->taken.count; of++) {
+        int64_t at = call->taken.at[of], key = call->positions.at[of];
+        call->published.at[of] = -1;
+        if (!has_row(table, at) || key < 0 || key >= call->keys.count)
             continue;
-        int64_t *row = row_at(table, at), number = number_of(call->numbers, call->number, key);
-        if (of == 0 || key == 0 || call->positions[of - 1] != key - 1)
+        int64_t *row = row_at(table, at), number = number_of(call->numbers, key);
+        if (of == 0 || key == 0 || call->positions.at[of - 1] != key - 1)
             highest = key > 0 ? highest_behind(call, key - 1) : NO_PAGE - 1;
-        if (!is_ours(row, call->pending, call->ticket) || number < 0)
+        if (load(row + STATE) != call->pending || load(row + HASH) != call->ticket || number < 0)
             continue;
-        int64_t hash = hash_of(call->keys, key), state = state_for(table, number);
+        int64_t hash = hash_of(call->keys.at, key), state = state_for(table, number);
         int64_t there = row_of(table, hash, number, state);
         if (there >= 0 && !is_expired(table, row_at(table, there), call->oldest)) {
-            call->published[of] = 0;
+            call->published.at[of] = 0;
             store(row + STATE, FREE);
             freed++;
             highest = most(0, load(row_at(table, there) + PRIORITY) - 1);
@@ -910,12 +876,12 @@ PUBLIC int64_t hicache_publish(const struct publish *call)
         int64_t priority = priority_of(policy, capacity, inserts, distance, hits, true, key);
         priority = most(0, least(highest, priority));
         store(row + HASH, hash);
-        store(row + LENGTH, (call->lengths[of] & LENGTHS) | (call->tenant & (TENANTS - 1)) << TENANT_SHIFT);
+        store(row + LENGTH, (call->lengths.at[of] & LENGTHS) | (call->tenant & (TENANTS - 1)) << TENANT_SHIFT);
         store(row + CREATED, call->created);
         store(row + PRIORITY, priority);
         store(row + USED, used_word(inserts, key, hits));
         freed += make_page(table, at, state, hash);
-        call->published[of] = 1;
+        call->published.at[of] = 1;
         highest = most(0, priority - 1);
     }
     if (call->sampled > 0)
@@ -928,9 +894,8 @@ PUBLIC int64_t hicache_publish(const struct publish *call)
 
 struct adopt {
     const struct table *table;
-    const int64_t *keys, *numbers, *lengths, *created; /* One number of an identity each; -1: no page. */
-    const int64_t *seals;                              /* Two words each. */
-    int64_t key_count;
+    struct words keys, numbers, lengths, created; /* One number of an identity each; -1: no page. */
+    struct words seals;                           /* Two words each. */
     int64_t first; /* The row of the first one. */
     int64_t slot_size, now;
 };
@@ -942,19 +907,19 @@ PUBLIC int64_t hicache_adopt(const struct adopt *call)
 {
     const struct table *table = call->table;
     int64_t found = 0;
-    for (int64_t of = 0; of < call->key_count && has_row(table, call->first + of); of++) {
-        int64_t at = call->first + of, *row = row_at(table, at), number = call->numbers[of];
+    for (int64_t of = 0; of < call->keys.count && has_row(table, call->first + of); of++) {
+        int64_t at = call->first + of, *row = row_at(table, at), number = call->numbers.at[of];
         if (load(row + STATE) != UNKNOWN)
             continue;
         /* Read before CLEARED: if a clear comes in between, the page gets the old generation and is not found. */
-        int64_t state = state_for(table, most(0, number)), length = call->lengths[of], created = call->created[of];
+        int64_t state = state_for(table, most(0, number)), length = call->lengths.at[of], created = call->created.at[of];
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
         bool fits = number >= 0 && length >= 0 && length <= call->slot_size;
         if (!fits || created <= load(identity_at(table, number) + CLEARED)) {
             store(row + STATE, FREE);
             continue;
         }
-        int64_t hash = hash_of(call->keys, of), there = row_of(table, hash, number, state);
+        int64_t hash = hash_of(call->keys.at, of), there = row_of(table, hash, number, state);
         if (there >= 0) {
             if (load(row_at(table, there) + CREATED) >= created) {
                 store(row + STATE, FREE);
@@ -966,8 +931,8 @@ PUBLIC int64_t hicache_adopt(const struct adopt *call)
         store(row + HASH, hash);
         store(row + LENGTH, length);
         store(row + CREATED, created);
-        store(row + SEAL, call->seals[2 * of]);
-        store(row + SEAL + 1, call->seals[2 * of + 1]);
+        store(row + SEAL, call->seals.at[2 * of]);
+        store(row + SEAL + 1, call->seals.at[2 * of + 1]);
         store(row + PRIORITY, most(0, ORIGIN - most(0, call->now - created)));
         store(row + USED, 0);
         found += 1 - make_page(table, at, state, hash);
@@ -975,39 +940,31 @@ PUBLIC int64_t hicache_adopt(const struct adopt *call)
     return found;
 }
 
-struct count {
-    const struct table *table;
-    int64_t *counts; /* So many more rows are UNKNOWN, FREE, PENDING, PAGE; and those of each tenant. */
-    int64_t begin, end, oldest;
-};
-
-/* No lock. Returns the number of pages that can be found. */
-PUBLIC int64_t hicache_count(const struct count *call)
-{
-    int64_t pages = 0;
-    for (int64_t at = call->begin; at < call->end; at++) {
-        const int64_t *row = row_at(call->table, at);
-        int64_t state = state_of(row);
-        call->counts[state & STATES]++;
-        call->counts[STATES + 1 + tenant_of(row)] += is_page(state);
-        pages += is_page(state) && is_current(call->table, state) && !is_expired(call->table, row, call->oldest);
-    }
-    return pages;
-}
-
 /* -- miniatures ---------------------------------------------------------------------------------------------------- */
 /*
- * Caches of a sample of the pages, one for each policy of ranks.h, and which of them serves most: see
- * docs/decisions/eviction.md, and slab/miniatures.py on what the words mean. A miniature holds no pages: `entries` is
+ * Caches of a sample of the pages, one for each policy, and which of them serves most: see
+ * docs/decisions/eviction.md, and index_words.py. A miniature holds no pages: `entries` is
  * one table of what is known of the sample. A kill in the middle leaves numbers that are a little wrong: each eviction
  * counts anew.
+ *
+ * Uses are noted in a ring by touch and publish. A page is served only with all pages before it. Where all pages are in
+ * the sample the miniatures count so, too; in a part of them each page counts by itself, which makes no difference
+ * there: pages before it are used whenever it is, so they outrank it.
  */
 
-enum { KEY, MOMENT, HELD }; /* Planes of entries. HELD: clock at the last counted use << COUNTED_SHIFT | uses << USES_SHIFT | two bits for each miniature. */
+/* Planes of entries. MOMENT: the clock when the chain was used last << DEPTH_BITS | place in it. HELD: the clock at the
+ * last counted use << COUNTED_SHIFT | uses << USES_SHIFT | two bits for each miniature. */
+enum { KEY, MOMENT, HELD };
 enum { CANDIDATES = POLICIES, MINIATURES = CANDIDATES + 3, USES_SHIFT = 2 * MINIATURES, COUNTED_SHIFT = USES_SHIFT + HITS_BITS };
 enum { ABSENT, NEW, KEPT = 3 }; /* NEW: not used since it was written, nor there when keep_all was called last. */
-/* Words of small: one for each miniature, each candidate, or each two of these; then single ones. */
+/* Words of small. For each miniature: pages held; hits of late, in 65,536ths; all hits. For each candidate: hits since
+ * the last comparison; hits of the last moments alone. For each two candidates: squares of how many hits one had more
+ * between two comparisons, added up like SCORES and like LAST_SCORES. */
 enum { HELD_PAGES = 0, SCORES = 8, HITS = 16, LATELY = 32, LAST_SCORES = 48, NOISE = 64, LAST_NOISE = 96 };
+/* All uses seen; those that the policy of that time had; uses of all pages that fall to the sample, times SAMPLE + 1;
+ * the clock at the next comparison; changes of policy; what the table was made for; up to which use of all pages EXPECTED
+ * counts. Of this chain: a bit for each miniature that held all of it so far; the place of the last page; the clock at
+ * its first one. The clock at which all that is there counts as kept. */
 enum { USES = 24, SERVED, EXPECTED, NEXT, SWITCHES, SETS_USED, SAMPLED, COUNTED, RUN = 40, PLACE, BEGAN, NEXT_STOCK };
 
 enum { ONE_SHIFT = 16, HALF = 45426 };      /* Scores are in 65,536ths; so many are log(2). */

@@ -1,28 +1,24 @@
-"""A fleet on paper: nodes with caches of their own, a pool that they share, a router; by the tiers' own policy code.
+"""A fleet on paper: nodes with caches of their own, a pool that they share, a router.
 
 A request goes to one node. What its cache or the pool has of the leading run is read, the rest is computed and written
 to both. Everything happens in the order of the requests, each at one moment: writes that wait and reads that are late
-are not simulated.
+are not simulated. Caches keep what was used last: those of nodes the tails of chains less long than their heads, as the
+file tier's first candidate does (eviction.py), the pool each block by itself, as Redis does.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext import native
-from hicache_ext.errors import HicacheExtError
-from hicache_ext.native import address
 from hicache_ext.plan.traces import Trace
-from hicache_ext.storage.tiers.file import eviction
 
-POLICIES = (*eviction.POLICIES, "lru")
-"""The file tier's candidates; least recently used, as of a pool that goes by it."""
 Router = Literal["random", "session", "prefix"]
 ROUTERS: tuple[str, ...] = get_args(Router)
 NEAR, POOL, COMPUTED, WRITTEN_NEAR, WRITTEN_POOL, HINTED = range(6)
@@ -45,20 +41,6 @@ class Fleet:
     """Decode nodes write what they generate to the pool."""
     hints: bool = False
     """And the node that will be asked next brings it near."""
-    near_policy: str = POLICIES[0]
-    """One of ``POLICIES``."""
-    pool_policy: str = "lru"
-
-
-_STATE_WORDS, _WRITTEN = 7, 4
-
-
-class _Replay(native.Arguments):
-    function = "hicache_replay"
-    _fields_ = native.words(
-        "offsets request_count blocks nodes node_count near_capacity near_ghosts near_policy"
-        " pool_capacity pool_ghosts pool_policy promotes hints ahead out states"
-    )
 
 
 @dataclass(slots=True)
@@ -68,8 +50,6 @@ class Outcome:
     fleet: Fleet
     per_request: npt.NDArray[np.int64]
     nodes: npt.NDArray[np.int32]
-    states: npt.NDArray[np.int64]
-    """Of the cache of each node, and of the pool: ``struct state`` of native/plan.c."""
     totals: npt.NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,7 +57,7 @@ class Outcome:
 
     @property
     def written_by_node(self) -> npt.NDArray[np.int64]:
-        return self.states[:-1, _WRITTEN]
+        return np.bincount(self.nodes, self.per_request[:, WRITTEN_NEAR], self.fleet.nodes).astype(np.int64)
 
     @property
     def uses(self) -> int:
@@ -92,35 +72,57 @@ class Outcome:
         return self.share(NEAR, POOL)
 
 
+Cache = OrderedDict[int, None]
+"""The blocks in a cache, the one used longest ago first."""
+
+
 def simulate(trace: Trace, fleet: Fleet, nodes: npt.NDArray[np.int32] | None = None) -> Outcome:
     """``nodes``: what ``routed`` says, where that is known already.
 
-    Raises ValueError for hints without decode nodes, or without a pool; HicacheExtError without the native core: Python
-    would take a hundred times as long; OSError where memory is short.
+    Raises ValueError for hints without decode nodes, or without a pool. Some ten million blocks of requests take ten
+    seconds.
     """
     if fleet.hints and not (fleet.decode and fleet.pool != 0):
         raise ValueError("hints tell of what decode nodes write to a pool")
-    reason = native.why_not()
-    core = native.core() if reason is None else None
-    if core is None:
-        raise HicacheExtError(f"a plan needs the native core: {reason}; {native.REMEDY}")
-    nodes = np.ascontiguousarray(routed(trace, fleet.nodes, fleet.router) if nodes is None else nodes, np.int32)
-    near, pool = _cache(fleet.near, fleet.near_policy, trace), _cache(fleet.pool, fleet.pool_policy, trace)
-    ahead = _generated(trace) if fleet.decode else np.zeros((len(trace), 3), np.int64)
-    out, states = np.zeros((len(trace), 6), np.int64), np.zeros((fleet.nodes + 1, _STATE_WORDS), np.int64)
-    requests = address(trace.offsets), len(trace), address(trace.blocks), address(nodes), fleet.nodes
-    found = address(ahead), address(out), address(states)
-    failed = core(_Replay(*requests, *near, *pool, fleet.promote, fleet.hints, *found))
-    if failed:
-        raise OSError(-failed, os.strerror(-failed), "a fleet of this size")
-    return Outcome(fleet, out, nodes, states)
+    nodes = routed(trace, fleet.nodes, fleet.router) if nodes is None else nodes
+    most_near, most_pool = (trace.distinct if most is None else most for most in (fleet.near, fleet.pool))
+    of_nodes, pool = [Cache() for _ in range(fleet.nodes)], Cache()
+    generated = _generated(trace) if fleet.decode else {}
+    per_request = np.zeros((len(trace), HINTED + 1), np.int64)
+    for request, (chain, node) in enumerate(zip(trace.chains(), nodes.tolist(), strict=True)):
+        near, run = of_nodes[node], 0
+        # As a look-up: the leading run, each page wherever it is.
+        for block in chain:
+            if block not in near and block not in pool:
+                break
+            run += 1
+        read, computed = (chain, []) if run == len(chain) else (chain[:run], chain[run:])
+        from_pool = [block for block in read if block not in near] if pool else []
+        written_near = written_pool = hinted = 0
+        if most_near:
+            kept = chain if fleet.promote or not from_pool else [block for block in read if block in near] + computed
+            written_near = _use(near, reversed(kept), most_near)
+        if most_pool:
+            written_pool = _use(pool, from_pool, most_pool) + _use(pool, computed, most_pool)
+        if answer := generated.get(request):
+            written_pool += _use(pool, [block for block in answer if block not in pool], most_pool)
+            if fleet.hints and most_near:
+                hinted = _use(near, [block for block in reversed(answer) if block not in near], most_near)
+        counts = run - len(from_pool), len(from_pool), len(computed), written_near + hinted, written_pool, hinted
+        per_request[request] = counts
+    return Outcome(fleet, per_request, nodes)
 
 
-def _cache(given: int | None, policy: str, trace: Trace) -> tuple[int, int, int]:
-    """Capacity, ghosts and policy of caches. Beyond all blocks of the trace there is nothing more to hold."""
-    capacity = trace.distinct if given is None else min(given, trace.distinct)
-    ghosts = 0 if policy == "lru" or not capacity else eviction.ghost_limit(capacity)
-    return capacity, ghosts, POLICIES.index(policy)
+def _use(cache: Cache, blocks: Iterable[int], most: int) -> int:
+    """Use these blocks, one after the other, and evict what is too much then; how many were not there."""
+    before = len(cache)
+    for block in blocks:
+        cache[block] = None
+        cache.move_to_end(block)
+    written = len(cache) - before
+    while len(cache) > most:
+        cache.popitem(last=False)
+    return written
 
 
 def routed(trace: Trace, nodes: int, router: Router) -> npt.NDArray[np.int32]:
@@ -183,23 +185,16 @@ def _by_prefix(trace: Trace, nodes: int) -> npt.NDArray[np.int32]:
     return found
 
 
-def _generated(trace: Trace) -> npt.NDArray[np.int64]:
-    """Per request, which blocks of the conversation's next prompt its answer fills: first and last position in
-    ``trace.blocks``, and where that prompt begins."""
-    ahead = np.zeros((len(trace), 3), np.int64)
+def _generated(trace: Trace) -> dict[int, list[int]]:
+    """The blocks of the conversation's next prompt that the answer of a request fills."""
+    generated: dict[int, list[int]] = {}
     before: dict[int, int] = {}
-    of_session = sessions(trace)
-    lengths = np.diff(trace.offsets)
-    for number in range(len(trace)):
-        earlier = before.get(int(of_session[number]))
-        before[int(of_session[number])] = number
-        if earlier is None:
-            continue
-        tokens = int(trace.prompt[earlier] + trace.output[earlier])
-        begin = int(trace.offsets[number])
-        # Whole blocks alone; the last one of a prompt may be a part, and is another block when it is filled.
-        first = min(int(lengths[number]), int(trace.prompt[earlier]) // trace.block_tokens)
-        last = min(int(lengths[number]), tokens // trace.block_tokens)
-        if last > first:
-            ahead[earlier] = (begin + first, begin + last, begin)
-    return ahead
+    of_session = sessions(trace).tolist()
+    for number, chain in enumerate(trace.chains()):
+        earlier = before.get(of_session[number])
+        before[of_session[number]] = number
+        if earlier is not None:
+            # Whole blocks alone; the last one of a prompt may be a part, and is another block when it is filled.
+            prompt, answer = int(trace.prompt[earlier]), int(trace.output[earlier])
+            generated[earlier] = chain[prompt // trace.block_tokens : (prompt + answer) // trace.block_tokens]
+    return generated

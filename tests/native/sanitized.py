@@ -23,7 +23,6 @@ DIFFERENTIAL = (
     "tests/storage/remote/redis/test_native_talk.py",
     "tests/page/test_planes.py",
     "tests/page/test_rows.py",
-    "tests/plan/test_caches.py",
 )
 """Tests that drive the core and another way over the same states, or hand it bytes from outside."""
 THREADS = (

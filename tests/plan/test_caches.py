@@ -1,35 +1,25 @@
-"""Caches on paper do what the tiers' policy says, page by page."""
+"""Caches on paper keep what is used last, and those of nodes the tails of chains less long than their heads."""
 
 from __future__ import annotations
 
-import errno
-import random
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from benchmarks.replay_trace import OurCache, lru, multi_turn, served_by_the_index, shifting_hot_set
-from hicache_ext import native
+from benchmarks.replay_trace import lru, lru_tails_first, multi_turn, served_by_the_index, shifting_hot_set
 from hicache_ext.plan.fleet import (
     COMPUTED,
     NEAR,
-    POLICIES,
     POOL,
-    ROUTERS,
     WRITTEN_NEAR,
     WRITTEN_POOL,
     Fleet,
-    _Replay,
     sessions,
     simulate,
 )
 from hicache_ext.plan.traces import Trace, generate, made_of, parse_workload, read_trace
-from hicache_ext.storage.tiers.file import eviction
-from tests.rigs import plan_caches
+from hicache_ext.storage.tiers.file.eviction import LAST_USE
 
 TRACE = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
 """Beside the checkout; it is no part of this project."""
@@ -42,106 +32,27 @@ def trace_of(chains: list[list[int]]) -> Trace:
 @pytest.mark.thorough
 @pytest.mark.parametrize("capacity", [1, 7, 300, 3000, 10**6])
 @pytest.mark.parametrize("workload", ["multi-turn", "hot set"])
-def test_a_node_serves_what_the_tiers_policy_serves_page_by_page(workload: str, capacity: int) -> None:
+def test_a_node_serves_what_lru_that_frees_tails_first_serves(workload: str, capacity: int) -> None:
     chains = multi_turn(1500, 3, documents=0.2) if workload == "multi-turn" else shifting_hot_set(1500, 4)
     trace = trace_of(chains)
-    cache = OurCache(capacity)
-    served = [cache.request(chain) for chain in list(trace.chains())]
-    outcome = simulate(trace, Fleet(near=capacity, near_policy="learned-distance"))
-    assert outcome.per_request[:, NEAR].tolist() == served
-    if capacity < trace.distinct:
-        assert outcome.totals[WRITTEN_NEAR] == cache.clock.inserts == outcome.written_by_node.sum()
+    outcome = simulate(trace, Fleet(near=capacity))
+    assert outcome.totals[NEAR] == lru_tails_first(list(trace.chains()), capacity)
+    assert outcome.totals[WRITTEN_NEAR] == outcome.written_by_node.sum() >= outcome.totals[COMPUTED]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("policy", eviction.POLICIES)
-def test_a_node_on_paper_serves_about_what_an_index_that_is_held_to_the_same_candidate_serves(policy: str) -> None:
+def test_a_node_on_paper_serves_about_what_an_index_that_is_held_to_last_use_serves() -> None:
     """The index evicts neighbours together."""
     trace = trace_of(multi_turn(1500, 3, documents=0.2))
-    paper = int(simulate(trace, Fleet(near=1000, near_policy=policy)).totals[NEAR])
-    real = sum(served_by_the_index(list(trace.chains()), 1000, policy=eviction.POLICIES.index(policy)))
+    paper = int(simulate(trace, Fleet(near=1000)).totals[NEAR])
+    real = sum(served_by_the_index(list(trace.chains()), 1000, policy=LAST_USE))
     assert real == pytest.approx(paper, rel=0.03)
-
-
-def test_ghosts_that_are_forgotten_are_those_of_the_tiers_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    chance = random.Random(5)
-    chains = [[chance.randrange(400) for _ in range(3)] for _ in range(4000)]
-    trace = trace_of([list(dict.fromkeys(chain)) for chain in chains])
-    cache = OurCache(20)
-    cache._ghost_limit = 50
-    served = [cache.request(chain) for chain in list(trace.chains())]
-    monkeypatch.setattr(eviction, "ghost_limit", lambda _: 50)
-    outcome = simulate(trace, Fleet(near=20, near_policy="learned-distance"))
-    assert outcome.per_request[:, NEAR].tolist() == served
-    _, inserts, *_, ghosts = outcome.states[0].tolist()
-    assert (inserts, ghosts) == (cache.clock.inserts, 50)
-
-
-FLEETS = st.builds(
-    Fleet,
-    nodes=st.integers(1, 3),
-    near=st.sampled_from([0, 1, 2, 5, 17, None]),
-    pool=st.sampled_from([0, 1, 3, 20, None]),
-    router=st.sampled_from(ROUTERS),
-    promote=st.booleans(),
-    decode=st.booleans(),
-    hints=st.booleans(),
-    near_policy=st.sampled_from(POLICIES),
-    pool_policy=st.sampled_from(POLICIES),
-)
-
-
-def test_the_core_does_what_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the requests, the policies and the sizes: every page of every request, and the state of each cache."""
-
-    @given(FLEETS, st.integers(0, 40), st.integers(1, 60), st.integers(2, 100), st.randoms(use_true_random=False))
-    def check(fleet: Fleet, ghosts: int, requests: int, blocks: int, chance: random.Random) -> None:
-        monkeypatch.setattr(eviction, "ghost_limit", lambda _: ghosts)
-        if fleet.pool == 0 or not fleet.decode:
-            fleet = replace(fleet, hints=False)
-        chains = []
-        for _ in range(requests):
-            # Some go on with an earlier one, as conversations do.
-            old = chance.choice(chains)[: chance.randrange(12)] if chains and chance.random() < 0.7 else []
-            chains.append(list(dict.fromkeys(old + [chance.randrange(blocks) for _ in range(chance.randrange(8))])))
-        answers = [chance.randrange(3) * 512 for _ in chains]
-        trace = made_of("test", chains, list(range(requests)), 512, output=answers)
-        made = simulate(trace, fleet)
-        per_request, states = plan_caches.simulated(trace, fleet)
-        assert np.array_equal(made.per_request, per_request)
-        assert np.array_equal(made.states, states)
-
-    check()
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_core_does_what_python_does_with_conversations(policy: str) -> None:
-    trace = trace_of(multi_turn(150, 9))
-    fleet = Fleet(nodes=3, near=60, pool=200, router="random", near_policy=policy, pool_policy=policy)
-    made = simulate(trace, fleet)
-    per_request, states = plan_caches.simulated(trace, fleet)
-    assert np.array_equal(made.per_request, per_request) and np.array_equal(made.states, states)
-
-
-def test_requests_of_no_node_and_fleets_beyond_all_memory_are_refused() -> None:
-    trace = trace_of([[1, 2, 3]] * 4)
-    for node in (-1, 2, 1 << 30):
-        with pytest.raises(OSError, match="a fleet of this size"):
-            simulate(trace, Fleet(nodes=2, near=3), np.array([0, 1, node, 0], np.int32))
-    core = native.core()
-    assert core is not None
-    fields = [name for name, _ in _Replay._fields_]
-    for capacity, ghosts in ((1 << 31, 0), (1, 1 << 31), (-1, 0), (1 << 30, 1 << 29)):
-        call = _Replay(**dict.fromkeys(fields, 0) | {"node_count": 1 << 16, "near_capacity": capacity})
-        call.near_ghosts = ghosts
-        assert core(call) == -errno.ENOMEM
 
 
 def test_a_pool_alone_goes_by_least_recent_use() -> None:
     trace = trace_of(multi_turn(800, 2))
     served = lru(list(trace.chains()), 500)
     assert simulate(trace, Fleet(pool=500)).totals[POOL] == served
-    assert simulate(trace, Fleet(near=500, near_policy="lru")).totals[NEAR] == served
 
 
 def test_what_one_node_has_written_another_finds_in_the_pool_and_keeps_it_with_promotion() -> None:
@@ -208,10 +119,9 @@ def test_a_described_workload_says_itself_who_talks_to_whom() -> None:
     assert np.bincount(of).max() < 40
 
 
-def test_the_conversation_trace_is_served_as_the_policy_serves_it() -> None:
+def test_the_conversation_trace_is_served_as_lru_serves_it() -> None:
     if not TRACE.is_file():
         pytest.skip("missing: the conversation trace")
     trace = read_trace(TRACE)
-    fleets = [Fleet(near=capacity, near_policy="learned-distance") for capacity in (1000, 10_000, 50_000)]
-    shares = [simulate(trace, fleet).hit_share for fleet in fleets]
-    assert [round(share, 4) for share in shares] == [0.0852, 0.2344, 0.3559]
+    shares = [simulate(trace, Fleet(near=capacity)).hit_share for capacity in (1000, 10_000, 50_000)]
+    assert [round(share, 4) for share in shares] == [0.0445, 0.2116, 0.3546]

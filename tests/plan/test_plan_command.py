@@ -144,15 +144,12 @@ def test_disks_that_wear_out_before_they_are_written_off_are_paid_again(
     assert made["money"]["disks_per_year"] == pytest.approx(once * 3 / life)
 
 
-def test_without_the_native_core_a_sentence_says_what_to_do(
+def test_a_plan_is_made_without_the_native_core(
     files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    known = plan(capsys, "trace.jsonl --model .")
     monkeypatch.setattr(native, "LIBRARY", Path("/nowhere/core.so"))
-    assert main(["plan", "trace.jsonl", "--model", "."]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("a plan needs the native core: core.so was not built with this package; install")
-    assert printed.err.count("\n") == 1
+    assert plan(capsys, "trace.jsonl --model .") == known
 
 
 def test_the_page_has_everything_and_fits(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,56 +7,58 @@ import numpy as np
 from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory
 from hicache_ext.storage.tiers.file.slab.index_words import (
+    CANDIDATES,
     DEPTH_BITS,
     DISTANCE_SUM,
     EVENTS,
+    EXPECTED,
     HASH_OF_EVENT,
+    HITS_BITS,
     INSERTS,
     LEARNED,
+    MINIATURE_HITS,
     MOMENT_OF_EVENT,
     MOST_DEPTH,
     MOST_HITS,
     POLICY,
     REUSES,
     SAMPLE,
+    SCALES,
     SEEN,
+    SERVED,
     TO_RANK,
+    USES,
     WAYS,
     Words,
     scrambled,
 )
-from hicache_ext.storage.tiers.file.slab.miniatures import (
-    ABSENT,
-    BEGAN,
-    CANDIDATES,
-    COUNTED,
-    COUNTED_SHIFT,
-    EXPECTED,
-    HELD,
-    HITS,
-    KEPT,
-    KEY,
-    LAST_NOISE,
-    LAST_SCORES,
-    LATELY,
-    MINIATURES,
-    MOMENT,
-    NEW,
-    NEXT,
-    NEXT_STOCK,
-    NOISE,
-    PAGES,
-    PLACE,
-    RUN,
-    SAMPLED,
-    SCORES,
-    SERVED,
-    SETS_USED,
-    SWITCHES,
-    USES,
-    USES_SHIFT,
-)
 from tests.rigs.ranks import RENEWAL_SHIFT, priority_of, reuse_distance
+
+MINIATURES = CANDIDATES + len(SCALES)
+
+KEY, MOMENT, HELD = range(3)
+"""Words of an entry: HASH of the page; the clock when its chain was used last << DEPTH_BITS | its place in the chain;
+the clock at its last counted use << COUNTED_SHIFT | uses, up to MOST_HITS, << USES_SHIFT | for each miniature ABSENT,
+NEW or KEPT."""
+ABSENT, NEW, KEPT = 0, 1, 3
+USES_SHIFT = 2 * MINIATURES
+COUNTED_SHIFT = USES_SHIFT + HITS_BITS
+
+PAGES, SCORES, HITS = 0, 8, MINIATURE_HITS
+"""Words of ``small``, one for each miniature: pages held; hits of late, in 65,536ths; all hits."""
+NEXT, SWITCHES, SETS_USED, SAMPLED, COUNTED = range(27, 32)
+"""The clock at which candidates are compared next; how often another one was chosen; what the table was
+made for; up to which use of all pages EXPECTED counts."""
+LATELY = 32
+"""Of each candidate the hits since the last comparison."""
+RUN, PLACE, BEGAN, NEXT_STOCK = range(40, 44)
+"""Whether each miniature held all pages of this chain so far, a bit each; the place of the last one in it; the clock at
+its first one; the clock at which all that is there counts as kept (``eviction.KEEP_FIRST``)."""
+LAST_SCORES = 48
+"""Of each candidate, like SCORES: hits of the last moments alone."""
+NOISE, LAST_NOISE = 64, 96
+"""Of each two candidates: squares of how many hits one had more between two comparisons, added up like SCORES and
+like LAST_SCORES."""
 
 _ONE = 1 << 16
 _MOST_USES = 1 << 19

@@ -1,4 +1,4 @@
-"""What native/ranks.h does, in Python: the truth for its tests. tiers/file/eviction.py says what it is for."""
+"""The ranks of native/table.c in Python: the truth for its tests. tiers/file/eviction.py says what they are for."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ import pytest
 from benchmarks.eviction_policy import Clock, PageByPage, Rank
 from hicache_ext import native
 from hicache_ext.storage.tiers.file import eviction
-from hicache_ext.storage.tiers.file.slab import index_words, miniatures
-from hicache_ext.storage.tiers.file.slab.index import SlabIndex
+from hicache_ext.storage.tiers.file.slab import index_words
+from hicache_ext.storage.tiers.file.slab.index import SlabIndex, are_coldest
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory, Table, new_index
 from hicache_ext.storage.tiers.file.slab.index_words import (
     CLOCK_SHIFT,
@@ -74,8 +74,8 @@ class World:
     slabs: Words = field(default_factory=lambda: np.zeros((4, index_words.SLAB_WORDS), np.int64))
     ghosts: Words = field(default_factory=lambda: np.zeros((3, 16, WAYS), np.int64))
     events: Words = field(default_factory=lambda: np.zeros((32, 2), np.int64))
-    small: Words = field(default_factory=lambda: np.zeros(miniatures.SMALL_WORDS, np.int64))
-    entries: Words = field(default_factory=lambda: np.zeros((miniatures.ENTRY_WORDS, 8, WAYS), np.int64))
+    small: Words = field(default_factory=lambda: np.zeros(index_words.SMALL_WORDS, np.int64))
+    entries: Words = field(default_factory=lambda: np.zeros((index_words.ENTRY_WORDS, 8, WAYS), np.int64))
     tenants: Words = field(default_factory=lambda: np.zeros((index_words.TENANTS, index_words.TENANT_WORDS), np.int64))
     known: Words | None = None
     """A copy of the slabs, which is believed; else they are."""
@@ -115,6 +115,21 @@ def chain(rng: random.Random, count: int = 40) -> Words:
     return np.random.default_rng(1).integers(-(1 << 63), 1 << 63, (400, 6), np.int64)[begin : begin + count].copy()
 
 
+def find(world: Any, keys: Words, numbers: Words, oldest: int) -> Words:
+    """The row of each page, -1 for nowhere."""
+    of_all, located = np.array([[0, 4096, ROWS, 0, index_words.READY, 0, 0, 0]]), np.empty((5, len(keys)), np.int64)
+    count = world.table.locate(keys, numbers, oldest, of_all, located) >> index_words.FACTS
+    rows = np.full(len(keys), -1)
+    rows[located[3, :count]] = located[4, :count]
+    return rows
+
+
+def give_back(world: Any, taken: Words, pending: int, ticket: int) -> None:
+    rows = taken[taken >= 0]
+    of_ticket = (world.rows[rows, STATE] == pending) & (world.rows[rows, index_words.HASH] == ticket)
+    world.rows[rows[of_ticket], STATE] = FREE
+
+
 Step = Callable[[Any], None]
 
 
@@ -138,43 +153,42 @@ def random_step(rng: random.Random, now: int) -> Step:
         some = np.random.default_rng(seed).random(done) < 0.9
         rows, at = taken[:done][some].copy(), np.sort(np.random.default_rng(seed).permutation(40)[:done])[some].copy()
         of_keys = keys, one, at, rows, at + 1000, pending, ticket, now, oldest
-        world.table.publish(*of_keys, slots, 100, np.zeros(len(rows), np.int64), half, tenant)
-        world.table.give_back(taken, pending, ticket)
+        world.table.publish(*of_keys, slots, 100, half, tenant, np.zeros(len(rows), np.int64))
+        give_back(world, taken, pending, ticket)
 
     def leave_pending(world: Any) -> None:
         world.table.take_free(world.slabs, world.believed, of_size, pending, 99, rng_most, np.full(5, -1))
 
     def evict(world: Any) -> None:
-        ranks = np.zeros(500, np.int64)
-        slabs = np.ascontiguousarray(world.believed[of_size])
-        done = world.table.sample(slabs, seed % 3, 3, oldest, dead, ranks, tenancy)
-        cold, cool = (int(np.sort(ranks[:done])[min(done - 1, at)]) for at in (4, 12))
+        slabs = world.believed[of_size]
+        firsts, counts = slabs[:, index_words.FIRST], slabs[:, index_words.SLOTS]
+        rows = [np.arange(first, first + count) for first, count in zip(firsts, counts, strict=True)]
+        ranks = [np.zeros(len(some), np.int64) for some in rows]
+        for some, receives in zip(rows, ranks, strict=True):
+            world.table.ranks(some, oldest, dead, tenancy, receives)
+        sample = np.sort(np.concatenate(ranks)[seed % 3 :: 3])
+        cold, cool = (int(sample[min(len(sample) - 1, at)]) for at in (4, 12))
         spared = np.unique(index_words.hashes_of(keys[: seed % 3]))
-        for slab in slabs:
-            begin = int(slab[index_words.FIRST])
-            end = begin + int(slab[index_words.SLOTS])
-            victims = np.zeros(end - begin + 1, np.int64)
-            world.table.coldest(begin, end, 8, cold, cool, oldest, dead, victims, tenancy)
+        for some, known in zip(rows, ranks, strict=True):
+            victims = some[are_coldest(known, 8, cold, cool)]
             world.table.evict(victims, spared, slots, oldest, dead, tenancy)
             slab_of = world.slabs[of_size]
             slab_of[:, index_words.FREE_SLOTS] += 3
             world.slabs[of_size] = slab_of
 
     def look(world: Any) -> None:
-        of_keys = keys, numbers, oldest
-        world.table.locate(*of_keys, world.by_first)
-        world.table.find(*of_keys)
-        world.table.count_leading(*of_keys)
+        world.table.locate(keys, numbers, oldest, world.by_first, np.empty((5, len(keys)), np.int64))
+        world.table.locate(keys, numbers, oldest, None, None)
 
     def use(world: Any) -> None:
-        world.table.touch(275, world.table.find(keys, one, 0), half)
+        world.table.touch(find(world, keys, one, 0), 275, half)
 
     def learn(world: Any) -> None:
         world.table.learn(rng_capacity, half, ROWS, 20)
         world.table.rank_again(275, 90)
 
     def follow(world: Any) -> None:
-        policy = seed % miniatures.CANDIDATES
+        policy = seed % index_words.CANDIDATES
         world.header[index_words.POLICY], world.header[index_words.TO_RANK] = policy, ROWS
 
     def evict_beside(world: Any) -> None:
@@ -185,12 +199,12 @@ def random_step(rng: random.Random, now: int) -> Step:
         needed = np.full((IDENTITIES, 2), -1)
         beside[one[0], : seed % 3] = np.delete(np.arange(IDENTITIES), one[0])[: seed % 3]
         needed[:, 0], needed[seed % IDENTITIES, 1] = one[0], seed % IDENTITIES
-        world.table.evict_beside(index_words.hashes_of(keys), states, beside, needed, oldest, freed)
+        world.table.evict_beside(index_words.hashes_of(keys), states, beside, 2, needed, 2, oldest, freed)
 
     def forget(world: Any) -> None:
-        some = world.table.find(keys, one, 0)[seed % 30 :].copy()
+        some = find(world, keys, one, 0)[seed % 30 :].copy()
         world.table.seize(some, pending, ticket)
-        world.table.give_back(some, pending, ticket)
+        give_back(world, some, pending, ticket)
 
     def grow(world: Any) -> None:
         world.table.grow_sets(min(SETS_MOST, int(world.header[index_words.SETS])) + 1)
@@ -212,13 +226,10 @@ def random_step(rng: random.Random, now: int) -> Step:
         of_keys = keys[:many].copy(), random_words.integers(-1, IDENTITIES, many), np.arange(many), created
         world.table.adopt(*of_keys, random_words.integers(0, 99, (many, 2)), first, size, now)
 
-    def count_all(world: Any) -> None:
-        world.table.count(0, ROWS, oldest, np.zeros(index_words.COUNTS, np.int64))
-
     half, rng_capacity = 1 << 19, rng.choice([12, 40, 40, 40])
     rng_most = rng.choice([3, 50, 4096])
     often = [write, write, write, write, look, use, learn, learn, follow]
-    return rng.choice([*often, leave_pending, evict, evict, evict_beside, forget, grow, clear, find_again, count_all])
+    return rng.choice([*often, leave_pending, evict, evict, evict_beside, forget, grow, clear, find_again])
 
 
 # -- what it answers ---------------------------------------------------------------------------------------------------
@@ -235,7 +246,7 @@ def test_the_miniatures_learn_what_their_reference_does(seed: int) -> None:
             assert np.array_equal(one, of_reference)
         switches += int(world.header[index_words.TO_RANK] > 0)
     assert switches > 3
-    assert world.small[miniatures.USES] > 100
+    assert world.small[index_words.USES] > 100
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -247,8 +258,9 @@ def test_look_ups_and_ranks_are_those_of_the_rows(seed: int) -> None:
         keys, oldest = chain(rng), rng.choice([0, max(0, now - 30)])
         numbers = np.array([rng.randrange(IDENTITIES)]) if rng.random() < 0.7 else np.arange(40) % 5 - 1
         by_row = [row_of(world, *page, oldest) for page in zip(keys, np.broadcast_to(numbers, 40), strict=True)]
-        assert world.table.find(keys, numbers, oldest).tolist() == by_row
-        assert world.table.count_leading(keys, numbers, oldest) == [*by_row, -1].index(-1)
+        assert find(world, keys, numbers, oldest).tolist() == by_row
+        leading = world.table.locate(keys, numbers, oldest, None, None) >> index_words.FACTS
+        assert leading == [*by_row, -1].index(-1)
         assert_located(world, keys, numbers, oldest, by_row)
         assert_ranked(world, rng, oldest)
         pages = np.flatnonzero(world.rows[: SLABS[-1][3] + SLABS[-1][2], STATE] & STATES == PAGE)
@@ -269,14 +281,15 @@ def row_of(world: World, key: Words, number: int, oldest: int) -> int:
 
 
 def assert_located(world: World, keys: Words, numbers: Words, oldest: int, by_row: list[int]) -> None:
-    located, facts = world.table.locate(keys, numbers, oldest, world.by_first)  # type: ignore[arg-type]
+    located = np.empty((5, len(keys)), np.int64)
+    facts = world.table.locate(keys, numbers, oldest, world.by_first, located)
     expected = [
         (slab, row - first, int(world.rows[row, index_words.LENGTH]) & 0xFFFFFFFF, position, row)
         for position, row in enumerate(by_row)
         for slab, _, slots, first in SLABS
         if first <= row < first + slots
     ]
-    assert located.T.tolist() == [list(page) for page in expected]
+    assert located[:, : facts >> index_words.FACTS].T.tolist() == [list(page) for page in expected]
     if expected:
         places = [page[:2] for page in expected]
         assert bool(facts & index_words.IN_ORDER) == (places == sorted(places))
@@ -286,7 +299,7 @@ def assert_located(world: World, keys: Words, numbers: Words, oldest: int, by_ro
 
 def assert_ranked(world: Any, rng: random.Random, oldest: int) -> None:
     dead, cold, cool = rng.choice([[], [77]]), rng.choice([-1, 1 << 40]), rng.choice([-1, (1 << 40) + 100])
-    begin, step, together = rng.randrange(300), rng.randint(1, 5), rng.choice([1, 2, 8, 32])
+    begin, together = rng.randrange(300), rng.choice([1, 2, 8, 32])
     of_row = [rank_of(world, row, oldest, dead) for row in range(ROWS)]
     groups = [range(at, min(at + together, begin + 130)) for at in range(begin, begin + 130, together)]
     expected = [
@@ -296,21 +309,15 @@ def assert_ranked(world: Any, rng: random.Random, oldest: int) -> None:
         for row in group
         if of_row[row] <= cool and of_row[row] != NO_PAGE
     ]
-    victims, of_dead = np.zeros(ROWS + 1, np.int64), np.array(dead, np.int64)
-    many = world.table.coldest(begin, begin + 130, together, cold, cool, oldest, of_dead, victims)
-    assert victims[: many + 1].tolist() == [*expected, -1]
-    ranks, first = np.full(rng.choice([20, 400]), -9), rng.randrange(step)
-    many = world.table.sample(world.by_first, first, step, oldest, of_dead, ranks)
-    in_slabs = [of_row[slab[index_words.FIRST] + slot] for slab in world.by_first for slot in range(slab[2])]
-    assert ranks[:many].tolist() == in_slabs[first::step][: len(ranks)]
-    counts = np.zeros(index_words.COUNTS, np.int64)
-    pages = world.table.count(0, ROWS, oldest, counts)
-    kinds = world.rows[:, STATE] & STATES
-    assert counts[:4].tolist() == np.bincount(kinds, minlength=4).tolist()
-    tenants = world.rows[kinds == PAGE, index_words.LENGTH] >> 32 & 63
-    assert counts[4:].tolist() == np.bincount(tenants, minlength=index_words.TENANTS).tolist()
-    assert world.tenants[:, index_words.TENANT_PAGES].tolist() == counts[4:].tolist()
-    assert pages == sum(kind == PAGE and rank >= 0 for kind, rank in zip(kinds, of_row, strict=True))
+    rows, ranks = np.arange(begin, begin + 130), np.zeros(130, np.int64)
+    can_be_taken = world.table.ranks(rows, oldest, np.array(dead, np.int64), None, ranks)
+    assert ranks.tolist() == of_row[begin : begin + 130]
+    assert can_be_taken == sum(rank != NO_PAGE for rank in ranks.tolist())
+    assert rows[are_coldest(ranks, together, cold, cool)].tolist() == expected
+    pages = world.rows[:, STATE] & STATES == PAGE
+    tenants = world.rows[pages, index_words.LENGTH] >> 32 & 63
+    of_tenants = np.bincount(tenants, minlength=index_words.TENANTS)
+    assert world.tenants[:, index_words.TENANT_PAGES].tolist() == of_tenants.tolist()
 
 
 def rank_of(world: World, row: int, oldest: int, dead: list[int]) -> int:
@@ -334,13 +341,13 @@ def put(world: World, keys: Words, *, ghosts: int = 100) -> Words:
     rows, published = np.full(len(keys), -1), np.zeros(len(keys), np.int64)
     world.table.take_free(world.slabs, world.slabs, np.array([0]), OURS, 1, ROWS, rows)
     of_pages = np.array([0]), np.arange(len(keys)), rows, np.full(len(keys), 1000)
-    world.table.publish(keys, *of_pages, OURS, 1, 1000, 0, 170, ghosts, published, 0)
+    world.table.publish(keys, *of_pages, OURS, 1, 1000, 0, 170, ghosts, 0, 0, published)
     assert (published == 1).all()
     return rows
 
 
 def evict(world: World, rows: Words) -> None:
-    assert world.table.evict(np.append(rows, -1), NONE, 170, 0, NONE) == len(rows)
+    assert world.table.evict(rows.copy(), NONE, 170, 0, NONE, None) == len(rows)
     world.slabs[0, index_words.FREE_SLOTS] += len(rows)
 
 
@@ -354,7 +361,7 @@ def test_a_ghost_counts_once() -> None:
     rows = put(world, keys)
     assert uses(world, rows) == [1]
     world.table.seize(rows, OURS, 1)
-    world.table.give_back(rows, OURS, 1)
+    give_back(world, rows, OURS, 1)
     world.slabs[0, index_words.FREE_SLOTS] += 1
     assert uses(world, put(world, keys)) == [0]
 
@@ -399,9 +406,9 @@ def test_a_slab_that_wrongly_says_it_has_free_slots_is_looked_through_once() -> 
 def test_a_pinned_victim_stays_and_is_out_of_the_way_for_as_long_as_a_tier_lasts() -> None:
     world, keys = World(), chain(random.Random(1), 3)
     rows = put(world, keys)
-    victims, spared = np.append(rows, -1), index_words.hashes_of(keys[1:2])
-    assert world.table.evict(victims, spared, 170, 0, NONE) == 2
-    assert victims.tolist() == [rows[0], rows[2], -1, -1]
+    victims, spared = rows.copy(), index_words.hashes_of(keys[1:2])
+    assert world.table.evict(victims, spared, 170, 0, NONE, None) == 2
+    assert victims.tolist() == [rows[0], -1, rows[2]]
     now = ORIGIN + TICK * int(world.header[index_words.INSERTS])
     assert world.rows[rows[1], PRIORITY] == now + TICK * 170
     assert index_words.hashes_of(keys[1:2]) == world.rows[rows[1], index_words.HASH]
@@ -414,7 +421,7 @@ def test_a_use_never_makes_a_page_colder_and_counts_only_as_long_as_the_chain_is
     world.header[index_words.INSERTS] += 500
     used = rows.copy()
     used[1] = -1
-    assert world.table.touch(170, used, index_words.SAMPLE + 1) == 3
+    assert world.table.touch(used, 170, index_words.SAMPLE + 1) == 3
     assert world.rows[rows[0], PRIORITY] == pinned
     now = ORIGIN + TICK * int(world.header[index_words.INSERTS])
     assert world.rows[rows[2:], PRIORITY].tolist() == [now - 2, now - 3]
@@ -428,7 +435,7 @@ def test_what_is_written_behind_a_page_that_is_there_ranks_below_it() -> None:
     rows, published = np.full(2, -1), np.zeros(2, np.int64)
     world.table.take_free(world.slabs, world.slabs, np.array([0]), OURS, 1, ROWS, rows)
     of_pages = np.array([0]), np.arange(2), rows, np.full(2, 1000)
-    assert world.table.publish(keys, *of_pages, OURS, 1, 1000, 0, 170, 100, published, 0) == 1
+    assert world.table.publish(keys, *of_pages, OURS, 1, 1000, 0, 170, 100, 0, 0, published) == 1
     assert published.tolist() == [0, 1]
     assert world.rows[rows, STATE].tolist()[0] == FREE
     assert world.rows[rows[1], PRIORITY] == 4
@@ -485,13 +492,12 @@ def test_a_thread_in_a_call_keeps_the_words_of_an_index_that_is_closed(tmp_path:
     """One that a timeout left behind: an address alone would be that of nothing, or of something else."""
     memory = IndexMemory(new_index(CAPACITY))
     memory.rows[:100, STATE] = FREE
-    table, core, counts = memory.table, native.core(), np.zeros(index_words.COUNTS, np.int64)
+    call, rows, ranks = memory.table.ranks, np.arange(200), np.zeros(200, np.int64)
     memory.close()
-    assert core is not None
-    core(index_words.Count(table.address, native.address(counts), 0, 65_536, 0))
-    assert counts[FREE] == 100
+    assert call(rows, 0, NONE, None, ranks) == 100
+    assert np.count_nonzero(ranks == index_words.AT_ONCE) == 100
     with pytest.raises(AttributeError):
-        memory.table.count(0, 1, 0, counts)
+        memory.table.ranks(rows, 0, NONE, None, ranks)
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -612,7 +618,7 @@ class Fused(np.ndarray):
 
 def fuse_words(index: SlabIndex, fuse: Fuse) -> None:
     memory = index.memory
-    for name in ("rows", "sets", "header", "identities", "sizes", "slabs", "ghosts", "tenants"):
+    for name in ("rows", "sets", "header", "identities", "slabs", "ghosts", "tenants"):
         words = getattr(memory, name).view(Fused)
         words.fuse = fuse
         setattr(memory, name, words)

@@ -51,6 +51,19 @@ def test_the_coldest_pages_go_first_and_no_others(index: SlabIndex) -> None:
     assert gone(index, keys) == [0, 1, 2]
 
 
+def test_the_page_before_is_looked_up_only_for_an_eviction(index: SlabIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_slab(index, SMALL, 8)
+    keys, looked_for = keys_of(range(4)), list[bytes | None]()
+    store(index, keys)
+    bound_behind = index.bound_behind
+    monkeypatch.setattr(index, "bound_behind", lambda *of: looked_for.append(of[0]) or bound_behind(*of))
+    rows, _ = index.take(SMALL, 4, index.next_ticket(), 0, NOTHING, evicting=True, before=keys[3])
+    assert (len(rows), looked_for) == (4, [])
+    rows, evicted = index.take(SMALL, 4, index.next_ticket(), 0, NOTHING, evicting=True, before=keys[3])
+    assert len(rows) == evicted.pages == 0
+    assert looked_for[0] == keys[3]
+
+
 def test_in_a_small_tier_the_coldest_go_alone(index: SlabIndex) -> None:
     slots = 2 * index_module._COLD_PART
     add_slab(index, SMALL, slots)

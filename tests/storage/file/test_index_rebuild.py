@@ -19,10 +19,10 @@ from hicache_ext.runtime.background import Backoff
 from hicache_ext.storage.tiers.file.slab import directory as directory_module
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, milliseconds
-from hicache_ext.storage.tiers.file.slab.index_words import BAD_HEADERS, FREE_SLOTS
+from hicache_ext.storage.tiers.file.slab.index_words import BAD_HEADERS, FREE_SLOTS, Words
 from hicache_ext.storage.tiers.file.slab.shapes import Slab
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
-from tests.rigs.bare_index import counts
+from tests.rigs.bare_index import counts, new_index_in
 from tests.storage.file.indexes import SMALL, A, B, key_of, present
 
 PATIENCE = 30.0
@@ -56,6 +56,23 @@ def opened(place: Path, capacity: int = CAPACITY) -> Iterator[SlabDirectory]:
 def created_of(index: SlabIndex, key: bytes) -> int:
     (row,) = index.rows_of([key])
     return int(index.memory.rows[row, 3])
+
+
+def test_slabs_that_are_found_are_placed_in_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each looked at all others, under the lock that all wait for who start: seconds for some thousand slabs."""
+    with new_index_in(tmp_path, CAPACITY) as index:
+        looks = 0
+        slab_table = index.memory.slab_table
+
+        def look() -> Words:
+            nonlocal looks
+            looks += 1
+            return slab_table()
+
+        monkeypatch.setattr(index.memory, "slab_table", look)
+        index.add_found_slabs([(number, SMALL, 2) for number in range(4000)])
+        assert looks < 4
+        assert [slab.first_row for slab in index.unknown_slabs()] == list(range(0, 8000, 2))
 
 
 def test_what_headers_say_is_found_and_the_other_slots_are_free(place: Path) -> None:

@@ -207,7 +207,7 @@ def indexes_open() -> int:
 
 def test_the_parts_of_the_memory_do_not_overlap_and_begin_at_pages() -> None:
     memory = IndexMemory(new_index(1 << 30))
-    parts = [memory.header, memory.sizes, memory.members, memory.slabs, memory.identities]
+    parts = [memory.header, memory.members, memory.slabs, memory.identities]
     parts += [memory.ghosts, memory.sets, memory.rows]
     begin = memory.header.ctypes.data
     for before, after in itertools.pairwise(parts):

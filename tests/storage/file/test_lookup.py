@@ -8,6 +8,7 @@ import numpy as np
 
 from hicache_ext.storage.contract.store import key_words
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, milliseconds
+from hicache_ext.storage.tiers.file.slab.index_words import FACTS
 from hicache_ext.storage.tiers.file.slab.shapes import SlotReferences
 from hicache_ext.testing.conformance.pages import page_keys
 from tests.rigs.bare_index import new_index_in
@@ -36,8 +37,9 @@ def test_pages_of_a_slab_that_is_not_known_yet_are_not_looked_for_in_another_one
         known = index.view().by_first[[0, 2]]
         chain = [*keys[:2], *keys[4:8], *keys[2:4], *keys[8:]]
         numbers = np.array([index.register([chain[0][:16]])[chain[0][:16]]])
-        located, _ = index.memory.table.locate(key_words(chain), numbers, 0, known)
-        places = [(slab, slot, chain[position]) for slab, slot, _, position, _ in located.T.tolist()]
+        located = np.empty((5, len(chain)), np.int64)
+        count = index.memory.table.locate(key_words(chain), numbers, 0, known, located) >> FACTS
+        places = [(slab, slot, chain[position]) for slab, slot, _, position, _ in located[:, :count].T.tolist()]
         assert places == [*((0, n, keys[n]) for n in range(4)), *((2, n, keys[8 + n]) for n in range(4))]
 
 

@@ -11,10 +11,10 @@ from benchmarks import replay_trace, workloads
 from benchmarks.policies import Tier
 from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.path_store import Fullness, Served, gauges_of_paths
-from hicache_ext.storage.tiers.file.slab import index_words, miniatures
+from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.index_words import CLOCK_SHIFT, DISTANCE_SUM, PRIORITY, REUSES, USED
-from tests.rigs import ranks
+from tests.rigs import miniatures, ranks
 from tests.rigs.bare_index import new_index_in
 from tests.rigs.miniatures import is_sampled
 from tests.storage.file.indexes import CAPACITY, SMALL, add_slab, keys_of, store
@@ -125,8 +125,8 @@ def after_comparisons(leads: list[int], capacity: int = 4096, between: list[int]
     world = World()
     header, small = world.header, world.small
     for lead, hits in zip(leads, between or [1000] * len(leads), strict=True):
-        small[miniatures.LATELY : miniatures.LATELY + miniatures.CANDIDATES] = hits
-        small[miniatures.LATELY + miniatures.CANDIDATES - 1] += lead
+        small[miniatures.LATELY : miniatures.LATELY + index_words.CANDIDATES] = hits
+        small[miniatures.LATELY + index_words.CANDIDATES - 1] += lead
         header[index_words.INSERTS] = small[miniatures.NEXT]
         world.entries[:] = 0
         world.table.learn(capacity, index_words.SAMPLE + 1, 0, 0)
@@ -134,21 +134,21 @@ def after_comparisons(leads: list[int], capacity: int = 4096, between: list[int]
 
 
 def test_a_lead_that_chance_explains_is_not_followed_and_one_of_the_same_size_that_is_steady_is() -> None:
-    last = miniatures.CANDIDATES - 1
+    last = index_words.CANDIDATES - 1
     assert after_comparisons([80] * 20) == last
     assert after_comparisons([400, -360] * 10) == eviction.LAST_USE
     assert after_comparisons([400] + [0] * 19) == eviction.LAST_USE
 
 
 def test_a_lead_of_late_is_followed_within_a_capacity_whatever_was_true_for_long() -> None:
-    last = miniatures.CANDIDATES - 1
+    last = index_words.CANDIDATES - 1
     assert after_comparisons([80] * 200) == last
     assert after_comparisons([80] * 200 + [-100] * 12) != last
     assert after_comparisons([80] * 200 + [400, -440] * 6) == last
 
 
 def test_the_long_run_takes_nobody_back_who_is_behind_of_late() -> None:
-    last = miniatures.CANDIDATES - 1
+    last = index_words.CANDIDATES - 1
     assert after_comparisons([100] * 200 + [-100] * 20) != last
     assert after_comparisons([100] * 200 + [-100] * 20 + [-1] * 20) != last
 
@@ -171,7 +171,7 @@ def test_a_tier_that_hardly_holds_a_chain_keeps_to_its_policy() -> None:
 
 def test_a_page_behind_one_that_is_missing_is_no_hit_where_the_miniatures_see_all_pages() -> None:
     for sampled, expected in ((index_words.SAMPLE + 1, 0), (index_words.SAMPLE, 5)):
-        world = World(entries=np.zeros((miniatures.ENTRY_WORDS, 64, index_words.WAYS), np.int64))
+        world = World(entries=np.zeros((index_words.ENTRY_WORDS, 64, index_words.WAYS), np.int64))
         for head in (-5, -6):
             chain = [[head, 0], *([-10_000 - place, place] for place in range(1, 6))]
             world.header[index_words.EVENTS], world.header[index_words.LEARNED] = len(chain), 0
@@ -201,15 +201,15 @@ def test_counts_that_a_kill_left_wrong_are_right_after_some_writes(tmp_path: Pat
         small[: miniatures.MINIATURES] = 10_000
         for begin in range(5000, 5640, 16):
             store(index, keys_of(range(begin, begin + 16)))
-        slots = [64] * miniatures.CANDIDATES + [32, 128, 256]
+        slots = [64] * index_words.CANDIDATES + [32, 128, 256]
         assert (small[: miniatures.MINIATURES] <= 1.1 * np.array(slots)).all()
 
 
 def test_a_miniature_of_a_large_tier_sees_a_share_of_the_pages(tmp_path: Path) -> None:
-    assert miniatures.sampled_of(miniatures.SAMPLED_SLOTS) == index_words.SAMPLE + 1
-    assert miniatures.sampled_of(miniatures.SAMPLED_SLOTS << 8) == (index_words.SAMPLE + 1) >> 8
+    assert index_words.sampled_of(index_words.SAMPLED_SLOTS) == index_words.SAMPLE + 1
+    assert index_words.sampled_of(index_words.SAMPLED_SLOTS << 8) == (index_words.SAMPLE + 1) >> 8
     hashes = np.random.default_rng(1).integers(-(1 << 63), 1 << 63, 100_000)
-    sampled = miniatures.sampled_of(miniatures.SAMPLED_SLOTS << 5)
+    sampled = index_words.sampled_of(index_words.SAMPLED_SLOTS << 5)
     seen = sum(is_sampled(int(hashed), sampled) for hashed in hashes)
     assert seen == pytest.approx(100_000 / 32, rel=0.1)
 

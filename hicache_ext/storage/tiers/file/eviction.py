@@ -1,8 +1,8 @@
-"""Which page is evicted first: the one with the lowest priority, computed at insert and at use by native/ranks.h.
+"""Which page is evicted first: the one with the lowest priority, computed at insert and at use by native/table.c.
 
 A page of a prefix cache is useful only while all pages before it are there. Its priority is a moment on a clock that
 counts inserted pages: until then the page is worth its slot. There are three ways to say that moment (``POLICIES``),
-none of which is best everywhere; miniatures.py tells which one the tier follows:
+none of which is best everywhere; miniatures tell which one the tier follows:
 
 ``LAST_USE``, the first one: now, deeper pages of a chain first. LRU that frees the tails of chains first.
 ``LEARNED_DISTANCE``: now + C * D * log2(1 + hits) - min(D, capacity) * min(depth, 64) / 128

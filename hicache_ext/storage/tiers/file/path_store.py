@@ -109,7 +109,7 @@ class Fullness:
 
 
 class Served(NamedTuple):
-    """Of the uses that the miniatures of a path saw (slab/miniatures.py): how many it served, and how many it would
+    """Of the uses that the miniatures of a path saw (native/table.c): how many it served, and how many it would
     have at other capacities."""
 
     uses: int

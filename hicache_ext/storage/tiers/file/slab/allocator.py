@@ -232,10 +232,10 @@ class SlotAllocator:
         ticket: int,
         oldest: int,
         tenancy: Words | None = None,
-        bound: int = NO_PAGE,
+        before: bytes | None = None,
     ) -> dict[int, Words]:
         """Allocate slots for as many of the pages as possible, the first ones first: rows, by slot size. ``ticket``:
-        the number with which they are published. ``wanted``: the pages for each slot size; ``tenancy`` and ``bound``:
+        the number with which they are published. ``wanted``: the pages for each slot size; ``tenancy`` and ``before``:
         as for ``SlabIndex.take``. Raises IndexBusyError where there are none."""
         if self._is_beyond and time.monotonic() < self._held_back_until:
             # Calls that never pause would keep a page under way in every slab.
@@ -247,7 +247,7 @@ class SlotAllocator:
         try:
             for slot_size, pages in wanted.items():
                 taken[slot_size] = np.empty(0, np.int64)
-                self._take(slot_size, len(pages), ticket, oldest, taken, tenancy, bound)
+                self._take(slot_size, len(pages), ticket, oldest, taken, tenancy, before)
         except IndexBusyError:
             if not any(map(len, taken.values())):
                 raise
@@ -261,7 +261,7 @@ class SlotAllocator:
         oldest: int,
         taken: dict[int, Words],
         tenancy: Words | None,
-        bound: int,
+        before: bytes | None,
     ) -> None:
         below = tenancy if tenancy is not None and self._index.is_below_share(tenancy) else None
         spared = self._spared()
@@ -275,7 +275,7 @@ class SlotAllocator:
             evicting = disk_full or self._full.get(slot_size) == slabs
             with nullcontext() if below is None else self._index.for_nobody(below):
                 rows, evicted = self._index.take(
-                    slot_size, left, ticket, oldest, spared, evicting=evicting, tenancy=tenancy, bound=bound
+                    slot_size, left, ticket, oldest, spared, evicting=evicting, tenancy=tenancy, before=before
                 )
             if len(rows):
                 taken[slot_size] = np.concatenate([taken[slot_size], rows]) if len(taken[slot_size]) else rows
@@ -296,8 +296,9 @@ class SlotAllocator:
                 below, spared = None, self._spared(leased=False)
             elif not len(rows) and not evicted.slots:
                 # Of a full disk one slab in a while: others may take the room of each that is given up.
+                whatever = self._index.bound_behind(before, oldest) == NO_PAGE
                 if (disk_full and not found_full) or not self._reclaim(
-                    slot_size, oldest, tenancy, needed=True, whatever=bound == NO_PAGE
+                    slot_size, oldest, tenancy, needed=True, whatever=whatever
                 ):
                     # Nothing is left to evict.
                     return

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from hicache_ext import native
 from hicache_ext.errors import IndexBusyError
 from hicache_ext.page.envelope import IDENTITY_LENGTH, SEAL_LENGTH
 from hicache_ext.runtime.file_lock import ChangeLock
@@ -26,7 +26,7 @@ from hicache_ext.runtime.members import Members
 from hicache_ext.storage.contract.store import PageKeys, key_words
 from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.path_store import Served
-from hicache_ext.storage.tiers.file.slab import index_words, miniatures
+from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index_memory import (
     LARGEST_NUMBER,
     MOST_SLABS,
@@ -34,8 +34,6 @@ from hicache_ext.storage.tiers.file.slab.index_memory import (
 )
 from hicache_ext.storage.tiers.file.slab.index_words import (
     CLEARED,
-    COLD,
-    COOL,
     CREATED,
     CURSOR,
     DROPPING,
@@ -45,7 +43,6 @@ from hicache_ext.storage.tiers.file.slab.index_words import (
     GENERATION,
     HITS,
     LAST,
-    LEFT,
     MAKING,
     NO_PAGE,
     NO_SLAB,
@@ -96,6 +93,10 @@ _MOST_RANKED = 1 << 12
 _AT_ONCE = 1 << 16
 _DEAD_INTERVAL = 10.0
 """Seconds between two looks at which members are gone."""
+COLD, COOL, LEFT, WINDOWS = range(4)
+"""What is known of the slots of a size: a group of slots with a page of priority up to COLD loses those up to COOL;
+slots still to be freed before both are measured again; from here on where windows with many cold slots begin, the best
+one last."""
 EVERY = b""
 """In place of a digest: all identities."""
 IN_USE = (READY, SCANNING)
@@ -127,8 +128,6 @@ class View:
     """``IndexMemory.slab_table``, of which the following speak."""
     by_first: Words
     """The same as rows of the table, by FIRST."""
-    by_first_at: int
-    """Its address."""
     positions: Words
     """Where each of ``by_first`` is in the table."""
     of_size: Mapping[int, Words]
@@ -185,10 +184,9 @@ class SlabIndex:
         self._view: View | None = None
         self._known: tuple[int, dict[bytes, int]] = (0, {})
         """How many identities were looked at, and their numbers."""
-        self._windows: dict[tuple[int, int], list[int]] = {}
-        """By slot size and the tenant that writes: see ``_measure``."""
-        self._known_for: dict[tuple[int, int], Words] = {}
-        """What ``sizes`` of the memory says, for each tenant that writes."""
+        self._coldness: dict[tuple[int, int], list[int]] = {}
+        """By slot size and the tenant that writes: COLD, COOL and LEFT of its slots, and WINDOWS. Each process measures
+        it for itself."""
         self._numbers: dict[bytes, Words] = {}
         self._companions: Mapping[bytes, Sequence[bytes]] = {}
         self._beside: Words = _NO_TABLE
@@ -203,29 +201,31 @@ class SlabIndex:
     def locate(self, keys: Sequence[bytes], oldest: int = 0) -> SlotReferences:
         """The pages found, in the order of ``keys``, each with its position. Pages written before ``oldest``
         (wall-clock milliseconds) are not found."""
-        numbers = self._numbers_of(keys)
-        view = self.view()
-        of_slabs = view.by_first, view.by_first_at
-        found, facts = self.memory.table.locate(key_words(keys), numbers, oldest, *of_slabs)
-        if not found.shape[1]:
+        located = np.empty((5, len(keys)), np.int64)
+        found = self.memory.table.locate(key_words(keys), self._numbers_of(keys), oldest, self.view().by_first, located)
+        if not (count := found >> index_words.FACTS):
             return NO_SLOTS
-        slabs, slots, lengths, positions, rows = found
-        length = lengths.item(0) if facts & index_words.ONE_LENGTH else -1
-        slab = slabs.item(0) if facts & index_words.ONE_SLAB else -1
-        known = Known(bool(facts & index_words.IN_ORDER), length, slab)
+        slabs, slots, lengths, positions, rows = located[:, :count]
+        length = lengths.item(0) if found & index_words.ONE_LENGTH else -1
+        slab = slabs.item(0) if found & index_words.ONE_SLAB else -1
+        known = Known(bool(found & index_words.IN_ORDER), length, slab)
         return SlotReferences(slabs, slots, lengths, positions, rows, known)
 
     def contains(self, keys: Sequence[bytes], oldest: int = 0) -> list[bool]:
         """Which pages are found; ``oldest`` as for ``locate``."""
-        found: list[bool] = (self.rows_of(keys, oldest) >= 0).tolist()
-        return found
+        found = np.zeros(len(keys), bool)
+        found[self.locate(keys, oldest).positions] = True
+        return found.tolist()
 
     def count_leading(self, keys: Sequence[bytes], oldest: int = 0) -> int:
-        return self.memory.table.count_leading(key_words(keys), self._numbers_of(keys), oldest)
+        found = self.memory.table.locate(key_words(keys), self._numbers_of(keys), oldest, None, None)
+        return found >> index_words.FACTS
 
     def rows_of(self, keys: Sequence[bytes], oldest: int = 0) -> Words:
         """The row of each page, -1 where there is none; ``oldest`` as for ``locate``."""
-        return self.memory.table.find(key_words(keys), self._numbers_of(keys), oldest)
+        found, rows = self.locate(keys, oldest), np.full(len(keys), -1)
+        rows[found.positions] = found.rows
+        return rows
 
     def places_of(self, rows: Words) -> tuple[Words, Words]:
         """The slab numbers and slots of rows that were taken."""
@@ -257,9 +257,8 @@ class SlabIndex:
         ghosts = min(eviction.ghost_limit(capacity), self.memory.ghosts.shape[1] * index_words.WAYS // 2)
         by_first = np.ascontiguousarray(table[positions])
         rows = int((by_first[:, FIRST] + by_first[:, SLOTS]).max(initial=0))
-        sampled = miniatures.sampled_of(capacity)
-        at = native.address(by_first)
-        return View(changes, slabs, table, by_first, at, positions, of_size, slots, capacity, ghosts, sampled, rows)
+        sampled = index_words.sampled_of(capacity)
+        return View(changes, slabs, table, by_first, positions, of_size, slots, capacity, ghosts, sampled, rows)
 
     def note_hits(self, found: SlotReferences, keys: Sequence[bytes], hits: int) -> None:
         """So many of these pages were read. ``found``: pages of a chain that were used and may rank higher for it."""
@@ -272,7 +271,7 @@ class SlabIndex:
             identity[LAST] = int(time.time())
         if len(found.rows):
             view = self.view()
-            self.memory.table.touch(view.capacity, _by_position(found), view.sampled)
+            self.memory.table.touch(_by_position(found), view.capacity, view.sampled)
             header, events = self.memory.header, self.memory.events
             # Where nothing is written nobody else would look at them before they find no place.
             if header[index_words.EVENTS] - header[index_words.LEARNED] >= len(events) // 2:
@@ -330,19 +329,25 @@ class SlabIndex:
         A page that is used all the time is in the sample or not, whatever its share: what the sample has too few or too
         many of is taken for hits of such pages (SHARDS-adj, Waldspurger et al. 2015)."""
         small = self.memory.small
-        at_scales = miniatures.HITS + miniatures.CANDIDATES
-        half, twice, four_times = small[at_scales : at_scales + len(miniatures.SCALES)].tolist()
-        uses = int(small[miniatures.EXPECTED] // (index_words.SAMPLE + 1))
-        hot = uses - int(small[miniatures.USES])
-        hits = (max(0, hits + hot) for hits in (half, int(small[miniatures.SERVED]), twice, four_times))
+        at_scales = index_words.MINIATURE_HITS + index_words.CANDIDATES
+        half, twice, four_times = small[at_scales : at_scales + len(index_words.SCALES)].tolist()
+        uses = int(small[index_words.EXPECTED] // (index_words.SAMPLE + 1))
+        hot = uses - int(small[index_words.USES])
+        hits = (max(0, hits + hot) for hits in (half, int(small[index_words.SERVED]), twice, four_times))
         return Served(uses, *hits) if uses else None
 
     def _count(self, slab: Slab, oldest: int) -> tuple[int, Words]:
         """Pages of a slab that can be found, and how many slots are UNKNOWN, FREE, PENDING, PAGE, and each tenant's."""
         counts, pages = np.zeros(index_words.COUNTS, np.int64), 0
-        for begin in range(0, slab.slots, _AT_ONCE):
-            end = min(begin + _AT_ONCE, slab.slots)
-            pages += self.memory.table.count(slab.first_row + begin, slab.first_row + end, oldest, counts)
+        for begin in range(slab.first_row, slab.first_row + slab.slots, _MOST_LOOKED_AT):
+            rows = self.memory.rows[begin : min(begin + _MOST_LOOKED_AT, slab.first_row + slab.slots)]
+            states = rows[:, STATE].copy()
+            there = np.flatnonzero(states & STATES == index_words.PAGE)
+            counts[: STATES + 1] += np.bincount(states & STATES, minlength=STATES + 1)
+            counts[STATES + 1 :] += self.tenants_of(begin + there)
+            found = index_words.is_current(self.memory.identities, states[there])
+            found &= index_words.are_valid(self.memory.header, rows[there, CREATED], oldest)
+            pages += int(found.sum())
         return pages, counts
 
     # -- identities ------------------------------------------------------------------------------------------------
@@ -536,24 +541,24 @@ class SlabIndex:
         *,
         evicting: bool,
         tenancy: Words | None = None,
-        bound: int = NO_PAGE,
+        before: bytes | None = None,
     ) -> tuple[Words, Evicted]:
         """Take slots to write: the rows of as many as there are, in order of place as far as possible; and what was
-        evicted for them, where ``evicting``. Pages that rank at ``bound`` or above stay, those with a hash in
-        ``spared`` (sorted) if they can, those of other tenants up to their shares in any case (``tenancy``; None: there
-        are none). Raises IndexBusyError."""
+        evicted for them, where ``evicting``. Pages that rank at ``bound_behind(before)`` or above stay, those with a
+        hash in ``spared`` (sorted) if they can, those of other tenants up to their shares in any case (``tenancy``;
+        None: there are none). Raises IndexBusyError."""
         rows, done, evicted = np.empty(wanted, np.int64), 0, NOTHING_EVICTED
         dead, of_size = self._dead(), self._taken_from(slot_size)
         wants_victims = evicting and len(of_size) and int(self.memory.slabs[of_size, FREE_SLOTS].sum()) < wanted
         of = _of_writer(slot_size, tenancy)
-        if wants_victims and (self._known_of(*of)[LEFT] <= 0 or not self._windows.get(of)):
+        if wants_victims and _is_outdated(self._coldness.get(of)):
             # Now, and not while others wait for the lock.
             self._measure(of_size, slot_size, wanted, oldest, dead, tenancy)
         more, gone = True, list[Words]()
         try:
             while more and done < wanted:
                 got, evicted, more = self._take(
-                    slot_size, rows[done:], ticket, oldest, spared, dead, gone, tenancy, bound, evicting=evicting
+                    slot_size, rows[done:], ticket, oldest, spared, dead, gone, tenancy, before, evicting=evicting
                 )
                 done += got
         except IndexBusyError:
@@ -575,7 +580,7 @@ class SlabIndex:
         dead: Words,
         gone: list[Words],
         tenancy: Words | None,
-        bound: int,
+        before: bytes | None,
         *,
         evicting: bool,
     ) -> tuple[int, Evicted, bool]:
@@ -593,6 +598,7 @@ class SlabIndex:
             done = take_free()
             # Where pages stay for others' shares there is nothing to be had by looking on.
             looks = _LOOKS_IN_VAIN if tenancy is None else _LOOKS_OF_TENANTS
+            bound = self.bound_behind(before, oldest) if evicting and done < len(rows) else NO_PAGE
             while evicting and done < len(rows) and in_vain < looks and len(of_size):
                 # Pages that stay may be the coldest: then look at more and more, and take no more.
                 need = len(rows) - done
@@ -610,19 +616,27 @@ class SlabIndex:
         taken_from: Words = of_size[self.memory.slabs[of_size, SLAB_STATE] == READY]
         return taken_from
 
-    def bound_behind(self, key: bytes, oldest: int) -> int:
-        """The rank that pages must be below to make room for the page behind this one in its chain: NO_PAGE where this
-        one is not there, or the policy is not last-use. Others learn from pages that are written and evicted."""
-        follows_last_use = self.memory.header[index_words.POLICY] == eviction.LAST_USE
-        rows = self.locate([key], oldest).rows if follows_last_use else _NONE
+    def bound_behind(self, before: bytes | None, oldest: int) -> int:
+        """The rank that pages must be below to make room for the page behind this one in its chain: NO_PAGE where
+        there is none, or it is not there, or the policy is not last-use. Others learn from pages that are written and
+        evicted."""
+        if before is None or self.memory.header[index_words.POLICY] != eviction.LAST_USE:
+            return NO_PAGE
+        rows = self.locate([before], oldest).rows
         return int(self.memory.rows[rows[0], index_words.PRIORITY]) if len(rows) else NO_PAGE
 
     def give_back(self, rows: Words, ticket: int) -> None:
         """Free slots that were taken. Raises IndexBusyError."""
         if len(rows):
             with self._changing():
-                self.memory.table.give_back(rows, self._pending, ticket)
-                self._may_be_free(rows)
+                self._give_back(rows, ticket)
+
+    def _give_back(self, rows: Words, ticket: int) -> None:
+        """Free those of these slots that are still pending under this ticket. Under the lock."""
+        words = self.memory.rows
+        ours = (words[rows, STATE] == self._pending) & (words[rows, index_words.HASH] == ticket)
+        words[rows[ours], STATE] = FREE
+        self._may_be_free(rows)
 
     def publish(
         self,
@@ -644,27 +658,26 @@ class SlabIndex:
         words, numbers = key_words(keys), self._numbers_of(keys)
         published = np.empty(len(written), np.int64)
         with self._changing():
-            view, pending = self.view(), self._pending
+            view = self.view()
             self.memory.table.publish(
                 words,
                 numbers,
                 np.ascontiguousarray(written.positions),
                 np.ascontiguousarray(written.rows),
                 np.ascontiguousarray(written.lengths),
-                pending,
+                self._pending,
                 ticket,
                 now,
                 oldest,
                 view.capacity,
                 view.ghosts,
-                published,
                 view.sampled,
                 tenant,
+                published,
             )
             self._learn(view)
-            self.memory.table.give_back(np.ascontiguousarray(taken.rows), pending, ticket)
             if len(written) < len(taken) or (published != 1).any():
-                self._may_be_free(taken.rows)
+                self._give_back(taken.rows, ticket)
         return published.tolist()
 
     def _learn(self, view: View, most: int = _MOST_EVENTS) -> None:
@@ -675,8 +688,7 @@ class SlabIndex:
         if memory.header[index_words.TO_RANK]:
             memory.table.rank_again(view.capacity, _MOST_RANKED)
             # How cold the coldest are is to be measured anew.
-            memory.sizes[:, LEFT] = 0
-            self._known_for.clear()
+            self._coldness.clear()
 
     def seize(
         self,
@@ -733,8 +745,7 @@ class SlabIndex:
                     rows = self.rows_of(keys)
                     self.memory.rows[rows[rows >= 0], index_words.PRIORITY] = 0
                     # How cold the coldest are is to be measured anew.
-                    self.memory.sizes[:, LEFT] = 0
-                    self._known_for.clear()
+                    self._coldness.clear()
                 count += int((rows >= 0).sum())
         return count
 
@@ -775,40 +786,40 @@ class SlabIndex:
         """Free the coldest slots of a size, all where there are few slots, else those in one window of them. ``need``:
         how many of the coldest to look at, where more than are ``wanted`` only until those are free. Under the lock."""
         of = _of_writer(slot_size, tenancy)
-        known, windows = self._known_of(*of), self._windows.get(of)
-        if known[LEFT] <= 0 or not windows:
-            windows = self._measure(of_size, slot_size, need, oldest, dead, tenancy)
+        known = self._coldness.get(of)
+        if known is None or _is_outdated(known):
+            known = self._measure(of_size, slot_size, need, oldest, dead, tenancy)
         total = int(self.view().table[of_size, SLOTS].sum())
         together = slots_in_group(slot_size, total)
         freed, evicted, first_page, headroom = 0, 0, (0, 0), self.view().capacity
-        begin = windows.pop() if windows else 0
+        begin = known.pop()
         for position, base, first, end in self._ranges(of_size, begin, min(total, _MOST_LOOKED_AT), together):
-            victims = np.empty(end - first + 1, np.int64)
-            cold, cool = min(int(known[COLD]), bound - 1), min(int(known[COOL]), bound - 1)
-            rows = base + first, base + end
-            found = self.memory.table.coldest(*rows, together, cold, cool, oldest, dead, victims, tenancy)
-            if not found:
+            rows = np.arange(base + first, base + end)
+            ranks = self._ranks(rows, oldest, dead, tenancy)
+            cold, cool = min(known[COLD], bound - 1), min(known[COOL], bound - 1)
+            victims = rows[are_coldest(ranks, together, cold, cool)]
+            if not len(victims):
                 continue
             # Where very many are equally cold, the rest goes another time.
-            found = min(found, max(need, _MOST_VICTIMS))
-            kept_here, step = 0, found
+            victims = victims[: max(need, _MOST_VICTIMS)]
+            kept_here, step = 0, len(victims)
             if need > wanted:
                 # Not those of the first rows: they may be warm.
-                step, ranks = wanted, self.memory.rows[victims[:found], index_words.PRIORITY]
-                victims[:found] = victims[np.argsort(ranks, kind="stable")]
-            for at in range(0, found, step):
+                step, ranks = wanted, self.memory.rows[victims, index_words.PRIORITY]
+                victims = victims[np.argsort(ranks, kind="stable")]
+            for at in range(0, len(victims), step):
                 if need > wanted and freed >= wanted:
                     break
-                some = np.append(victims[at : min(at + step, found)], -1)
-                pages = self.memory.rows[some[:-1]]
+                some = victims[at : at + step]
+                pages = self.memory.rows[some]
                 first_page = first_page if evicted else tuple(pages[0, [index_words.USED, CREATED]].tolist())
                 evicted += self.memory.table.evict(some, spared, headroom, oldest, dead, tenancy)
                 # What had expired goes alone: under the same hashes there may be what was written since.
                 valid = index_words.are_valid(self.memory.header, pages[:, CREATED], oldest)
                 gone.append(pages[(pages[:, STATE] & STATES == index_words.PAGE) & valid])
-                if kept := int((some < 0).argmax()):
+                if kept := int((some >= 0).sum()):
                     slab = self.memory.slabs[position]
-                    first_free = int(some[:kept].min()) - base
+                    first_free = int(some[some >= 0].min()) - base
                     slab[CURSOR], slab[OF] = min(first_free, int(slab[CURSOR])) if kept_here else first_free, 0
                     kept_here += kept
                     freed += kept
@@ -829,8 +840,9 @@ class SlabIndex:
         with suppress(IndexBusyError):
             for begin in range(0, len(hashes), step):
                 some = hashes[begin : begin + step], states[begin : begin + step]
+                of_companions = *some, beside, beside.shape[1], needed, needed.shape[1]
                 with self._changing():
-                    here = self.memory.table.evict_beside(*some, beside, needed, oldest, freed)
+                    here = self.memory.table.evict_beside(*of_companions, oldest, freed)
                     if here:
                         self._may_be_free(freed[:here])
                 count += here
@@ -856,30 +868,36 @@ class SlabIndex:
     def _measure(
         self, of_size: Words, slot_size: int, need: int, oldest: int, dead: Words, tenancy: Words | None
     ) -> list[int]:
-        """Measure how cold the coldest slots of a size are, and where most of them are: where the windows with the most
-        of them begin, the best one last. Needs no lock."""
-        slabs = self.view().table[of_size]
-        total = int(slabs[:, SLOTS].sum())
+        """Measure how cold the coldest slots of a size are, and where most of them are. Needs no lock."""
+        slots, firsts = self.view().table[of_size][:, [SLOTS, FIRST]].T
+        ends = slots.cumsum()
+        total = int(ends[-1]) if len(ends) else 0
         step = max(1, total // _SAMPLED)
-        first, ranks = random.randrange(step), np.empty(total // step + 1, np.int64)
-        ranks = ranks[: self.memory.table.sample(slabs, first, step, oldest, dead, ranks, tenancy)]
-        of = _of_writer(slot_size, tenancy)
-        known, windows = self._known_of(*of), [0]
+        first = random.randrange(step)
+        some = np.arange(first, total, step)
+        which = np.searchsorted(ends, some, side="right")
+        ranks = self._ranks((firsts + slots - ends)[which] + some, oldest, dead, tenancy)
+        known, windows = [0, 0, max(total // _COLD_PART, min(need, total))], [0]
         there = int((ranks != NO_PAGE).sum())
         if there:
             wanted = -(-min(need, total) * len(ranks) // total)
             cold = min(max(len(ranks) // _COLD_PART, wanted, 1), there) - 1
             cool = min(max(len(ranks) // _COOL_PART, wanted, 1), there) - 1
             in_order = np.partition(ranks, sorted({cold, cool}))
-            known[COLD], known[COOL] = in_order[cold], in_order[cool]
+            known[COLD], known[COOL] = int(in_order[cold]), int(in_order[cool])
             if total > _MOST_LOOKED_AT:
                 places = (np.flatnonzero(ranks <= in_order[cold]) * step + first) // _MOST_LOOKED_AT
                 counts = np.bincount(places)
                 best = counts.argsort()[-_MOST_WINDOWS:]
                 windows = (best[counts[best] > 0] * _MOST_LOOKED_AT).tolist()
-        known[LEFT] = max(total // _COLD_PART, min(need, total))
-        self._windows[of] = windows
-        return windows
+        known = self._coldness[_of_writer(slot_size, tenancy)] = [*known, *windows]
+        return known
+
+    def _ranks(self, rows: Words, oldest: int, dead: Words, tenancy: Words | None) -> Words:
+        """How cold the slots in these rows are: AT_ONCE, a priority, or NO_PAGE."""
+        ranks = np.empty(len(rows), np.int64)
+        self.memory.table.ranks(rows, oldest, dead, tenancy, ranks)
+        return ranks
 
     def _may_be_free(self, rows: Words) -> None:
         """Say that some of these slots may be free."""
@@ -893,17 +911,6 @@ class SlabIndex:
             slab[FREE_SLOTS] += len(some)
             slab[OF] = 0
 
-    def _known_of(self, slot_size: int, writer: int = -1) -> Words:
-        """What is known of the slots of this size. With too many sizes the last ones share it. Of a tenant that writes,
-        this process alone knows it."""
-        if writer >= 0:
-            return self._known_for.setdefault((slot_size, writer), np.zeros(index_words.SIZE_WORDS, np.int64))
-        sizes = self.memory.sizes[:, index_words.OF_SIZE].tolist()
-        of = next((number for number, size in enumerate(sizes) if size in (0, slot_size)), len(sizes) - 1)
-        known: Words = self.memory.sizes[of]
-        known[index_words.OF_SIZE] = slot_size
-        return known
-
     # -- slabs -----------------------------------------------------------------------------------------------------
 
     def all_slabs(self) -> list[Slab]:
@@ -915,14 +922,25 @@ class SlabIndex:
         """A place for a new slab, whose files are to be made; ``wanted`` says how many slots it may have, from the
         slabs there are. None for none. Raises IndexBusyError."""
         with self._changing():
-            slots = wanted(slabs := self.all_slabs())
+            table = self.memory.slab_table()
+            used = table[table[:, SLAB_STATE] != NO_SLAB]
+            slots = wanted(slabs := slabs_of(used))
             # No two have one number, whatever the word says.
             number = max(0, int(self.memory.header[index_words.NEXT_SLAB]), *(1 + slab.number for slab in slabs))
-            could_be = 0 < slots <= len(self.memory.rows) and number <= LARGEST_NUMBER
-            slab = self._place(number, slot_size, slots, MAKING, self._members.id) if could_be else None
-            if slab is not None:
-                self.memory.header[index_words.NEXT_SLAB] = number + 1
-            return slab
+            first = 0
+            for other in used[used[:, FIRST].argsort()]:
+                if first + slots <= other[FIRST]:
+                    break
+                first = int(other[FIRST] + other[SLOTS])
+            fits = len(used) < MOST_SLABS and 0 < slots <= len(self.memory.rows) - first
+            if not fits or number > LARGEST_NUMBER:
+                return None
+            position = int((table[:, SLAB_STATE] == NO_SLAB).argmax())
+            self.memory.slabs[position] = [number, slot_size, slots, first, NO_SLAB, slots, 0, self._members.id]
+            self.memory.slabs[position, SLAB_STATE] = MAKING
+            self.memory.header[SLAB_CHANGES] += 1
+            self.memory.header[index_words.NEXT_SLAB] = number + 1
+            return Slab(number, slot_size, slots, first)
 
     def grow_sets(self) -> None:
         """Have as many sets as the slots want, a few at a time. Raises IndexBusyError."""
@@ -936,10 +954,12 @@ class SlabIndex:
 
     def add_found_slabs(self, found: Sequence[tuple[int, int, int]]) -> None:
         """Slabs that are there, for a rebuild: number, slot size, slots. Before others have the memory."""
-        header = self.memory.header
-        for number, slot_size, slots in found:
-            self._place(number, slot_size, slots, SCANNING, 0)
+        header, first = self.memory.header, 0
+        for position, (number, slot_size, slots) in enumerate(found):
+            self.memory.slabs[position] = [number, slot_size, slots, first, SCANNING, 0, 0, 0]
             header[index_words.NEXT_SLAB] = max(int(header[index_words.NEXT_SLAB]), number + 1)
+            first += slots
+        header[SLAB_CHANGES] += 1
         sets = self._sets_wanted()
         header[index_words.SETS] = sets
         header[index_words.LEVEL] = 1 << (sets.bit_length() - 1)
@@ -1028,10 +1048,8 @@ class SlabIndex:
         dead = self._dead()
 
         def ranks_of(slab: Words) -> Words:
-            step = max(1, int(slab[SLOTS]) // _MOST_TOGETHER)
-            ranks = np.empty(int(slab[SLOTS]) // step + 1, np.int64)
-            some: Words = ranks[: self.memory.table.sample(slab[None, :], 0, step, oldest, dead, ranks, tenancy)]
-            return some
+            rows = np.arange(slab[FIRST], slab[FIRST] + slab[SLOTS], max(1, int(slab[SLOTS]) // _MOST_TOGETHER))
+            return self._ranks(rows, oldest, dead, tenancy)
 
         def worth(slab: Words) -> int:
             # Not that of its coldest page: the warm ones go, too.
@@ -1056,27 +1074,6 @@ class SlabIndex:
         """Whether a page of the slab has one of these hashes."""
         rows = self.memory.rows[slab.first_row : slab.first_row + slab.slots]
         return bool(np.isin(rows[rows[:, STATE] & STATES == index_words.PAGE, index_words.HASH], spared).any())
-
-    def _place(self, number: int, slot_size: int, slots: int, state: int, of: int) -> Slab | None:
-        """Allocate the rows of a new slab; None where there are no more."""
-        table, known = self.memory.slabs, self.memory.slab_table()
-        used = known[known[:, SLAB_STATE] != NO_SLAB]
-        if len(used) == MOST_SLABS:
-            return None
-        first = 0
-        for other in used[used[:, FIRST].argsort()]:
-            if first + slots <= other[FIRST]:
-                break
-            first = max(first, int(other[FIRST] + other[SLOTS]))
-        if first + slots > len(self.memory.rows):
-            return None
-        position = int((known[:, SLAB_STATE] == NO_SLAB).argmax())
-        free = slots if state == MAKING else 0
-        table[position] = [number, slot_size, slots, first, NO_SLAB, free, 0, of]
-        table[position, SLAB_STATE] = state
-        self._known_of(slot_size)
-        self.memory.header[SLAB_CHANGES] += 1
-        return Slab(number, slot_size, slots, first)
 
     def _set_state(self, slab: Slab, before: int, after: int) -> bool:
         table, position = self.memory.slabs, self._position(slab, before)
@@ -1200,9 +1197,21 @@ class SlabIndex:
             yield
 
 
+def _is_outdated(known: list[int] | None) -> bool:
+    return known is None or known[LEFT] <= 0 or len(known) == WINDOWS
+
+
 def _of_writer(slot_size: int, tenancy: Words | None) -> tuple[int, int]:
     """What may go differs from tenant to tenant, and so do the coldest pages; the number is -1 without tenants."""
     return slot_size, -1 if tenancy is None else int(tenancy[index_words.WRITER])
+
+
+def are_coldest(ranks: Words, together: int, cold: int, cool: int) -> npt.NDArray[np.bool_]:
+    """Which slots rank up to ``cool`` in groups of which one ranks up to ``cold``: slots become free side by side."""
+    lowest = np.minimum.reduceat(ranks, np.arange(0, len(ranks), together))
+    of_groups = np.repeat((lowest <= cold) & (lowest != NO_PAGE), together)[: len(ranks)]
+    coldest: npt.NDArray[np.bool_] = of_groups & (ranks <= cool) & (ranks != NO_PAGE)
+    return coldest
 
 
 def slots_in_group(slot_size: int, slots: int) -> int:

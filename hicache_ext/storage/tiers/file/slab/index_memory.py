@@ -9,7 +9,7 @@ Others hand it over, so what is no such memory is never mapped, and where slabs 
 (``slab_table``). What the words of the other parts say is checked where they are used (index_words.py).
 
 Its parts are as large as the directory may ever need, and take memory only where they were written: 64 bytes a slot in
-``rows``, 18 to 37 in ``sets``; 1.6 MiB for the miniatures. What the words mean: index_words.py, miniatures.py.
+``rows``, 18 to 37 in ``sets``; 1.6 MiB for the miniatures. What the words mean: index_words.py.
 
 Each process listens at ``<its id>.sock`` (members.py). Who joins asks those that live and that it trusts
 (``_is_trusted``), all simultaneously, and takes the first answer. A socket in a directory is found by its path alone:
@@ -23,6 +23,7 @@ import contextlib
 import errno
 import fcntl
 import functools
+import math
 import mmap
 import os
 import select
@@ -40,16 +41,15 @@ from hicache_ext.runtime.access import access_in, is_for_group
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.file_lock import close_in_forks
 from hicache_ext.runtime.members import living_members
-from hicache_ext.storage.tiers.file.slab import index_words, miniatures
+from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index_words import Table, Words
 
-INDEX_FORMAT = 0x68696361 << 8 | 13
+INDEX_FORMAT = 0x68696361 << 8 | 14
 """Processes of another format cannot share an index; they have a directory of their own then (manifest.py)."""
 
 _BLOCK = 4096
 _WORD = 8
 _ROW_BYTES = index_words.ROW_WORDS * _WORD
-_SIZES = 16
 MOST_SLABS = 4096
 _MOST_IDENTITIES = 1 << 20
 _MEMBERS = 1024
@@ -94,27 +94,9 @@ class IndexMemory:
         sound = 0 < rows_most <= index_words.ROW and 0 < ghost_sets <= _MOST_GHOSTS
         if not sound or self.header[index_words.FORMAT] != INDEX_FORMAT or length != _size(rows_most, ghost_sets):
             raise ValueError("an index of another format")
-        parts = iter(_parts(rows_most, ghost_sets))
-
-        def part(*shape: int) -> Words:
-            at, count = next(parts)
-            return all_words[at : at + count].reshape(shape)
-
-        part(index_words.HEADER_WORDS)
-        self.sizes = part(_SIZES, index_words.SIZE_WORDS)
-        self.members = part(_MEMBERS)
-        """Ids of processes that joined; negative once one was seen dead."""
-        self.slabs = part(MOST_SLABS, index_words.SLAB_WORDS)
-        self.identities = part(_MOST_IDENTITIES, index_words.IDENTITY_WORDS)
-        self.ghosts = part(3, ghost_sets, index_words.WAYS)
-        self.events = part(_EVENTS, 2)
-        """Uses that the miniatures have yet to look at: a ring."""
-        self.small = part(miniatures.SMALL_WORDS)
-        self.entries = part(miniatures.ENTRY_WORDS, _SMALL_SETS, index_words.WAYS)
-        """What the miniatures know, and of which pages (miniatures.py)."""
-        self.tenants = part(index_words.TENANTS, index_words.TENANT_WORDS)
-        self.sets = part(_power_of_two(-(-rows_most // _ROWS_PER_SET)), index_words.WAYS)
-        self.rows = part(rows_most, index_words.ROW_WORDS)
+        parts = [all_words[at : at + math.prod(shape)].reshape(shape) for at, shape in _parts(rows_most, ghost_sets)]
+        self.members, self.slabs, self.identities, self.ghosts, *more = parts[1:]
+        self.events, self.small, self.entries, self.tenants, self.sets, self.rows = more
         of_tables = self.rows, self.sets, self.header, self.identities, self.ghosts
         self.table = Table(*of_tables, self.events, self.small, self.entries, self.tenants)
         self._rows_at = _parts(rows_most, ghost_sets)[-1][0] * _WORD
@@ -205,32 +187,35 @@ def _power_of_two(at_least: int) -> int:
     return 1 << max(0, at_least - 1).bit_length()
 
 
-def _parts(rows_most: int, ghost_sets: int) -> list[tuple[int, int]]:
-    """Where each part begins, in words, and its words."""
-    counts = [
-        index_words.HEADER_WORDS,
-        _SIZES * index_words.SIZE_WORDS,
-        _MEMBERS,
-        MOST_SLABS * index_words.SLAB_WORDS,
-        _MOST_IDENTITIES * index_words.IDENTITY_WORDS,
-        3 * ghost_sets * index_words.WAYS,
-        2 * _EVENTS,
-        miniatures.SMALL_WORDS,
-        miniatures.ENTRY_WORDS * _SMALL_SETS * index_words.WAYS,
-        index_words.TENANTS * index_words.TENANT_WORDS,
-        _power_of_two(-(-rows_most // _ROWS_PER_SET)) * index_words.WAYS,
-        rows_most * index_words.ROW_WORDS,
-    ]
+def _parts(rows_most: int, ghost_sets: int) -> list[tuple[int, tuple[int, ...]]]:
+    """Where each part begins, in words, and its shape."""
+    shapes: Sequence[tuple[int, ...]] = (
+        (index_words.HEADER_WORDS,),
+        # Ids of processes that joined; negative once one was seen dead.
+        (_MEMBERS,),
+        (MOST_SLABS, index_words.SLAB_WORDS),
+        (_MOST_IDENTITIES, index_words.IDENTITY_WORDS),
+        # Ghosts.
+        (3, ghost_sets, index_words.WAYS),
+        # Uses that the miniatures have yet to look at: a ring; what they know, and of which pages.
+        (_EVENTS, 2),
+        (index_words.SMALL_WORDS,),
+        (index_words.ENTRY_WORDS, _SMALL_SETS, index_words.WAYS),
+        (index_words.TENANTS, index_words.TENANT_WORDS),
+        # Sets and rows.
+        (_power_of_two(-(-rows_most // _ROWS_PER_SET)), index_words.WAYS),
+        (rows_most, index_words.ROW_WORDS),
+    )
     parts, at = [], 0
-    for count in counts:
-        parts.append((at, count))
-        at += count + -count % (_BLOCK // _WORD)
+    for shape in shapes:
+        parts.append((at, shape))
+        at += -(-math.prod(shape) // (_BLOCK // _WORD)) * (_BLOCK // _WORD)
     return parts
 
 
 def _size(rows_most: int, ghost_sets: int) -> int:
-    at, count = _parts(rows_most, ghost_sets)[-1]
-    return (at + count) * _WORD
+    at, shape = _parts(rows_most, ghost_sets)[-1]
+    return (at + math.prod(shape)) * _WORD
 
 
 _HEADER_BYTES = index_words.HEADER_WORDS * _WORD

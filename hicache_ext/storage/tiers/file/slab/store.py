@@ -446,10 +446,8 @@ class SlabStore(PathStore):
                 of_size.setdefault(slot_size_of(sizes[position]), []).append(position)
             wanted = {slot_size: np.array(pages) for slot_size, pages in of_size.items()}
         ticket = self._index.next_ticket()
-        bound = NO_PAGE
-        if tenancy is None and positions[0] > 0:
-            bound = self._index.bound_behind(batch.keys[positions[0] - 1], self._oldest())
-        places = self._allocator.take(wanted, ticket, self._oldest(), tenancy, bound)
+        before = batch.keys[positions[0] - 1] if tenancy is None and positions[0] > 0 else None
+        places = self._allocator.take(wanted, ticket, self._oldest(), tenancy, before)
         tenant = 0
         if tenancy is not None:
             tenant, evicted = int(tenancy[index_words.WRITER]), tenancy[index_words.EVICTED : index_words.WRITER]
@@ -457,7 +455,7 @@ class SlabStore(PathStore):
             evicted[:] = 0
         lacking = len(positions) - sum(map(len, places.values()))
         self.metrics.add("rejected", "capacity", lacking)
-        goes_on = not lacking or bound == NO_PAGE
+        goes_on = not lacking or self._index.bound_behind(before, self._oldest()) == NO_PAGE
         parts = []
         for slot_size, rows in places.items():
             at = wanted[slot_size][: len(rows)]
