@@ -26,40 +26,74 @@ FORMER = {
     "test_clear_leaves_other_models_alone": "-> test_clear_leaves_other_models_and_strangers_files_alone",
     "test_clear_leaves_strangers_files_alone": "-> test_clear_leaves_other_models_and_strangers_files_alone",
     "test_results_are_lists_of_the_right_type": "-> test_ten_thousand_keys_are_answered",
-    "test_an_older_release_is_refused_with_one_sentence": "releases before 0.5.23 refuse --unified-cache-external-linker-backend dynamic themselves",
+    "test_an_older_release_is_refused_with_one_sentence": (
+        "releases before 0.5.23 refuse --unified-cache-external-linker-backend dynamic themselves"
+    ),
     "test_an_absent_page_is_a_miss": "-> test_keys_that_differ_in_one_byte_are_different_pages",
     "test_memory_is_left_alone_once_a_read_has_returned": "-> test_memory_is_left_alone_once_a_call_has_returned",
     "test_memory_may_be_reused_once_a_write_has_returned": "-> test_memory_is_left_alone_once_a_call_has_returned",
-    "test_another_process_sees_the_pages_exactly_if_that_is_declared": "-> test_processes_see_each_others_pages_exactly_if_declared",
+    "test_another_process_sees_the_pages_exactly_if_that_is_declared": (
+        "-> test_processes_see_each_others_pages_exactly_if_declared"
+    ),
     "test_pages_that_another_process_stored_are_read": "-> test_processes_see_each_others_pages_exactly_if_declared",
     "test_exists_counts_the_leading_run_and_never_more": "-> test_only_the_leading_run_counts_and_is_read",
     "test_a_missing_page_ends_the_run_of_a_read": "-> test_only_the_leading_run_counts_and_is_read",
     "test_a_read_of_what_was_never_written_is_soft": "-> test_only_the_leading_run_counts_and_is_read",
     "test_no_keys_are_no_pages": "-> test_only_the_leading_run_counts_and_is_read",
-    "test_removed_pages_are_gone_and_can_be_stored_again": "-> test_removed_pages_are_counted_once_and_gone_and_can_be_stored_again",
-    "test_remove_counts_each_page_that_was_there_once": "-> test_removed_pages_are_counted_once_and_gone_and_can_be_stored_again",
-    "test_the_same_page_hash_under_another_identity_is_another_page": "-> test_keys_that_differ_in_one_byte_are_different_pages",
+    "test_removed_pages_are_gone_and_can_be_stored_again": (
+        "-> test_removed_pages_are_counted_once_and_gone_and_can_be_stored_again"
+    ),
+    "test_remove_counts_each_page_that_was_there_once": (
+        "-> test_removed_pages_are_counted_once_and_gone_and_can_be_stored_again"
+    ),
+    "test_the_same_page_hash_under_another_identity_is_another_page": (
+        "-> test_keys_that_differ_in_one_byte_are_different_pages"
+    ),
     "test_contains_answers_page_by_page": "-> test_ten_thousand_keys_are_answered",
     "test_clear_leaves_other_identities_alone": "-> test_clear_tells_identities_apart_that_look_alike",
-    "test_clear_of_an_identity_without_pages_is_zero_and_removes_nothing": "-> test_clear_tells_identities_apart_that_look_alike",
-    "test_an_identity_whose_pages_were_removed_is_not_counted_by_clear": "-> test_removed_pages_are_counted_once_and_gone_and_can_be_stored_again",
+    "test_clear_of_an_identity_without_pages_is_zero_and_removes_nothing": (
+        "-> test_clear_tells_identities_apart_that_look_alike"
+    ),
+    "test_an_identity_whose_pages_were_removed_is_not_counted_by_clear": (
+        "-> test_removed_pages_are_counted_once_and_gone_and_can_be_stored_again"
+    ),
     "test_a_closed_store_still_describes_itself": "-> test_a_closed_store_refuses_calls_and_may_be_closed_again",
     "test_register_identity_takes_any_document_twice": "-> test_identities_are_kept_exactly_if_that_is_declared",
-    "test_latencies_fall_into_the_buckets_of_their_bounds": "-> test_latencies_go_out_as_they_are_measured_in_the_buckets_of_their_bounds",
-    "test_latencies_go_out_as_they_are_measured": "-> test_latencies_go_out_as_they_are_measured_in_the_buckets_of_their_bounds",
-    "test_what_one_thread_goes_through_no_other_changes": "what was said is remembered by LimitedLog alone, under its lock",
-    "test_a_tier_without_a_breaker_gets_its_timeout_since_nobody_would_try_it_again": "every tier that has guards has a breaker",
-    "test_a_writer_that_is_no_member_counts_until_it_was_silent_for_ten_minutes": "-> test_an_account_with_a_writer_that_is_no_member_is_none_and_counted_anew",
+    "test_latencies_fall_into_the_buckets_of_their_bounds": (
+        "-> test_latencies_go_out_as_they_are_measured_in_the_buckets_of_their_bounds"
+    ),
+    "test_latencies_go_out_as_they_are_measured": (
+        "-> test_latencies_go_out_as_they_are_measured_in_the_buckets_of_their_bounds"
+    ),
+    "test_what_one_thread_goes_through_no_other_changes": (
+        "what was said is remembered by LimitedLog alone, under its lock"
+    ),
+    "test_a_tier_without_a_breaker_gets_its_timeout_since_nobody_would_try_it_again": (
+        "every tier that has guards has a breaker"
+    ),
+    "test_a_writer_that_is_no_member_counts_until_it_was_silent_for_ten_minutes": (
+        "-> test_an_account_with_a_writer_that_is_no_member_is_none_and_counted_anew"
+    ),
     "test_the_file_of_a_writer_of_an_earlier_version_is_removed_after_ten_minutes": _PAST,
-    "test_clear_leaves_strangers_files_where_they_were": "-> test_clear_moves_strangers_files_aside_with_the_directory_around_them",
-    "test_a_writer_of_an_earlier_version_counts_until_it_was_silent_for_ten_minutes": "-> test_an_account_with_a_writer_that_is_no_member_is_none_and_counted_anew",
-    "test_a_node_serves_what_the_tiers_policy_serves_page_by_page": "-> test_a_node_serves_what_lru_that_frees_tails_first_serves",
-    "test_a_node_on_paper_serves_about_what_an_index_that_is_held_to_the_same_candidate_serves": "-> test_a_node_on_paper_serves_about_what_an_index_that_is_held_to_last_use_serves",
+    "test_clear_leaves_strangers_files_where_they_were": (
+        "-> test_clear_moves_strangers_files_aside_with_the_directory_around_them"
+    ),
+    "test_a_writer_of_an_earlier_version_counts_until_it_was_silent_for_ten_minutes": (
+        "-> test_an_account_with_a_writer_that_is_no_member_is_none_and_counted_anew"
+    ),
+    "test_a_node_serves_what_the_tiers_policy_serves_page_by_page": (
+        "-> test_a_node_serves_what_lru_that_frees_tails_first_serves"
+    ),
+    "test_a_node_on_paper_serves_about_what_an_index_that_is_held_to_the_same_candidate_serves": (
+        "-> test_a_node_on_paper_serves_about_what_an_index_that_is_held_to_last_use_serves"
+    ),
     "test_ghosts_that_are_forgotten_are_those_of_the_tiers_policy": _PLAN,
     "test_the_core_does_what_python_does": _PLAN,
     "test_the_core_does_what_python_does_with_conversations": _PLAN,
     "test_requests_of_no_node_and_fleets_beyond_all_memory_are_refused": _PLAN,
-    "test_the_conversation_trace_is_served_as_the_policy_serves_it": "-> test_the_conversation_trace_is_served_as_lru_serves_it",
+    "test_the_conversation_trace_is_served_as_the_policy_serves_it": (
+        "-> test_the_conversation_trace_is_served_as_lru_serves_it"
+    ),
     "test_without_the_native_core_a_sentence_says_what_to_do": "-> test_a_plan_is_made_without_the_native_core",
     "test_compiled_and_in_python_are_the_same": _PLAN,
     "test_ghosts_that_wrap_around_their_ring_are_those_of_the_tiers_policy": _PLAN,
@@ -289,12 +323,8 @@ FORMER = {
         "-> test_a_quota_below_the_capacity_keeps_the_newest_page_files_and_packs"
     ),
     "test_a_timer_that_compiled_code_set_is_not_taken_for_ones_own": "Python sets its timeout before each operation",
-    "test_compiled_and_in_python_are_the_same": "-> test_the_core_does_what_python_does",
     "test_compiled_code_and_numpy_give_equal_bytes": "-> test_the_core_and_numpy_give_equal_bytes",
     "test_compiled_code_and_numpy_make_equal_planes": ("-> test_the_core_and_numpy_make_equal_planes_at_any_address"),
-    "test_ghosts_that_wrap_around_their_ring_are_those_of_the_tiers_policy": (
-        "-> test_ghosts_that_are_forgotten_are_those_of_the_tiers_policy"
-    ),
     "test_its_source_is_among_those_that_compiled_code_depends_on": _NUMBA,
     "test_pages_whose_pieces_fill_a_system_call_are_stored_beside_no_other_memory": (
         "-> test_pages_whose_pieces_fill_a_system_call_are_written_and_read"
@@ -347,9 +377,6 @@ FORMER = {
     ),
     "test_a_manifest_that_a_downgrade_left_empty_beside_slabs_is_made_anew": (
         "-> test_a_manifest_that_a_downgrade_left_empty_costs_no_page_in_slabs"
-    ),
-    "test_a_writer_of_an_earlier_version_counts_until_it_was_silent_for_ten_minutes": (
-        "-> test_a_writer_that_is_no_member_counts_until_it_was_silent_for_ten_minutes"
     ),
     "test_every_guard_can_be_left_out": _KEY,
     "test_pins_replicas_and_groups_are_taken_by_the_engine": (
