@@ -42,13 +42,13 @@ def before_queued(scheduler: Any, req: Any, *_: Any, **__: Any) -> None:
     """
     try:
         custom = req.sampling_params.custom_params
-        says_nothing = req.kv_hints is None and not (custom and OPTIONS in custom)
+        ours = custom.get(OPTIONS) if isinstance(custom, Mapping) else None
+        says_nothing = req.kv_hints is None and ours is None
         owned = tenants.in_force() is not None and not scheduler.spec_algorithm.is_eagle()
         if (says_nothing and not owned) or req in _heard or not (backends := attached_backends()):
             return
         _heard.add(req)
         if owned:
-            ours = custom.get(OPTIONS) if isinstance(custom, Mapping) else None
             for backend in backends:
                 backend.note_tenant(ours.get("tenant") if isinstance(ours, Mapping) else None, req)
         if says_nothing or (said := said_by(req.kv_hints, custom)) is None:

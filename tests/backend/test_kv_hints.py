@@ -91,7 +91,9 @@ def test_the_pages_of_a_request_are_its_tenant_s_and_so_is_what_is_written_behin
     try:
         owners = tenants.in_force()
         assert owners is not None
-        for key, custom, expected in (("team-a/x", None, "team-a"), ("y", {"hicache_ext": {"tenant": "b"}}, "b")):
+        said = {"hicache_ext": {"tenant": "b"}}
+        # What is no mapping says nothing, and hides no tenant.
+        for key, custom, expected in (("team-a/z", 5, "team-a"), ("team-a/x", None, "team-a"), ("y", said, "b")):
             queue(request(extra_key=key, custom=custom))
             chain = PageChain(PAGE_SIZE, extra_key=key, cache_salt=None)
             chain.extend(PROMPT)

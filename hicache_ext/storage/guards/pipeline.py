@@ -381,8 +381,9 @@ class ExistsBudget:
         self._lock = threading.Lock()
         self._found: dict[bytes, float] = {}
         """Key -> until when it is answered as present, in that order: all entries live equally long."""
-        self._forgotten = 0
-        """Raised whenever something is forgotten: a look-up under way may have looked before that, and is not kept."""
+        self._forgotten: dict[object, set[bytes]] = {}
+        """Of each look-up under way, the keys that were forgotten since it began: it may have looked before that. A
+        look-up that is not there any more keeps nothing, because everything was forgotten."""
 
     def contains(self, keys: Sequence[bytes], ask: Callable[[list[bytes]], list[bool]]) -> list[bool]:
         known = self._known(keys)
@@ -399,17 +400,19 @@ class ExistsBudget:
 
     @property
     def knows_some(self) -> bool:
-        return bool(self._found)
+        return bool(self._found or self._forgotten)
 
-    def forget(self, keys: Iterable[bytes] | None = None) -> None:
+    def forget(self, keys: Sequence[bytes] | None = None) -> None:
         """The answer for these (None: all) may be another one now."""
         with self._lock:
-            self._forgotten += 1
             if keys is None:
                 self._found.clear()
-            elif self._found:
+                self._forgotten.clear()
+            elif self.knows_some:
                 for key in keys:
                     self._found.pop(key, None)
+                for forgotten in self._forgotten.values():
+                    forgotten.update(keys)
 
     def close(self) -> None:
         if self.threads.close(_CLOSE_WAIT):
@@ -438,19 +441,22 @@ class ExistsBudget:
 
     def _found_in_time(self, asked: Sequence[bytes], find: Callable[[], list[bytes]]) -> list[bytes]:
         """What ``find`` finds of ``asked``, on another thread; nothing where that did not end within the budget."""
-        forgotten = self._forgotten
 
         def look() -> list[bytes]:
+            found, look_up = list[bytes](), object()
+            with self._lock:
+                self._forgotten[look_up] = set()
             try:
                 found = find()
             except StoreClosedError:
-                return []  # the store was closed during the look-up
+                pass  # the store was closed during the look-up
             except Exception as error:  # noqa: BLE001 - nobody may be waiting for it any more
                 logger.warning("hicache_ext: tier %s: a look-up raised %r", self._store.name, error)
-                return []
-            with self._lock:
-                if self._forgotten == forgotten:
-                    self._remember(found)
+            finally:
+                with self._lock:
+                    forgotten = self._forgotten.pop(look_up, None)
+                    if forgotten is not None:
+                        self._remember([key for key in found if key not in forgotten])
             return found
 
         if not asked:

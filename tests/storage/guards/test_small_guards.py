@@ -221,13 +221,36 @@ def test_the_scheduler_gets_what_is_known_and_later_what_was_found(hung: HungSto
     wait_until(lambda: hung.calls == 2)
     hung.let_go()
     wait_until(lambda: hung.waiting == 0)
-    wait_until(lambda: store._budget.knows_some)
+    wait_until(lambda: store._budget._found)
     hung.hang()
     with answering_at_once():
         assert store.count_leading(keys) == 3
         assert store.contains(keys) == [True, True, True, False, False]
     hung.let_go()
     store.close()
+
+
+def test_what_is_forgotten_during_a_late_look_up_takes_nothing_else_with_it(hung: HungStore, clock: Clock) -> None:
+    """A read that misses some other page used to throw away all that every late look-up found: a slow tier beside a
+    busy reader was never found at all."""
+    store = guard(hung, clock=clock, exists_budget=0.02)
+    *keys, other = page_keys(4)
+    store_pages(hung.inner, keys)
+    hung.hang()
+    with answering_at_once():
+        assert store.count_leading(keys) == 0
+    wait_until(lambda: hung.waiting == 1)
+    store._budget.forget([other, keys[2]])
+    hung.let_go()
+    wait_until(lambda: store._budget._found)
+    hung.hang()
+    with answering_at_once():
+        assert store.count_leading(keys) == 2
+    store._budget.forget()
+    hung.let_go()
+    wait_until(lambda: hung.waiting == 0)
+    store.close()
+    assert not store._budget.knows_some
 
 
 def test_a_store_in_time_answers_the_scheduler_exactly(clock: Clock) -> None:

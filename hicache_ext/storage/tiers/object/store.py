@@ -410,23 +410,29 @@ class ObjectPageStore(TierStore):
 
     def _write(self, batch: PageBatch) -> list[SetResult]:
         deadline = self._requests.deadline()
-        # On the caller's thread: those of the requests are for everybody. Half of the time is left for writing.
-        verdicts = self._bad_pages.settle(batch.keys, (time.monotonic() + deadline) / 2)
         first: dict[bytes, int] = {}
         for position, key in enumerate(batch.keys):
             first.setdefault(key, position)
         results: dict[int, SetResult] = {}
         found, failed = self._look_up(list(first), self._clearing.hides, deadline)
+        sizes = {key: HEADER_LENGTH + batch.sizes[position] for key, position in first.items()}
+        for key, there in found.items():
+            if there.pack.page_bytes != sizes[key]:
+                self._suspect(key, sizes[key], Sighting(there.pack.page_bytes), "length")
+        # On the caller's thread: those of the requests are for everybody. Half of the time is left for writing.
+        verdicts = self._bad_pages.settle(batch.keys, (time.monotonic() + deadline) / 2)
         new: dict[bytes, list[int]] = {}
         for key, position in first.items():
-            size, place, verdict = HEADER_LENGTH + batch.sizes[position], found.get(key), verdicts.get(key)
+            place, verdict = found.get(key), verdicts.get(key)
             is_denied = verdict is Verdict.DENIED
-            if not is_denied and (size > LARGEST_PAGE or verdict in (Verdict.WITHHELD, Verdict.UNCLEAR)):
+            is_writable = is_denied or (verdict is not None and verdict.free)
+            if verdict in (Verdict.WITHHELD, Verdict.UNCLEAR) or (sizes[key] > LARGEST_PAGE and not is_denied):
                 results[position] = SetResult.REJECTED
-            # One of another length is replaced: of two copies the newer one is read.
-            elif not is_denied and place is not None and place.pack.page_bytes == size:
-                results[position] = SetResult.EXISTS
-            elif failed and place is None:
+            elif place is not None and not is_writable:
+                # A whole page of another length: whoever expects this one is wrong, or this process is.
+                is_it = place.pack.page_bytes == sizes[key]
+                results[position] = SetResult.EXISTS if is_it else SetResult.REJECTED
+            elif failed and place is None and not is_writable:
                 # It may be there: a store that does not list would get one more copy of it from every server.
                 results[position] = SetResult(failed)
             else:

@@ -185,6 +185,23 @@ def test_a_pack_that_is_cut_costs_the_pages_behind_the_cut(store: ObjectPageStor
     assert_hits(store, keys, PAGE)
 
 
+def test_who_expects_another_length_replaces_no_good_page(
+    store: ObjectPageStore, open_store: Callable[[int], ObjectPageStore], s3_server: S3Server, raw: RawBucket
+) -> None:
+    """Each of its writes used to add a newer copy, which everybody else then found to be bad."""
+    wrong, key = open_store(s3_server.port), page_keys(1)[0]
+    assert store_pages(store, [key], PAGE) == [SetResult.STORED]
+    before = raw.names("packs")
+    for _ in range(3):
+        assert store_pages(wrong, [key], [5000]) == [SetResult.REJECTED]
+        assert_hits(store, [key], PAGE)
+    assert raw.names("packs") == before
+    stored = raw.read(key) or b""
+    raw.write(key, stored[:-1] + bytes([stored[-1] ^ 1]))
+    assert store_pages(wrong, [key], [5000]) == [SetResult.STORED]
+    assert_hits(wrong, [key], [5000])
+
+
 @pytest.fixture
 def read_again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Most bytes of each read of an examination."""
