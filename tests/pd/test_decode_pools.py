@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -286,7 +286,7 @@ class DecodeNode:
 
     def close(self) -> None:
         assert self.manager.writer.stop(60)
-        self.pools.controller.storage_backend.close()
+        self.pools.controller.detach_storage_backend()
 
 
 def config(directory: Path) -> dict[str, Any]:
@@ -296,6 +296,9 @@ def config(directory: Path) -> dict[str, Any]:
 
 class PrefillNode:
     """SGLang's host pools of another process, which finds pages and moves them to its own device."""
+
+    opened: ClassVar[list[PrefillNode]] = []
+    """Closed with the decode nodes: each has seven threads."""
 
     def __init__(self, kind: str, directory: Path, layout: str) -> None:
         from sglang.srt.runtime_context import get_memory
@@ -311,6 +314,10 @@ class PrefillNode:
                 storage_backend_extra_config=config(directory),
             )
         self.backend = self.pools.controller.storage_backend
+        self.opened.append(self)
+
+    def close(self) -> None:
+        self.pools.controller.detach_storage_backend()
 
     def restorable(self, keys: list[str], tails: dict[str, int]) -> int:
         """Pages that SGLang would restore: where all pools have what their policy asks for."""
@@ -443,8 +450,9 @@ def node_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
             return nodes[-1]
 
         yield make
-        for node in nodes:
+        for node in (*nodes, *PrefillNode.opened):
             node.close()
+        PrefillNode.opened.clear()
 
 
 LAYOUTS = {
