@@ -31,7 +31,7 @@ help:
 	@echo "make demo       a real SGLang server is killed and goes on from disk (MODEL=path for your own model)"
 	@echo "make test       what every change must pass: lint, fast tests, real processes, a real SGLang server for each promise"
 	@echo "make test-all   every test, and which lines of the package the fast ones ran; an hour"
-	@echo "make test-fast  the tests that need no server, four to fourteen minutes on two cores"
+	@echo "make test-fast  the tests that need no server and no other process, two minutes on two cores"
 	@echo "make coverage   all fast tests, and which lines of the package they ran"
 	@echo "make test-release RELEASE=0.5.24  everything that needs no server, and a file tier under real servers, with that SGLang"
 	@echo "make releases   the tests of storage with every tested SGLang, 40 minutes; writes the table in README.md"
@@ -77,7 +77,7 @@ test-all: setup-test-all lint coverage
 	$(PYTEST) $(BESIDE) -m slow --durations=100
 
 test-fast: setup-test
-	$(PYTEST) $(FAST) -m "not slow and $(SOON)"
+	$(PYTEST) $(FAST) -m "not slow and not patient and $(SOON)"
 
 coverage: setup-test
 	$(PYTEST) $(FAST) -m "not slow" $(COVERAGE)

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from hicache_ext import native
 from tests.native.sanitized import use_the_core_that_is_to_be_tested
-from tests.thorough import mark_what_is_thorough
+from tests.thorough import is_patient, mark_what_is_patient, mark_what_is_thorough
 
 # Workers and servers share the machine's cores: threads of torch would wait for each other, for a third of the time.
 # Before anything imports torch.
@@ -51,10 +51,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 gc.disable()
 
 
+@pytest.hookimpl
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files that ``-m`` leaves out as a whole are not imported: half of all, and the slower half."""
+    return is_patient(collection_path) if "not patient" in config.option.markexpr else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Before ``-m`` is looked at."""
     mark_what_is_thorough(items)
+    mark_what_is_patient(items)
 
 
 @pytest.hookimpl(trylast=True)

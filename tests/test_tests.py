@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.thorough import CONFORMANCE, REAL_SERVERS, covering_pairs
+from tests.thorough import CONFORMANCE, MANY_CASES, REAL_SERVERS, covering_pairs, is_patient
 
 ROOT = Path(__file__).parents[1]
 
@@ -234,6 +234,13 @@ def test_the_tables_of_what_stays_name_tests_that_are_there() -> None:
     assert not done.returncode, done.stdout + done.stderr
     collected = {line.partition("[")[0] if "::Test" in line else line for line in done.stdout.splitlines()}
     assert [name for name in named if not any(line.startswith(name) for line in collected)] == []
+
+
+def test_files_with_many_cases_or_with_processes_are_left_out_of_the_fast_tests() -> None:
+    assert [name for name in MANY_CASES if not (ROOT / name).is_file()] == []
+    assert is_patient(ROOT / "tests/cli/test_as_a_process.py")
+    assert is_patient(ROOT / "tests/storage/remote/object/test_object_faults.py")
+    assert not is_patient(ROOT / "tests/page/test_rows.py")
 
 
 def test_every_two_values_of_parameters_meet_in_what_stays_of_their_products() -> None:

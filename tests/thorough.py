@@ -2,14 +2,18 @@
 
 A test of which another one in ``make test`` says as much is marked where it stands. Here are the kinds of which
 there are many: of servers and of conformance suites what stays is listed, and of products of parameters it is worked
-out. docs/decisions/tests-and-tools.md says why.
+out. docs/decisions/tests-and-tools.md says why. What ``make test-fast`` leaves out is marked ``patient``: all of a
+file that starts other processes, and files whose cases are many.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +61,56 @@ CONFORMANCE = (
     "tests/storage/mooncake/test_conformance.py::TestMooncakeStore",
 )
 """Stores that the PageStore suite meets in ``make test``: each medium, and each wrapper at least once."""
+
+QUICK_CONFORMANCE = CONFORMANCE[0], CONFORMANCE[3]
+"""Stores that the PageStore suite meets in ``make test-fast``."""
+
+_OTHER_PROCESSES = re.compile(
+    r"^\s*(?:import|from) .*\b"
+    r"(?:subprocess|multiprocessing|runtime\.commands|container|pods|ranks|own_network|\w*servers?)\b",
+    re.MULTILINE,
+)
+MANY_CASES = (
+    "tests/backend/test_lossy_tier.py",
+    "tests/backend/test_pool_kinds.py",
+    "tests/backend/test_releases.py",
+    "tests/cli/test_every_command.py",
+    "tests/cli/test_prove_command.py",
+    "tests/docs/test_commands.py",
+    "tests/pd/test_decode_pools.py",
+    "tests/storage/admission/test_policy.py",
+    "tests/storage/events/test_publisher.py",
+    "tests/storage/file/test_index.py",
+    "tests/storage/file/test_miniatures.py",
+    "tests/storage/file/test_open_file_tier.py",
+    "tests/storage/file/test_power_loss.py",
+    "tests/storage/file/test_tenants.py",
+    "tests/storage/file/test_ttl_and_pins.py",
+    "tests/storage/test_state_machine.py",
+    "tests/storage/transforms/test_rotation.py",
+    "tests/storage/transforms/test_tools.py",
+)
+"""Files with more cases than ``make test-fast`` has time for."""
+
+
+def mark_what_is_patient(items: Sequence[pytest.Item]) -> None:
+    """Adds the mark to what ``make test-fast`` leaves out."""
+    from hicache_ext.testing.conformance.page_store import PageStoreTests
+
+    for item in items:
+        suite = getattr(item, "cls", None)
+        of_a_suite = suite is not None and issubclass(suite, PageStoreTests)
+        left_out = of_a_suite and item.nodeid.partition("[")[0].rpartition("::")[0] not in QUICK_CONFORMANCE
+        if left_out or is_patient(item.path):
+            item.add_marker("patient")
+
+
+@cache
+def is_patient(file: Path) -> bool | None:
+    """True for a file of tests that ``make test-fast`` leaves out as a whole, None for any other."""
+    if not file.match("test_*.py"):
+        return None
+    return str(file).endswith(MANY_CASES) or bool(_OTHER_PROCESSES.search(file.read_text())) or None
 
 
 def mark_what_is_thorough(items: Sequence[pytest.Item]) -> None:
