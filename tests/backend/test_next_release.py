@@ -196,6 +196,7 @@ print(json.dumps(seen))
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_pages_are_stored_and_restored_through_both_doors_of_the_next_release(
     next_release: Path, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ def test_damaged_pages_are_never_served_by_us_and_the_table_says_what_others_do(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_what_was_synced_survives_power_cuts_and_containers_share_one_bound(tmp_path: Path) -> None:
     if lacking := missing_for("ext4") or missing_for_namespaces():
         pytest.skip(f"missing: {lacking}")
