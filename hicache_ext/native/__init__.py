@@ -2,12 +2,12 @@
 
 A function of it takes one struct of words, a subclass of ``Arguments`` here, and returns a word::
 
-    class NumberPages(Arguments):
-        function = "hicache_number_pages"
-        _fields_ = words("indices page_size page_count numbers number_count")
+    class CheckHeaders(Arguments):
+        function = "hicache_check_headers"
+        _fields_ = words("headers header_count start seals valid")
 
     core = native.core()
-    sound = core(NumberPages(address(indices), page_size, page_count, address(numbers), len(numbers)))
+    core(CheckHeaders(address(headers), len(headers), address(start), address(seals), address(valid)))
 
 Whoever calls keeps the arrays alive until the call has returned. Without the core there are no slabs; everything else
 works in Python and numpy: slower, and with the GIL. Why C, and why so: docs/decisions/native-core.md.
