@@ -577,42 +577,35 @@ struct take_free {
     struct words known;      /* and the caller's copy, checked, which says where they lie. */
     struct words of_size;    /* The positions in both of those to look at. */
     int64_t pending, ticket; /* STATE and HASH of a slot that the caller writes. */
-    int64_t most;            /* Slots that are looked at. */
     struct words taken;      /* Receives as many rows as it has places for, in order of place as far as possible. */
 };
 
-/* Make free slots pending. Under the lock. Returns the number taken. */
+/* Make free slots pending. A slab that says it has some is looked through once, a million rows in some ten
+ * milliseconds. Under the lock. Returns the number taken. */
 PUBLIC int64_t hicache_take_free(const struct take_free *call)
 {
-    int64_t done = 0, looked = 0;
-    for (int64_t which = 0; which < call->of_size.count; which++) {
+    int64_t done = 0;
+    for (int64_t which = 0; which < call->of_size.count && done < call->taken.count; which++) {
         int64_t *slab = call->slabs.at + call->of_size.at[which] * SLAB_WORDS;
         const int64_t *known = call->known.at + call->of_size.at[which] * SLAB_WORDS;
-        int64_t free = load(slab + FREE_SLOTS), slots = known[SLOTS], first = known[FIRST];
+        int64_t free = load(slab + FREE_SLOTS), slots = known[SLOTS], left = slots;
         if (free <= 0 || load(slab + SLAB_STATE) != READY)
             continue;
-        int64_t at = load(slab + CURSOR), before = done, looked_at = load(slab + OF);
-        int64_t left = looked_at >= 0 && looked_at <= slots ? slots - looked_at : slots;
-        while (left > 0 && done < call->taken.count && looked < call->most) {
+        int64_t at = load(slab + CURSOR);
+        for (; left > 0 && done < call->taken.count; at++, left--) {
             if (at >= slots || at < 0)
                 at = 0;
-            int64_t *row = row_at(call->table, first + at);
-            if (load(row + STATE) == FREE) {
-                store(row + HASH, call->ticket);
-                store(row + STATE, call->pending);
-                call->taken.at[done++] = first + at;
-                left = slots;
-            }
-            at++;
-            left--;
-            looked++;
+            int64_t *row = row_at(call->table, known[FIRST] + at);
+            if (load(row + STATE) != FREE)
+                continue;
+            store(row + HASH, call->ticket);
+            store(row + STATE, call->pending);
+            call->taken.at[done++] = known[FIRST] + at;
+            free--;
         }
         store(slab + CURSOR, at);
-        store(slab + OF, left > 0 ? slots - left : 0);
         /* A free slot that is not counted is found with the coldest. */
-        store(slab + FREE_SLOTS, left > 0 ? most(0, free - (done - before)) : 0);
-        if (done == call->taken.count || looked >= call->most)
-            break;
+        store(slab + FREE_SLOTS, left > 0 ? most(0, free) : 0);
     }
     return done;
 }
@@ -677,23 +670,15 @@ PUBLIC int64_t hicache_ranks(const struct ranks *call)
     return count;
 }
 
-/* Whether a hash is one of these, sorted. */
-static bool is_among(struct words hashes, int64_t hash)
-{
-    int64_t at = count_below(hashes.at, hashes.count, 1, hash);
-    return at < hashes.count && hashes.at[at] == hash;
-}
-
 struct evict {
     const struct table *table;
     struct words victims; /* Rows; one becomes -1 where the slot is not free then. */
-    struct words spared;  /* Pages with these hashes, sorted, get a rank `headroom` inserts beyond now instead. */
-    int64_t headroom, oldest;
+    int64_t oldest;
     struct words dead, tenancy; /* As for ranks. */
 };
 
-/* Free each victim that may still be taken, whatever it holds by now. Under the lock. Returns the number of pages
- * evicted, which does not count those that nobody could ask for. */
+/* Free each victim that may be taken. Under the lock. Returns the number of pages evicted, which does not count those
+ * that nobody could ask for. */
 PUBLIC int64_t hicache_evict(const struct evict *call)
 {
     const struct table *table = call->table;
@@ -702,19 +687,11 @@ PUBLIC int64_t hicache_evict(const struct evict *call)
     for (int64_t position = 0; position < call->victims.count; position++) {
         int64_t at = call->victims.at[position], *row = row_at(table, at);
         int64_t rank = rank_of(table, row, call->oldest, call->dead, tenancy);
-        bool is_page_now = rank != NO_PAGE && rank != AT_ONCE;
-        if (is_page_now && is_among(call->spared, load(row + HASH))) {
-            /* From its own word: a rank is the caller's alone. */
-            int64_t now = ORIGIN + TICK * load(table->header + INSERTS);
-            int64_t raised = most(least(load(row + PRIORITY), OWN - 1), now) + TICK * call->headroom;
-            store(row + PRIORITY, least(raised, OWN - 1));
-            rank = NO_PAGE;
-        }
         if (rank == NO_PAGE) {
             call->victims.at[position] = -1;
             continue;
         }
-        if (is_page_now) {
+        if (rank != AT_ONCE) {
             remember(table, row);
             if (tenancy != NULL)
                 tenancy->evicted[tenant_of(row)]++;

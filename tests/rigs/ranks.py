@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from hicache_ext.storage.tiers.file.eviction import KEEP_FIRST, LEARNED_DISTANCE, MAX_PRIORITY
+from hicache_ext.storage.tiers.file.eviction import KEEP_FIRST, LEARNED_DISTANCE, MAX_PRIORITY, ORIGIN, TICK
 
-TICK: Final = 1 << 10
-"""Priorities from one inserted page to the next: the pages of one request fit in between."""
-ORIGIN: Final = 1 << 50
-"""Priority of the clock's start: leaves room below for depth."""
 MAX_HITS: Final = 7
 """More uses count as this many: log2(8) = 3 reuse distances is the longest protection."""
 _MAX_DEPTH: Final = 64

@@ -149,7 +149,7 @@ def random_step(rng: random.Random, now: int) -> Step:
 
     def write(world: Any) -> None:
         taken = np.full(count, -1)
-        done = world.table.take_free(world.slabs, world.believed, of_size, pending, ticket, rng_most, taken)
+        done = world.table.take_free(world.slabs, world.believed, of_size, pending, ticket, taken)
         some = np.random.default_rng(seed).random(done) < 0.9
         rows, at = taken[:done][some].copy(), np.sort(np.random.default_rng(seed).permutation(40)[:done])[some].copy()
         of_keys = keys, one, at, rows, at + 1000, pending, ticket, now, oldest
@@ -157,7 +157,7 @@ def random_step(rng: random.Random, now: int) -> Step:
         give_back(world, taken, pending, ticket)
 
     def leave_pending(world: Any) -> None:
-        world.table.take_free(world.slabs, world.believed, of_size, pending, 99, rng_most, np.full(5, -1))
+        world.table.take_free(world.slabs, world.believed, of_size, pending, 99, np.full(5, -1))
 
     def evict(world: Any) -> None:
         slabs = world.believed[of_size]
@@ -168,10 +168,9 @@ def random_step(rng: random.Random, now: int) -> Step:
             world.table.ranks(some, oldest, dead, tenancy, receives)
         sample = np.sort(np.concatenate(ranks)[seed % 3 :: 3])
         cold, cool = (int(sample[min(len(sample) - 1, at)]) for at in (4, 12))
-        spared = np.unique(index_words.hashes_of(keys[: seed % 3]))
         for some, known in zip(rows, ranks, strict=True):
             victims = some[are_coldest(known, 8, cold, cool)]
-            world.table.evict(victims, spared, slots, oldest, dead, tenancy)
+            world.table.evict(victims, oldest, dead, tenancy)
             slab_of = world.slabs[of_size]
             slab_of[:, index_words.FREE_SLOTS] += 3
             world.slabs[of_size] = slab_of
@@ -227,7 +226,6 @@ def random_step(rng: random.Random, now: int) -> Step:
         world.table.adopt(*of_keys, random_words.integers(0, 99, (many, 2)), first, size, now)
 
     half, rng_capacity = 1 << 19, rng.choice([12, 40, 40, 40])
-    rng_most = rng.choice([3, 50, 4096])
     often = [write, write, write, write, look, use, learn, learn, follow]
     return rng.choice([*often, leave_pending, evict, evict, evict_beside, forget, grow, clear, find_again])
 
@@ -339,7 +337,7 @@ NONE = np.zeros(0, np.int64)
 def put(world: World, keys: Words, *, ghosts: int = 100) -> Words:
     """Write pages into the first slab; their rows."""
     rows, published = np.full(len(keys), -1), np.zeros(len(keys), np.int64)
-    world.table.take_free(world.slabs, world.slabs, np.array([0]), OURS, 1, ROWS, rows)
+    world.table.take_free(world.slabs, world.slabs, np.array([0]), OURS, 1, rows)
     of_pages = np.array([0]), np.arange(len(keys)), rows, np.full(len(keys), 1000)
     world.table.publish(keys, *of_pages, OURS, 1, 1000, 0, 170, ghosts, 0, 0, published)
     assert (published == 1).all()
@@ -347,7 +345,7 @@ def put(world: World, keys: Words, *, ghosts: int = 100) -> Words:
 
 
 def evict(world: World, rows: Words) -> None:
-    assert world.table.evict(rows.copy(), NONE, 170, 0, NONE, None) == len(rows)
+    assert world.table.evict(rows.copy(), 0, NONE, None) == len(rows)
     world.slabs[0, index_words.FREE_SLOTS] += len(rows)
 
 
@@ -390,28 +388,14 @@ def test_a_page_has_one_ghost_although_a_rebuild_brought_it_back() -> None:
 
 
 def test_a_slab_that_wrongly_says_it_has_free_slots_is_looked_through_once() -> None:
-    """A portion of it at a time, under the lock: what was looked at is not looked at again."""
     world, taken = World(), np.full(5, -1)
     world.rows[100:270, STATE] = OURS
-    of_size, free = np.array([0]), []
-    for _ in range(4):
-        assert world.table.take_free(world.slabs, world.slabs, of_size, OURS, 1, 50, taken) == 0
-        free.append(int(world.slabs[0, index_words.FREE_SLOTS]))
-    assert free == [170, 170, 170, 0]
+    world.rows[150, STATE] = FREE
+    assert world.table.take_free(world.slabs, world.slabs, np.array([0]), OURS, 1, taken) == 1
+    assert (taken[0], world.slabs[0, index_words.FREE_SLOTS]) == (150, 0)
 
 
 # -- ranks of single pages ---------------------------------------------------------------------------------------------
-
-
-def test_a_pinned_victim_stays_and_is_out_of_the_way_for_as_long_as_a_tier_lasts() -> None:
-    world, keys = World(), chain(random.Random(1), 3)
-    rows = put(world, keys)
-    victims, spared = rows.copy(), index_words.hashes_of(keys[1:2])
-    assert world.table.evict(victims, spared, 170, 0, NONE, None) == 2
-    assert victims.tolist() == [rows[0], -1, rows[2]]
-    now = ORIGIN + TICK * int(world.header[index_words.INSERTS])
-    assert world.rows[rows[1], PRIORITY] == now + TICK * 170
-    assert index_words.hashes_of(keys[1:2]) == world.rows[rows[1], index_words.HASH]
 
 
 def test_a_use_never_makes_a_page_colder_and_counts_only_as_long_as_the_chain_is_whole() -> None:
@@ -433,7 +417,7 @@ def test_what_is_written_behind_a_page_that_is_there_ranks_below_it() -> None:
     (there,) = put(world, keys[:1])
     world.rows[there, PRIORITY] = 5
     rows, published = np.full(2, -1), np.zeros(2, np.int64)
-    world.table.take_free(world.slabs, world.slabs, np.array([0]), OURS, 1, ROWS, rows)
+    world.table.take_free(world.slabs, world.slabs, np.array([0]), OURS, 1, rows)
     of_pages = np.array([0]), np.arange(2), rows, np.full(2, 1000)
     assert world.table.publish(keys, *of_pages, OURS, 1, 1000, 0, 170, 100, 0, 0, published) == 1
     assert published.tolist() == [0, 1]

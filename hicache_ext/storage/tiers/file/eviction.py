@@ -41,6 +41,10 @@ from __future__ import annotations
 from typing import Final
 
 MAX_PRIORITY: Final = (1 << 63) - 1
+TICK: Final = 1 << 10
+"""Priorities from one inserted page to the next: the pages of one request fit in between."""
+ORIGIN: Final = 1 << 50
+"""Priority of the clock's start: leaves room below for depth."""
 LAST_USE, LEARNED_DISTANCE, KEEP_FIRST = range(3)
 POLICIES: Final = ("last-use", "learned-distance", "keep-first")
 """The candidates, by number."""

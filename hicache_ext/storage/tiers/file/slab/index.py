@@ -85,7 +85,7 @@ _LOOKS_IN_VAIN = 8
 """Looks for victims that free nothing, before a write gets no slot: at pages that stay, mostly."""
 _LOOKS_OF_TENANTS = 3
 _MOST_LOOKED_AT = 1 << 15
-"""Slots looked at for free ones, or for victims, under the lock at once: less than a millisecond."""
+"""Slots looked at for victims, under the lock at once: less than a millisecond."""
 _MOST_EVENTS = 1 << 8
 """Uses that the miniatures look at, under the lock at once."""
 _MOST_RANKED = 1 << 12
@@ -109,6 +109,7 @@ _COMING_AND_GOING = 4
 """Pages that may come or go while rows are counted, for each insert of that time."""
 _NO_NUMBERS = np.array([-1])
 _NONE: Words = np.empty(0, np.int64)
+_NO_ROWS: Words = np.empty((0, index_words.ROW_WORDS), np.int64)
 _NO_TABLE: Words = np.empty((0, 0), np.int64)
 
 
@@ -155,9 +156,6 @@ class Evicted(NamedTuple):
     """One of them was used last at this moment of the clock (``SlabIndex.inserts``)."""
     created: int
     """And written then (milliseconds)."""
-
-
-NOTHING_EVICTED = Evicted(0, 0, 0, 0)
 
 
 class SlabIndex:
@@ -547,68 +545,39 @@ class SlabIndex:
         evicted for them, where ``evicting``. Pages that rank at ``bound_behind(before)`` or above stay, those with a
         hash in ``spared`` (sorted) if they can, those of other tenants up to their shares in any case (``tenancy``;
         None: there are none). Raises IndexBusyError."""
-        rows, done, evicted = np.empty(wanted, np.int64), 0, NOTHING_EVICTED
+        rows, done, gone = np.empty(wanted, np.int64), 0, [_NO_ROWS]
+        freed = in_vain = 0
         dead, of_size = self._dead(), self._taken_from(slot_size)
         wants_victims = evicting and len(of_size) and int(self.memory.slabs[of_size, FREE_SLOTS].sum()) < wanted
-        of = _of_writer(slot_size, tenancy)
-        if wants_victims and _is_outdated(self._coldness.get(of)):
+        if wants_victims and _is_outdated(self._coldness.get(_of_writer(slot_size, tenancy))):
             # Now, and not while others wait for the lock.
             self._measure(of_size, slot_size, wanted, oldest, dead, tenancy)
-        more, gone = True, list[Words]()
-        try:
-            while more and done < wanted:
-                got, evicted, more = self._take(
-                    slot_size, rows[done:], ticket, oldest, spared, dead, gone, tenancy, before, evicting=evicting
-                )
-                done += got
-        except IndexBusyError:
-            if not done:
-                raise
-        if gone:
-            pages = np.concatenate(gone)
-            hashes, states = (np.ascontiguousarray(pages[:, word]) for word in (index_words.HASH, STATE))
-            evicted = evicted._replace(pages=evicted.pages + self._evict_beside(hashes, states, oldest))
-        return rows[:done], evicted
-
-    def _take(
-        self,
-        slot_size: int,
-        rows: Words,
-        ticket: int,
-        oldest: int,
-        spared: Words,
-        dead: Words,
-        gone: list[Words],
-        tenancy: Words | None,
-        before: bytes | None,
-        *,
-        evicting: bool,
-    ) -> tuple[int, Evicted, bool]:
-        """How many slots were taken, what was evicted, and, where nothing may be evicted, whether another call may find
-        free slots further on. Raises IndexBusyError."""
-        evicted = NOTHING_EVICTED
         with self._changing():
             of_size = self._taken_from(slot_size)
             slabs = self.memory.slabs, self.view().table, of_size
 
             def take_free() -> int:
-                return self.memory.table.take_free(*slabs, self._pending, ticket, _MOST_LOOKED_AT, rows[done:])
+                return self.memory.table.take_free(*slabs, self._pending, ticket, rows[done:])
 
-            done = in_vain = 0
             done = take_free()
             # Where pages stay for others' shares there is nothing to be had by looking on.
             looks = _LOOKS_IN_VAIN if tenancy is None else _LOOKS_OF_TENANTS
-            bound = self.bound_behind(before, oldest) if evicting and done < len(rows) else NO_PAGE
-            while evicting and done < len(rows) and in_vain < looks and len(of_size):
+            bound = self.bound_behind(before, oldest) if evicting and done < wanted else NO_PAGE
+            while evicting and done < wanted and in_vain < looks and len(of_size):
                 # Pages that stay may be the coldest: then look at more and more, and take no more.
-                need = len(rows) - done
+                need = wanted - done
                 looked = need << 3 * in_vain
-                more = self._evict(of_size, slot_size, need, looked, oldest, spared, dead, gone, tenancy, bound)
-                evicted = more._replace(slots=evicted.slots + more.slots, pages=evicted.pages + more.pages)
+                freed += self._evict(of_size, slot_size, need, looked, oldest, spared, dead, gone, tenancy, bound)
                 got = take_free()
                 in_vain = 0 if got else in_vain + 1
                 done += got
-            return done, evicted, not evicting and bool((self.memory.slabs[of_size, FREE_SLOTS] > 0).any())
+        pages = np.concatenate(gone)
+        count = len(pages)
+        if count:
+            hashes, states = (np.ascontiguousarray(pages[:, word]) for word in (index_words.HASH, STATE))
+            count += self._evict_beside(hashes, states, oldest)
+        used, created = pages[0, [index_words.USED, CREATED]].tolist() if len(pages) else (0, 0)
+        return rows[:done], Evicted(freed, count, used >> index_words.CLOCK_SHIFT, created)
 
     def _taken_from(self, slot_size: int) -> Words:
         """Positions of the slabs of a size that slots are taken from: all but those that a rebuild looks at."""
@@ -782,52 +751,44 @@ class SlabIndex:
         gone: list[Words],
         tenancy: Words | None,
         bound: int,
-    ) -> Evicted:
-        """Free the coldest slots of a size, all where there are few slots, else those in one window of them. ``need``:
-        how many of the coldest to look at, where more than are ``wanted`` only until those are free. Under the lock."""
-        of = _of_writer(slot_size, tenancy)
-        known = self._coldness.get(of)
+    ) -> int:
+        """Free the coldest slots of a size, all where there are few slots, else those in one window of them; how many.
+        ``need``: how many of the coldest to look at, where more than are ``wanted`` only until those are free. ``gone``
+        gets the rows of the pages that were in them. Under the lock."""
+        known = self._coldness.get(_of_writer(slot_size, tenancy))
         if known is None or _is_outdated(known):
             known = self._measure(of_size, slot_size, need, oldest, dead, tenancy)
-        total = int(self.view().table[of_size, SLOTS].sum())
+        total, freed = int(self.view().table[of_size, SLOTS].sum()), 0
         together = slots_in_group(slot_size, total)
-        freed, evicted, first_page, headroom = 0, 0, (0, 0), self.view().capacity
         begin = known.pop()
-        for position, base, first, end in self._ranges(of_size, begin, min(total, _MOST_LOOKED_AT), together):
-            rows = np.arange(base + first, base + end)
+        for rows in self._ranges(of_size, begin, min(total, _MOST_LOOKED_AT), together):
             ranks = self._ranks(rows, oldest, dead, tenancy)
             cold, cool = min(known[COLD], bound - 1), min(known[COOL], bound - 1)
-            victims = rows[are_coldest(ranks, together, cold, cool)]
-            if not len(victims):
-                continue
             # Where very many are equally cold, the rest goes another time.
-            victims = victims[: max(need, _MOST_VICTIMS)]
-            kept_here, step = 0, len(victims)
+            coldest = np.flatnonzero(are_coldest(ranks, together, cold, cool))[: max(need, _MOST_VICTIMS)]
+            coldest = coldest[~self._spare(rows[coldest], ranks[coldest], spared)]
             if need > wanted:
                 # Not those of the first rows: they may be warm.
-                step, ranks = wanted, self.memory.rows[victims, index_words.PRIORITY]
-                victims = victims[np.argsort(ranks, kind="stable")]
-            for at in range(0, len(victims), step):
-                if need > wanted and freed >= wanted:
-                    break
-                some = victims[at : at + step]
-                pages = self.memory.rows[some]
-                first_page = first_page if evicted else tuple(pages[0, [index_words.USED, CREATED]].tolist())
-                evicted += self.memory.table.evict(some, spared, headroom, oldest, dead, tenancy)
-                # What had expired goes alone: under the same hashes there may be what was written since.
-                valid = index_words.are_valid(self.memory.header, pages[:, CREATED], oldest)
-                gone.append(pages[(pages[:, STATE] & STATES == index_words.PAGE) & valid])
-                if kept := int((some >= 0).sum()):
-                    slab = self.memory.slabs[position]
-                    first_free = int(some[some >= 0].min()) - base
-                    slab[CURSOR], slab[OF] = min(first_free, int(slab[CURSOR])) if kept_here else first_free, 0
-                    kept_here += kept
-                    freed += kept
-                    # Some may have been free, and counted, before.
-                    slab[FREE_SLOTS] = max(int(slab[FREE_SLOTS]), kept_here)
+                coldest = coldest[np.argsort(ranks[coldest], kind="stable")[: max(0, wanted - freed)]]
+            victims, pages = rows[coldest], self.memory.rows[rows[coldest]]
+            self.memory.table.evict(victims, oldest, dead, tenancy)
+            gone.append(pages[(victims >= 0) & (ranks[coldest] != index_words.AT_ONCE)])
+            self._may_be_free(victims[victims >= 0])
+            freed += int((victims >= 0).sum())
         known[LEFT] = known[LEFT] - freed if freed else 0
-        used, created = first_page
-        return Evicted(freed, evicted, used >> index_words.CLOCK_SHIFT, created)
+        return freed
+
+    def _spare(self, rows: Words, ranks: Words, spared: Words) -> npt.NDArray[np.bool_]:
+        """Which of these slots have pages with a hash in ``spared``; they rank from now on as if they were used when as
+        many pages as there are slots were inserted. Under the lock."""
+        stay: npt.NDArray[np.bool_] = _are_among(self.memory.rows[rows, index_words.HASH], spared)
+        stay &= ranks != index_words.AT_ONCE
+        if stay.any():
+            priorities = self.memory.rows[rows[stay], index_words.PRIORITY]
+            now, a_tier_later = eviction.ORIGIN + eviction.TICK * self.inserts, eviction.TICK * self.view().capacity
+            later = np.maximum(priorities, now) + a_tier_later
+            self.memory.rows[rows[stay], index_words.PRIORITY] = later
+        return stay
 
     def _evict_beside(self, hashes: Words, states: Words, oldest: int) -> int:
         """Evict what is of no use without pages that had these HASH and STATE, as far as they are gone; how many. A few
@@ -848,9 +809,8 @@ class SlabIndex:
                 count += here
         return count
 
-    def _ranges(self, of_size: Words, begin: int, count: int, together: int) -> Iterator[tuple[int, int, int, int]]:
-        """``count`` slots from number ``begin`` on, of all of a size: position of the slab, row of its slot 0, first
-        slot and the one behind the last, whole groups."""
+    def _ranges(self, of_size: Words, begin: int, count: int, together: int) -> Iterator[Words]:
+        """The rows of ``count`` slots from number ``begin`` on, of all of a size: of each slab, whole groups."""
         slots, firsts = self.view().table[of_size][:, [SLOTS, FIRST]].T
         ends = slots.cumsum()
         if not ends[-1]:
@@ -861,7 +821,7 @@ class SlabIndex:
         slot -= slot % together
         while count > 0:
             end = min(slot + count + -count % together, int(slots[which]))
-            yield of_size[which], int(firsts[which]), slot, end
+            yield np.arange(firsts[which] + slot, firsts[which] + end)
             count -= end - slot
             which, slot = (which + 1) % len(of_size), 0
 
@@ -909,7 +869,6 @@ class SlabIndex:
             lowest = int(some.min() - view.by_first[of, FIRST])
             slab[CURSOR] = lowest if slab[FREE_SLOTS] <= 0 else min(int(slab[CURSOR]), lowest)
             slab[FREE_SLOTS] += len(some)
-            slab[OF] = 0
 
     # -- slabs -----------------------------------------------------------------------------------------------------
 
@@ -1073,7 +1032,7 @@ class SlabIndex:
     def holds_any(self, slab: Slab, spared: Words) -> bool:
         """Whether a page of the slab has one of these hashes."""
         rows = self.memory.rows[slab.first_row : slab.first_row + slab.slots]
-        return bool(np.isin(rows[rows[:, STATE] & STATES == index_words.PAGE, index_words.HASH], spared).any())
+        return bool(_are_among(rows[rows[:, STATE] & STATES == index_words.PAGE, index_words.HASH], spared).any())
 
     def _set_state(self, slab: Slab, before: int, after: int) -> bool:
         table, position = self.memory.slabs, self._position(slab, before)
@@ -1204,6 +1163,13 @@ def _is_outdated(known: list[int] | None) -> bool:
 def _of_writer(slot_size: int, tenancy: Words | None) -> tuple[int, int]:
     """What may go differs from tenant to tenant, and so do the coldest pages; the number is -1 without tenants."""
     return slot_size, -1 if tenancy is None else int(tenancy[index_words.WRITER])
+
+
+def _are_among(hashes: Words, others: Words) -> npt.NDArray[np.bool_]:
+    """Which of these are in ``others`` (sorted)."""
+    at = others.searchsorted(hashes)
+    among: npt.NDArray[np.bool_] = np.append(others, 0)[at] == hashes
+    return among & (at < len(others))
 
 
 def are_coldest(ranks: Words, together: int, cold: int, cool: int) -> npt.NDArray[np.bool_]:

@@ -83,8 +83,7 @@ HEADER_WORDS = 64
 
 SLAB_NUMBER, SLOT_SIZE, SLOTS, FIRST, SLAB_STATE, FREE_SLOTS, CURSOR, OF = range(8)
 """Words of a slab: its number; bytes of a slot; slots; the row of slot 0; below; at least so many slots are free,
-perhaps; where free ones are looked for; the member that makes or drops it; of
-a slab that is READY, how many slots up to CURSOR were looked at without finding a free one."""
+perhaps; where free ones are looked for; the member that makes or drops it."""
 SLAB_WORDS = 8
 NO_SLAB, MAKING, READY, SCANNING, DROPPING = range(5)
 
@@ -265,9 +264,9 @@ class Table(Arguments):
     rank_again = _function("hicache_rank_again", "capacity most")
     learn = _function("hicache_learn", "capacity sampled rows most")
     grow_sets = _function("hicache_grow_sets", "wanted")
-    take_free = _function("hicache_take_free", "slabs[] known[] of_size[] pending ticket most taken[]")
+    take_free = _function("hicache_take_free", "slabs[] known[] of_size[] pending ticket taken[]")
     ranks = _function("hicache_ranks", "rows[] oldest dead[] tenancy[] ranks[]")
-    evict = _function("hicache_evict", "victims[] spared[] headroom oldest dead[] tenancy[]")
+    evict = _function("hicache_evict", "victims[] oldest dead[] tenancy[]")
     evict_beside = _function(
         "hicache_evict_beside", "hashes[] states[] beside[] beside_width needed[] needed_width oldest freed[]"
     )
