@@ -38,7 +38,7 @@ enum { UNKNOWN, FREE, PENDING, PAGE, STATES = 3, NUMBER_SHIFT = 40 };
 #define GENERATIONS INT64_C(0xFFFFFFFF)
 
 /* Of the header, as far as they are used here. */
-enum { SETS = 3, REMEMBERED, LEVEL = 9, INSERTS = 12, DISTANCE_SUM, REUSES, POLICY, TO_RANK, EVENTS, LEARNED, SEEN, TWICE_TTL = 22 };
+enum { SETS = 3, REMEMBERED, INSERTS = 11, DISTANCE_SUM, REUSES, POLICY, TO_RANK, EVENTS, LEARNED, SEEN, TWICE_TTL = 21 };
 
 /* Of a slab; of an identity. */
 enum { SLAB_NUMBER, SLOTS = 2, FIRST, SLAB_STATE, FREE_SLOTS, CURSOR, OF, SLAB_WORDS, READY = 2 };
@@ -190,11 +190,13 @@ static inline int64_t tag_of(uint64_t word) { return (int64_t)(word >> ROW_BITS)
 static inline int64_t entry_for(uint64_t word, int64_t row) { return tag_of(word) << ROW_BITS | (row + 1); }
 static inline int64_t row_in(int64_t entry) { return (entry & ROW_MASK) - 1; }
 
-/* Linear hashing: sets are added one by one, and one that is added takes its entries from one other. SETS is read
- * first, with acquire: grow_sets stores LEVEL before it. LEVEL may then be a step ahead, which makes no difference. */
+/* The power of two of which there are so many sets and up to as many more. */
+static inline int64_t level_of(int64_t sets) { return (int64_t)(UINT64_C(1) << (63 - __builtin_clzll((uint64_t)sets | 1))); }
+
+/* Linear hashing: sets are added one by one, and one that is added takes its entries from one other. */
 static inline int64_t *set_of(const struct table *table, uint64_t word)
 {
-    int64_t sets = __atomic_load_n(table->header + SETS, __ATOMIC_ACQUIRE), level = load(table->header + LEVEL);
+    int64_t sets = __atomic_load_n(table->header + SETS, __ATOMIC_ACQUIRE), level = level_of(sets);
     int64_t at = (int64_t)(word & (uint64_t)(2 * level - 1));
     if (at >= sets)
         at = (int64_t)(word & (uint64_t)(level - 1));
@@ -242,19 +244,9 @@ static inline int64_t row_behind(const struct table *table, int64_t hash, int64_
     return row_of(table, hash, number, state);
 }
 
-/* Remove the entry of a page. */
-static void leave(const struct table *table, int64_t row)
-{
-    int64_t *set = set_of(table, mixed_of(row_at(table, row)));
-    for (int way = 0; way < WAYS; way++)
-        if (row_in(load(set + way)) == row)
-            store(set + way, 0);
-}
-
-/* Forget a page, which has its entry still, and free its slot. */
+/* Forget a page and free its slot. Its entry counts no more. */
 static void free_page(const struct table *table, int64_t row)
 {
-    leave(table, row);
     uncount(table, row_at(table, row));
     store(row_at(table, row) + STATE, FREE);
 }
@@ -263,25 +255,24 @@ static void free_page(const struct table *table, int64_t row)
 static int64_t enter(const struct table *table, uint64_t word, int64_t row)
 {
     int64_t *set = set_of(table, word), lowest = NO_PAGE, lost = -1;
-    int chosen = -1;
+    int chosen = 0;
     for (int way = 0; way < WAYS; way++) {
-        int64_t entry = load(set + way), other = row_in(entry), priority = AT_ONCE;
+        int64_t entry = load(set + way), other = row_in(entry);
         const int64_t *of = row_at(table, has_row(table, other) ? other : row);
         bool stale = !has_row(table, other) || other == row || !is_page(load(of + STATE)) ||
                      entry_for(mixed_of(of), other) != entry;
-        if (!stale)
-            priority = load(of + PRIORITY);
-        if (chosen < 0 || priority < lowest) {
+        if (stale || way == 0 || load(of + PRIORITY) < lowest) {
             chosen = way;
-            lowest = priority;
+            lowest = load(of + PRIORITY);
             lost = stale ? -1 : other;
         }
+        if (stale)
+            break;
     }
     store(set + chosen, entry_for(word, row));
     if (lost < 0)
         return 0;
-    uncount(table, row_at(table, lost));
-    store(row_at(table, lost) + STATE, FREE);
+    free_page(table, lost);
     return 1;
 }
 
@@ -297,12 +288,7 @@ PUBLIC int64_t hicache_grow_sets(const struct grow_sets *call)
     const struct table *table = call->table;
     int64_t *header = table->header;
     for (int64_t new = most(1, load(header + SETS)); new < least(call->wanted, table->set_count); new++) {
-        int64_t level = load(header + LEVEL);
-        if (new >= 2 * level)
-            store(header + LEVEL, level = 2 * level);
-        int64_t old = new - level;
-        if (old < 0 || old >= new)
-            break;
+        int64_t level = level_of(new), old = new - level;
         int64_t *to = table->sets + new * WAYS, *from = table->sets + old * WAYS, moved[WAYS];
         int count = 0;
         for (int way = 0; way < WAYS; way++)
@@ -933,27 +919,16 @@ PUBLIC int64_t hicache_adopt(const struct adopt *call)
  * last counted use << COUNTED_SHIFT | uses << USES_SHIFT | two bits for each miniature. */
 enum { KEY, MOMENT, HELD };
 enum { CANDIDATES = POLICIES, MINIATURES = CANDIDATES + 3, USES_SHIFT = 2 * MINIATURES, COUNTED_SHIFT = USES_SHIFT + HITS_BITS };
-enum { ABSENT, NEW, KEPT = 3 }; /* NEW: not used since it was written, nor there when keep_all was called last. */
-/* Words of small. For each miniature: pages held; hits of late, in 65,536ths; all hits. For each candidate: hits since
- * the last comparison; hits of the last moments alone. For each two candidates: squares of how many hits one had more
- * between two comparisons, added up like SCORES and like LAST_SCORES. */
-enum { HELD_PAGES = 0, SCORES = 8, HITS = 16, LATELY = 32, LAST_SCORES = 48, NOISE = 64, LAST_NOISE = 96 };
+enum { ABSENT, NEW, KEPT = 3 }; /* NEW: not used since it was written, nor there when all that was there counted as kept. */
+/* Words of small. For each miniature: pages held; all hits. For each candidate: hits since the last comparison
+ * (choose_policy in index_words.py). */
+enum { HELD_PAGES = 0, HITS = 16, LATELY = 32 };
 /* All uses seen; those that the policy of that time had; uses of all pages that fall to the sample, times SAMPLE + 1;
- * the clock at the next comparison; changes of policy; what the table was made for; up to which use of all pages EXPECTED
- * counts. Of this chain: a bit for each miniature that held all of it so far; the place of the last page; the clock at
- * its first one. The clock at which all that is there counts as kept. */
-enum { USES = 24, SERVED, EXPECTED, NEXT, SWITCHES, SETS_USED, SAMPLED, COUNTED, RUN = 40, PLACE, BEGAN, NEXT_STOCK };
+ * what the table was made for; up to which use of all pages EXPECTED counts. Of this chain: a bit for each miniature that
+ * held all of it so far; the place of the last page; the clock at its first one. */
+enum { USES = 24, SERVED, EXPECTED, SETS_USED = 29, SAMPLED, COUNTED, RUN = 40, PLACE, BEGAN };
 
-enum { ONE_SHIFT = 16, HALF = 45426 };      /* Scores are in 65,536ths; so many are log(2). */
-enum { MOST_USES = 1 << 19 };               /* Then they are halved: what was long ago counts less and less. */
-enum { HORIZON = 4, MOST_CAPACITIES = 8 };  /* Capacities, or reuse distances, after which a hit counts half. */
-enum { COMPARISONS = 16, LEAST_INSERTS = 256, MOST_BETWEEN = 1 << 20 }; /* In a capacity; inserts, hits between two. */
-enum { LAST = 8, LEAST_LAST = 4 };          /* Comparisons after which a hit counts half among the last ones. */
-/* Another candidate has to lead by 1/16 of what is served in the long run, also among the last comparisons, for a change
- * costs about that much, and by the square root of so many times what chance makes of equal ones; for LAST_USE any lead
- * is enough, and an eighth of that: no tier shall serve less than plain LRU for long. */
-enum { LEAST_LEAD_SHIFT = 4, LEAST_SIGNIFICANCE = 5, LEAST_LAST_SIGNIFICANCE = 8, BACK = 8 };
-enum { LEAST_SLOTS = 96, STOCK = 4 }; /* A smaller tier keeps its policy; capacities between two calls of keep_all. */
+enum { MOST_USES = 1 << 19 }; /* Then they are halved: what was long ago counts less and less. */
 
 /* A miniature holds up to so many more than its slots, and is then cut to so many less: on average it is full. */
 static inline int64_t slack_of(int64_t slots) { return slots >> (slots > 512 ? 4 : 6); }
@@ -1023,31 +998,20 @@ static int64_t place_for(const struct table *table, int64_t of_set, int64_t hash
     return chosen;
 }
 
-/* The rank that `which` of these (the caller's own) are below; changes their order. */
-static int64_t kth_lowest(int64_t *ranks, int64_t count, int64_t which)
+/* The lowest rank that is not below so many of these. */
+static int64_t kth_lowest(const int64_t *ranks, int64_t count, int64_t which)
 {
-    int64_t low = 0, high = count - 1;
+    int64_t low = INT64_MIN, high = INT64_MAX;
     while (low < high) {
-        int64_t middle = ranks[(low + high) / 2], left = low, right = high;
-        while (left <= right) {
-            while (ranks[left] < middle)
-                left++;
-            while (ranks[right] > middle)
-                right--;
-            if (left <= right) {
-                int64_t rank = ranks[left];
-                ranks[left++] = ranks[right];
-                ranks[right--] = rank;
-            }
-        }
-        if (which <= right)
-            high = right;
-        else if (which >= left)
-            low = left;
+        int64_t middle = (low & high) + ((low ^ high) >> 1), below = 0; /* The mean, without an overflow. */
+        for (int64_t of = 0; of < count; of++)
+            below += ranks[of] <= middle;
+        if (below >= which)
+            high = middle;
         else
-            break;
+            low = middle + 1;
     }
-    return ranks[which];
+    return low;
 }
 
 /* Have a miniature hold a little less than its slots: those with the lowest priorities go. */
@@ -1055,7 +1019,7 @@ static void cut(const struct table *table, int64_t sets, int miniature, int64_t 
 {
     int64_t places = sets * WAYS, count = 0, policy = miniature < CANDIDATES ? miniature : policy_now(table);
     int64_t of_tier = most(1, capacity * halves_of(miniature) / 2), distance = distance_of(table, of_tier);
-    int64_t *ranks = malloc((size_t)(3 * places) * sizeof *ranks), *ordered = ranks + places, *at = ordered + places;
+    int64_t *ranks = malloc((size_t)(2 * places) * sizeof *ranks), *at = ranks + places;
     if (ranks == NULL)
         return; /* It is tried again with the next use. */
     for (int64_t place = 0; place < places; place++) {
@@ -1063,13 +1027,12 @@ static void cut(const struct table *table, int64_t sets, int miniature, int64_t 
         if (bits == ABSENT)
             continue;
         int64_t moment = load(entry_at(table, MOMENT, place)), hits = held >> USES_SHIFT & MAX_HITS;
-        ranks[count] = ordered[count] = priority_of(policy, of_tier, moment >> DEPTH_BITS, distance, hits, bits == NEW,
-                                                    moment & MOST_DEPTH);
+        ranks[count] = priority_of(policy, of_tier, moment >> DEPTH_BITS, distance, hits, bits == NEW, moment & MOST_DEPTH);
         at[count++] = place;
     }
     int64_t wanted = most(1, slots - slack_of(slots)), excess = count - wanted;
     if (excess > 0) {
-        int64_t threshold = kth_lowest(ordered, count, excess - 1);
+        int64_t threshold = kth_lowest(ranks, count, excess);
         for (int64_t of = 0; of < count && excess > 0; of++) {
             if (ranks[of] > threshold)
                 continue;
@@ -1081,81 +1044,6 @@ static void cut(const struct table *table, int64_t sets, int miniature, int64_t 
     }
     store(table->small + HELD_PAGES + miniature, count);
     free(ranks);
-}
-
-/* The best candidate whose lead is more than chance, and who is not behind of late; else the one of now. */
-static int64_t leader_of(const int64_t *small, int scores, int noise, int64_t least_significance, int64_t now)
-{
-    int64_t best = now, of_now = load(small + scores + now), late = load(small + LAST_SCORES + now);
-    int64_t long_run = load(small + SCORES + now) >> ONE_SHIFT;
-    for (int64_t candidate = 0; candidate < CANDIDATES; candidate++) {
-        int64_t score = load(small + scores + candidate), lead = (score - of_now) >> ONE_SHIFT;
-        int64_t chance = load(small + noise + CANDIDATES * candidate + now) * least_significance;
-        if (lead > of_now >> ONE_SHIFT >> 1)
-            chance /= 2; /* Of a loop plain LRU serves nothing: each pass that is waited for is lost. */
-        int64_t least_lead = candidate == LAST_USE ? 1 : (long_run >> LEAST_LEAD_SHIFT) + 1;
-        if (score > load(small + scores + best) && load(small + LAST_SCORES + candidate) >= late &&
-            lead > least_lead && lead * lead > (candidate == LAST_USE ? chance / BACK : chance))
-            best = candidate;
-    }
-    return best;
-}
-
-/* Let a score fade by so many 65,536ths, and count more. */
-static inline void fade(int64_t *score, int64_t fading, int64_t more)
-{
-    int64_t before = load(score);
-    store(score, before + more - (before * fading >> ONE_SHIFT));
-}
-
-/* Count all pages that are there as used, for KEEP_FIRST. */
-static void keep_all(const struct table *table, int64_t sets)
-{
-    for (int64_t place = 0; place < sets * WAYS; place++) {
-        int64_t *held = entry_at(table, HELD, place), before = load(held);
-        store(held, before | (before & ((1 << USES_SHIFT) - 1) & 0x55555555) << 1);
-    }
-}
-
-/* Compare the candidates: follow another one that is better by more than chance, of late, which tells a change of
- * workload, or else in the long run. How far two of them differ between two comparisons is taken for their noise. */
-static void choose(const struct table *table, int64_t sets, int64_t capacity, int64_t distance, int64_t rows)
-{
-    int64_t *small = table->small, lately[CANDIDATES];
-    int64_t step = most(LEAST_INSERTS, capacity / COMPARISONS);
-    int64_t longest = most(least(distance, MOST_CAPACITIES * capacity), COMPARISONS * step);
-    int64_t fading = HALF * step / (HORIZON * most(capacity, longest));
-    int64_t last_fading = HALF * step / most(LAST * (capacity / COMPARISONS), LEAST_LAST * step);
-    store(small + NEXT, load(table->header + INSERTS) + step);
-    for (int one = 0; one < CANDIDATES; one++) {
-        lately[one] = least(load(small + LATELY + one), MOST_BETWEEN);
-        store(small + LATELY + one, 0);
-    }
-    for (int miniature = 0; miniature < MINIATURES; miniature++)
-        fade(small + SCORES + miniature, fading, miniature < CANDIDATES ? lately[miniature] << ONE_SHIFT : 0);
-    for (int one = 0; one < CANDIDATES; one++) {
-        fade(small + LAST_SCORES + one, last_fading, lately[one] << ONE_SHIFT);
-        for (int other = 0; other < CANDIDATES; other++) {
-            int64_t more = lately[one] - lately[other];
-            fade(small + NOISE + CANDIDATES * one + other, 2 * fading, more * more);
-            fade(small + LAST_NOISE + CANDIDATES * one + other, 2 * last_fading, more * more);
-        }
-    }
-    int64_t now = policy_now(table), best = now;
-    if (capacity >= LEAST_SLOTS) {
-        best = leader_of(small, LAST_SCORES, LAST_NOISE, LEAST_LAST_SIGNIFICANCE, now);
-        if (best == now)
-            best = leader_of(small, SCORES, NOISE, LEAST_SIGNIFICANCE, now);
-    }
-    int64_t inserts = load(table->header + INSERTS);
-    if (best == now && inserts < load(small + NEXT_STOCK))
-        return;
-    add(small + SWITCHES, best != now);
-    store(table->header + POLICY, best);
-    if (best != now || best == KEEP_FIRST)
-        store(table->header + TO_RANK, rows);
-    store(small + NEXT_STOCK, inserts + STOCK * capacity);
-    keep_all(table, sets);
 }
 
 /* One use, by an event. */
@@ -1203,12 +1091,10 @@ static void see(const struct table *table, int64_t sets, int64_t sampled, int64_
 struct learn {
     const struct table *table;
     int64_t capacity, sampled; /* As for touch. */
-    int64_t rows;              /* Behind the last one in use. */
     int64_t most;              /* Uses. */
 };
 
-/* Look at some of the uses that were noted, and choose a policy when it is time. Under the lock. Returns how many uses
- * were looked at. */
+/* Look at some of the uses that were noted. Under the lock. Returns how many. */
 PUBLIC int64_t hicache_learn(const struct learn *call)
 {
     const struct table *table = call->table;
@@ -1236,7 +1122,5 @@ PUBLIC int64_t hicache_learn(const struct learn *call)
     if (load(small + USES) >= MOST_USES)
         for (int word = HITS; word <= EXPECTED; word++)
             store(small + word, load(small + word) >> 1);
-    if (load(header + INSERTS) >= load(small + NEXT))
-        choose(table, sets, capacity, distance, call->rows);
     return done;
 }

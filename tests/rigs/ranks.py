@@ -29,16 +29,6 @@ _LOG2: Final = (0, 256, 406, 512, 594, 662, 719, 768)
 MAX_REUSES: Final = (1 << 32) - 1
 
 
-def reuse_distance(capacity: int, distance_sum: int, reuses: int) -> int:
-    """D: the mean distance measured, one capacity before anything was, never more than 64 capacities.
-
-    ``distance_sum``: that mean times the number of reuses it is a mean over, at most 2**11."""
-    if reuses == 0:
-        return capacity
-    mean = distance_sum // min(reuses, 1 << _LEARNING_SHIFT)
-    return min(mean, _MAX_DISTANCE_IN_CAPACITIES * capacity)
-
-
 def learned(distance_sum: int, reuses: int, distance: int) -> tuple[int, int]:
     """The distances and reuses after one more: a plain mean first, then a moving one."""
     forgotten = distance_sum >> _LEARNING_SHIFT if reuses >= 1 << _LEARNING_SHIFT else 0

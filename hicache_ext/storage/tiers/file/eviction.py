@@ -57,3 +57,10 @@ def ghost_limit(capacity: int) -> int:
     """Ghosts worth keeping: reuse distances do not shrink with the cache, so a small cache needs many of them.
     Of a very small one, what returned so late says less of what it can hold than what it has."""
     return min(max(capacity, _SMALLEST_GHOST_LIST), _LARGEST_GHOST_LIST, _MOST_GHOSTS_PER_SLOT * capacity)
+
+
+def reuse_distance(capacity: int, distance_sum: int, reuses: int) -> int:
+    """D: the mean distance measured, one capacity before anything was, never more than 64 capacities.
+
+    ``distance_sum``: that mean times the number of reuses it is a mean over, at most 2**11."""
+    return min(distance_sum // min(reuses, 1 << 11), 64 * capacity) if reuses > 0 else capacity

@@ -653,7 +653,8 @@ class SlabIndex:
         """Let the miniatures see what was used, and pages rank by the policy that they have chosen. A little of both at
         a time, under the lock."""
         memory = self.memory
-        memory.table.learn(view.capacity, view.sampled, view.rows, most)
+        memory.table.learn(view.capacity, view.sampled, most)
+        index_words.choose_policy(memory.header, memory.small, memory.entries, view.capacity, view.rows)
         if memory.header[index_words.TO_RANK]:
             memory.table.rank_again(view.capacity, _MOST_RANKED)
             # How cold the coldest are is to be measured anew.
@@ -921,7 +922,6 @@ class SlabIndex:
         header[SLAB_CHANGES] += 1
         sets = self._sets_wanted()
         header[index_words.SETS] = sets
-        header[index_words.LEVEL] = 1 << (sets.bit_length() - 1)
         header[index_words.REBUILT] = int(not found)
 
     def finish_slab(self, slab: Slab) -> None:

@@ -44,7 +44,7 @@ from hicache_ext.runtime.members import living_members
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index_words import Table, Words
 
-INDEX_FORMAT = 0x68696361 << 8 | 14
+INDEX_FORMAT = 0x68696361 << 8 | 15
 """Processes of another format cannot share an index; they have a directory of their own then (manifest.py)."""
 
 _BLOCK = 4096
@@ -165,7 +165,7 @@ def new_index(capacity: int) -> int:
         header = np.zeros(index_words.HEADER_WORDS, np.int64)
         header[index_words.FORMAT] = INDEX_FORMAT
         header[index_words.ROWS_MOST], header[index_words.GHOST_SETS] = rows_most, ghost_sets
-        header[index_words.SETS] = header[index_words.LEVEL] = index_words.LEAST_SETS
+        header[index_words.SETS] = index_words.LEAST_SETS
         os.pwrite(fd, header.tobytes(), 0)
     except BaseException:
         os.close(fd)
