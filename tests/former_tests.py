@@ -25,6 +25,9 @@ _PLAN = "plan replays LRU in Python: the same figures to every digit, without gh
 _ONE_WAY = "it has one way: numpy is as fast there as the native core was"
 
 FORMER = {
+    "test_a_table_full_of_dead_members_takes_new_ones_and_one_of_live_ones_does_not": (
+        "who writes a slot is asked for by the slot: there is no table of members that could be full"
+    ),
     "test_free_slots_of_a_large_slab_are_found_a_portion_at_a_time": (
         "-> test_a_slab_that_wrongly_says_it_has_free_slots_is_looked_through_once"
     ),

@@ -612,33 +612,21 @@ static int64_t rank_for(const struct table *table, const int64_t *row, const str
     return tenant_of(row) == tenancy->writer ? least(OWN + rank, NO_PAGE - 1) : NO_PAGE;
 }
 
-/* `dead`: the members that have ended. */
-static int64_t rank_of(const struct table *table, const int64_t *row, int64_t oldest, struct words dead,
-                       const struct tenancy *tenancy)
+static int64_t rank_of(const struct table *table, const int64_t *row, int64_t oldest, const struct tenancy *tenancy)
 {
-    int64_t rank;
     int64_t state = state_of(row);
-    switch (state & STATES) {
-    case PAGE:
-        if (!is_current(table, state) || is_expired(table, row, oldest))
-            return AT_ONCE;
-        rank = most(0, least(load(row + PRIORITY), NO_PAGE - 1));
-        return tenancy == NULL ? rank : rank_for(table, row, tenancy, rank);
-    case PENDING:
-        for (int64_t one = 0; one < dead.count; one++)
-            if (state >> 8 == dead.at[one])
-                return AT_ONCE;
-        return NO_PAGE;
-    default:
+    if (!is_page(state))
         return (state & STATES) == FREE ? AT_ONCE : NO_PAGE;
-    }
+    if (!is_current(table, state) || is_expired(table, row, oldest))
+        return AT_ONCE;
+    int64_t rank = most(0, least(load(row + PRIORITY), NO_PAGE - 1));
+    return tenancy == NULL ? rank : rank_for(table, row, tenancy, rank);
 }
 
 struct ranks {
     const struct table *table;
     struct words rows;
     int64_t oldest;
-    struct words dead;
     struct words tenancy; /* One, or NULL where there are no tenants. */
     struct words ranks;   /* Receives them. */
 };
@@ -650,7 +638,7 @@ PUBLIC int64_t hicache_ranks(const struct ranks *call)
     int64_t count = 0;
     for (int64_t of = 0; of < call->rows.count; of++) {
         const int64_t *row = row_at(call->table, call->rows.at[of]);
-        call->ranks.at[of] = rank_of(call->table, row, call->oldest, call->dead, tenancy);
+        call->ranks.at[of] = rank_of(call->table, row, call->oldest, tenancy);
         count += call->ranks.at[of] != NO_PAGE;
     }
     return count;
@@ -660,10 +648,10 @@ struct evict {
     const struct table *table;
     struct words victims; /* Rows; one becomes -1 where the slot is not free then. */
     int64_t oldest;
-    struct words dead, tenancy; /* As for ranks. */
+    struct words tenancy; /* As for ranks. */
 };
 
-/* Free each victim that may be taken. Under the lock. Returns the number of pages evicted, which does not count those
+/* Free each victim that may be taken; one that is pending is: its writer has ended. Under the lock. Returns the number of pages evicted, which does not count those
  * that nobody could ask for. */
 PUBLIC int64_t hicache_evict(const struct evict *call)
 {
@@ -672,7 +660,8 @@ PUBLIC int64_t hicache_evict(const struct evict *call)
     int64_t pages = 0;
     for (int64_t position = 0; position < call->victims.count; position++) {
         int64_t at = call->victims.at[position], *row = row_at(table, at);
-        int64_t rank = rank_of(table, row, call->oldest, call->dead, tenancy);
+        bool is_left = (load(row + STATE) & STATES) == PENDING;
+        int64_t rank = is_left ? AT_ONCE : rank_of(table, row, call->oldest, tenancy);
         if (rank == NO_PAGE) {
             call->victims.at[position] = -1;
             continue;

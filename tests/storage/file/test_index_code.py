@@ -142,7 +142,7 @@ def random_step(rng: random.Random, now: int) -> Step:
     numbers = np.array([rng.randrange(IDENTITIES)]) if rng.random() < 0.7 else np.arange(40) % 5 - 1
     one = np.array([abs(int(numbers[0])) % IDENTITIES])
     member, ticket, count = rng.choice([55, 77]), rng.randrange(3), rng.randint(1, 40)
-    pending, dead = PENDING | member << 8, np.array(rng.choice([[], [77], [3, 77]]), np.int64)
+    pending = PENDING | member << 8
     seed = rng.randrange(1 << 30)
     tenant = (0, 0, 1, 63)[seed % 4]
     tenancy = (None, None, *(np.full(index_words.TENANCY_WORDS, share) for share in (0, 5, 63)))[seed % 5]
@@ -165,12 +165,12 @@ def random_step(rng: random.Random, now: int) -> Step:
         rows = [np.arange(first, first + count) for first, count in zip(firsts, counts, strict=True)]
         ranks = [np.zeros(len(some), np.int64) for some in rows]
         for some, receives in zip(rows, ranks, strict=True):
-            world.table.ranks(some, oldest, dead, tenancy, receives)
+            world.table.ranks(some, oldest, tenancy, receives)
         sample = np.sort(np.concatenate(ranks)[seed % 3 :: 3])
         cold, cool = (int(sample[min(len(sample) - 1, at)]) for at in (4, 12))
         for some, known in zip(rows, ranks, strict=True):
             victims = some[are_coldest(known, 8, cold, cool)]
-            world.table.evict(victims, oldest, dead, tenancy)
+            world.table.evict(victims, oldest, tenancy)
             slab_of = world.slabs[of_size]
             slab_of[:, index_words.FREE_SLOTS] += 3
             world.slabs[of_size] = slab_of
@@ -296,9 +296,9 @@ def assert_located(world: World, keys: Words, numbers: Words, oldest: int, by_ro
 
 
 def assert_ranked(world: Any, rng: random.Random, oldest: int) -> None:
-    dead, cold, cool = rng.choice([[], [77]]), rng.choice([-1, 1 << 40]), rng.choice([-1, (1 << 40) + 100])
+    cold, cool = rng.choice([-1, 1 << 40]), rng.choice([-1, (1 << 40) + 100])
     begin, together = rng.randrange(300), rng.choice([1, 2, 8, 32])
-    of_row = [rank_of(world, row, oldest, dead) for row in range(ROWS)]
+    of_row = [rank_of(world, row, oldest) for row in range(ROWS)]
     groups = [range(at, min(at + together, begin + 130)) for at in range(begin, begin + 130, together)]
     expected = [
         row
@@ -308,7 +308,7 @@ def assert_ranked(world: Any, rng: random.Random, oldest: int) -> None:
         if of_row[row] <= cool and of_row[row] != NO_PAGE
     ]
     rows, ranks = np.arange(begin, begin + 130), np.zeros(130, np.int64)
-    can_be_taken = world.table.ranks(rows, oldest, np.array(dead, np.int64), None, ranks)
+    can_be_taken = world.table.ranks(rows, oldest, None, ranks)
     assert ranks.tolist() == of_row[begin : begin + 130]
     assert can_be_taken == sum(rank != NO_PAGE for rank in ranks.tolist())
     assert rows[are_coldest(ranks, together, cold, cool)].tolist() == expected
@@ -318,14 +318,14 @@ def assert_ranked(world: Any, rng: random.Random, oldest: int) -> None:
     assert world.tenants[:, index_words.TENANT_PAGES].tolist() == of_tenants.tolist()
 
 
-def rank_of(world: World, row: int, oldest: int, dead: list[int]) -> int:
+def rank_of(world: World, row: int, oldest: int) -> int:
     words = [int(word) for word in world.rows[row]]
     kind, state = words[STATE] & STATES, words[STATE] >> 8
     if kind == PAGE:
         generation = int(world.identities[state >> 32, index_words.GENERATION])
         is_there = state & index_words.GENERATIONS == generation and words[index_words.CREATED] >= oldest
         return words[PRIORITY] if is_there else -1
-    return -1 if kind == FREE or (kind == PENDING and state in dead) else NO_PAGE
+    return -1 if kind == FREE else NO_PAGE
 
 
 # -- ghosts, and where free slots are looked for -----------------------------------------------------------------------
@@ -345,7 +345,7 @@ def put(world: World, keys: Words, *, ghosts: int = 100) -> Words:
 
 
 def evict(world: World, rows: Words) -> None:
-    assert world.table.evict(rows.copy(), 0, NONE, None) == len(rows)
+    assert world.table.evict(rows.copy(), 0, None) == len(rows)
     world.slabs[0, index_words.FREE_SLOTS] += len(rows)
 
 
@@ -478,10 +478,10 @@ def test_a_thread_in_a_call_keeps_the_words_of_an_index_that_is_closed(tmp_path:
     memory.rows[:100, STATE] = FREE
     call, rows, ranks = memory.table.ranks, np.arange(200), np.zeros(200, np.int64)
     memory.close()
-    assert call(rows, 0, NONE, None, ranks) == 100
+    assert call(rows, 0, None, ranks) == 100
     assert np.count_nonzero(ranks == index_words.AT_ONCE) == 100
     with pytest.raises(AttributeError):
-        memory.table.ranks(rows, 0, NONE, None, ranks)
+        memory.table.ranks(rows, 0, None, ranks)
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -697,7 +697,6 @@ def test_a_process_that_dies_at_any_store_leaves_nothing_to_repair(
             fuse.left = -1
             join(index, 1)
             members.dead.add(2)
-            index._dead(anew=True)
             assert_sound(index)
             assert_counts_are_put_right(index, 24 if action is _drop else 2)
             if action is _adopt and index.unknown_slabs():

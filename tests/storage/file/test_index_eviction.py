@@ -190,7 +190,6 @@ def test_slots_of_a_dead_writer_go_first_those_of_a_live_one_never(index: SlabIn
     members.id = 1
     keys = fill_with_heads(index, 20)
     members.dead.add(2)
-    index._dead(anew=True)
     _, rows, evicted = take(index, 10)
     assert (len(rows), evicted) == (10, 0)
     assert gone(index, keys) == []

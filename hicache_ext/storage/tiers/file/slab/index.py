@@ -7,7 +7,6 @@ raises its generation, and its pages are out of reach at once. Reasons: docs/dec
 
 from __future__ import annotations
 
-import errno
 import itertools
 import random
 import time
@@ -91,8 +90,6 @@ _MOST_EVENTS = 1 << 8
 _MOST_RANKED = 1 << 12
 """Rows ranked by another policy, under the lock at once."""
 _AT_ONCE = 1 << 16
-_DEAD_INTERVAL = 10.0
-"""Seconds between two looks at which members are gone."""
 COLD, COOL, LEFT, WINDOWS = range(4)
 """What is known of the slots of a size: a group of slots with a page of priority up to COLD loses those up to COOL;
 slots still to be freed before both are measured again; from here on where windows with many cold slots begin, the best
@@ -177,7 +174,7 @@ class SlabIndex:
         self._members = members
         self._share = share
         self._member = 0
-        """The id that is noted among the members."""
+        """The id under which this process shares the memory."""
         self._cleared_at = cleared_at
         self._view: View | None = None
         self._known: tuple[int, dict[bytes, int]] = (0, {})
@@ -192,7 +189,6 @@ class SlabIndex:
         self._needed: Words = _NO_TABLE
         """By number of a companion: those of the identities of KV, up to a -1, of which it needs one."""
         self._tickets = itertools.count(random.getrandbits(62))
-        self._looked_for_dead = 0.0
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -241,6 +237,10 @@ class SlabIndex:
             # First the number, then what it counts: a change in between is looked at again by the next call.
             view = self._view = self._look(changes)
         return view
+
+    def slab(self, number: int) -> Slab | None:
+        """None when it was dropped."""
+        return self.view().slabs.get(number)
 
     def _look(self, changes: int) -> View:
         table = self.memory.slab_table()
@@ -547,11 +547,11 @@ class SlabIndex:
         None: there are none). Raises IndexBusyError."""
         rows, done, gone = np.empty(wanted, np.int64), 0, [_NO_ROWS]
         freed = in_vain = 0
-        dead, of_size = self._dead(), self._taken_from(slot_size)
+        of_size = self._taken_from(slot_size)
         wants_victims = evicting and len(of_size) and int(self.memory.slabs[of_size, FREE_SLOTS].sum()) < wanted
         if wants_victims and _is_outdated(self._coldness.get(_of_writer(slot_size, tenancy))):
             # Now, and not while others wait for the lock.
-            self._measure(of_size, slot_size, wanted, oldest, dead, tenancy)
+            self._measure(of_size, slot_size, wanted, oldest, tenancy)
         with self._changing():
             of_size = self._taken_from(slot_size)
             slabs = self.memory.slabs, self.view().table, of_size
@@ -567,7 +567,7 @@ class SlabIndex:
                 # Pages that stay may be the coldest: then look at more and more, and take no more.
                 need = wanted - done
                 looked = need << 3 * in_vain
-                freed += self._evict(of_size, slot_size, need, looked, oldest, spared, dead, gone, tenancy, bound)
+                freed += self._evict(of_size, slot_size, need, looked, oldest, spared, gone, tenancy, bound)
                 got = take_free()
                 in_vain = 0 if got else in_vain + 1
                 done += got
@@ -722,15 +722,14 @@ class SlabIndex:
     def free_dead(self) -> int:
         """Free the slots that processes were writing that have ended; how many. Looks at every slot. Raises
         IndexBusyError."""
-        dead, freed = self._dead(anew=True), 0
-        for slab in self.view().slabs.values() if len(dead) else ():
+        freed = 0
+        for slab in self.view().slabs.values():
             for begin in range(slab.first_row, slab.first_row + slab.slots, _AT_ONCE):
                 states = self.memory.rows[begin : min(begin + _AT_ONCE, slab.first_row + slab.slots), STATE]
-                left = np.flatnonzero((states & STATES == PENDING) & np.isin(states >> 8, dead))
-                if len(left):
+                if self._are_left(states).any():
                     with self._changing():
-                        # Who is dead takes nothing any more, and nobody else takes what is pending.
-                        states[left[np.isin(states[left] >> 8, dead)]] = FREE
+                        left = np.flatnonzero(self._are_left(states))
+                        states[left] = FREE
                         self._may_be_free(begin + left)
                     freed += len(left)
         return freed
@@ -748,7 +747,6 @@ class SlabIndex:
         need: int,
         oldest: int,
         spared: Words,
-        dead: Words,
         gone: list[Words],
         tenancy: Words | None,
         bound: int,
@@ -758,12 +756,12 @@ class SlabIndex:
         gets the rows of the pages that were in them. Under the lock."""
         known = self._coldness.get(_of_writer(slot_size, tenancy))
         if known is None or _is_outdated(known):
-            known = self._measure(of_size, slot_size, need, oldest, dead, tenancy)
+            known = self._measure(of_size, slot_size, need, oldest, tenancy)
         total, freed = int(self.view().table[of_size, SLOTS].sum()), 0
         together = slots_in_group(slot_size, total)
         begin = known.pop()
         for rows in self._ranges(of_size, begin, min(total, _MOST_LOOKED_AT), together):
-            ranks = self._ranks(rows, oldest, dead, tenancy)
+            ranks = self._ranks(rows, oldest, tenancy)
             cold, cool = min(known[COLD], bound - 1), min(known[COOL], bound - 1)
             # Where very many are equally cold, the rest goes another time.
             coldest = np.flatnonzero(are_coldest(ranks, together, cold, cool))[: max(need, _MOST_VICTIMS)]
@@ -772,7 +770,7 @@ class SlabIndex:
                 # Not those of the first rows: they may be warm.
                 coldest = coldest[np.argsort(ranks[coldest], kind="stable")[: max(0, wanted - freed)]]
             victims, pages = rows[coldest], self.memory.rows[rows[coldest]]
-            self.memory.table.evict(victims, oldest, dead, tenancy)
+            self.memory.table.evict(victims, oldest, tenancy)
             gone.append(pages[(victims >= 0) & (ranks[coldest] != index_words.AT_ONCE)])
             self._may_be_free(victims[victims >= 0])
             freed += int((victims >= 0).sum())
@@ -826,9 +824,7 @@ class SlabIndex:
             count -= end - slot
             which, slot = (which + 1) % len(of_size), 0
 
-    def _measure(
-        self, of_size: Words, slot_size: int, need: int, oldest: int, dead: Words, tenancy: Words | None
-    ) -> list[int]:
+    def _measure(self, of_size: Words, slot_size: int, need: int, oldest: int, tenancy: Words | None) -> list[int]:
         """Measure how cold the coldest slots of a size are, and where most of them are. Needs no lock."""
         slots, firsts = self.view().table[of_size][:, [SLOTS, FIRST]].T
         ends = slots.cumsum()
@@ -837,7 +833,7 @@ class SlabIndex:
         first = random.randrange(step)
         some = np.arange(first, total, step)
         which = np.searchsorted(ends, some, side="right")
-        ranks = self._ranks((firsts + slots - ends)[which] + some, oldest, dead, tenancy)
+        ranks = self._ranks((firsts + slots - ends)[which] + some, oldest, tenancy)
         known, windows = [0, 0, max(total // _COLD_PART, min(need, total))], [0]
         there = int((ranks != NO_PAGE).sum())
         if there:
@@ -854,11 +850,26 @@ class SlabIndex:
         known = self._coldness[_of_writer(slot_size, tenancy)] = [*known, *windows]
         return known
 
-    def _ranks(self, rows: Words, oldest: int, dead: Words, tenancy: Words | None) -> Words:
+    def _ranks(self, rows: Words, oldest: int, tenancy: Words | None) -> Words:
         """How cold the slots in these rows are: AT_ONCE, a priority, or NO_PAGE."""
         ranks = np.empty(len(rows), np.int64)
-        self.memory.table.ranks(rows, oldest, dead, tenancy, ranks)
+        self.memory.table.ranks(rows, oldest, tenancy, ranks)
+        held = np.flatnonzero(ranks == NO_PAGE)
+        if len(held):
+            ranks[held[self._are_left(self.memory.rows[rows[held], STATE])]] = index_words.AT_ONCE
         return ranks
+
+    def _are_left(self, states: Words) -> npt.NDArray[np.bool_]:
+        """Which of these are STATEs of slots that processes were writing that have ended. An id is never given again,
+        so who is dead stays dead."""
+        left: npt.NDArray[np.bool_] = states & STATES == PENDING
+        left[left] = ~self._are_alive(states[left] >> 8)
+        return left
+
+    def _are_alive(self, members: Words) -> npt.NDArray[np.bool_]:
+        ids, of = np.unique(members, return_inverse=True)
+        alive: npt.NDArray[np.bool_] = np.array([self._members.is_alive(member) for member in ids.tolist()], bool)[of]
+        return alive
 
     def _may_be_free(self, rows: Words) -> None:
         """Say that some of these slots may be free."""
@@ -950,8 +961,7 @@ class SlabIndex:
             if most_pages is not None and self._count(slab, 0)[0] > most_pages:
                 return False
             states = self.memory.rows[slab.first_row : slab.first_row + slab.slots, STATE]
-            pending = states[states & STATES == PENDING] >> 8
-            if not np.isin(pending, self._dead(anew=True)).all():
+            if ((states & STATES == PENDING) & ~self._are_left(states)).any():
                 return False
             if not (self._set_state(slab, READY, DROPPING) or self._set_state(slab, SCANNING, DROPPING)):
                 return False
@@ -970,9 +980,8 @@ class SlabIndex:
         """Those that a process was making or dropping when it died; they are this process' to forget. Raises
         IndexBusyError."""
         with self._changing():
-            dead = self._dead(anew=True)
             table = self.memory.slab_table()
-            left = np.isin(table[:, SLAB_STATE], (MAKING, DROPPING)) & np.isin(table[:, OF], dead)
+            left = np.isin(table[:, SLAB_STATE], (MAKING, DROPPING)) & ~self._are_alive(table[:, OF])
             # Or files that could not be deleted.
             left |= (table[:, SLAB_STATE] == DROPPING) & (table[:, OF] == self._members.id)
             self.memory.slabs[left, OF] = self._members.id
@@ -1004,11 +1013,10 @@ class SlabIndex:
         with pages of lower priorities; the least worthy first. All of them, where there are no slots of this size or a
         slab is ``needed`` whatever it is worth; but none of which more than a quarter stays for a tenant's share, where
         there are slots of this size."""
-        dead = self._dead()
 
         def ranks_of(slab: Words) -> Words:
             rows = np.arange(slab[FIRST], slab[FIRST] + slab[SLOTS], max(1, int(slab[SLOTS]) // _MOST_TOGETHER))
-            return self._ranks(rows, oldest, dead, tenancy)
+            return self._ranks(rows, oldest, tenancy)
 
         def worth(slab: Words) -> int:
             # Not that of its coldest page: the warm ones go, too.
@@ -1107,38 +1115,10 @@ class SlabIndex:
     # -- members ---------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Note this process among the members. Raises IndexBusyError, OSError."""
-        self._dead(anew=True)
+        """Share the memory from now on. Raises IndexBusyError, OSError."""
         with self._changing():
-            # Whoever changes anything is noted before.
+            # Whoever changes anything shares it before.
             pass
-
-    def _note_member(self, member: int) -> None:
-        """Under the lock. Raises OSError."""
-        members = self.memory.members
-        if member not in members:
-            free = np.flatnonzero(members == 0)
-            # Of those known to be dead the first is forgotten: what it was writing stays taken until all restart.
-            places = free if len(free) else np.flatnonzero(members < 0)
-            if not len(places):
-                raise OSError(errno.EUSERS, f"{len(members)} processes use the directory, and no more can")
-            members[places[0]] = member
-        # The others know of it from now on, and may have nobody else to ask.
-        self._share(member)
-        self._member = member
-
-    def _dead(self, *, anew: bool = False) -> Words:
-        """The ids of members that have ended. An id is never given again, so who is dead stays dead."""
-        members = self.memory.members
-        now = time.monotonic()
-        if anew or now - self._looked_for_dead >= _DEAD_INTERVAL:
-            self._looked_for_dead = now
-            for place in np.flatnonzero(members > 0).tolist():
-                member = int(members[place])
-                if not self._members.is_alive(member):
-                    members[place] = -member
-        dead: Words = -members[members < 0]
-        return dead
 
     @property
     def _pending(self) -> int:
@@ -1151,8 +1131,9 @@ class SlabIndex:
             if not mine:
                 raise IndexBusyError
             if self._member != (member := self._members.id):
-                # At first, and in a child that was forked.
-                self._note_member(member)
+                # At first, and in a child that was forked: others may have nobody else to ask.
+                self._share(member)
+                self._member = member
             yield
 
 

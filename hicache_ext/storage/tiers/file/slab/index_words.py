@@ -12,7 +12,7 @@ A row says PENDING until all of it is written; one store then makes it a page.
 Callers hold the change lock, except those of ``locate``, ``touch`` and ``ranks``: they may read words that change, so
 an answer may be about a page that has just gone or come. What is read from a slot is checked by its seal.
 ``numbers``: of identities, one for all pages or one each, -1 for an unknown one.
-``oldest``: pages written before it (wall-clock milliseconds) are as good as gone. ``dead``: members that have ended.
+``oldest``: pages written before it (wall-clock milliseconds) are as good as gone.
 ``capacity``: slots, of all sizes. Arrays are contiguous words.
 """
 
@@ -349,8 +349,8 @@ class Table(Arguments):
     learn = _function("hicache_learn", "capacity sampled most")
     grow_sets = _function("hicache_grow_sets", "wanted")
     take_free = _function("hicache_take_free", "slabs[] known[] of_size[] pending ticket taken[]")
-    ranks = _function("hicache_ranks", "rows[] oldest dead[] tenancy[] ranks[]")
-    evict = _function("hicache_evict", "victims[] oldest dead[] tenancy[]")
+    ranks = _function("hicache_ranks", "rows[] oldest tenancy[] ranks[]")
+    evict = _function("hicache_evict", "victims[] oldest tenancy[]")
     evict_beside = _function(
         "hicache_evict_beside", "hashes[] states[] beside[] beside_width needed[] needed_width oldest freed[]"
     )
