@@ -183,20 +183,11 @@ def _load(path: Path, inode: int, modified: int) -> Core | str:
         return str(error)
 
 
-_found: tuple[Path | None, Core | None] = (None, None)
-"""The library that was found last, and its core: every call of a tier asks."""
-
-
 def core() -> Core | None:
     """The native core; None where it is not available, which is logged once."""
-    global _found
-    if _found[0] is not LIBRARY:
-        why = why_not()
-        if why is not None:
-            _say_once(why)
-            return None
-        _found = LIBRARY, _cores.get(LIBRARY)
-    return _found[1]
+    if (found := _cores.get(LIBRARY)) is None and (why := why_not()) is not None:
+        _say_once(why)
+    return found or _cores.get(LIBRARY)
 
 
 def needed() -> Core:

@@ -303,8 +303,8 @@ class SlabDirectory:
         return OpenFile(os.open(_name(slab, file), flags, dir_fd=self._slabs_fd))
 
     def close_files(self) -> None:
-        """Let go of all files of slabs: some were dropped. No two slabs have one number, so that none is taken for
-        another."""
+        """Let go of all files of slabs, as one is dropped. No two slabs have one number: a file of one that others
+        drop takes no space, and is let go of by and by."""
         self._open.cache_clear()
 
     # -- identities ------------------------------------------------------------------------------------------------
