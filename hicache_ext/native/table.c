@@ -98,15 +98,6 @@ static inline int64_t *tenant_pages(const struct table *table, const int64_t *ro
     return table->tenants + tenant_of(row) * TENANT_WORDS + TENANT_PAGES;
 }
 
-/* Decrement the page counts of this row's tenant and identity. */
-static inline void uncount(const struct table *table, const int64_t *row)
-{
-    int64_t state = load(row + STATE);
-    add(tenant_pages(table, row), -1);
-    if (is_current(table, state))
-        add(identity_at(table, state >> NUMBER_SHIFT) + PAGES, -1);
-}
-
 /* -- ranks --------------------------------------------------------------------------------------------------------- */
 /*
  * storage/tiers/file/eviction.py tells of them; tests/rigs/ranks.py has them in Python, and says why each number. Words
@@ -245,10 +236,13 @@ static inline int64_t row_behind(const struct table *table, int64_t hash, int64_
 }
 
 /* Forget a page and free its slot. Its entry counts no more. */
-static void free_page(const struct table *table, int64_t row)
+static void free_page(const struct table *table, int64_t at)
 {
-    uncount(table, row_at(table, row));
-    store(row_at(table, row) + STATE, FREE);
+    int64_t *row = row_at(table, at), state = load(row + STATE);
+    add(tenant_pages(table, row), -1);
+    if (is_current(table, state))
+        add(identity_at(table, state >> NUMBER_SHIFT) + PAGES, -1);
+    store(row + STATE, FREE);
 }
 
 /* Add the entry of a page. In a full set the page with the lowest priority goes. Returns how many did: 0 mostly. */
@@ -324,28 +318,19 @@ static inline int64_t look_up(const struct table *table, const int64_t *keys, in
 /* Of the page at `of`: numbers of identities are one each, or one for all; -1 for an unknown one. */
 static inline int64_t number_of(struct words numbers, int64_t of) { return numbers.at[numbers.count == 1 ? 0 : of]; }
 
-/* How many of these words, `stride` apart and ascending, are below a value. */
-static int64_t count_below(const int64_t *words, int64_t count, int64_t stride, int64_t value)
+/* The slab, of those sorted by FIRST, that has this row; NULL for none. */
+static const int64_t *slab_with(struct words slabs, int64_t row)
 {
-    int64_t low = 0, high = count;
+    int64_t low = 0, high = slabs.count; /* The first one that begins behind it is among these. */
     while (low < high) {
         int64_t middle = (low + high) / 2;
-        if (words[middle * stride] < value)
+        if (slabs.at[middle * SLAB_WORDS + FIRST] <= row)
             low = middle + 1;
         else
             high = middle;
     }
-    return low;
-}
-
-/* The slab, of those sorted by FIRST, that has this row; NULL for none. */
-static const int64_t *slab_with(struct words slabs, int64_t row)
-{
-    int64_t behind = count_below(slabs.at + FIRST, slabs.count, SLAB_WORDS, row + 1);
-    if (behind == 0)
-        return NULL;
-    const int64_t *found = slabs.at + (behind - 1) * SLAB_WORDS;
-    return row < found[FIRST] + found[SLOTS] ? found : NULL;
+    const int64_t *found = slabs.at + (low - 1) * SLAB_WORDS;
+    return low > 0 && row < found[FIRST] + found[SLOTS] ? found : NULL;
 }
 
 struct locate {
@@ -444,6 +429,7 @@ PUBLIC int64_t hicache_touch(const struct touch *call)
     const struct table *table = call->table;
     int64_t *header = table->header, changed = 0, seen = 0, before = -1, capacity = call->capacity;
     int64_t inserts = load(header + INSERTS), policy = load(header + POLICY);
+    int64_t distance = distance_of(table, capacity);
     bool leads = true;
     for (int64_t depth = 0; depth < call->chain.count; depth++) {
         int64_t at = call->chain.at[depth], *row = row_at(table, has_row(table, at) ? at : 0);
@@ -454,7 +440,6 @@ PUBLIC int64_t hicache_touch(const struct touch *call)
         }
         if (leads)
             seen += note(table, load(row + HASH), inserts, depth, call->sampled);
-        int64_t distance = distance_of(table, capacity);
         int64_t priority = load(row + PRIORITY), word = load(row + USED);
         int64_t old_priority = priority, old_word = word;
         int64_t used = word >> CLOCK_SHIFT, place = word >> HITS_BITS & MOST_DEPTH, hits = word & MAX_HITS;
@@ -785,7 +770,7 @@ static int64_t highest_behind(const struct publish *call, int64_t key)
     return row >= 0 ? most(0, load(row_at(call->table, row) + PRIORITY) - 1) : 0;
 }
 
-/* Make pages of slots that are written, with their seals. Under the lock. Returns how many slots became free. */
+/* Make pages of slots that are written, with their seals. Under the lock. Returns how many were published. */
 PUBLIC int64_t hicache_publish(const struct publish *call)
 {
     const struct table *table = call->table;
@@ -793,7 +778,7 @@ PUBLIC int64_t hicache_publish(const struct publish *call)
     int64_t oldest_ghost = most(0, load(header + REMEMBERED) - call->ghost_limit);
     int64_t inserts = load(header + INSERTS), moment = inserts, policy = load(header + POLICY), seen = 0;
     int64_t distance_sum = load(header + DISTANCE_SUM), reuses = load(header + REUSES);
-    int64_t distance = reuse_distance(capacity, distance_sum, reuses), highest = NO_PAGE - 1, freed = 0;
+    int64_t distance = reuse_distance(capacity, distance_sum, reuses), highest = NO_PAGE - 1, count = 0;
     for (int64_t of = 0; of < call->taken.count; of++) {
         int64_t at = call->taken.at[of], key = call->positions.at[of];
         call->published.at[of] = -1;
@@ -809,14 +794,11 @@ PUBLIC int64_t hicache_publish(const struct publish *call)
         if (there >= 0 && !is_expired(table, row_at(table, there), call->oldest)) {
             call->published.at[of] = 0;
             store(row + STATE, FREE);
-            freed++;
             highest = most(0, load(row_at(table, there) + PRIORITY) - 1);
             continue;
         }
-        if (there >= 0) {
+        if (there >= 0)
             free_page(table, there);
-            freed++;
-        }
         inserts++;
         int64_t hits = 0, ghost = recall(table, hash, state, oldest_ghost);
         if (ghost >= 0) {
@@ -832,8 +814,9 @@ PUBLIC int64_t hicache_publish(const struct publish *call)
         store(row + CREATED, call->created);
         store(row + PRIORITY, priority);
         store(row + USED, used_word(inserts, key, hits));
-        freed += make_page(table, at, state, hash);
+        make_page(table, at, state, hash);
         call->published.at[of] = 1;
+        count++;
         highest = most(0, priority - 1);
     }
     if (call->sampled > 0)
@@ -841,7 +824,7 @@ PUBLIC int64_t hicache_publish(const struct publish *call)
     store(header + INSERTS, inserts);
     store(header + DISTANCE_SUM, distance_sum);
     store(header + REUSES, reuses);
-    return freed;
+    return count;
 }
 
 struct adopt {

@@ -435,9 +435,8 @@ class SlotAllocator:
 
     def forget_left_slabs(self) -> None:
         """Those that a process was making or dropping when it died. Raises IndexBusyError."""
-        if self._index.has_left_slabs():
-            for slab in self._index.left_slabs():
-                self._forget(slab)
+        for slab in self._index.left_slabs():
+            self._forget(slab)
 
     def shrink(self) -> None:
         """Drop slabs, those with the lowest priorities first, until the rest fits the capacity. One in which a page is

@@ -313,7 +313,7 @@ class SlabIndex:
         """Put the page counts of tenants right after a kill: rows are counted under the lock, a million in some ten
         milliseconds."""
         with suppress(OSError):
-            if not self.has_left_slabs() and self._lock.acquire_now():
+            if not self._has_left_slabs() and self._lock.acquire_now():
                 try:
                     counts = [self._count(slab, 0)[1] for slab in self.view().slabs.values()]
                     of_tenants = sum(counts, np.zeros(index_words.COUNTS, np.int64))[index_words.STATES + 1 :]
@@ -390,14 +390,10 @@ class SlabIndex:
                     # Pages of it may be found yet.
                     cleared.append(digest)
                 continue
-            identity = self.memory.identities[number]
             # Also one that nothing was published of: headers of a writer that was killed may be on the disk.
             cleared.append(digest)
-            had_pages += int(identity[index_words.PAGES] > 0)
-            identity[WRITTEN] = identity[index_words.PAGES] = 0
-            identity[CLEARED] = now
-            identity[GENERATION] += 1
-            identity[HITS] = identity[LAST] = 0
+            had_pages += int(self.memory.identities[number, index_words.PAGES] > 0)
+            self._clear(number, now)
         return [EVERY] if digests is None and (cleared or not self.rebuilt) else cleared, had_pages
 
     def clear_what_came(self, digests: Sequence[bytes], moment: int) -> None:
@@ -406,10 +402,13 @@ class SlabIndex:
         for digest in digests:
             number = known.get(digest)
             if number is not None and self.memory.identities[number, CLEARED] < moment:
-                identity = self.memory.identities[number]
-                identity[CLEARED] = moment
-                identity[GENERATION] += 1
-                identity[WRITTEN] = identity[index_words.PAGES] = 0
+                self._clear(number, moment)
+
+    def _clear(self, number: int, moment: int) -> None:
+        identity = self.memory.identities[number]
+        identity[WRITTEN] = identity[index_words.PAGES] = identity[HITS] = identity[LAST] = 0
+        identity[CLEARED] = moment
+        identity[GENERATION] += 1
 
     def register(self, digests: Sequence[bytes]) -> dict[bytes, int]:
         """The numbers of identities, new ones where they have none; -1 where there is no place for one. Raises
@@ -628,7 +627,7 @@ class SlabIndex:
         published = np.empty(len(written), np.int64)
         with self._changing():
             view = self.view()
-            self.memory.table.publish(
+            count = self.memory.table.publish(
                 words,
                 numbers,
                 np.ascontiguousarray(written.positions),
@@ -645,7 +644,7 @@ class SlabIndex:
                 published,
             )
             self._learn(view)
-            if len(written) < len(taken) or (published != 1).any():
+            if count < len(taken):
                 self._give_back(taken.rows, ticket)
         return published.tolist()
 
@@ -979,6 +978,8 @@ class SlabIndex:
     def left_slabs(self) -> list[Slab]:
         """Those that a process was making or dropping when it died; they are this process' to forget. Raises
         IndexBusyError."""
+        if not self._has_left_slabs():
+            return []
         with self._changing():
             table = self.memory.slab_table()
             left = np.isin(table[:, SLAB_STATE], (MAKING, DROPPING)) & ~self._are_alive(table[:, OF])
@@ -1003,7 +1004,7 @@ class SlabIndex:
         self.memory.tenants[:, index_words.TENANT_PAGES] -= of_tenants
         return hashes, states
 
-    def has_left_slabs(self) -> bool:
+    def _has_left_slabs(self) -> bool:
         return bool(np.isin(self.memory.slabs[:, SLAB_STATE], (MAKING, DROPPING)).any())
 
     def colder_slabs(
@@ -1096,18 +1097,10 @@ class SlabIndex:
                 self.memory.slabs[position, FREE_SLOTS] += int((unknown & (states == FREE)).sum())
                 self.memory.header[index_words.FOUND] += found
 
-    def end_slab(self, slab: Slab) -> bool:
-        """All slots of a slab were looked at; False, and it is to be looked at again, where that is not so. Raises
-        IndexBusyError."""
-        states = self.memory.rows[slab.first_row : slab.first_row + slab.slots, STATE]
-        complete = all(
-            (states[begin : begin + _AT_ONCE] & STATES != index_words.UNKNOWN).all()
-            for begin in range(0, slab.slots, _AT_ONCE)
-        )
+    def end_slab(self, slab: Slab) -> None:
+        """All slots of a slab were looked at. Raises IndexBusyError."""
         with self._changing():
-            if complete:
-                self._set_state(slab, SCANNING, READY)
-        return complete
+            self._set_state(slab, SCANNING, READY)
 
     def end_rebuild(self) -> None:
         self.memory.header[index_words.REBUILT] = 1

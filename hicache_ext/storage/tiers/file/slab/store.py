@@ -482,13 +482,12 @@ class SlabStore(PathStore):
     def _finish_writing(self, batch: PageBatch, moving: Moving, results: list[SetResult]) -> SlotReferences:
         """What native code did not write; all pages that are written, by position."""
         _fill(results, self._count_failed(moving), SetResult.ERROR)
-        left = moving.left().pages()
-        written = self._workers.run(len(left), lambda n: self._write_page(batch, left[n]), self._writers)
-        for page, is_written in zip(left, written, strict=True):
-            if not is_written:
-                results[page.position] = SetResult.ERROR
-        by_python = SlotReferences.of(page for page, is_written in zip(left, written, strict=True) if is_written)
-        return SlotReferences.joined([moving.done(), by_python]).by_position()
+        left = moving.left()
+        pages = left.pages()
+        written = self._workers.run(len(pages), lambda n: self._write_page(batch, pages[n]), self._writers)
+        are_written = np.array(written, bool)
+        _fill(results, left.positions[~are_written], SetResult.ERROR)
+        return SlotReferences.joined([moving.done(), left.select(are_written)]).by_position()
 
     def _write_page(self, batch: PageBatch, page: SlotReference) -> bool:
         """Whether it was written."""
