@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hicache_ext.storage.tiers.file.eviction import LEARNED_DISTANCE
-from tests.rigs.ranks import MAX_HITS, RENEWAL_SHIFT, learned, priority_of, reuse_distance
+from hicache_ext.storage.tiers.file.eviction import LEARNED_DISTANCE, reuse_distance
+from tests.rigs.ranks import MAX_HITS, RENEWAL_SHIFT, learned, priority_of
 
 
 class Rank(NamedTuple):

@@ -36,7 +36,6 @@ from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.path_store import Served
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
-from tests.rigs import miniatures
 
 Requests = Sequence[Sequence[int]]
 PARTS = (300, 30, 6, 2)
@@ -58,7 +57,7 @@ class Tier:
 
     def _look(self, index: SlabIndex) -> None:
         self.served = index.served()
-        self.switches = int(index.memory.small[miniatures.SWITCHES])
+        self.switches = int(index.memory.small[index_words.SWITCHES])
         self.inserts.append(index.inserts)
 
 

@@ -47,7 +47,6 @@ from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.shapes import SlotReferences
-from tests.rigs import miniatures
 from tests.rigs.bare_index import new_index_in
 
 Requests = Sequence[Sequence[int]]
@@ -151,7 +150,7 @@ def served_by_the_index(
         index.register([_IDENTITY])
         if policy is not None:
             index.memory.header[index_words.POLICY] = policy
-            index.memory.small[miniatures.NEXT] = eviction.MAX_PRIORITY
+            index.memory.small[index_words.NEXT] = eviction.MAX_PRIORITY
         # A batch of SGLang's is a small part of a real tier.
         portion = max(1, min(128, capacity // 16))
         for request, tenancy in zip(requests, tenancies(index), strict=False):

@@ -22,7 +22,18 @@ _COMPLETION = "hicache-ext completion is gone"
 _NUMBA = "nothing is compiled at run time, or kept: the native core is built with the package"
 _PLAN = "plan replays LRU in Python: the same figures to every digit, without ghosts and memory of its own"
 
+_ONE_WAY = "it has one way: numpy is as fast there as the native core was"
+
 FORMER = {
+    "test_a_table_full_of_dead_members_takes_new_ones_and_one_of_live_ones_does_not": (
+        "who writes a slot is asked for by the slot: there is no table of members that could be full"
+    ),
+    "test_free_slots_of_a_large_slab_are_found_a_portion_at_a_time": (
+        "-> test_a_slab_that_wrongly_says_it_has_free_slots_is_looked_through_once"
+    ),
+    "test_what_was_taken_stays_taken_when_the_lock_is_lost_on_the_way": "slots are taken under one lock",
+    "test_the_core_finds_the_pages_and_addresses_that_numpy_finds": _ONE_WAY,
+    "test_the_core_makes_of_any_words_the_keys_that_python_makes": _ONE_WAY,
     "test_clear_leaves_other_models_alone": "-> test_clear_leaves_other_models_and_strangers_files_alone",
     "test_clear_leaves_strangers_files_alone": "-> test_clear_leaves_other_models_and_strangers_files_alone",
     "test_results_are_lists_of_the_right_type": "-> test_ten_thousand_keys_are_answered",

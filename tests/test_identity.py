@@ -8,11 +8,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hicache_ext import native
-from hicache_ext.native import address
 from hicache_ext.page.identity import (
     ModelIdentity,
     PageIdentity,
@@ -22,7 +18,6 @@ from hicache_ext.page.identity import (
     joined_page_hashes,
     page_hash_bytes,
 )
-from hicache_ext.storage.contract import store
 from hicache_ext.storage.contract.store import PageKeys
 
 IDENTITY = PageIdentity(
@@ -136,7 +131,7 @@ def test_any_other_text_is_hashed_in_a_domain_of_its_own(key):
 @pytest.mark.parametrize(
     "odd", ["", "a", "A" * 64, "ab" * 31 + "a ", "ab" * 31, "é" * 64, "g" * 64, "\0" * 64, "\ud800"]
 )
-def test_keys_converted_together_are_those_converted_one_by_one(way, odd):
+def test_keys_converted_together_are_those_converted_one_by_one(odd):
     hexes = [hashlib.sha256(bytes([number])).hexdigest() for number in range(5)]
     one, other = hexes[:2]
     # Nor must two keys of other lengths pass for two of 64 digits, or one with a blank in it.
@@ -155,33 +150,7 @@ def test_keys_converted_together_are_those_converted_one_by_one(way, odd):
         assert together.words.tobytes() == b"".join(together)
 
 
-def test_the_core_makes_of_any_words_the_keys_that_python_makes():
-    core = native.core()
-    if core is None:
-        pytest.skip("missing: the native core")
-    digits = st.text("0123456789abcdef", min_size=64, max_size=64)
-    pieces = st.lists(digits | st.text(st.characters(max_codepoint=127), max_size=66), max_size=4)
-
-    @given(pieces, st.sampled_from([" " * 8, " ", ""]), st.integers(-1, 1), st.binary(min_size=16, max_size=16))
-    def check(names, between, more, identity):
-        text = bytearray(between.join(names), "ascii")
-        keys = bytearray(48 * (len(names) + 1))
-        count = max(0, len(names) + more)
-        own = bytearray(identity)
-        call = store._DecodeHashes(address(text), len(text) // 8, address(own), address(keys), count)
-        hashes = [bytes(text[at : at + 64]) for at in range(0, len(text), 72)]
-        sound = len(text) // 8 + 1 == 9 * count and all(len(page_hash) == 64 for page_hash in hashes)
-        sound = sound and all(text[at : at + 8] == b" " * 8 for at in range(64, 72 * count - 8, 72))
-        sound = sound and all(set(page_hash) <= set(b"0123456789abcdef") for page_hash in hashes)
-        assert core(call) == sound
-        if sound:
-            expected = b"".join([identity + bytes.fromhex(page_hash.decode()) for page_hash in hashes])
-            assert keys[: 48 * count] == expected
-
-    check()
-
-
-def test_any_character_in_any_place_is_taken_for_what_it_is(way):
+def test_any_character_in_any_place_is_taken_for_what_it_is():
     hexes = [hashlib.sha256(bytes([number])).hexdigest() for number in range(3)]
     for number, place in itertools.product(range(128), range(0, 64, 7)):
         changed = [hexes[0], hexes[1][:place] + chr(number) + hexes[1][place + 1 :], hexes[2]]

@@ -2,12 +2,12 @@
 
 A function of it takes one struct of words, a subclass of ``Arguments`` here, and returns a word::
 
-    class NumberPages(Arguments):
-        function = "hicache_number_pages"
-        _fields_ = words("indices page_size page_count numbers number_count")
+    class CheckHeaders(Arguments):
+        function = "hicache_check_headers"
+        _fields_ = words("headers header_count start seals valid")
 
     core = native.core()
-    sound = core(NumberPages(address(indices), page_size, page_count, address(numbers), len(numbers)))
+    core(CheckHeaders(address(headers), len(headers), address(start), address(seals), address(valid)))
 
 Whoever calls keeps the arrays alive until the call has returned. Without the core there are no slabs; everything else
 works in Python and numpy: slower, and with the GIL. Why C, and why so: docs/decisions/native-core.md.
@@ -183,20 +183,11 @@ def _load(path: Path, inode: int, modified: int) -> Core | str:
         return str(error)
 
 
-_found: tuple[Path | None, Core | None] = (None, None)
-"""The library that was found last, and its core: every call of a tier asks."""
-
-
 def core() -> Core | None:
     """The native core; None where it is not available, which is logged once."""
-    global _found
-    if _found[0] is not LIBRARY:
-        why = why_not()
-        if why is not None:
-            _say_once(why)
-            return None
-        _found = LIBRARY, _cores.get(LIBRARY)
-    return _found[1]
+    if (found := _cores.get(LIBRARY)) is None and (why := why_not()) is not None:
+        _say_once(why)
+    return found or _cores.get(LIBRARY)
 
 
 def needed() -> Core:

@@ -38,7 +38,7 @@ enum { UNKNOWN, FREE, PENDING, PAGE, STATES = 3, NUMBER_SHIFT = 40 };
 #define GENERATIONS INT64_C(0xFFFFFFFF)
 
 /* Of the header, as far as they are used here. */
-enum { SETS = 3, REMEMBERED, LEVEL = 9, INSERTS = 12, DISTANCE_SUM, REUSES, POLICY, TO_RANK, EVENTS, LEARNED, SEEN, TWICE_TTL = 22 };
+enum { SETS = 3, REMEMBERED, INSERTS = 11, DISTANCE_SUM, REUSES, POLICY, TO_RANK, EVENTS, LEARNED, SEEN, TWICE_TTL = 21 };
 
 /* Of a slab; of an identity. */
 enum { SLAB_NUMBER, SLOTS = 2, FIRST, SLAB_STATE, FREE_SLOTS, CURSOR, OF, SLAB_WORDS, READY = 2 };
@@ -96,15 +96,6 @@ static inline int64_t tenant_of(const int64_t *row) { return load(row + LENGTH) 
 static inline int64_t *tenant_pages(const struct table *table, const int64_t *row)
 {
     return table->tenants + tenant_of(row) * TENANT_WORDS + TENANT_PAGES;
-}
-
-/* Decrement the page counts of this row's tenant and identity. */
-static inline void uncount(const struct table *table, const int64_t *row)
-{
-    int64_t state = load(row + STATE);
-    add(tenant_pages(table, row), -1);
-    if (is_current(table, state))
-        add(identity_at(table, state >> NUMBER_SHIFT) + PAGES, -1);
 }
 
 /* -- ranks --------------------------------------------------------------------------------------------------------- */
@@ -190,11 +181,13 @@ static inline int64_t tag_of(uint64_t word) { return (int64_t)(word >> ROW_BITS)
 static inline int64_t entry_for(uint64_t word, int64_t row) { return tag_of(word) << ROW_BITS | (row + 1); }
 static inline int64_t row_in(int64_t entry) { return (entry & ROW_MASK) - 1; }
 
-/* Linear hashing: sets are added one by one, and one that is added takes its entries from one other. SETS is read
- * first, with acquire: grow_sets stores LEVEL before it. LEVEL may then be a step ahead, which makes no difference. */
+/* The power of two of which there are so many sets and up to as many more. */
+static inline int64_t level_of(int64_t sets) { return (int64_t)(UINT64_C(1) << (63 - __builtin_clzll((uint64_t)sets | 1))); }
+
+/* Linear hashing: sets are added one by one, and one that is added takes its entries from one other. */
 static inline int64_t *set_of(const struct table *table, uint64_t word)
 {
-    int64_t sets = __atomic_load_n(table->header + SETS, __ATOMIC_ACQUIRE), level = load(table->header + LEVEL);
+    int64_t sets = __atomic_load_n(table->header + SETS, __ATOMIC_ACQUIRE), level = level_of(sets);
     int64_t at = (int64_t)(word & (uint64_t)(2 * level - 1));
     if (at >= sets)
         at = (int64_t)(word & (uint64_t)(level - 1));
@@ -242,46 +235,38 @@ static inline int64_t row_behind(const struct table *table, int64_t hash, int64_
     return row_of(table, hash, number, state);
 }
 
-/* Remove the entry of a page. */
-static void leave(const struct table *table, int64_t row)
+/* Forget a page and free its slot. Its entry counts no more. */
+static void free_page(const struct table *table, int64_t at)
 {
-    int64_t *set = set_of(table, mixed_of(row_at(table, row)));
-    for (int way = 0; way < WAYS; way++)
-        if (row_in(load(set + way)) == row)
-            store(set + way, 0);
-}
-
-/* Forget a page, which has its entry still, and free its slot. */
-static void free_page(const struct table *table, int64_t row)
-{
-    leave(table, row);
-    uncount(table, row_at(table, row));
-    store(row_at(table, row) + STATE, FREE);
+    int64_t *row = row_at(table, at), state = load(row + STATE);
+    add(tenant_pages(table, row), -1);
+    if (is_current(table, state))
+        add(identity_at(table, state >> NUMBER_SHIFT) + PAGES, -1);
+    store(row + STATE, FREE);
 }
 
 /* Add the entry of a page. In a full set the page with the lowest priority goes. Returns how many did: 0 mostly. */
 static int64_t enter(const struct table *table, uint64_t word, int64_t row)
 {
     int64_t *set = set_of(table, word), lowest = NO_PAGE, lost = -1;
-    int chosen = -1;
+    int chosen = 0;
     for (int way = 0; way < WAYS; way++) {
-        int64_t entry = load(set + way), other = row_in(entry), priority = AT_ONCE;
+        int64_t entry = load(set + way), other = row_in(entry);
         const int64_t *of = row_at(table, has_row(table, other) ? other : row);
         bool stale = !has_row(table, other) || other == row || !is_page(load(of + STATE)) ||
                      entry_for(mixed_of(of), other) != entry;
-        if (!stale)
-            priority = load(of + PRIORITY);
-        if (chosen < 0 || priority < lowest) {
+        if (stale || way == 0 || load(of + PRIORITY) < lowest) {
             chosen = way;
-            lowest = priority;
+            lowest = load(of + PRIORITY);
             lost = stale ? -1 : other;
         }
+        if (stale)
+            break;
     }
     store(set + chosen, entry_for(word, row));
     if (lost < 0)
         return 0;
-    uncount(table, row_at(table, lost));
-    store(row_at(table, lost) + STATE, FREE);
+    free_page(table, lost);
     return 1;
 }
 
@@ -297,12 +282,7 @@ PUBLIC int64_t hicache_grow_sets(const struct grow_sets *call)
     const struct table *table = call->table;
     int64_t *header = table->header;
     for (int64_t new = most(1, load(header + SETS)); new < least(call->wanted, table->set_count); new++) {
-        int64_t level = load(header + LEVEL);
-        if (new >= 2 * level)
-            store(header + LEVEL, level = 2 * level);
-        int64_t old = new - level;
-        if (old < 0 || old >= new)
-            break;
+        int64_t level = level_of(new), old = new - level;
         int64_t *to = table->sets + new * WAYS, *from = table->sets + old * WAYS, moved[WAYS];
         int count = 0;
         for (int way = 0; way < WAYS; way++)
@@ -338,28 +318,19 @@ static inline int64_t look_up(const struct table *table, const int64_t *keys, in
 /* Of the page at `of`: numbers of identities are one each, or one for all; -1 for an unknown one. */
 static inline int64_t number_of(struct words numbers, int64_t of) { return numbers.at[numbers.count == 1 ? 0 : of]; }
 
-/* How many of these words, `stride` apart and ascending, are below a value. */
-static int64_t count_below(const int64_t *words, int64_t count, int64_t stride, int64_t value)
+/* The slab, of those sorted by FIRST, that has this row; NULL for none. */
+static const int64_t *slab_with(struct words slabs, int64_t row)
 {
-    int64_t low = 0, high = count;
+    int64_t low = 0, high = slabs.count; /* The first one that begins behind it is among these. */
     while (low < high) {
         int64_t middle = (low + high) / 2;
-        if (words[middle * stride] < value)
+        if (slabs.at[middle * SLAB_WORDS + FIRST] <= row)
             low = middle + 1;
         else
             high = middle;
     }
-    return low;
-}
-
-/* The slab, of those sorted by FIRST, that has this row; NULL for none. */
-static const int64_t *slab_with(struct words slabs, int64_t row)
-{
-    int64_t behind = count_below(slabs.at + FIRST, slabs.count, SLAB_WORDS, row + 1);
-    if (behind == 0)
-        return NULL;
-    const int64_t *found = slabs.at + (behind - 1) * SLAB_WORDS;
-    return row < found[FIRST] + found[SLOTS] ? found : NULL;
+    const int64_t *found = slabs.at + (low - 1) * SLAB_WORDS;
+    return low > 0 && row < found[FIRST] + found[SLOTS] ? found : NULL;
 }
 
 struct locate {
@@ -458,6 +429,7 @@ PUBLIC int64_t hicache_touch(const struct touch *call)
     const struct table *table = call->table;
     int64_t *header = table->header, changed = 0, seen = 0, before = -1, capacity = call->capacity;
     int64_t inserts = load(header + INSERTS), policy = load(header + POLICY);
+    int64_t distance = distance_of(table, capacity);
     bool leads = true;
     for (int64_t depth = 0; depth < call->chain.count; depth++) {
         int64_t at = call->chain.at[depth], *row = row_at(table, has_row(table, at) ? at : 0);
@@ -468,7 +440,6 @@ PUBLIC int64_t hicache_touch(const struct touch *call)
         }
         if (leads)
             seen += note(table, load(row + HASH), inserts, depth, call->sampled);
-        int64_t distance = distance_of(table, capacity);
         int64_t priority = load(row + PRIORITY), word = load(row + USED);
         int64_t old_priority = priority, old_word = word;
         int64_t used = word >> CLOCK_SHIFT, place = word >> HITS_BITS & MOST_DEPTH, hits = word & MAX_HITS;
@@ -577,42 +548,35 @@ struct take_free {
     struct words known;      /* and the caller's copy, checked, which says where they lie. */
     struct words of_size;    /* The positions in both of those to look at. */
     int64_t pending, ticket; /* STATE and HASH of a slot that the caller writes. */
-    int64_t most;            /* Slots that are looked at. */
     struct words taken;      /* Receives as many rows as it has places for, in order of place as far as possible. */
 };
 
-/* Make free slots pending. Under the lock. Returns the number taken. */
+/* Make free slots pending. A slab that says it has some is looked through once, a million rows in some ten
+ * milliseconds. Under the lock. Returns the number taken. */
 PUBLIC int64_t hicache_take_free(const struct take_free *call)
 {
-    int64_t done = 0, looked = 0;
-    for (int64_t which = 0; which < call->of_size.count; which++) {
+    int64_t done = 0;
+    for (int64_t which = 0; which < call->of_size.count && done < call->taken.count; which++) {
         int64_t *slab = call->slabs.at + call->of_size.at[which] * SLAB_WORDS;
         const int64_t *known = call->known.at + call->of_size.at[which] * SLAB_WORDS;
-        int64_t free = load(slab + FREE_SLOTS), slots = known[SLOTS], first = known[FIRST];
+        int64_t free = load(slab + FREE_SLOTS), slots = known[SLOTS], left = slots;
         if (free <= 0 || load(slab + SLAB_STATE) != READY)
             continue;
-        int64_t at = load(slab + CURSOR), before = done, looked_at = load(slab + OF);
-        int64_t left = looked_at >= 0 && looked_at <= slots ? slots - looked_at : slots;
-        while (left > 0 && done < call->taken.count && looked < call->most) {
+        int64_t at = load(slab + CURSOR);
+        for (; left > 0 && done < call->taken.count; at++, left--) {
             if (at >= slots || at < 0)
                 at = 0;
-            int64_t *row = row_at(call->table, first + at);
-            if (load(row + STATE) == FREE) {
-                store(row + HASH, call->ticket);
-                store(row + STATE, call->pending);
-                call->taken.at[done++] = first + at;
-                left = slots;
-            }
-            at++;
-            left--;
-            looked++;
+            int64_t *row = row_at(call->table, known[FIRST] + at);
+            if (load(row + STATE) != FREE)
+                continue;
+            store(row + HASH, call->ticket);
+            store(row + STATE, call->pending);
+            call->taken.at[done++] = known[FIRST] + at;
+            free--;
         }
         store(slab + CURSOR, at);
-        store(slab + OF, left > 0 ? slots - left : 0);
         /* A free slot that is not counted is found with the coldest. */
-        store(slab + FREE_SLOTS, left > 0 ? most(0, free - (done - before)) : 0);
-        if (done == call->taken.count || looked >= call->most)
-            break;
+        store(slab + FREE_SLOTS, left > 0 ? most(0, free) : 0);
     }
     return done;
 }
@@ -633,33 +597,21 @@ static int64_t rank_for(const struct table *table, const int64_t *row, const str
     return tenant_of(row) == tenancy->writer ? least(OWN + rank, NO_PAGE - 1) : NO_PAGE;
 }
 
-/* `dead`: the members that have ended. */
-static int64_t rank_of(const struct table *table, const int64_t *row, int64_t oldest, struct words dead,
-                       const struct tenancy *tenancy)
+static int64_t rank_of(const struct table *table, const int64_t *row, int64_t oldest, const struct tenancy *tenancy)
 {
-    int64_t rank;
     int64_t state = state_of(row);
-    switch (state & STATES) {
-    case PAGE:
-        if (!is_current(table, state) || is_expired(table, row, oldest))
-            return AT_ONCE;
-        rank = most(0, least(load(row + PRIORITY), NO_PAGE - 1));
-        return tenancy == NULL ? rank : rank_for(table, row, tenancy, rank);
-    case PENDING:
-        for (int64_t one = 0; one < dead.count; one++)
-            if (state >> 8 == dead.at[one])
-                return AT_ONCE;
-        return NO_PAGE;
-    default:
+    if (!is_page(state))
         return (state & STATES) == FREE ? AT_ONCE : NO_PAGE;
-    }
+    if (!is_current(table, state) || is_expired(table, row, oldest))
+        return AT_ONCE;
+    int64_t rank = most(0, least(load(row + PRIORITY), NO_PAGE - 1));
+    return tenancy == NULL ? rank : rank_for(table, row, tenancy, rank);
 }
 
 struct ranks {
     const struct table *table;
     struct words rows;
     int64_t oldest;
-    struct words dead;
     struct words tenancy; /* One, or NULL where there are no tenants. */
     struct words ranks;   /* Receives them. */
 };
@@ -671,29 +623,21 @@ PUBLIC int64_t hicache_ranks(const struct ranks *call)
     int64_t count = 0;
     for (int64_t of = 0; of < call->rows.count; of++) {
         const int64_t *row = row_at(call->table, call->rows.at[of]);
-        call->ranks.at[of] = rank_of(call->table, row, call->oldest, call->dead, tenancy);
+        call->ranks.at[of] = rank_of(call->table, row, call->oldest, tenancy);
         count += call->ranks.at[of] != NO_PAGE;
     }
     return count;
 }
 
-/* Whether a hash is one of these, sorted. */
-static bool is_among(struct words hashes, int64_t hash)
-{
-    int64_t at = count_below(hashes.at, hashes.count, 1, hash);
-    return at < hashes.count && hashes.at[at] == hash;
-}
-
 struct evict {
     const struct table *table;
     struct words victims; /* Rows; one becomes -1 where the slot is not free then. */
-    struct words spared;  /* Pages with these hashes, sorted, get a rank `headroom` inserts beyond now instead. */
-    int64_t headroom, oldest;
-    struct words dead, tenancy; /* As for ranks. */
+    int64_t oldest;
+    struct words tenancy; /* As for ranks. */
 };
 
-/* Free each victim that may still be taken, whatever it holds by now. Under the lock. Returns the number of pages
- * evicted, which does not count those that nobody could ask for. */
+/* Free each victim that may be taken; one that is pending is: its writer has ended. Under the lock. Returns the number of pages evicted, which does not count those
+ * that nobody could ask for. */
 PUBLIC int64_t hicache_evict(const struct evict *call)
 {
     const struct table *table = call->table;
@@ -701,20 +645,13 @@ PUBLIC int64_t hicache_evict(const struct evict *call)
     int64_t pages = 0;
     for (int64_t position = 0; position < call->victims.count; position++) {
         int64_t at = call->victims.at[position], *row = row_at(table, at);
-        int64_t rank = rank_of(table, row, call->oldest, call->dead, tenancy);
-        bool is_page_now = rank != NO_PAGE && rank != AT_ONCE;
-        if (is_page_now && is_among(call->spared, load(row + HASH))) {
-            /* From its own word: a rank is the caller's alone. */
-            int64_t now = ORIGIN + TICK * load(table->header + INSERTS);
-            int64_t raised = most(least(load(row + PRIORITY), OWN - 1), now) + TICK * call->headroom;
-            store(row + PRIORITY, least(raised, OWN - 1));
-            rank = NO_PAGE;
-        }
+        bool is_left = (load(row + STATE) & STATES) == PENDING;
+        int64_t rank = is_left ? AT_ONCE : rank_of(table, row, call->oldest, tenancy);
         if (rank == NO_PAGE) {
             call->victims.at[position] = -1;
             continue;
         }
-        if (is_page_now) {
+        if (rank != AT_ONCE) {
             remember(table, row);
             if (tenancy != NULL)
                 tenancy->evicted[tenant_of(row)]++;
@@ -833,7 +770,7 @@ static int64_t highest_behind(const struct publish *call, int64_t key)
     return row >= 0 ? most(0, load(row_at(call->table, row) + PRIORITY) - 1) : 0;
 }
 
-/* Make pages of slots that are written, with their seals. Under the lock. Returns how many slots became free. */
+/* Make pages of slots that are written, with their seals. Under the lock. Returns how many were published. */
 PUBLIC int64_t hicache_publish(const struct publish *call)
 {
     const struct table *table = call->table;
@@ -841,7 +778,7 @@ PUBLIC int64_t hicache_publish(const struct publish *call)
     int64_t oldest_ghost = most(0, load(header + REMEMBERED) - call->ghost_limit);
     int64_t inserts = load(header + INSERTS), moment = inserts, policy = load(header + POLICY), seen = 0;
     int64_t distance_sum = load(header + DISTANCE_SUM), reuses = load(header + REUSES);
-    int64_t distance = reuse_distance(capacity, distance_sum, reuses), highest = NO_PAGE - 1, freed = 0;
+    int64_t distance = reuse_distance(capacity, distance_sum, reuses), highest = NO_PAGE - 1, count = 0;
     for (int64_t of = 0; of < call->taken.count; of++) {
         int64_t at = call->taken.at[of], key = call->positions.at[of];
         call->published.at[of] = -1;
@@ -857,14 +794,11 @@ PUBLIC int64_t hicache_publish(const struct publish *call)
         if (there >= 0 && !is_expired(table, row_at(table, there), call->oldest)) {
             call->published.at[of] = 0;
             store(row + STATE, FREE);
-            freed++;
             highest = most(0, load(row_at(table, there) + PRIORITY) - 1);
             continue;
         }
-        if (there >= 0) {
+        if (there >= 0)
             free_page(table, there);
-            freed++;
-        }
         inserts++;
         int64_t hits = 0, ghost = recall(table, hash, state, oldest_ghost);
         if (ghost >= 0) {
@@ -880,8 +814,9 @@ PUBLIC int64_t hicache_publish(const struct publish *call)
         store(row + CREATED, call->created);
         store(row + PRIORITY, priority);
         store(row + USED, used_word(inserts, key, hits));
-        freed += make_page(table, at, state, hash);
+        make_page(table, at, state, hash);
         call->published.at[of] = 1;
+        count++;
         highest = most(0, priority - 1);
     }
     if (call->sampled > 0)
@@ -889,7 +824,7 @@ PUBLIC int64_t hicache_publish(const struct publish *call)
     store(header + INSERTS, inserts);
     store(header + DISTANCE_SUM, distance_sum);
     store(header + REUSES, reuses);
-    return freed;
+    return count;
 }
 
 struct adopt {
@@ -956,27 +891,16 @@ PUBLIC int64_t hicache_adopt(const struct adopt *call)
  * last counted use << COUNTED_SHIFT | uses << USES_SHIFT | two bits for each miniature. */
 enum { KEY, MOMENT, HELD };
 enum { CANDIDATES = POLICIES, MINIATURES = CANDIDATES + 3, USES_SHIFT = 2 * MINIATURES, COUNTED_SHIFT = USES_SHIFT + HITS_BITS };
-enum { ABSENT, NEW, KEPT = 3 }; /* NEW: not used since it was written, nor there when keep_all was called last. */
-/* Words of small. For each miniature: pages held; hits of late, in 65,536ths; all hits. For each candidate: hits since
- * the last comparison; hits of the last moments alone. For each two candidates: squares of how many hits one had more
- * between two comparisons, added up like SCORES and like LAST_SCORES. */
-enum { HELD_PAGES = 0, SCORES = 8, HITS = 16, LATELY = 32, LAST_SCORES = 48, NOISE = 64, LAST_NOISE = 96 };
+enum { ABSENT, NEW, KEPT = 3 }; /* NEW: not used since it was written, nor there when all that was there counted as kept. */
+/* Words of small. For each miniature: pages held; all hits. For each candidate: hits since the last comparison
+ * (choose_policy in index_words.py). */
+enum { HELD_PAGES = 0, HITS = 16, LATELY = 32 };
 /* All uses seen; those that the policy of that time had; uses of all pages that fall to the sample, times SAMPLE + 1;
- * the clock at the next comparison; changes of policy; what the table was made for; up to which use of all pages EXPECTED
- * counts. Of this chain: a bit for each miniature that held all of it so far; the place of the last page; the clock at
- * its first one. The clock at which all that is there counts as kept. */
-enum { USES = 24, SERVED, EXPECTED, NEXT, SWITCHES, SETS_USED, SAMPLED, COUNTED, RUN = 40, PLACE, BEGAN, NEXT_STOCK };
+ * what the table was made for; up to which use of all pages EXPECTED counts. Of this chain: a bit for each miniature that
+ * held all of it so far; the place of the last page; the clock at its first one. */
+enum { USES = 24, SERVED, EXPECTED, SETS_USED = 29, SAMPLED, COUNTED, RUN = 40, PLACE, BEGAN };
 
-enum { ONE_SHIFT = 16, HALF = 45426 };      /* Scores are in 65,536ths; so many are log(2). */
-enum { MOST_USES = 1 << 19 };               /* Then they are halved: what was long ago counts less and less. */
-enum { HORIZON = 4, MOST_CAPACITIES = 8 };  /* Capacities, or reuse distances, after which a hit counts half. */
-enum { COMPARISONS = 16, LEAST_INSERTS = 256, MOST_BETWEEN = 1 << 20 }; /* In a capacity; inserts, hits between two. */
-enum { LAST = 8, LEAST_LAST = 4 };          /* Comparisons after which a hit counts half among the last ones. */
-/* Another candidate has to lead by 1/16 of what is served in the long run, also among the last comparisons, for a change
- * costs about that much, and by the square root of so many times what chance makes of equal ones; for LAST_USE any lead
- * is enough, and an eighth of that: no tier shall serve less than plain LRU for long. */
-enum { LEAST_LEAD_SHIFT = 4, LEAST_SIGNIFICANCE = 5, LEAST_LAST_SIGNIFICANCE = 8, BACK = 8 };
-enum { LEAST_SLOTS = 96, STOCK = 4 }; /* A smaller tier keeps its policy; capacities between two calls of keep_all. */
+enum { MOST_USES = 1 << 19 }; /* Then they are halved: what was long ago counts less and less. */
 
 /* A miniature holds up to so many more than its slots, and is then cut to so many less: on average it is full. */
 static inline int64_t slack_of(int64_t slots) { return slots >> (slots > 512 ? 4 : 6); }
@@ -1046,31 +970,24 @@ static int64_t place_for(const struct table *table, int64_t of_set, int64_t hash
     return chosen;
 }
 
-/* The rank that `which` of these (the caller's own) are below; changes their order. */
-static int64_t kth_lowest(int64_t *ranks, int64_t count, int64_t which)
+/* The lowest rank that so many of these are not above. */
+static int64_t kth_lowest(const int64_t *ranks, int64_t count, int64_t which)
 {
-    int64_t low = 0, high = count - 1;
-    while (low < high) {
-        int64_t middle = ranks[(low + high) / 2], left = low, right = high;
-        while (left <= right) {
-            while (ranks[left] < middle)
-                left++;
-            while (ranks[right] > middle)
-                right--;
-            if (left <= right) {
-                int64_t rank = ranks[left];
-                ranks[left++] = ranks[right];
-                ranks[right--] = rank;
-            }
-        }
-        if (which <= right)
-            high = right;
-        else if (which >= left)
-            low = left;
-        else
-            break;
+    int64_t low = ranks[0], high = ranks[0];
+    for (int64_t of = 1; of < count; of++) {
+        low = least(low, ranks[of]);
+        high = most(high, ranks[of]);
     }
-    return ranks[which];
+    while (low < high) {
+        int64_t middle = (low & high) + ((low ^ high) >> 1), below = 0; /* The mean, without an overflow. */
+        for (int64_t of = 0; of < count; of++)
+            below += ranks[of] <= middle;
+        if (below >= which)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
 }
 
 /* Have a miniature hold a little less than its slots: those with the lowest priorities go. */
@@ -1078,7 +995,7 @@ static void cut(const struct table *table, int64_t sets, int miniature, int64_t 
 {
     int64_t places = sets * WAYS, count = 0, policy = miniature < CANDIDATES ? miniature : policy_now(table);
     int64_t of_tier = most(1, capacity * halves_of(miniature) / 2), distance = distance_of(table, of_tier);
-    int64_t *ranks = malloc((size_t)(3 * places) * sizeof *ranks), *ordered = ranks + places, *at = ordered + places;
+    int64_t *ranks = malloc((size_t)(2 * places) * sizeof *ranks), *at = ranks + places;
     if (ranks == NULL)
         return; /* It is tried again with the next use. */
     for (int64_t place = 0; place < places; place++) {
@@ -1086,13 +1003,12 @@ static void cut(const struct table *table, int64_t sets, int miniature, int64_t 
         if (bits == ABSENT)
             continue;
         int64_t moment = load(entry_at(table, MOMENT, place)), hits = held >> USES_SHIFT & MAX_HITS;
-        ranks[count] = ordered[count] = priority_of(policy, of_tier, moment >> DEPTH_BITS, distance, hits, bits == NEW,
-                                                    moment & MOST_DEPTH);
+        ranks[count] = priority_of(policy, of_tier, moment >> DEPTH_BITS, distance, hits, bits == NEW, moment & MOST_DEPTH);
         at[count++] = place;
     }
     int64_t wanted = most(1, slots - slack_of(slots)), excess = count - wanted;
     if (excess > 0) {
-        int64_t threshold = kth_lowest(ordered, count, excess - 1);
+        int64_t threshold = kth_lowest(ranks, count, excess);
         for (int64_t of = 0; of < count && excess > 0; of++) {
             if (ranks[of] > threshold)
                 continue;
@@ -1104,81 +1020,6 @@ static void cut(const struct table *table, int64_t sets, int miniature, int64_t 
     }
     store(table->small + HELD_PAGES + miniature, count);
     free(ranks);
-}
-
-/* The best candidate whose lead is more than chance, and who is not behind of late; else the one of now. */
-static int64_t leader_of(const int64_t *small, int scores, int noise, int64_t least_significance, int64_t now)
-{
-    int64_t best = now, of_now = load(small + scores + now), late = load(small + LAST_SCORES + now);
-    int64_t long_run = load(small + SCORES + now) >> ONE_SHIFT;
-    for (int64_t candidate = 0; candidate < CANDIDATES; candidate++) {
-        int64_t score = load(small + scores + candidate), lead = (score - of_now) >> ONE_SHIFT;
-        int64_t chance = load(small + noise + CANDIDATES * candidate + now) * least_significance;
-        if (lead > of_now >> ONE_SHIFT >> 1)
-            chance /= 2; /* Of a loop plain LRU serves nothing: each pass that is waited for is lost. */
-        int64_t least_lead = candidate == LAST_USE ? 1 : (long_run >> LEAST_LEAD_SHIFT) + 1;
-        if (score > load(small + scores + best) && load(small + LAST_SCORES + candidate) >= late &&
-            lead > least_lead && lead * lead > (candidate == LAST_USE ? chance / BACK : chance))
-            best = candidate;
-    }
-    return best;
-}
-
-/* Let a score fade by so many 65,536ths, and count more. */
-static inline void fade(int64_t *score, int64_t fading, int64_t more)
-{
-    int64_t before = load(score);
-    store(score, before + more - (before * fading >> ONE_SHIFT));
-}
-
-/* Count all pages that are there as used, for KEEP_FIRST. */
-static void keep_all(const struct table *table, int64_t sets)
-{
-    for (int64_t place = 0; place < sets * WAYS; place++) {
-        int64_t *held = entry_at(table, HELD, place), before = load(held);
-        store(held, before | (before & ((1 << USES_SHIFT) - 1) & 0x55555555) << 1);
-    }
-}
-
-/* Compare the candidates: follow another one that is better by more than chance, of late, which tells a change of
- * workload, or else in the long run. How far two of them differ between two comparisons is taken for their noise. */
-static void choose(const struct table *table, int64_t sets, int64_t capacity, int64_t distance, int64_t rows)
-{
-    int64_t *small = table->small, lately[CANDIDATES];
-    int64_t step = most(LEAST_INSERTS, capacity / COMPARISONS);
-    int64_t longest = most(least(distance, MOST_CAPACITIES * capacity), COMPARISONS * step);
-    int64_t fading = HALF * step / (HORIZON * most(capacity, longest));
-    int64_t last_fading = HALF * step / most(LAST * (capacity / COMPARISONS), LEAST_LAST * step);
-    store(small + NEXT, load(table->header + INSERTS) + step);
-    for (int one = 0; one < CANDIDATES; one++) {
-        lately[one] = least(load(small + LATELY + one), MOST_BETWEEN);
-        store(small + LATELY + one, 0);
-    }
-    for (int miniature = 0; miniature < MINIATURES; miniature++)
-        fade(small + SCORES + miniature, fading, miniature < CANDIDATES ? lately[miniature] << ONE_SHIFT : 0);
-    for (int one = 0; one < CANDIDATES; one++) {
-        fade(small + LAST_SCORES + one, last_fading, lately[one] << ONE_SHIFT);
-        for (int other = 0; other < CANDIDATES; other++) {
-            int64_t more = lately[one] - lately[other];
-            fade(small + NOISE + CANDIDATES * one + other, 2 * fading, more * more);
-            fade(small + LAST_NOISE + CANDIDATES * one + other, 2 * last_fading, more * more);
-        }
-    }
-    int64_t now = policy_now(table), best = now;
-    if (capacity >= LEAST_SLOTS) {
-        best = leader_of(small, LAST_SCORES, LAST_NOISE, LEAST_LAST_SIGNIFICANCE, now);
-        if (best == now)
-            best = leader_of(small, SCORES, NOISE, LEAST_SIGNIFICANCE, now);
-    }
-    int64_t inserts = load(table->header + INSERTS);
-    if (best == now && inserts < load(small + NEXT_STOCK))
-        return;
-    add(small + SWITCHES, best != now);
-    store(table->header + POLICY, best);
-    if (best != now || best == KEEP_FIRST)
-        store(table->header + TO_RANK, rows);
-    store(small + NEXT_STOCK, inserts + STOCK * capacity);
-    keep_all(table, sets);
 }
 
 /* One use, by an event. */
@@ -1226,12 +1067,10 @@ static void see(const struct table *table, int64_t sets, int64_t sampled, int64_
 struct learn {
     const struct table *table;
     int64_t capacity, sampled; /* As for touch. */
-    int64_t rows;              /* Behind the last one in use. */
     int64_t most;              /* Uses. */
 };
 
-/* Look at some of the uses that were noted, and choose a policy when it is time. Under the lock. Returns how many uses
- * were looked at. */
+/* Look at some of the uses that were noted. Under the lock. Returns how many. */
 PUBLIC int64_t hicache_learn(const struct learn *call)
 {
     const struct table *table = call->table;
@@ -1259,7 +1098,5 @@ PUBLIC int64_t hicache_learn(const struct learn *call)
     if (load(small + USES) >= MOST_USES)
         for (int word = HITS; word <= EXPECTED; word++)
             store(small + word, load(small + word) >> 1);
-    if (load(header + INSERTS) >= load(small + NEXT))
-        choose(table, sets, capacity, distance, call->rows);
     return done;
 }

@@ -18,9 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hicache_ext import native
 from hicache_ext.errors import UnsupportedError
-from hicache_ext.native import address
 from hicache_ext.page.identity import PoolIdentity
 from hicache_ext.page.memory import Addresses, PageMemory, Segments
 from hicache_ext.sglang.releases import format_facts, pool_fact
@@ -50,16 +48,6 @@ _GEOMETRY_ATTRIBUTES = (
 """Attributes of SGLang's host pools that shape a page's bytes; a pool need not have all."""
 
 _SPLIT_WITH_HEADS = ("head_num", "size_per_token")
-
-
-class _NumberPages(native.Arguments):
-    function = "hicache_number_pages"
-    _fields_ = native.words("indices page_size page_count numbers number_count")
-
-
-class _AddressPages(native.Arguments):
-    function = "hicache_address_pages"
-    _fields_ = native.words("numbers number_count starts strides run_count addresses")
 
 
 class PoolPages:
@@ -97,11 +85,6 @@ class PoolPages:
         if host_indices.dtype is not torch.int64 or not host_indices.is_cpu:
             host_indices = host_indices.detach().cpu().to(torch.int64)
         indices: npt.NDArray[np.int64] = np.ascontiguousarray(host_indices.numpy()).reshape(pages, self.page_size)
-        if (core := native.core()) and indices.flags.aligned:
-            numbers = np.empty(pages, np.int64)
-            of_pool = self.page_size, self._page_count
-            if core(_NumberPages(address(indices), *of_pool, address(numbers), pages)) == pages:
-                return numbers, None
         numbers = indices[:, 0] // self.page_size
         aligned = indices == (numbers * self.page_size)[:, None] + self._tokens
         if not pages or (aligned.all() and numbers.min() >= 0 and numbers.max() < self._page_count):
@@ -157,13 +140,7 @@ class HostPages(PoolPages):
 
     def memory_of(self, page_numbers: npt.NDArray[np.int64], part: int = 0) -> PageMemory:
         """``buffers_of`` these pages, made lazily."""
-        starts, strides = self._starts[part], self._strides[part]
-        if core := native.core():
-            pages = np.empty((len(page_numbers), len(starts)), np.int64)
-            of_runs = address(starts), address(strides), len(starts)
-            core(_AddressPages(address(page_numbers), len(page_numbers), *of_runs, address(pages)))
-        else:
-            pages = starts + page_numbers[:, None] * strides
+        pages = self._starts[part] + page_numbers[:, None] * self._strides[part]
         addresses = Addresses(pages, self._sizes[part], self.part_sizes[part])
         return PageMemory(addresses, lambda: self.buffers_of(page_numbers.tolist(), part))
 

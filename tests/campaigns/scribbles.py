@@ -142,7 +142,7 @@ class Attacker:
         assert fd is not None
         memory = IndexMemory(fd)
         self._chance = chance
-        names = ("header", "members", "slabs", "identities", "ghosts", "events", "small", "entries", "sets")
+        names = ("header", "slabs", "identities", "ghosts", "events", "small", "entries", "sets")
         self.parts: dict[str, Words] = {name: getattr(memory, name).reshape(-1) for name in (*names, "rows")}
         self._bounds = [bound for part in self.parts.values() for bound in (len(part), len(part) // 8, len(part) // 16)]
 

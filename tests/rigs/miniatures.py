@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hicache_ext.storage.tiers.file import eviction
+from hicache_ext.storage.tiers.file.eviction import reuse_distance
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory
 from hicache_ext.storage.tiers.file.slab.index_words import (
     CANDIDATES,
@@ -13,8 +14,9 @@ from hicache_ext.storage.tiers.file.slab.index_words import (
     EVENTS,
     EXPECTED,
     HASH_OF_EVENT,
+    HELD,
     HITS_BITS,
-    INSERTS,
+    LATELY,
     LEARNED,
     MINIATURE_HITS,
     MOMENT_OF_EVENT,
@@ -26,17 +28,17 @@ from hicache_ext.storage.tiers.file.slab.index_words import (
     SCALES,
     SEEN,
     SERVED,
-    TO_RANK,
+    SETS_USED,
     USES,
     WAYS,
     Words,
     scrambled,
 )
-from tests.rigs.ranks import RENEWAL_SHIFT, priority_of, reuse_distance
+from tests.rigs.ranks import RENEWAL_SHIFT, priority_of
 
 MINIATURES = CANDIDATES + len(SCALES)
 
-KEY, MOMENT, HELD = range(3)
+KEY, MOMENT = range(2)
 """Words of an entry: HASH of the page; the clock when its chain was used last << DEPTH_BITS | its place in the chain;
 the clock at its last counted use << COUNTED_SHIFT | uses, up to MOST_HITS, << USES_SHIFT | for each miniature ABSENT,
 NEW or KEPT."""
@@ -44,52 +46,16 @@ ABSENT, NEW, KEPT = 0, 1, 3
 USES_SHIFT = 2 * MINIATURES
 COUNTED_SHIFT = USES_SHIFT + HITS_BITS
 
-PAGES, SCORES, HITS = 0, 8, MINIATURE_HITS
-"""Words of ``small``, one for each miniature: pages held; hits of late, in 65,536ths; all hits."""
-NEXT, SWITCHES, SETS_USED, SAMPLED, COUNTED = range(27, 32)
-"""The clock at which candidates are compared next; how often another one was chosen; what the table was
-made for; up to which use of all pages EXPECTED counts."""
-LATELY = 32
-"""Of each candidate the hits since the last comparison."""
-RUN, PLACE, BEGAN, NEXT_STOCK = range(40, 44)
+PAGES, HITS = 0, MINIATURE_HITS
+"""Words of ``small``, one for each miniature: pages held; all hits."""
+SAMPLED, COUNTED = range(30, 32)
+"""What the table was made for, besides SETS_USED; up to which use of all pages EXPECTED counts."""
+RUN, PLACE, BEGAN = range(40, 43)
 """Whether each miniature held all pages of this chain so far, a bit each; the place of the last one in it; the clock at
-its first one; the clock at which all that is there counts as kept (``eviction.KEEP_FIRST``)."""
-LAST_SCORES = 48
-"""Of each candidate, like SCORES: hits of the last moments alone."""
-NOISE, LAST_NOISE = 64, 96
-"""Of each two candidates: squares of how many hits one had more between two comparisons, added up like SCORES and
-like LAST_SCORES."""
+its first one."""
 
-_ONE = 1 << 16
 _MOST_USES = 1 << 19
 """So many uses, and their hits are halved: what was long ago counts less and less."""
-_HORIZON = 4
-"""Capacities, or reuse distances where these are longer, after which a hit counts half."""
-_COMPARISONS = 16
-"""In one capacity;"""
-_LEAST_INSERTS = 256
-"""so many inserted pages apart at least: the pages of one request are one event."""
-_MOST_BETWEEN = 1 << 20
-"""Hits between two comparisons, so that sums of squares fit a word."""
-_LAST = 8
-"""Comparisons after which a hit counts half among the last ones, where they are half a capacity;"""
-_LEAST_LAST = 4
-"""where they are more: so many."""
-_HALF = 45426
-"""65,536ths of log(2)."""
-_LEAST_LEAD_SHIFT = 4
-"""Another candidate has to be better by 1/16 of the hits of the long run and two hits,"""
-_LEAST_SIGNIFICANCE, _LEAST_LAST_SIGNIFICANCE = 5, 8
-"""and by the square root of this many times what chance alone makes of two that are equal: by all scores; by the last
-ones alone, which are fewer and are asked as often."""
-_BACK = 8
-"""The first candidate by more than one hit, and a part of that."""
-_LEAST_SLOTS = 96
-"""A tier with fewer keeps to its policy: it hardly holds one chain, and what it evicts depends on the size of batches,
-which miniatures do not know."""
-_STOCK = 4
-"""Capacities after which all that is there counts as kept."""
-_MOST_REUSE_CAPACITIES = 8
 _LOW = (1 << 32) - 1
 
 
@@ -163,30 +129,6 @@ def _entry_of(small: Words, entries: Words, of_set: int, hashed: int) -> int:
     return chosen
 
 
-def _kth_lowest(ranks: Words, count: int, which: int) -> int:
-    """The rank that ``which`` of the first ``count`` are below; changes their order."""
-    low, high = 0, count - 1
-    while low < high:
-        middle = ranks[(low + high) // 2]
-        left, right = low, high
-        while left <= right:
-            while ranks[left] < middle:
-                left += 1
-            while ranks[right] > middle:
-                right -= 1
-            if left <= right:
-                ranks[left], ranks[right] = ranks[right], ranks[left]
-                left += 1
-                right -= 1
-        if which <= right:
-            high = right
-        elif which >= left:
-            low = left
-        else:
-            break
-    return int(ranks[which])
-
-
 def _cut(header: Words, small: Words, entries: Words, sets: int, miniature: int, slots: int, capacity: int) -> None:
     """Have a miniature hold a little less than it has slots for: those with the lowest priorities go."""
     bit, policy = 2 * miniature, _policy_of(miniature, header)
@@ -206,8 +148,7 @@ def _cut(header: Words, small: Words, entries: Words, sets: int, miniature: int,
     wanted = max(1, slots - _slack_of(slots))
     excess = count - wanted
     if excess > 0:
-        in_order = ranks[:count].copy()
-        threshold = _kth_lowest(in_order, count, excess - 1)
+        threshold = np.sort(ranks[:count])[excess - 1]
         for of in range(count):
             if ranks[of] <= threshold and excess > 0:
                 entries[HELD, places[of] // WAYS, places[of] % WAYS] &= ~(3 << bit)
@@ -216,68 +157,7 @@ def _cut(header: Words, small: Words, entries: Words, sets: int, miniature: int,
     small[PAGES + miniature] = count
 
 
-def _leader(small: Words, scores: int, noise: int, least_significance: int, now: int) -> int:
-    """The best candidate whose lead is more than chance, and who is not behind of late; else the one of now."""
-    best = now
-    for candidate in range(CANDIDATES):
-        lead = (small[scores + candidate] - small[scores + now]) // _ONE
-        chance = least_significance * small[noise + CANDIDATES * candidate + now]
-        if lead > small[scores + now] // _ONE // 2:
-            chance //= 2
-        least_lead = (small[SCORES + now] // _ONE >> _LEAST_LEAD_SHIFT) + 1
-        if candidate == eviction.LAST_USE:
-            chance, least_lead = chance // _BACK, 1
-        if (
-            small[scores + candidate] > small[scores + best]
-            and small[LAST_SCORES + candidate] >= small[LAST_SCORES + now]
-            and lead > least_lead
-            and lead * lead > chance
-        ):
-            best = candidate
-    return best
-
-
-def _choose(header: Words, small: Words, entries: Words, sets: int, capacity: int, distance: int, rows: int) -> None:
-    """Compare the candidates: follow another one if it is better by more than chance, of late, which tells a change of
-    workload, or else in the long run.
-
-    How far two of them differ between two comparisons is taken for their noise: what one request asks for makes one
-    difference, however many pages it has."""
-    step = max(_LEAST_INSERTS, capacity // _COMPARISONS)
-    small[NEXT] = header[INSERTS] + step
-    horizon = _HORIZON * max(capacity, min(distance, _MOST_REUSE_CAPACITIES * capacity), _COMPARISONS * step)
-    fading = _HALF * step // horizon
-    last_fading = _HALF * step // max(_LAST * (capacity // _COMPARISONS), _LEAST_LAST * step)
-    for miniature in range(MINIATURES):
-        small[SCORES + miniature] -= small[SCORES + miniature] * fading >> 16
-    for one in range(CANDIDATES):
-        small[LATELY + one] = min(small[LATELY + one], _MOST_BETWEEN)
-    for one in range(CANDIDATES):
-        small[SCORES + one] += small[LATELY + one] * _ONE
-        small[LAST_SCORES + one] += small[LATELY + one] * _ONE - (small[LAST_SCORES + one] * last_fading >> 16)
-        for other in range(CANDIDATES):
-            pair, more = CANDIDATES * one + other, small[LATELY + one] - small[LATELY + other]
-            small[NOISE + pair] += more * more - (small[NOISE + pair] * 2 * fading >> 16)
-            small[LAST_NOISE + pair] += more * more - (small[LAST_NOISE + pair] * 2 * last_fading >> 16)
-    small[LATELY : LATELY + CANDIDATES] = 0
-    best = now = _policy_of_now(header)
-    if capacity >= _LEAST_SLOTS:
-        best = _leader(small, LAST_SCORES, LAST_NOISE, _LEAST_LAST_SIGNIFICANCE, now)
-        if best == now:
-            best = _leader(small, SCORES, NOISE, _LEAST_SIGNIFICANCE, now)
-    if best == now and header[INSERTS] < small[NEXT_STOCK]:
-        return
-    small[SWITCHES] += best != now
-    header[POLICY] = best
-    small[NEXT_STOCK] = header[INSERTS] + _STOCK * capacity
-    if best != now or best == eviction.KEEP_FIRST:
-        header[TO_RANK] = rows
-    for miniature in range(MINIATURES):
-        held = entries[HELD, :sets]
-        held[(held >> 2 * miniature) & 3 == NEW] |= KEPT << 2 * miniature
-
-
-def learn(memory: IndexMemory, capacity: int, sampled: int, rows: int, most: int) -> int:
+def learn(memory: IndexMemory, capacity: int, sampled: int, most: int) -> int:
     """``Table.learn``."""
     header, small, entries, events = memory.header, memory.small, memory.entries, memory.events
     sets = 4
@@ -333,6 +213,4 @@ def learn(memory: IndexMemory, capacity: int, sampled: int, rows: int, most: int
     if small[USES] >= _MOST_USES:
         for word in range(HITS, EXPECTED + 1):
             small[word] //= 2
-    if header[INSERTS] >= small[NEXT]:
-        _choose(header, small, entries, sets, capacity, distance, rows)
     return int(done)

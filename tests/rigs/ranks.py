@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from hicache_ext.storage.tiers.file.eviction import KEEP_FIRST, LEARNED_DISTANCE, MAX_PRIORITY
+from hicache_ext.storage.tiers.file.eviction import KEEP_FIRST, LEARNED_DISTANCE, MAX_PRIORITY, ORIGIN, TICK
 
-TICK: Final = 1 << 10
-"""Priorities from one inserted page to the next: the pages of one request fit in between."""
-ORIGIN: Final = 1 << 50
-"""Priority of the clock's start: leaves room below for depth."""
 MAX_HITS: Final = 7
 """More uses count as this many: log2(8) = 3 reuse distances is the longest protection."""
 _MAX_DEPTH: Final = 64
@@ -31,16 +27,6 @@ _LOG2: Final = (0, 256, 406, 512, 594, 662, 719, 768)
 """round(256 * log2(1 + hits))."""
 
 MAX_REUSES: Final = (1 << 32) - 1
-
-
-def reuse_distance(capacity: int, distance_sum: int, reuses: int) -> int:
-    """D: the mean distance measured, one capacity before anything was, never more than 64 capacities.
-
-    ``distance_sum``: that mean times the number of reuses it is a mean over, at most 2**11."""
-    if reuses == 0:
-        return capacity
-    mean = distance_sum // min(reuses, 1 << _LEARNING_SHIFT)
-    return min(mean, _MAX_DISTANCE_IN_CAPACITIES * capacity)
 
 
 def learned(distance_sum: int, reuses: int, distance: int) -> tuple[int, int]:

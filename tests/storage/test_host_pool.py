@@ -7,17 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="missing: torch")
 
-from hicache_ext import native  # noqa: E402
-from hicache_ext.native import address  # noqa: E402
-from hicache_ext.sglang import host_pool  # noqa: E402
 from hicache_ext.sglang.host_pool import HostPages  # noqa: E402
-
-pytestmark = pytest.mark.usefixtures("way")
 
 PAGES = 8
 
@@ -104,36 +97,3 @@ def test_addresses_and_views_of_pages_are_the_same_memory(numbers: list[int]) ->
         assert addresses == pool.get_page_buffer_meta(indices_of(4, number))[0]
         found = [np.frombuffer(segment, np.uint8).ctypes.data for segment in segments]
         assert (found, [segment.nbytes for segment in segments]) == (addresses, list(pool.SIZES))
-
-
-def test_the_core_finds_the_pages_and_addresses_that_numpy_finds(way: str) -> None:
-    """Whatever words the caller's indices are."""
-    core = native.core()
-    if core is None:
-        pytest.skip("this is about the core")
-    word = st.integers(-(1 << 63), (1 << 63) - 1)
-
-    @given(st.integers(1, 5), st.integers(1, 1 << 40), st.lists(word | st.integers(-3, 30), max_size=8), st.data())
-    def check(page_size: int, page_count: int, begins: list[int], data: st.DataObject) -> None:
-        with np.errstate(over="ignore"):
-            indices = (np.array(begins, np.int64)[:, None] + np.arange(page_size)).reshape(-1)
-            for at, other in data.draw(st.dictionaries(st.integers(0, 40), word, max_size=2)).items():
-                indices[at : at + 1] = other
-            numbers = np.empty(len(begins), np.int64)
-            sound = core(
-                host_pool._NumberPages(address(indices), page_size, page_count, address(numbers), len(numbers))
-            )
-            pages = indices.reshape(-1, page_size)
-            expected = pages[:, 0] // page_size
-            aligned = pages == (expected * page_size)[:, None] + np.arange(page_size)
-            are_sound = aligned.all(axis=1) & (expected >= 0) & (expected < page_count)
-            assert sound == are_sound.sum()
-            assert numbers[numbers >= 0].tolist() == expected[expected >= 0].tolist()
-            assert ((numbers < 0) == (expected < 0)).all()
-            starts, strides = (np.array(data.draw(st.lists(word, min_size=3, max_size=3)), np.int64) for _ in range(2))
-            addresses = np.empty((len(numbers), 3), np.int64)
-            of_runs = address(starts), address(strides), 3
-            core(host_pool._AddressPages(address(numbers), len(numbers), *of_runs, address(addresses)))
-            assert np.array_equal(addresses, starts + numbers[:, None] * strides)
-
-    check()

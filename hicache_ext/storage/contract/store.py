@@ -16,23 +16,13 @@ from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext import native
-from hicache_ext.native import address
 from hicache_ext.page.envelope import IDENTITY_LENGTH, KEY_LENGTH, PAGE_HASH_LENGTH
 from hicache_ext.page.identity import joined_page_hashes
 from hicache_ext.page.memory import PageMemory
 from hicache_ext.runtime.metrics import TierMetrics
 
 _IDENTITY_WORDS = IDENTITY_LENGTH // 8
-_KEY_WORDS = KEY_LENGTH // 8
 _nbytes = operator.attrgetter("nbytes")
-_SEPARATOR = 8 * " "
-"""Each page hash in the text of ``_DecodeHashes`` begins at a word."""
-
-
-class _DecodeHashes(native.Arguments):
-    function = "hicache_decode_hashes"
-    _fields_ = native.words("text text_words identity keys key_count")
 
 
 class GetResult(enum.Enum):
@@ -88,14 +78,6 @@ class PageKeys(Sequence[bytes]):
     @classmethod
     def of_hashes(cls, identity: bytes, names: Sequence[str]) -> PageKeys:
         """The keys under which SGLang's keys are stored (``page_hash_bytes``)."""
-        if core := native.core():
-            text = _SEPARATOR.join(names)
-            if text.isascii() and len(text) % 8 == 0:
-                digits, words = bytearray(text, "ascii"), np.empty((len(names), _KEY_WORDS), np.int64)
-                of_identity = _words_of(identity)
-                of_text = address(digits), len(text) // 8, address(of_identity)
-                if core(_DecodeHashes(*of_text, address(words), len(names))):
-                    return cls(identity, words)
         return cls.of_joined(identity, joined_page_hashes(names))
 
     @classmethod

@@ -134,7 +134,6 @@ def members_of(index: SlabIndex) -> Members:
     """From now on the index has these, and its own process is number 1."""
     members: Any = Members()
     index._members = members
-    index.memory.members[:] = 0
     join(index, 1)
     return members
 
@@ -142,5 +141,4 @@ def members_of(index: SlabIndex) -> Members:
 def join(index: SlabIndex, member: int) -> None:
     """This process is another one from now on."""
     index._members.id = member  # type: ignore[misc]
-    if member not in index.memory.members:
-        index.join()
+    index.join()

@@ -384,17 +384,6 @@ def test_a_writer_whose_slots_were_given_to_another_one_publishes_nothing(index:
     assert publish(index, other, keys_of(range(5)), others_rows) == [1] * 5
 
 
-def test_a_table_full_of_dead_members_takes_new_ones_and_one_of_live_ones_does_not(index: SlabIndex) -> None:
-    members = members_of(index)
-    for member in range(2, len(index.memory.members) + 1):
-        index.memory.members[member - 1] = member
-    with pytest.raises(OSError, match="no more can"):
-        join(index, 5000)
-    members.dead.add(7)
-    join(index, 5000)
-    assert 5000 in index.memory.members
-
-
 def test_a_lock_that_another_process_keeps_costs_its_bound_once(index: SlabIndex, tmp_path: Path) -> None:
     slab = add_slab(index)
     store(index, keys_of(range(5)))

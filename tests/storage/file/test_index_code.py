@@ -83,7 +83,7 @@ class World:
     def __post_init__(self) -> None:
         if self.header[index_words.SETS]:
             return
-        self.header[index_words.SETS] = self.header[index_words.LEVEL] = 8
+        self.header[index_words.SETS] = 8
         for position, (number, size, slots, first) in enumerate(SLABS):
             self.slabs[position] = [number, size, slots, first, index_words.READY, slots, 0, 0]
             self.rows[first : first + slots, STATE] = FREE
@@ -142,14 +142,14 @@ def random_step(rng: random.Random, now: int) -> Step:
     numbers = np.array([rng.randrange(IDENTITIES)]) if rng.random() < 0.7 else np.arange(40) % 5 - 1
     one = np.array([abs(int(numbers[0])) % IDENTITIES])
     member, ticket, count = rng.choice([55, 77]), rng.randrange(3), rng.randint(1, 40)
-    pending, dead = PENDING | member << 8, np.array(rng.choice([[], [77], [3, 77]]), np.int64)
+    pending = PENDING | member << 8
     seed = rng.randrange(1 << 30)
     tenant = (0, 0, 1, 63)[seed % 4]
     tenancy = (None, None, *(np.full(index_words.TENANCY_WORDS, share) for share in (0, 5, 63)))[seed % 5]
 
     def write(world: Any) -> None:
         taken = np.full(count, -1)
-        done = world.table.take_free(world.slabs, world.believed, of_size, pending, ticket, rng_most, taken)
+        done = world.table.take_free(world.slabs, world.believed, of_size, pending, ticket, taken)
         some = np.random.default_rng(seed).random(done) < 0.9
         rows, at = taken[:done][some].copy(), np.sort(np.random.default_rng(seed).permutation(40)[:done])[some].copy()
         of_keys = keys, one, at, rows, at + 1000, pending, ticket, now, oldest
@@ -157,7 +157,7 @@ def random_step(rng: random.Random, now: int) -> Step:
         give_back(world, taken, pending, ticket)
 
     def leave_pending(world: Any) -> None:
-        world.table.take_free(world.slabs, world.believed, of_size, pending, 99, rng_most, np.full(5, -1))
+        world.table.take_free(world.slabs, world.believed, of_size, pending, 99, np.full(5, -1))
 
     def evict(world: Any) -> None:
         slabs = world.believed[of_size]
@@ -165,13 +165,12 @@ def random_step(rng: random.Random, now: int) -> Step:
         rows = [np.arange(first, first + count) for first, count in zip(firsts, counts, strict=True)]
         ranks = [np.zeros(len(some), np.int64) for some in rows]
         for some, receives in zip(rows, ranks, strict=True):
-            world.table.ranks(some, oldest, dead, tenancy, receives)
+            world.table.ranks(some, oldest, tenancy, receives)
         sample = np.sort(np.concatenate(ranks)[seed % 3 :: 3])
         cold, cool = (int(sample[min(len(sample) - 1, at)]) for at in (4, 12))
-        spared = np.unique(index_words.hashes_of(keys[: seed % 3]))
         for some, known in zip(rows, ranks, strict=True):
             victims = some[are_coldest(known, 8, cold, cool)]
-            world.table.evict(victims, spared, slots, oldest, dead, tenancy)
+            world.table.evict(victims, oldest, tenancy)
             slab_of = world.slabs[of_size]
             slab_of[:, index_words.FREE_SLOTS] += 3
             world.slabs[of_size] = slab_of
@@ -184,7 +183,8 @@ def random_step(rng: random.Random, now: int) -> Step:
         world.table.touch(find(world, keys, one, 0), 275, half)
 
     def learn(world: Any) -> None:
-        world.table.learn(rng_capacity, half, ROWS, 20)
+        world.table.learn(rng_capacity, half, 20)
+        index_words.choose_policy(world.header, world.small, world.entries, rng_capacity, ROWS)
         world.table.rank_again(275, 90)
 
     def follow(world: Any) -> None:
@@ -227,7 +227,6 @@ def random_step(rng: random.Random, now: int) -> Step:
         world.table.adopt(*of_keys, random_words.integers(0, 99, (many, 2)), first, size, now)
 
     half, rng_capacity = 1 << 19, rng.choice([12, 40, 40, 40])
-    rng_most = rng.choice([3, 50, 4096])
     often = [write, write, write, write, look, use, learn, learn, follow]
     return rng.choice([*often, leave_pending, evict, evict, evict_beside, forget, grow, clear, find_again])
 
@@ -241,7 +240,7 @@ def test_the_miniatures_learn_what_their_reference_does(seed: int) -> None:
     for now in range(1, TIMES):
         random_step(rng, now)(world)
         other, capacity, most = world.copy(), rng.choice([12, 40]), rng.choice([3, 20, 40])
-        assert world.table.learn(capacity, 1 << 19, ROWS, most) == reference.learn(other, capacity, 1 << 19, ROWS, most)
+        assert world.table.learn(capacity, 1 << 19, most) == reference.learn(other, capacity, 1 << 19, most)
         for one, of_reference in zip(world.words, other.words, strict=True):
             assert np.array_equal(one, of_reference)
         switches += int(world.header[index_words.TO_RANK] > 0)
@@ -264,8 +263,7 @@ def test_look_ups_and_ranks_are_those_of_the_rows(seed: int) -> None:
         assert_located(world, keys, numbers, oldest, by_row)
         assert_ranked(world, rng, oldest)
         pages = np.flatnonzero(world.rows[: SLABS[-1][3] + SLABS[-1][2], STATE] & STATES == PAGE)
-        named = np.bincount(world.sets.ravel() & index_words.ROW, minlength=ROWS + 1)
-        assert (named[pages + 1] == 1).all(), "a page has one entry"
+        assert np.isin(pages + 1, world.sets & index_words.ROW).all(), "each page has an entry"
         found_some += max(by_row) >= 0
         most = max(most, int((world.rows[:, STATE] & STATES == PAGE).sum()))
     assert found_some > 20 and most > 100
@@ -298,9 +296,9 @@ def assert_located(world: World, keys: Words, numbers: Words, oldest: int, by_ro
 
 
 def assert_ranked(world: Any, rng: random.Random, oldest: int) -> None:
-    dead, cold, cool = rng.choice([[], [77]]), rng.choice([-1, 1 << 40]), rng.choice([-1, (1 << 40) + 100])
+    cold, cool = rng.choice([-1, 1 << 40]), rng.choice([-1, (1 << 40) + 100])
     begin, together = rng.randrange(300), rng.choice([1, 2, 8, 32])
-    of_row = [rank_of(world, row, oldest, dead) for row in range(ROWS)]
+    of_row = [rank_of(world, row, oldest) for row in range(ROWS)]
     groups = [range(at, min(at + together, begin + 130)) for at in range(begin, begin + 130, together)]
     expected = [
         row
@@ -310,7 +308,7 @@ def assert_ranked(world: Any, rng: random.Random, oldest: int) -> None:
         if of_row[row] <= cool and of_row[row] != NO_PAGE
     ]
     rows, ranks = np.arange(begin, begin + 130), np.zeros(130, np.int64)
-    can_be_taken = world.table.ranks(rows, oldest, np.array(dead, np.int64), None, ranks)
+    can_be_taken = world.table.ranks(rows, oldest, None, ranks)
     assert ranks.tolist() == of_row[begin : begin + 130]
     assert can_be_taken == sum(rank != NO_PAGE for rank in ranks.tolist())
     assert rows[are_coldest(ranks, together, cold, cool)].tolist() == expected
@@ -320,14 +318,14 @@ def assert_ranked(world: Any, rng: random.Random, oldest: int) -> None:
     assert world.tenants[:, index_words.TENANT_PAGES].tolist() == of_tenants.tolist()
 
 
-def rank_of(world: World, row: int, oldest: int, dead: list[int]) -> int:
+def rank_of(world: World, row: int, oldest: int) -> int:
     words = [int(word) for word in world.rows[row]]
     kind, state = words[STATE] & STATES, words[STATE] >> 8
     if kind == PAGE:
         generation = int(world.identities[state >> 32, index_words.GENERATION])
         is_there = state & index_words.GENERATIONS == generation and words[index_words.CREATED] >= oldest
         return words[PRIORITY] if is_there else -1
-    return -1 if kind == FREE or (kind == PENDING and state in dead) else NO_PAGE
+    return -1 if kind == FREE else NO_PAGE
 
 
 # -- ghosts, and where free slots are looked for -----------------------------------------------------------------------
@@ -339,7 +337,7 @@ NONE = np.zeros(0, np.int64)
 def put(world: World, keys: Words, *, ghosts: int = 100) -> Words:
     """Write pages into the first slab; their rows."""
     rows, published = np.full(len(keys), -1), np.zeros(len(keys), np.int64)
-    world.table.take_free(world.slabs, world.slabs, np.array([0]), OURS, 1, ROWS, rows)
+    world.table.take_free(world.slabs, world.slabs, np.array([0]), OURS, 1, rows)
     of_pages = np.array([0]), np.arange(len(keys)), rows, np.full(len(keys), 1000)
     world.table.publish(keys, *of_pages, OURS, 1, 1000, 0, 170, ghosts, 0, 0, published)
     assert (published == 1).all()
@@ -347,7 +345,7 @@ def put(world: World, keys: Words, *, ghosts: int = 100) -> Words:
 
 
 def evict(world: World, rows: Words) -> None:
-    assert world.table.evict(rows.copy(), NONE, 170, 0, NONE, None) == len(rows)
+    assert world.table.evict(rows.copy(), 0, None) == len(rows)
     world.slabs[0, index_words.FREE_SLOTS] += len(rows)
 
 
@@ -390,28 +388,14 @@ def test_a_page_has_one_ghost_although_a_rebuild_brought_it_back() -> None:
 
 
 def test_a_slab_that_wrongly_says_it_has_free_slots_is_looked_through_once() -> None:
-    """A portion of it at a time, under the lock: what was looked at is not looked at again."""
     world, taken = World(), np.full(5, -1)
     world.rows[100:270, STATE] = OURS
-    of_size, free = np.array([0]), []
-    for _ in range(4):
-        assert world.table.take_free(world.slabs, world.slabs, of_size, OURS, 1, 50, taken) == 0
-        free.append(int(world.slabs[0, index_words.FREE_SLOTS]))
-    assert free == [170, 170, 170, 0]
+    world.rows[150, STATE] = FREE
+    assert world.table.take_free(world.slabs, world.slabs, np.array([0]), OURS, 1, taken) == 1
+    assert (taken[0], world.slabs[0, index_words.FREE_SLOTS]) == (150, 0)
 
 
 # -- ranks of single pages ---------------------------------------------------------------------------------------------
-
-
-def test_a_pinned_victim_stays_and_is_out_of_the_way_for_as_long_as_a_tier_lasts() -> None:
-    world, keys = World(), chain(random.Random(1), 3)
-    rows = put(world, keys)
-    victims, spared = rows.copy(), index_words.hashes_of(keys[1:2])
-    assert world.table.evict(victims, spared, 170, 0, NONE, None) == 2
-    assert victims.tolist() == [rows[0], -1, rows[2]]
-    now = ORIGIN + TICK * int(world.header[index_words.INSERTS])
-    assert world.rows[rows[1], PRIORITY] == now + TICK * 170
-    assert index_words.hashes_of(keys[1:2]) == world.rows[rows[1], index_words.HASH]
 
 
 def test_a_use_never_makes_a_page_colder_and_counts_only_as_long_as_the_chain_is_whole() -> None:
@@ -433,7 +417,7 @@ def test_what_is_written_behind_a_page_that_is_there_ranks_below_it() -> None:
     (there,) = put(world, keys[:1])
     world.rows[there, PRIORITY] = 5
     rows, published = np.full(2, -1), np.zeros(2, np.int64)
-    world.table.take_free(world.slabs, world.slabs, np.array([0]), OURS, 1, ROWS, rows)
+    world.table.take_free(world.slabs, world.slabs, np.array([0]), OURS, 1, rows)
     of_pages = np.array([0]), np.arange(2), rows, np.full(2, 1000)
     assert world.table.publish(keys, *of_pages, OURS, 1, 1000, 0, 170, 100, 0, 0, published) == 1
     assert published.tolist() == [0, 1]
@@ -494,10 +478,10 @@ def test_a_thread_in_a_call_keeps_the_words_of_an_index_that_is_closed(tmp_path:
     memory.rows[:100, STATE] = FREE
     call, rows, ranks = memory.table.ranks, np.arange(200), np.zeros(200, np.int64)
     memory.close()
-    assert call(rows, 0, NONE, None, ranks) == 100
+    assert call(rows, 0, None, ranks) == 100
     assert np.count_nonzero(ranks == index_words.AT_ONCE) == 100
     with pytest.raises(AttributeError):
-        memory.table.ranks(rows, 0, NONE, None, ranks)
+        memory.table.ranks(rows, 0, None, ranks)
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -658,7 +642,7 @@ def _adopt(index: SlabIndex) -> None:
 def prepared(index: SlabIndex) -> None:
     index.add_found_slabs([(7, SMALL, 12)])
     index.register([A])
-    index.memory.header[[index_words.SETS, index_words.LEVEL]] = 2
+    index.memory.header[index_words.SETS] = 2
     for _ in range(2):
         slab = index.begin_slab(SMALL, lambda _: 24)
         assert slab is not None
@@ -713,7 +697,6 @@ def test_a_process_that_dies_at_any_store_leaves_nothing_to_repair(
             fuse.left = -1
             join(index, 1)
             members.dead.add(2)
-            index._dead(anew=True)
             assert_sound(index)
             assert_counts_are_put_right(index, 24 if action is _drop else 2)
             if action is _adopt and index.unknown_slabs():

@@ -79,7 +79,7 @@ def test_a_policy_that_is_followed_from_now_on_ranks_the_pages_that_are_there(tm
         rows = index.memory.rows[index.rows_of(keys)]
         clocks = (rows[:, USED] >> CLOCK_SHIFT).tolist()
         assert (rows[:, USED] & 7 == 1).all()
-        distance = ranks.reuse_distance(200, *index.memory.header[[DISTANCE_SUM, REUSES]].tolist())
+        distance = eviction.reuse_distance(200, *index.memory.header[[DISTANCE_SUM, REUSES]].tolist())
         learned = eviction.LEARNED_DISTANCE, 200
         expected = [ranks.priority_of(*learned, clocks[n], distance, 1, False, n) for n in range(100)]
         assert rows[:, PRIORITY].tolist() == expected
@@ -125,11 +125,11 @@ def after_comparisons(leads: list[int], capacity: int = 4096, between: list[int]
     world = World()
     header, small = world.header, world.small
     for lead, hits in zip(leads, between or [1000] * len(leads), strict=True):
-        small[miniatures.LATELY : miniatures.LATELY + index_words.CANDIDATES] = hits
-        small[miniatures.LATELY + index_words.CANDIDATES - 1] += lead
-        header[index_words.INSERTS] = small[miniatures.NEXT]
+        small[index_words.LATELY : index_words.LATELY + index_words.CANDIDATES] = hits
+        small[index_words.LATELY + index_words.CANDIDATES - 1] += lead
+        header[index_words.INSERTS] = small[index_words.NEXT]
         world.entries[:] = 0
-        world.table.learn(capacity, index_words.SAMPLE + 1, 0, 0)
+        index_words.choose_policy(header, small, world.entries, capacity, 0)
     return int(header[index_words.POLICY])
 
 
@@ -176,7 +176,7 @@ def test_a_page_behind_one_that_is_missing_is_no_hit_where_the_miniatures_see_al
             chain = [[head, 0], *([-10_000 - place, place] for place in range(1, 6))]
             world.header[index_words.EVENTS], world.header[index_words.LEARNED] = len(chain), 0
             world.events[: len(chain)] = chain
-            world.table.learn(64, sampled, 0, len(chain))
+            world.table.learn(64, sampled, len(chain))
         hits = world.small[miniatures.HITS : miniatures.HITS + miniatures.MINIATURES]
         assert (hits == expected).all()
 

@@ -41,6 +41,10 @@ from __future__ import annotations
 from typing import Final
 
 MAX_PRIORITY: Final = (1 << 63) - 1
+TICK: Final = 1 << 10
+"""Priorities from one inserted page to the next: the pages of one request fit in between."""
+ORIGIN: Final = 1 << 50
+"""Priority of the clock's start: leaves room below for depth."""
 LAST_USE, LEARNED_DISTANCE, KEEP_FIRST = range(3)
 POLICIES: Final = ("last-use", "learned-distance", "keep-first")
 """The candidates, by number."""
@@ -53,3 +57,10 @@ def ghost_limit(capacity: int) -> int:
     """Ghosts worth keeping: reuse distances do not shrink with the cache, so a small cache needs many of them.
     Of a very small one, what returned so late says less of what it can hold than what it has."""
     return min(max(capacity, _SMALLEST_GHOST_LIST), _LARGEST_GHOST_LIST, _MOST_GHOSTS_PER_SLOT * capacity)
+
+
+def reuse_distance(capacity: int, distance_sum: int, reuses: int) -> int:
+    """D: the mean distance measured, one capacity before anything was, never more than 64 capacities.
+
+    ``distance_sum``: that mean times the number of reuses it is a mean over, at most 2**11."""
+    return min(distance_sum // min(reuses, 1 << 11), 64 * capacity) if reuses > 0 else capacity

@@ -179,7 +179,6 @@ class SlotAllocator:
         self._evicted_age = evicted_age
         self._clock_times = ClockTimes()
         """Under the lock."""
-        self._slabs = dict(self._index.view().slabs)
         self._evicted_since_reclaim: defaultdict[int, int] = defaultdict(int)
         """By the slot size for which it was evicted."""
         self._spared_words: dict[bool, tuple[frozenset[bytes], Words]] = {}
@@ -215,14 +214,6 @@ class SlotAllocator:
         self._pins.set_limit(capacity // 2)
         self._held_back_until = time.monotonic() + _HELD_BACK
         self.shrink()
-
-    def slab(self, number: int) -> Slab | None:
-        """None when it was dropped."""
-        slab = self._slabs.get(number)
-        if slab is None:
-            self._look_at_slabs()
-            slab = self._slabs.get(number)
-        return slab
 
     # -- slots -----------------------------------------------------------------------------------------------------
 
@@ -397,7 +388,6 @@ class SlotAllocator:
         except IndexBusyError:
             self._to_finish.append(slab)
             raise
-        self._look_at_slabs()
 
     def _make_files(self, slab: Slab) -> _Growth:
         try:
@@ -431,11 +421,11 @@ class SlotAllocator:
         dropped = self._index.drop_slab(slab, most_pages)
         if dropped:
             self._forget(slab)
-            self._look_at_slabs()
         return dropped
 
     def _forget(self, slab: Slab) -> None:
         try:
+            self._directory.close_files()
             self._directory.delete_slab_files(slab)
         except OSError as error:
             # It counts towards the capacity until somebody can delete it.
@@ -445,9 +435,8 @@ class SlotAllocator:
 
     def forget_left_slabs(self) -> None:
         """Those that a process was making or dropping when it died. Raises IndexBusyError."""
-        if self._index.has_left_slabs():
-            for slab in self._index.left_slabs():
-                self._forget(slab)
+        for slab in self._index.left_slabs():
+            self._forget(slab)
 
     def shrink(self) -> None:
         """Drop slabs, those with the lowest priorities first, until the rest fits the capacity. One in which a page is
@@ -459,13 +448,6 @@ class SlotAllocator:
                         break
                     self._drop_slab(slab)
             self._is_beyond = _occupied(self._index.all_slabs()) > self._capacity
-
-    def _look_at_slabs(self) -> None:
-        """Learn of slabs added and dropped by any process. Those that others dropped are noticed when one of their new
-        slabs is used for the first time, so that few files stay open in vain."""
-        before, self._slabs = self._slabs, dict(self._index.view().slabs)
-        if before.keys() - self._slabs.keys():
-            self._directory.close_files()
 
 
 def _occupied(slabs: Sequence[Slab]) -> int:

@@ -269,13 +269,6 @@ class SlabDirectory:
             return False
         return True
 
-    def written_at(self, slab: Slab) -> float:
-        """When a header of it was written last (wall-clock seconds); 0 where that is not known."""
-        try:
-            return os.stat(_name(slab, SlabFile.HEADERS), dir_fd=self._slabs_fd).st_mtime
-        except OSError:
-            return 0.0
-
     @contextmanager
     def opened(self, slab: Slab, file: SlabFile = SlabFile.SLOTS) -> Iterator[int]:
         """A descriptor of a file of the slab; valid inside, and kept open. Raises OSError."""
@@ -303,8 +296,8 @@ class SlabDirectory:
         return OpenFile(os.open(_name(slab, file), flags, dir_fd=self._slabs_fd))
 
     def close_files(self) -> None:
-        """Let go of all files of slabs: some were dropped. No two slabs have one number, so that none is taken for
-        another."""
+        """Let go of all files of slabs, as one is dropped. No two slabs have one number: a file of one that others
+        drop takes no space, and is let go of by and by."""
         self._open.cache_clear()
 
     # -- identities ------------------------------------------------------------------------------------------------
@@ -435,7 +428,7 @@ class Rebuild:
         if not self._lock.try_acquire():
             return _REBUILD_INTERVAL
         try:
-            slabs = sorted(self._index.unknown_slabs(), key=self._directory.written_at, reverse=True)
+            slabs = self._index.unknown_slabs()
             self._slots = sum(slab.slots for slab in slabs)
             logger.info("tier %s: %s: the index is made anew: %d slots", self._tier, self._directory.path, self._slots)
             done, left = 0, False
@@ -483,10 +476,10 @@ class Rebuild:
             self._directory.delete_slab_files(slab)
             self._index.forget_slab(slab)
             return True
-        complete = self._index.end_slab(slab)
-        if complete and slab.number in self._bad:
+        self._index.end_slab(slab)
+        if slab.number in self._bad:
             self._told(slab.number)
-        return complete
+        return True
 
     def _is_lost(self, slab: Slab, error: OSError) -> bool:
         """Whether an error says that a slab has no blocks, or that it is no slab; and not that this process is short of

@@ -7,7 +7,6 @@ raises its generation, and its pages are out of reach at once. Reasons: docs/dec
 
 from __future__ import annotations
 
-import errno
 import itertools
 import random
 import time
@@ -85,14 +84,12 @@ _LOOKS_IN_VAIN = 8
 """Looks for victims that free nothing, before a write gets no slot: at pages that stay, mostly."""
 _LOOKS_OF_TENANTS = 3
 _MOST_LOOKED_AT = 1 << 15
-"""Slots looked at for free ones, or for victims, under the lock at once: less than a millisecond."""
+"""Slots looked at for victims, under the lock at once: less than a millisecond."""
 _MOST_EVENTS = 1 << 8
 """Uses that the miniatures look at, under the lock at once."""
 _MOST_RANKED = 1 << 12
 """Rows ranked by another policy, under the lock at once."""
 _AT_ONCE = 1 << 16
-_DEAD_INTERVAL = 10.0
-"""Seconds between two looks at which members are gone."""
 COLD, COOL, LEFT, WINDOWS = range(4)
 """What is known of the slots of a size: a group of slots with a page of priority up to COLD loses those up to COOL;
 slots still to be freed before both are measured again; from here on where windows with many cold slots begin, the best
@@ -109,6 +106,7 @@ _COMING_AND_GOING = 4
 """Pages that may come or go while rows are counted, for each insert of that time."""
 _NO_NUMBERS = np.array([-1])
 _NONE: Words = np.empty(0, np.int64)
+_NO_ROWS: Words = np.empty((0, index_words.ROW_WORDS), np.int64)
 _NO_TABLE: Words = np.empty((0, 0), np.int64)
 
 
@@ -157,9 +155,6 @@ class Evicted(NamedTuple):
     """And written then (milliseconds)."""
 
 
-NOTHING_EVICTED = Evicted(0, 0, 0, 0)
-
-
 class SlabIndex:
     """The index of one directory. Thread-safe."""
 
@@ -179,7 +174,7 @@ class SlabIndex:
         self._members = members
         self._share = share
         self._member = 0
-        """The id that is noted among the members."""
+        """The id under which this process shares the memory."""
         self._cleared_at = cleared_at
         self._view: View | None = None
         self._known: tuple[int, dict[bytes, int]] = (0, {})
@@ -194,7 +189,6 @@ class SlabIndex:
         self._needed: Words = _NO_TABLE
         """By number of a companion: those of the identities of KV, up to a -1, of which it needs one."""
         self._tickets = itertools.count(random.getrandbits(62))
-        self._looked_for_dead = 0.0
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -243,6 +237,10 @@ class SlabIndex:
             # First the number, then what it counts: a change in between is looked at again by the next call.
             view = self._view = self._look(changes)
         return view
+
+    def slab(self, number: int) -> Slab | None:
+        """None when it was dropped."""
+        return self.view().slabs.get(number)
 
     def _look(self, changes: int) -> View:
         table = self.memory.slab_table()
@@ -315,7 +313,7 @@ class SlabIndex:
         """Put the page counts of tenants right after a kill: rows are counted under the lock, a million in some ten
         milliseconds."""
         with suppress(OSError):
-            if not self.has_left_slabs() and self._lock.acquire_now():
+            if not self._has_left_slabs() and self._lock.acquire_now():
                 try:
                     counts = [self._count(slab, 0)[1] for slab in self.view().slabs.values()]
                     of_tenants = sum(counts, np.zeros(index_words.COUNTS, np.int64))[index_words.STATES + 1 :]
@@ -392,14 +390,10 @@ class SlabIndex:
                     # Pages of it may be found yet.
                     cleared.append(digest)
                 continue
-            identity = self.memory.identities[number]
             # Also one that nothing was published of: headers of a writer that was killed may be on the disk.
             cleared.append(digest)
-            had_pages += int(identity[index_words.PAGES] > 0)
-            identity[WRITTEN] = identity[index_words.PAGES] = 0
-            identity[CLEARED] = now
-            identity[GENERATION] += 1
-            identity[HITS] = identity[LAST] = 0
+            had_pages += int(self.memory.identities[number, index_words.PAGES] > 0)
+            self._clear(number, now)
         return [EVERY] if digests is None and (cleared or not self.rebuilt) else cleared, had_pages
 
     def clear_what_came(self, digests: Sequence[bytes], moment: int) -> None:
@@ -408,10 +402,13 @@ class SlabIndex:
         for digest in digests:
             number = known.get(digest)
             if number is not None and self.memory.identities[number, CLEARED] < moment:
-                identity = self.memory.identities[number]
-                identity[CLEARED] = moment
-                identity[GENERATION] += 1
-                identity[WRITTEN] = identity[index_words.PAGES] = 0
+                self._clear(number, moment)
+
+    def _clear(self, number: int, moment: int) -> None:
+        identity = self.memory.identities[number]
+        identity[WRITTEN] = identity[index_words.PAGES] = identity[HITS] = identity[LAST] = 0
+        identity[CLEARED] = moment
+        identity[GENERATION] += 1
 
     def register(self, digests: Sequence[bytes]) -> dict[bytes, int]:
         """The numbers of identities, new ones where they have none; -1 where there is no place for one. Raises
@@ -547,68 +544,39 @@ class SlabIndex:
         evicted for them, where ``evicting``. Pages that rank at ``bound_behind(before)`` or above stay, those with a
         hash in ``spared`` (sorted) if they can, those of other tenants up to their shares in any case (``tenancy``;
         None: there are none). Raises IndexBusyError."""
-        rows, done, evicted = np.empty(wanted, np.int64), 0, NOTHING_EVICTED
-        dead, of_size = self._dead(), self._taken_from(slot_size)
+        rows, done, gone = np.empty(wanted, np.int64), 0, [_NO_ROWS]
+        freed = in_vain = 0
+        of_size = self._taken_from(slot_size)
         wants_victims = evicting and len(of_size) and int(self.memory.slabs[of_size, FREE_SLOTS].sum()) < wanted
-        of = _of_writer(slot_size, tenancy)
-        if wants_victims and _is_outdated(self._coldness.get(of)):
+        if wants_victims and _is_outdated(self._coldness.get(_of_writer(slot_size, tenancy))):
             # Now, and not while others wait for the lock.
-            self._measure(of_size, slot_size, wanted, oldest, dead, tenancy)
-        more, gone = True, list[Words]()
-        try:
-            while more and done < wanted:
-                got, evicted, more = self._take(
-                    slot_size, rows[done:], ticket, oldest, spared, dead, gone, tenancy, before, evicting=evicting
-                )
-                done += got
-        except IndexBusyError:
-            if not done:
-                raise
-        if gone:
-            pages = np.concatenate(gone)
-            hashes, states = (np.ascontiguousarray(pages[:, word]) for word in (index_words.HASH, STATE))
-            evicted = evicted._replace(pages=evicted.pages + self._evict_beside(hashes, states, oldest))
-        return rows[:done], evicted
-
-    def _take(
-        self,
-        slot_size: int,
-        rows: Words,
-        ticket: int,
-        oldest: int,
-        spared: Words,
-        dead: Words,
-        gone: list[Words],
-        tenancy: Words | None,
-        before: bytes | None,
-        *,
-        evicting: bool,
-    ) -> tuple[int, Evicted, bool]:
-        """How many slots were taken, what was evicted, and, where nothing may be evicted, whether another call may find
-        free slots further on. Raises IndexBusyError."""
-        evicted = NOTHING_EVICTED
+            self._measure(of_size, slot_size, wanted, oldest, tenancy)
         with self._changing():
             of_size = self._taken_from(slot_size)
             slabs = self.memory.slabs, self.view().table, of_size
 
             def take_free() -> int:
-                return self.memory.table.take_free(*slabs, self._pending, ticket, _MOST_LOOKED_AT, rows[done:])
+                return self.memory.table.take_free(*slabs, self._pending, ticket, rows[done:])
 
-            done = in_vain = 0
             done = take_free()
             # Where pages stay for others' shares there is nothing to be had by looking on.
             looks = _LOOKS_IN_VAIN if tenancy is None else _LOOKS_OF_TENANTS
-            bound = self.bound_behind(before, oldest) if evicting and done < len(rows) else NO_PAGE
-            while evicting and done < len(rows) and in_vain < looks and len(of_size):
+            bound = self.bound_behind(before, oldest) if evicting and done < wanted else NO_PAGE
+            while evicting and done < wanted and in_vain < looks and len(of_size):
                 # Pages that stay may be the coldest: then look at more and more, and take no more.
-                need = len(rows) - done
+                need = wanted - done
                 looked = need << 3 * in_vain
-                more = self._evict(of_size, slot_size, need, looked, oldest, spared, dead, gone, tenancy, bound)
-                evicted = more._replace(slots=evicted.slots + more.slots, pages=evicted.pages + more.pages)
+                freed += self._evict(of_size, slot_size, need, looked, oldest, spared, gone, tenancy, bound)
                 got = take_free()
                 in_vain = 0 if got else in_vain + 1
                 done += got
-            return done, evicted, not evicting and bool((self.memory.slabs[of_size, FREE_SLOTS] > 0).any())
+        pages = np.concatenate(gone)
+        count = len(pages)
+        if count:
+            hashes, states = (np.ascontiguousarray(pages[:, word]) for word in (index_words.HASH, STATE))
+            count += self._evict_beside(hashes, states, oldest)
+        used, created = pages[0, [index_words.USED, CREATED]].tolist() if len(pages) else (0, 0)
+        return rows[:done], Evicted(freed, count, used >> index_words.CLOCK_SHIFT, created)
 
     def _taken_from(self, slot_size: int) -> Words:
         """Positions of the slabs of a size that slots are taken from: all but those that a rebuild looks at."""
@@ -659,7 +627,7 @@ class SlabIndex:
         published = np.empty(len(written), np.int64)
         with self._changing():
             view = self.view()
-            self.memory.table.publish(
+            count = self.memory.table.publish(
                 words,
                 numbers,
                 np.ascontiguousarray(written.positions),
@@ -676,7 +644,7 @@ class SlabIndex:
                 published,
             )
             self._learn(view)
-            if len(written) < len(taken) or (published != 1).any():
+            if count < len(taken):
                 self._give_back(taken.rows, ticket)
         return published.tolist()
 
@@ -684,7 +652,8 @@ class SlabIndex:
         """Let the miniatures see what was used, and pages rank by the policy that they have chosen. A little of both at
         a time, under the lock."""
         memory = self.memory
-        memory.table.learn(view.capacity, view.sampled, view.rows, most)
+        memory.table.learn(view.capacity, view.sampled, most)
+        index_words.choose_policy(memory.header, memory.small, memory.entries, view.capacity, view.rows)
         if memory.header[index_words.TO_RANK]:
             memory.table.rank_again(view.capacity, _MOST_RANKED)
             # How cold the coldest are is to be measured anew.
@@ -752,15 +721,14 @@ class SlabIndex:
     def free_dead(self) -> int:
         """Free the slots that processes were writing that have ended; how many. Looks at every slot. Raises
         IndexBusyError."""
-        dead, freed = self._dead(anew=True), 0
-        for slab in self.view().slabs.values() if len(dead) else ():
+        freed = 0
+        for slab in self.view().slabs.values():
             for begin in range(slab.first_row, slab.first_row + slab.slots, _AT_ONCE):
                 states = self.memory.rows[begin : min(begin + _AT_ONCE, slab.first_row + slab.slots), STATE]
-                left = np.flatnonzero((states & STATES == PENDING) & np.isin(states >> 8, dead))
-                if len(left):
+                if self._are_left(states).any():
                     with self._changing():
-                        # Who is dead takes nothing any more, and nobody else takes what is pending.
-                        states[left[np.isin(states[left] >> 8, dead)]] = FREE
+                        left = np.flatnonzero(self._are_left(states))
+                        states[left] = FREE
                         self._may_be_free(begin + left)
                     freed += len(left)
         return freed
@@ -778,56 +746,47 @@ class SlabIndex:
         need: int,
         oldest: int,
         spared: Words,
-        dead: Words,
         gone: list[Words],
         tenancy: Words | None,
         bound: int,
-    ) -> Evicted:
-        """Free the coldest slots of a size, all where there are few slots, else those in one window of them. ``need``:
-        how many of the coldest to look at, where more than are ``wanted`` only until those are free. Under the lock."""
-        of = _of_writer(slot_size, tenancy)
-        known = self._coldness.get(of)
+    ) -> int:
+        """Free the coldest slots of a size, all where there are few slots, else those in one window of them; how many.
+        ``need``: how many of the coldest to look at, where more than are ``wanted`` only until those are free. ``gone``
+        gets the rows of the pages that were in them. Under the lock."""
+        known = self._coldness.get(_of_writer(slot_size, tenancy))
         if known is None or _is_outdated(known):
-            known = self._measure(of_size, slot_size, need, oldest, dead, tenancy)
-        total = int(self.view().table[of_size, SLOTS].sum())
+            known = self._measure(of_size, slot_size, need, oldest, tenancy)
+        total, freed = int(self.view().table[of_size, SLOTS].sum()), 0
         together = slots_in_group(slot_size, total)
-        freed, evicted, first_page, headroom = 0, 0, (0, 0), self.view().capacity
         begin = known.pop()
-        for position, base, first, end in self._ranges(of_size, begin, min(total, _MOST_LOOKED_AT), together):
-            rows = np.arange(base + first, base + end)
-            ranks = self._ranks(rows, oldest, dead, tenancy)
+        for rows in self._ranges(of_size, begin, min(total, _MOST_LOOKED_AT), together):
+            ranks = self._ranks(rows, oldest, tenancy)
             cold, cool = min(known[COLD], bound - 1), min(known[COOL], bound - 1)
-            victims = rows[are_coldest(ranks, together, cold, cool)]
-            if not len(victims):
-                continue
             # Where very many are equally cold, the rest goes another time.
-            victims = victims[: max(need, _MOST_VICTIMS)]
-            kept_here, step = 0, len(victims)
+            coldest = np.flatnonzero(are_coldest(ranks, together, cold, cool))[: max(need, _MOST_VICTIMS)]
+            coldest = coldest[~self._spare(rows[coldest], ranks[coldest], spared)]
             if need > wanted:
                 # Not those of the first rows: they may be warm.
-                step, ranks = wanted, self.memory.rows[victims, index_words.PRIORITY]
-                victims = victims[np.argsort(ranks, kind="stable")]
-            for at in range(0, len(victims), step):
-                if need > wanted and freed >= wanted:
-                    break
-                some = victims[at : at + step]
-                pages = self.memory.rows[some]
-                first_page = first_page if evicted else tuple(pages[0, [index_words.USED, CREATED]].tolist())
-                evicted += self.memory.table.evict(some, spared, headroom, oldest, dead, tenancy)
-                # What had expired goes alone: under the same hashes there may be what was written since.
-                valid = index_words.are_valid(self.memory.header, pages[:, CREATED], oldest)
-                gone.append(pages[(pages[:, STATE] & STATES == index_words.PAGE) & valid])
-                if kept := int((some >= 0).sum()):
-                    slab = self.memory.slabs[position]
-                    first_free = int(some[some >= 0].min()) - base
-                    slab[CURSOR], slab[OF] = min(first_free, int(slab[CURSOR])) if kept_here else first_free, 0
-                    kept_here += kept
-                    freed += kept
-                    # Some may have been free, and counted, before.
-                    slab[FREE_SLOTS] = max(int(slab[FREE_SLOTS]), kept_here)
+                coldest = coldest[np.argsort(ranks[coldest], kind="stable")[: max(0, wanted - freed)]]
+            victims, pages = rows[coldest], self.memory.rows[rows[coldest]]
+            self.memory.table.evict(victims, oldest, tenancy)
+            gone.append(pages[(victims >= 0) & (ranks[coldest] != index_words.AT_ONCE)])
+            self._may_be_free(victims[victims >= 0])
+            freed += int((victims >= 0).sum())
         known[LEFT] = known[LEFT] - freed if freed else 0
-        used, created = first_page
-        return Evicted(freed, evicted, used >> index_words.CLOCK_SHIFT, created)
+        return freed
+
+    def _spare(self, rows: Words, ranks: Words, spared: Words) -> npt.NDArray[np.bool_]:
+        """Which of these slots have pages with a hash in ``spared``; they rank from now on as if they were used when as
+        many pages as there are slots were inserted. Under the lock."""
+        stay: npt.NDArray[np.bool_] = _are_among(self.memory.rows[rows, index_words.HASH], spared)
+        stay &= ranks != index_words.AT_ONCE
+        if stay.any():
+            priorities = self.memory.rows[rows[stay], index_words.PRIORITY]
+            now, a_tier_later = eviction.ORIGIN + eviction.TICK * self.inserts, eviction.TICK * self.view().capacity
+            later = np.maximum(priorities, now) + a_tier_later
+            self.memory.rows[rows[stay], index_words.PRIORITY] = later
+        return stay
 
     def _evict_beside(self, hashes: Words, states: Words, oldest: int) -> int:
         """Evict what is of no use without pages that had these HASH and STATE, as far as they are gone; how many. A few
@@ -848,9 +807,8 @@ class SlabIndex:
                 count += here
         return count
 
-    def _ranges(self, of_size: Words, begin: int, count: int, together: int) -> Iterator[tuple[int, int, int, int]]:
-        """``count`` slots from number ``begin`` on, of all of a size: position of the slab, row of its slot 0, first
-        slot and the one behind the last, whole groups."""
+    def _ranges(self, of_size: Words, begin: int, count: int, together: int) -> Iterator[Words]:
+        """The rows of ``count`` slots from number ``begin`` on, of all of a size: of each slab, whole groups."""
         slots, firsts = self.view().table[of_size][:, [SLOTS, FIRST]].T
         ends = slots.cumsum()
         if not ends[-1]:
@@ -861,13 +819,11 @@ class SlabIndex:
         slot -= slot % together
         while count > 0:
             end = min(slot + count + -count % together, int(slots[which]))
-            yield of_size[which], int(firsts[which]), slot, end
+            yield np.arange(firsts[which] + slot, firsts[which] + end)
             count -= end - slot
             which, slot = (which + 1) % len(of_size), 0
 
-    def _measure(
-        self, of_size: Words, slot_size: int, need: int, oldest: int, dead: Words, tenancy: Words | None
-    ) -> list[int]:
+    def _measure(self, of_size: Words, slot_size: int, need: int, oldest: int, tenancy: Words | None) -> list[int]:
         """Measure how cold the coldest slots of a size are, and where most of them are. Needs no lock."""
         slots, firsts = self.view().table[of_size][:, [SLOTS, FIRST]].T
         ends = slots.cumsum()
@@ -876,7 +832,7 @@ class SlabIndex:
         first = random.randrange(step)
         some = np.arange(first, total, step)
         which = np.searchsorted(ends, some, side="right")
-        ranks = self._ranks((firsts + slots - ends)[which] + some, oldest, dead, tenancy)
+        ranks = self._ranks((firsts + slots - ends)[which] + some, oldest, tenancy)
         known, windows = [0, 0, max(total // _COLD_PART, min(need, total))], [0]
         there = int((ranks != NO_PAGE).sum())
         if there:
@@ -893,11 +849,26 @@ class SlabIndex:
         known = self._coldness[_of_writer(slot_size, tenancy)] = [*known, *windows]
         return known
 
-    def _ranks(self, rows: Words, oldest: int, dead: Words, tenancy: Words | None) -> Words:
+    def _ranks(self, rows: Words, oldest: int, tenancy: Words | None) -> Words:
         """How cold the slots in these rows are: AT_ONCE, a priority, or NO_PAGE."""
         ranks = np.empty(len(rows), np.int64)
-        self.memory.table.ranks(rows, oldest, dead, tenancy, ranks)
+        self.memory.table.ranks(rows, oldest, tenancy, ranks)
+        held = np.flatnonzero(ranks == NO_PAGE)
+        if len(held):
+            ranks[held[self._are_left(self.memory.rows[rows[held], STATE])]] = index_words.AT_ONCE
         return ranks
+
+    def _are_left(self, states: Words) -> npt.NDArray[np.bool_]:
+        """Which of these are STATEs of slots that processes were writing that have ended. An id is never given again,
+        so who is dead stays dead."""
+        left: npt.NDArray[np.bool_] = states & STATES == PENDING
+        left[left] = ~self._are_alive(states[left] >> 8)
+        return left
+
+    def _are_alive(self, members: Words) -> npt.NDArray[np.bool_]:
+        ids, of = np.unique(members, return_inverse=True)
+        alive: npt.NDArray[np.bool_] = np.array([self._members.is_alive(member) for member in ids.tolist()], bool)[of]
+        return alive
 
     def _may_be_free(self, rows: Words) -> None:
         """Say that some of these slots may be free."""
@@ -909,7 +880,6 @@ class SlabIndex:
             lowest = int(some.min() - view.by_first[of, FIRST])
             slab[CURSOR] = lowest if slab[FREE_SLOTS] <= 0 else min(int(slab[CURSOR]), lowest)
             slab[FREE_SLOTS] += len(some)
-            slab[OF] = 0
 
     # -- slabs -----------------------------------------------------------------------------------------------------
 
@@ -962,7 +932,6 @@ class SlabIndex:
         header[SLAB_CHANGES] += 1
         sets = self._sets_wanted()
         header[index_words.SETS] = sets
-        header[index_words.LEVEL] = 1 << (sets.bit_length() - 1)
         header[index_words.REBUILT] = int(not found)
 
     def finish_slab(self, slab: Slab) -> None:
@@ -991,8 +960,7 @@ class SlabIndex:
             if most_pages is not None and self._count(slab, 0)[0] > most_pages:
                 return False
             states = self.memory.rows[slab.first_row : slab.first_row + slab.slots, STATE]
-            pending = states[states & STATES == PENDING] >> 8
-            if not np.isin(pending, self._dead(anew=True)).all():
+            if ((states & STATES == PENDING) & ~self._are_left(states)).any():
                 return False
             if not (self._set_state(slab, READY, DROPPING) or self._set_state(slab, SCANNING, DROPPING)):
                 return False
@@ -1010,10 +978,11 @@ class SlabIndex:
     def left_slabs(self) -> list[Slab]:
         """Those that a process was making or dropping when it died; they are this process' to forget. Raises
         IndexBusyError."""
+        if not self._has_left_slabs():
+            return []
         with self._changing():
-            dead = self._dead(anew=True)
             table = self.memory.slab_table()
-            left = np.isin(table[:, SLAB_STATE], (MAKING, DROPPING)) & np.isin(table[:, OF], dead)
+            left = np.isin(table[:, SLAB_STATE], (MAKING, DROPPING)) & ~self._are_alive(table[:, OF])
             # Or files that could not be deleted.
             left |= (table[:, SLAB_STATE] == DROPPING) & (table[:, OF] == self._members.id)
             self.memory.slabs[left, OF] = self._members.id
@@ -1035,7 +1004,7 @@ class SlabIndex:
         self.memory.tenants[:, index_words.TENANT_PAGES] -= of_tenants
         return hashes, states
 
-    def has_left_slabs(self) -> bool:
+    def _has_left_slabs(self) -> bool:
         return bool(np.isin(self.memory.slabs[:, SLAB_STATE], (MAKING, DROPPING)).any())
 
     def colder_slabs(
@@ -1045,11 +1014,10 @@ class SlabIndex:
         with pages of lower priorities; the least worthy first. All of them, where there are no slots of this size or a
         slab is ``needed`` whatever it is worth; but none of which more than a quarter stays for a tenant's share, where
         there are slots of this size."""
-        dead = self._dead()
 
         def ranks_of(slab: Words) -> Words:
             rows = np.arange(slab[FIRST], slab[FIRST] + slab[SLOTS], max(1, int(slab[SLOTS]) // _MOST_TOGETHER))
-            return self._ranks(rows, oldest, dead, tenancy)
+            return self._ranks(rows, oldest, tenancy)
 
         def worth(slab: Words) -> int:
             # Not that of its coldest page: the warm ones go, too.
@@ -1073,7 +1041,7 @@ class SlabIndex:
     def holds_any(self, slab: Slab, spared: Words) -> bool:
         """Whether a page of the slab has one of these hashes."""
         rows = self.memory.rows[slab.first_row : slab.first_row + slab.slots]
-        return bool(np.isin(rows[rows[:, STATE] & STATES == index_words.PAGE, index_words.HASH], spared).any())
+        return bool(_are_among(rows[rows[:, STATE] & STATES == index_words.PAGE, index_words.HASH], spared).any())
 
     def _set_state(self, slab: Slab, before: int, after: int) -> bool:
         table, position = self.memory.slabs, self._position(slab, before)
@@ -1129,18 +1097,10 @@ class SlabIndex:
                 self.memory.slabs[position, FREE_SLOTS] += int((unknown & (states == FREE)).sum())
                 self.memory.header[index_words.FOUND] += found
 
-    def end_slab(self, slab: Slab) -> bool:
-        """All slots of a slab were looked at; False, and it is to be looked at again, where that is not so. Raises
-        IndexBusyError."""
-        states = self.memory.rows[slab.first_row : slab.first_row + slab.slots, STATE]
-        complete = all(
-            (states[begin : begin + _AT_ONCE] & STATES != index_words.UNKNOWN).all()
-            for begin in range(0, slab.slots, _AT_ONCE)
-        )
+    def end_slab(self, slab: Slab) -> None:
+        """All slots of a slab were looked at. Raises IndexBusyError."""
         with self._changing():
-            if complete:
-                self._set_state(slab, SCANNING, READY)
-        return complete
+            self._set_state(slab, SCANNING, READY)
 
     def end_rebuild(self) -> None:
         self.memory.header[index_words.REBUILT] = 1
@@ -1148,38 +1108,10 @@ class SlabIndex:
     # -- members ---------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Note this process among the members. Raises IndexBusyError, OSError."""
-        self._dead(anew=True)
+        """Share the memory from now on. Raises IndexBusyError, OSError."""
         with self._changing():
-            # Whoever changes anything is noted before.
+            # Whoever changes anything shares it before.
             pass
-
-    def _note_member(self, member: int) -> None:
-        """Under the lock. Raises OSError."""
-        members = self.memory.members
-        if member not in members:
-            free = np.flatnonzero(members == 0)
-            # Of those known to be dead the first is forgotten: what it was writing stays taken until all restart.
-            places = free if len(free) else np.flatnonzero(members < 0)
-            if not len(places):
-                raise OSError(errno.EUSERS, f"{len(members)} processes use the directory, and no more can")
-            members[places[0]] = member
-        # The others know of it from now on, and may have nobody else to ask.
-        self._share(member)
-        self._member = member
-
-    def _dead(self, *, anew: bool = False) -> Words:
-        """The ids of members that have ended. An id is never given again, so who is dead stays dead."""
-        members = self.memory.members
-        now = time.monotonic()
-        if anew or now - self._looked_for_dead >= _DEAD_INTERVAL:
-            self._looked_for_dead = now
-            for place in np.flatnonzero(members > 0).tolist():
-                member = int(members[place])
-                if not self._members.is_alive(member):
-                    members[place] = -member
-        dead: Words = -members[members < 0]
-        return dead
 
     @property
     def _pending(self) -> int:
@@ -1192,8 +1124,9 @@ class SlabIndex:
             if not mine:
                 raise IndexBusyError
             if self._member != (member := self._members.id):
-                # At first, and in a child that was forked.
-                self._note_member(member)
+                # At first, and in a child that was forked: others may have nobody else to ask.
+                self._share(member)
+                self._member = member
             yield
 
 
@@ -1204,6 +1137,13 @@ def _is_outdated(known: list[int] | None) -> bool:
 def _of_writer(slot_size: int, tenancy: Words | None) -> tuple[int, int]:
     """What may go differs from tenant to tenant, and so do the coldest pages; the number is -1 without tenants."""
     return slot_size, -1 if tenancy is None else int(tenancy[index_words.WRITER])
+
+
+def _are_among(hashes: Words, others: Words) -> npt.NDArray[np.bool_]:
+    """Which of these are in ``others`` (sorted)."""
+    at = others.searchsorted(hashes)
+    among: npt.NDArray[np.bool_] = np.append(others, 0)[at] == hashes
+    return among & (at < len(others))
 
 
 def are_coldest(ranks: Words, together: int, cold: int, cool: int) -> npt.NDArray[np.bool_]:

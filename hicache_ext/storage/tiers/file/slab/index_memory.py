@@ -44,7 +44,7 @@ from hicache_ext.runtime.members import living_members
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index_words import Table, Words
 
-INDEX_FORMAT = 0x68696361 << 8 | 14
+INDEX_FORMAT = 0x68696361 << 8 | 15
 """Processes of another format cannot share an index; they have a directory of their own then (manifest.py)."""
 
 _BLOCK = 4096
@@ -52,7 +52,6 @@ _WORD = 8
 _ROW_BYTES = index_words.ROW_WORDS * _WORD
 MOST_SLABS = 4096
 _MOST_IDENTITIES = 1 << 20
-_MEMBERS = 1024
 _LEAST_ROWS = 1 << 16
 _ROWS_PER_SET = 7
 """At most, on average: one page in a thousand finds no place among the 16 of its set and takes that of a colder one."""
@@ -95,8 +94,8 @@ class IndexMemory:
         if not sound or self.header[index_words.FORMAT] != INDEX_FORMAT or length != _size(rows_most, ghost_sets):
             raise ValueError("an index of another format")
         parts = [all_words[at : at + math.prod(shape)].reshape(shape) for at, shape in _parts(rows_most, ghost_sets)]
-        self.members, self.slabs, self.identities, self.ghosts, *more = parts[1:]
-        self.events, self.small, self.entries, self.tenants, self.sets, self.rows = more
+        self.slabs, self.identities, self.ghosts, self.events, self.small, self.entries, *more = parts[1:]
+        self.tenants, self.sets, self.rows = more
         of_tables = self.rows, self.sets, self.header, self.identities, self.ghosts
         self.table = Table(*of_tables, self.events, self.small, self.entries, self.tenants)
         self._rows_at = _parts(rows_most, ghost_sets)[-1][0] * _WORD
@@ -165,7 +164,7 @@ def new_index(capacity: int) -> int:
         header = np.zeros(index_words.HEADER_WORDS, np.int64)
         header[index_words.FORMAT] = INDEX_FORMAT
         header[index_words.ROWS_MOST], header[index_words.GHOST_SETS] = rows_most, ghost_sets
-        header[index_words.SETS] = header[index_words.LEVEL] = index_words.LEAST_SETS
+        header[index_words.SETS] = index_words.LEAST_SETS
         os.pwrite(fd, header.tobytes(), 0)
     except BaseException:
         os.close(fd)
@@ -191,8 +190,6 @@ def _parts(rows_most: int, ghost_sets: int) -> list[tuple[int, tuple[int, ...]]]
     """Where each part begins, in words, and its shape."""
     shapes: Sequence[tuple[int, ...]] = (
         (index_words.HEADER_WORDS,),
-        # Ids of processes that joined; negative once one was seen dead.
-        (_MEMBERS,),
         (MOST_SLABS, index_words.SLAB_WORDS),
         (_MOST_IDENTITIES, index_words.IDENTITY_WORDS),
         # Ghosts.

@@ -12,7 +12,7 @@ A row says PENDING until all of it is written; one store then makes it a page.
 Callers hold the change lock, except those of ``locate``, ``touch`` and ``ranks``: they may read words that change, so
 an answer may be about a page that has just gone or come. What is read from a slot is checked by its seal.
 ``numbers``: of identities, one for all pages or one each, -1 for an unknown one.
-``oldest``: pages written before it (wall-clock milliseconds) are as good as gone. ``dead``: members that have ended.
+``oldest``: pages written before it (wall-clock milliseconds) are as good as gone.
 ``capacity``: slots, of all sizes. Arrays are contiguous words.
 """
 
@@ -56,7 +56,6 @@ GENERATIONS = 0xFFFFFFFF
     SLAB_CHANGES,
     REBUILT,
     FOUND,
-    LEVEL,
     ALL_CLEARED,
     IDENTITIES,
     INSERTS,
@@ -70,21 +69,19 @@ GENERATIONS = 0xFFFFFFFF
     BAD_HEADERS,
     NO_SPACE_SINCE,
     TWICE_TTL,
-) = range(23)
-"""Words of the header. SETS: in use; LEVEL: the power of two of which there are so many and up to as many more.
-SLAB_CHANGES: counts changes of the slabs. REBUILT: 1 once all slabs were looked at; FOUND: pages found by that.
-ALL_CLEARED: what was written up to then (milliseconds) was cleared, of every identity. IDENTITIES: so many are
-known. INSERTS, DISTANCE_SUM, REUSES: the clock of eviction.py. POLICY: the candidate of eviction.py that pages rank
-by now; TO_RANK: rows before this one may rank by another one yet. EVENTS: so many were noted for the miniatures,
-LEARNED: and so many of them were looked at; SEEN: uses of all pages, in the sample or not, that found
-a place. BAD_HEADERS: damaged ones, met by the rebuild. NO_SPACE_SINCE: since when (seconds) no slab finds room on the
-disk; or 0. TWICE_TTL: milliseconds, 0 without one: a page is valid as long after the oldest one that is."""
+) = range(22)
+"""Words of the header. SETS: in use. SLAB_CHANGES: counts changes of the slabs. REBUILT: 1 once all slabs were looked
+at; FOUND: pages found by that. ALL_CLEARED: what was written up to then (milliseconds) was cleared, of every identity.
+IDENTITIES: so many are known. INSERTS, DISTANCE_SUM, REUSES: the clock of eviction.py. POLICY: the candidate of
+eviction.py that pages rank by now; TO_RANK: rows before this one may rank by another one yet. EVENTS: so many were
+noted for the miniatures, LEARNED: and so many of them were looked at; SEEN: uses of all pages, in the sample or not,
+that found a place. BAD_HEADERS: damaged ones, met by the rebuild. NO_SPACE_SINCE: since when (seconds) no slab finds
+room on the disk; or 0. TWICE_TTL: milliseconds, 0 without one: a page is valid as long after the oldest one that is."""
 HEADER_WORDS = 64
 
 SLAB_NUMBER, SLOT_SIZE, SLOTS, FIRST, SLAB_STATE, FREE_SLOTS, CURSOR, OF = range(8)
 """Words of a slab: its number; bytes of a slot; slots; the row of slot 0; below; at least so many slots are free,
-perhaps; where free ones are looked for; the member that makes or drops it; of
-a slab that is READY, how many slots up to CURSOR were looked at without finding a free one."""
+perhaps; where free ones are looked for; the member that makes or drops it."""
 SLAB_WORDS = 8
 NO_SLAB, MAKING, READY, SCANNING, DROPPING = range(5)
 
@@ -141,9 +138,95 @@ SCALES = (1, 4, 8)
 SAMPLED_SLOTS = 1 << 12
 """Slots of a miniature at the tier's capacity, at most."""
 ENTRY_WORDS, SMALL_WORDS = 3, 128
-MINIATURE_HITS, USES, SERVED, EXPECTED = 16, 24, 25, 26
-"""Of the words ``small``: hits of each miniature; uses seen; those that the policy of that time had; the uses of all
-pages that fall to the sample, times SAMPLE + 1."""
+HELD = 2
+"""Of an entry the word with two bits for each miniature."""
+SCORES, MINIATURE_HITS, USES, SERVED, EXPECTED, NEXT, SWITCHES, SETS_USED = 8, 16, *range(24, 30)
+LATELY, NEXT_STOCK, LAST_SCORES, NOISE, LAST_NOISE = 32, 43, 48, 64, 96
+"""Of the words ``small``: hits of each candidate of late, in 65,536ths; hits of each miniature; uses seen; those that
+the policy of that time had; the uses of all pages that fall to the sample, times SAMPLE + 1; the clock at the next
+comparison; changes of policy; sets of entries in use; hits of each candidate since the last comparison; the clock at
+which all that is there counts as kept; hits of each candidate in the last moments alone; of each two candidates squares
+of how many hits one had more between two comparisons, added up like SCORES and like LAST_SCORES."""
+
+_HALF = 45426
+"""65,536ths of log(2)."""
+_HORIZON, _MOST_CAPACITIES = 4, 8
+"""Capacities, or reuse distances where these are longer, after which a hit counts half."""
+_COMPARISONS, _LEAST_INSERTS, _MOST_BETWEEN = 16, 256, 1 << 20
+"""In one capacity; so many inserted pages apart at least, for the pages of one request are one event; hits between two,
+so that sums of squares fit a word."""
+_LAST, _LEAST_LAST = 8, 4
+"""Comparisons after which a hit counts half among the last ones, where they are half a capacity; else."""
+_LEAST_LEAD_SHIFT, _LEAST_SIGNIFICANCE, _LEAST_LAST_SIGNIFICANCE, _BACK = 4, 5, 8, 8
+"""Another candidate has to lead by 1/16 of what is served in the long run, for a change costs about that much, and by
+the square root of so many times what chance makes of equal ones, by all scores and by the last ones alone; for LAST_USE
+any lead is enough, and an eighth of that: no tier shall serve less than plain LRU for long."""
+_LEAST_SLOTS = 96
+"""A tier with fewer keeps to its policy: it hardly holds one chain, and what it evicts depends on the size of batches,
+which miniatures do not know."""
+_STOCK = 4
+"""Capacities after which all that is there counts as kept."""
+
+
+@np.errstate(over="ignore")
+def choose_policy(header: Words, small: Words, entries: Words, capacity: int, rows: int) -> None:
+    """Compare the candidates when it is time: follow another one that is better by more than chance, of late, which
+    tells a change of workload, or else in the long run. ``rows``: behind the last one in use. Under the lock.
+
+    How far two of them differ between two comparisons is taken for their noise: what one request asks for makes one
+    difference, however many pages it has."""
+    inserts = header[INSERTS]
+    if inserts < small[NEXT]:
+        return
+    step = max(_LEAST_INSERTS, capacity // _COMPARISONS)
+    small[NEXT] = inserts + step
+    distance_sum, reuses = header[[DISTANCE_SUM, REUSES]].tolist()
+    distance = eviction.reuse_distance(capacity, distance_sum, reuses)
+    horizon = _HORIZON * max(capacity, min(distance, _MOST_CAPACITIES * capacity), _COMPARISONS * step)
+    last_horizon = max(_LAST * (capacity // _COMPARISONS), _LEAST_LAST * step)
+    lately = np.minimum(small[LATELY : LATELY + CANDIDATES], _MOST_BETWEEN)
+    small[LATELY : LATELY + CANDIDATES] = 0
+    more = np.subtract.outer(lately, lately).ravel()
+    for scores, noise, after in ((SCORES, NOISE, horizon), (LAST_SCORES, LAST_NOISE, last_horizon)):
+        fading = _HALF * step // after
+        hits, differences = small[scores : scores + CANDIDATES], small[noise : noise + CANDIDATES**2]
+        hits += (lately << 16) - (hits * fading >> 16)
+        differences += more * more - (differences * (2 * fading) >> 16)
+    now = int(header[POLICY]) if 0 <= header[POLICY] < CANDIDATES else 0
+    best = now
+    if capacity >= _LEAST_SLOTS:
+        best = _leader(small, LAST_SCORES, LAST_NOISE, _LEAST_LAST_SIGNIFICANCE, now)
+        if best == now:
+            best = _leader(small, SCORES, NOISE, _LEAST_SIGNIFICANCE, now)
+    if best == now and inserts < small[NEXT_STOCK]:
+        return
+    small[SWITCHES] += best != now
+    small[NEXT_STOCK] = inserts + _STOCK * capacity
+    header[POLICY] = best
+    if best != now or best == eviction.KEEP_FIRST:
+        header[TO_RANK] = rows
+    # A page that is there, new or used, has the lower one of its bits.
+    held = entries[HELD, : max(0, int(small[SETS_USED]))]
+    held |= (held & 0x555) << 1
+
+
+def _leader(small: Words, scores: int, noise: int, least_significance: int, now: int) -> int:
+    """The best candidate whose lead is more than chance, and who is not behind of late; else the one of now."""
+    words = small.tolist()
+    best, of_now, late = now, words[scores + now], words[LAST_SCORES + now]
+    for candidate in range(CANDIDATES):
+        score = words[scores + candidate]
+        lead, chance = score - of_now >> 16, least_significance * words[noise + CANDIDATES * candidate + now]
+        least_lead = (words[SCORES + now] >> 16 + _LEAST_LEAD_SHIFT) + 1
+        if lead > of_now >> 17:
+            # Of a loop plain LRU serves nothing: each pass that is waited for is lost.
+            chance //= 2
+        if candidate == eviction.LAST_USE:
+            least_lead, chance = 1, chance // _BACK
+        is_late = words[LAST_SCORES + candidate] < late
+        if score > words[scores + best] and not is_late and lead > least_lead and lead * lead > chance:
+            best = candidate
+    return best
 
 
 def sampled_of(capacity: int) -> int:
@@ -263,11 +346,11 @@ class Table(Arguments):
     _locate = _function("hicache_locate", "keys[] numbers[] oldest slabs[] located[]")
     touch = _function("hicache_touch", "chain[] capacity sampled")
     rank_again = _function("hicache_rank_again", "capacity most")
-    learn = _function("hicache_learn", "capacity sampled rows most")
+    learn = _function("hicache_learn", "capacity sampled most")
     grow_sets = _function("hicache_grow_sets", "wanted")
-    take_free = _function("hicache_take_free", "slabs[] known[] of_size[] pending ticket most taken[]")
-    ranks = _function("hicache_ranks", "rows[] oldest dead[] tenancy[] ranks[]")
-    evict = _function("hicache_evict", "victims[] spared[] headroom oldest dead[] tenancy[]")
+    take_free = _function("hicache_take_free", "slabs[] known[] of_size[] pending ticket taken[]")
+    ranks = _function("hicache_ranks", "rows[] oldest tenancy[] ranks[]")
+    evict = _function("hicache_evict", "victims[] oldest tenancy[]")
     evict_beside = _function(
         "hicache_evict_beside", "hashes[] states[] beside[] beside_width needed[] needed_width oldest freed[]"
     )

@@ -241,7 +241,7 @@ class SlabStore(PathStore):
                 doubtful = [(page, "length") for page in found.select(wrong).pages()]
                 found = found.select(~wrong)
         readers = self._readers
-        moving = self._io.to_move(batch, found, self._allocator.slab, readers, into_memory=True)
+        moving = self._io.to_move(batch, found, self._index.slab, readers, into_memory=True)
         self._workers.run(moving.threads, moving.move, readers)
         if moving.all_done:
             _fill(results, found.positions, GetResult.HIT)
@@ -266,7 +266,7 @@ class SlabStore(PathStore):
 
     def _read_page(self, batch: PageBatch, page: SlotReference) -> GetResult | str:
         """HIT or ERROR, or why what is in the slot is not its page."""
-        key, segments, slab = batch.keys[page.position], batch.buffers[page.position], self._allocator.slab(page.slab)
+        key, segments, slab = batch.keys[page.position], batch.buffers[page.position], self._index.slab(page.slab)
         try:
             moved = -1 if slab is None else self._io.read(slab, page.slot, segments)
         except FileNotFoundError:
@@ -318,7 +318,7 @@ class SlabStore(PathStore):
         return super()._damage_found() + int(self._index.memory.header[BAD_HEADERS])
 
     def _pages_in(self, place: int) -> Iterator[tuple[list[bytes], list[int]]]:
-        slab = self._allocator.slab(place)
+        slab = self._index.slab(place)
         if slab is None:
             return
         for begin in range(0, slab.slots, _HEADERS_AT_ONCE):
@@ -343,7 +343,7 @@ class SlabStore(PathStore):
             return 0
         try:
             for page in seized.pages():
-                slab = self._allocator.slab(page.slab)
+                slab = self._index.slab(page.slab)
                 if slab is not None:
                     self._io.erase_header(slab, page.slot)
         except FileNotFoundError:
@@ -465,7 +465,7 @@ class SlabStore(PathStore):
             return goes_on
         published: list[int] | None = None
         try:
-            moving = self._io.to_move(batch, taken, self._allocator.slab, self._writers, into_memory=False)
+            moving = self._io.to_move(batch, taken, self._index.slab, self._writers, into_memory=False)
             self._workers.run(moving.threads, moving.move, self._writers)
             written = taken if moving.all_done else self._finish_writing(batch, moving, results)
             published = self._index.publish(ticket, batch.keys, taken, written, self._oldest(), milliseconds(), tenant)
@@ -482,17 +482,16 @@ class SlabStore(PathStore):
     def _finish_writing(self, batch: PageBatch, moving: Moving, results: list[SetResult]) -> SlotReferences:
         """What native code did not write; all pages that are written, by position."""
         _fill(results, self._count_failed(moving), SetResult.ERROR)
-        left = moving.left().pages()
-        written = self._workers.run(len(left), lambda n: self._write_page(batch, left[n]), self._writers)
-        for page, is_written in zip(left, written, strict=True):
-            if not is_written:
-                results[page.position] = SetResult.ERROR
-        by_python = SlotReferences.of(page for page, is_written in zip(left, written, strict=True) if is_written)
-        return SlotReferences.joined([moving.done(), by_python]).by_position()
+        left = moving.left()
+        pages = left.pages()
+        written = self._workers.run(len(pages), lambda n: self._write_page(batch, pages[n]), self._writers)
+        are_written = np.array(written, bool)
+        _fill(results, left.positions[~are_written], SetResult.ERROR)
+        return SlotReferences.joined([moving.done(), left.select(are_written)]).by_position()
 
     def _write_page(self, batch: PageBatch, page: SlotReference) -> bool:
         """Whether it was written."""
-        segments, slab = batch.buffers[page.position], self._allocator.slab(page.slab)
+        segments, slab = batch.buffers[page.position], self._index.slab(page.slab)
         if slab is None or sum([segment.nbytes for segment in segments]) != page.length:
             # A batch that is wrong about its sizes: what is longer than its slot would be in the next one, too.
             return False
