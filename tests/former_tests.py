@@ -23,6 +23,9 @@ _NUMBA = "nothing is compiled at run time, or kept: the native core is built wit
 _PLAN = "plan replays LRU in Python: the same figures to every digit, without ghosts and memory of its own"
 
 FORMER = {
+    "test_pages_of_both_are_looked_for_in_the_same_rooms": (
+        "``auto`` wraps no codec any more: it is the lossless one, asked whether it pays"
+    ),
     "test_clear_leaves_other_models_alone": "-> test_clear_leaves_other_models_and_strangers_files_alone",
     "test_clear_leaves_strangers_files_alone": "-> test_clear_leaves_other_models_and_strangers_files_alone",
     "test_results_are_lists_of_the_right_type": "-> test_ten_thousand_keys_are_answered",

@@ -18,7 +18,7 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.sglang.launch_arguments import unicode_text
 from hicache_ext.sglang.served_pools import KV, BoundPool, ServedPools
 from hicache_ext.sglang.used_names import EVENTS, check_installed, features_off
-from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard, board_among
+from hicache_ext.storage.contract.abilities import BoardLimits, HintBoard, board_among
 from hicache_ext.storage.serving.events import Blocks, Change, Encode, EventPublisher, Kind, blocks_in
 from hicache_ext.storage.serving.hints import HintReceiver, HintSender
 from hicache_ext.storage.serving.hints import longest as longest_hint

@@ -12,9 +12,9 @@ import numpy as np
 from hicache_ext.errors import FormatError
 from hicache_ext.page.page_object import gather, scatter
 from hicache_ext.page.transforms import header as headers
-from hicache_ext.page.transforms.codec import RAW, PageCodec
+from hicache_ext.page.transforms.codec import PageCodec, Paying
 from hicache_ext.page.transforms.forms import Form
-from hicache_ext.page.transforms.header import HEADER_LENGTH, Header
+from hicache_ext.page.transforms.header import HEADER_LENGTH, RAW, Header
 from hicache_ext.page.transforms.sealing import CipherKind, SealKey, SealMode, fastest_cipher
 
 SEAL_CIPHER = "seal_cipher"
@@ -24,10 +24,13 @@ Room = Callable[[int], memoryview]
 """Memory of the caller's, of so many bytes, until it asks again."""
 
 
-def encoded(codec: PageCodec, segments: Sequence[memoryview], room: Room) -> memoryview | None:
+def encoded(codec: PageCodec, paying: Paying | None, segments: Sequence[memoryview], room: Room) -> memoryview | None:
     """The page encoded, in memory of its own; None where it is to be stored as it is. ``room``: for its payload."""
+    payload = in_one_piece(segments, room)
+    if paying is not None and not paying.pays(codec, payload):
+        return None
     target = np.empty(codec.rooms[-1], np.uint8).data
-    length = codec.encode(in_one_piece(segments, room), target)
+    length = codec.encode(payload, target)
     return target[:length] if 0 < length <= target.nbytes else None
 
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
-from hicache_ext.page.transforms.codec import Codec, PageCodec
 from hicache_ext.page.transforms.header import FORMAT_VERSION, stored_length
 from hicache_ext.page.transforms.sealing import Seal, SealKey, SealMode
+
+if TYPE_CHECKING:
+    from hicache_ext.page.transforms.codec import Codec, PageCodec
 
 STORED_AS = "stored_as"
 """In the document of a stored identity: what its pages went through, and the identity of which they are (``of``)."""
@@ -60,10 +62,6 @@ class Forms:
     """By this tier now: the raw one, then the rooms, the smallest first."""
     payload: int = 0
     """Bytes of pages that may be encoded."""
-
-    def encodes_now(self) -> bool:
-        codec = self.written[-1].codec
-        return codec is not None and codec.pays()
 
 
 class Transforms:

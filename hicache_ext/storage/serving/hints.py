@@ -25,7 +25,7 @@ from hicache_ext.page.identity import page_hash_bytes
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard
+from hicache_ext.storage.contract.abilities import BoardLimits, HintBoard
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from hicache_ext.cli.main import main
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.errors import ConfigError
 from hicache_ext.runtime.access import Access
-from hicache_ext.storage.contract.hint_board import BoardLimits
+from hicache_ext.storage.contract.abilities import BoardLimits
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiers.file import hints

@@ -18,7 +18,7 @@ from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import NoBoardError, StoreError
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard, board_among
+from hicache_ext.storage.contract.abilities import BoardLimits, HintBoard, board_among
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import DelegatingStore
 from hicache_ext.storage.serving import hints as sender_module

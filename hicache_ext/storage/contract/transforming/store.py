@@ -25,8 +25,7 @@ from hicache_ext.errors import ClearLaterError, StoreClosedError
 from hicache_ext.page.transforms import body
 from hicache_ext.page.transforms.codec import Codec
 from hicache_ext.page.transforms.forms import STORED_AS, Form, Forms, Transforms, stored_as
-from hicache_ext.page.transforms.header import SALT_LENGTH
-from hicache_ext.page.transforms.lossy import lossy_name
+from hicache_ext.page.transforms.header import CODEC_NUMBERS, LOSSY_CODECS, SALT_LENGTH
 from hicache_ext.page.transforms.sealing import Seal, new_salts
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.storage.contract.abilities import IdentityKeeper, PageLister, ability, clear_or_raise
@@ -55,6 +54,7 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result", GetResult, SetResult)
 
 _LEADING_AT_ONCE = 256
+_LOSSY = {CODEC_NUMBERS[name]: name for name in LOSSY_CODECS}
 
 
 class TransformedStore(DelegatingStore):
@@ -292,7 +292,7 @@ class TransformedStore(DelegatingStore):
 
             self._portions.each(len(hits), unpack)
         codecs = [forms[positions[page]].codec for page in hits if answers[page] is GetResult.HIT]
-        if lossy := [name for codec in codecs if (name := lossy_name(codec)) is not None]:
+        if lossy := [_LOSSY[codec.code] for codec in codecs if codec is not None and codec.code in _LOSSY]:
             self.metrics.add_many("lossy", Counter(lossy))
         return answers
 
@@ -328,7 +328,7 @@ class TransformedStore(DelegatingStore):
             left = [page for page in left if results[page] is not SetResult.EXISTS]
         raw = forms.written[0]
         plain: list[int] = []
-        if raw.plain and not forms.encodes_now():
+        if raw.plain and not known.encodes_now(forms):
             plain, left = left, []
         portions = self._portions.of(left, [known.length(raw, batch.sizes[page]) for page in left])
 
@@ -355,7 +355,7 @@ class TransformedStore(DelegatingStore):
         self, known: KnownForms, forms: Forms, batch: PageBatch, keys: PageKeys
     ) -> Sequence[SetResult | None]:
         """Write pages of one identity; None of those that are to be stored as they are, without a seal."""
-        coded, raw = self._encoded(forms, batch), forms.written[0]
+        coded, raw = self._encoded(known, forms, batch), forms.written[0]
         results: list[SetResult | None] = [None] * len(batch)
         some = [page for page, piece in enumerate(coded) if piece is not None or not raw.plain]
         if not some:
@@ -389,16 +389,16 @@ class TransformedStore(DelegatingStore):
             results[page] = answer
         return results
 
-    def _encoded(self, forms: Forms, batch: PageBatch) -> list[memoryview | None]:
+    def _encoded(self, known: KnownForms, forms: Forms, batch: PageBatch) -> list[memoryview | None]:
         """Each page encoded, None where it is stored as it is."""
-        codec = forms.written[-1].codec
-        if codec is None or not forms.encodes_now():
+        codec, paying = forms.written[-1].codec, known.paying
+        if codec is None or not known.encodes_now(forms):
             return [None] * len(batch)
 
         def encode(page: int) -> memoryview | None:
             if batch.sizes[page] != forms.payload:
                 return None
-            return body.encoded(codec, batch.buffers[page], self._memory.of_thread)
+            return body.encoded(codec, paying, batch.buffers[page], self._memory.of_thread)
 
         return self._portions.each(len(batch), encode)
 

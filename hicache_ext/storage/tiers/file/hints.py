@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hicache_ext.runtime.access import make_directory, open_file
 from hicache_ext.runtime.whole_file import read_small
-from hicache_ext.storage.contract.hint_board import AT_ONCE, BoardLimits
+from hicache_ext.storage.contract.abilities import AT_ONCE, BoardLimits
 
 _NAME = re.compile(r"[0-9]{20}-[A-Za-z0-9_.-]{1,200}\.(hint|new)")
 

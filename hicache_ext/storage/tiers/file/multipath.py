@@ -47,8 +47,8 @@ from hicache_ext.runtime.file_signature import DirectorySignature, directory_sig
 from hicache_ext.runtime.file_systems import mount_points
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
+from hicache_ext.storage.contract.abilities import BoardLimits
 from hicache_ext.storage.contract.base import leading
-from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook, RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo
 from hicache_ext.storage.tiers.file import hints, pins

@@ -37,11 +37,11 @@ from hicache_ext.page.envelope import KEY_LENGTH
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.threads import ThreadPool
+from hicache_ext.storage.contract.abilities import BoardLimits
 from hicache_ext.storage.contract.bad_pages import BadPages, Removal, Stored, Verdict
 from hicache_ext.storage.contract.base import TierStore, leading_in_portions
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding, Level
-from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
 from hicache_ext.storage.contract.trial import try_store

@@ -30,9 +30,8 @@ from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import Call, ThreadPool
-from hicache_ext.storage.contract.abilities import LARGEST_DOCUMENT, LARGEST_SUM, document_in
+from hicache_ext.storage.contract.abilities import AT_ONCE, LARGEST_DOCUMENT, LARGEST_SUM, BoardLimits, document_in
 from hicache_ext.storage.contract.clearing import Cleared
-from hicache_ext.storage.contract.hint_board import AT_ONCE, BoardLimits
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import (
     LONGEST_LINE,

@@ -13,8 +13,8 @@ import pytest
 
 from hicache_ext.config import Secret
 from hicache_ext.errors import ClearLaterError, StoreError, StoreSetupError
+from hicache_ext.storage.contract.abilities import BoardLimits
 from hicache_ext.storage.contract.clearing import Cleared
-from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.redis import node
 from hicache_ext.storage.tiers.redis import store as store_module
