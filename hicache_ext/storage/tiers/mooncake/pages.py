@@ -29,7 +29,7 @@ from hicache_ext.page.memory import address_of
 from hicache_ext.page.page_object import gather, scatter
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.threads import ThreadPool
-from hicache_ext.storage.contract.bad_pages import BadPages, Removal, Sighting, Stored, cut
+from hicache_ext.storage.contract.bad_pages import BadPages, Stored, Verdict, cut
 from hicache_ext.storage.contract.base import TierStore, leading_in_portions
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding
@@ -241,9 +241,8 @@ class MooncakeStore(TierStore):
                 reason = reason_of.get(number, "length")
                 results[position] = GetResult.CORRUPT if reason else GetResult.HIT
                 if reason:
-                    seen = Sighting(code) if reason == "length" else Sighting.of(code, [portion.objects[number]])
                     self.metrics.add("corrupt", reason)
-                    self._bad_pages.suspect(batch.keys[position], len(portion.objects[number]), seen, reason)
+                    self._bad_pages.suspect(batch.keys[position], len(portion.objects[number]), reason)
             else:
                 results[position] = _GET_RESULTS.get(code, GetResult.ERROR)
                 if results[position] is not GetResult.MISS:
@@ -604,15 +603,15 @@ class MooncakeStore(TierStore):
                 raise NotReadError(engine.reason_of(code) if code < 0 else "length")
             return Stored(size, memoryview(bytes(memory)))
 
-    def remove_bad(self, key: bytes, bad: Stored) -> Removal:
+    def remove_bad(self, key: bytes, bad: Stored) -> Verdict | None:
         name = self._object_name(key)
         if self._clearing.hides(key) or self._ask_of_one(lambda client: client.get_size(name)) != bad.length:
-            return Removal.CHANGED
+            return None
         # Forced: the read has just taken a lease.
         code = self._ask_of_one(lambda client: client.batch_remove([name], True)[0])
         if code not in (engine.OK, engine.NOT_FOUND):
             raise NotReadError(engine.reason_of(code))
-        return Removal.REMOVED
+        return Verdict.REMOVED
 
     def _ask_of_one(
         self,

@@ -12,7 +12,7 @@ import pytest
 
 from hicache_ext.page.pack import PACK_BYTES, SMALL, Pack, new_id, pack_length
 from hicache_ext.storage.contract import bad_pages
-from hicache_ext.storage.contract.bad_pages import Removal, Stored
+from hicache_ext.storage.contract.bad_pages import Stored, Verdict
 from hicache_ext.storage.contract.pack_index import Place
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.object import examination
@@ -265,7 +265,7 @@ def test_a_copy_that_came_between_the_second_look_and_the_removal_stays(
     raw.write(key, good[:-1] + b"\0")
     real = ObjectPageStore.remove_bad
 
-    def raced(store: ObjectPageStore, key: bytes, bad: Stored) -> Removal:
+    def raced(store: ObjectPageStore, key: bytes, bad: Stored) -> Verdict | None:
         raw.write(key, good)
         return real(store, key, bad)
 
