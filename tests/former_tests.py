@@ -23,6 +23,9 @@ _NUMBA = "nothing is compiled at run time, or kept: the native core is built wit
 _PLAN = "plan replays LRU in Python: the same figures to every digit, without ghosts and memory of its own"
 
 FORMER = {
+    "test_the_golden_header_without_a_payload_checksum_is_written_byte_for_byte": (
+        "-> test_the_golden_header_without_a_payload_checksum_is_read"
+    ),
     "test_pages_of_both_are_looked_for_in_the_same_rooms": (
         "``auto`` wraps no codec any more: it is the lossless one, asked whether it pays"
     ),

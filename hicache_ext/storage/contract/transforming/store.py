@@ -238,10 +238,7 @@ class TransformedStore(DelegatingStore):
         stored = stored_keys_of(keys, chosen)
         results: list[GetResult] = [GetResult.ERROR] * len(batch)
         plain = [page for page, form in enumerate(chosen) if form.plain]
-        for position, answer in zip(
-            plain, self._move_plain(known, "get", self.inner.get, batch, plain, GetResult.HIT), strict=True
-        ):
-            results[position] = answer
+        self._move_plain(known, "get", self.inner.get, batch, plain, results, GetResult.HIT)
         coded = [page for page, form in enumerate(chosen) if not form.plain]
         portions = self._portions.of(coded, [known.length(chosen[page], batch.sizes[page]) for page in coded])
 
@@ -344,11 +341,7 @@ class TransformedStore(DelegatingStore):
                     results[position] = answer
 
         self._portions.run(len(portions), write)
-        plain.sort()
-        for position, stored in zip(
-            plain, self._move_plain(known, "set", self.inner.set, batch, plain, SetResult.STORED), strict=True
-        ):
-            results[position] = stored
+        self._move_plain(known, "set", self.inner.set, batch, sorted(plain), results, SetResult.STORED)
         return results
 
     def _write_portion(
@@ -411,16 +404,18 @@ class TransformedStore(DelegatingStore):
         move: Callable[[PageBatch], list[_Result]],
         batch: PageBatch,
         positions: Sequence[int],
+        results: list[_Result],
         moved: _Result,
-    ) -> list[_Result]:
-        """Of pages that are stored as they are: straight between the store and their places."""
+    ) -> None:
+        """Move pages that are stored as they are: straight between the store and their places."""
         if not positions:
-            return []
+            return
         pages = batch.select(positions)
         began = time.monotonic()
         answers = one_for_each(move(pages), len(pages))
         known.note_moved(call, pages, began, answers.count(moved))
-        return answers
+        for position, answer in zip(positions, answers, strict=True):
+            results[position] = answer
 
     def _moved(
         self,
