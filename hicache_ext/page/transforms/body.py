@@ -90,23 +90,14 @@ def read(stored: memoryview, stored_key: bytes, form: Form, segments: Sequence[m
             return reason
         body = body if plain is None else plain
     if form.codec is not None:
-        return _decoded(form.codec, body, segments, payload)
+        plain = segments[0] if len(segments) == 1 else np.empty(payload, np.uint8).data
+        try:
+            form.codec.decode(body, plain)
+        except FormatError as error:
+            return error.reason
+        body = plain
     if plain is None or len(segments) != 1:
         scatter(body, segments)
-    return None
-
-
-def _decoded(codec: PageCodec, body: memoryview, segments: Sequence[memoryview], payload: int) -> str | None:
-    """Why a body is no page; None where ``segments`` hold it."""
-    try:
-        if len(segments) == 1:
-            codec.decode(body, segments[0])
-        else:
-            whole = np.empty(payload, np.uint8).data
-            codec.decode(body, whole)
-            scatter(whole, segments)
-    except FormatError as error:
-        return error.reason
     return None
 
 
@@ -115,7 +106,7 @@ def reason_it_is_not_sealed(stored: memoryview, stored_key: bytes, form: Form) -
     head = _header(stored, form)
     if isinstance(head, str):
         return head
-    return None if form.key is None else _reason_of_seal(form.key, head, stored_key, stored, _unsealed_body(head))
+    return None if form.key is None else _reason_of_seal(form.key, head, stored_key, stored)
 
 
 def is_sealed_with(stored: memoryview, stored_key: bytes, key: SealKey, mode: SealMode) -> bool:
@@ -126,7 +117,7 @@ def is_sealed_with(stored: memoryview, stored_key: bytes, key: SealKey, mode: Se
         return False
     if (head.seal, head.key_id) != (mode, key.id.encode()) or head.cipher not in tuple(CipherKind):
         return False
-    return _reason_of_seal(key, head, stored_key, stored, _unsealed_body(head)) is None
+    return _reason_of_seal(key, head, stored_key, stored) is None
 
 
 def _header(stored: memoryview, form: Form) -> Header | str:
@@ -148,15 +139,13 @@ def _header(stored: memoryview, form: Form) -> Header | str:
     return head if head.seal == mode and head.cipher in tuple(CipherKind) else "seal_form"
 
 
-def _unsealed_body(head: Header) -> memoryview | None:
-    """Memory for the body of an encrypted page. Its length is not more than what is stored."""
-    return np.empty(head.body_length, np.uint8).data if head.seal == SealMode.ENCRYPT else None
-
-
 def _reason_of_seal(
-    key: SealKey, head: Header, stored_key: bytes, stored: memoryview, plain: memoryview | None
+    key: SealKey, head: Header, stored_key: bytes, stored: memoryview, plain: memoryview | None = None
 ) -> str | None:
-    """Why a page is not as it was sealed; ``plain`` takes the body of an encrypted one."""
+    """Why a page is not as it was sealed; ``plain`` takes the body of an encrypted one, where it is wanted."""
+    if head.seal == SealMode.ENCRYPT and plain is None:
+        # Its length is not more than what is stored.
+        plain = np.empty(head.body_length, np.uint8).data
     try:
         is_whole = key.unseal(head.seal, head.cipher, head.salt, stored_key, stored[: head.end], plain)
     except Exception:  # noqa: BLE001 - a cryptographic library's errors end here: they are of this page alone

@@ -129,7 +129,8 @@ class PageCodec:
     def __init__(self, payload: int, split: Split | None, parts: tuple[int, ...], rows: Rows | None = None) -> None:
         """``split``: of the page's numbers, or of its codes where it is quantised (``rows``). ``parts``: the rooms, in
         128ths of what is split."""
-        self._payload = payload
+        self.payload = payload
+        """Bytes of a page."""
         self._split = split
         self._rows = rows
         self._bytes = payload if rows is None else payload // (2 * rows.words)
@@ -152,8 +153,8 @@ class PageCodec:
         """Encode into the leading bytes of ``encoded``, which has as many as the largest room; returns how many, 0
         where they do not fit. Equal payloads give equal bytes."""
         page, target = np.frombuffer(payload, np.uint8), np.frombuffer(encoded, np.uint8)
-        if page.size != self._payload:
-            raise ValueError(f"a page of {page.size} bytes in place of {self._payload}")
+        if page.size != self.payload:
+            raise ValueError(f"a page of {page.size} bytes in place of {self.payload}")
         numbers = page
         if self._rows is not None:
             scales, numbers = np.empty(self._scales, np.uint16), np.empty(self._bytes, np.uint8)
@@ -179,7 +180,7 @@ class PageCodec:
         written. Raises FormatError where it is no page of this length."""
         page, stored = (np.frombuffer(memory, np.uint8) for memory in (payload, encoded))
         begin = self._begin + self._rest
-        if page.size != self._payload or stored.size < begin:
+        if page.size != self.payload or stored.size < begin:
             raise FormatError("encoded_length", f"{stored.size} bytes for {page.size}")
         method, version, zeros, length = _HEAD.unpack_from(encoded)
         as_they_are = self._rows is not None and method == _METHOD_AS_THEY_ARE

@@ -86,12 +86,6 @@ def decode(stored: memoryview) -> Header:
     return header
 
 
-def stored_length(body: int, *, sealed: bool, block: int = 1) -> int:
-    """Bytes that a medium stores for a body of so many, in whole blocks."""
-    length = HEADER_LENGTH + body + (TAG_LENGTH if sealed else 0)
-    return -(-length // block) * block
-
-
 def is_key_id(text: str) -> bool:
     """Whether this can be the id of a key: it stands in headers, logs and documents."""
     return (

@@ -89,6 +89,7 @@ class Shelved:
 
     def __init__(self, directory: Path, payload: int) -> None:
         self.directory = directory
+        self.payload = payload
         self.rooms = (64, payload // 2)
 
     def encode(self, payload: memoryview, encoded: memoryview) -> int:

@@ -51,7 +51,7 @@ class Encoded:
         self.objects[name] = write_page_object(name, content, header_length=128)
 
     def length(self, form: Form) -> int:
-        return form.stored_length(SIZE, 1)
+        return form.stored_length(SIZE)
 
     def read(self) -> GetResult:
         page = memoryview(bytearray(SIZE))
@@ -110,7 +110,7 @@ def test_lengths_that_lie_cost_no_memory(length: int, seal_of_it: SealMode | Non
         code = RAW if form.codec is None else CODEC_NUMBERS["lossless"]
         mode, id = (0, b"") if form.key is None else (int(seal_of_it or 0), b"new")
         for head in (Header(code, mode, int(bool(mode)), length, 100, id), Header(code, mode, 0, SIZE, length, id)):
-            stored = memoryview(bytearray(head.encode().ljust(form.stored_length(SIZE, 1), b"\1")))
+            stored = memoryview(bytearray(head.encode().ljust(form.stored_length(SIZE), b"\1")))
             tracemalloc.start()
             try:
                 assert body.read(stored, KEY, form, [page], fresh) is not None

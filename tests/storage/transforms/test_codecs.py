@@ -126,7 +126,7 @@ def test_a_damaged_encoded_page_is_corrupt_and_can_be_written_again(inner: Count
     store.set(_batch(CONTENTS[:1]))
     [form] = [form for form in pages_of(store).forms(IDENTITY) if inner.contains([form.identity + KEYS[0][16:]])[0]]
     key = form.identity + KEYS[0][16:]
-    length = form.stored_length(SIZE, 1)
+    length = form.stored_length(SIZE)
     page = fresh(length)
     assert inner.get(PageBatch([key], [[page]])) == [GetResult.HIT]
     # The frame of the exponents, not its checksum: as somebody with a checksum of his own would store it.

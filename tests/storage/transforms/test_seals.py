@@ -386,7 +386,7 @@ def test_a_page_whose_seal_is_wrong_leaves_no_plaintext_in_the_host_page() -> No
     size = 1 << 16
     (form,) = Transforms(None, seal(ENCRYPT, "new"), 1).forms(IDENTITY, None).all
     name, content = page_keys(1)[0], memoryview(b"\x55" * size)
-    stored = memoryview(bytearray(form.stored_length(size, 1)))
+    stored = memoryview(bytearray(form.stored_length(size)))
     body.write(stored, name, form, [content], None, bytes(24), fresh)
     stored[-1] ^= 1
     page = memoryview(bytearray(b"\xee" * size))

@@ -39,25 +39,19 @@ class KnownForms:
         self.transforms = transforms
         self.paying = None if transforms.codec is None else transforms.codec.paying
         self._documents = documents
-        self._forms: dict[bytes, Forms] = {}
+        self._forms: dict[tuple[bytes, bool], Forms] = {}
         self._seen: dict[bytes, int] = {}
 
     def forms(self, identity: bytes) -> Forms:
-        known = self._forms.get(identity)
+        document = self._documents.get(identity)
+        # Another one when its document has come.
+        known = self._forms.get((identity, document is None))
         if known is None:
-            known = self.transforms.forms(identity, self._documents.get(identity))
+            known = self.transforms.forms(identity, document)
             if len(self._forms) >= _MOST_REMEMBERED:
                 self._forms.clear()
-            self._forms[identity] = known
+            self._forms[identity, document is None] = known
         return known
-
-    def forget(self, identity: bytes) -> None:
-        """Its document has come."""
-        self._forms.pop(identity, None)
-
-    def length(self, form: Form, payload: int) -> int:
-        """Bytes that are stored of a page in this form."""
-        return form.stored_length(payload, self.transforms.block)
 
     def encodes_now(self, forms: Forms) -> bool:
         """Whether pages are to be encoded that are written in one of these."""

@@ -107,13 +107,9 @@ class TransformedStore(DelegatingStore):
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         self._documents[digest] = document
-        known = self._known
-        known.forget(digest)
-        if self._unsealed is not None:
-            self._unsealed.known.forget(digest)
         # As it is: tools look for the identity of a model under its own digest.
         self.inner.register_identity(digest, document)
-        self._register_forms(known, digest, document)
+        self._register_forms(self._known, digest, document)
 
     def _register_forms(self, known: KnownForms, digest: bytes, document: Mapping[str, Any]) -> None:
         for form in known.forms(digest).written:
@@ -240,7 +236,7 @@ class TransformedStore(DelegatingStore):
         plain = [page for page, form in enumerate(chosen) if form.plain]
         self._move_plain(known, "get", self.inner.get, batch, plain, results, GetResult.HIT)
         coded = [page for page, form in enumerate(chosen) if not form.plain]
-        portions = self._portions.of(coded, [known.length(chosen[page], batch.sizes[page]) for page in coded])
+        portions = self._portions.of(coded, [chosen[page].stored_length(batch.sizes[page]) for page in coded])
 
         def read(number: int) -> None:
             positions = portions[number]
@@ -265,7 +261,7 @@ class TransformedStore(DelegatingStore):
         forms: Sequence[Form],
     ) -> list[GetResult]:
         """Read the pages at these positions, which are stored under ``names``; ``forms``: of all pages."""
-        lengths = [known.length(forms[i], batch.sizes[i]) for i in positions]
+        lengths = [forms[i].stored_length(batch.sizes[i]) for i in positions]
         with self._memory.lent_to_call(lengths) as rooms:
             asked = PageBatch(names, [[room] for room in rooms], lengths, [batch.sizes[i] for i in positions])
             began = time.monotonic()
@@ -327,7 +323,7 @@ class TransformedStore(DelegatingStore):
         plain: list[int] = []
         if raw.plain and not known.encodes_now(forms):
             plain, left = left, []
-        portions = self._portions.of(left, [known.length(raw, batch.sizes[page]) for page in left])
+        portions = self._portions.of(left, [raw.stored_length(batch.sizes[page]) for page in left])
 
         def write(number: int) -> None:
             positions = portions[number]
@@ -360,7 +356,7 @@ class TransformedStore(DelegatingStore):
             for piece in coded
         ]
         stored = stored_keys_of(keys, chosen)
-        lengths = [known.length(form, size) for form, size in zip(chosen, batch.sizes, strict=True)]
+        lengths = [form.stored_length(size) for form, size in zip(chosen, batch.sizes, strict=True)]
         salts = new_salts(len(batch))
         with self._memory.lent_to_call(lengths) as rooms:
 
@@ -389,7 +385,7 @@ class TransformedStore(DelegatingStore):
             return [None] * len(batch)
 
         def encode(page: int) -> memoryview | None:
-            if batch.sizes[page] != forms.payload:
+            if batch.sizes[page] != codec.payload:
                 return None
             return body.encoded(codec, paying, batch.buffers[page], self._memory.of_thread)
 
