@@ -414,6 +414,7 @@ class ObjectPageStore(TierStore):
         for position, key in enumerate(batch.keys):
             first.setdefault(key, position)
         results: dict[int, SetResult] = {}
+        some_are_bad = self._bad_pages.hides_some
         found, failed = self._look_up(list(first), self._clearing.hides, deadline)
         sizes = {key: HEADER_LENGTH + batch.sizes[position] for key, position in first.items()}
         for key, there in found.items():
@@ -421,6 +422,10 @@ class ObjectPageStore(TierStore):
                 self._suspect(key, sizes[key], "length")
         # On the caller's thread: those of the requests are for everybody. Half of the time is left for writing.
         verdicts = self._bad_pages.settle(batch.keys, (time.monotonic() + deadline) / 2)
+        if some_are_bad:
+            # What was there when it was looked for may have been removed since, and have no verdict any more.
+            left = zip(found, self._catalog.find(list(found)), strict=True)
+            found = {key: found[key] for key, place in left if place is not None}
         new: dict[bytes, list[int]] = {}
         for key, position in first.items():
             place, verdict = found.get(key), verdicts.get(key)
@@ -508,7 +513,7 @@ class ObjectPageStore(TierStore):
         requests, catalog = self._requests, self._catalog
         looks = [requests.trying(partial(catalog.refresh, digest, deadline)) for digest in identities_of(keys)]
         requests.share(looks, deadline)
-        places = [(key, place) for key in keys for place in catalog.of(key[:IDENTITY_LENGTH]).index.find_all([key])[0]]
+        places = [(key, place) for key in keys for place in catalog.of(key[:IDENTITY_LENGTH]).index.find_all(key)]
         are_pages, _ = requests.share([partial(self._is_page, key, place) for key, place in places], deadline)
         of_packs: dict[tuple[bytes, Pack], dict[bytes, int]] = {}
         for (key, place), is_page in zip(places, are_pages, strict=True):
