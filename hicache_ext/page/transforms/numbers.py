@@ -15,7 +15,7 @@ Pages may lie at any address.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -233,24 +233,6 @@ class Rows:
             )
 
 
-def _from_bfloat16(page: Words) -> Bits:
-    bits: Bits = page.astype(np.uint32)
-    bits <<= np.uint32(16)
-    return bits
-
-
-def _from_float16(page: Words) -> Bits:
-    # numpy's own conversion is exact; infinities and NaNs stay above every number that is allowed.
-    bits: Bits = page.view(np.float16).astype(np.float32).view(np.uint32)
-    return bits
-
-
-def _from_float32(page: Words) -> Bits:
-    low_first = page.reshape(-1, 2)
-    bits: Bits = low_first[:, 0] | low_first[:, 1].astype(np.uint32) << np.uint32(16)
-    return bits
-
-
 def _to_bfloat16(numbers: Floats, page: Words) -> None:
     bits = numbers.view(np.uint32)
     rounded = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
@@ -259,12 +241,6 @@ def _to_bfloat16(numbers: Floats, page: Words) -> None:
 
 def _to_float16(numbers: Floats, page: Words) -> None:
     np.copyto(page, np.clip(numbers, np.float32(-65504.0), np.float32(65504.0)).astype(np.float16).view(np.uint16))
-
-
-def _to_float32(numbers: Floats, page: Words) -> None:
-    bits, low_first = numbers.view(np.uint32), page.reshape(-1, 2)
-    np.copyto(low_first[:, 0], bits & np.uint32(0xFFFF), casting="unsafe")
-    np.copyto(low_first[:, 1], bits >> np.uint32(16), casting="unsafe")
 
 
 def _int8(bits: Bits, inverse: Floats) -> Bits:
@@ -302,7 +278,16 @@ def _of_fp8(codes: Bytes, scale: Floats) -> Floats:
     return numbers
 
 
-_WIDEN = {"bfloat16": _from_bfloat16, "float16": _from_float16, "float32": _from_float32}
-_NARROW = {"bfloat16": _to_bfloat16, "float16": _to_float16, "float32": _to_float32}
+_WIDEN: Mapping[str, Callable[[Words], Bits]] = {
+    "bfloat16": lambda page: page.astype(np.uint32) << np.uint32(16),
+    # numpy's own conversion is exact; infinities and NaNs stay above every number that is allowed.
+    "float16": lambda page: page.view(np.float16).astype(np.float32).view(np.uint32),
+    "float32": lambda page: page.view(np.uint32),
+}
+_NARROW: Mapping[str, Callable[[Floats, Words], None]] = {
+    "bfloat16": _to_bfloat16,
+    "float16": _to_float16,
+    "float32": lambda numbers, page: np.copyto(page.view(np.float32), numbers),
+}
 _ENCODE = {"int8": _int8, "fp8": _fp8}
 _DECODE = {"int8": _of_int8, "fp8": _of_fp8}
