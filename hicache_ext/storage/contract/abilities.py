@@ -7,7 +7,6 @@ An ability is a small runtime-checkable protocol. A wrapper forwards none of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
@@ -133,25 +132,23 @@ class TakesHints(Protocol):
 
 AT_ONCE = 64
 """Most hints returned by one read; the rest come with the next one."""
-
-
-@dataclass(frozen=True, slots=True)
-class BoardLimits:
-    """``keep``: hints on the board; ``longest``: bytes of one; ``lifetime``: seconds until a hint is stale."""
-
-    keep: int
-    longest: int
-    lifetime: float
+KEPT_HINTS = 256
+"""On a board; the oldest go first."""
+MOST_PAGES_OF_A_HINT = 2048
+LONGEST_HINT = 64 + 32 * MOST_PAGES_OF_A_HINT
+"""Bytes."""
+HINTS_LAST = 60.0
+"""Seconds after which a hint is ignored; the nodes' clocks must agree better than this."""
 
 
 @runtime_checkable
 class HintBoard(Protocol):
     """Calls may take as long as a call of the store, and raise StoreError or OSError. Any thread."""
 
-    def post_hint(self, hint: bytes, limits: BoardLimits) -> None:
-        """Add a hint, and remove the oldest beyond ``limits.keep``."""
+    def post_hint(self, hint: bytes) -> None:
+        """Add a hint, and remove the oldest beyond ``KEPT_HINTS``."""
 
-    def read_hints(self, since: Any, limits: BoardLimits) -> tuple[Any, list[bytes]]:
+    def read_hints(self, since: Any) -> tuple[Any, list[bytes]]:
         """Hints added after ``since``, oldest first, at most ``AT_ONCE``; and the ``since`` of the next call.
 
         With ``since=None`` there are none: hints from before the first read are stale. Too long ones are left out.

@@ -37,7 +37,6 @@ from hicache_ext.page.envelope import KEY_LENGTH
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.threads import ThreadPool
-from hicache_ext.storage.contract.abilities import BoardLimits
 from hicache_ext.storage.contract.bad_pages import BadPages, Stored, Verdict
 from hicache_ext.storage.contract.base import TierStore, leading_in_portions
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
@@ -646,13 +645,13 @@ class RedisPageStore(TierStore):
 
     # -- the rest --------------------------------------------------------------------------------------------------
 
-    def post_hint(self, hint: bytes, limits: BoardLimits) -> None:
+    def post_hint(self, hint: bytes) -> None:
         with self._calls:
-            post_hint(self._tier, self._topology, hint, limits)
+            post_hint(self._tier, self._topology, hint)
 
-    def read_hints(self, since: bytes | None, limits: BoardLimits) -> tuple[bytes, list[bytes]]:
+    def read_hints(self, since: bytes | None) -> tuple[bytes, list[bytes]]:
         with self._calls:
-            return read_hints(self._tier, self._topology, since, limits)
+            return read_hints(self._tier, self._topology, since)
 
     def diagnose(self) -> list[Finding]:
         from hicache_ext.storage.tiers.redis.diagnosis import diagnose
